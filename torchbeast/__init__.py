@@ -1,0 +1,1 @@
+"""IMPALA in PyTorch: MonoBeast, one script for one machine."""
