@@ -1,0 +1,5 @@
+"""Build script; the metadata stands in pyproject.toml."""
+
+from setuptools import setup
+
+setup()
