@@ -1,0 +1,62 @@
+"""Where a loop spends its time."""
+
+from __future__ import annotations
+
+import time
+
+
+class Timings:
+    """Seconds per named section of a loop, for one thread.
+
+        timings = Timings()
+        while running:
+            timings.reset()
+            batch = gather()
+            timings.time("gather")
+            learn(batch)
+            timings.time("learn")
+
+    `time` credits the section with what passed since the last `reset` or `time`. The
+    work between the last `time` and the next `reset` is not counted. Each call costs
+    well under a microsecond. On a GPU it is the time until the work was queued, unless
+    the section waits for it.
+
+    Attributes:
+        seconds: total seconds per section, in the order of their first use.
+        counts: how often each section was timed.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.counts: dict[str, int] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Start the clock: what passed before it belongs to no section."""
+        self._last = time.perf_counter()
+
+    def time(self, name: str) -> None:
+        """Credit section `name` with the time since the last `reset` or `time`."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self.counts[name] = self.counts.get(name, 0) + 1
+        self._last = now
+
+    def means(self) -> dict[str, float]:
+        """Mean seconds per pass through each section."""
+        return {name: s / self.counts[name] for name, s in self.seconds.items()}
+
+    def shares(self) -> dict[str, float]:
+        """Each section's share of the time of all; the shares add up to 1."""
+        total = sum(self.seconds.values()) or 1.0
+        return {name: s / total for name, s in self.seconds.items()}
+
+    def summary(self, prefix: str = "") -> str:
+        """One line, longest first: `prefix learn 12.10 ms (80 %), gather 3.02 ms (20 %)`.
+
+        The milliseconds are those of one pass, the share is that of the whole time.
+        """
+        means = self.means()
+        shares = sorted(self.shares().items(), key=lambda item: -item[1])
+        parts = (f"{n} {1e3 * means[n]:.2f} ms ({100 * s:.0f} %)" for n, s in shares)
+        return f"{prefix} {', '.join(parts) or 'nothing timed'}".strip()
