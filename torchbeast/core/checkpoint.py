@@ -6,12 +6,14 @@ import io
 import logging
 import os
 import pathlib
+import random
 import re
 import shlex
 import shutil
 import zipfile
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 from torchbeast.core.file_writer import atomic_write
@@ -108,6 +110,30 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
             f"    {command}\nand start again with the same --xpid."
         )
     raise CheckpointError(message) from cause
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of the global random generators of torch, CUDA, NumPy and Python."""
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002 # there is no other call
+    version, words, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
+        "python": (version, words, gauss),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Sets what `rng_state` returned; GPUs that there were then but not now are left."""
+    torch.set_rng_state(state["torch"].cpu())
+    gpus = torch.cuda.device_count()
+    torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"][:gpus]])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state(  # noqa: NPY002 # there is no other call
+        (name, keys.numpy().astype(np.uint32), *rest)
+    )
+    random.setstate(state["python"])
 
 
 def _read_file(path: pathlib.Path, map_location: Any) -> dict[str, Any]:

@@ -1,0 +1,198 @@
+"""Policies over action spaces: what the logits of the policy head mean.
+
+An action distribution has no parameters of its own. It turns the flat logits
+[..., num_logits] of the model into actions, log-probabilities and entropies, so that
+model, loss and actors never ask which action space they serve.
+"""
+
+import math
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gymnasium import spaces
+
+from torchbeast.core import vtrace
+
+
+class ActionDistribution(ABC):
+    """What every action space has to answer.
+
+    Attributes:
+      num_logits: size of the policy head.
+      num_features: size of `features`.
+      action_shape, action_dtype: of one action.
+    """
+
+    num_logits: int
+    num_features: int
+    action_shape: tuple[int, ...]
+    action_dtype: torch.dtype
+
+    @abstractmethod
+    def sample(
+        self, logits: torch.Tensor, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        """Draws actions [..., *action_shape] for logits [..., num_logits]."""
+
+    @abstractmethod
+    def mode(self, logits: torch.Tensor) -> torch.Tensor:
+        """The most likely actions [..., *action_shape]."""
+
+    @abstractmethod
+    def log_prob(self, logits: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """Log-probability [...] of actions [..., *action_shape], in nats."""
+
+    @abstractmethod
+    def entropy(self, logits: torch.Tensor) -> torch.Tensor:
+        """Entropy [...] in nats."""
+
+    @abstractmethod
+    def features(self, action: torch.Tensor) -> torch.Tensor:
+        """An action [..., *action_shape] as input for a net: [..., num_features]."""
+
+
+class Categorical(ActionDistribution):
+    """Discrete(n): softmax over n logits."""
+
+    action_shape = ()
+    action_dtype = torch.int64
+
+    def __init__(self, num_actions: int) -> None:
+        self.num_logits = self.num_features = num_actions
+
+    def sample(
+        self, logits: torch.Tensor, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        # Gumbel-max: argmax(logits + Gumbel noise) is distributed as softmax(logits).
+        noise = torch.empty_like(logits).exponential_(generator=generator)
+        return (logits - noise.log_()).argmax(-1)
+
+    def mode(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.argmax(-1)
+
+    def log_prob(self, logits: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        return vtrace.action_log_probs(logits, action)
+
+    def entropy(self, logits: torch.Tensor) -> torch.Tensor:
+        log_policy = F.log_softmax(logits, dim=-1)
+        return -(log_policy.exp() * log_policy).sum(-1)
+
+    def features(self, action: torch.Tensor) -> torch.Tensor:
+        return F.one_hot(action.long(), self.num_logits).float()
+
+
+class MultiCategorical(ActionDistribution):
+    """MultiDiscrete([n1, n2, ...]): independent choices, their logits side by side."""
+
+    action_dtype = torch.int64
+
+    def __init__(self, num_actions: tuple[int, ...]) -> None:
+        self.num_actions = num_actions
+        self.action_shape = (len(num_actions),)
+        self.num_logits = self.num_features = sum(num_actions)
+        self._parts = [Categorical(n) for n in num_actions]
+
+    def _split(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return logits.split(self.num_actions, dim=-1)
+
+    def sample(
+        self, logits: torch.Tensor, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        draws = [
+            part.sample(part_logits, generator)
+            for part, part_logits in zip(self._parts, self._split(logits), strict=True)
+        ]
+        return torch.stack(draws, dim=-1)
+
+    def mode(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part.argmax(-1) for part in self._split(logits)], dim=-1)
+
+    def log_prob(self, logits: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        parts = zip(
+            self._parts, self._split(logits), action.unbind(dim=-1), strict=True
+        )
+        return torch.stack([d.log_prob(x, a) for d, x, a in parts]).sum(0)
+
+    def entropy(self, logits: torch.Tensor) -> torch.Tensor:
+        parts = zip(self._parts, self._split(logits), strict=True)
+        return torch.stack([d.entropy(x) for d, x in parts]).sum(0)
+
+    def features(self, action: torch.Tensor) -> torch.Tensor:
+        parts = zip(self._parts, action.unbind(dim=-1), strict=True)
+        return torch.cat([d.features(a) for d, a in parts], dim=-1)
+
+
+class DiagonalGaussian(ActionDistribution):
+    """Box: independent normals; the logits are the means, then the log deviations.
+
+    Works in units in which a bounded dimension reaches from -1 to 1, so that a fresh
+    policy covers the range whatever its scale. Log-probability and entropy are in these
+    units too; the constant by which they differ from the space's own cancels in ratios
+    and gradients. Actions are not clipped here: the environment clips what it executes,
+    and the log-probability stays that of the action drawn.
+    """
+
+    action_dtype = torch.float32
+    min_log_std, max_log_std = -5.0, 2.0
+
+    def __init__(self, low: np.ndarray, high: np.ndarray) -> None:
+        self.action_shape = low.shape
+        self.num_features = int(np.prod(low.shape))
+        self.num_logits = 2 * self.num_features
+        bounded = np.isfinite(low) & np.isfinite(high)
+        low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
+        self._center = torch.tensor((high + low) / 2, dtype=torch.float32)
+        self._scale = torch.tensor((high - low) / 2, dtype=torch.float32)
+
+    def _normal(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, log_std = logits.chunk(2, dim=-1)
+        return mean, log_std.clamp(self.min_log_std, self.max_log_std)
+
+    def _to_action(self, z: torch.Tensor) -> torch.Tensor:
+        z = z.unflatten(-1, self.action_shape)
+        return self._center.to(z.device) + self._scale.to(z.device) * z
+
+    def sample(
+        self, logits: torch.Tensor, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        mean, log_std = self._normal(logits)
+        noise = torch.empty_like(mean).normal_(generator=generator)
+        return self._to_action(mean + log_std.exp() * noise)
+
+    def mode(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._to_action(self._normal(logits)[0])
+
+    def log_prob(self, logits: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        mean, log_std = self._normal(logits)
+        z = (self.features(action) - mean) * torch.exp(-log_std)
+        return (-0.5 * z**2 - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+    def entropy(self, logits: torch.Tensor) -> torch.Tensor:
+        _, log_std = self._normal(logits)
+        return (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+
+    def features(self, action: torch.Tensor) -> torch.Tensor:
+        center, scale = self._center.to(action.device), self._scale.to(action.device)
+        return ((action - center) / scale).flatten(-len(self.action_shape))
+
+
+def make_distribution(action_space: spaces.Space) -> ActionDistribution:
+    """The distribution for an action space of Gymnasium.
+
+    Raises:
+      ValueError: the space is neither Discrete, MultiDiscrete (one-dimensional) nor a
+        Box of one or more dimensions.
+    """
+    if isinstance(action_space, spaces.Discrete):
+        return Categorical(int(action_space.n))
+    if isinstance(action_space, spaces.MultiDiscrete) and action_space.nvec.ndim == 1:
+        return MultiCategorical(tuple(int(n) for n in action_space.nvec))
+    if isinstance(action_space, spaces.Box) and action_space.shape:
+        return DiagonalGaussian(action_space.low, action_space.high)
+    raise ValueError(
+        f"no policy for the action space {action_space}; there is one for Discrete, "
+        "one-dimensional MultiDiscrete and Box. Add a class to "
+        "torchbeast/core/distributions.py for another"
+    )

@@ -1,0 +1,260 @@
+"""Command-line flags: declared once, resolved once, then frozen.
+
+A preset is a named set of flags. The order of precedence: the command line, then the
+preset, then the defaults.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+# Protocols and settings by name. Flags given on the command line win over them.
+PRESETS: dict[str, dict[str, Any]] = {
+    # Espeholt et al. 2018, appendix G, shallow model.
+    "impala2018": {
+        "unroll_length": 20,
+        "batch_size": 32,
+        "discounting": 0.99,
+        "baseline_cost": 0.5,
+        "entropy_cost": 0.01,
+        "learning_rate": 0.0006,
+        "alpha": 0.99,
+        "momentum": 0.0,
+        "epsilon": 0.01,
+        "grad_norm_clipping": 40.0,
+        "reward_clipping": "abs_one",
+        "total_steps": 50_000_000,
+        "noop_max": 30,
+        "sticky_actions": 0.0,
+        "full_action_space": False,
+        "life_loss": True,
+    },
+    # Machado et al. 2018: sticky actions, all 18 actions, whole games.
+    "sticky": {
+        "unroll_length": 20,
+        "batch_size": 32,
+        "entropy_cost": 0.01,
+        "learning_rate": 0.0006,
+        "total_steps": 50_000_000,
+        "noop_max": 0,
+        "sticky_actions": 0.25,
+        "full_action_space": True,
+        "life_loss": False,
+        "max_episode_frames": 108_000,
+    },
+    "minatar": {
+        "env": "MinAtar/Breakout-v1",
+        "num_actors": 2,
+        "envs_per_actor": 16,
+        "unroll_length": 20,
+        "batch_size": 32,
+        "entropy_cost": 0.01,
+        "learning_rate": 0.001,
+        "reward_clipping": "none",
+        "total_steps": 5_000_000,
+    },
+    "cartpole": {
+        "env": "CartPole-v1",
+        "num_actors": 2,
+        "envs_per_actor": 8,
+        "unroll_length": 20,
+        "batch_size": 8,
+        "entropy_cost": 0.01,
+        "learning_rate": 0.001,
+        "reward_clipping": "none",
+        "total_steps": 500_000,
+    },
+}
+
+# Flags that may differ between a run and its resumption: they don't change what it learns.
+FREE_TO_CHANGE = {
+    *("mode", "savedir", "preset", "allow_flag_changes", "disable_checkpoint"),
+    *("tensorboard", "checkpoint_interval", "actor_timeout", "video"),
+    *("num_test_episodes", "greedy"),
+}
+
+
+class FlagError(ValueError):
+    """A flag has a value that can't work."""
+
+
+class Flags(argparse.Namespace):
+    """Flags that can't be changed once freeze() was called."""
+
+    def freeze(self) -> "Flags":
+        self.__dict__["frozen"] = True
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("frozen"):
+            raise AttributeError(
+                f"flags are frozen: {name} can't become {value!r} during the run"
+            )
+        super().__setattr__(name, value)
+
+    def replace(self, **changes: Any) -> "Flags":
+        """A frozen copy with other values."""
+        return Flags(**{**self.as_dict(), **changes}).freeze()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in sorted(vars(self).items()) if k != "frozen"}
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """The flags that both variants share."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    toggle = argparse.BooleanOptionalAction
+    add = parser.add_argument_group("run").add_argument
+    add("--mode", default="train", choices=["train", "test", "test_render"])
+    add("--preset", choices=sorted(PRESETS), help="a named set of flags")
+    add("--xpid", help="name of the run; an existing one is resumed")
+    add("--savedir", default="~/logs/torchbeast", help="where the runs lie")
+    add("--seed", type=int, default=1)
+    add("--total_steps", type=int, default=100_000, help="environment steps to train")
+    add("--sync", action="store_true", help="reproducible: actors and learner in turn")
+    add(
+        "--allow_flag_changes",
+        action="store_true",
+        help="resume a run although its flags differ",
+    )
+    add("--disable_checkpoint", action="store_true", help="save no checkpoint")
+    add(
+        "--checkpoint_interval",
+        type=float,
+        default=600.0,
+        help="seconds between checkpoints",
+    )
+    add("--tensorboard", action="store_true", help="write TensorBoard event files too")
+
+    add = parser.add_argument_group("environment").add_argument
+    add("--env", default="PongNoFrameskip-v4", help="a Gymnasium id or module:Class")
+    add(
+        "--envs",
+        default="native",
+        choices=["native", "python"],
+        help="Atari through ale-py's vector environment or through Python wrappers",
+    )
+    add("--frame_skip", type=int, default=4, help="Atari: frames an action lasts")
+    add("--noop_max", type=int, default=30, help="Atari: most no-ops at a game's start")
+    add("--sticky_actions", type=float, default=0.0, help="Atari: chance of repeating")
+    add("--full_action_space", action=toggle, default=False, help="Atari: 18 actions")
+    add(
+        "--life_loss",
+        action=toggle,
+        default=True,
+        help="Atari: a lost life ends the training episode",
+    )
+    add(
+        "--max_episode_frames",
+        type=int,
+        default=108_000,
+        help="Atari: frames after which a game is truncated",
+    )
+
+    add = parser.add_argument_group("model").add_argument
+    add("--model", default="shallow", choices=["shallow", "deep"])
+    add("--use_lstm", action=toggle, default=False, help="a recurrent core")
+    add(
+        "--precision",
+        default="auto",
+        choices=["auto", "fp32", "bf16"],
+        help="of the encoders; auto: bf16 where the hardware computes in it",
+    )
+
+    add = parser.add_argument_group("layout").add_argument
+    add("--num_actors", type=int, default=4, help="actor processes")
+    add("--batch_size", type=int, default=8, help="rollouts a learner batch")
+    add("--unroll_length", type=int, default=20, help="steps a rollout")
+    add("--disable_cuda", action="store_true", help="learn on the CPU")
+
+    add = parser.add_argument_group("loss").add_argument
+    add("--entropy_cost", type=float, default=0.01)
+    add("--baseline_cost", type=float, default=0.5)
+    add("--discounting", type=float, default=0.99)
+    add("--reward_clipping", default="abs_one", choices=["abs_one", "none"])
+
+    add = parser.add_argument_group("optimizer").add_argument
+    add("--learning_rate", type=float, default=0.0006)
+    add("--alpha", type=float, default=0.99, help="RMSProp smoothing")
+    add("--momentum", type=float, default=0.0, help="RMSProp momentum")
+    add("--epsilon", type=float, default=0.01, help="RMSProp epsilon")
+    add("--grad_norm_clipping", type=float, default=40.0)
+
+    add = parser.add_argument_group("test").add_argument
+    add("--num_test_episodes", type=int, default=10, help="games to play")
+    add("--greedy", action="store_true", help="the likeliest action, not a sample")
+    add("--video", help="record the test to this .mp4 file")
+    return parser
+
+
+def parse(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None = None,
+    defaults: dict[str, Any] | None = None,
+) -> Flags:
+    """Parses argv; defaults (of a checkpoint, say) win over the parser's and the preset's.
+
+    The result is not frozen yet, so that the caller can resolve what depends on others.
+    """
+    preset = parser.parse_known_args(argv)[0].preset
+    known = {action.dest for action in parser._actions}
+    parser.set_defaults(**PRESETS.get(preset, {}))
+    parser.set_defaults(**{k: v for k, v in (defaults or {}).items() if k in known})
+    return parser.parse_args(argv, namespace=Flags())
+
+
+def resolve(flags: Flags) -> Flags:
+    """Fills in what depends on the machine or the clock, and checks the rest.
+
+    Raises:
+      FlagError: a value can't work; the message says what is allowed.
+    """
+    flags.savedir = os.path.expanduser(flags.savedir)
+    flags.xpid = flags.xpid or time.strftime("torchbeast-%Y%m%d-%H%M%S")
+    if os.sep in flags.xpid or flags.xpid in (".", "..", "latest"):
+        raise FlagError(f"--xpid names a folder in --savedir, got {flags.xpid!r}")
+    at_least_one = (
+        *("total_steps", "num_actors", "batch_size", "unroll_length", "frame_skip"),
+        *("num_test_episodes", "max_episode_frames"),
+    )
+    for name in at_least_one:
+        if getattr(flags, name) < 1:
+            raise FlagError(f"--{name} must be at least 1, got {getattr(flags, name)}")
+    for name in ("sticky_actions", "discounting"):
+        if not 0 <= getattr(flags, name) <= 1:
+            raise FlagError(f"--{name} must be in [0, 1], got {getattr(flags, name)}")
+    if flags.precision == "auto":
+        flags.precision = "bf16" if fast_bf16(learner_device(flags)) else "fp32"
+    return flags
+
+
+def learner_device(flags: Flags) -> torch.device:
+    """The first GPU, unless there is none or --disable_cuda."""
+    gpu = torch.cuda.is_available() and not flags.disable_cuda
+    return torch.device("cuda" if gpu else "cpu")
+
+
+def fast_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies matrices in bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def changed(
+    saved: dict[str, Any], flags: Flags, free: Iterable[str] = FREE_TO_CHANGE
+) -> dict[str, tuple[Any, Any]]:
+    """Flags that a checkpoint was made with and that differ now: {name: (then, now)}."""
+    now = flags.as_dict()
+    return {
+        name: (saved.get(name), now.get(name))
+        for name in sorted((saved.keys() | now.keys()) - set(free))
+        if saved.get(name) != now.get(name)
+    }

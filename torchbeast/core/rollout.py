@@ -1,0 +1,147 @@
+"""Rollouts: which fields a row has, and the shared memory that holds them.
+
+A rollout of one environment has T + 1 rows, T being the unroll length. Row 0 is the last
+row of the rollout before it. A row joins what the environment said with what the agent
+then did:
+
+    environment   observation, reward, done, truncated, episode_return, episode_step,
+                  game_return, game_step, game_over, last_action, EXTRA_FIELDS
+    agent         action, policy_logits, baseline, truncation_value, policy_version
+
+done[t] means that row t is the first of a new episode; reward[t] and the returns then
+belong to the episode that ended. Where row t's episode ended by truncation,
+truncation_value[t] is the agent's value of the real last observation, else 0.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from torchbeast.core.distributions import ActionDistribution
+from torchbeast.core.environment import EXTRA_FIELDS
+
+SHARED_MEMORY = "/dev/shm"  # where Linux keeps it
+
+# A tensor, array or spec, or dicts and tuples of them.
+Nested = Any
+
+
+class Spec(NamedTuple):
+    """One field of one row: shape without time and batch, and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def map_nested(f: Callable, nested: Nested, *others: Nested) -> Nested:
+    """Applies f to the leaves of nested structures of dicts and tuples, in parallel."""
+    if isinstance(nested, dict):
+        return {k: map_nested(f, v, *(o[k] for o in others)) for k, v in nested.items()}
+    if isinstance(nested, tuple) and not isinstance(nested, Spec):
+        rest = zip(*others, strict=True) if others else ((),) * len(nested)
+        return tuple(map_nested(f, v, *o) for v, o in zip(nested, rest, strict=True))
+    return f(nested, *others)
+
+
+def flatten(nested: Nested) -> list:
+    """The leaves of a nested structure, in order."""
+    leaves: list = []
+    map_nested(leaves.append, nested)
+    return leaves
+
+
+def to_torch_dtype(dtype: Any) -> torch.dtype:
+    """The torch dtype that stores a NumPy dtype; float64 is stored as float32."""
+    dtype = np.dtype(dtype)
+    if dtype == np.float64:
+        dtype = np.dtype(np.float32)
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def observation_spec(space: spaces.Space) -> Nested:
+    """Specs in the structure of an observation space."""
+    if isinstance(space, spaces.Dict):
+        return {name: observation_spec(part) for name, part in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(observation_spec(part) for part in space.spaces)
+    return Spec(tuple(space.shape or ()), to_torch_dtype(space.dtype))
+
+
+def row_spec(
+    observation_space: spaces.Space, distribution: ActionDistribution
+) -> dict[str, Nested]:
+    """The fields of one row of one environment."""
+    action = Spec(distribution.action_shape, distribution.action_dtype)
+    return {
+        "observation": observation_spec(observation_space),
+        "reward": Spec((), torch.float32),
+        "done": Spec((), torch.bool),
+        "truncated": Spec((), torch.bool),
+        "episode_return": Spec((), torch.float32),
+        "episode_step": Spec((), torch.int64),
+        "game_return": Spec((), torch.float32),
+        "game_step": Spec((), torch.int64),
+        "game_over": Spec((), torch.bool),
+        "last_action": action,
+        **{
+            name: Spec(tuple(shape), to_torch_dtype(dtype))
+            for name, (shape, dtype) in EXTRA_FIELDS.items()
+        },
+        "action": action,
+        "policy_logits": Spec((distribution.num_logits,), torch.float32),
+        "baseline": Spec((), torch.float32),
+        "truncation_value": Spec((), torch.float32),
+        "policy_version": Spec((), torch.int64),
+    }
+
+
+class SharedMemoryError(RuntimeError):
+    """The machine's shared memory can't hold the buffers."""
+
+
+def create_buffers(spec: Nested, leading: tuple[int, ...]) -> Nested:
+    """Zeroed tensors [*leading, *shape] in shared memory, in the structure of the spec.
+
+    Their files are unlinked as soon as they are made, so nothing is left behind however
+    the processes end. All pages are touched here: memory that runs out later would kill
+    a process with SIGBUS.
+
+    Raises:
+      SharedMemoryError: less shared memory is free than the buffers need.
+    """
+    rows = int(np.prod(leading))
+    needed = sum(rows * int(np.prod(s.shape)) * s.dtype.itemsize for s in flatten(spec))
+    if os.path.isdir(SHARED_MEMORY):
+        stat = os.statvfs(SHARED_MEMORY)
+        free = stat.f_bavail * stat.f_frsize
+        if needed > free:
+            raise SharedMemoryError(
+                f"the rollout buffers need {needed / 2**20:,.0f} MiB of shared memory, "
+                f"but {SHARED_MEMORY} has {free / 2**20:,.0f} MiB free. Enlarge it "
+                f"(mount -o remount,size=... {SHARED_MEMORY}; in Docker --shm-size) or "
+                "lower --num_buffers, --unroll_length, --num_actors or "
+                "--envs_per_actor"
+            )
+    return map_nested(
+        lambda s: torch.empty(*leading, *s.shape, dtype=s.dtype).share_memory_().zero_(),
+        spec,
+    )
+
+
+def episode_ends(batch: dict[str, Nested]) -> dict[str, list]:
+    """Returns and lengths of the episodes and games that ended in rows 1 to T.
+
+    Row 0 was counted with the rollout before, or is the first row of all, which ends
+    nothing.
+    """
+    done, game_over = batch["done"][1:], batch["game_over"][1:]
+    return {
+        "episode_return": batch["episode_return"][1:][done].tolist(),
+        "episode_step": batch["episode_step"][1:][done].tolist(),
+        "game_return": batch["game_return"][1:][game_over].tolist(),
+        "game_step": batch["game_step"][1:][game_over].tolist(),
+    }

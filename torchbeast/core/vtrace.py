@@ -1,0 +1,178 @@
+"""V-trace: off-policy corrected value targets and policy-gradient advantages.
+
+Espeholt et al., "IMPALA: Scalable Distributed Deep-RL with Importance Weighted
+Actor-Learner Architectures", 2018, section 4.1. https://arxiv.org/abs/1802.01561
+
+T is the unroll length, B the batch, A the number of actions. C stands for any number of
+extra trailing dimensions, for instance one per value head.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class VTraceReturns(NamedTuple):
+    vs: torch.Tensor  # [T, B, C...] float: regression targets of the values
+    pg_advantages: torch.Tensor  # [T, B, C...] float: weights of the log-probabilities
+
+
+class VTraceFromLogitsReturns(NamedTuple):
+    vs: torch.Tensor  # [T, B, C...]
+    pg_advantages: torch.Tensor  # [T, B, C...]
+    log_rhos: torch.Tensor  # [T, B]: log π(a|x) - log μ(a|x)
+    behavior_action_log_probs: torch.Tensor  # [T, B]: log μ(a|x)
+    target_action_log_probs: torch.Tensor  # [T, B]: log π(a|x)
+
+
+def action_log_probs(policy_logits: torch.Tensor, actions: torch.Tensor):
+    """Log-probabilities of the actions under softmax(policy_logits).
+
+    Args:
+      policy_logits: [..., A] float, unnormalised log-probabilities.
+      actions: [...] integer in [0, A).
+
+    Returns:
+      [...] float. Differentiable in policy_logits.
+
+    Raises:
+      ValueError: the shapes don't fit together.
+    """
+    if policy_logits.shape[:-1] != actions.shape:
+        raise ValueError(
+            "actions need the shape of policy_logits without its last dimension: "
+            f"got actions {list(actions.shape)}, policy_logits "
+            f"{list(policy_logits.shape)}"
+        )
+    log_policy = F.log_softmax(policy_logits, dim=-1)
+    return log_policy.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
+
+
+def from_logits(
+    behavior_policy_logits: torch.Tensor,
+    target_policy_logits: torch.Tensor,
+    actions: torch.Tensor,
+    discounts: torch.Tensor,
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    bootstrap_value: torch.Tensor,
+    clip_rho_threshold: float | None = 1.0,
+    clip_pg_rho_threshold: float | None = 1.0,
+) -> VTraceFromLogitsReturns:
+    """V-trace for a categorical policy.
+
+    Args:
+      behavior_policy_logits: [T, B, A] float, of the policy μ that acted.
+      target_policy_logits: [T, B, A] float, of the policy π that learns.
+      actions: [T, B] integer, sampled from μ.
+      The rest: see from_importance_weights.
+
+    Returns:
+      VTraceFromLogitsReturns. No gradient flows into vs and pg_advantages.
+
+    Raises:
+      ValueError: ranks or shapes don't fit together.
+    """
+    if behavior_policy_logits.dim() != 3 or actions.dim() != 2:
+        raise ValueError(
+            "expected policy logits [T, B, A] and actions [T, B], got "
+            f"{list(behavior_policy_logits.shape)} and {list(actions.shape)}"
+        )
+    if behavior_policy_logits.shape != target_policy_logits.shape:
+        raise ValueError(
+            "behaviour and target policy logits need one shape, got "
+            f"{list(behavior_policy_logits.shape)} and "
+            f"{list(target_policy_logits.shape)}"
+        )
+    behavior_log_probs = action_log_probs(behavior_policy_logits, actions)
+    target_log_probs = action_log_probs(target_policy_logits, actions)
+    log_rhos = target_log_probs - behavior_log_probs
+    returns = from_importance_weights(
+        log_rhos=log_rhos,
+        discounts=discounts,
+        rewards=rewards,
+        values=values,
+        bootstrap_value=bootstrap_value,
+        clip_rho_threshold=clip_rho_threshold,
+        clip_pg_rho_threshold=clip_pg_rho_threshold,
+    )
+    return VTraceFromLogitsReturns(
+        vs=returns.vs,
+        pg_advantages=returns.pg_advantages,
+        log_rhos=log_rhos,
+        behavior_action_log_probs=behavior_log_probs,
+        target_action_log_probs=target_log_probs,
+    )
+
+
+@torch.no_grad()
+def from_importance_weights(
+    log_rhos: torch.Tensor,
+    discounts: torch.Tensor,
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    bootstrap_value: torch.Tensor,
+    clip_rho_threshold: float | None = 1.0,
+    clip_pg_rho_threshold: float | None = 1.0,
+) -> VTraceReturns:
+    """V-trace from log importance weights (equation 1 of the paper, c̄ = 1, λ = 1).
+
+    Args:
+      log_rhos: [T, B] or [T, B, C...] float, log π(a|x) - log μ(a|x).
+      discounts: [T, B, C...] float, γ, or 0 where the step ended the episode.
+      rewards: [T, B, C...] float, the reward of the step's action.
+      values: [T, B, C...] float, V(x_t) of the learner.
+      bootstrap_value: [B, C...] float, V(x_T).
+      clip_rho_threshold: ρ̄, clips the weights of the temporal differences; None: no
+        clipping.
+      clip_pg_rho_threshold: clips the weights of the policy gradient; None likewise.
+
+    Returns:
+      VTraceReturns. No gradient flows into any argument.
+
+    Raises:
+      ValueError: ranks or shapes don't fit together.
+    """
+    for name, tensor in (("discounts", discounts), ("rewards", rewards)):
+        if tensor.shape != values.shape:
+            raise ValueError(
+                f"{name} need the shape of the values {list(values.shape)}, got "
+                f"{list(tensor.shape)}"
+            )
+    if values.dim() < 2 or log_rhos.shape != values.shape[: log_rhos.dim()]:
+        raise ValueError(
+            "expected values [T, B, C...] and log_rhos [T, B] or of the same shape, "
+            f"got {list(values.shape)} and {list(log_rhos.shape)}"
+        )
+    if log_rhos.dim() < 2:
+        raise ValueError(f"log_rhos need rank 2 or more, got {list(log_rhos.shape)}")
+    if bootstrap_value.shape != values.shape[1:]:
+        raise ValueError(
+            f"bootstrap_value needs the shape {list(values.shape[1:])} (the values "
+            f"without time), got {list(bootstrap_value.shape)}"
+        )
+    trailing = values.dim() - log_rhos.dim()
+    rhos = log_rhos.exp().reshape(*log_rhos.shape, *[1] * trailing)  # [T, B, 1...]
+    clipped_rhos = _clip(rhos, clip_rho_threshold)
+    cs = rhos.clamp(max=1.0)
+
+    next_values = torch.cat([values[1:], bootstrap_value.unsqueeze(0)])
+    deltas = clipped_rhos * (rewards + discounts * next_values - values)
+    # vs_t - V(x_t) = δ_t + γ_t c_t (vs_{t+1} - V(x_{t+1})), from the last step backwards.
+    decays = discounts * cs
+    acc = torch.zeros_like(bootstrap_value)
+    corrections = torch.empty_like(values)
+    for t in reversed(range(values.shape[0])):
+        acc = deltas[t] + decays[t] * acc
+        corrections[t] = acc
+    vs = values + corrections
+
+    next_vs = torch.cat([vs[1:], bootstrap_value.unsqueeze(0)])
+    pg_rhos = _clip(rhos, clip_pg_rho_threshold)
+    pg_advantages = pg_rhos * (rewards + discounts * next_vs - values)
+    return VTraceReturns(vs=vs, pg_advantages=pg_advantages)
+
+
+def _clip(rhos: torch.Tensor, threshold: float | None) -> torch.Tensor:
+    return rhos if threshold is None else rhos.clamp(max=threshold)

@@ -1,0 +1,288 @@
+"""The model: encoders for what the environment says, one core, two heads.
+
+`Net` builds itself from the observation and action spaces. Images go through a
+convolutional torso, shallow or deep; everything else is flattened and goes through a small
+MLP; their features, the clipped last reward and the last action meet in the core.
+To try another torso, write it beside ShallowTorso and name it in TORSOS.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gymnasium import spaces
+from torch import nn
+
+from torchbeast.core.distributions import make_distribution
+
+State = tuple[torch.Tensor, ...]
+
+
+class ShallowTorso(nn.Sequential):
+    """Three convolutions (Mnih et al. 2015); two small ones for images below 36 pixels."""
+
+    def __init__(self, channels: int, height: int, width: int) -> None:
+        if min(height, width) < 36:
+            layers = [
+                *(nn.Conv2d(channels, 16, 3), nn.ReLU()),
+                *(nn.Conv2d(16, 32, 3), nn.ReLU()),
+            ]
+            hidden = 256
+        else:
+            layers = [
+                *(nn.Conv2d(channels, 32, 8, stride=4), nn.ReLU()),
+                *(nn.Conv2d(32, 64, 4, stride=2), nn.ReLU()),
+                *(nn.Conv2d(64, 64, 3, stride=1), nn.ReLU()),
+            ]
+            hidden = 512
+        conv = nn.Sequential(*layers, nn.Flatten())
+        size = output_size(conv, (channels, height, width))
+        super().__init__(*conv, nn.Linear(size, hidden), nn.ReLU())
+
+
+class ResidualUnit(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv2(F.relu(self.conv1(F.relu(x))))
+
+
+class DeepTorso(nn.Sequential):
+    """The residual net of IMPALA (Espeholt et al. 2018, figure 3 right)."""
+
+    def __init__(self, channels: int, height: int, width: int) -> None:
+        layers: list[nn.Module] = []
+        in_channels = channels
+        for out_channels in (16, 32, 32):
+            layers += [
+                nn.Conv2d(in_channels, out_channels, 3, padding=1),
+                nn.MaxPool2d(3, stride=2, padding=1),
+                ResidualUnit(out_channels),
+                ResidualUnit(out_channels),
+            ]
+            in_channels = out_channels
+        conv = nn.Sequential(*layers, nn.ReLU(), nn.Flatten())
+        size = output_size(conv, (channels, height, width))
+        super().__init__(*conv, nn.Linear(size, 256), nn.ReLU())
+
+
+TORSOS = {"shallow": ShallowTorso, "deep": DeepTorso}
+MLP_SIZES = {"shallow": (128, 128), "deep": (256, 256, 256)}
+
+
+class ImageEncoder(nn.Module):
+    """[N, C, H, W] or [N, H, W, C], the smaller end being the channels -> features."""
+
+    def __init__(self, space: spaces.Box, torso: str) -> None:
+        super().__init__()
+        self.channels_last = space.shape[-1] < space.shape[0]
+        height, width, channels = (
+            space.shape if self.channels_last else (*space.shape[1:], space.shape[0])
+        )
+        high = np.max(space.high)
+        self.scale = 1.0 / float(high) if np.isfinite(high) and high > 0 else 1.0
+        self.torso = TORSOS[torso](channels, height, width)
+        # The layout in which CPUs convolve fastest.
+        self.torso.to(memory_format=torch.channels_last)
+        self.size = output_size(self.torso, (channels, height, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.channels_last:
+            x = x.movedim(-1, 1)
+        dtype = next(self.torso.parameters()).dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        x = x.to(dtype, memory_format=torch.channels_last) * self.scale
+        return self.torso(x)
+
+
+class VectorEncoder(nn.Module):
+    """Everything that is not an image, as one vector [N, D] -> features."""
+
+    def __init__(self, parts: list[spaces.Space], torso: str) -> None:
+        super().__init__()
+        self.parts = parts
+        size = sum(spaces.flatdim(part) for part in parts)
+        layers: list[nn.Module] = []
+        for hidden in MLP_SIZES[torso]:
+            layers += [nn.Linear(size, hidden), nn.ReLU()]
+            size = hidden
+        self.mlp = nn.Sequential(*layers)
+        self.size = size
+
+    def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+        vectors = [
+            flatten_leaf(part, x) for part, x in zip(self.parts, xs, strict=True)
+        ]
+        return self.mlp(torch.cat(vectors, dim=-1))
+
+
+class Net(nn.Module):
+    """Policy and value of an agent.
+
+    Args:
+      observation_space: Box, Discrete, MultiDiscrete, MultiBinary, or Dict and Tuple of
+        these, nested as you like.
+      action_space: Discrete, MultiDiscrete or Box.
+      torso: a name in TORSOS.
+      use_lstm: put a recurrent core (LSTM, 256) behind the encoders.
+      bf16: run the encoders in bfloat16; core and heads stay in float32.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
+        torso: str = "shallow",
+        use_lstm: bool = False,
+        bf16: bool = False,
+    ) -> None:
+        super().__init__()
+        self.bf16 = bf16
+        self.distribution = make_distribution(action_space)
+        leaves = [space for _, space in iterate_space(observation_space)]
+        self.is_image = [is_image(space) for space in leaves]
+        self.images = nn.ModuleList(
+            ImageEncoder(s, torso) for s in leaves if is_image(s)
+        )
+        vectors = [s for s in leaves if not is_image(s)]
+        self.vector = VectorEncoder(vectors, torso) if vectors else None
+
+        size = sum(encoder.size for encoder in self.images)
+        size += self.vector.size if self.vector else 0
+        size += 1 + self.distribution.num_features  # last reward and last action
+        self.core = nn.LSTM(size, 256) if use_lstm else None
+        size = self.core.hidden_size if self.core else size
+        self.policy = nn.Linear(size, self.distribution.num_logits)
+        self.baseline = nn.Linear(size, 1)
+
+    def encoders_to(self, dtype: torch.dtype) -> None:
+        """Stores the encoders' weights in a dtype, for acting without casts."""
+        self.images.to(dtype)
+        if self.vector:
+            self.vector.to(dtype)
+
+    def initial_state(self, batch_size: int) -> State:
+        """The recurrent state of new episodes: tensors [layers, B, hidden], or ()."""
+        if self.core is None:
+            return ()
+        shape = (self.core.num_layers, batch_size, self.core.hidden_size)
+        device = self.policy.weight.device
+        return torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+
+    def forward(
+        self, rows: dict[str, Any], state: State = ()
+    ) -> tuple[dict[str, torch.Tensor], State]:
+        """Runs the model over T rows of B environments.
+
+        Args:
+          rows: observation [T, B, ...] in the structure of the space, reward [T, B]
+            float32, done [T, B] bool, last_action [T, B, ...].
+          state: recurrent state before row 0; it is zeroed wherever done is true.
+
+        Returns:
+          policy_logits [T, B, P] and baseline [T, B], float32; the state after row T - 1.
+        """
+        T, B = rows["reward"].shape
+        device = rows["reward"].device.type
+        leaves = [
+            leaf.flatten(0, 1)  # [T * B, ...]
+            for leaf in iterate_observation(rows["observation"])
+        ]
+        with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
+            images = [x for x, image in zip(leaves, self.is_image, strict=True) if image]
+            features = [
+                encode(x) for encode, x in zip(self.images, images, strict=True)
+            ]
+            if self.vector:
+                vectors = zip(leaves, self.is_image, strict=True)
+                features.append(self.vector([x for x, image in vectors if not image]))
+        features += [
+            rows["reward"].clamp(-1, 1).reshape(T * B, 1),
+            self.distribution.features(rows["last_action"]).reshape(T * B, -1),
+        ]
+        x = torch.cat([f.float() for f in features], dim=-1)  # [T * B, D]
+        if self.core is not None:
+            x, state = self._unroll(x.view(T, B, -1), rows["done"], state)
+        return {
+            "policy_logits": self.policy(x).view(T, B, -1),
+            "baseline": self.baseline(x).view(T, B),
+        }, state
+
+    def _unroll(
+        self, x: torch.Tensor, done: torch.Tensor, state: State
+    ) -> tuple[torch.Tensor, State]:
+        """Runs the core over x [T, B, D], zeroing the state where an episode begins.
+
+        Between two rows in which any episode begins nothing is reset, so that the core
+        takes these rows in one call.
+        """
+        assert self.core is not None
+        begins = [0, *(done[1:].any(dim=1).nonzero().flatten() + 1).tolist(), len(x)]
+        outputs = []
+        for first, last in zip(begins[:-1], begins[1:], strict=True):
+            keep = (~done[first]).to(x.dtype).view(1, -1, 1)
+            state = (keep * state[0], keep * state[1])
+            y, state = self.core(x[first:last], state)
+            outputs.append(y)
+        return torch.cat(outputs).flatten(0, 1), state
+
+
+def iterate_space(space: spaces.Space) -> Iterator[tuple[str, spaces.Space]]:
+    """The leaves of a nested space with their places, in a fixed order."""
+    if isinstance(space, spaces.Dict):
+        for name, part in space.spaces.items():
+            for place, leaf in iterate_space(part):
+                yield f"{name}.{place}", leaf
+    elif isinstance(space, spaces.Tuple):
+        for index, part in enumerate(space.spaces):
+            for place, leaf in iterate_space(part):
+                yield f"{index}.{place}", leaf
+    else:
+        yield "", space
+
+
+def iterate_observation(observation: Any) -> Iterator[torch.Tensor]:
+    """The leaves of a nested observation, in the order of iterate_space."""
+    if isinstance(observation, dict):
+        for part in observation.values():
+            yield from iterate_observation(part)
+    elif isinstance(observation, tuple):
+        for part in observation:
+            yield from iterate_observation(part)
+    else:
+        yield observation
+
+
+def is_image(space: spaces.Space) -> bool:
+    """Boxes of three dimensions, at least 7 pixels high and wide, are images."""
+    return (
+        isinstance(space, spaces.Box)
+        and len(space.shape) == 3
+        and sorted(space.shape)[1] >= 7
+    )
+
+
+def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
+    """[N, *shape] of a space that is not nested -> [N, flatdim(space)] float32."""
+    if isinstance(space, spaces.Discrete):
+        return F.one_hot(x.long() - int(space.start), int(space.n)).float()
+    if isinstance(space, spaces.MultiDiscrete):
+        digits = (x.long() - torch.as_tensor(space.start, device=x.device)).flatten(1)
+        sizes = space.nvec.flatten().tolist()
+        parts = [
+            F.one_hot(d, n) for d, n in zip(digits.unbind(1), sizes, strict=True)
+        ]
+        return torch.cat(parts, dim=-1).float()
+    return x.float().flatten(1)
+
+
+def output_size(module: nn.Module, shape: tuple[int, ...]) -> int:
+    """Features that a module makes of one input of a shape, by trying it."""
+    with torch.no_grad():
+        return module(torch.zeros(1, *shape)).shape[-1]

@@ -1,0 +1,1017 @@
+"""MonoBeast: IMPALA on one machine, in one script.
+
+    actor processes                          learner process (this one)
+    step E environments, one batched    ->   main thread hands free slots to actors and
+    forward on the CPU, write rows 0..T      finished ones to the learner threads;
+    of E slots of shared memory              they gather a batch, free its slots, learn,
+    load the newest weights             <-   and publish the weights
+
+Read it top to bottom: act, Weights, Actors, get_batch, Learner, learn, train, test, main.
+What is pure (V-trace, the loss, rollout fields, distributions) lies in torchbeast/core,
+the model in torchbeast/model.py.
+
+    python -m torchbeast.monobeast --env PongNoFrameskip-v4
+    python -m torchbeast.monobeast --mode test --xpid NAME
+"""
+
+import argparse
+import collections
+import contextlib
+import faulthandler
+import logging
+import os
+import queue
+import signal
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from torchbeast.core import checkpoint, flags as flags_lib, rollout
+from torchbeast.core.environment import Environment
+from torchbeast.core.file_writer import FileWriter
+from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.losses import impala_loss
+from torchbeast.core.optim import make_optimizer
+from torchbeast.core.prof import Timings
+from torchbeast.core.rollout import Nested, map_nested
+from torchbeast.model import Net, State
+
+log = logging.getLogger("torchbeast.monobeast")
+
+STATUS_SECONDS = 5.0  # between two status lines where there is no terminal
+SHUTDOWN_SECONDS = 5.0  # granted to actors and learner threads to end by themselves
+
+
+# --- Actors -----------------------------------------------------------------------------
+
+
+def act(
+    flags: Flags,
+    index: int,
+    pipe: connection.Connection,
+    buffers: dict[str, Nested],
+    weights_memory: torch.Tensor,
+    progress: torch.Tensor,
+    saved: dict[str, Any] | None,
+) -> None:
+    """The actor process: does what the learner says, until the learner is gone."""
+    # A Ctrl-C reaches every process of the terminal; what it means is up to the learner.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)  # the learner asks a stuck actor for its stack
+    torch.set_num_threads(1)
+    try:
+        run_actor(flags, index, pipe, buffers, weights_memory, progress, saved)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the learner is gone, or has closed the pipe to end this process
+    except BaseException:
+        with contextlib.suppress(OSError):
+            pipe.send(("error", traceback.format_exc()))
+
+
+@torch.inference_mode()
+def run_actor(
+    flags: Flags,
+    index: int,
+    pipe: connection.Connection,
+    buffers: dict[str, Nested],
+    weights_memory: torch.Tensor,
+    progress: torch.Tensor,
+    saved: dict[str, Any] | None,
+) -> None:
+    """Fills slots: E environments make E rollouts of rows 0..T at a time."""
+    E, T = flags.envs_per_actor, flags.unroll_length
+    env = Environment(flags, E, first_index=index * E)
+    model = make_model(flags, env, torch.device("cpu"))
+    if flags.precision == "bf16":
+        model.encoders_to(torch.bfloat16)  # cast once an unroll, not once a step
+    weights = Weights(model, weights_memory)
+    distribution = model.distribution
+    generator = torch.Generator().manual_seed(derive_seed(flags.seed, index))
+    version = 0
+    timings = Timings()
+
+    def agent_step(env_row: dict[str, Nested], state: State) -> tuple[dict, State]:
+        """Joins what the environment said with what the agent then does."""
+        row = map_nested(lambda x: torch.from_numpy(x).unsqueeze(0), env_row)
+        truncation_value = torch.zeros(1, E)
+        if row["truncated"].any():
+            final = map_nested(
+                lambda x: torch.from_numpy(x).unsqueeze(0), env.final_observation
+            )
+            over = {**row, "observation": final, "done": torch.zeros_like(row["done"])}
+            values = model(over, state)[0]["baseline"]
+            truncation_value = torch.where(row["truncated"], values, truncation_value)
+        outputs, state = model(row, state)
+        row |= outputs
+        row["action"] = distribution.sample(outputs["policy_logits"], generator)
+        row["truncation_value"] = truncation_value
+        row["policy_version"] = torch.full((1, E), version)
+        return row, state
+
+    def write(t: int, row: dict[str, Nested]) -> None:
+        def copy(buffer: torch.Tensor, x: torch.Tensor) -> None:
+            buffer[slots, t] = x.squeeze(0).to(buffer.dtype)
+
+        map_nested(copy, buffers["rows"], row)
+
+    row: dict[str, Nested] | None = None  # the newest row, and the recurrent state
+    state_before: State = ()  # before and after it
+    state: State = ()
+    if saved is not None:
+        env.load_state_dict(saved["env"])
+        generator.set_state(saved["generator"])
+        row, version = saved["row"], saved["version"]
+        state_before, state = saved["state_before"], saved["state"]
+
+    while True:
+        timings.reset()
+        command, *arguments = pipe.recv()
+        timings.time("wait")
+        if command == "save":
+            pipe.send(
+                (
+                    "saved",
+                    {
+                        "env": env.state_dict(),
+                        "generator": generator.get_state(),
+                        "row": row,
+                        "version": version,
+                        "state_before": state_before,
+                        "state": state,
+                    },
+                )
+            )
+            continue
+        slots, bank, version = arguments
+        slots = torch.tensor(slots)
+        weights.read(bank, model)
+        pipe.send(("loaded", bank))
+        if row is None:
+            state_before = model.initial_state(E)
+            row, state = agent_step(env.initial(), state_before)
+
+        write(0, row)
+        for buffer, x in zip(buffers["initial_state"], state_before, strict=True):
+            buffer[slots] = x.movedim(1, 0)  # [layers, E, hidden] -> [E, layers, hidden]
+        timings.time("write")
+        for t in range(1, T + 1):
+            env_row = env.step(row["action"].squeeze(0).numpy())
+            timings.time("env")
+            state_before = state
+            row, state = agent_step(env_row, state)
+            timings.time("act")
+            write(t, row)
+            timings.time("write")
+            progress[index] += 1
+        pipe.send(("done", arguments[0], timings.shares()))
+
+
+def make_model(flags: Flags, env: Environment, device: torch.device) -> Net:
+    """The model that the flags ask for."""
+    model = Net(
+        env.observation_space,
+        env.action_space,
+        torso=flags.model,
+        use_lstm=flags.use_lstm,
+        bf16=flags.precision == "bf16",
+    )
+    return model.to(device)
+
+
+def derive_seed(*entropy: int) -> int:
+    """One seed from several numbers; different numbers give independent streams."""
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+
+
+class Weights:
+    """The learner's newest weights in shared memory, in banks.
+
+    The learner writes into a bank that is neither the newest nor being read, and then
+    names it in its commands to actors; an actor says when it has read its bank. So nobody
+    ever reads half-written weights, and no lock is shared between processes.
+    """
+
+    NUM_BANKS = 3
+
+    def __init__(
+        self, model: torch.nn.Module, memory: torch.Tensor | None = None
+    ) -> None:
+        offset, places = 0, {}
+        for name, x in model.state_dict().items():
+            places[name] = (offset, x.shape, x.dtype)
+            offset += -(-x.nbytes // 64) * 64  # aligned for every dtype
+        if memory is None:
+            spec = rollout.Spec((max(offset, 1),), torch.uint8)
+            memory = rollout.create_buffers(spec, (self.NUM_BANKS,))
+        self.memory = memory  # [banks, bytes] uint8, shared
+        self.banks = [
+            {
+                name: bank[at : at + shape.numel() * dtype.itemsize]
+                .view(dtype)
+                .view(shape)
+                for name, (at, shape, dtype) in places.items()
+            }
+            for bank in memory
+        ]
+        self._newest = (0, 0)  # bank and version
+        self._readers: collections.Counter[int] = collections.Counter()
+        self._lock = threading.Lock()  # of the learner's threads
+
+    def publish(self, model: torch.nn.Module, version: int) -> bool:
+        """Makes the model's weights the newest; False if every bank is being read."""
+        with self._lock:
+            for bank in range(self.NUM_BANKS):
+                if bank != self._newest[0] and not self._readers[bank]:
+                    for name, x in model.state_dict().items():
+                        self.banks[bank][name].copy_(x)
+                    self._newest = bank, version
+                    return True
+        return False
+
+    def lend(self) -> tuple[int, int]:
+        """Bank and version of the newest weights; the bank is kept until returned."""
+        with self._lock:
+            bank, version = self._newest
+            self._readers[bank] += 1
+            return bank, version
+
+    def take_back(self, bank: int) -> None:
+        with self._lock:
+            self._readers[bank] -= 1
+
+    def read(self, bank: int, model: torch.nn.Module) -> None:
+        """Loads a bank into an actor's model, in the precision that this has."""
+        model.load_state_dict(self.banks[bank])
+
+
+class ActorError(RuntimeError):
+    """An actor process died, raised or got stuck."""
+
+
+class Actors:
+    """The actor processes, seen from the learner.
+
+    Every actor has a pipe of its own. The learner waits on all pipes and on the ends of
+    all processes at once, so that it sees the death of an actor immediately.
+    """
+
+    def __init__(
+        self,
+        flags: Flags,
+        buffers: dict[str, Nested],
+        weights: Weights,
+        saved: Sequence[dict[str, Any]] | None,
+    ) -> None:
+        # Never fork a process that has threads: the copy can inherit a locked lock.
+        methods = mp.get_all_start_methods()
+        context = mp.get_context("forkserver" if "forkserver" in methods else "spawn")
+        context.set_forkserver_preload(["torchbeast.monobeast"])
+        self.timeout = flags.actor_timeout
+        self.weights = weights
+        spec = rollout.Spec((), torch.int64)
+        self.progress = rollout.create_buffers(spec, (flags.num_actors,))
+        self.pipes: list[connection.Connection] = []
+        self.processes: list[Any] = []
+        self.idle = set(range(flags.num_actors))
+        self.timings: list[dict[str, float]] = [{} for _ in self.idle]
+        self._seen = [(-1, 0.0)] * flags.num_actors  # progress, and when it was new
+        for index in range(flags.num_actors):
+            pipe, actor_pipe = context.Pipe()
+            process = context.Process(
+                target=act,
+                name=f"actor-{index}",
+                args=(
+                    *(flags, index, actor_pipe, buffers, weights.memory),
+                    *(self.progress, saved[index] if saved else None),
+                ),
+                daemon=True,
+            )
+            process.start()
+            actor_pipe.close()
+            self.pipes.append(pipe)
+            self.processes.append(process)
+
+    def unroll(self, index: int, slots: list[int]) -> None:
+        """Has an idle actor fill the slots, acting with the newest weights."""
+        self.idle.remove(index)
+        self._seen[index] = (-1, time.monotonic())
+        self._send(index, ("unroll", slots, *self.weights.lend()))
+
+    def finished(self, timeout: float, *wake_ups: Any) -> Iterator[tuple[int, list[int]]]:
+        """Waits for actors and yields (index, slots) of every unroll that is complete.
+
+        Raises:
+          ActorError: an actor died, raised, or made no step for --actor_timeout seconds.
+        """
+        sentinels = [process.sentinel for process in self.processes]
+        ready = connection.wait([*self.pipes, *sentinels, *wake_ups], timeout)
+        for index, pipe in enumerate(self.pipes):
+            if pipe in ready or sentinels[index] in ready:
+                for message in self._receive(index):
+                    if message[0] == "done":
+                        self.idle.add(index)
+                        self.timings[index] = message[2]
+                        yield index, message[1]
+        self._check_stuck()
+
+    def save(self) -> list[dict[str, Any]]:
+        """The states of all actors, which have to be idle, for an exact resume."""
+        for index in range(len(self.pipes)):
+            self._send(index, ("save",))
+        states = []
+        for index, pipe in enumerate(self.pipes):
+            if not pipe.poll(self.timeout):
+                self._raise_stuck(index)
+            (message,) = self._receive(index)
+            states.append(message[1])
+        return states
+
+    def stop(self) -> None:
+        """Ends all processes: those that don't obey in time are killed."""
+        for pipe in self.pipes:
+            pipe.close()
+        deadline = time.monotonic() + SHUTDOWN_SECONDS / 2
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _send(self, index: int, message: tuple) -> None:
+        try:
+            self.pipes[index].send(message)
+        except OSError:
+            self._raise_dead(index)
+
+    def _receive(self, index: int) -> Iterator[tuple]:
+        """What an actor has sent by now."""
+        try:
+            while self.pipes[index].poll():
+                message = self.pipes[index].recv()
+                if message[0] == "error":
+                    raise ActorError(f"actor {index} failed:\n{message[1]}")
+                if message[0] == "loaded":
+                    self.weights.take_back(message[1])
+                else:
+                    yield message
+        except (EOFError, OSError):
+            self._raise_dead(index)
+        if not self.processes[index].is_alive():
+            self._raise_dead(index)
+
+    def _raise_dead(self, index: int) -> None:
+        process = self.processes[index]
+        process.join(1.0)
+        code = process.exitcode
+        how = f"with exit status {code}"
+        if code is not None and code < 0:
+            how = f"by signal {signal.Signals(-code).name}"
+        hints = {
+            -signal.SIGKILL: " (out of memory? see dmesg)",
+            -signal.SIGBUS: f" (is {rollout.SHARED_MEMORY} full?)",
+        }
+        raise ActorError(
+            f"actor {index} (pid {process.pid}) died {how}{hints.get(code, '')}"
+        )
+
+    def _check_stuck(self) -> None:
+        now = time.monotonic()
+        for index, steps in enumerate(self.progress.tolist()):
+            seen, since = self._seen[index]
+            if steps != seen:
+                self._seen[index] = (steps, now)
+            elif index not in self.idle and now - since > self.timeout:
+                self._raise_stuck(index)
+
+    def _raise_stuck(self, index: int) -> None:
+        pid = self.processes[index].pid
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGUSR1)  # prints its Python stack
+            time.sleep(0.5)
+        raise ActorError(
+            f"actor {index} (pid {pid}) made no step for {self.timeout:g} s. Its stack, "
+            "if it still runs Python code, is printed above. If its environment is that "
+            "slow, raise --actor_timeout"
+        )
+
+
+# --- Learner ----------------------------------------------------------------------------
+
+
+def get_batch(
+    buffers: dict[str, Nested], slots: list[int], device: torch.device
+) -> tuple[dict[str, Nested], State]:
+    """Copies slots into a batch: rows [T + 1, B, ...] and the state before row 0."""
+    index = torch.tensor(slots)
+
+    def gather(buffer: torch.Tensor) -> torch.Tensor:
+        rows = buffer.transpose(0, 1)  # [T + 1, slots, ...], a view
+        return torch.stack([rows[:, i] for i in slots], dim=1).to(device)
+
+    def gather_state(buffer: torch.Tensor) -> torch.Tensor:
+        # [B, layers, hidden] -> [layers, B, hidden]
+        return buffer[index].movedim(0, 1).contiguous().to(device)
+
+    batch = map_nested(gather, buffers["rows"])
+    return batch, map_nested(gather_state, buffers["initial_state"])
+
+
+class Learner:
+    """What learning changes: model, optimizer, schedule, counters."""
+
+    def __init__(self, flags: Flags, env: Environment) -> None:
+        torch.manual_seed(flags.seed)
+        self.device = flags_lib.learner_device(flags)
+        self.model = make_model(flags, env, self.device)
+        self.optimizer, self.scheduler = make_optimizer(self.model, flags)
+        self.frames_per_step = env.frames_per_step
+        self.step = 0  # environment steps learned from
+        self.version = 0  # updates made
+        self.episodes = 0
+        self.games = 0
+        self.game_returns: collections.deque[float] = collections.deque(maxlen=100)
+        # (time, step) of the last updates, for the speed.
+        self.ticks: collections.deque = collections.deque(maxlen=50)
+        self.policy_lag = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model_state_dict": self.model.state_dict(),
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "scheduler_state_dict": self.scheduler.state_dict(),
+            "rng": checkpoint.rng_state(),
+            "stats": {
+                "step": self.step,
+                "version": self.version,
+                "episodes": self.episodes,
+                "games": self.games,
+                "game_returns": list(self.game_returns),
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model_state_dict"])
+        self.optimizer.load_state_dict(state["optimizer_state_dict"])
+        self.scheduler.load_state_dict(state["scheduler_state_dict"])
+        checkpoint.set_rng_state(state["rng"])
+        stats = state["stats"]
+        self.step, self.version = stats["step"], stats["version"]
+        self.episodes, self.games = stats["episodes"], stats["games"]
+        self.game_returns.extend(stats["game_returns"])
+
+    def sps(self) -> float | None:
+        """Steps a second over the last updates; None before the second."""
+        if len(self.ticks) < 2:
+            return None
+        (t0, step0), (t1, step1) = self.ticks[0], self.ticks[-1]
+        return (step1 - step0) / (t1 - t0)
+
+    def mean_return(self) -> float | None:
+        """Over the last 100 games; None before the first."""
+        return statistics.fmean(self.game_returns) if self.game_returns else None
+
+
+def learn(
+    flags: Flags, learner: Learner, batch: dict[str, Nested], initial_state: State
+) -> dict[str, Any]:
+    """One update from one batch [T + 1, B, ...]. Returns a row for logs.csv.
+
+    Raises:
+      FloatingPointError: loss or gradient are not finite; the model is left as it was.
+    """
+    learning_rate = learner.scheduler.get_last_lr()[0]
+    outputs, _ = learner.model(batch, initial_state)
+    loss, stats = impala_loss(batch, outputs, learner.model.distribution, flags)
+    learner.optimizer.zero_grad()
+    loss.backward()
+    stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(
+        learner.model.parameters(), flags.grad_norm_clipping
+    )
+    lag = learner.version - batch["policy_version"][:-1].float().mean()
+    stats["policy_lag"] = lag
+    values = torch.stack([x.float() for x in stats.values()]).tolist()  # one transfer
+    scalars = dict(zip(stats, values, strict=True))
+    if not all(np.isfinite([scalars["total_loss"], scalars["grad_norm"]])):
+        raise FloatingPointError(
+            f"loss or gradient are not finite at step {learner.step}: {scalars}"
+        )
+    learner.optimizer.step()
+    learner.scheduler.step()
+
+    learner.version += 1
+    learner.step += batch["reward"][1:].numel()
+    learner.ticks.append((time.perf_counter(), learner.step))
+    learner.policy_lag = scalars["policy_lag"]
+    ends = rollout.episode_ends(batch)
+    learner.episodes += len(ends["episode_return"])
+    learner.games += len(ends["game_return"])
+    learner.game_returns.extend(ends["game_return"])
+    means = {
+        f"mean_{name}": statistics.fmean(x) if x else None for name, x in ends.items()
+    }
+    return {
+        "step": learner.step,
+        "frames": learner.step * learner.frames_per_step,
+        "sps": learner.sps(),
+        **scalars,
+        **means,
+        "mean_game_return_100": learner.mean_return(),
+        "episodes": learner.episodes,
+        "games": learner.games,
+        "learning_rate": learning_rate,
+    }
+
+
+# --- Training ---------------------------------------------------------------------------
+
+
+def train(flags: Flags) -> int:
+    """Trains until flags.total_steps, or until SIGINT or SIGTERM.
+
+    Returns:
+      0 if the run is finished, else the number of the signal that ended it.
+
+    Raises:
+      Whatever ended the run. A checkpoint is saved first where that makes sense, and no
+      process or shared memory is left behind.
+    """
+    checkpoint_path = Path(flags.savedir, flags.xpid, "model.tar")
+    saved = None
+    if checkpoint_path.exists() and not flags.disable_checkpoint:
+        saved = load_checkpoint(checkpoint_path, flags)
+
+    env = Environment(flags, 1)  # for its spaces
+    learner = Learner(flags, env)
+    if saved:
+        learner.load_state_dict(saved)
+    spec = rollout.row_spec(env.observation_space, learner.model.distribution)
+    states = [
+        rollout.Spec((x.shape[0], *x.shape[2:]), x.dtype)
+        for x in learner.model.initial_state(1)
+    ]
+    env.close()
+    buffers = {
+        "rows": rollout.create_buffers(
+            spec, (flags.num_buffers, flags.unroll_length + 1)
+        ),
+        "initial_state": rollout.create_buffers(tuple(states), (flags.num_buffers,)),
+    }
+    weights = Weights(learner.model)
+    weights.publish(learner.model, learner.version)
+    if learner.device.type == "cpu":
+        torch.set_num_threads(flags.torch_threads)
+
+    # Slots go around: free -> an actor fills them -> filled -> in a batch -> free.
+    free = collections.deque(range(flags.num_buffers))
+    filled: collections.deque[int] = collections.deque()
+    batches: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+    learn_lock = threading.Lock()
+    errors: list[BaseException] = []
+    timings = Timings()  # of the learner threads, guarded by learn_lock
+    wake_reader, wake_writer = os.pipe()  # wakes the main thread
+    os.set_blocking(wake_reader, False)
+    os.set_blocking(wake_writer, False)
+
+    def release(slots: list[int]) -> None:
+        free.extend(slots)
+        wake()
+
+    def wake() -> None:
+        with contextlib.suppress(BlockingIOError):  # full: already awake
+            os.write(wake_writer, b"w")
+
+    def learner_thread() -> None:
+        try:
+            while (slots := batches.get()) is not None:
+                batch, initial_state = get_batch(buffers, slots, learner.device)
+                if not flags.sync:
+                    release(slots)
+                with learn_lock:
+                    if learner.step >= flags.total_steps and not flags.sync:
+                        break
+                    timings.time("wait")
+                    row = learn(flags, learner, batch, initial_state)
+                    weights.publish(learner.model, learner.version)
+                    writer.log(row)
+                    if board:
+                        write_scalars(board, row)
+                    timings.time("learn")
+                if flags.sync:
+                    release(slots)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            wake()
+
+    stop_signal = 0
+
+    def on_signal(number: int, frame: Any) -> None:
+        nonlocal stop_signal
+        if stop_signal:
+            raise KeyboardInterrupt
+        stop_signal = number
+        log.warning("%s: ending the run.", signal.Signals(number).name)
+
+    def save() -> None:
+        if flags.disable_checkpoint:
+            return
+        with learn_lock:
+            state = learner.state_dict() | {"flags": flags.as_dict()}
+            if flags.sync:
+                state["actors"] = actors.save()
+            checkpoint.save(checkpoint_path, state)
+        log.info("Saved %s at step %d.", checkpoint_path, learner.step)
+
+    writer = FileWriter(
+        flags.savedir, flags.xpid, flags.as_dict(), learner.step if saved else None
+    )
+    board = make_board(flags, writer.path) if flags.tensorboard else None
+    log.info("Run %s; files in %s", flags.xpid, writer.path)
+    if saved:
+        log.info("Resuming at step %d.", learner.step)
+    threads = [
+        threading.Thread(target=learner_thread, name=f"learner-{i}", daemon=True)
+        for i in range(1 if flags.sync else flags.num_learner_threads)
+    ]
+    old_handlers = {
+        number: signal.signal(number, on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    old_wakeup = signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+    actors = None
+    successful = worth_saving = False
+    try:
+        actor_flags = flags
+        if saved and not flags.sync:  # no episode and no noise is seen twice
+            actor_flags = flags.replace(seed=derive_seed(flags.seed, learner.step))
+        actors = Actors(actor_flags, buffers, weights, (saved or {}).get("actors"))
+        for thread in threads:
+            thread.start()
+        worth_saving = True
+        status = Status(flags, learner)
+        last_save = time.monotonic()
+        round_slots: dict[int, list[int]] = {}  # sync: what each actor has filled
+        timings.reset()
+        while True:
+            # In sync mode actors and learner take turns: nothing is handed out or saved
+            # until everything handed out before was learned from.
+            turn = not flags.sync or len(free) == flags.num_buffers
+            if turn and (stop_signal or learner.step >= flags.total_steps):
+                break
+            if turn and time.monotonic() - last_save > flags.checkpoint_interval:
+                save()
+                last_save = time.monotonic()
+            for index in sorted(actors.idle) if turn else ():
+                if len(free) >= flags.envs_per_actor:
+                    actors.unroll(
+                        index, [free.popleft() for _ in range(flags.envs_per_actor)]
+                    )
+            for index, slots in actors.finished(1.0, wake_reader):
+                round_slots[index] = slots
+                if not flags.sync or len(round_slots) == flags.num_actors:
+                    for _, ready in sorted(round_slots.items()):
+                        filled.extend(ready)
+                    round_slots.clear()
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake_reader, 4096)
+            while len(filled) >= flags.batch_size:
+                batches.put([filled.popleft() for _ in range(flags.batch_size)])
+            if errors:
+                raise errors[0]
+            status.show(len(filled) + batches.qsize() * flags.batch_size)
+        successful = learner.step >= flags.total_steps
+    except checkpoint.CheckpointError:
+        worth_saving = False  # what failed once would fail again
+        raise
+    except BaseException:
+        worth_saving = worth_saving and not flags.sync  # only whole turns resume exactly
+        raise
+    finally:
+        try:
+            for _ in threads:
+                batches.put(None)
+            deadline = time.monotonic() + SHUTDOWN_SECONDS
+            for thread in threads:
+                if thread.is_alive():
+                    thread.join(max(0.0, deadline - time.monotonic()))
+            if any(thread.is_alive() for thread in threads):
+                log.error("A learner thread did not end; not saving its state.")
+            elif worth_saving:
+                save()
+        except BaseException:
+            successful = False
+            raise
+        finally:
+            if actors:
+                actors.stop()
+                log.info("%s", who_waited(timings, actors))
+            if board:
+                board.close()
+            for number, handler in old_handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(old_wakeup)
+            os.close(wake_reader)
+            os.close(wake_writer)
+            writer.close(successful)
+    log.info(
+        "%s at step %d, %d games, mean return of the last %d: %s",
+        "Finished" if successful else "Stopped",
+        *(learner.step, learner.games, len(learner.game_returns)),
+        "none" if learner.mean_return() is None else f"{learner.mean_return():.2f}",
+    )
+    return 0 if successful else stop_signal
+
+
+def load_checkpoint(path: Path, flags: Flags) -> dict[str, Any]:
+    """The checkpoint of the run to resume, if its flags allow to.
+
+    Raises:
+      CheckpointError: it can't be read.
+      FlagError: it was made with other flags, and --allow_flag_changes is not given.
+    """
+    saved = checkpoint.load(path)
+    changes = flags_lib.changed(saved["flags"], flags)
+    if changes and not flags.allow_flag_changes:
+        listed = ", ".join(f"--{k} {a} -> {b}" for k, (a, b) in changes.items())
+        raise FlagError(
+            f"the run {flags.xpid} was started with other flags: {listed}. Give the same "
+            "flags, another --xpid, or --allow_flag_changes"
+        )
+    if flags.sync and len(saved.get("actors") or ()) != flags.num_actors:
+        raise FlagError(
+            f"the checkpoint of {flags.xpid} holds the state of "
+            f"{len(saved.get('actors') or ())} actors, --sync needs that of "
+            f"{flags.num_actors}: resume with the --num_actors and --sync it began with"
+        )
+    return saved
+
+
+class Status:
+    """What a person sees: a live line on a terminal, plain lines elsewhere."""
+
+    def __init__(self, flags: Flags, learner: Learner) -> None:
+        self.total = flags.total_steps
+        self.learner = learner
+        self.last = time.monotonic()
+        self.bar = None
+        if sys.stderr.isatty():
+            self.bar = tqdm(
+                total=self.total, initial=learner.step, unit=" steps", unit_scale=True
+            )
+
+    def show(self, queued: int) -> None:
+        """Shows the state of the run, if it is time to; queued: rollouts that wait."""
+        learner = self.learner
+        interval = 0.2 if self.bar else STATUS_SECONDS
+        sps = learner.sps()
+        if sps is None or time.monotonic() - self.last < interval:
+            return
+        self.last = time.monotonic()
+        mean_return = learner.mean_return()
+        numbers = {
+            "SPS": f"{sps:,.0f}",
+            "return": "-" if mean_return is None else f"{mean_return:.2f}",
+            "games": str(learner.games),
+            "lag": f"{learner.policy_lag:.1f}",
+            "queued": str(queued),
+        }
+        if self.bar:
+            self.bar.n = min(learner.step, self.total)
+            self.bar.set_postfix(numbers)
+            return
+        left = max(0, self.total - learner.step) / sps
+        log.info(
+            "Step %s of %s, %s, %s left",
+            *(f"{learner.step:,}", f"{self.total:,}"),
+            ", ".join(f"{k} {v}" for k, v in numbers.items()),
+            time.strftime("%H:%M:%S", time.gmtime(left)),
+        )
+
+
+def who_waited(timings: Timings, actors: Actors) -> str:
+    """Shares of the time that learner and actors spent on what."""
+
+    def line(shares: dict[str, float]) -> str:
+        return ", ".join(f"{k} {100 * v:.0f} %" for k, v in shares.items())
+
+    known = [t for t in actors.timings if t]
+    mean = {k: statistics.fmean(t[k] for t in known) for k in known[0]} if known else {}
+    return f"Learner: {line(timings.shares())}. Actors, last unrolls: {line(mean)}."
+
+
+def make_board(flags: Flags, path: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise FlagError(
+            "--tensorboard needs the package tensorboard: pip install tensorboard"
+        ) from error
+    return SummaryWriter(str(path))
+
+
+def write_scalars(board: Any, row: dict[str, Any]) -> None:
+    for name, value in row.items():
+        if value is not None and name != "step":
+            board.add_scalar(name, value, row["step"])
+
+
+# --- Testing ----------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test(flags: Flags, model_state: dict[str, torch.Tensor]) -> list[float]:
+    """Plays flags.num_test_episodes games and returns their game returns.
+
+    Every environment plays its share of the games, so that short games don't count more
+    often than long ones.
+    """
+    wants_window = flags.mode == "test_render" and not flags.video
+    render_mode = "human" if wants_window else "rgb_array" if flags.video else None
+    num_envs = 1 if render_mode else min(flags.num_test_episodes, 16)
+    env = Environment(flags, num_envs, render_mode=render_mode)
+    model = make_model(flags, env, torch.device("cpu"))
+    model.load_state_dict(model_state)
+    model.eval()
+    generator = torch.Generator().manual_seed(derive_seed(flags.seed))
+    quota = [
+        len(range(i, flags.num_test_episodes, num_envs)) for i in range(num_envs)
+    ]
+    returns: list[float] = []
+    state = model.initial_state(num_envs)
+    row = env.initial()
+    with contextlib.ExitStack() as stack:
+        stack.callback(env.close)
+        video = stack.enter_context(Video(flags.video)) if flags.video else None
+        while any(quota):
+            if video:
+                video.add(env.render())
+            rows = map_nested(lambda x: torch.from_numpy(x).unsqueeze(0), row)
+            outputs, state = model(rows, state)
+            logits = outputs["policy_logits"].squeeze(0)
+            if flags.greedy:
+                action = model.distribution.mode(logits)
+            else:
+                action = model.distribution.sample(logits, generator)
+            row = env.step(action.numpy())
+            for i in np.flatnonzero(row["game_over"]):
+                if quota[i]:
+                    quota[i] -= 1
+                    returns.append(float(row["game_return"][i]))
+                    log.info(
+                        "Game %d: return %.2f after %d steps",
+                        *(len(returns), returns[-1], row["game_step"][i]),
+                    )
+    deviation = statistics.stdev(returns) if len(returns) > 1 else 0.0
+    log.info(
+        "%d games: mean return %.2f, standard deviation %.2f, min %.2f, max %.2f",
+        *(len(returns), statistics.fmean(returns), deviation),
+        *(min(returns), max(returns)),
+    )
+    if flags.video:
+        log.info("Video in %s", flags.video)
+    return returns
+
+
+class Video:
+    """An .mp4 file, one frame a step; needs OpenCV."""
+
+    FRAMES_PER_SECOND = 15
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.file: Any = None
+
+    def __enter__(self) -> "Video":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.file:
+            self.file.release()
+
+    def add(self, frame: np.ndarray) -> None:
+        """Adds a frame [H, W, 3] uint8, RGB."""
+        import cv2
+
+        if self.file is None:
+            height, width = frame.shape[:2]
+            codec = cv2.VideoWriter.fourcc(*"mp4v")
+            self.file = cv2.VideoWriter(
+                self.path, codec, self.FRAMES_PER_SECOND, (width, height)
+            )
+            if not self.file.isOpened():
+                raise FlagError(
+                    f"--video: can't write {self.path!r}; give a path ending in .mp4 in "
+                    "a folder that exists"
+                )
+        self.file.write(cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))
+
+
+# --- Command line -----------------------------------------------------------------------
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = flags_lib.make_parser("MonoBeast: IMPALA on one machine.")
+    add = parser.add_argument_group("MonoBeast").add_argument
+    add("--envs_per_actor", type=int, help="environments an actor steps together")
+    add("--num_buffers", type=int, help="rollouts in shared memory")
+    add(
+        *("--num_learner_threads", "--num_threads"),
+        dest="num_learner_threads",
+        type=int,
+        default=1,
+        help="threads that gather batches; one of them learns at a time",
+    )
+    add("--torch_threads", type=int, help="CPU threads of the learner's operations")
+    add(
+        "--actor_timeout",
+        type=float,
+        default=120.0,
+        help="seconds without a step after which an actor counts as stuck",
+    )
+    return parser
+
+
+def resolve_layout(flags: Flags) -> Flags:
+    """Fills in the layout flags that depend on each other, and checks them.
+
+    Raises:
+      FlagError: actors and learner would wait for each other for ever.
+    """
+    A, B = flags.num_actors, flags.batch_size
+    if flags.envs_per_actor is None:
+        flags.envs_per_actor = 8
+        if flags.num_buffers is not None:  # as many as there are slots for
+            flags.envs_per_actor = max(1, min(8, flags.num_buffers // A, B))
+    E = flags.envs_per_actor
+    if flags.num_buffers is None:
+        flags.num_buffers = A * E if flags.sync else A * E + max(B, E)
+    if flags.torch_threads is None:
+        flags.torch_threads = len(os.sched_getaffinity(0))
+    for name in ("envs_per_actor", "num_learner_threads", "torch_threads"):
+        if getattr(flags, name) < 1:
+            raise FlagError(f"--{name} must be at least 1, got {getattr(flags, name)}")
+    least = max(A * E, E + B - 1)
+    if flags.num_buffers < least:
+        raise FlagError(
+            f"--num_buffers {flags.num_buffers} is too small: {A} actors with {E} "
+            f"environments each and a batch of {B} rollouts need at least {least}"
+        )
+    if flags.sync and (A * E % B or flags.num_buffers != A * E):
+        raise FlagError(
+            f"--sync learns from all {A * E} environments in turn (--num_actors {A} times "
+            f"--envs_per_actor {E}): --batch_size must divide that, got {B}, and "
+            f"--num_buffers must equal it, got {flags.num_buffers}"
+        )
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
+    logging.basicConfig(
+        level=logging.INFO, format="[%(levelname)s %(asctime)s %(name)s] %(message)s"
+    )
+    parser = make_parser()
+    flags = flags_lib.parse(parser, argv)
+    try:
+        with logging_redirect_tqdm():
+            if flags.mode == "train":
+                flags = resolve_layout(flags_lib.resolve(flags)).freeze()
+                number = train(flags)
+                return 128 + number if number else 0
+            xpid = flags.xpid or "latest"
+            path = Path(os.path.expanduser(flags.savedir), xpid, "model.tar")
+            saved = checkpoint.load(path)
+            flags = flags_lib.parse(parser, argv, defaults=saved["flags"])
+            flags.xpid = None
+            test(flags_lib.resolve(flags).freeze(), saved["model_state_dict"])
+            return 0
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except EXPECTED_ERRORS as error:
+        log.error("%s: %s", type(error).__name__, error)
+    except Exception:
+        log.exception("The run failed.")
+    return 1
+
+
+# What a person can put right: the message says it all, a traceback would only hide it.
+EXPECTED_ERRORS = (
+    *(FlagError, ActorError, checkpoint.CheckpointError, rollout.SharedMemoryError),
+    *(FileExistsError,),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
