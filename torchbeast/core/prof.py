@@ -52,7 +52,9 @@ class Timings:
         return {name: s / total for name, s in self.seconds.items()}
 
     def summary(self, prefix: str = "") -> str:
-        """One line, longest first: `prefix learn 12.10 ms (80 %), gather 3.02 ms (20 %)`.
+        """One line, longest first:
+
+            prefix learn 12.10 ms (80 %), gather 3.02 ms (20 %)
 
         The milliseconds are those of one pass, the share is that of the whole time.
         """

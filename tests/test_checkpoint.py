@@ -1,0 +1,352 @@
+import os
+import pathlib
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from torchbeast.core import checkpoint
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def make_state(version):
+    """What a run saves, by kind: weights, optimizer, schedule, counters, RNG, flags."""
+    torch.manual_seed(version)
+    model = torch.nn.Linear(5, 7)
+    optimizer = torch.optim.RMSprop(model.parameters(), momentum=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+    model(torch.ones(3, 5)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    return {
+        "model_state_dict": model.state_dict(),
+        "optimizer_state_dict": optimizer.state_dict(),
+        "scheduler_state_dict": schedule.state_dict(),
+        "rng": torch.get_rng_state(),
+        "stats": {"step": 15 * version, "mean_episode_return": 0.1, "games": None},
+        "flags": {"env": "CartPole-v1", "seed": version, "use_lstm": True},
+    }
+
+
+def assert_equal(left, right):
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert list(left) == list(right)
+        for key in left:
+            assert_equal(left[key], right[key])
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_equal(one, other)
+    else:
+        assert left == right
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def run_python(code, *arguments, prefix=()):
+    return subprocess.run(
+        [*prefix, sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_round_trip_and_previous(tmp_path):
+    path = tmp_path / "model.tar"
+    checkpoint.save(path, make_state(1))
+    assert names(tmp_path) == ["model.tar"]
+    for version in (2, 3):
+        checkpoint.save(str(path), make_state(version))
+        assert_equal(checkpoint.load(path), make_state(version))
+        previous = checkpoint.load(tmp_path / "model.previous.tar")
+        assert_equal(previous, make_state(version - 1))
+        assert names(tmp_path) == ["model.previous.tar", "model.tar"]
+
+
+def test_loads_with_plain_torch(tmp_path):
+    checkpoint.save(tmp_path / "model.tar", make_state(1))
+    assert_equal(torch.load(tmp_path / "model.tar", weights_only=True), make_state(1))
+
+
+def test_save_after_a_crash_between_the_two_renames(tmp_path):
+    # Both names are of one file then, and a rename between them would do nothing.
+    path, previous = tmp_path / "model.tar", tmp_path / "model.previous.tar"
+    checkpoint.save(path, make_state(1))
+    os.link(path, previous)
+    os.link(path, tmp_path / ".model.previous.tar.tmp")
+    for version in (2, 3):
+        checkpoint.save(path, make_state(version))
+        assert_equal(checkpoint.load(path), make_state(version))
+        assert_equal(checkpoint.load(previous), make_state(version - 1))
+    assert names(tmp_path) == ["model.previous.tar", "model.tar"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The bytes of a checkpoint."""
+    path = tmp_path_factory.mktemp("saved") / "model.tar"
+    checkpoint.save(path, make_state(2))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("share", [0, 0.0001, 0.001, 0.01, 0.3, 0.5, 0.9, 0.99])
+def test_truncated(tmp_path, saved, share):
+    (tmp_path / "model.tar").write_bytes(saved[: int(share * len(saved))])
+    with pytest.raises(checkpoint.CheckpointError, match="truncated"):
+        checkpoint.load(tmp_path / "model.tar")
+
+
+@pytest.mark.parametrize("missing", [1, 2, 10, 22, 23, 100])
+def test_truncated_by_few_bytes(tmp_path, saved, missing):
+    (tmp_path / "model.tar").write_bytes(saved[:-missing])
+    with pytest.raises(checkpoint.CheckpointError, match="truncated"):
+        checkpoint.load(tmp_path / "model.tar")
+
+
+def test_flipped_bits_never_change_what_is_loaded(tmp_path, saved):
+    path = tmp_path / "model.tar"
+    refused = 0
+    positions = range(0, len(saved), 41)
+    for position in positions:
+        data = bytearray(saved)
+        data[position] ^= 4
+        path.write_bytes(data)
+        try:
+            state = checkpoint.load(path)
+        except checkpoint.CheckpointError:
+            refused += 1
+        else:  # Padding, or a date
+            assert_equal(state, make_state(2))
+    assert refused > len(positions) / 3
+
+
+def test_the_command_in_the_error_goes_back_to_the_previous(tmp_path):
+    folder = tmp_path / "a run's folder"
+    folder.mkdir()
+    path = folder / "model.tar"
+    checkpoint.save(path, make_state(1))
+    checkpoint.save(path, make_state(2))
+    os.truncate(path, 1000)
+    with pytest.raises(checkpoint.CheckpointError) as caught:
+        checkpoint.load(path)
+    [command] = re.findall(r"^    (cp .*)$", str(caught.value), flags=re.MULTILINE)
+    assert "model.previous.tar, is good" in str(caught.value)
+    subprocess.run(command, shell=True, check=True)
+    assert_equal(checkpoint.load(path), make_state(1))
+
+
+def test_missing_and_no_previous(tmp_path):
+    with pytest.raises(checkpoint.CheckpointError) as caught:
+        checkpoint.load(tmp_path / "model.tar")
+    assert str(caught.value) == (
+        f"Cannot load the checkpoint {tmp_path}/model.tar: there is no such file. "
+        "There is no model.previous.tar to go back to."
+    )
+
+
+def test_previous_is_not_recommended_when_it_is_damaged(tmp_path):
+    for name in ("model.tar", "model.previous.tar"):
+        (tmp_path / name).write_bytes(b"PK")
+    with pytest.raises(checkpoint.CheckpointError, match="Nor can model"):
+        checkpoint.load(tmp_path / "model.tar")
+
+
+class Attack:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_code_is_refused(tmp_path):
+    path, target = tmp_path / "model.tar", tmp_path / "owned"
+    torch.save({"x": Attack(target)}, path)
+    with pytest.raises(checkpoint.CheckpointError) as caught:
+        checkpoint.load(path)
+    assert not target.exists()
+    assert "refers to posix.mkdir, which is refused" in str(caught.value)
+    assert "weights_only" not in str(caught.value)  # No advice to run it after all.
+
+
+def test_code_in_a_bare_pickle_is_refused(tmp_path):
+    path, target = tmp_path / "model.tar", tmp_path / "owned"
+    path.write_bytes(pickle.dumps({"x": Attack(target)}))
+    with pytest.raises(checkpoint.CheckpointError, match="no checkpoint"):
+        checkpoint.load(path)
+    assert not target.exists()
+
+
+def test_not_a_dict(tmp_path):
+    torch.save([1, 2], tmp_path / "model.tar")
+    with pytest.raises(checkpoint.CheckpointError, match="holds a list, expected a di"):
+        checkpoint.load(tmp_path / "model.tar")
+
+
+@pytest.mark.parametrize("bad", [pathlib.PurePosixPath("x"), Attack, lambda: 0])
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, bad):
+    path = tmp_path / "model.tar"
+    checkpoint.save(path, make_state(1))
+    with pytest.raises(checkpoint.CheckpointError, match="tensors and plain values"):
+        checkpoint.save(path, make_state(2) | {"extra": bad})
+    assert names(tmp_path) == ["model.tar"]
+    assert_equal(checkpoint.load(path), make_state(1))
+
+
+# Saves version 1, then a version 2 that is too large, and prints the error.
+TOO_LARGE = """
+import pathlib, resource, sys, torch
+from torchbeast.core import checkpoint
+path, limit = pathlib.Path(sys.argv[1]) / "model.tar", int(sys.argv[2])
+checkpoint.save(path, {"version": 1})
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+before = path.read_bytes()
+for _ in range(2):
+    try:
+        checkpoint.save(path, {"version": 2, "w": torch.ones(1_000_000)})
+    except checkpoint.CheckpointError as error:
+        print(error)
+    names = [p.name for p in path.parent.iterdir() if p.name != "model.previous.tar"]
+    assert names == ["model.tar"], names
+    assert path.read_bytes() == before
+    assert checkpoint.load(path)["version"] == 1
+checkpoint.save(path, {"version": 3})
+assert checkpoint.load(path)["version"] == 3
+"""
+
+
+def assert_tells_of_full_disk(result, folder, cause):
+    assert result.returncode == 0, result.stderr
+    messages = result.stdout.splitlines()
+    assert len(messages) == 2, result.stdout
+    for message in messages:
+        assert f"{folder}/model.tar" in message
+        assert cause in message
+        size = int(
+            re.search(r"checkpoint of ([\d,]+) bytes", message)[1].replace(",", "")
+        )
+        assert 4_000_000 < size < 4_100_000
+        assert re.search(r"\([\d,]+ bytes are free there\)", message)
+
+
+def test_file_size_limit(tmp_path):
+    result = run_python(TOO_LARGE, tmp_path, 300_000)
+    assert_tells_of_full_disk(result, tmp_path, "File too large")
+
+
+def test_full_disk(tmp_path):
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("needs unshare (util-linux) to mount a small disk of its own")
+    # A mount namespace of its own, that ends with the process; as root in a user
+    # namespace where the user is not root.
+    prefix = [unshare, "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
+    mount = ["sh", "-c", 'mount -t tmpfs -o size=1m disk "$0" && exec "$@"', tmp_path]
+    trial = subprocess.run([*prefix, *mount, "true"], capture_output=True, text=True)
+    if trial.returncode != 0:
+        pytest.skip(f"cannot mount a small disk here: {trial.stderr.strip()}")
+    result = run_python(TOO_LARGE, tmp_path, 0, prefix=[*prefix, *mount])
+    assert_tells_of_full_disk(result, tmp_path, "No space left on device")
+
+
+# Kills a process that saves version 2 over version 1 right before its first, second,
+# … file operation, until there is none left.
+KILL_AT_EACH_OPERATION = """
+import os, pathlib, signal, sys
+from torchbeast.core import checkpoint
+folder = pathlib.Path(sys.argv[1])
+path, previous = folder / "model.tar", folder / "model.previous.tar"
+OPERATIONS = {"open", "os.rename", "os.link", "os.remove"}
+
+def save_and_die(operation):
+    left = operation
+    def hook(event, arguments):
+        nonlocal left
+        if event in OPERATIONS and str(folder) in str(arguments[0]):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+    checkpoint.save(path, {"version": 2})
+
+killed = 0
+seen = set()
+while True:
+    checkpoint.save(path, {"version": 0})
+    checkpoint.save(path, {"version": 1})
+    pid = os.fork()
+    if pid == 0:
+        save_and_die(killed + 1)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    versions = (checkpoint.load(path)["version"], checkpoint.load(previous)["version"])
+    assert versions in {(1, 0), (1, 1), (2, 1)}, versions
+    seen.add(versions)
+    if status == 0:
+        assert versions == (2, 1)
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    killed += 1
+assert seen == {(1, 0), (1, 1), (2, 1)}, seen
+assert sorted(os.listdir(folder)) == ["model.previous.tar", "model.tar"]
+print(killed)
+"""
+
+
+def test_killed_at_each_file_operation(tmp_path):
+    result = run_python(KILL_AT_EACH_OPERATION, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) >= 4
+
+
+# Kills a process that saves one version after another at any instant.
+KILL_AT_ANY_TIME = """
+import os, pathlib, random, signal, sys, time, torch
+from torchbeast.core import checkpoint
+path = pathlib.Path(sys.argv[1]) / "model.tar"
+checkpoint.save(path, {"version": 0, "w": torch.zeros(100_000)})
+for kill in range(25):
+    start = checkpoint.load(path)["version"]
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        for version in range(start + 1, start + 10_000):
+            w = torch.full((100_000,), float(version))
+            checkpoint.save(path, {"version": version, "w": w})
+            os.write(writer, b".")
+        os._exit(1)
+    saved = len(os.read(reader, 1))  # It is saving the next one now.
+    end = time.perf_counter() + random.uniform(0, 0.01)
+    while time.perf_counter() < end:
+        pass
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(writer)
+    saved += len(os.read(reader, 10_000))
+    os.close(reader)
+    state = checkpoint.load(path)
+    assert state["version"] - start - saved in (0, 1), (state["version"], start, saved)
+    assert (state["w"] == state["version"]).all()
+    checkpoint.load(checkpoint.previous_path(path))
+    assert len(os.listdir(path.parent)) <= 4
+"""
+
+
+def test_killed_at_any_time(tmp_path):
+    result = run_python(KILL_AT_ANY_TIME, tmp_path)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,573 @@
+import csv
+import datetime
+import json
+import logging
+import math
+import os
+import pathlib
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from torchbeast.core import file_writer
+from torchbeast.core.file_writer import FileWriter
+
+ROOT = pathlib.Path(__file__).parents[1]
+ARGS = {"env": "CartPole-v1", "seed": 3, "reward_clipping": None, "discounting": 0.99}
+
+
+def read_rows(path):
+    with (path / "logs.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def read_meta(path):
+    return json.loads((path / "meta.json").read_text())
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def run_python(code, *arguments, prefix=()):
+    return subprocess.run(
+        [*prefix, sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def info_level():
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.INFO)
+    yield
+    root.setLevel(level)
+
+
+@pytest.fixture
+def started(tmp_path):
+    """A closed run with steps 0, 15, …, 90 in ticks 0 … 6."""
+    writer = FileWriter(str(tmp_path), "run", ARGS)
+    for tick in range(7):
+        writer.log({"step": 15 * tick, "total_loss": tick / 3})
+    writer.close(successful=False)
+    return writer.path
+
+
+def test_files_of_a_run(tmp_path):
+    before = time.time()
+    writer = FileWriter(str(tmp_path / "new" / "folder"), "run", ARGS)
+    assert writer.path == tmp_path / "new" / "folder" / "run"
+    writer.log({"step": 15, "total_loss": 0.1 + 0.2})
+    writer.log({"step": 30, "total_loss": -1e-300})
+    after = time.time()
+    # Read while the run goes on: each line is there as soon as log() returns.
+    rows = read_rows(writer.path)
+    assert list(rows[0]) == ["_tick", "_time", "step", "total_loss"]
+    assert [row["_tick"] for row in rows] == ["0", "1"]
+    assert [row["step"] for row in rows] == ["15", "30"]
+    assert [float(row["total_loss"]) for row in rows] == [0.1 + 0.2, -1e-300]
+    assert before <= float(rows[0]["_time"]) <= float(rows[1]["_time"]) <= after
+    writer.close(successful=True)
+    assert names(writer.path) == ["fields.csv", "logs.csv", "meta.json", "out.log"]
+    fields = (writer.path / "fields.csv").read_text()
+    assert fields == "_tick,_time,step,total_loss\n"
+
+
+def test_floats_round_trip_exactly(tmp_path):
+    draw = random.Random(5)
+    values = [draw.uniform(-1, 1) * 10 ** draw.randint(-300, 300) for _ in range(50)]
+    writer = FileWriter(str(tmp_path), "run", ARGS)
+    for value in values:
+        row = {"float": value, "np": np.float64(value), "torch": torch.tensor(value)}
+        writer.log(row)
+    writer.close(successful=True)
+    rows = read_rows(writer.path)
+    assert [float(row["float"]) for row in rows] == values
+    assert [float(row["np"]) for row in rows] == values
+    kept = [np.float32(row["torch"]) for row in rows]
+    assert kept == [torch.tensor(value).numpy() for value in values]
+
+
+def test_cells(tmp_path):
+    writer = FileWriter(str(tmp_path), "run", ARGS)
+    values = {
+        "none": None,
+        "nan": float("nan"),
+        "np_nan": np.float32("nan"),
+        "inf": math.inf,
+        "int": 10**12,
+        "np_int": np.int64(7),
+        "bool": torch.tensor(True),
+        "text": 'a "b", c\nd',
+    }
+    writer.log(values)
+    writer.close(successful=True)
+    [row] = read_rows(writer.path)
+    del row["_tick"], row["_time"]
+    assert list(row.values()) == [
+        *["", "", "", "inf", "1000000000000", "7", "True"],
+        'a "b", c\nd',
+    ]
+
+
+def test_new_and_missing_fields(tmp_path):
+    writer = FileWriter(str(tmp_path), "run", ARGS)
+    writer.log({"step": 15})
+    writer.log({"b": 1, "step": 30, "a": 2})
+    writer.log({"a": 3})
+    writer.close(successful=True)
+    rows = read_rows(writer.path)
+    assert list(rows[0]) == ["_tick", "_time", "step", "b", "a"]
+    cells = [(row["_tick"], row["step"], row["b"], row["a"]) for row in rows]
+    assert cells == [("0", "15", "", ""), ("1", "30", "1", "2"), ("2", "", "", "3")]
+    assert (writer.path / "fields.csv").read_text().splitlines() == [
+        "_tick,_time,step",
+        "_tick,_time,step,b,a",
+    ]
+
+
+@pytest.mark.parametrize("name", ["_tick", "_time"])
+def test_reserved_fields(tmp_path, name):
+    writer = FileWriter(str(tmp_path), "run", ARGS)
+    with pytest.raises(ValueError, match="are added by log"):
+        writer.log({name: 1})
+    writer.close(successful=False)
+
+
+def test_threads(tmp_path):
+    writer = FileWriter(str(tmp_path), "run", ARGS)
+    barrier = threading.Barrier(4)
+
+    def work(thread):
+        barrier.wait(timeout=10)
+        for i in range(50):
+            writer.log({"thread": thread, "i": i, f"of_{thread}": i})
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    writer.close(successful=True)
+    rows = read_rows(writer.path)
+    assert [int(row["_tick"]) for row in rows] == list(range(200))
+    for n in range(4):
+        own = [row for row in rows if row["thread"] == str(n)]
+        assert [row["i"] for row in own] == [str(i) for i in range(50)]
+        assert all(row[f"of_{n}"] == row["i"] for row in own)
+
+
+def test_meta(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "swordfish")
+    monkeypatch.setenv("SLURM_SECRET", "swordfish")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in file_writer.SLURM_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    before = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
+    writer = FileWriter(str(tmp_path), "run", ARGS | {"savedir": tmp_path})
+    meta = read_meta(writer.path)
+    assert meta["args"] == ARGS | {"savedir": str(tmp_path)}
+    assert meta["xpid"] == "run"
+    assert meta["successful"] is False
+    assert meta["date_end"] is None
+    assert meta["resumed"] == []
+    assert meta["slurm"] is None
+    assert meta["env"]["OMP_NUM_THREADS"] == "1"
+    assert set(meta["env"]) <= set(file_writer.ENVIRONMENT_VARIABLES)
+    assert meta["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    writer.close(successful=True)
+    ended = read_meta(writer.path)
+    assert ended == meta | {"successful": True, "date_end": ended["date_end"]}
+    start, end = (
+        datetime.datetime.fromisoformat(ended[f"date_{n}"]) for n in ("start", "end")
+    )
+    assert before <= start <= end
+    for name in names(writer.path):
+        assert "swordfish" not in (writer.path / name).read_text()
+
+
+def test_slurm(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "1234")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+    writer = FileWriter(str(tmp_path), "run", ARGS)
+    writer.close(successful=True)
+    slurm = read_meta(writer.path)["slurm"]
+    assert slurm["SLURM_JOB_ID"] == "1234"
+    assert slurm["SLURM_ARRAY_TASK_ID"] == "7"
+
+
+def make_checkout(folder):
+    """A repository with a copy of the module; returns a function that runs git."""
+    package = folder / "torchbeast" / "core"
+    package.mkdir(parents=True)
+    source = pathlib.Path(file_writer.__file__)
+    (package / "file_writer.py").write_bytes(source.read_bytes())
+    (package / "__init__.py").touch()
+    (package.parent / "__init__.py").touch()
+    (folder / "README").write_text("one\n")
+
+    def run_git(*arguments):
+        who = ["-c", "user.name=N", "-c", "user.email=n@example.com"]
+        command = ["git", "-C", str(folder), *who, *arguments]
+        result = subprocess.run(command, check=True, capture_output=True, text=True)
+        return result.stdout.strip()
+
+    run_git("init", "--quiet", "--initial-branch", "ideas")
+    return run_git
+
+
+GIT_STATE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from torchbeast.core import file_writer
+assert file_writer.__file__.startswith(sys.argv[1]), file_writer.__file__
+print(json.dumps(file_writer._git_state()))
+"""
+
+
+def git_state(folder):
+    result = run_python(GIT_STATE, folder)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_git_state(tmp_path):
+    pytest.importorskip("git", reason="needs GitPython")
+    run_git = make_checkout(tmp_path)
+    assert git_state(tmp_path) is None  # The module is not part of the repository.
+    run_git("add", ".")
+    assert git_state(tmp_path) is None  # No commit yet.
+    run_git("commit", "--quiet", "-m", "first")
+    commit = run_git("rev-parse", "HEAD")
+    expected = {"commit": commit, "branch": "ideas", "dirty": False}
+    assert git_state(tmp_path) == expected
+    (tmp_path / "README").write_text("two\n")
+    assert git_state(tmp_path) == expected | {"dirty": True}
+    run_git("checkout", "--quiet", "--detach")
+    assert git_state(tmp_path) == expected | {"dirty": True, "branch": None}
+
+
+def test_no_torch_needed():
+    code = "import sys, torchbeast.core.file_writer; print('torch' in sys.modules)"
+    assert run_python(code).stdout.strip() == "False"
+
+
+def test_out_log(tmp_path, info_level):
+    handlers = list(logging.getLogger().handlers)
+    writer = FileWriter(str(tmp_path), "run", ARGS)
+    logging.getLogger("torchbeast.monobeast").info("Return is %d.", 21)
+    writer.close(successful=True)
+    logging.getLogger("torchbeast.monobeast").info("After the end.")
+    assert logging.getLogger().handlers == handlers
+    text = (writer.path / "out.log").read_text()
+    assert "INFO" in text
+    assert "torchbeast.monobeast" in text
+    assert "Return is 21." in text
+    assert "After the end." not in text
+
+
+def test_close_twice_and_log_after_close(tmp_path):
+    writer = FileWriter(str(tmp_path), "run", ARGS)
+    writer.close(successful=True)
+    meta = read_meta(writer.path)
+    writer.close(successful=False)
+    assert read_meta(writer.path) == meta
+    assert meta["successful"] is True
+    with pytest.raises(RuntimeError, match=r"log\(\) after close\(\)"):
+        writer.log({"step": 1})
+
+
+def test_latest(tmp_path):
+    for xpid in ("first", "second"):
+        writer = FileWriter(str(tmp_path), xpid, ARGS)
+        writer.close(successful=True)
+        assert os.readlink(tmp_path / "latest") == xpid
+        assert (tmp_path / "latest").resolve() == writer.path
+    assert names(tmp_path) == ["first", "latest", "second"]
+
+
+def test_latest_replaces_a_dangling_link_and_no_folder(tmp_path, caplog):
+    (tmp_path / "latest").symlink_to("gone")
+    FileWriter(str(tmp_path), "first", ARGS).close(successful=True)
+    assert os.readlink(tmp_path / "latest") == "first"
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    FileWriter(str(tmp_path), "second", ARGS).close(successful=True)
+    assert not (tmp_path / "latest").is_symlink()
+    assert "is not a symbolic link and is left as it is" in caplog.text
+
+
+@pytest.mark.parametrize("xpid", ["", ".", "..", "latest", "a/b", "/tmp/a", "../a"])
+def test_bad_xpid(tmp_path, xpid):
+    with pytest.raises(ValueError, match=f"xpid is {re.escape(repr(xpid))}"):
+        FileWriter(str(tmp_path), xpid, ARGS)
+    assert names(tmp_path) == []
+
+
+def test_one_process_at_a_time(tmp_path):
+    writer = FileWriter(str(tmp_path), "run", ARGS)
+    code = (
+        "import sys; from torchbeast.core.file_writer import FileWriter\n"
+        "FileWriter(sys.argv[1], 'run', {}, resume_step=0).close(True)"
+    )
+    second = run_python(code, tmp_path)
+    assert "Another process writes to this run" in second.stderr
+    assert second.returncode == 1
+    assert read_meta(writer.path)["resumed"] == []
+    writer.close(successful=True)
+    assert run_python(code, tmp_path).returncode == 0
+
+
+def test_existing_run_without_resume(started):
+    before = {name: (started / name).read_bytes() for name in names(started)}
+    handlers = list(logging.getLogger().handlers)
+    with pytest.raises(FileExistsError, match="choose another --xpid"):
+        FileWriter(str(started.parent), "run", {})
+    assert {name: (started / name).read_bytes() for name in names(started)} == before
+    assert logging.getLogger().handlers == handlers
+    resumed = FileWriter(str(started.parent), "run", ARGS, resume_step=90)
+    resumed.close(successful=True)  # The failure left no lock behind.
+
+
+def test_a_run_that_logged_nothing_can_start_anew(tmp_path):
+    for _ in range(2):
+        writer = FileWriter(str(tmp_path), "run", ARGS)
+        writer.close(successful=False)
+    assert read_meta(writer.path)["resumed"] == []
+
+
+@pytest.mark.parametrize(
+    ("resume_step", "kept"), [(-1, 0), (0, 1), (44, 3), (45, 4), (90, 7), (1000, 7)]
+)
+def test_resume_cuts_later_rows(started, info_level, resume_step, kept):
+    before = (started / "logs.csv").read_bytes().splitlines(keepends=True)
+    old = read_meta(started)
+    writer = FileWriter(str(started.parent), "run", {"seed": 4}, resume_step)
+    cut = (started / "logs.csv").read_bytes()
+    assert cut == b"".join(before[: 1 + kept])
+    meta = read_meta(started)
+    assert meta["date_start"] == old["date_start"]
+    assert meta["args"] == {"seed": 4}
+    assert (meta["successful"], meta["date_end"]) == (False, None)
+    assert len(meta["resumed"]) == 1
+    writer.log({"total_loss": 2.5, "step": 999})
+    writer.close(successful=True)
+    rows = read_rows(started)
+    assert [row["_tick"] for row in rows] == [str(tick) for tick in range(kept + 1)]
+    assert rows[-1]["total_loss"] == "2.5"
+    assert (started / "fields.csv").read_text() == "_tick,_time,step,total_loss\n"
+    said = f"Resuming at step {resume_step}: {kept} of 7 lines"
+    assert (said in (started / "out.log").read_text()) == (kept < 7)
+    FileWriter(str(started.parent), "run", ARGS, 999).close(successful=True)
+    assert len(read_meta(started)["resumed"]) == 2
+
+
+def test_resume_cuts_a_half_written_line(started):
+    """At every length of the last line, as left by a crash or a power cut."""
+    logs = started / "logs.csv"
+    whole = logs.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    for length in range(len(last)):
+        for rubbish in (b"", b"\0\0\0\0"):
+            logs.write_bytes(whole[: len(whole) - len(last) + length] + rubbish)
+            writer = FileWriter(str(started.parent), "run", ARGS, resume_step=90)
+            assert logs.read_bytes() == whole[: len(whole) - len(last)], (
+                length,
+                rubbish,
+            )
+            writer.log({"step": 105, "total_loss": 1.0})
+            writer.close(successful=True)
+            assert [row["_tick"] for row in read_rows(started)] == list("0123456")
+
+
+@pytest.mark.parametrize("line", ["9\n", "7,1.5,x,2\n", "\0\n", "7,1.5,105,2,3\n"])
+def test_resume_cuts_a_damaged_last_line(started, line):
+    logs = started / "logs.csv"
+    whole = logs.read_text()
+    logs.write_text(whole + line)
+    FileWriter(str(started.parent), "run", ARGS, 1000).close(successful=True)
+    assert logs.read_text() == whole
+
+
+def test_resume_with_half_a_header(started):
+    (started / "logs.csv").write_bytes(b"_tick,_ti")
+    writer = FileWriter(str(started.parent), "run", ARGS, resume_step=90)
+    writer.log({"step": 105})
+    writer.close(successful=True)
+    [row] = read_rows(started)
+    assert (row["_tick"], row["step"]) == ("0", "105")
+
+
+def test_resume_before_the_first_row(tmp_path):
+    FileWriter(str(tmp_path), "run", ARGS).close(successful=False)
+    writer = FileWriter(str(tmp_path), "run", ARGS, resume_step=0)
+    writer.log({"step": 15})
+    writer.close(successful=True)
+    assert read_rows(writer.path)[0]["_tick"] == "0"
+
+
+def test_resume_keeps_rows_without_a_step(tmp_path):
+    writer = FileWriter(str(tmp_path), "run", ARGS)
+    for row in ({"step": 15}, {"note": 1}, {"step": 30}, {"note": 2}):
+        writer.log(row)
+    writer.close(successful=False)
+    FileWriter(str(tmp_path), "run", ARGS, resume_step=15).close(successful=True)
+    rows = read_rows(writer.path)
+    assert [(row["step"], row["note"]) for row in rows] == [("15", ""), ("", "1")]
+
+
+def test_resume_refuses_what_it_does_not_understand(started):
+    logs = started / "logs.csv"
+    lines = logs.read_text().splitlines(keepends=True)
+    for damaged in ([lines[0], "1,2\n", *lines[1:]], ["a,b\n", "1,2\n"]):
+        logs.write_text("".join(damaged))
+        with pytest.raises(ValueError, match=r"away\."):
+            FileWriter(str(started.parent), "run", ARGS, resume_step=90)
+        assert logs.read_text() == "".join(damaged)
+
+
+def test_resume_completes_fields_csv(started):
+    """A crash came between a new column in logs.csv and the line in fields.csv."""
+    (started / "fields.csv").write_text("_tick,_time,step\n")
+    FileWriter(str(started.parent), "run", ARGS, 90).close(successful=True)
+    fields = (started / "fields.csv").read_text()
+    assert fields == "_tick,_time,step\n_tick,_time,step,total_loss\n"
+
+
+def test_resume_with_a_damaged_meta(started, caplog):
+    (started / "meta.json").write_text("{")
+    FileWriter(str(started.parent), "run", ARGS, 90).close(successful=True)
+    assert read_meta(started)["successful"] is True
+    assert "is damaged and begun anew" in caplog.text
+
+
+# Logs until the files may grow no further, as on a full disk.
+FULL_DISK = """
+import logging, resource, sys
+from torchbeast.core.file_writer import FileWriter
+logging.basicConfig(level=logging.INFO)
+log = logging.getLogger("run")
+writer = FileWriter(sys.argv[1], "run", {"x": 1})
+limit = 8192
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+rows = 0
+try:
+    while True:
+        writer.log({"step": rows, "loss": rows / 7})
+        log.info("Row %d " + 50 * "-", rows)
+        rows += 1
+except OSError as error:
+    print(rows, error)
+# The disk is fuller still: no second meta.json finds room.
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), limit))
+writer.close(successful=False)
+"""
+
+
+def test_full_disk(tmp_path):
+    result = run_python(FULL_DISK, tmp_path, 8192)
+    assert result.returncode == 0, result.stderr
+    rows, error = result.stdout.strip().split(" ", 1)
+    assert "File too large" in error
+    assert f"{tmp_path}/run/logs.csv" in error
+    text = (tmp_path / "run" / "logs.csv").read_text()
+    assert text.endswith("\n")
+    kept = read_rows(tmp_path / "run")
+    assert [row["step"] for row in kept] == [str(n) for n in range(int(rows))]
+    assert all(None not in row.values() for row in kept)
+    assert result.stderr.count("Cannot write") == 1  # out.log; once, not at each line
+    assert "Logging error" not in result.stderr
+    meta = read_meta(tmp_path / "run")
+    assert meta["date_end"] is not None
+    assert names(tmp_path / "run") == ["fields.csv", "logs.csv", "meta.json", "out.log"]
+
+
+def test_no_room_for_the_end_of_the_run(tmp_path):
+    result = run_python(FULL_DISK, tmp_path, 16)
+    assert result.returncode == 0, result.stderr
+    assert "Cannot write the end of the run to meta.json" in result.stderr
+    assert names(tmp_path / "run") == ["fields.csv", "logs.csv", "meta.json", "out.log"]
+
+
+def test_atomic_write(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def write(data, interrupt):
+        with file_writer.atomic_write(path) as file:
+            file.write(data)
+            file.flush()
+            assert path.read_bytes() == b"old"
+            if interrupt:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(b"half of the n", interrupt=True)
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["file"]
+    write(b"new", interrupt=False)
+    assert path.read_bytes() == b"new"
+    assert names(tmp_path) == ["file"]
+
+
+# On a disk of 64 KiB that is filled to the last byte while the run goes on.
+NO_SPACE = """
+import json, pathlib, sys
+from torchbeast.core.file_writer import FileWriter
+disk = pathlib.Path(sys.argv[1])
+writer = FileWriter(str(disk), "run", {"x": 1})
+writer.log({"step": 0, "loss": 0.5})
+before = (writer.path / "logs.csv").read_bytes()
+try:
+    with (disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(512))
+except OSError:
+    pass
+try:
+    while True:
+        writer.log({"step": 1, "loss": 0.25})
+except OSError as error:
+    print(error)
+try:
+    writer.log({"new": 1})  # Needs a second file: logs.csv stays as it is.
+except OSError as error:
+    print(error)
+lines = (writer.path / "logs.csv").read_bytes()
+assert lines.startswith(before) and lines.endswith(b"\\n"), lines
+writer.close(successful=False)
+meta = json.loads((writer.path / "meta.json").read_text())
+assert meta["date_end"] is not None
+assert sorted(path.name for path in writer.path.iterdir()) == [
+    "fields.csv", "logs.csv", "meta.json", "out.log"
+]
+"""
+
+
+def test_the_end_is_written_on_a_full_disk(tmp_path):
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("needs unshare (util-linux) to mount a small disk of its own")
+    prefix = [unshare, "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
+    prefix += ["sh", "-c", 'mount -t tmpfs -o size=64k disk "$0" && exec "$@"']
+    prefix += [str(tmp_path)]
+    trial = subprocess.run([*prefix, "true"], capture_output=True, text=True)
+    if trial.returncode != 0:
+        pytest.skip(f"cannot mount a small disk here: {trial.stderr.strip()}")
+    result = run_python(NO_SPACE, tmp_path, prefix=prefix)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("No space left on device") == 2
+    assert "Cannot write the end" not in result.stderr
