@@ -167,7 +167,8 @@ def draw(
         elif len(labels) > 1:
             axes.legend(frameon=False, fontsize="small")
     all_axes[-1].set_xlabel(xlabel)
-    all_axes[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
+    if xlabel != X_AXES["time"][1]:  # 0.05 hours would read 50m.
+        all_axes[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.suptitle(title)
     figure.savefig(out, dpi=120)
 
@@ -240,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ImportError as error:
         parser.exit(1, f"Drawing needs matplotlib ({error}): pip install matplotlib\n")
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.exit(2, f"Cannot draw: {error}\n")
     print(f"Drawn to {out}")
 
 

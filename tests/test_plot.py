@@ -1,0 +1,215 @@
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from torchbeast import plot
+from torchbeast.core.file_writer import FileWriter
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def make_run(savedir, xpid, returns, **columns):
+    """A run with `returns` (None: no game ended) every 15 steps of 4 frames."""
+    writer = FileWriter(str(savedir), xpid, {})
+    for tick, value in enumerate(returns):
+        row = {"step": 15 * tick, "frames": 60 * tick, "mean_game_return": value}
+        writer.log(row | {name: values[tick] for name, values in columns.items()})
+    writer.close(successful=True)
+    return writer.path
+
+
+def run_plot(*arguments, cwd=ROOT, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "torchbeast.plot", *map(str, arguments)],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def has_color(path, color):
+    """Whether pixels of the picture have the full color (a line, not its shade)."""
+    image = pytest.importorskip("matplotlib.image").imread(path)  # [H, W, 4] float32
+    colors = pytest.importorskip("matplotlib.colors")
+    near = np.abs(image[..., :3] - np.array(colors.to_rgb(color))).max(axis=-1) < 0.01
+    return near.sum() > 20
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 100])
+def test_moving_average(window):
+    values = np.random.default_rng(0).normal(size=11) * 1000
+    expected = [
+        sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window)
+        for i in range(len(values))
+    ]
+    np.testing.assert_allclose(plot.moving_average(values, window), expected)
+
+
+def test_curve_skips_rows_without_a_value(tmp_path):
+    path = make_run(tmp_path, "run", [None, 1.0, None, 5.0, float("nan"), 6.0])
+    run = plot.read_run(path)
+    result = plot.curve(run, "step", "mean_game_return", smooth=2)
+    assert result.label == "run"
+    assert result.x.tolist() == [15, 45, 75]
+    assert result.raw.tolist() == [1, 5, 6]
+    assert result.y.tolist() == [1, 3, 5.5]
+    frames = plot.curve(run, "frames", "mean_game_return", smooth=2)
+    assert frames.x.tolist() == [60, 180, 300]
+
+
+def test_curve_over_time(tmp_path):
+    (tmp_path / "logs.csv").write_text(
+        "_tick,_time,step,loss\n0,1000.0,0,\n1,2800.0,15,2\n2,4600.0,30,3\n"
+    )
+    result = plot.curve(plot.read_run(tmp_path), "time", "loss", smooth=1)
+    assert result.x.tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("last", ["2,3.", "2,3.5,30", "x,y,z,text\n", "\n"])
+def test_a_line_that_is_being_written_is_left_out(tmp_path, last):
+    text = "_tick,_time,step,loss\n0,1.0,0,7\n1,2.0,15,8\n"
+    (tmp_path / "logs.csv").write_text(text + last)
+    result = plot.curve(plot.read_run(tmp_path), "step", "loss", smooth=1)
+    assert result.x.tolist() == [0, 15]
+
+
+@pytest.mark.parametrize("text", ["", "_tick,_time,step,loss\n"])
+def test_a_run_without_rows(tmp_path, text):
+    (tmp_path / "logs.csv").write_text(text)
+    run = plot.read_run(tmp_path)
+    if text:
+        assert plot.curve(run, "time", "loss", smooth=1) is None
+    else:
+        with pytest.raises(ValueError, match="Its columns: none yet"):
+            plot.curve(run, "step", "loss", smooth=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("pong-seed1", "pong"),
+        ("pong_seed_12", "pong"),
+        ("pong-s3", "pong"),
+        ("pong_4", "pong"),
+        ("pong.5", "pong"),
+        ("pong", "pong"),
+        ("pong5", "pong5"),
+        ("v5-deep-2", "v5-deep"),
+        ("-1", "-1"),
+    ],
+)
+def test_group_name(name, group):
+    assert plot.group_name(name) == group
+
+
+def test_group_curves():
+    x = np.array([0.0, 10.0, 20.0, 30.0])
+    one = plot.Curve("a-1", x, 2 * x)
+    two = plot.Curve("a-2", x[1:] + 5, 4 * (x[1:] + 5))
+    other = plot.Curve("b-1", x, x)
+    both, alone = plot.group_curves([one, other, two])
+    assert alone is other
+    assert both.label == "a (2 runs, mean ± std)"
+    assert both.x[0] == 15  # Where both have values
+    assert both.x[-1] == 30
+    np.testing.assert_allclose(both.y, 3 * both.x)
+    np.testing.assert_allclose(both.low, 2 * both.x)  # std of 2x and 4x is x
+    np.testing.assert_allclose(both.high, 4 * both.x)
+
+
+def test_group_without_overlap_stays_apart():
+    one = plot.Curve("a-1", np.array([0.0, 1.0]), np.zeros(2))
+    two = plot.Curve("a-2", np.array([2.0, 3.0]), np.zeros(2))
+    assert plot.group_curves([one, two]) == [one, two]
+
+
+def test_command_with_one_run(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = make_run(tmp_path, "run", [None, 1.0, 3.0, None, 2.0])
+    result = run_plot("run", "--savedir", tmp_path, DISPLAY="")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"Drawn to {path / 'plot.png'}\n"
+    assert (path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert has_color(path / "plot.png", "C0")
+    assert not has_color(path / "plot.png", "C1")
+
+
+def test_command_with_several_runs(tmp_path):
+    pytest.importorskip("matplotlib")
+    here, runs = tmp_path / "here", tmp_path / "runs"
+    here.mkdir()
+    make_run(runs, "a", [0.0, 5.0, 9.0])
+    b = make_run(runs, "b", [9.0, 5.0, 0.0])
+    result = run_plot("a", b, "latest", "--savedir", runs, "--smooth", 1, cwd=here)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "Drawn to plot.png\n"
+    assert has_color(here / "plot.png", "C0")
+    assert has_color(here / "plot.png", "C1")
+    assert not has_color(here / "plot.png", "C2")  # latest is b, drawn once.
+
+
+def test_several_columns_groups_and_out(tmp_path, capsys):
+    image = pytest.importorskip("matplotlib.image")
+    nothing = [None, None, None]
+    for seed in (1, 2):
+        make_run(tmp_path, f"a-{seed}", [0.0, seed, 9.0], loss=[3.0, 2.0, seed])
+    make_run(tmp_path, "b", nothing, loss=[1.0, 1.0, 1.0])
+    common = ["a-1", "a-2", "b", "--savedir", str(tmp_path), "--group", "--x", "frames"]
+    heights = []
+    for columns in (["loss"], ["mean_game_return", "loss"]):
+        out = tmp_path / f"{len(columns)}.png"
+        plot.main([*common, "--y", *columns, "--out", str(out)])
+        heights.append(image.imread(out).shape[0])
+        assert has_color(out, "C0")
+        assert has_color(out, "C1")
+    assert heights[1] > 1.5 * heights[0]
+    assert "b: no value of mean_game_return yet" in capsys.readouterr().out
+
+
+def test_same_name_in_two_folders(tmp_path):
+    pytest.importorskip("matplotlib")
+    paths = [make_run(tmp_path / n, "run", [0.0, i, 9.0]) for i, n in enumerate("ab")]
+    out = tmp_path / "plot.png"
+    plot.main([*map(str, paths), "--out", str(out)])
+    assert has_color(out, "C0")
+    assert has_color(out, "C1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope"], "Runs in {savedir}: a, b."),
+        (["a", "nope"], "no run 'nope'"),
+        (["a", "--y", "retrun"], "Its columns: _tick, _time, step, frames, mean_game_"),
+        (["b"], "there is nothing to draw yet"),
+        (["a", "--smooth", "0"], "--smooth is 0; it must be 1 or more"),
+        (["a", "--x", "epoch"], "invalid choice: 'epoch'"),
+        (["a", "--out", "{savedir}/none/x.png"], "No such file or directory"),
+        (["a", "--out", "{savedir}/x.foo"], "'foo' is not supported"),
+        ([], "XPID"),
+    ],
+)
+def test_errors(tmp_path, capsys, arguments, message):
+    pytest.importorskip("matplotlib")
+    make_run(tmp_path, "a", [1.0, 2.0])
+    make_run(tmp_path, "b", [None, None])
+    arguments = [argument.format(savedir=tmp_path) for argument in arguments]
+    with pytest.raises(SystemExit) as caught:
+        plot.main([*arguments, "--savedir", str(tmp_path)])
+    assert caught.value.code == 2
+    assert message.format(savedir=tmp_path) in capsys.readouterr().err
+
+
+def test_without_matplotlib(tmp_path, capsys, monkeypatch):
+    make_run(tmp_path, "a", [1.0, 2.0])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit) as caught:
+        plot.main(["a", "--savedir", str(tmp_path)])
+    assert caught.value.code == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
