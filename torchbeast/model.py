@@ -1,13 +1,14 @@
 """The model: encoders for what the environment says, one core, two heads.
 
 `Net` builds itself from the observation and action spaces. Images go through a
-convolutional torso, shallow or deep; everything else is flattened and goes through a small
-MLP; their features, the clipped last reward and the last action meet in the core.
+convolutional torso, shallow or deep; everything else is flattened and goes through a
+small MLP; their features, the clipped last reward and the last action meet in the core.
 To try another torso, write it beside ShallowTorso and name it in TORSOS.
 """
 
+import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ State = tuple[torch.Tensor, ...]
 
 
 class ShallowTorso(nn.Sequential):
-    """Three convolutions (Mnih et al. 2015); two small ones for images below 36 pixels."""
+    """Three convolutions (Mnih et al. 2015), or two for images below 36 pixels."""
 
     def __init__(self, channels: int, height: int, width: int) -> None:
         if min(height, width) < 36:
@@ -87,8 +88,8 @@ class ImageEncoder(nn.Module):
         high = np.max(space.high)
         self.scale = 1.0 / float(high) if np.isfinite(high) and high > 0 else 1.0
         self.torso = TORSOS[torso](channels, height, width)
-        # The layout in which CPUs convolve fastest.
-        self.torso.to(memory_format=torch.channels_last)
+        # The layout in which CPUs convolve fastest; torch's types don't know it here.
+        self.torso.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.size = output_size(self.torso, (channels, height, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -147,14 +148,14 @@ class Net(nn.Module):
         self.distribution = make_distribution(action_space)
         leaves = [space for _, space in iterate_space(observation_space)]
         self.is_image = [is_image(space) for space in leaves]
-        self.images = nn.ModuleList(
-            ImageEncoder(s, torso) for s in leaves if is_image(s)
-        )
+        images = [ImageEncoder(space, torso) for space in leaves if is_image(space)]
+        self.images = nn.ModuleList(images)
         vectors = [s for s in leaves if not is_image(s)]
         self.vector = VectorEncoder(vectors, torso) if vectors else None
 
-        size = sum(encoder.size for encoder in self.images)
-        size += self.vector.size if self.vector else 0
+        size = sum(encoder.size for encoder in images)
+        if self.vector:
+            size += self.vector.size
         size += 1 + self.distribution.num_features  # last reward and last action
         self.core = nn.LSTM(size, 256) if use_lstm else None
         size = self.core.hidden_size if self.core else size
@@ -186,7 +187,7 @@ class Net(nn.Module):
           state: recurrent state before row 0; it is zeroed wherever done is true.
 
         Returns:
-          policy_logits [T, B, P] and baseline [T, B], float32; the state after row T - 1.
+          policy_logits [T, B, P] and baseline [T, B], float32; the last state.
         """
         T, B = rows["reward"].shape
         device = rows["reward"].device.type
@@ -195,13 +196,14 @@ class Net(nn.Module):
             for leaf in iterate_observation(rows["observation"])
         ]
         with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
-            images = [x for x, image in zip(leaves, self.is_image, strict=True) if image]
+            images = list(itertools.compress(leaves, self.is_image))
             features = [
                 encode(x) for encode, x in zip(self.images, images, strict=True)
             ]
             if self.vector:
-                vectors = zip(leaves, self.is_image, strict=True)
-                features.append(self.vector([x for x, image in vectors if not image]))
+                is_vector = [not image for image in self.is_image]
+                vectors = list(itertools.compress(leaves, is_vector))
+                features.append(self.vector(vectors))
         features += [
             rows["reward"].clamp(-1, 1).reshape(T * B, 1),
             self.distribution.features(rows["last_action"]).reshape(T * B, -1),
@@ -225,7 +227,7 @@ class Net(nn.Module):
         assert self.core is not None
         begins = [0, *(done[1:].any(dim=1).nonzero().flatten() + 1).tolist(), len(x)]
         outputs = []
-        for first, last in zip(begins[:-1], begins[1:], strict=True):
+        for first, last in itertools.pairwise(begins):
             keep = (~done[first]).to(x.dtype).view(1, -1, 1)
             state = (keep * state[0], keep * state[1])
             y, state = self.core(x[first:last], state)
@@ -259,7 +261,7 @@ def iterate_observation(observation: Any) -> Iterator[torch.Tensor]:
         yield observation
 
 
-def is_image(space: spaces.Space) -> bool:
+def is_image(space: spaces.Space) -> TypeGuard[spaces.Box]:
     """Boxes of three dimensions, at least 7 pixels high and wide, are images."""
     return (
         isinstance(space, spaces.Box)
@@ -275,9 +277,7 @@ def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
     if isinstance(space, spaces.MultiDiscrete):
         digits = (x.long() - torch.as_tensor(space.start, device=x.device)).flatten(1)
         sizes = space.nvec.flatten().tolist()
-        parts = [
-            F.one_hot(d, n) for d, n in zip(digits.unbind(1), sizes, strict=True)
-        ]
+        parts = [F.one_hot(d, n) for d, n in zip(digits.unbind(1), sizes, strict=True)]
         return torch.cat(parts, dim=-1).float()
     return x.float().flatten(1)
 

@@ -6,7 +6,7 @@
     of E slots of shared memory              they gather a batch, free its slots, learn,
     load the newest weights             <-   and publish the weights
 
-Read it top to bottom: act, Weights, Actors, get_batch, Learner, learn, train, test, main.
+Read it top to bottom: act, Weights, Actors, get_batch, Learner, learn, train, test.
 What is pure (V-trace, the loss, rollout fields, distributions) lies in torchbeast/core,
 the model in torchbeast/model.py.
 
@@ -38,7 +38,8 @@ import torch.multiprocessing as mp
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from torchbeast.core import checkpoint, flags as flags_lib, rollout
+from torchbeast.core import checkpoint, rollout
+from torchbeast.core import flags as flags_lib
 from torchbeast.core.environment import Environment
 from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.flags import FlagError, Flags
@@ -54,7 +55,7 @@ STATUS_SECONDS = 5.0  # between two status lines where there is no terminal
 SHUTDOWN_SECONDS = 5.0  # granted to actors and learner threads to end by themselves
 
 
-# --- Actors -----------------------------------------------------------------------------
+# --- Actors ---------------------------------------------------------------------------
 
 
 def act(
@@ -67,9 +68,9 @@ def act(
     saved: dict[str, Any] | None,
 ) -> None:
     """The actor process: does what the learner says, until the learner is gone."""
-    # A Ctrl-C reaches every process of the terminal; what it means is up to the learner.
+    # A Ctrl-C reaches every process of the terminal; the learner decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1)  # the learner asks a stuck actor for its stack
+    faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck actor
     torch.set_num_threads(1)
     try:
         run_actor(flags, index, pipe, buffers, weights_memory, progress, saved)
@@ -164,7 +165,7 @@ def run_actor(
 
         write(0, row)
         for buffer, x in zip(buffers["initial_state"], state_before, strict=True):
-            buffer[slots] = x.movedim(1, 0)  # [layers, E, hidden] -> [E, layers, hidden]
+            buffer[slots] = x.movedim(1, 0)  # [layers, E, ...] -> [E, layers, ...]
         timings.time("write")
         for t in range(1, T + 1):
             env_row = env.step(row["action"].squeeze(0).numpy())
@@ -199,8 +200,8 @@ class Weights:
     """The learner's newest weights in shared memory, in banks.
 
     The learner writes into a bank that is neither the newest nor being read, and then
-    names it in its commands to actors; an actor says when it has read its bank. So nobody
-    ever reads half-written weights, and no lock is shared between processes.
+    names it in its commands to actors; an actor says when it has read its bank. So
+    nobody ever reads half-written weights, and no lock is shared between processes.
     """
 
     NUM_BANKS = 3
@@ -276,7 +277,9 @@ class Actors:
     ) -> None:
         # Never fork a process that has threads: the copy can inherit a locked lock.
         methods = mp.get_all_start_methods()
-        context = mp.get_context("forkserver" if "forkserver" in methods else "spawn")
+        context: Any = mp.get_context(
+            "forkserver" if "forkserver" in methods else "spawn"
+        )
         context.set_forkserver_preload(["torchbeast.monobeast"])
         self.timeout = flags.actor_timeout
         self.weights = weights
@@ -309,14 +312,14 @@ class Actors:
         self._seen[index] = (-1, time.monotonic())
         self._send(index, ("unroll", slots, *self.weights.lend()))
 
-    def finished(self, timeout: float, *wake_ups: Any) -> Iterator[tuple[int, list[int]]]:
+    def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:
         """Waits for actors and yields (index, slots) of every unroll that is complete.
 
         Raises:
-          ActorError: an actor died, raised, or made no step for --actor_timeout seconds.
+          ActorError: an actor died, raised, or took no step for --actor_timeout s.
         """
         sentinels = [process.sentinel for process in self.processes]
-        ready = connection.wait([*self.pipes, *sentinels, *wake_ups], timeout)
+        ready = connection.wait([*self.pipes, *sentinels, wake_up], timeout)
         for index, pipe in enumerate(self.pipes):
             if pipe in ready or sentinels[index] in ready:
                 for message in self._receive(index):
@@ -401,13 +404,13 @@ class Actors:
             os.kill(pid, signal.SIGUSR1)  # prints its Python stack
             time.sleep(0.5)
         raise ActorError(
-            f"actor {index} (pid {pid}) made no step for {self.timeout:g} s. Its stack, "
-            "if it still runs Python code, is printed above. If its environment is that "
+            f"actor {index} (pid {pid}) made no step for {self.timeout:g} s. Its stack "
+            "is printed above if it could still answer. If its environment is that "
             "slow, raise --actor_timeout"
         )
 
 
-# --- Learner ----------------------------------------------------------------------------
+# --- Learner --------------------------------------------------------------------------
 
 
 def get_batch(
@@ -534,7 +537,7 @@ def learn(
     }
 
 
-# --- Training ---------------------------------------------------------------------------
+# --- Training -------------------------------------------------------------------------
 
 
 def train(flags: Flags) -> int:
@@ -629,7 +632,7 @@ def train(flags: Flags) -> int:
             return
         with learn_lock:
             state = learner.state_dict() | {"flags": flags.as_dict()}
-            if flags.sync:
+            if flags.sync and actors:
                 state["actors"] = actors.save()
             checkpoint.save(checkpoint_path, state)
         log.info("Saved %s at step %d.", checkpoint_path, learner.step)
@@ -696,7 +699,7 @@ def train(flags: Flags) -> int:
         worth_saving = False  # what failed once would fail again
         raise
     except BaseException:
-        worth_saving = worth_saving and not flags.sync  # only whole turns resume exactly
+        worth_saving &= not flags.sync  # only whole turns resume exactly
         raise
     finally:
         try:
@@ -746,8 +749,8 @@ def load_checkpoint(path: Path, flags: Flags) -> dict[str, Any]:
     if changes and not flags.allow_flag_changes:
         listed = ", ".join(f"--{k} {a} -> {b}" for k, (a, b) in changes.items())
         raise FlagError(
-            f"the run {flags.xpid} was started with other flags: {listed}. Give the same "
-            "flags, another --xpid, or --allow_flag_changes"
+            f"the run {flags.xpid} was started with other flags: {listed}. Give the "
+            "same flags, another --xpid, or --allow_flag_changes"
         )
     if flags.sync and len(saved.get("actors") or ()) != flags.num_actors:
         raise FlagError(
@@ -827,7 +830,7 @@ def write_scalars(board: Any, row: dict[str, Any]) -> None:
             board.add_scalar(name, value, row["step"])
 
 
-# --- Testing ----------------------------------------------------------------------------
+# --- Testing --------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -845,9 +848,7 @@ def test(flags: Flags, model_state: dict[str, torch.Tensor]) -> list[float]:
     model.load_state_dict(model_state)
     model.eval()
     generator = torch.Generator().manual_seed(derive_seed(flags.seed))
-    quota = [
-        len(range(i, flags.num_test_episodes, num_envs)) for i in range(num_envs)
-    ]
+    quota = [len(range(i, flags.num_test_episodes, num_envs)) for i in range(num_envs)]
     returns: list[float] = []
     state = model.initial_state(num_envs)
     row = env.initial()
@@ -912,13 +913,13 @@ class Video:
             )
             if not self.file.isOpened():
                 raise FlagError(
-                    f"--video: can't write {self.path!r}; give a path ending in .mp4 in "
-                    "a folder that exists"
+                    f"--video: can't write {self.path!r}; give a path ending in .mp4 "
+                    "in a folder that exists"
                 )
         self.file.write(cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))
 
 
-# --- Command line -----------------------------------------------------------------------
+# --- Command line ---------------------------------------------------------------------
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -970,8 +971,8 @@ def resolve_layout(flags: Flags) -> Flags:
         )
     if flags.sync and (A * E % B or flags.num_buffers != A * E):
         raise FlagError(
-            f"--sync learns from all {A * E} environments in turn (--num_actors {A} times "
-            f"--envs_per_actor {E}): --batch_size must divide that, got {B}, and "
+            f"--sync learns from all {A * E} environments in turn (--num_actors {A} "
+            f"times --envs_per_actor {E}): --batch_size must divide that, got {B}, and "
             f"--num_buffers must equal it, got {flags.num_buffers}"
         )
     return flags

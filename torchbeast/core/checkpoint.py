@@ -125,7 +125,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Sets what `rng_state` returned; GPUs that there were then but not now are left."""
+    """Sets what `rng_state` returned; states of GPUs that are gone are left out."""
     torch.set_rng_state(state["torch"].cpu())
     gpus = torch.cuda.device_count()
     torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"][:gpus]])

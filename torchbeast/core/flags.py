@@ -70,7 +70,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Flags that may differ between a run and its resumption: they don't change what it learns.
+# Flags that may differ when a run is resumed: they don't change what it learns.
 FREE_TO_CHANGE = {
     *("mode", "savedir", "preset", "allow_flag_changes", "disable_checkpoint"),
     *("tensorboard", "checkpoint_interval", "actor_timeout", "video"),
@@ -198,7 +198,7 @@ def parse(
     argv: Sequence[str] | None = None,
     defaults: dict[str, Any] | None = None,
 ) -> Flags:
-    """Parses argv; defaults (of a checkpoint, say) win over the parser's and the preset's.
+    """Parses argv; defaults (of a checkpoint) win over the parser's and the preset's.
 
     The result is not frozen yet, so that the caller can resolve what depends on others.
     """
@@ -244,14 +244,14 @@ def fast_bf16(device: torch.device) -> bool:
     """Whether the device multiplies matrices in bfloat16."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def changed(
     saved: dict[str, Any], flags: Flags, free: Iterable[str] = FREE_TO_CHANGE
 ) -> dict[str, tuple[Any, Any]]:
-    """Flags that a checkpoint was made with and that differ now: {name: (then, now)}."""
+    """Flags that differ from those of a checkpoint: {name: (then, now)}."""
     now = flags.as_dict()
     return {
         name: (saved.get(name), now.get(name))

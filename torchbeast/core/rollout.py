@@ -1,8 +1,8 @@
 """Rollouts: which fields a row has, and the shared memory that holds them.
 
-A rollout of one environment has T + 1 rows, T being the unroll length. Row 0 is the last
-row of the rollout before it. A row joins what the environment said with what the agent
-then did:
+A rollout of one environment has T + 1 rows, T being the unroll length. Row 0 is the
+last row of the rollout before it. A row joins what the environment said with what the
+agent then did:
 
     environment   observation, reward, done, truncated, episode_return, episode_step,
                   game_return, game_step, game_over, last_action, EXTRA_FIELDS
@@ -126,10 +126,11 @@ def create_buffers(spec: Nested, leading: tuple[int, ...]) -> Nested:
                 "lower --num_buffers, --unroll_length, --num_actors or "
                 "--envs_per_actor"
             )
-    return map_nested(
-        lambda s: torch.empty(*leading, *s.shape, dtype=s.dtype).share_memory_().zero_(),
-        spec,
-    )
+
+    def create(s: Spec) -> torch.Tensor:
+        return torch.empty(*leading, *s.shape, dtype=s.dtype).share_memory_().zero_()
+
+    return map_nested(create, spec)
 
 
 def episode_ends(batch: dict[str, Nested]) -> dict[str, list]:

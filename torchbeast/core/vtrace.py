@@ -26,7 +26,9 @@ class VTraceFromLogitsReturns(NamedTuple):
     target_action_log_probs: torch.Tensor  # [T, B]: log π(a|x)
 
 
-def action_log_probs(policy_logits: torch.Tensor, actions: torch.Tensor):
+def action_log_probs(
+    policy_logits: torch.Tensor, actions: torch.Tensor
+) -> torch.Tensor:
     """Log-probabilities of the actions under softmax(policy_logits).
 
     Args:
@@ -159,7 +161,7 @@ def from_importance_weights(
 
     next_values = torch.cat([values[1:], bootstrap_value.unsqueeze(0)])
     deltas = clipped_rhos * (rewards + discounts * next_values - values)
-    # vs_t - V(x_t) = δ_t + γ_t c_t (vs_{t+1} - V(x_{t+1})), from the last step backwards.
+    # vs_t - V(x_t) = δ_t + γ_t c_t (vs_{t+1} - V(x_{t+1})), from the last step back.
     decays = discounts * cs
     acc = torch.zeros_like(bootstrap_value)
     corrections = torch.empty_like(values)
