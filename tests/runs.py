@@ -1,0 +1,82 @@
+"""Runs of MonoBeast as a user starts them: real processes, real files."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A small, quick run on CartPole whose dimensions all differ.
+SMALL = {
+    "env": "CartPole-v1",
+    "num_actors": 2,
+    "envs_per_actor": 3,
+    "batch_size": 2,
+    "unroll_length": 5,
+    "total_steps": 600,
+    "precision": "fp32",
+    "torch_threads": 1,
+    "reward_clipping": "none",
+}
+
+
+def command(savedir: Path, xpid: str, **flags: object) -> list[str]:
+    """The command line of a run; True gives a bare flag, None leaves one out."""
+    words = [sys.executable, "-m", "torchbeast.monobeast"]
+    for name, value in {"savedir": savedir, "xpid": xpid, **flags}.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def environment() -> dict[str, str]:
+    """The tests' folder on the path, so that --env can name classes of the tests."""
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def start(savedir: Path, xpid: str, **flags: object) -> subprocess.Popen:
+    """Starts a run in a process group of its own; see `command` for the flags."""
+    return subprocess.Popen(
+        command(savedir, xpid, **flags),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float = 100) -> str:
+    """Waits for a run and returns what it printed; kills all of it on a timeout."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"no end after {timeout} s:\n{output}") from None
+    return output
+
+
+def run(savedir: Path, xpid: str, timeout: float = 100, **flags: object) -> str:
+    """A run that has to succeed; returns what it printed."""
+    process = start(savedir, xpid, **flags)
+    output = finish(process, timeout)
+    assert process.returncode == 0, output
+    return output
+
+
+def read_logs(savedir: Path, xpid: str) -> list[dict[str, str]]:
+    with (savedir / xpid / "logs.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def without_time(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """logs.csv without the columns that tell the time."""
+    return [{k: v for k, v in r.items() if k not in ("_time", "sps")} for r in rows]

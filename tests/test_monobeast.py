@@ -1,0 +1,133 @@
+"""MonoBeast as a whole: training, resuming, reproducing, testing."""
+
+import json
+import re
+import signal
+
+import pytest
+import runs
+import torch
+
+SYNC = {**runs.SMALL, "sync": True}
+
+
+@pytest.fixture
+def savedir(tmp_path):
+    return tmp_path
+
+
+def test_run_files(savedir):
+    runs.run(savedir, "a", **runs.SMALL)
+    path = savedir / "a"
+    rows = runs.read_logs(savedir, "a")
+    per_update = runs.SMALL["batch_size"] * runs.SMALL["unroll_length"]
+    assert [int(row["step"]) for row in rows] == list(
+        range(per_update, runs.SMALL["total_steps"] + 1, per_update)
+    )
+    assert float(rows[-1]["learning_rate"]) == pytest.approx(
+        0.0006 * per_update / runs.SMALL["total_steps"]
+    )
+    meta = json.loads((path / "meta.json").read_text())
+    assert meta["successful"] is True
+    assert meta["args"]["env"] == "CartPole-v1"
+    saved = torch.load(path / "model.tar", weights_only=True)
+    assert saved["stats"]["step"] == runs.SMALL["total_steps"]
+    assert {"model_state_dict", "optimizer_state_dict", "scheduler_state_dict"} <= set(
+        saved
+    )
+    assert saved["flags"]["unroll_length"] == runs.SMALL["unroll_length"]
+    assert (savedir / "latest").resolve() == path.resolve()
+    assert "Finished at step 600" in (path / "out.log").read_text()
+
+
+def test_no_checkpoint_is_written_when_disabled(savedir):
+    runs.run(savedir, "a", **runs.SMALL, disable_checkpoint=True)
+    assert not (savedir / "a" / "model.tar").exists()
+
+
+@pytest.mark.parametrize("use_lstm", [None, True])
+def test_sync_runs_are_equal(savedir, use_lstm):
+    for xpid in ("a", "b"):
+        runs.run(savedir, xpid, **SYNC, use_lstm=use_lstm)
+    a, b = (runs.without_time(runs.read_logs(savedir, xpid)) for xpid in "ab")
+    assert len(a) == 60
+    assert a == b
+    runs.run(savedir, "c", **{**SYNC, "seed": 2}, use_lstm=use_lstm)
+    assert runs.without_time(runs.read_logs(savedir, "c")) != a
+
+
+@pytest.mark.parametrize(
+    ("env", "use_lstm"),
+    [("CartPole-v1", True), ("MinAtar/Breakout-v1", None), ("Pong-v4", None)],
+)
+def test_stopped_and_resumed_equals_not_stopped(savedir, env, use_lstm):
+    flags = {**SYNC, "env": env, "envs": "python", "use_lstm": use_lstm}
+    runs.run(savedir, "whole", **flags)
+    process = runs.start(savedir, "parts", **flags)
+    # Stop it in the middle: after the first lines of the log, before the last.
+    logs = savedir / "parts" / "logs.csv"
+    while process.poll() is None and not (
+        logs.exists() and logs.read_text().count("\n") > 7
+    ):
+        pass
+    process.send_signal(signal.SIGINT)
+    output = runs.finish(process)
+    stopped_at = len(runs.read_logs(savedir, "parts"))
+    assert stopped_at < 60, "the run was over before it could be stopped"
+    assert process.returncode == 130, output
+    meta = json.loads((savedir / "parts" / "meta.json").read_text())
+    assert meta["successful"] is False
+    assert meta["date_end"]
+    output = runs.run(savedir, "parts", **flags)
+    assert "Resuming at step" in output
+    whole, parts = (
+        runs.without_time(runs.read_logs(savedir, xpid)) for xpid in ("whole", "parts")
+    )
+    assert whole == parts
+    weights = [
+        torch.load(savedir / xpid / "model.tar", weights_only=True)["model_state_dict"]
+        for xpid in ("whole", "parts")
+    ]
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name
+
+
+def test_asynchronous_run_goes_on_where_it_was(savedir):
+    runs.run(savedir, "a", **runs.SMALL)
+    more = {**runs.SMALL, "total_steps": 900}
+    process = runs.start(savedir, "a", **more)
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert "--total_steps 600 -> 900" in output
+    runs.run(savedir, "a", **more, allow_flag_changes=True)
+    rows = runs.read_logs(savedir, "a")
+    assert [int(row["_tick"]) for row in rows] == list(range(90))
+    assert int(rows[-1]["step"]) == 900
+    assert int(rows[60]["episodes"]) >= int(rows[59]["episodes"]) > 0
+    saved = torch.load(savedir / "a" / "model.tar", weights_only=True)
+    assert saved["scheduler_state_dict"]["last_epoch"] == 90
+
+
+@pytest.mark.parametrize("use_lstm", [None, True])
+def test_test_mode_tells_the_returns(savedir, use_lstm):
+    runs.run(savedir, "a", **runs.SMALL, use_lstm=use_lstm)
+    output = runs.run(savedir, "a", mode="test", num_test_episodes=3)
+    returns = [float(x) for x in re.findall(r"return (\d+\.\d+) after", output)]
+    assert len(returns) == 3
+    mean = re.search(r"3 games: mean return (\d+\.\d+)", output)
+    assert mean is not None
+    assert float(mean[1]) == pytest.approx(sum(returns) / 3, abs=0.01)
+    assert f"min {min(returns):.2f}, max {max(returns):.2f}" in output
+
+
+def test_tensorboard_gets_the_scalars(savedir):
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    runs.run(savedir, "a", **runs.SMALL, tensorboard=True)
+    accumulator = events.EventAccumulator(str(savedir / "a"))
+    accumulator.Reload()
+    losses = accumulator.Scalars("total_loss")
+    rows = runs.read_logs(savedir, "a")
+    assert [event.step for event in losses] == [int(row["step"]) for row in rows]
+    assert losses[-1].value == pytest.approx(float(rows[-1]["total_loss"]), rel=1e-5)
