@@ -216,6 +216,18 @@ class Net(nn.Module):
             "baseline": self.baseline(x).view(T, B),
         }, state
 
+    def auxiliary_losses(
+        self, batch: dict[str, Any], outputs: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Losses of heads of your own, scalars by name; the learner adds and logs them.
+
+        Args:
+          batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py.
+          outputs: what forward returned for them. Whatever else forward puts there
+            reaches this method, and nothing else.
+        """
+        return {}
+
     def _unroll(
         self, x: torch.Tensor, done: torch.Tensor, state: State
     ) -> tuple[torch.Tensor, State]:

@@ -496,7 +496,10 @@ def learn(
     """
     learning_rate = learner.scheduler.get_last_lr()[0]
     outputs, _ = learner.model(batch, initial_state)
-    loss, stats = impala_loss(batch, outputs, learner.model.distribution, flags)
+    loss, stats = impala_loss(
+        *(batch, outputs, learner.model.distribution, flags),
+        learner.model.auxiliary_losses(batch, outputs),
+    )
     learner.optimizer.zero_grad()
     loss.backward()
     stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(

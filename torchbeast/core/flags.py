@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from torchbeast.model import TORSOS
+
 # Protocols and settings by name. Flags given on the command line win over them.
 PRESETS: dict[str, dict[str, Any]] = {
     # Espeholt et al. 2018, appendix G, shallow model.
@@ -158,7 +160,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     )
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", default="shallow", choices=["shallow", "deep"])
+    add("--model", default="shallow", choices=list(TORSOS))
     add("--use_lstm", action=toggle, default=False, help="a recurrent core")
     add(
         "--precision",

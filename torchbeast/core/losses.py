@@ -1,5 +1,6 @@
 """The loss that both variants minimise. Edit it here, and only here."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ def impala_loss(
     outputs: dict[str, torch.Tensor],
     distribution: ActionDistribution,
     flags: Any,
+    auxiliary_losses: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The IMPALA loss, summed over time and batch (Espeholt et al. 2018, section 4.2).
 
@@ -22,6 +24,8 @@ def impala_loss(
         baseline [T + 1, B], float32.
       distribution: what the logits mean.
       flags: reward_clipping, discounting, baseline_cost, entropy_cost.
+      auxiliary_losses: of the model's further heads, scalars by name; they are added to
+        the loss and logged.
 
     Returns:
       The loss, a scalar, and scalars for the log by name.
@@ -51,12 +55,16 @@ def impala_loss(
     pg_loss = -(log_probs * targets.pg_advantages).sum()
     baseline_loss = flags.baseline_cost * 0.5 * (targets.vs - values).pow(2).sum()
     entropy_loss = -flags.entropy_cost * entropy.sum()
-    total_loss = pg_loss + baseline_loss + entropy_loss
+    auxiliary_losses = auxiliary_losses or {}
+    total_loss = sum(
+        auxiliary_losses.values(), start=pg_loss + baseline_loss + entropy_loss
+    )
     return total_loss, {
         "total_loss": total_loss.detach(),
         "pg_loss": pg_loss.detach(),
         "baseline_loss": baseline_loss.detach(),
         "entropy_loss": entropy_loss.detach(),
+        **{name: loss.detach() for name, loss in auxiliary_losses.items()},
         "entropy": entropy.detach().mean(),  # nats a step
         "mean_value": values.detach().mean(),
         "clipped_rho_share": (log_rhos > 0).float().mean(),
