@@ -66,7 +66,9 @@ def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
 def read_run(folder: pathlib.Path) -> Run:
     """Read logs.csv; a line that is being written, and text, count as empty cells."""
     with (folder / "logs.csv").open(encoding="utf-8", newline="") as file:
-        header, *rows = list(csv.reader(file)) or [[]]
+        # A power cut can leave zeros, which csv refuses before Python 3.11.
+        lines = (line.replace("\0", "\ufffd") for line in file)
+        header, *rows = list(csv.reader(lines)) or [[]]
     rows = [row for row in rows if len(row) == len(header)]
     values = np.array([[_number(cell) for cell in row] for row in rows])
     values = values.reshape(len(rows), len(header))

@@ -371,7 +371,8 @@ def _read_csv(path: pathlib.Path) -> tuple[list[str], list[list[str]], bool]:
     """The header, the rows, and whether the last line was finished (else left out)."""
     data = path.read_bytes()
     end = data.rfind(b"\n") + 1
-    text = data[:end].decode("utf-8", errors="replace")
+    # A power cut can leave zeros, which csv refuses before Python 3.11.
+    text = data[:end].decode("utf-8", errors="replace").replace("\0", "\ufffd")
     lines = list(csv.reader(io.StringIO(text, newline="")))
     return (lines[0] if lines else []), lines[1:], end == len(data)
 
