@@ -1,11 +1,13 @@
 import os
 import pathlib
 import pickle
+import random
 import re
 import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,6 +77,19 @@ def test_round_trip_and_previous(tmp_path):
         previous = checkpoint.load(tmp_path / "model.previous.tar")
         assert_equal(previous, make_state(version - 1))
         assert names(tmp_path) == ["model.previous.tar", "model.tar"]
+
+
+def test_rng_state_goes_on_where_it_was(tmp_path):
+    def draw():
+        numbers = [random.random(), random.gauss(0, 1)]
+        numbers += [np.random.normal(), np.random.random()]  # noqa: NPY002 # the global one is meant
+        return [*numbers, *torch.randn(5).tolist()]
+
+    draw()  # The second value of a pair of normals is kept back by then.
+    checkpoint.save(tmp_path / "model.tar", {"rng": checkpoint.rng_state()})
+    expected = [draw() for _ in range(3)]
+    checkpoint.set_rng_state(checkpoint.load(tmp_path / "model.tar")["rng"])
+    assert [draw() for _ in range(3)] == expected
 
 
 def test_loads_with_plain_torch(tmp_path):
