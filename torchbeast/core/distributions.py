@@ -141,7 +141,9 @@ class DiagonalGaussian(ActionDistribution):
         self.action_shape = low.shape
         self.num_features = int(np.prod(low.shape))
         self.num_logits = 2 * self.num_features
-        bounded = np.isfinite(low) & np.isfinite(high)
+        low, high = low.astype(np.float64), high.astype(np.float64)
+        # Bounds that are as good as none, or that leave no choice, give no scale.
+        bounded = (high - low > 0) & (high - low < 1e10)
         low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
         self._center = torch.tensor((high + low) / 2, dtype=torch.float32)
         self._scale = torch.tensor((high - low) / 2, dtype=torch.float32)
@@ -183,16 +185,20 @@ def make_distribution(action_space: spaces.Space) -> ActionDistribution:
 
     Raises:
       ValueError: the space is neither Discrete, MultiDiscrete (one-dimensional) nor a
-        Box of one or more dimensions.
+        Box of floats with one or more dimensions.
     """
     if isinstance(action_space, spaces.Discrete):
         return Categorical(int(action_space.n))
     if isinstance(action_space, spaces.MultiDiscrete) and action_space.nvec.ndim == 1:
         return MultiCategorical(tuple(int(n) for n in action_space.nvec))
-    if isinstance(action_space, spaces.Box) and action_space.shape:
+    if (
+        isinstance(action_space, spaces.Box)
+        and action_space.shape
+        and np.issubdtype(action_space.dtype, np.floating)
+    ):
         return DiagonalGaussian(action_space.low, action_space.high)
     raise ValueError(
         f"no policy for the action space {action_space}; there is one for Discrete, "
-        "one-dimensional MultiDiscrete and Box. Add a class to "
-        "torchbeast/core/distributions.py for another"
+        "one-dimensional MultiDiscrete and Box of floats with one or more dimensions. "
+        "Add a class to torchbeast/core/distributions.py for another"
     )
