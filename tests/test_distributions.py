@@ -1,0 +1,271 @@
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch.distributions import Categorical, Independent, Normal
+
+from torchbeast.core.distributions import make_distribution
+
+T, B, A = 5, 3, 7
+SIZES = (2, 5, 3)
+INF = np.inf
+
+
+def box(low, high):
+    return spaces.Box(np.array(low, np.float32), np.array(high, np.float32))
+
+
+SPACES = {
+    "discrete": spaces.Discrete(A),
+    "multi_discrete": spaces.MultiDiscrete(SIZES),
+    "bounded_box": box([-2, 0, 5, 1], [2, 1, 8, 100]),
+    "unbounded_box": box([-INF] * 4, [INF] * 4),
+    "partly_bounded_box": box([-INF, 0, -3, -INF], [0, INF, 5, INF]),
+    "box_of_two_dimensions": box(
+        [[-1, 0], [2, -5], [-INF, 0]], [[1, 4], [3, 5], [INF] * 2]
+    ),
+}
+BOXES = [name for name in SPACES if "box" in name]
+
+
+def units(space):
+    """Center and half width of every dimension; 0 and 1 where a bound is missing."""
+    center, scale = np.zeros(space.shape), np.ones(space.shape)
+    for i in np.ndindex(space.shape):
+        if np.isfinite([space.low[i], space.high[i]]).all():
+            center[i] = (space.low[i] + space.high[i]) / 2
+            scale[i] = (space.high[i] - space.low[i]) / 2
+    return torch.tensor(center).float(), torch.tensor(scale).float()
+
+
+def oracle(space, logits):
+    """The distributions of torch over the space's own units, side by side."""
+    if isinstance(space, spaces.Discrete):
+        return Categorical(logits=logits)
+    half = logits.shape[-1] // 2
+    mean, log_std = logits[..., :half], logits[..., half:]
+    center, scale = units(space)
+    mean, std = (x.reshape(*x.shape[:-1], *space.shape) for x in (mean, log_std.exp()))
+    return Independent(Normal(center + scale * mean, scale * std), len(space.shape))
+
+
+@pytest.mark.parametrize("name", SPACES)
+@pytest.mark.parametrize("leading", [(), (B,), (T, B)])
+def test_shapes_and_dtypes(name, leading):
+    space = SPACES[name]
+    distribution = make_distribution(space)
+    logits = torch.randn(*leading, distribution.num_logits)
+    assert distribution.action_shape == space.shape
+    for action in (distribution.sample(logits), distribution.mode(logits)):
+        assert action.shape == (*leading, *space.shape)
+        assert action.dtype == distribution.action_dtype
+        assert distribution.log_prob(logits, action).shape == leading
+        features = distribution.features(action)
+        assert features.shape == (*leading, distribution.num_features)
+        assert features.dtype == torch.float32
+    assert distribution.entropy(logits).shape == leading
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_samples_belong_to_the_generator(name):
+    distribution = make_distribution(SPACES[name])
+    logits = torch.randn(T, B, distribution.num_logits)
+    before = logits.clone()
+
+    def draw(seed):
+        generator = torch.Generator().manual_seed(seed)
+        torch.rand(1)  # the global generator has no part in it
+        return [distribution.sample(logits, generator) for _ in range(10)]
+
+    first, again, other = draw(1), draw(1), draw(2)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    assert not all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+    assert not all(torch.equal(first[0], x) for x in first[1:])
+    assert torch.equal(logits, before)
+
+
+# --- Discrete ---
+
+
+def test_discrete_log_prob_entropy_mode():
+    distribution = make_distribution(SPACES["discrete"])
+    logits = 2 * torch.randn(T, B, A)
+    actions = torch.randint(A, (T, B))
+    expected = Categorical(logits=logits)
+    assert distribution.num_logits == A
+    torch.testing.assert_close(
+        distribution.log_prob(logits, actions), expected.log_prob(actions)
+    )
+    torch.testing.assert_close(distribution.entropy(logits), expected.entropy())
+    best = [[row.index(max(row)) for row in rows] for rows in logits.tolist()]
+    assert distribution.mode(logits).tolist() == best
+
+
+def test_entropy_is_in_nats():
+    distribution = make_distribution(SPACES["discrete"])
+    uniform = distribution.entropy(torch.full((A,), 3.0))
+    assert uniform.item() == pytest.approx(np.log(7))
+    certain = distribution.entropy(torch.tensor([0.0] * 6 + [200.0]))
+    assert certain.item() == pytest.approx(0.0)
+
+
+def test_discrete_features_are_one_hot():
+    features = make_distribution(SPACES["discrete"]).features(torch.tensor([[0], [6]]))
+    assert features.tolist() == [[[1, 0, 0, 0, 0, 0, 0]], [[0, 0, 0, 0, 0, 0, 1]]]
+
+
+def chi_square(counts, probabilities):
+    expected = counts.sum() * probabilities
+    return ((counts - expected) ** 2 / expected).sum().item()
+
+
+def test_discrete_samples_follow_the_probabilities():
+    logits = torch.tensor([[0.0, 1.0, -1.0, 2.0, 0.5, -2.0, 0.0], [3.0, *[0.0] * 6]])
+    draws = make_distribution(SPACES["discrete"]).sample(
+        logits.expand(20_000, 2, A), torch.Generator().manual_seed(1)
+    )
+    for column, row in zip(draws.unbind(1), logits, strict=True):
+        counts = torch.bincount(column, minlength=A)
+        # 6 degrees of freedom: 27.9 is exceeded once in 10,000 times.
+        assert chi_square(counts, row.softmax(-1)) < 27.9
+    # Neighbouring environments draw independently: the joint counts factorise.
+    joint = torch.bincount(draws[:, 0] * A + draws[:, 1], minlength=A * A)
+    product = logits[0].softmax(-1).outer(logits[1].softmax(-1)).flatten()
+    assert chi_square(joint, product) < 94.0  # 48 degrees of freedom: likewise
+
+
+# --- MultiDiscrete ---
+
+
+def test_multi_discrete_is_the_product_of_its_parts():
+    distribution = make_distribution(SPACES["multi_discrete"])
+    assert distribution.num_logits == distribution.num_features == 10
+    logits = 2 * torch.randn(T, B, 10)
+    actions = torch.stack([torch.randint(n, (T, B)) for n in SIZES], dim=-1)
+    probabilities = [logits[..., :2], logits[..., 2:7], logits[..., 7:]]
+    probabilities = [x.softmax(-1) for x in probabilities]
+    joint = torch.einsum("tbi,tbj,tbk->tbijk", *probabilities)  # all 30 actions
+    for t in range(T):
+        for b in range(B):
+            chosen = joint[t, b][tuple(actions[t, b])]
+            torch.testing.assert_close(
+                distribution.log_prob(logits, actions)[t, b], chosen.log()
+            )
+            best = np.unravel_index(joint[t, b].argmax().item(), SIZES)
+            assert tuple(distribution.mode(logits)[t, b].tolist()) == best
+    entropy = -(joint * joint.log()).sum(dim=(-1, -2, -3))
+    torch.testing.assert_close(distribution.entropy(logits), entropy)
+
+
+def test_multi_discrete_features_are_one_hots_side_by_side():
+    distribution = make_distribution(SPACES["multi_discrete"])
+    features = distribution.features(torch.tensor([1, 4, 0]))
+    assert features.tolist() == [0, 1, 0, 0, 0, 0, 1, 1, 0, 0]
+
+
+def test_multi_discrete_samples_follow_the_probabilities():
+    logits = torch.tensor([0.0, 1.0, 0.5, -1.0, 0.0, 2.0, 1.0, -0.5, 0.0, 0.5])
+    draws = make_distribution(SPACES["multi_discrete"]).sample(
+        logits.expand(20_000, 10), torch.Generator().manual_seed(1)
+    )
+    joint = torch.einsum("i,j,k->ijk", *(x.softmax(-1) for x in logits.split(SIZES)))
+    place = draws[:, 0] * 15 + draws[:, 1] * 3 + draws[:, 2]
+    counts = torch.bincount(place, minlength=30)
+    # 29 degrees of freedom: 66.2 is exceeded once in 10,000 times.
+    assert chi_square(counts, joint.flatten()) < 66.2
+
+
+# --- Box ---
+
+
+@pytest.mark.parametrize("name", BOXES)
+def test_box_log_prob_and_mode(name):
+    space = SPACES[name]
+    distribution = make_distribution(space)
+    logits = torch.randn(T, B, distribution.num_logits).clamp(-1.5, 1.5)
+    expected = oracle(space, logits)
+    actions = expected.sample()
+    # The unit of the log-probability is that in which the bounds are -1 and 1.
+    log_unit = units(space)[1].log().sum()
+    torch.testing.assert_close(
+        distribution.log_prob(logits, actions),
+        expected.log_prob(actions) + log_unit,
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    torch.testing.assert_close(
+        distribution.entropy(logits), expected.entropy() - log_unit
+    )
+    torch.testing.assert_close(distribution.mode(logits), expected.mean)
+
+
+@pytest.mark.parametrize("name", BOXES)
+def test_box_samples_have_the_mean_and_deviation(name):
+    space = SPACES[name]
+    distribution = make_distribution(space)
+    logits = 0.5 * torch.randn(distribution.num_logits)
+    n = 20_000
+    draws = distribution.sample(
+        logits.expand(n, -1), torch.Generator().manual_seed(1)
+    ).flatten(1)
+    expected = oracle(space, logits).base_dist
+    mean, std = expected.mean.flatten(), expected.stddev.flatten()
+    # Five standard errors each.
+    assert ((draws.mean(0) - mean).abs() < 5 * std / n**0.5).all()
+    assert ((draws.std(0) - std).abs() < 5 * std / (2 * n) ** 0.5).all()
+    correlation = torch.corrcoef(draws.T) - torch.eye(draws.shape[1])
+    assert correlation.abs().max() < 5 / n**0.5
+
+
+def test_box_features_of_the_bounds_are_one():
+    distribution = make_distribution(SPACES["bounded_box"])
+    low, high = distribution.features(
+        torch.tensor([[-2.0, 0.0, 5.0, 1.0], [2.0, 1.0, 8.0, 100.0]])
+    ).tolist()
+    assert low == [-1, -1, -1, -1]
+    assert high == [1, 1, 1, 1]
+
+
+def test_box_deviation_is_limited():
+    distribution = make_distribution(SPACES["unbounded_box"])
+    low, high = (torch.tensor([0.0] * 4 + [x] * 4) for x in (-1000.0, 1000.0))
+    for logits in (low, high):
+        action = distribution.sample(logits)
+        assert distribution.log_prob(logits, action).isfinite()
+        assert distribution.entropy(logits).isfinite()
+    assert distribution.entropy(low) < distribution.entropy(high)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        box([0, 1], [0, 2]),  # one place without a choice
+        box([-3.4e38, 0], [3.4e38, 1]),  # the width is more than float32 holds
+    ],
+)
+def test_box_with_strange_bounds_stays_finite(space):
+    distribution = make_distribution(space)
+    logits = torch.randn(T, B, 4)
+    action = distribution.sample(logits)
+    assert distribution.log_prob(logits, action).isfinite().all()
+    assert distribution.features(action).isfinite().all()
+
+
+# --- Other spaces ---
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.MultiBinary(3),
+        spaces.MultiDiscrete([[2, 3], [4, 5]]),
+        spaces.Dict({"move": spaces.Discrete(2)}),
+        spaces.Box(-1.0, 1.0, ()),
+        spaces.Box(0, 255, (3,), np.uint8),
+    ],
+    ids=lambda space: type(space).__name__,
+)
+def test_unsupported_spaces_are_named(space):
+    with pytest.raises(ValueError, match="there is one for Discrete") as error:
+        make_distribution(space)
+    assert str(space) in str(error.value)

@@ -1,0 +1,82 @@
+import argparse
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from torchbeast.core.optim import make_optimizer
+
+
+def make_flags(**changes):
+    flags = {
+        "learning_rate": 0.05,
+        "momentum": 0.3,
+        "epsilon": 0.02,
+        "alpha": 0.9,
+        "batch_size": 3,
+        "unroll_length": 5,
+        "total_steps": 150,
+    }
+    return argparse.Namespace(**{**flags, **changes})
+
+
+def make(flags):
+    model = torch.nn.Linear(4, 2).double()
+    return model, *make_optimizer(model, flags)
+
+
+def update(model, optimizer, scheduler, x):
+    optimizer.zero_grad()
+    model(x).pow(2).sum().backward()
+    optimizer.step()
+    scheduler.step()
+
+
+def test_steps_of_rmsprop():
+    """w -= lr * buffer; buffer = momentum * buffer + g / (sqrt(mean of g²) + ε)."""
+    flags = make_flags()
+    model, optimizer, scheduler = make(flags)
+    w = model.weight.detach().numpy().copy()
+    square, buffer = np.zeros_like(w), np.zeros_like(w)
+    for number in range(4):
+        x = torch.randn(6, 4, dtype=torch.float64)
+        update(model, optimizer, scheduler, x)
+        g = model.weight.grad.numpy()
+        square = flags.alpha * square + (1 - flags.alpha) * g**2
+        buffer = flags.momentum * buffer + g / (np.sqrt(square) + flags.epsilon)
+        w = w - flags.learning_rate * (1 - number / 10) * buffer
+        np.testing.assert_allclose(model.weight.detach(), w, rtol=1e-12)
+
+
+@pytest.mark.parametrize("total_steps", [150, 149, 151, 15, 1, 50_000_000])
+def test_learning_rate_falls_linearly_to_zero_and_stays_there(total_steps):
+    flags = make_flags(total_steps=total_steps)
+    _, optimizer, scheduler = make(flags)
+    optimizer.step()  # the scheduler warns if it comes first
+    for number in range(25):
+        left = max(0.0, 1 - 15 * number / total_steps)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * left, rel=1e-9)
+        if 15 * number >= total_steps:
+            assert optimizer.param_groups[0]["lr"] == 0.0
+        scheduler.step()
+
+
+def test_state_goes_round():
+    flags = make_flags()
+    inputs = torch.randn(6, 6, 4, dtype=torch.float64)
+    model, optimizer, scheduler = make(flags)
+    for x in inputs[:3]:
+        update(model, optimizer, scheduler, x)
+    saved = copy.deepcopy([part.state_dict() for part in (model, optimizer, scheduler)])
+    for x in inputs[3:]:
+        update(model, optimizer, scheduler, x)
+
+    resumed = make(flags)
+    for part, state in zip(resumed, saved, strict=True):
+        part.load_state_dict(state)
+    assert resumed[1].param_groups[0]["lr"] == pytest.approx(0.05 * 0.7)
+    for x in inputs[3:]:
+        update(*resumed, x)
+    assert torch.equal(resumed[0].weight, model.weight)
+    assert resumed[2].get_last_lr() == scheduler.get_last_lr()

@@ -1,0 +1,251 @@
+import numpy as np
+import pytest
+import torch
+
+from torchbeast.core import vtrace
+
+T, B, A = 5, 3, 7
+
+
+def clip(x, threshold):
+    return x if threshold is None else np.minimum(x, threshold)
+
+
+def ground_truth(
+    log_rhos, discounts, rewards, values, bootstrap_value, clip_rho=1.0, clip_pg_rho=1.0
+):
+    """V-trace as the sums over products that the paper defines it by.
+
+    All arrays are [T, ...] and of one shape, bootstrap_value has no time. Returns vs
+    and the policy-gradient advantages.
+    """
+    steps = len(values)
+    rhos = np.exp(log_rhos)
+    next_values = np.concatenate([values[1:], bootstrap_value[None]])
+    deltas = clip(rhos, clip_rho) * (rewards + discounts * next_values - values)
+    cs = np.minimum(rhos, 1.0)
+    vs = np.array(
+        [
+            values[s]
+            + sum(
+                np.prod(discounts[s:t] * cs[s:t], axis=0) * deltas[t]
+                for t in range(s, steps)
+            )
+            for s in range(steps)
+        ]
+    )
+    next_vs = np.concatenate([vs[1:], bootstrap_value[None]])
+    return vs, clip(rhos, clip_pg_rho) * (rewards + discounts * next_vs - values)
+
+
+def make_inputs(trailing=(), seed=1):
+    """Random inputs, float64; about a third of the ρ are below 0.5 or above 2 each."""
+    rng = np.random.default_rng(seed)
+    shape = (T, B, *trailing)
+    return {
+        "log_rhos": rng.normal(scale=1.5, size=(T, B)),
+        "discounts": rng.uniform(0.2, 0.99, size=shape) * (rng.random(shape) > 0.2),
+        "rewards": rng.normal(size=shape),
+        "values": rng.normal(scale=3.0, size=shape),
+        "bootstrap_value": rng.normal(scale=3.0, size=shape[1:]),
+    }
+
+
+def tensors(inputs):
+    return {name: torch.from_numpy(x) for name, x in inputs.items()}
+
+
+@pytest.mark.parametrize("trailing", [(), (2,), (2, 4)])
+@pytest.mark.parametrize(
+    ("clip_rho", "clip_pg_rho"), [(1.0, 1.0), (3.7, 2.2), (0.4, 5.0), (None, None)]
+)
+def test_ground_truth(trailing, clip_rho, clip_pg_rho):
+    inputs = make_inputs(trailing)
+    returns = vtrace.from_importance_weights(
+        **tensors(inputs),
+        clip_rho_threshold=clip_rho,
+        clip_pg_rho_threshold=clip_pg_rho,
+    )
+    wide = inputs["log_rhos"].reshape(T, B, *[1] * len(trailing))
+    inputs["log_rhos"] = np.broadcast_to(wide, (T, B, *trailing))
+    vs, pg_advantages = ground_truth(
+        **inputs, clip_rho=clip_rho, clip_pg_rho=clip_pg_rho
+    )
+    np.testing.assert_allclose(returns.vs, vs, rtol=1e-12)
+    np.testing.assert_allclose(returns.pg_advantages, pg_advantages, rtol=1e-12)
+
+
+def test_default_thresholds_are_one():
+    inputs = make_inputs()
+    returns = vtrace.from_importance_weights(**tensors(inputs))
+    vs, pg_advantages = ground_truth(**inputs)
+    np.testing.assert_allclose(returns.vs, vs, rtol=1e-12)
+    np.testing.assert_allclose(returns.pg_advantages, pg_advantages, rtol=1e-12)
+
+
+def test_trailing_log_rhos():
+    """Every trailing place may have its own importance weight."""
+    inputs = make_inputs((2,))
+    inputs["log_rhos"] = np.random.default_rng(2).normal(size=(T, B, 2))
+    returns = vtrace.from_importance_weights(**tensors(inputs))
+    vs, pg_advantages = ground_truth(**inputs)
+    np.testing.assert_allclose(returns.vs, vs, rtol=1e-12)
+    np.testing.assert_allclose(returns.pg_advantages, pg_advantages, rtol=1e-12)
+
+
+def test_on_policy_is_the_n_step_bellman_target():
+    inputs = make_inputs()
+    inputs["log_rhos"] = np.zeros((T, B))
+    returns = vtrace.from_importance_weights(**tensors(inputs))
+    for s in range(T):
+        target, weight = 0.0, 1.0
+        for t in range(s, T):
+            target = target + weight * inputs["rewards"][t]
+            weight = weight * inputs["discounts"][t]
+        target = target + weight * inputs["bootstrap_value"]
+        np.testing.assert_allclose(returns.vs[s], target, rtol=1e-12)
+
+
+def test_nothing_crosses_a_discount_of_zero():
+    inputs = make_inputs()
+    inputs["discounts"][:] = 0.9
+    inputs["discounts"][2] = 0.0
+    before = vtrace.from_importance_weights(**tensors(inputs))
+    other = make_inputs(seed=2)
+    for name in ("log_rhos", "rewards", "values"):
+        inputs[name][3:] = other[name][3:]
+    inputs["bootstrap_value"] = other["bootstrap_value"]
+    after = vtrace.from_importance_weights(**tensors(inputs))
+    for x, y in zip(before, after, strict=True):
+        torch.testing.assert_close(x[:3], y[:3], rtol=0, atol=0)
+        assert (x[3:] != y[3:]).all()
+
+
+def test_float32_stays_float32():
+    inputs = {k: x.float() for k, x in tensors(make_inputs()).items()}
+    returns = vtrace.from_importance_weights(**inputs)
+    assert returns.vs.dtype == returns.pg_advantages.dtype == torch.float32
+
+
+def test_no_gradient_flows_out():
+    inputs = {k: x.requires_grad_() for k, x in tensors(make_inputs()).items()}
+    returns = vtrace.from_importance_weights(**inputs)
+    assert not returns.vs.requires_grad
+    assert not returns.pg_advantages.requires_grad
+
+    inputs.pop("log_rhos")
+    logits = torch.randn(2, T, B, A, requires_grad=True)
+    actions = torch.zeros(T, B, dtype=torch.int64)
+    returns = vtrace.from_logits(logits[0], logits[1], actions, **inputs)
+    assert not returns.vs.requires_grad
+    assert not returns.pg_advantages.requires_grad
+
+
+@pytest.mark.parametrize(("clip_rho", "clip_pg_rho"), [(1.0, 1.0), (2.5, None)])
+def test_from_logits(clip_rho, clip_pg_rho):
+    rng = np.random.default_rng(3)
+    behavior, target = rng.normal(scale=2.0, size=(2, T, B, A))
+    actions = rng.integers(A, size=(T, B))
+    inputs = make_inputs()
+    del inputs["log_rhos"]
+    returns = vtrace.from_logits(
+        *(torch.from_numpy(x) for x in (behavior, target, actions)),
+        **tensors(inputs),
+        clip_rho_threshold=clip_rho,
+        clip_pg_rho_threshold=clip_pg_rho,
+    )
+    log_mu, log_pi = np.zeros((2, T, B))
+    for t in range(T):
+        for b in range(B):
+            a = actions[t, b]
+            mu = np.exp(behavior[t, b]) / np.exp(behavior[t, b]).sum()
+            pi = np.exp(target[t, b]) / np.exp(target[t, b]).sum()
+            log_mu[t, b], log_pi[t, b] = np.log(mu[a]), np.log(pi[a])
+    vs, pg_advantages = ground_truth(
+        log_pi - log_mu, **inputs, clip_rho=clip_rho, clip_pg_rho=clip_pg_rho
+    )
+    expected = {
+        "vs": vs,
+        "pg_advantages": pg_advantages,
+        "log_rhos": log_pi - log_mu,
+        "behavior_action_log_probs": log_mu,
+        "target_action_log_probs": log_pi,
+    }
+    assert returns._fields == tuple(expected)
+    for name, x in expected.items():
+        np.testing.assert_allclose(getattr(returns, name), x, rtol=1e-10, err_msg=name)
+
+
+@pytest.mark.parametrize("leading", [(), (B,), (T, B), (2, T, B)])
+def test_action_log_probs(leading):
+    logits = 3 * torch.randn(*leading, A, dtype=torch.float64)
+    actions = torch.randint(A, leading)
+    expected = torch.distributions.Categorical(logits=logits).log_prob(actions)
+    torch.testing.assert_close(vtrace.action_log_probs(logits, actions), expected)
+    narrow = vtrace.action_log_probs(logits, actions.int())
+    torch.testing.assert_close(narrow, expected)
+
+
+def test_action_log_probs_of_large_logits():
+    logits = torch.tensor([1000.0, 0.0, -1000.0])
+    log_probs = [vtrace.action_log_probs(logits, torch.tensor(a)) for a in range(3)]
+    assert log_probs == [0.0, -1000.0, -2000.0]
+
+
+def test_action_log_probs_of_actions_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"actions \[5\], policy_logits \[5, 3, 7\]"):
+        vtrace.action_log_probs(torch.zeros(T, B, A), torch.zeros(T, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("bootstrap_value", (), r"bootstrap_value needs the shape \[3\] .* got \[\]"),
+        ("bootstrap_value", (1, B), r"needs the shape \[3\] .* got \[1, 3\]"),
+        ("bootstrap_value", (B, 1), r"needs the shape \[3\] .* got \[3, 1\]"),
+        ("bootstrap_value", (1,), r"needs the shape \[3\] .* got \[1\]"),
+        ("bootstrap_value", (T,), r"needs the shape \[3\] .* got \[5\]"),
+        ("rewards", (T,), r"rewards need the shape .* \[5, 3\], got \[5\]"),
+        ("rewards", (B, T), r"rewards need the shape .* \[5, 3\], got \[3, 5\]"),
+        ("rewards", (T, 1), r"rewards need the shape .* \[5, 3\], got \[5, 1\]"),
+        ("discounts", (T + 1, B), r"discounts need the shape .* got \[6, 3\]"),
+        ("discounts", (), r"discounts need the shape .* got \[\]"),
+        ("values", (T, B, 1), r"the values \[5, 3, 1\], got \[5, 3\]"),
+        ("log_rhos", (T,), r"log_rhos need rank 2 or more, got \[5\]"),
+        ("log_rhos", (B, T), r"expected values .* got \[5, 3\] and \[3, 5\]"),
+        ("log_rhos", (T, B, 1), r"expected values .* got \[5, 3\] and \[5, 3, 1\]"),
+    ],
+)
+def test_shapes_that_do_not_fit(name, shape, message):
+    inputs = tensors(make_inputs())
+    inputs[name] = torch.zeros(shape, dtype=torch.float64)
+    with pytest.raises(ValueError, match=message):
+        vtrace.from_importance_weights(**inputs)
+
+
+def test_bootstrap_value_needs_the_trailing_dimensions():
+    inputs = tensors(make_inputs((2,)))
+    inputs["bootstrap_value"] = inputs["bootstrap_value"][:, 0]
+    with pytest.raises(ValueError, match=r"needs the shape \[3, 2\] .* got \[3\]"):
+        vtrace.from_importance_weights(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("behavior", "target", "actions", "message"),
+    [
+        ((T, B), (T, B), (T, B), r"expected .*\[T, B, A\].* got \[5, 3\]"),
+        ((T, B, A), (T, B, A), (T, B, 1), r"actions \[T, B\], got .* \[5, 3, 1\]"),
+        ((T, B, A), (T, B, A + 1), (T, B), r"one shape, got \[5, 3, 7\].*\[5, 3, 8\]"),
+        ((T, B, A), (T, B, A), (B, T), r"actions \[3, 5\], policy_logits \[5, 3, 7\]"),
+    ],
+)
+def test_logits_that_do_not_fit(behavior, target, actions, message):
+    inputs = tensors(make_inputs())
+    inputs.pop("log_rhos")
+    with pytest.raises(ValueError, match=message):
+        vtrace.from_logits(
+            torch.zeros(behavior),
+            torch.zeros(target),
+            torch.zeros(actions, dtype=torch.int64),
+            **inputs,
+        )
