@@ -41,11 +41,11 @@ def atari_game(env_id: str) -> str | None:
     match = re.fullmatch(
         r"(?:ALE/)?([A-Za-z0-9]+?)(?:NoFrameskip|Deterministic)?-v\d+", env_id
     )
-    return match and _rom_of_name().get(match[1])
+    return match and game_names().get(match[1])
 
 
-def _rom_of_name() -> dict[str, str]:
-    """{"SpaceInvaders": "space_invaders", ...} for every one-player game."""
+def game_names() -> dict[str, str]:
+    """{"SpaceInvaders": "space_invaders", ...}: every one-player game and its ROM."""
     roms = set(ale_py.roms.get_all_rom_ids()) - _TWO_PLAYER_ROMS
     return {rom.title().replace("_", ""): rom for rom in roms}
 
