@@ -153,7 +153,7 @@ class DiagonalGaussian(ActionDistribution):
         return mean, log_std.clamp(self.min_log_std, self.max_log_std)
 
     def _to_action(self, z: torch.Tensor) -> torch.Tensor:
-        z = z.unflatten(-1, self.action_shape)
+        z = z.reshape(z.shape[:-1] + self.action_shape)
         return self._center.to(z.device) + self._scale.to(z.device) * z
 
     def sample(
@@ -177,7 +177,8 @@ class DiagonalGaussian(ActionDistribution):
 
     def features(self, action: torch.Tensor) -> torch.Tensor:
         center, scale = self._center.to(action.device), self._scale.to(action.device)
-        return ((action - center) / scale).flatten(-len(self.action_shape))
+        leading = action.shape[: action.dim() - len(self.action_shape)]
+        return ((action - center) / scale).reshape(*leading, self.num_features)
 
 
 def make_distribution(action_space: spaces.Space) -> ActionDistribution:
@@ -185,20 +186,18 @@ def make_distribution(action_space: spaces.Space) -> ActionDistribution:
 
     Raises:
       ValueError: the space is neither Discrete, MultiDiscrete (one-dimensional) nor a
-        Box of floats with one or more dimensions.
+        Box of floats.
     """
     if isinstance(action_space, spaces.Discrete):
         return Categorical(int(action_space.n))
     if isinstance(action_space, spaces.MultiDiscrete) and action_space.nvec.ndim == 1:
         return MultiCategorical(tuple(int(n) for n in action_space.nvec))
-    if (
-        isinstance(action_space, spaces.Box)
-        and action_space.shape
-        and np.issubdtype(action_space.dtype, np.floating)
+    if isinstance(action_space, spaces.Box) and np.issubdtype(
+        action_space.dtype, np.floating
     ):
         return DiagonalGaussian(action_space.low, action_space.high)
     raise ValueError(
         f"no policy for the action space {action_space}; there is one for Discrete, "
-        "one-dimensional MultiDiscrete and Box of floats with one or more dimensions. "
-        "Add a class to torchbeast/core/distributions.py for another"
+        "one-dimensional MultiDiscrete and Box of floats. Add a class to "
+        "torchbeast/core/distributions.py for another"
     )
