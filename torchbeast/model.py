@@ -77,14 +77,12 @@ MLP_SIZES = {"shallow": (128, 128), "deep": (256, 256, 256)}
 
 
 class ImageEncoder(nn.Module):
-    """[N, C, H, W] or [N, H, W, C], the smaller end being the channels -> features."""
+    """[N, H, W, C] or [N, C, H, W], the smaller end being the channels -> features."""
 
     def __init__(self, space: spaces.Box, torso: str) -> None:
         super().__init__()
-        self.channels_last = space.shape[-1] < space.shape[0]
-        height, width, channels = (
-            space.shape if self.channels_last else (*space.shape[1:], space.shape[0])
-        )
+        self.channels_last = has_channels_last(space)
+        height, width, channels = image_size(space)
         high = np.max(space.high)
         self.scale = 1.0 / float(high) if np.isfinite(high) and high > 0 else 1.0
         self.torso = TORSOS[torso](channels, height, width)
@@ -145,6 +143,7 @@ class Net(nn.Module):
     ) -> None:
         super().__init__()
         self.bf16 = bf16
+        self.observation_space = observation_space
         self.distribution = make_distribution(action_space)
         leaves = [space for _, space in iterate_space(observation_space)]
         self.is_image = [is_image(space) for space in leaves]
@@ -184,7 +183,8 @@ class Net(nn.Module):
         Args:
           rows: observation [T, B, ...] in the structure of the space, reward [T, B]
             float32, done [T, B] bool, last_action [T, B, ...].
-          state: recurrent state before row 0; it is zeroed wherever done is true.
+          state: recurrent state before row 0. Where done is true, the state, the reward
+            and the last action are those of the episode before, and are zeroed.
 
         Returns:
           policy_logits [T, B, P] and baseline [T, B], float32; the last state.
@@ -193,7 +193,7 @@ class Net(nn.Module):
         device = rows["reward"].device.type
         leaves = [
             leaf.flatten(0, 1)  # [T * B, ...]
-            for leaf in iterate_observation(rows["observation"])
+            for leaf in iterate_observation(self.observation_space, rows["observation"])
         ]
         with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
             images = list(itertools.compress(leaves, self.is_image))
@@ -204,9 +204,10 @@ class Net(nn.Module):
                 is_vector = [not image for image in self.is_image]
                 vectors = list(itertools.compress(leaves, is_vector))
                 features.append(self.vector(vectors))
+        goes_on = (~rows["done"]).reshape(T * B, 1)
         features += [
-            rows["reward"].clamp(-1, 1).reshape(T * B, 1),
-            self.distribution.features(rows["last_action"]).reshape(T * B, -1),
+            goes_on * rows["reward"].clamp(-1, 1).reshape(T * B, 1),
+            goes_on * self.distribution.features(rows["last_action"].flatten(0, 1)),
         ]
         x = torch.cat([f.float() for f in features], dim=-1)  # [T * B, D]
         if self.core is not None:
@@ -261,25 +262,38 @@ def iterate_space(space: spaces.Space) -> Iterator[tuple[str, spaces.Space]]:
         yield "", space
 
 
-def iterate_observation(observation: Any) -> Iterator[torch.Tensor]:
-    """The leaves of a nested observation, in the order of iterate_space."""
-    if isinstance(observation, dict):
-        for part in observation.values():
-            yield from iterate_observation(part)
-    elif isinstance(observation, tuple):
-        for part in observation:
-            yield from iterate_observation(part)
+def iterate_observation(space: spaces.Space, observation: Any) -> Iterator[Any]:
+    """The leaves of a nested observation, in the order of iterate_space(space)."""
+    if isinstance(space, spaces.Dict):
+        for name, part in space.spaces.items():
+            yield from iterate_observation(part, observation[name])
+    elif isinstance(space, spaces.Tuple):
+        for part, x in zip(space.spaces, observation, strict=True):
+            yield from iterate_observation(part, x)
     else:
         yield observation
 
 
 def is_image(space: spaces.Space) -> TypeGuard[spaces.Box]:
     """Boxes of three dimensions, at least 7 pixels high and wide, are images."""
-    return (
-        isinstance(space, spaces.Box)
-        and len(space.shape) == 3
-        and sorted(space.shape)[1] >= 7
-    )
+    if not isinstance(space, spaces.Box) or len(space.shape) != 3:
+        return False
+    height, width, _ = image_size(space)
+    return min(height, width) >= 7
+
+
+def has_channels_last(image: spaces.Box) -> bool:
+    """Whether the axes are H, W, C, not C, H, W: the smaller end is the channels."""
+    return image.shape[-1] <= image.shape[0]
+
+
+def image_size(image: spaces.Box) -> tuple[int, int, int]:
+    """Height, width and channels."""
+    if has_channels_last(image):
+        height, width, channels = image.shape
+    else:
+        channels, height, width = image.shape
+    return height, width, channels
 
 
 def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
@@ -291,7 +305,7 @@ def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
         sizes = space.nvec.flatten().tolist()
         parts = [F.one_hot(d, n) for d, n in zip(digits.unbind(1), sizes, strict=True)]
         return torch.cat(parts, dim=-1).float()
-    return x.float().flatten(1)
+    return x.float().reshape(len(x), -1)
 
 
 def output_size(module: nn.Module, shape: tuple[int, ...]) -> int:
