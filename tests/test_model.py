@@ -1,0 +1,450 @@
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from torchbeast.core.distributions import make_distribution
+from torchbeast.model import Net
+
+T, B, A = 5, 3, 7
+PONG = spaces.Box(0, 255, (84, 84, 4), np.uint8)
+MINATAR = spaces.Box(0, 1, (10, 10, 4), bool)
+VECTOR = spaces.Box(-np.inf, np.inf, (9,), np.float64)
+
+OBSERVATION_SPACES = {
+    "atari": PONG,
+    "atari_channels_first": spaces.Box(0, 255, (4, 84, 84), np.uint8),
+    "rgb": spaces.Box(0, 255, (40, 56, 3), np.uint8),
+    "minatar": MINATAR,
+    "minatar_ten_channels": spaces.Box(0, 1, (10, 10, 10), bool),
+    "grid": spaces.Box(0, 10, (7, 7, 3), np.uint8),
+    "float_image": spaces.Box(-np.inf, np.inf, (1, 12, 20), np.float32),
+    "vector": VECTOR,
+    "scalar": spaces.Box(-1.0, 1.0, ()),
+    "matrix": spaces.Box(-1.0, 1.0, (2, 5)),
+    "small_cube": spaces.Box(0, 9, (11, 4, 2), np.int16),
+    "discrete": spaces.Discrete(6, start=-2),
+    "multi_discrete": spaces.MultiDiscrete([3, 5, 2], start=[0, 1, -1]),
+    "multi_discrete_matrix": spaces.MultiDiscrete([[3, 5], [2, 4]]),
+    "multi_binary": spaces.MultiBinary([2, 3]),
+    "dict": spaces.Dict({"position": VECTOR, "carries": spaces.Discrete(3)}),
+    "tuple": spaces.Tuple([MINATAR, spaces.MultiBinary(4)]),
+    "nested": spaces.Dict(
+        {
+            "cameras": spaces.Tuple(
+                [PONG, spaces.Dict({"map": MINATAR, "goal": spaces.Discrete(5)})]
+            ),
+            "body": spaces.Dict({"joints": VECTOR, "touch": spaces.MultiBinary(2)}),
+            "clock": spaces.Box(0.0, 1.0, ()),
+        }
+    ),
+}
+ACTION_SPACES = {
+    "discrete": spaces.Discrete(A),
+    "multi_discrete": spaces.MultiDiscrete([2, 5, 3]),
+    "box": spaces.Box(-2.0, 2.0, (2, 4)),
+}
+
+
+def sample(space, leading, rng):
+    """Random observations [*leading, ...] in the structure of a space, as buffers."""
+    if isinstance(space, spaces.Dict):
+        # Not the order of the space: only the names count.
+        return {k: sample(s, leading, rng) for k, s in reversed(space.spaces.items())}
+    if isinstance(space, spaces.Tuple):
+        return tuple(sample(s, leading, rng) for s in space.spaces)
+    shape = (*leading, *space.shape)
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        return torch.from_numpy(np.asarray(rng.integers(0, sizes, shape) + space.start))
+    if space.dtype.kind == "f":
+        return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
+    high = 1 if isinstance(space, spaces.MultiBinary) else space.high.max()
+    return torch.from_numpy(rng.integers(0, int(high) + 1, shape).astype(space.dtype))
+
+
+def make_rows(observation_space, action_space, seed=1, rows=T, done=()):
+    """Random rows [T, B] without an episode's beginning but at `done`, pairs (t, b)."""
+    rng = np.random.default_rng(seed)
+    begins = torch.zeros(rows, B, dtype=torch.bool)
+    for place in done:
+        begins[place] = True
+    distribution = make_distribution(action_space)
+    return {
+        "observation": sample(observation_space, (rows, B), rng),
+        "reward": torch.from_numpy(rng.normal(size=(rows, B))).float(),
+        "done": begins,
+        "last_action": distribution.sample(
+            torch.from_numpy(rng.normal(size=(rows, B, distribution.num_logits))),
+        ).to(distribution.action_dtype),
+    }
+
+
+def map_leaves(f, x):
+    if isinstance(x, dict):
+        return {name: map_leaves(f, part) for name, part in x.items()}
+    if isinstance(x, tuple):
+        return tuple(map_leaves(f, part) for part in x)
+    return f(x)
+
+
+def leaf_places(x, place=()):
+    """Where the leaves are: sequences of names and indices."""
+    if isinstance(x, dict | tuple):
+        for key in x if isinstance(x, dict) else range(len(x)):
+            yield from leaf_places(x[key], (*place, key))
+    else:
+        yield place
+
+
+def with_leaf(x, place, leaf):
+    """A copy of a nested structure with another leaf in one place."""
+    if not place:
+        return leaf
+    if isinstance(x, dict):
+        return {**x, place[0]: with_leaf(x[place[0]], place[1:], leaf)}
+    parts = list(x)
+    parts[place[0]] = with_leaf(x[place[0]], place[1:], leaf)
+    return tuple(parts)
+
+
+def get_leaf(x, place):
+    for key in place:
+        x = x[key]
+    return x
+
+
+def random_state(net, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(x.shape, generator=generator) for x in net.initial_state(B)
+    )
+
+
+def assert_same(outputs, expected, **tolerances):
+    assert outputs.keys() == expected.keys()
+    for name in outputs:
+        torch.testing.assert_close(outputs[name], expected[name], **tolerances)
+
+
+# --- Spaces ---
+
+
+@pytest.mark.parametrize("action", ACTION_SPACES)
+@pytest.mark.parametrize("observation", OBSERVATION_SPACES)
+def test_every_leaf_reaches_the_outputs_and_every_weight_learns(observation, action):
+    observation_space = OBSERVATION_SPACES[observation]
+    action_space = ACTION_SPACES[action]
+    net = Net(observation_space, action_space)
+    rows = make_rows(observation_space, action_space)
+    outputs, state = net(rows)
+    num_logits = {"discrete": 7, "multi_discrete": 10, "box": 16}[action]
+    assert outputs["policy_logits"].shape == (T, B, num_logits)
+    assert outputs["baseline"].shape == (T, B)
+    assert all(x.dtype == torch.float32 for x in outputs.values())
+    assert state == ()
+
+    (outputs["policy_logits"].sum() + outputs["baseline"].sum()).backward()
+    for name, parameter in net.named_parameters():
+        assert parameter.grad.abs().sum() > 0, name
+
+    others = {
+        key: make_rows(observation_space, action_space, seed=2)[key]
+        for key in ("observation", "reward", "last_action")
+    }
+    for place in leaf_places(others):
+        changed = with_leaf(rows, place, get_leaf(others, place))
+        for name, x in net(changed)[0].items():
+            assert not torch.equal(x, outputs[name]), (place, name)
+
+
+@pytest.mark.parametrize("use_lstm", [False, True])
+@pytest.mark.parametrize("torso", ["shallow", "deep"])
+@pytest.mark.parametrize("observation", ["atari", "minatar", "vector", "nested"])
+def test_torsos_and_cores(observation, torso, use_lstm):
+    space = OBSERVATION_SPACES[observation]
+    net = Net(space, ACTION_SPACES["discrete"], torso, use_lstm)
+    state = net.initial_state(B)
+    assert [x.shape for x in state] == ([(1, B, 256)] * 2 if use_lstm else [])
+    assert all(not x.any() for x in state)
+    outputs, new_state = net(make_rows(space, ACTION_SPACES["discrete"]), state)
+    assert outputs["policy_logits"].shape == (T, B, A)
+    assert outputs["baseline"].shape == (T, B)
+    assert [x.shape for x in new_state] == [x.shape for x in state]
+    assert all(x.any() for x in new_state)
+
+
+def test_order_of_a_dict_observation_does_not_count():
+    space = OBSERVATION_SPACES["nested"]
+    net = Net(space, ACTION_SPACES["discrete"])
+    rows = make_rows(space, ACTION_SPACES["discrete"])
+    observation = rows["observation"]
+    assert list(observation) != list(space.spaces)
+    ordered = {name: observation[name] for name in space.spaces}
+    assert_same(net({**rows, "observation": ordered})[0], net(rows)[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("observation", ["discrete", "multi_discrete"])
+def test_integers_are_one_hot_from_their_start(observation):
+    space = OBSERVATION_SPACES[observation]
+    first = spaces.Dict({"x": space}).spaces["x"]
+    net = Net(first, ACTION_SPACES["discrete"])
+    encoded = []
+    net.vector.mlp.register_forward_pre_hook(lambda _, x: encoded.append(x[0]))
+    rows = make_rows(space, ACTION_SPACES["discrete"])
+    net(rows)
+    x = rows["observation"].numpy().reshape(T * B, -1) - np.atleast_1d(space.start)
+    sizes = [6] if observation == "discrete" else [3, 5, 2]
+    expected = [np.eye(n)[x[:, i]] for i, n in enumerate(sizes)]
+    np.testing.assert_array_equal(encoded[0], np.concatenate(expected, axis=1))
+
+
+# --- Images ---
+
+
+@pytest.mark.parametrize("torso", ["shallow", "deep"])
+@pytest.mark.parametrize("shape", [(84, 60, 4), (10, 12, 6)])
+def test_channels_last_and_first_give_the_same(torso, shape):
+    space = spaces.Box(0, 255, shape, np.uint8)
+    turned = spaces.Box(0, 255, (shape[2], shape[0], shape[1]), np.uint8)
+    net = Net(space, ACTION_SPACES["discrete"], torso)
+    turned_net = Net(turned, ACTION_SPACES["discrete"], torso)
+    turned_net.load_state_dict(net.state_dict())
+    rows = make_rows(space, ACTION_SPACES["discrete"])
+    observation = rows["observation"].permute(0, 1, 4, 2, 3).contiguous()
+    assert_same(turned_net({**rows, "observation": observation})[0], net(rows)[0])
+
+
+def test_as_many_channels_as_pixels_are_taken_as_last():
+    """MinAtar's Seaquest: 10 x 10 pixels of 10 channels."""
+    net = Net(OBSERVATION_SPACES["minatar_ten_channels"], ACTION_SPACES["discrete"])
+    image = torch.rand(1, 10, 10, 10)
+    expected = net.images[0].torso(image.permute(0, 3, 1, 2))
+    torch.testing.assert_close(net.images[0](image), expected)
+
+
+def test_images_are_scaled_to_one():
+    space = spaces.Box(0, 255, (40, 56, 3), np.uint8)
+    unit_space = spaces.Box(0.0, 1.0, (40, 56, 3))
+    net = Net(space, ACTION_SPACES["discrete"])
+    unit_net = Net(unit_space, ACTION_SPACES["discrete"])
+    unit_net.load_state_dict(net.state_dict())
+    rows = make_rows(space, ACTION_SPACES["discrete"])
+    units = {**rows, "observation": rows["observation"].float() / 255}
+    assert_same(net(rows)[0], unit_net(units)[0])
+    assert not torch.allclose(
+        net(rows)[0]["baseline"], unit_net(rows)[0]["baseline"], atol=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "images"),
+    [
+        ((7, 7, 3), 1),
+        ((3, 7, 9), 1),
+        ((36, 36, 1), 1),
+        ((35, 90, 3), 1),
+        ((6, 7, 3), 0),
+        ((100, 3, 7), 0),
+        ((7, 3, 100), 0),
+        ((84, 84), 0),
+        ((2, 84, 84, 3), 0),
+    ],
+)
+@pytest.mark.parametrize("torso", ["shallow", "deep"])
+def test_what_counts_as_an_image(shape, images, torso):
+    space = spaces.Box(0, 255, shape, np.uint8)
+    net = Net(space, ACTION_SPACES["discrete"], torso)
+    assert len(net.images) == images
+    net(make_rows(space, ACTION_SPACES["discrete"]))
+
+
+# --- Published sizes ---
+
+
+def conv(inputs, outputs, kernel):
+    return inputs * outputs * kernel * kernel + outputs
+
+
+def linear(inputs, outputs):
+    return inputs * outputs + outputs
+
+
+def deep_block(inputs, outputs):
+    return conv(inputs, outputs, 3) + 4 * conv(outputs, outputs, 3)
+
+
+PONG_ACTIONS = 6
+TORSO_SIZES = {
+    "shallow": (
+        512,
+        conv(4, 32, 8)  # 84 -> 20
+        + conv(32, 64, 4)  # -> 9
+        + conv(64, 64, 3)  # -> 7
+        + linear(64 * 7 * 7, 512),
+    ),
+    "deep": (
+        256,
+        deep_block(4, 16)  # 84 -> 42
+        + deep_block(16, 32)  # -> 21
+        + deep_block(32, 32)  # -> 11
+        + linear(32 * 11 * 11, 256),
+    ),
+}
+
+
+@pytest.mark.parametrize("use_lstm", [False, True])
+@pytest.mark.parametrize("torso", ["shallow", "deep"])
+def test_published_number_of_parameters_for_pong(torso, use_lstm):
+    features, size = TORSO_SIZES[torso]
+    features += 1 + PONG_ACTIONS  # last reward and last action
+    if use_lstm:  # four gates, each with two biases
+        size += 4 * (features * 256 + 256 * 256 + 2 * 256)
+        features = 256
+    size += linear(features, PONG_ACTIONS) + linear(features, 1)
+    net = Net(PONG, spaces.Discrete(PONG_ACTIONS), torso, use_lstm)
+    assert sum(p.numel() for p in net.parameters()) == size
+
+
+# --- Episodes and the recurrent core ---
+
+DONE = ((0, 1), (2, 0), (2, 2), (3, 0))
+
+
+def small_net(use_lstm, **options):
+    return Net(MINATAR, ACTION_SPACES["discrete"], use_lstm=use_lstm, **options)
+
+
+def test_lstm_against_a_plain_loop_over_cells():
+    net = small_net(use_lstm=True)
+    rows = make_rows(MINATAR, ACTION_SPACES["discrete"], done=DONE)
+    state = random_state(net)
+    inputs = []
+    net.core.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    outputs, new_state = net(rows, state)
+
+    x = torch.cat(inputs)
+    assert len(x) == T
+    cell = nn.LSTMCell(x.shape[-1], 256)
+    cell.load_state_dict(
+        {name.removesuffix("_l0"): p for name, p in net.core.named_parameters()}
+    )
+    h, c = state[0][0], state[1][0]
+    for t in range(T):
+        for b in range(B):
+            if (t, b) in DONE:
+                h, c = h.clone(), c.clone()
+                h[b] = c[b] = 0
+        h, c = cell(x[t], (h, c))
+        torch.testing.assert_close(outputs["policy_logits"][t], net.policy(h))
+        torch.testing.assert_close(outputs["baseline"][t], net.baseline(h)[:, 0])
+    torch.testing.assert_close(new_state, (h[None], c[None]))
+
+
+@pytest.mark.parametrize("use_lstm", [False, True])
+@pytest.mark.parametrize("done", [(), DONE])
+def test_an_unroll_equals_single_steps(use_lstm, done):
+    net = small_net(use_lstm)
+    rows = make_rows(MINATAR, ACTION_SPACES["discrete"], done=done)
+    state = single_state = random_state(net)
+    outputs, state = net(rows, state)
+    steps = []
+    for t in range(T):
+        row = map_leaves(lambda x, t=t: x[t : t + 1], rows)
+        step, single_state = net(row, single_state)
+        steps.append(step)
+    joined = {name: torch.cat([step[name] for step in steps]) for name in outputs}
+    assert_same(outputs, joined)
+    torch.testing.assert_close(state, single_state)
+
+
+def test_done_in_row_0_resets_the_state():
+    net = small_net(use_lstm=True)
+    first = make_rows(MINATAR, ACTION_SPACES["discrete"], rows=1, done=[(0, 1)])
+    outputs, state = net(first, random_state(net, seed=1))
+    fresh, fresh_state = net(first, net.initial_state(B))
+    for x, y in zip(
+        (*outputs.values(), *state), (*fresh.values(), *fresh_state), strict=True
+    ):
+        same = [torch.equal(x[0, b], y[0, b]) for b in range(B)]
+        assert same == [False, True, False]
+
+
+@pytest.mark.parametrize("use_lstm", [False, True])
+def test_nothing_leaks_over_the_beginning_of_an_episode(use_lstm):
+    """The reward and last action of a first row belong to the episode before, too."""
+    net = small_net(use_lstm)
+    rows = make_rows(MINATAR, ACTION_SPACES["discrete"], done=[(2, 0)])
+    other = make_rows(MINATAR, ACTION_SPACES["discrete"], seed=2)
+    changed = map_leaves(torch.clone, rows)
+    changed["observation"][:2, 0] = other["observation"][:2, 0]
+    changed["reward"][:3, 0] = other["reward"][:3, 0]
+    changed["last_action"][:3, 0] = (rows["last_action"][:3, 0] + 1) % A
+    state, changed_state = random_state(net, 1), random_state(net, 2)
+    for x, y in zip(state, changed_state, strict=True):
+        y[:, 1:] = x[:, 1:]
+
+    outputs, changed_outputs = net(rows, state)[0], net(changed, changed_state)[0]
+    for name, x in outputs.items():
+        y = changed_outputs[name]
+        torch.testing.assert_close(y[2:, 0], x[2:, 0], rtol=0, atol=0)
+        torch.testing.assert_close(y[:, 1:], x[:, 1:], rtol=0, atol=0)
+        assert (x[:2, 0] != y[:2, 0]).any(dim=-1).all()
+
+
+def test_the_reward_is_clipped():
+    net = small_net(use_lstm=False)
+    rows = make_rows(MINATAR, ACTION_SPACES["discrete"])
+    rows["reward"][:] = 1.0
+    much = {**rows, "reward": torch.full((T, B), 50.0)}
+    assert_same(net(much)[0], net(rows)[0], rtol=0, atol=0)
+    none = {**rows, "reward": torch.zeros(T, B)}
+    assert not torch.equal(net(none)[0]["baseline"], net(rows)[0]["baseline"])
+
+
+# --- bfloat16 ---
+
+
+@pytest.mark.parametrize("use_lstm", [False, True])
+@pytest.mark.parametrize("torso", ["shallow", "deep"])
+@pytest.mark.parametrize("observation", ["atari", "nested"])
+def test_bf16_is_near_fp32(observation, torso, use_lstm):
+    space = OBSERVATION_SPACES[observation]
+    net = Net(space, ACTION_SPACES["discrete"], torso, use_lstm)
+    rows = make_rows(space, ACTION_SPACES["discrete"], done=DONE)
+    state = random_state(net)
+    expected, expected_state = net(rows, state)
+    net.bf16 = True
+    outputs, new_state = net(rows, state)
+    assert all(x.dtype == torch.float32 for x in (*outputs.values(), *new_state))
+    assert not torch.equal(outputs["baseline"], expected["baseline"])
+    assert_same(outputs, expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(new_state, expected_state, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("observation", ["atari", "minatar", "nested"])
+@pytest.mark.parametrize("torso", ["shallow", "deep"])
+def test_encoders_stored_in_bf16_equal_autocast(observation, torso):
+    """So actors, which store them, act as the learner, which casts, computes."""
+    space = OBSERVATION_SPACES[observation]
+    net = Net(space, ACTION_SPACES["discrete"], torso, use_lstm=True, bf16=True)
+    rows = make_rows(space, ACTION_SPACES["discrete"])
+    state = random_state(net)
+    weights = net.state_dict()
+    acting = Net(space, ACTION_SPACES["discrete"], torso, use_lstm=True, bf16=True)
+    acting.encoders_to(torch.bfloat16)
+    acting.load_state_dict(weights)
+    assert {p.dtype for p in acting.images.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in acting.core.parameters()} == {torch.float32}
+    with torch.inference_mode():
+        assert_same(acting(rows, state)[0], net(rows, state)[0], rtol=0, atol=0)
+
+
+def test_bf16_learns_in_fp32():
+    net = small_net(use_lstm=True, bf16=True)
+    outputs, _ = net(make_rows(MINATAR, ACTION_SPACES["discrete"]), random_state(net))
+    (outputs["policy_logits"].sum() + outputs["baseline"].sum()).backward()
+    for name, parameter in net.named_parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+        assert parameter.grad.any(), name
