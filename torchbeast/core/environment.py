@@ -83,7 +83,7 @@ def create_env(
 
 
 def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
-    if name.startswith("MinAtar/") and name not in gymnasium.registry:
+    if name.startswith("MinAtar/") and "MinAtar/Breakout-v1" not in gymnasium.registry:
         try:
             minatar = importlib.import_module("minatar.gym")
         except ImportError as error:
@@ -102,8 +102,9 @@ def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
     except gymnasium.error.DependencyNotInstalled as error:
         raise ImportError(f"--env {name} needs a package: {error}") from error
     except ModuleNotFoundError as error:
+        package = (error.name or name.partition(":")[0]).partition(".")[0]
         raise ImportError(
-            f"--env {name}: {error} Try: pip install {error.name}"
+            f"--env {name}: {error} Try: pip install {package}"
         ) from error
 
 
@@ -123,10 +124,10 @@ def _from_python_path(name: str, render_mode: str | None) -> gymnasium.Env:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
         raise ImportError(
-            f"--env {name}: {error}. For a package: pip install "
-            f"{str(error.name).partition('.')[0]}; for a file of your own: run in its "
-            "directory or set PYTHONPATH."
+            f"--env {name}: {error}. For a package: pip install {package}; for a file "
+            "of your own: run in its directory or set PYTHONPATH."
         ) from error
     try:
         make = operator.attrgetter(path)(module)
@@ -402,6 +403,8 @@ class Environment:
         self.num_envs = num_envs
         self.indices = range(first_index, first_index + num_envs)
         self.log_actions = getattr(flags, "sync", False)
+        if flags.envs not in ("native", "python"):
+            raise ValueError(f"--envs must be native or python, got {flags.envs!r}")
         is_atari = atari_wrappers.atari_game(flags.env) is not None
         self.frames_per_step: int = flags.frame_skip if is_atari else 1
         self.exact_resume = not (

@@ -1,0 +1,189 @@
+import argparse
+import sys
+
+import ale_py
+import ale_py.roms
+import cv2
+import gymnasium
+import numpy as np
+import pytest
+
+from torchbeast import atari_wrappers
+from torchbeast.atari_wrappers import atari_game, make_atari, make_atari_vec
+
+# The native path draws the no-ops with the C++ library's distribution, which other
+# platforms implement in another way.
+NOOP_MAX = 30 if sys.platform == "linux" else 0
+
+
+def atari_flags(env, **changes):
+    flags = {
+        "env": env,
+        "frame_skip": 4,
+        "noop_max": NOOP_MAX,
+        "sticky_actions": 0.0,
+        "full_action_space": False,
+        "life_loss": True,
+        "max_episode_frames": 108000,
+    }
+    return argparse.Namespace(**{**flags, **changes})
+
+
+@pytest.mark.parametrize(
+    ("env_id", "game"),
+    [
+        ("PongNoFrameskip-v4", "pong"),
+        ("SpaceInvadersDeterministic-v0", "space_invaders"),
+        ("ALE/MsPacman-v5", "ms_pacman"),
+        ("UpNDown-v4", "up_n_down"),
+        ("CartPole-v1", None),
+        ("MinAtar/Breakout-v1", None),
+        ("Combat-v4", None),  # two players; loading it would end the process
+        ("package.module:Pong-v4", None),
+    ],
+)
+def test_atari_game(env_id, game):
+    assert atari_game(env_id) == game
+
+
+def test_make_atari_rejects_other_ids():
+    with pytest.raises(ValueError, match="'CartPole-v1' is not an Atari id"):
+        make_atari(atari_flags("CartPole-v1"))
+
+
+@pytest.mark.parametrize(
+    ("game", "steps", "expected", "changes"),
+    [
+        ("Pong", 150, set(), {"sticky_actions": 0.25, "full_action_space": True}),
+        ("Breakout", 350, {"life", "game"}, {"sticky_actions": 0.25}),
+        ("Breakout", 250, {"game"}, {"life_loss": False}),
+        ("Seaquest", 450, {"life", "game"}, {}),
+        ("SpaceInvaders", 260, {"life", "truncated"}, {"max_episode_frames": 902}),
+        ("DonkeyKong", 450, {"life", "no lives"}, {}),
+        ("Freeway", 60, {"truncated"}, {"frame_skip": 2, "max_episode_frames": 80}),
+    ],
+)
+def test_native_and_python_agree(game, steps, expected, changes):
+    """Same frames, rewards, ends, lives, for the same seeds and actions."""
+    flags = atari_flags(f"{game}NoFrameskip-v4", **changes)
+    same_step = gymnasium.vector.AutoresetMode.SAME_STEP
+    python = gymnasium.vector.SyncVectorEnv(
+        [lambda: make_atari(flags)] * 2, autoreset_mode=same_step
+    )
+    native = make_atari_vec(flags, 2)
+    assert native.single_observation_space == python.single_observation_space
+    assert native.single_action_space == python.single_action_space
+
+    seeds = [11, 12]
+    observation, info = python.reset(seed=seeds)
+    native_observation, native_info = native.reset(seed=seeds)
+    np.testing.assert_array_equal(native_observation, observation)
+    np.testing.assert_array_equal(native_info["lives"], info["lives"])
+
+    rng = np.random.default_rng(3)
+    seen = set()
+    for t in range(steps):
+        if t % 2 == 0:
+            action = rng.integers(0, python.single_action_space.n, 2)
+        observation, reward, terminated, truncated, info = python.step(action)
+        row = native.step(action)
+        for ours, theirs in zip(
+            (observation, reward, terminated, truncated), row, strict=False
+        ):
+            np.testing.assert_array_equal(theirs, ours, err_msg=f"step {t}")
+        np.testing.assert_array_equal(row[4]["lives"], info["lives"])
+
+        done = terminated | truncated
+        if (info["lives"] == 0)[~done].any():
+            seen.add("no lives")
+        for e in np.flatnonzero(done):
+            final, native_final = info["final_info"], row[4]["final_info"]
+            game_over = final["game_over"][e] if flags.life_loss else True
+            assert native_final["game_over"][e] == game_over
+            assert native_final["lives"][e] == final["lives"][e]
+            seen.add("game" if game_over and terminated[e] else "")
+            seen.add("life" if not game_over else "")
+            if truncated[e]:
+                seen.add("truncated")
+                np.testing.assert_array_equal(
+                    row[4]["final_obs"][e], info["final_obs"][e]
+                )
+                assert not np.array_equal(info["final_obs"][e], observation[e])
+    # Otherwise the test would not have compared what it is there for.
+    assert expected <= seen
+    python.close()
+    native.close()
+
+
+def test_python_path_against_the_bare_emulator():
+    """Preprocessing redone by hand on the emulator's own screens."""
+    seed, skip = 5, 4
+    env = make_atari(atari_flags("Pong-v4", noop_max=0, sticky_actions=0.3))
+    ale = ale_py.ALEInterface()
+    ale.setInt("random_seed", seed)
+    ale.setFloat("repeat_action_probability", 0.3)
+    ale.loadROM(ale_py.roms.get_rom_path("pong"))
+    ale.reset_game()
+    ale.act(ale_py.Action.FIRE)
+
+    def shrink(screen):
+        return cv2.resize(screen, (84, 84), interpolation=cv2.INTER_AREA)
+
+    observation, _ = env.reset(seed=seed)
+    frames = [np.zeros((84, 84), np.uint8)] * 3 + [shrink(ale.getScreenGrayscale())]
+    np.testing.assert_array_equal(observation, np.stack(frames))
+
+    total = 0
+    for action in np.random.default_rng(0).integers(0, 6, 70):
+        observation, reward, *_ = env.step(action)
+        screens, expected_reward = [], 0
+        for _ in range(skip):
+            expected_reward += ale.act(ale.getMinimalActionSet()[action])
+            screens.append(ale.getScreenGrayscale())
+        frames = [*frames[1:], shrink(np.maximum(screens[-2], screens[-1]))]
+        np.testing.assert_array_equal(observation, np.stack(frames))
+        assert reward == expected_reward
+        total += reward
+    assert total < 0
+    env.close()
+
+
+@pytest.mark.parametrize(("game", "least"), [("Breakout", 1), ("Freeway", 0)])
+def test_noops_are_uniform(game, least):
+    """0 to noop_max frames before the agent's first action, FIRE being one of them."""
+    flags = atari_flags(f"{game}-v4", noop_max=3)
+    python, native = make_atari(flags), make_atari_vec(flags, 2)
+    python.reset(seed=1)
+    native.reset(seed=[1, 2])
+    counts = [python.reset()[1]["episode_frame_number"] for _ in range(100)]
+    native_counts = np.concatenate(
+        [native.reset()[1]["episode_frame_number"] for _ in range(50)]
+    )
+    for frames in (counts, native_counts):
+        found = np.bincount(frames, minlength=4)
+        expected = np.full(4, 100 / 4)
+        if least == 1:
+            expected[:2] = 0, 2 * 100 / 4
+        assert found.shape == expected.shape
+        # Binomial with a standard deviation of 5 at most.
+        np.testing.assert_allclose(found, expected, atol=15)
+        np.testing.assert_array_equal(found == 0, expected == 0)
+    native.close()
+
+
+def test_lost_life_does_not_restart_the_game():
+    env = make_atari(atari_flags("Breakout-v4"))
+    assert isinstance(env, atari_wrappers.LifeLoss)
+    _, info = env.reset(seed=0)
+    assert info["lives"] == 5
+    rng = np.random.default_rng(0)
+    for lives in (4, 3):
+        terminated = False
+        while not terminated:
+            observation, _, terminated, truncated, info = env.step(rng.integers(4))
+        assert (info["lives"], info["game_over"], truncated) == (lives, False, False)
+        next_observation, info = env.reset()
+        assert info["lives"] == lives
+        np.testing.assert_array_equal(next_observation, observation)
+    assert env.reset()[1]["lives"] == 5  # in the middle of an episode: a new game
+    env.close()

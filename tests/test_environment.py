@@ -1,0 +1,568 @@
+import argparse
+import logging
+import subprocess
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from torchbeast.core import environment
+from torchbeast.core.environment import (
+    Environment,
+    OldGymAdapter,
+    UnknownEnvironmentError,
+    UnsupportedSpaceError,
+    create_env,
+    game_seed,
+)
+
+
+def env_flags(env, **changes):
+    flags = {
+        "env": env,
+        "envs": "python",
+        "seed": 3,
+        "sync": False,
+        "frame_skip": 4,
+        "noop_max": 30,
+        "sticky_actions": 0.0,
+        "full_action_space": False,
+        "life_loss": True,
+        "max_episode_frames": 108000,
+    }
+    return argparse.Namespace(**{**flags, **changes})
+
+
+def here(definition):
+    """The --env of something defined in this file."""
+    return f"{__name__}:{definition.__name__}"
+
+
+def leaves(tree):
+    found = []
+    environment._map(found.append, tree)
+    return found
+
+
+def assert_rows_equal(row, expected):
+    assert row.keys() == expected.keys()
+    for name in row:
+        found, wanted = leaves(row[name]), leaves(expected[name])
+        assert len(found) == len(wanted)
+        for a, b in zip(found, wanted, strict=True):
+            assert getattr(a, "dtype", None) == getattr(b, "dtype", None)
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+class Counter(gymnasium.Env):
+    """Observes (nested) how often it was stepped, in one buffer that it reuses.
+
+    Truncated after 5 steps.
+    """
+
+    observation_space = spaces.Dict(
+        {
+            "pair": spaces.Tuple((spaces.Discrete(9), spaces.Box(-1, 9, (2, 3)))),
+            "bits": spaces.MultiBinary(4),
+        }
+    )
+    action_space = spaces.Discrete(2)
+
+    def __init__(self):
+        self.buffer = np.zeros((2, 3), np.float32)
+
+    def observe(self):
+        self.buffer[:] = self.count
+        bits = np.full(4, self.count % 2, np.int8)
+        return {"pair": (self.count, self.buffer), "bits": bits}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.count += 1
+        info = {"goal": np.array([self.count, -1]), "rest": "not numeric"}
+        return self.observe(), 0.5, False, self.count == 5, info
+
+
+class Echo(gymnasium.Env):
+    """Reports the last action in its info, checked against the space."""
+
+    observation_space = spaces.Box(0, 1, ())
+
+    def __init__(self, action_space):
+        self.action_space = action_space
+
+    def reset(self, *, seed=None, options=None):
+        return np.float32(0), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        return np.float32(0), 0.0, False, False, {"echo": action}
+
+
+def echo_discrete():
+    return Echo(spaces.Discrete(3, start=-1))
+
+
+def echo_multi_discrete():
+    return Echo(spaces.MultiDiscrete([2, 5], start=[10, 20]))
+
+
+def echo_box():
+    return Echo(spaces.Box(np.float32([-1, -np.inf]), np.float32([2, np.inf])))
+
+
+def short_cart_pole():
+    return gymnasium.make("CartPole-v1", max_episode_steps=16)
+
+
+def test_rows_against_one_environment_at_a_time():
+    """CartPole, some episodes terminated, some truncated: redone by a plain loop."""
+    num_envs, first_index, steps = 3, 5, 90
+    envs = Environment(env_flags(here(short_cart_pole)), num_envs, first_index)
+    actions = np.random.default_rng(0).integers(0, 2, (steps, num_envs))
+    rows = [envs.initial()]
+    finals = []
+    for action in actions:
+        rows.append(envs.step(action))
+        finals.append(envs.final_observation)
+    assert envs.frames_per_step == 1
+    envs.close()
+
+    first = rows[0]
+    assert first["done"].all()
+    assert first["observation"].shape == (num_envs, 4)
+    for name in first.keys() - {"observation", "done"}:
+        assert not first[name].any(), name
+    expected_dtypes = {
+        "reward": np.float32,
+        "done": np.bool_,
+        "truncated": np.bool_,
+        "episode_return": np.float32,
+        "episode_step": np.int64,
+        "game_return": np.float32,
+        "game_step": np.int64,
+        "game_over": np.bool_,
+        "last_action": np.int64,
+        "observation": np.float32,
+    }
+    for row in rows:
+        assert {name: array.dtype for name, array in row.items()} == expected_dtypes
+
+    endings = set()
+    for e in range(num_envs):
+        env, game = short_cart_pole(), 0
+        observation, _ = env.reset(seed=game_seed(3, first_index + e, game))
+        np.testing.assert_array_equal(first["observation"][e], observation)
+        episode_return, episode_step = 0.0, 0
+        for t, row in enumerate(rows[1:]):
+            last_action = actions[t, e]
+            observation, reward, terminated, truncated, _ = env.step(last_action)
+            episode_return, episode_step = episode_return + reward, episode_step + 1
+            done = terminated or truncated
+            assert row["reward"][e] == reward
+            assert row["last_action"][e] == last_action
+            assert row["done"][e] == row["game_over"][e] == done
+            assert row["truncated"][e] == (truncated and not terminated)
+            assert row["episode_return"][e] == row["game_return"][e] == episode_return
+            assert row["episode_step"][e] == row["game_step"][e] == episode_step
+            if row["truncated"][e]:
+                np.testing.assert_array_equal(finals[t][e], observation)
+            if done:
+                endings.add("terminated" if terminated else "truncated")
+                game += 1
+                observation, _ = env.reset(seed=game_seed(3, first_index + e, game))
+                episode_return, episode_step = 0.0, 0
+            np.testing.assert_array_equal(row["observation"][e], observation)
+        for t, row in enumerate(rows[1:]):
+            assert (finals[t] is None) == (not row["truncated"].any())
+    assert endings == {"terminated", "truncated"}
+
+
+def test_nested_observations_and_extra_fields(monkeypatch):
+    monkeypatch.setitem(environment.EXTRA_FIELDS, "goal", ((2,), np.int32))
+    monkeypatch.setitem(environment.EXTRA_FIELDS, "absent", ((), np.float32))
+    envs = Environment(env_flags(here(Counter)), 2)
+    rows = [envs.initial()]
+    for _ in range(5):
+        assert envs.final_observation is None
+        rows.append(envs.step(np.zeros(2, np.int64)))
+    # All rows are looked at in the end: the reused buffer must not shine through.
+    for t, row in enumerate(rows):
+        count = t % 5
+        number, box = row["observation"]["pair"]
+        np.testing.assert_array_equal(number, [count, count])
+        np.testing.assert_array_equal(box, np.full((2, 2, 3), count, np.float32))
+        np.testing.assert_array_equal(
+            row["observation"]["bits"], np.full((2, 4), count % 2, np.int8)
+        )
+        goal = [t, -1] if t else [0, 0]
+        np.testing.assert_array_equal(row["goal"], np.array([goal] * 2, np.int32))
+        np.testing.assert_array_equal(row["absent"], np.zeros(2, np.float32))
+    assert rows[5]["truncated"].all()
+    number, box = envs.final_observation["pair"]
+    np.testing.assert_array_equal(number, [5, 5])
+    np.testing.assert_array_equal(box, np.full((2, 2, 3), 5, np.float32))
+
+
+def test_extra_field_of_another_shape(monkeypatch):
+    monkeypatch.setitem(environment.EXTRA_FIELDS, "goal", ((3,), np.int32))
+    envs = Environment(env_flags(here(Counter)), 1)
+    envs.initial()
+    with pytest.raises(ValueError, match=r"'goal' with shape \(3,\).* shape \(2,\)"):
+        envs.step(np.zeros(1, np.int64))
+
+
+@pytest.mark.parametrize(
+    ("make", "actions", "received"),
+    [
+        (echo_discrete, np.array([0, 2]), [-1, 1]),
+        (echo_multi_discrete, np.array([[0, 4], [1, 0]]), [[10, 24], [11, 20]]),
+        (echo_box, np.float32([[-5, -5], [1, 9]]), [[-1, -5], [1, 9]]),
+    ],
+)
+def test_actions(monkeypatch, make, actions, received):
+    shape = actions.shape[1:]
+    monkeypatch.setitem(environment.EXTRA_FIELDS, "echo", (shape, np.float32))
+    envs = Environment(env_flags(here(make)), 2)
+    first = envs.initial()["last_action"]
+    assert first.shape == actions.shape
+    assert first.dtype == actions.dtype
+    row = envs.step(actions)
+    np.testing.assert_array_equal(row["echo"], received)
+    np.testing.assert_array_equal(row["last_action"], actions)
+    assert row["last_action"].dtype == actions.dtype
+
+
+def test_wrong_actions():
+    envs = Environment(env_flags(here(echo_discrete)), 2)
+    envs.initial()
+    with pytest.raises(ValueError, match=r"must be int64 \[2\] .* float32 \[2\]"):
+        envs.step(np.zeros(2, np.float32))
+    with pytest.raises(ValueError, match=r"must be int64 \[2\] .* int64 \[3\]"):
+        envs.step(np.zeros(3, np.int64))
+    with pytest.raises(ValueError, match=r"0 to 3 - 1, got \[0, 3\]"):
+        envs.step(np.array([0, 3]))
+
+
+@pytest.mark.parametrize("path", ["native", "python"])
+def test_atari_lives_and_games(monkeypatch, path):
+    """A Breakout game is five training episodes; its return is counted over all."""
+    monkeypatch.setitem(environment.EXTRA_FIELDS, "lives", ((), np.int64))
+    envs = Environment(env_flags("BreakoutNoFrameskip-v4", envs=path), 2)
+    assert envs.frames_per_step == 4
+    assert envs.exact_resume == (path == "python")
+    rng = np.random.default_rng(1)
+    rows, kept = [envs.initial()], []
+    while sum(row["game_over"].sum() for row in rows) < 2:
+        rows.append(envs.step(rng.integers(0, 4, 2)))
+        kept.append(rows[-1]["observation"].copy())
+    envs.close()
+    for row, observation in zip(rows[1:], kept, strict=True):
+        np.testing.assert_array_equal(row["observation"], observation)
+
+    for e in range(2):
+        episode_return = game_return = episode_step = game_step = 0
+        lives_lost = 0
+        for row in rows[1:]:
+            episode_return += row["reward"][e]
+            game_return += row["reward"][e]
+            episode_step += 1
+            game_step += 1
+            assert row["episode_return"][e] == episode_return
+            assert row["game_return"][e] == game_return
+            assert row["episode_step"][e] == episode_step
+            assert row["game_step"][e] == game_step
+            assert not row["truncated"][e]
+            assert row["lives"][e] == 5 - lives_lost - row["done"][e]
+            if row["done"][e]:
+                episode_return, episode_step = 0, 0
+                lives_lost += 1
+                assert row["game_over"][e] == (lives_lost == 5)
+            else:
+                assert not row["game_over"][e]
+            if row["game_over"][e]:
+                game_return, game_step, lives_lost = 0, 0, 0
+    assert max(row["game_return"].max() for row in rows) > 0
+
+
+def test_atari_truncation_on_both_paths():
+    """The same first game on both paths, cut off: rows and real last observation."""
+    flags = env_flags("FreewayNoFrameskip-v4", noop_max=0, max_episode_frames=40)
+    python, native = (
+        Environment(argparse.Namespace(**{**vars(flags), "envs": path}), 2)
+        for path in ("python", "native")
+    )
+    assert_rows_equal(native.initial(), python.initial())
+    for t in range(10):
+        action = np.array([1, t % 3])
+        row = python.step(action)
+        assert_rows_equal(native.step(action), row)
+    assert row["truncated"].all()
+    assert row["game_over"].all()
+    np.testing.assert_array_equal(native.final_observation, python.final_observation)
+    assert not np.array_equal(native.final_observation, row["observation"])
+    python.step(action)
+    assert python.final_observation is None
+
+
+def test_initial_starts_new_games():
+    envs = Environment(env_flags("CartPole-v1"), 2)
+    first = envs.initial()["observation"]
+    envs.step(np.zeros(2, np.int64))
+    row = envs.initial()
+    assert row["done"].all()
+    assert not np.array_equal(row["observation"], first)
+    expected, _ = gymnasium.make("CartPole-v1").reset(seed=game_seed(3, 1, 1))
+    np.testing.assert_array_equal(row["observation"][1], expected)
+
+
+# --- Old Gym --------------------------------------------------------------------------
+
+
+def gym_time_limit():
+    gym = pytest.importorskip("gym")
+    classic = pytest.importorskip("gym.envs.classic_control")
+    return gym.wrappers.TimeLimit(classic.CartPoleEnv(), max_episode_steps=12)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_environment_of_the_gym_package():
+    """CartPole of the old gym package: seeds, four-tuples, truncation by its info."""
+    oracle = gym_time_limit()
+    assert not isinstance(oracle, gymnasium.Env)
+    envs = Environment(env_flags(here(gym_time_limit)), 1)
+    assert isinstance(envs.observation_space, spaces.Box)
+    assert envs.action_space == spaces.Discrete(2)
+    rng = np.random.default_rng(0)
+    row, game, endings = envs.initial(), 0, set()
+    oracle.seed(game_seed(3, 0, 0))
+    observation = oracle.reset()
+    for _ in range(80):
+        np.testing.assert_array_equal(row["observation"][0], np.float32(observation))
+        action = rng.integers(0, 2, 1)
+        observation, reward, done, info = oracle.step(action[0])
+        row = envs.step(action)
+        assert row["reward"] == reward
+        assert row["done"] == done
+        assert row["truncated"] == info.get("TimeLimit.truncated", False)
+        if done:
+            if row["truncated"]:
+                np.testing.assert_array_equal(
+                    envs.final_observation[0], np.float32(observation)
+                )
+            endings.add(bool(row["truncated"]))
+            game += 1
+            oracle.seed(game_seed(3, 0, game))
+            observation = oracle.reset()
+    assert endings == {True, False}
+
+
+class OldStyle:
+    """The old API without any base class; the observation looks like (obs, info)."""
+
+    observation_space = spaces.Tuple(
+        (spaces.Discrete(99), spaces.Dict({"x": spaces.Discrete(5)}))
+    )
+    action_space = spaces.Discrete(4)
+
+    def seed(self, seed=None):
+        self.start = seed % 7
+
+    def reset(self):
+        self.count = self.start
+        return (self.count, {"x": 3})
+
+    def step(self, action):
+        assert type(action) is int
+        self.count += action
+        return (self.count, {"x": 3}), 1, self.count > 9, {}
+
+    def render(self, mode="human"):
+        return np.full((1, 1, 3), 7, np.uint8) if mode == "rgb_array" else None
+
+
+class OldStyleOnGymnasium(gymnasium.Env):
+    """Ported by changing the import alone."""
+
+    observation_space = spaces.Box(0, 1, (2,))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, seed=None, return_info=False, options=None):
+        super().reset(seed=seed)
+        return self.np_random.random(2, np.float32)
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, True, {"TimeLimit.truncated": True}
+
+
+def test_old_class_without_gym():
+    envs = Environment(env_flags(here(OldStyle)), 1, render_mode="rgb_array")
+    row = envs.initial()
+    start = game_seed(3, 0, 0) % 7
+    np.testing.assert_array_equal(row["observation"][0], [start])
+    np.testing.assert_array_equal(row["observation"][1]["x"], [3])
+    row = envs.step(np.array([2]))
+    np.testing.assert_array_equal(row["observation"][0], [start + 2])
+    np.testing.assert_array_equal(envs.render(), np.full((1, 1, 3), 7))
+    envs.close()
+
+
+def test_old_api_on_gymnasium_class():
+    flags = env_flags(here(OldStyleOnGymnasium))
+    assert isinstance(create_env(flags), OldGymAdapter)
+    envs = Environment(flags, 1)
+    first = envs.initial()["observation"]
+    rng, _ = gymnasium.utils.seeding.np_random(game_seed(3, 0, 0))
+    np.testing.assert_array_equal(first[0], rng.random(2, np.float32))
+    row = envs.step(np.array([0]))
+    assert row["truncated"]
+    np.testing.assert_array_equal(envs.final_observation, np.zeros((1, 2), np.float32))
+
+
+def test_gymnasium_class_is_not_adapted():
+    assert isinstance(create_env(env_flags(here(Counter))), Counter)
+
+
+# --- Exact resume ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env", "steps", "num_actions"),
+    [
+        (here(short_cart_pole), 33, 2),
+        ("MinAtar/Breakout-v1", 120, 3),
+        ("PongNoFrameskip-v4", 40, 6),
+        ("BreakoutNoFrameskip-v4", 250, 4),  # past lost lives and the end of a game
+        (here(Counter), 5, 2),  # saved in a truncated row
+    ],
+)
+def test_resume_is_exact(tmp_path, env, steps, num_actions):
+    if env.startswith("MinAtar"):
+        pytest.importorskip("minatar")
+    flags = env_flags(env, sync=True, sticky_actions=0.25)
+    rng = np.random.default_rng(0)
+    actions = rng.integers(0, num_actions, (steps + 200, 2))
+    envs = Environment(flags, 2, first_index=4)
+    row = envs.initial()
+    for action in actions[:steps]:
+        row = envs.step(action)
+    torch.save(envs.state_dict(), tmp_path / "state")
+
+    resumed = Environment(flags, 2, first_index=4)
+    state = torch.load(tmp_path / "state", weights_only=True)
+    assert_rows_equal(resumed.load_state_dict(state), row)
+    assert_rows_equal(
+        {"final": resumed.final_observation}, {"final": envs.final_observation}
+    )
+    for action in actions[steps:]:
+        assert_rows_equal(resumed.step(action), envs.step(action))
+    envs.close()
+    resumed.close()
+
+
+class Unseeded(gymnasium.Env):
+    """Draws its observations from a generator that ignores the seed."""
+
+    observation_space = spaces.Box(0, 1, (2,))
+    action_space = spaces.Discrete(2)
+    generator = np.random.default_rng(0)
+
+    def reset(self, *, seed=None, options=None):
+        return self.generator.random(2, np.float32), {}
+
+    def step(self, action):
+        return self.generator.random(2, np.float32), 0.0, False, False, {}
+
+
+def test_resume_warns_if_not_deterministic(caplog):
+    flags = env_flags(here(Unseeded), sync=True)
+    envs = Environment(flags, 1)
+    envs.initial()
+    state = envs.state_dict()
+    with caplog.at_level(logging.WARNING):
+        Environment(flags, 1).load_state_dict(state)
+    assert "not deterministic" in caplog.text
+
+
+def test_resume_refuses():
+    flags = env_flags("CartPole-v1", sync=True)
+    envs = Environment(flags, 2)
+    envs.initial()
+    with pytest.raises(ValueError, match="2 x CartPole-v1, but this run has 3 x"):
+        Environment(flags, 3).load_state_dict(envs.state_dict())
+    envs = Environment(env_flags("CartPole-v1"), 2)
+    envs.initial()
+    with pytest.raises(RuntimeError, match="--sync"):
+        envs.state_dict()
+    native = Environment(env_flags("Pong-v4", envs="native", sync=True), 1)
+    with pytest.raises(RuntimeError, match="--envs python"):
+        native.state_dict()
+
+
+# --- Errors ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env", "match"),
+    [
+        ("PongNoFrameskp-v4", "Did you mean PongNoFrameskip-v4"),
+        ("CartPoll-v1", "Did you mean CartPole-v1"),
+        ("cartpole-v7", "Did you mean CartPole-v"),
+        ("ALE/Pongg-v5", "Did you mean ALE/Pong-v5"),
+        ("MinAtar/Brekout-v1", "Did you mean MinAtar/Breakout-v1"),
+        ("Zzyzx/Qqq-v0", "no environment goes by this name. Allowed are"),
+        (f"{__name__}:Countr", "has no Countr. Did you mean Counter"),
+    ],
+)
+def test_unknown_name(env, match):
+    if env.startswith("MinAtar"):
+        pytest.importorskip("minatar")
+    with pytest.raises(UnknownEnvironmentError, match=match):
+        create_env(env_flags(env))
+
+
+@pytest.mark.parametrize("env", ["missing_package.envs:Env", "missing_package:Env-v0"])
+def test_missing_package(env):
+    with pytest.raises(ImportError, match="pip install missing_package"):
+        create_env(env_flags(env))
+
+
+def bad_observation():
+    env = Counter()
+    inner = spaces.Tuple((spaces.Discrete(2), spaces.Text(5)))
+    env.observation_space = spaces.Dict({"a": spaces.Discrete(2), "b": inner})
+    return env
+
+
+def bad_action():
+    return Echo(spaces.Dict({"move": spaces.Discrete(3)}))
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (bad_observation, r"observation\['b'\]\[1\] .*Text.*allowed are Box, Discrete"),
+        (bad_action, r"action .*Dict.*allowed are Discrete, MultiDiscrete"),
+    ],
+)
+def test_unsupported_space(make, match):
+    with pytest.raises(UnsupportedSpaceError, match=match):
+        Environment(env_flags(here(make)), 1)
+
+
+def test_unknown_path_for_atari():
+    with pytest.raises(ValueError, match="--envs must be native or python"):
+        Environment(env_flags("Pong-v4", envs="fast"), 1)
+
+
+def test_stepping_needs_no_torch():
+    """Processes that only step environments stay small."""
+    code = "import sys, torchbeast.core.environment; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
