@@ -13,8 +13,10 @@ belong to the episode that ended. Where row t's episode ended by truncation,
 truncation_value[t] is the agent's value of the real last observation, else 0.
 """
 
+import math
 import os
 from collections.abc import Callable
+from mmap import PAGESIZE
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +27,14 @@ from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.environment import EXTRA_FIELDS
 
 SHARED_MEMORY = "/dev/shm"  # where Linux keeps it
+
+# Nets compute in float32, and torch can't index the wide unsigned integers.
+STORED_AS = {
+    "float64": "float32",
+    "uint16": "int32",
+    "uint32": "int64",
+    "uint64": "int64",
+}
 
 # A tensor, array or spec, or dicts and tuples of them.
 Nested = Any
@@ -55,10 +65,9 @@ def flatten(nested: Nested) -> list:
 
 
 def to_torch_dtype(dtype: Any) -> torch.dtype:
-    """The torch dtype that stores a NumPy dtype; float64 is stored as float32."""
+    """The torch dtype that stores a NumPy dtype, see STORED_AS."""
     dtype = np.dtype(dtype)
-    if dtype == np.float64:
-        dtype = np.dtype(np.float32)
+    dtype = np.dtype(STORED_AS.get(dtype.name, dtype))
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
@@ -113,8 +122,11 @@ def create_buffers(spec: Nested, leading: tuple[int, ...]) -> Nested:
     Raises:
       SharedMemoryError: less shared memory is free than the buffers need.
     """
-    rows = int(np.prod(leading))
-    needed = sum(rows * int(np.prod(s.shape)) * s.dtype.itemsize for s in flatten(spec))
+    # Each tensor is a file of its own, made of whole pages.
+    needed = sum(
+        -(-math.prod((*leading, *s.shape, s.dtype.itemsize)) // PAGESIZE) * PAGESIZE
+        for s in flatten(spec)
+    )
     if os.path.isdir(SHARED_MEMORY):
         stat = os.statvfs(SHARED_MEMORY)
         free = stat.f_bavail * stat.f_frsize
