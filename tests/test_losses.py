@@ -1,0 +1,305 @@
+import argparse
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from test_vtrace import ground_truth
+
+from torchbeast.core.distributions import make_distribution
+from torchbeast.core.losses import impala_loss
+
+T, B, A = 5, 3, 7
+FLAGS = {
+    "reward_clipping": "abs_one",
+    "discounting": 0.9,
+    "baseline_cost": 0.7,
+    "entropy_cost": 0.3,
+}
+DISTRIBUTION = make_distribution(spaces.Discrete(A))
+
+
+def make_batch(seed=1):
+    """A batch and the learner's outputs, NumPy, float64, rows 0 to T.
+
+    Environment 1 terminates in row 3, environment 2 is truncated in row 2, environment
+    0 terminates in row 0, which was learned from before.
+    """
+    rng = np.random.default_rng(seed)
+    batch = {
+        "action": rng.integers(A, size=(T + 1, B)),
+        "policy_logits": rng.normal(size=(T + 1, B, A)),
+        "reward": rng.normal(scale=2.0, size=(T + 1, B)),
+        "done": np.zeros((T + 1, B), bool),
+        "truncated": np.zeros((T + 1, B), bool),
+        "truncation_value": np.zeros((T + 1, B)),
+        "baseline": rng.normal(size=(T + 1, B)),  # of the actor: plays no part
+    }
+    for place in ((0, 0), (3, 1), (2, 2)):
+        batch["done"][place] = True
+    batch["truncated"][2, 2] = True
+    batch["truncation_value"][2, 2] = 4.25
+    outputs = {
+        "policy_logits": batch["policy_logits"] + rng.normal(size=(T + 1, B, A)),
+        "baseline": rng.normal(scale=2.0, size=(T + 1, B)),
+    }
+    return batch, outputs
+
+
+def loss_of(batch, outputs, **changes):
+    flags = argparse.Namespace(**{**FLAGS, **changes})
+    batch = {name: torch.as_tensor(x) for name, x in batch.items()}
+    outputs = {name: torch.as_tensor(x) for name, x in outputs.items()}
+    return impala_loss(batch, outputs, DISTRIBUTION, flags)
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def oracle_targets(batch, outputs, **changes):
+    """vs and advantages [T, B], and log ρ, step by step from the data contract."""
+    flags = {**FLAGS, **changes}
+    log_mu = log_softmax(batch["policy_logits"])
+    log_pi = log_softmax(outputs["policy_logits"])
+    log_rhos, rewards, discounts = np.zeros((3, T, B))
+    for t in range(T):
+        for b in range(B):
+            a = batch["action"][t, b]
+            log_rhos[t, b] = log_pi[t, b, a] - log_mu[t, b, a]
+            # What the action of row t led to stands in row t + 1.
+            reward = batch["reward"][t + 1, b]
+            if flags["reward_clipping"] == "abs_one":
+                reward = min(1, max(-1, reward))
+            if batch["truncated"][t + 1, b]:
+                reward += flags["discounting"] * batch["truncation_value"][t + 1, b]
+            rewards[t, b] = reward
+            discounts[t, b] = 0 if batch["done"][t + 1, b] else flags["discounting"]
+    values = outputs["baseline"]
+    targets = ground_truth(log_rhos, discounts, rewards, values[:T], values[T])
+    return *targets, log_rhos
+
+
+def oracle_parts(batch, logits, baseline, vs, pg_advantages, **changes):
+    """The parts of the loss, given the targets."""
+    flags = {**FLAGS, **changes}
+    log_pi = log_softmax(logits)
+    pg = squared = negative_entropy = 0.0
+    for t in range(T):
+        for b in range(B):
+            pg -= log_pi[t, b, batch["action"][t, b]] * pg_advantages[t, b]
+            squared += (vs[t, b] - baseline[t, b]) ** 2
+            negative_entropy += (np.exp(log_pi[t, b]) * log_pi[t, b]).sum()
+    return {
+        "pg_loss": pg,
+        "baseline_loss": flags["baseline_cost"] * squared / 2,
+        "entropy_loss": flags["entropy_cost"] * negative_entropy,
+    }
+
+
+@pytest.mark.parametrize("reward_clipping", ["abs_one", "none"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_parts_of_the_loss(reward_clipping, seed):
+    batch, outputs = make_batch(seed)
+    vs, pg_advantages, log_rhos = oracle_targets(
+        batch, outputs, reward_clipping=reward_clipping
+    )
+    expected = oracle_parts(
+        batch, outputs["policy_logits"], outputs["baseline"], vs, pg_advantages
+    )
+    loss, stats = loss_of(batch, outputs, reward_clipping=reward_clipping)
+    for name, value in expected.items():
+        assert stats[name].item() == pytest.approx(value, rel=1e-6), name
+    assert loss.item() == pytest.approx(sum(expected.values()), rel=1e-6)
+    assert stats["total_loss"].item() == loss.item()
+    entropy = -expected["entropy_loss"] / FLAGS["entropy_cost"] / (T * B)
+    assert stats["entropy"].item() == pytest.approx(entropy)
+    assert 0 < entropy < np.log(A)
+    assert stats["mean_value"].item() == pytest.approx(outputs["baseline"][:T].mean())
+    assert stats["clipped_rho_share"].item() == pytest.approx((log_rhos > 0).mean())
+    assert not any(x.requires_grad for x in stats.values())
+
+
+def test_gradients_against_finite_differences():
+    """The targets are constants: only log π, the values and the entropy are learned."""
+    batch, outputs = make_batch()
+    vs, pg_advantages, _ = oracle_targets(batch, outputs)
+    learned = {name: torch.tensor(x).requires_grad_() for name, x in outputs.items()}
+    loss_of(batch, learned)[0].backward()
+
+    def oracle_loss(logits, baseline):
+        parts = oracle_parts(batch, logits, baseline, vs, pg_advantages)
+        return sum(parts.values())
+
+    epsilon = 1e-5
+    for name, x in outputs.items():
+        for place in np.ndindex(x.shape):
+            x[place] += epsilon
+            above = oracle_loss(outputs["policy_logits"], outputs["baseline"])
+            x[place] -= 2 * epsilon
+            below = oracle_loss(outputs["policy_logits"], outputs["baseline"])
+            x[place] += epsilon
+            slope = (above - below) / (2 * epsilon)
+            assert learned[name].grad[place].item() == pytest.approx(
+                slope, rel=1e-5, abs=1e-6
+            ), (name, place)
+    # The last row is only a bootstrap.
+    assert not learned["policy_logits"].grad[T].any()
+    assert not learned["baseline"].grad[T].any()
+
+
+def changed_parts(change):
+    """Which parts of the loss a change of batch and outputs changes."""
+    batch, outputs = make_batch()
+    before = loss_of(batch, outputs)[1]
+    change(batch, outputs)
+    after = loss_of(batch, outputs)[1]
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+@pytest.mark.parametrize(
+    ("field", "first_row", "last_row"),
+    [
+        ("action", True, False),
+        ("policy_logits", True, False),
+        ("reward", False, True),
+        ("done", False, True),
+        ("truncation_value", False, True),
+        ("baseline", False, False),
+        ("truncated", False, False),
+    ],
+)
+def test_which_rows_have_a_part(field, first_row, last_row):
+    """Row 0's reward was judged in the rollout before, row T's action comes next."""
+    for row, has_part in ((0, first_row), (T, last_row)):
+
+        def change(batch, outputs, row=row):
+            x = batch[field]
+            if x.dtype == bool:
+                x[row] ^= True
+            elif x.dtype == int:
+                x[row] = (x[row] + 1) % A
+            else:
+                x[row] *= 0.5
+                x[row] += np.linspace(0.1, 0.2, x[row].size).reshape(x[row].shape)
+
+        assert bool(changed_parts(change)) == has_part, row
+
+
+def test_the_last_value_is_the_bootstrap():
+    def change(batch, outputs):
+        outputs["baseline"][T] += 1.0
+
+    assert changed_parts(change) == {"total_loss", "pg_loss", "baseline_loss"}
+
+
+def test_a_terminated_episode_is_not_bootstrapped():
+    """Environment 1 terminates in row 3: nothing after it matters before it."""
+    batch, outputs = make_batch()
+
+    def advantages(batch):
+        # The gradient of pg_loss by log π is minus the advantage.
+        logits = torch.tensor(outputs["policy_logits"], requires_grad=True)
+        flags = {"entropy_cost": 0.0, "baseline_cost": 0.0}
+        loss_of(batch, {**outputs, "policy_logits": logits}, **flags)[0].backward()
+        return logits.grad
+
+    before = advantages(batch)
+    batch["reward"][4:] = 0.0
+    batch["action"][3:] = (batch["action"][3:] + 1) % A
+    outputs["baseline"][3:] += 1.0
+    after = advantages(batch)
+    assert torch.equal(before[:3, 1], after[:3, 1])
+    assert not torch.equal(before[:3, 0], after[:3, 0])
+    assert (before[3:T, 1] != after[3:T, 1]).any()
+
+
+def test_a_truncated_episode_is_bootstrapped():
+    """A policy that acted itself: the targets are plain discounted sums."""
+    batch, outputs = make_batch()
+    outputs["policy_logits"] = batch["policy_logits"]
+    values = np.zeros((T + 1, B))
+    outputs["baseline"] = values
+    _, stats = loss_of(batch, outputs, reward_clipping="none")
+    r = batch["reward"]
+    targets = np.zeros((T, B))
+    for t in range(T):
+        targets[t, 0] = sum(0.9 ** (k - t) * r[k + 1, 0] for k in range(t, T))
+        end = 3 if t < 3 else T
+        targets[t, 1] = sum(0.9 ** (k - t) * r[k + 1, 1] for k in range(t, end))
+        end = 2 if t < 2 else T
+        targets[t, 2] = sum(0.9 ** (k - t) * r[k + 1, 2] for k in range(t, end))
+        if t < 2:
+            targets[t, 2] += 0.9 ** (2 - t) * 4.25
+    expected = 0.7 * 0.5 * (targets**2).sum()
+    assert stats["baseline_loss"].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_truncation_value_is_not_clipped():
+    def change(batch, outputs):
+        batch["truncation_value"][2, 2] += 1.0
+
+    assert changed_parts(change) == {"total_loss", "pg_loss", "baseline_loss"}
+
+
+def test_losses_are_sums():
+    """Twice the environments, twice the loss."""
+    batch, outputs = make_batch()
+    loss, stats = loss_of(batch, outputs)
+    batch, outputs = (
+        {name: np.concatenate([x, x], axis=1) for name, x in nested.items()}
+        for nested in (batch, outputs)
+    )
+    double_loss, double_stats = loss_of(batch, outputs)
+    assert double_loss.item() == pytest.approx(2 * loss.item())
+    assert double_stats["entropy"].item() == pytest.approx(stats["entropy"].item())
+
+
+def test_the_entropy_loss_rewards_entropy():
+    batch, outputs = make_batch()
+    certain = loss_of(batch, outputs)[1]
+    outputs["policy_logits"] = outputs["policy_logits"] / 10
+    uniform = loss_of(batch, outputs)[1]
+    assert uniform["entropy"] > certain["entropy"]
+    assert uniform["entropy_loss"] < certain["entropy_loss"] < 0
+
+
+def test_auxiliary_losses_are_added_and_logged():
+    batch, outputs = make_batch()
+    batch = {name: torch.as_tensor(x) for name, x in batch.items()}
+    outputs = {name: torch.as_tensor(x) for name, x in outputs.items()}
+    flags = argparse.Namespace(**FLAGS)
+    loss, _ = impala_loss(batch, outputs, DISTRIBUTION, flags)
+    auxiliary = {"a_loss": torch.tensor(2.5, requires_grad=True), "b": torch.tensor(-1)}
+    both, stats = impala_loss(batch, outputs, DISTRIBUTION, flags, auxiliary)
+    assert both.item() == pytest.approx(loss.item() + 1.5)
+    assert (stats["a_loss"].item(), stats["b"].item()) == (2.5, -1)
+    both.backward()
+    assert auxiliary["a_loss"].grad == 1.0
+
+
+@pytest.mark.parametrize(
+    "action_space", [spaces.MultiDiscrete([2, 5, 3]), spaces.Box(-1.0, 3.0, (2, 2))]
+)
+def test_other_action_spaces(action_space):
+    """One learner step raises the probability of actions with positive advantage."""
+    distribution = make_distribution(action_space)
+    batch, outputs = make_batch()
+    batch = {name: torch.as_tensor(x) for name, x in batch.items()}
+    logits = torch.randn(T + 1, B, distribution.num_logits)
+    batch |= {
+        "policy_logits": logits,
+        "action": distribution.sample(logits),
+        "reward": torch.full((T + 1, B), 1.0),
+    }
+    learned = logits.clone().requires_grad_()
+    outputs = {"policy_logits": learned, "baseline": torch.zeros(T + 1, B)}
+    flags = argparse.Namespace(**{**FLAGS, "entropy_cost": 0.0})
+    impala_loss(batch, outputs, distribution, flags)[0].backward()
+    better = logits - 0.01 * learned.grad
+    before, after = (
+        distribution.log_prob(x, batch["action"]) for x in (logits, better)
+    )
+    assert (after[:T] > before[:T]).all()
+    assert torch.equal(after[T], before[T])

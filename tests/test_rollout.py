@@ -1,0 +1,255 @@
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from gymnasium import spaces
+
+from torchbeast.core import environment, rollout
+from torchbeast.core.distributions import make_distribution
+from torchbeast.core.rollout import SharedMemoryError, Spec
+
+T, B, A = 5, 3, 7
+SLOTS = 4
+
+ENVIRONMENT_FIELDS = {
+    "reward": Spec((), torch.float32),
+    "done": Spec((), torch.bool),
+    "truncated": Spec((), torch.bool),
+    "episode_return": Spec((), torch.float32),
+    "episode_step": Spec((), torch.int64),
+    "game_return": Spec((), torch.float32),
+    "game_step": Spec((), torch.int64),
+    "game_over": Spec((), torch.bool),
+}
+AGENT_FIELDS = {
+    "baseline": Spec((), torch.float32),
+    "truncation_value": Spec((), torch.float32),
+    "policy_version": Spec((), torch.int64),
+}
+OBSERVATION_SPACE = spaces.Dict(
+    {
+        "camera": spaces.Box(0, 255, (10, 12, 3), np.uint8),
+        "body": spaces.Tuple(
+            [
+                spaces.Box(-np.inf, np.inf, (9,), np.float64),
+                spaces.Dict({"holds": spaces.Discrete(5), "on": spaces.MultiBinary(2)}),
+                spaces.MultiDiscrete([2, 3, 4]),
+            ]
+        ),
+    }
+)
+OBSERVATION_SPEC = {
+    "camera": Spec((10, 12, 3), torch.uint8),
+    "body": (
+        Spec((9,), torch.float32),
+        {"holds": Spec((), torch.int64), "on": Spec((2,), torch.int8)},
+        Spec((3,), torch.int64),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("action_space", "action", "num_logits"),
+    [
+        (spaces.Discrete(A), Spec((), torch.int64), A),
+        (spaces.MultiDiscrete([2, 4]), Spec((2,), torch.int64), 6),
+        (spaces.Box(-1.0, 1.0, (2, 3)), Spec((2, 3), torch.float32), 12),
+    ],
+)
+def test_row_spec(action_space, action, num_logits):
+    spec = rollout.row_spec(OBSERVATION_SPACE, make_distribution(action_space))
+    assert spec == {
+        "observation": OBSERVATION_SPEC,
+        **ENVIRONMENT_FIELDS,
+        "last_action": action,
+        "action": action,
+        "policy_logits": Spec((num_logits,), torch.float32),
+        **AGENT_FIELDS,
+    }
+
+
+def test_extra_fields_are_part_of_a_row(monkeypatch):
+    fields = {"lives": ((), np.int64), "goal": ((2, 3), np.float64)}
+    for name, field in fields.items():
+        monkeypatch.setitem(environment.EXTRA_FIELDS, name, field)
+    spec = rollout.row_spec(OBSERVATION_SPACE, make_distribution(spaces.Discrete(A)))
+    assert spec["lives"] == Spec((), torch.int64)
+    assert spec["goal"] == Spec((2, 3), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"),
+        *("uint64", "float16", "float32", "float64"),
+    ],
+)
+def test_observations_of_every_dtype_go_through_buffers(dtype):
+    """The path of an observation: NumPy, a slot's row, a batch, float32."""
+    high = 1 if dtype == "bool" else 100
+    space = spaces.Box(0, high, (2,), np.dtype(dtype).type)
+    buffer = rollout.create_buffers(rollout.observation_spec(space), (SLOTS, T + 1))
+    slots = torch.tensor([3, 1])
+    x = np.array([[1, 0], [high, 1]], dtype)
+    buffer[slots, 2] = torch.from_numpy(x).to(buffer.dtype)
+    batch = buffer[slots].transpose(0, 1)
+    assert batch.shape == (T + 1, 2, 2)
+    assert batch[2].float().tolist() == x.astype(np.float32).tolist()
+
+
+# --- Nested structures ---
+
+
+def test_map_nested_keeps_structure_and_pairs_leaves():
+    nested = {"a": 1, "b": (2, {"c": 3}), "d": ()}
+    other = {"d": (), "b": (20, {"c": 30}), "a": 10, "not in the first": 40}
+    assert rollout.map_nested(lambda x, y: x + y, nested, other) == {
+        "a": 11,
+        "b": (22, {"c": 33}),
+        "d": (),
+    }
+    assert rollout.flatten(nested) == [1, 2, 3]
+    assert rollout.flatten(Spec((1,), torch.bool)) == [Spec((1,), torch.bool)]
+
+
+@pytest.mark.parametrize(
+    "other", [{"a": 1}, {"a": 1, "b": (2, 3)}, {"a": 1, "b": (2, 3, 4, 5)}]
+)
+def test_map_nested_refuses_another_structure(other):
+    with pytest.raises((KeyError, ValueError)):
+        rollout.map_nested(lambda x, y: x + y, {"a": 1, "b": (2, 3, 4)}, other)
+
+
+# --- Shared memory ---
+
+
+def make_buffers():
+    spec = rollout.row_spec(OBSERVATION_SPACE, make_distribution(spaces.Discrete(A)))
+    return rollout.create_buffers(spec, (SLOTS, T + 1))
+
+
+def test_buffers_have_slots_and_rows_and_are_zero():
+    buffers = make_buffers()
+    assert buffers["observation"]["camera"].shape == (SLOTS, T + 1, 10, 12, 3)
+    assert buffers["observation"]["body"][1]["on"].shape == (SLOTS, T + 1, 2)
+    assert buffers["policy_logits"].shape == (SLOTS, T + 1, A)
+    assert buffers["done"].shape == (SLOTS, T + 1)
+    assert buffers["done"].dtype == torch.bool
+    assert isinstance(buffers["observation"]["body"], tuple)
+    leaves = rollout.flatten(buffers)
+    assert len(leaves) == 5 + 8 + 3 + 3
+    assert all(x.is_shared() for x in leaves)
+    assert not any(x.any() for x in leaves)
+
+
+def answer(buffers):
+    """Runs in another process: checks what it sees and writes something back."""
+    assert buffers["reward"][1, 2] == 3.5
+    buffers["observation"]["body"][0][3, 4] = torch.arange(9.0)
+    buffers["done"][2, T] = True
+
+
+def test_another_process_sees_what_is_written():
+    buffers = make_buffers()
+    buffers["reward"][1, 2] = 3.5
+    process = mp.get_context("spawn").Process(target=answer, args=(buffers,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    written = buffers["observation"]["body"][0]
+    assert written[3, 4].tolist() == list(range(9))
+    assert written.sum() == sum(range(9))
+    assert buffers["done"].nonzero().tolist() == [[2, T]]
+
+
+@pytest.mark.skipif(
+    not os.path.isdir(rollout.SHARED_MEMORY), reason="no such file system here"
+)
+class TestSharedMemoryFileSystem:
+    def test_no_file_is_left_in_it(self):
+        def own_files():
+            return [x for x in os.listdir(rollout.SHARED_MEMORY) if mine in x]
+
+        mine = f"_{os.getpid()}_"
+        before = own_files()
+        buffers = make_buffers()
+        assert own_files() == before
+        assert buffers["reward"].is_shared()
+
+    def test_too_much_is_refused_before_it_is_taken(self):
+        stat = os.statvfs(rollout.SHARED_MEMORY)
+        free = stat.f_bavail * stat.f_frsize
+        spec = {"a": Spec((3,), torch.float32), "b": Spec((2,), torch.uint8)}
+        slots = (2 * free // 14 // rollout.PAGESIZE + 1) * rollout.PAGESIZE
+        with pytest.raises(SharedMemoryError) as error:
+            rollout.create_buffers(spec, (slots,))
+        message = str(error.value)
+        assert f"need {slots * 14 / 2**20:,.0f} MiB" in message
+        for word in ("MiB free", "--shm-size", "--num_buffers", rollout.SHARED_MEMORY):
+            assert word in message
+
+    def test_every_tensor_takes_whole_pages(self, monkeypatch):
+        byte = Spec((), torch.uint8)
+        more_than_a_page = Spec((rollout.PAGESIZE + 1,), torch.int8)
+        spec = (byte, {"x": byte}, more_than_a_page)
+        free = SimpleNamespace(f_bavail=4, f_frsize=rollout.PAGESIZE)
+        monkeypatch.setattr(os, "statvfs", lambda path: free)
+        rollout.create_buffers(spec, (1,))
+        free.f_bavail = 3
+        with pytest.raises(SharedMemoryError):
+            rollout.create_buffers(spec, (1,))
+
+
+# --- Episodes ---
+
+
+def make_ends():
+    """A batch in which nothing has ended; returns and steps tell their place."""
+    place = torch.arange((T + 1) * B).view(T + 1, B)
+    return {
+        "done": torch.zeros(T + 1, B, dtype=torch.bool),
+        "game_over": torch.zeros(T + 1, B, dtype=torch.bool),
+        "episode_return": place + 0.5,
+        "episode_step": place,
+        "game_return": place + 100.5,
+        "game_step": place + 100,
+    }
+
+
+def test_row_0_ends_nothing():
+    """It is the last row of the rollout before, or the first of all: no phantom."""
+    batch = make_ends()
+    batch["done"][0] = batch["game_over"][0] = True
+    ends = rollout.episode_ends(batch)
+    assert list(ends.values()) == [[], [], [], []]
+
+
+def test_ends_of_episodes_and_games():
+    batch = make_ends()
+    for t, b in ((0, 1), (1, 2), (3, 0), (T, 1)):
+        batch["done"][t, b] = True
+    batch["game_over"][3, 0] = True  # the others lost a life only
+    assert rollout.episode_ends(batch) == {
+        "episode_return": [5.5, 9.5, 16.5],
+        "episode_step": [5, 9, 16],
+        "game_return": [109.5],
+        "game_step": [109],
+    }
+
+
+def test_consecutive_rollouts_count_every_end_once():
+    stream = {
+        name: x.repeat(5, *[1] * (x.dim() - 1))[: 4 * T + 1]
+        for name, x in make_ends().items()
+    }
+    ended = torch.rand(4 * T + 1, B) < 0.3
+    ended[0] = True
+    stream["done"] = stream["game_over"] = ended
+    counted = 0
+    for first in range(0, 4 * T, T):
+        batch = {name: x[first : first + T + 1] for name, x in stream.items()}
+        counted += len(rollout.episode_ends(batch)["game_step"])
+    assert counted == ended[1:].sum()
