@@ -17,6 +17,7 @@ the model in torchbeast/model.py.
 import argparse
 import collections
 import contextlib
+import ctypes
 import faulthandler
 import logging
 import os
@@ -95,9 +96,9 @@ def run_actor(
     E, T = flags.envs_per_actor, flags.unroll_length
     env = Environment(flags, E, first_index=index * E)
     model = make_model(flags, env, torch.device("cpu"))
+    weights = Weights(model, weights_memory)  # as the learner's model lays them out
     if flags.precision == "bf16":
         model.encoders_to(torch.bfloat16)  # cast once an unroll, not once a step
-    weights = Weights(model, weights_memory)
     distribution = model.distribution
     generator = torch.Generator().manual_seed(derive_seed(flags.seed, index))
     version = 0
@@ -105,35 +106,34 @@ def run_actor(
 
     def agent_step(env_row: dict[str, Nested], state: State) -> tuple[dict, State]:
         """Joins what the environment said with what the agent then does."""
-        row = map_nested(lambda x: torch.from_numpy(x).unsqueeze(0), env_row)
+        inputs = map_nested(to_tensor, env_row)
         truncation_value = torch.zeros(1, E)
-        if row["truncated"].any():
-            final = map_nested(
-                lambda x: torch.from_numpy(x).unsqueeze(0), env.final_observation
-            )
-            over = {**row, "observation": final, "done": torch.zeros_like(row["done"])}
-            values = model(over, state)[0]["baseline"]
-            truncation_value = torch.where(row["truncated"], values, truncation_value)
-        outputs, state = model(row, state)
-        row |= outputs
-        row["action"] = distribution.sample(outputs["policy_logits"], generator)
-        row["truncation_value"] = truncation_value
-        row["policy_version"] = torch.full((1, E), version)
-        return row, state
+        if env_row["truncated"].any():
+            final = map_nested(to_tensor, env.final_observation)
+            not_done = torch.zeros(1, E, dtype=torch.bool)
+            over = {**inputs, "observation": final, "done": not_done}
+            truncation_value = model(over, state)[0]["baseline"] * inputs["truncated"]
+        outputs, state = model(inputs, state)
+        outputs["action"] = distribution.sample(outputs["policy_logits"], generator)
+        outputs["truncation_value"] = truncation_value
+        outputs["policy_version"] = torch.full((1, E), version)
+        return env_row | map_nested(lambda x: x.squeeze(0).numpy(), outputs), state
 
     def write(t: int, row: dict[str, Nested]) -> None:
-        def copy(buffer: torch.Tensor, x: torch.Tensor) -> None:
-            buffer[slots, t] = x.squeeze(0).to(buffer.dtype)
+        def copy(buffer: np.ndarray, x: np.ndarray) -> None:
+            buffer[slots, t] = x
 
-        map_nested(copy, buffers["rows"], row)
+        map_nested(copy, rows, row)
 
-    row: dict[str, Nested] | None = None  # the newest row, and the recurrent state
-    state_before: State = ()  # before and after it
+    # NumPy writes to several slots at once many times faster than torch.
+    rows = map_nested(torch.Tensor.numpy, buffers["rows"])
+    row: dict[str, Nested] | None = None  # the newest row [E, ...], and the recurrent
+    state_before: State = ()  # state before and after it
     state: State = ()
     if saved is not None:
         env.load_state_dict(saved["env"])
         generator.set_state(saved["generator"])
-        row, version = saved["row"], saved["version"]
+        row, version = map_nested(torch.Tensor.numpy, saved["row"]), saved["version"]
         state_before, state = saved["state_before"], saved["state"]
 
     while True:
@@ -147,7 +147,7 @@ def run_actor(
                     {
                         "env": env.state_dict(),
                         "generator": generator.get_state(),
-                        "row": row,
+                        "row": map_nested(torch.from_numpy, row),
                         "version": version,
                         "state_before": state_before,
                         "state": state,
@@ -156,19 +156,19 @@ def run_actor(
             )
             continue
         slots, bank, version = arguments
-        slots = torch.tensor(slots)
         weights.read(bank, model)
         pipe.send(("loaded", bank))
         if row is None:
             state_before = model.initial_state(E)
             row, state = agent_step(env.initial(), state_before)
+            timings.reset()  # the first calls are slow
 
         write(0, row)
         for buffer, x in zip(buffers["initial_state"], state_before, strict=True):
             buffer[slots] = x.movedim(1, 0)  # [layers, E, ...] -> [E, layers, ...]
         timings.time("write")
         for t in range(1, T + 1):
-            env_row = env.step(row["action"].squeeze(0).numpy())
+            env_row = env.step(row["action"])
             timings.time("env")
             state_before = state
             row, state = agent_step(env_row, state)
@@ -189,6 +189,24 @@ def make_model(flags: Flags, env: Environment, device: torch.device) -> Net:
         bf16=flags.precision == "bf16",
     )
     return model.to(device)
+
+
+def to_tensor(x: np.ndarray) -> torch.Tensor:
+    """[E, ...] of one step -> [1, E, ...], sharing memory."""
+    return torch.from_numpy(x).unsqueeze(0)
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep big blocks that are freed, for the next update to use again.
+
+    By default it gives them back to the kernel, which then has to clear and map every
+    page anew: a tenth of the learner's CPU time.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: map bigger blocks only
+            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: give back nothing
 
 
 def derive_seed(*entropy: int) -> int:
@@ -280,7 +298,7 @@ class Actors:
         context: Any = mp.get_context(
             "forkserver" if "forkserver" in methods else "spawn"
         )
-        context.set_forkserver_preload(["torchbeast.monobeast"])
+        context.set_forkserver_preload(["torchbeast.model", "torchbeast.core.rollout"])
         self.timeout = flags.actor_timeout
         self.weights = weights
         spec = rollout.Spec((), torch.int64)
@@ -578,6 +596,7 @@ def train(flags: Flags) -> int:
     weights.publish(learner.model, learner.version)
     if learner.device.type == "cpu":
         torch.set_num_threads(flags.torch_threads)
+        keep_freed_memory()
 
     # Slots go around: free -> an actor fills them -> filled -> in a batch -> free.
     free = collections.deque(range(flags.num_buffers))
@@ -860,9 +879,8 @@ def test(flags: Flags, model_state: dict[str, torch.Tensor]) -> list[float]:
         video = stack.enter_context(Video(flags.video)) if flags.video else None
         while any(quota):
             if video:
-                video.add(env.render())
-            rows = map_nested(lambda x: torch.from_numpy(x).unsqueeze(0), row)
-            outputs, state = model(rows, state)
+                video.add(np.asarray(env.render()))
+            outputs, state = model(map_nested(to_tensor, row), state)
             logits = outputs["policy_logits"].squeeze(0)
             if flags.greedy:
                 action = model.distribution.mode(logits)
@@ -962,7 +980,8 @@ def resolve_layout(flags: Flags) -> Flags:
     if flags.num_buffers is None:
         flags.num_buffers = A * E if flags.sync else A * E + max(B, E)
     if flags.torch_threads is None:
-        flags.torch_threads = len(os.sched_getaffinity(0))
+        # The actors need the other half.
+        flags.torch_threads = max(1, torch.get_num_threads() // 2)
     for name in ("envs_per_actor", "num_learner_threads", "torch_threads"):
         if getattr(flags, name) < 1:
             raise FlagError(f"--{name} must be at least 1, got {getattr(flags, name)}")
