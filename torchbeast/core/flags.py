@@ -98,6 +98,11 @@ class Flags(argparse.Namespace):
             )
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if self.__dict__.get("frozen"):
+            raise AttributeError(f"flags are frozen: {name} can't go during the run")
+        super().__delattr__(name)
+
     def replace(self, **changes: Any) -> "Flags":
         """A frozen copy with other values."""
         return Flags(**{**self.as_dict(), **changes}).freeze()
@@ -225,12 +230,20 @@ def resolve(flags: Flags) -> Flags:
         *("total_steps", "num_actors", "batch_size", "unroll_length", "frame_skip"),
         *("num_test_episodes", "max_episode_frames"),
     )
-    for name in at_least_one:
-        if getattr(flags, name) < 1:
-            raise FlagError(f"--{name} must be at least 1, got {getattr(flags, name)}")
-    for name in ("sticky_actions", "discounting"):
+    at_least_zero = ("seed", "noop_max", "learning_rate", "epsilon", "momentum")
+    for least, names in ((1, at_least_one), (0, at_least_zero)):
+        for name in names:
+            value = getattr(flags, name)
+            if not value >= least:  # also refuses NaN
+                raise FlagError(f"--{name} must be at least {least}, got {value}")
+    for name in ("sticky_actions", "discounting", "alpha"):
         if not 0 <= getattr(flags, name) <= 1:
             raise FlagError(f"--{name} must be in [0, 1], got {getattr(flags, name)}")
+    if not flags.grad_norm_clipping > 0:
+        raise FlagError(
+            "--grad_norm_clipping must be more than 0 (inf: no clipping), got "
+            f"{flags.grad_norm_clipping}"
+        )
     if flags.precision == "auto":
         flags.precision = "bf16" if fast_bf16(learner_device(flags)) else "fp32"
     return flags
