@@ -1,0 +1,348 @@
+import ast
+import copy
+import os
+import pickle
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchbeast
+from torchbeast import monobeast
+from torchbeast.core import flags as flags_lib
+from torchbeast.core.flags import FREE_TO_CHANGE, PRESETS, FlagError, Flags
+
+# The command line that users copy from TorchBeast's README.
+OLD_COMMAND_LINE = """
+    --env PongNoFrameskip-v4 --num_actors 45 --total_steps 30000000
+    --learning_rate 0.0004 --epsilon 0.01 --entropy_cost 0.01 --batch_size 4
+    --unroll_length 80 --num_buffers 60 --num_threads 4 --xpid example
+"""
+
+
+def parse(command_line="", **options):
+    argv = shlex.split(command_line)
+    return flags_lib.parse(monobeast.make_parser(), argv, **options)
+
+
+def resolve(command_line="", **options):
+    return monobeast.resolve_layout(flags_lib.resolve(parse(command_line, **options)))
+
+
+def actions():
+    """The declared flags by name."""
+    found = {action.dest: action for action in monobeast.make_parser()._actions}
+    del found["help"]
+    return found
+
+
+# --- Precedence ---
+
+
+def test_command_line_then_preset_then_default():
+    assert "total_steps" in PRESETS["cartpole"]
+    assert parse().batch_size == monobeast.make_parser().get_default("batch_size")
+    assert parse("--preset minatar").batch_size == PRESETS["minatar"]["batch_size"]
+    for line in ("--preset minatar --batch_size 5", "--batch_size=5 --preset=minatar"):
+        flags = parse(line)
+        assert flags.batch_size == 5
+        assert flags.learning_rate == PRESETS["minatar"]["learning_rate"]
+        assert flags.preset == "minatar"
+
+
+def test_an_explicit_default_wins_over_the_preset():
+    default = monobeast.make_parser().get_default("reward_clipping")
+    assert PRESETS["minatar"]["reward_clipping"] != default
+    flags = parse(f"--preset minatar --reward_clipping {default}")
+    assert flags.reward_clipping == default
+    assert parse("--preset sticky --life_loss").life_loss is True
+    assert parse("--preset sticky").life_loss is False
+
+
+def test_a_checkpoint_stands_between_command_line_and_preset():
+    saved = {"batch_size": 6, "unroll_length": 9, "a flag of long ago": 1}
+    flags = parse("--preset minatar --unroll_length 7", defaults=saved)
+    assert flags.batch_size == 6
+    assert flags.unroll_length == 7
+    assert flags.learning_rate == PRESETS["minatar"]["learning_rate"]
+    assert "a flag of long ago" not in flags.as_dict()
+
+
+def test_a_preset_leaves_nothing_behind():
+    before = copy.deepcopy(PRESETS)
+    parse("--preset minatar --env CartPole-v1")
+    assert before == PRESETS
+    assert parse().env == "PongNoFrameskip-v4"
+
+
+# --- Presets and command lines ---
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_parses_and_resolves(preset):
+    declared = actions()
+    flags = resolve(f"--preset {preset}").freeze()
+    for name, value in PRESETS[preset].items():
+        assert getattr(flags, name) == value
+        action = declared[name]
+        if action.choices:
+            assert value in action.choices
+        elif isinstance(action.default, bool):
+            assert isinstance(value, bool)
+        else:
+            assert isinstance(value, action.type or str), name
+
+
+def test_an_unknown_preset_is_refused(capsys):
+    with pytest.raises(SystemExit) as error:
+        parse("--preset impala2017")
+    assert error.value.code == 2
+    message = capsys.readouterr().err
+    assert "impala2017" in message
+    assert all(name in message for name in PRESETS)
+
+
+def test_the_old_command_line_still_runs():
+    flags = resolve(OLD_COMMAND_LINE)
+    words = shlex.split(OLD_COMMAND_LINE)
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    given["--num_learner_threads"] = given.pop("--num_threads")
+    for name, value in given.items():
+        assert str(getattr(flags, name[2:])) == value
+    # 45 actors with several environments each would need more than 60 slots.
+    assert flags.envs_per_actor == 1
+
+
+@pytest.mark.parametrize("name", ["--num_threads", "--num_learner_threads"])
+def test_num_threads_is_an_alias(name):
+    flags = parse(f"{name} 3")
+    assert flags.num_learner_threads == 3
+    assert "num_threads" not in flags.as_dict()
+
+
+def test_names_of_the_outside_surface():
+    names = """
+        env mode xpid savedir disable_checkpoint num_actors total_steps batch_size
+        unroll_length num_learner_threads disable_cuda use_lstm entropy_cost
+        baseline_cost discounting reward_clipping learning_rate alpha momentum epsilon
+        grad_norm_clipping num_buffers envs_per_actor model seed precision preset envs
+        sync tensorboard
+    """
+    assert set(names.split()) <= actions().keys()
+
+
+def test_the_help_text_is_complete(capsys):
+    """A per cent sign in a help text makes argparse fail only here."""
+    with pytest.raises(SystemExit) as error:
+        parse("--help")
+    assert error.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"--{name}" in text for name in actions())
+
+
+# --- What is declared is read, what is read is declared ---
+
+
+def flags_read():
+    """Names read as flags.NAME in the package."""
+    names = set()
+    for path in Path(torchbeast.__path__[0]).rglob("*.py"):
+        if path.name == "plot.py":  # has flags of its own
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Load)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "flags"
+            ):
+                names.add(node.attr)
+    return names
+
+
+def test_every_flag_is_read():
+    # parse() reads the preset before there are flags.
+    assert actions().keys() - flags_read() == {"preset"}
+
+
+def test_every_flag_that_is_read_is_declared():
+    methods = {name for name in dir(Flags) if not name.startswith("_")}
+    assert flags_read() - actions().keys() <= methods
+
+
+def test_free_to_change_are_flags():
+    assert actions().keys() >= FREE_TO_CHANGE
+
+
+# --- Resolving ---
+
+
+def test_resolving_fills_in_what_is_open(monkeypatch):
+    monkeypatch.setenv("HOME", "/nowhere")
+    flags = resolve()
+    assert flags.savedir == os.path.join("/nowhere", "logs", "torchbeast")
+    assert re.fullmatch(r"torchbeast-\d{8}-\d{6}", flags.xpid)
+    assert flags.precision in ("fp32", "bf16")
+    assert flags.num_buffers >= flags.num_actors * flags.envs_per_actor
+    open_flags = {name for name, value in flags.as_dict().items() if value is None}
+    assert open_flags == {"preset", "video"}
+
+
+def test_what_is_given_stays():
+    line = "--xpid a --savedir /b --precision bf16 --envs_per_actor 3 --num_buffers 31"
+    flags = resolve(line)
+    assert (flags.xpid, flags.savedir, flags.precision) == ("a", "/b", "bf16")
+    assert (flags.envs_per_actor, flags.num_buffers) == (3, 31)
+
+
+def test_resolving_twice_changes_nothing():
+    flags = resolve("--preset minatar")
+    before = flags.as_dict()
+    assert monobeast.resolve_layout(flags_lib.resolve(flags)).as_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--total_steps 0", ["--total_steps", "at least 1", "got 0"]),
+        ("--num_actors -2", ["--num_actors", "at least 1", "got -2"]),
+        ("--batch_size 0", ["--batch_size", "at least 1", "got 0"]),
+        ("--unroll_length 0", ["--unroll_length", "at least 1", "got 0"]),
+        ("--frame_skip 0", ["--frame_skip", "at least 1", "got 0"]),
+        ("--num_test_episodes 0", ["--num_test_episodes", "at least 1", "got 0"]),
+        ("--max_episode_frames 0", ["--max_episode_frames", "at least 1", "got 0"]),
+        ("--seed -1", ["--seed", "at least 0", "got -1"]),
+        ("--noop_max -1", ["--noop_max", "at least 0", "got -1"]),
+        ("--learning_rate -0.1", ["--learning_rate", "at least 0", "got -0.1"]),
+        ("--learning_rate nan", ["--learning_rate", "at least 0", "got nan"]),
+        ("--epsilon -1", ["--epsilon", "at least 0", "got -1"]),
+        ("--momentum -1", ["--momentum", "at least 0", "got -1"]),
+        ("--alpha 1.5", ["--alpha", "[0, 1]", "got 1.5"]),
+        ("--sticky_actions 1.5", ["--sticky_actions", "[0, 1]", "got 1.5"]),
+        ("--discounting -0.1", ["--discounting", "[0, 1]", "got -0.1"]),
+        ("--discounting nan", ["--discounting", "[0, 1]", "got nan"]),
+        ("--grad_norm_clipping 0", ["--grad_norm_clipping", "more than 0", "got 0"]),
+        ("--xpid a/b", ["--xpid", "folder", "'a/b'"]),
+        ("--xpid ..", ["--xpid", "folder", "'..'"]),
+        ("--xpid latest", ["--xpid", "folder", "'latest'"]),
+        ("--envs_per_actor 0", ["--envs_per_actor", "at least 1", "got 0"]),
+        ("--num_threads 0", ["--num_learner_threads", "at least 1", "got 0"]),
+        ("--torch_threads 0", ["--torch_threads", "at least 1", "got 0"]),
+        (
+            "--num_actors 3 --envs_per_actor 2 --batch_size 4 --num_buffers 5",
+            ["--num_buffers 5", "3 actors", "2 environments", "at least 6"],
+        ),
+        (
+            "--num_actors 1 --envs_per_actor 2 --batch_size 7 --num_buffers 7",
+            ["--num_buffers 7", "batch of 7", "at least 8"],
+        ),
+        (
+            "--sync --num_actors 3 --envs_per_actor 3 --batch_size 2",
+            ["--sync", "9 environments", "--batch_size", "got 2"],
+        ),
+    ],
+)
+def test_values_that_cannot_work(line, words):
+    with pytest.raises(FlagError) as error:
+        resolve(line)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "line", ["--seed 0", "--noop_max 0", "--grad_norm_clipping inf"]
+)
+def test_values_at_the_edge(line):
+    resolve(line)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_learner_runs_on_the_cpu_where_there_is_no_gpu():
+    assert flags_lib.learner_device(parse()) == torch.device("cpu")
+
+
+def test_disable_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert flags_lib.learner_device(parse()) == torch.device("cuda")
+    assert flags_lib.learner_device(parse("--disable_cuda")) == torch.device("cpu")
+
+
+# --- Frozen flags ---
+
+
+def test_frozen_flags_refuse_assignment():
+    flags = parse("--batch_size 5")
+    flags.batch_size = 6
+    assert flags.freeze() is flags
+    with pytest.raises(AttributeError, match="batch_size can't become 7"):
+        flags.batch_size = 7
+    with pytest.raises(AttributeError, match="new can't become 1"):
+        flags.new = 1
+    with pytest.raises(AttributeError, match="batch_size"):
+        del flags.batch_size
+    assert flags.batch_size == 6
+    assert "new" not in flags.as_dict()
+
+
+def test_replace_gives_a_frozen_copy():
+    flags = parse().freeze()
+    other = flags.replace(seed=123)
+    assert (other.seed, flags.seed) == (123, 1)
+    assert {**other.as_dict(), "seed": 1} == flags.as_dict()
+    with pytest.raises(AttributeError):
+        other.seed = 2
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy, copy.copy]
+)
+def test_copies_stay_frozen(copied):
+    """Actors get the flags pickled."""
+    flags = resolve("--preset minatar").freeze()
+    other = copied(flags)
+    assert other is not flags
+    assert type(other) is Flags
+    assert other.as_dict() == flags.as_dict()
+    with pytest.raises(AttributeError):
+        other.seed = 2
+    open_flags = copied(parse())
+    open_flags.seed = 2
+    assert open_flags.seed == 2
+
+
+def test_as_dict_is_sorted_and_has_the_flags_only():
+    flags = parse().freeze()
+    assert list(flags.as_dict()) == sorted(actions())
+
+
+# --- Resuming ---
+
+
+def test_changed_names_what_differs():
+    saved = parse("--batch_size 5 --use_lstm --num_actors 3").as_dict()
+    now = parse("--batch_size 6 --use_lstm --num_actors 3")
+    assert flags_lib.changed(saved, now) == {"batch_size": (5, 6)}
+    assert flags_lib.changed(saved, parse("--batch_size 5 --num_actors 3")) == {
+        "use_lstm": (True, False)
+    }
+    assert flags_lib.changed(now.as_dict(), now) == {}
+
+
+def test_flags_of_another_version_are_named():
+    saved = parse().as_dict()
+    del saved["noop_max"]
+    saved["an_old_one"] = 3
+    changes = flags_lib.changed(saved, parse())
+    assert changes == {"an_old_one": (3, None), "noop_max": (None, 30)}
+
+
+def test_some_flags_are_free_to_change():
+    saved = parse().as_dict()
+    now = parse(
+        "--mode test --savedir /b --tensorboard --checkpoint_interval 3 --greedy "
+        "--actor_timeout 9 --num_test_episodes 3 --video a.mp4 --allow_flag_changes "
+        "--disable_checkpoint"
+    )
+    assert flags_lib.changed(saved, now) == {}
