@@ -308,6 +308,8 @@ class Actors:
         self.idle = set(range(flags.num_actors))
         self.timings: list[dict[str, float]] = [{} for _ in self.idle]
         self._seen = [(-1, 0.0)] * flags.num_actors  # progress, and when it was new
+        self._awake = 0.0  # seconds; stands still while the whole run is suspended
+        self._looked = time.monotonic()
         for index in range(flags.num_actors):
             pipe, actor_pipe = context.Pipe()
             process = context.Process(
@@ -327,7 +329,7 @@ class Actors:
     def unroll(self, index: int, slots: list[int]) -> None:
         """Has an idle actor fill the slots, acting with the newest weights."""
         self.idle.remove(index)
-        self._seen[index] = (-1, time.monotonic())
+        self._seen[index] = (-1, self._awake)
         self._send(index, ("unroll", slots, *self.weights.lend()))
 
     def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:
@@ -409,11 +411,13 @@ class Actors:
 
     def _check_stuck(self) -> None:
         now = time.monotonic()
+        self._awake += min(now - self._looked, 2.0)
+        self._looked = now
         for index, steps in enumerate(self.progress.tolist()):
             seen, since = self._seen[index]
             if steps != seen:
-                self._seen[index] = (steps, now)
-            elif index not in self.idle and now - since > self.timeout:
+                self._seen[index] = (steps, self._awake)
+            elif index not in self.idle and self._awake - since > self.timeout:
                 self._raise_stuck(index)
 
     def _raise_stuck(self, index: int) -> None:
