@@ -1,0 +1,482 @@
+"""How fast MonoBeast trains on this machine, and how fast it could.
+
+    python benchmarks/throughput.py
+    python benchmarks/throughput.py --repeat 3 --json result.json
+    python benchmarks/throughput.py --model deep -- --num_actors 2 --envs_per_actor 16
+
+For each precision in turn, and again for every repetition, this
+
+1. times the parts of an agent step, each alone on one core: the environment, acting,
+   learning. The bound is what all cores could do if they did nothing else:
+   cores / (environment + acting + learning). With a GPU, which learns beside the cores,
+   it is the lower of cores / (environment + acting) and 1 / learning;
+2. runs `python -m torchbeast.monobeast` for a fixed time after a warm-up, ends it with
+   SIGINT, and reads from its logs.csv how many agent steps it learned from.
+
+SPS are agent steps learned from per second. The time of the updates in logs.csv, not of
+this program's clock, gives the SPS of windows of --window seconds; median and quartiles
+are over these windows. Memory is the proportional set size (PSS) of the run and all its
+descendants, where memory shared by n processes counts 1/n in each, sampled from
+/proc/PID/smaps_rollup. Needs Linux.
+
+What else runs on the machine falsifies all this. The line "others" says how many cores
+other processes used during the run.
+"""
+
+import argparse
+import concurrent.futures
+import csv
+import json
+import multiprocessing
+import os
+import platform
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # runs from a checkout, without an installation
+
+import numpy as np  # noqa: E402  after the path is set
+import torch  # noqa: E402
+
+from torchbeast import monobeast  # noqa: E402
+from torchbeast.core import flags as flags_lib  # noqa: E402
+from torchbeast.core import rollout  # noqa: E402
+from torchbeast.core.environment import Environment  # noqa: E402
+from torchbeast.core.flags import Flags  # noqa: E402
+from torchbeast.core.rollout import map_nested  # noqa: E402
+
+START_SECONDS = 120.0  # until the first update
+END_SECONDS = 30.0  # from SIGINT to the end
+CHUNK_SECONDS = 0.1
+MEMORY_SECONDS = 1.0  # between two samples
+
+
+# --- The parts, each alone on one core ------------------------------------------------
+
+
+def pin() -> None:
+    """Confines this process, and the threads that it will start, to one core."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    monobeast.keep_freed_memory()  # as MonoBeast does
+
+
+def milliseconds(call: Callable[[], Any], steps: int, seconds: float) -> float:
+    """Milliseconds per agent step of a call that does `steps` of them.
+
+    The median over chunks of many calls: what happens rarely (the end of a game) counts
+    with its share, and a disturbance from outside does not.
+    """
+    call()
+    chunks = []
+    end = time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end or not chunks:
+        calls = 0
+        while time.perf_counter() - start < CHUNK_SECONDS:
+            call()
+            calls += 1
+        chunks.append((time.perf_counter() - start) / calls)
+    return 1e3 * statistics.median(chunks) / steps
+
+
+def random_actions(env: Environment, num_envs: int) -> np.ndarray:
+    return np.stack([env.action_space.sample() for _ in range(num_envs)])
+
+
+def time_environment(flags: Flags, seconds: float) -> float:
+    """One actor's environments under random actions, ms per agent step."""
+    E = flags.envs_per_actor
+    env = Environment(flags, E)
+    env.action_space.seed(0)
+    many_actions = [random_actions(env, E) for _ in range(100)]
+    env.initial()
+    calls = 0
+
+    def step() -> None:
+        nonlocal calls
+        env.step(many_actions[calls % len(many_actions)])
+        calls += 1
+
+    result = milliseconds(step, E, seconds)
+    env.close()
+    return result
+
+
+@torch.inference_mode()
+def time_acting(flags: Flags, seconds: float) -> float:
+    """One forward pass for one actor's environments, ms per agent step."""
+    E = flags.envs_per_actor
+    env = Environment(flags, E)
+    model = monobeast.make_model(flags, env, torch.device("cpu"))
+    if flags.precision == "bf16":
+        model.encoders_to(torch.bfloat16)  # as actors do
+    rows = map_nested(lambda x: torch.from_numpy(x).unsqueeze(0), env.initial())
+    state = model.initial_state(E)
+    result = milliseconds(lambda: model(rows, state), E, seconds)
+    env.close()
+    return result
+
+
+def time_learning(flags: Flags, seconds: float) -> dict[str, float]:
+    """One update from a batch, and gathering the batch, both in ms per agent step.
+
+    The batch holds what an environment says under random actions.
+    """
+    T, B = flags.unroll_length, flags.batch_size
+    env = Environment(flags, B)
+    learner = monobeast.Learner(flags, env)
+    spec = rollout.row_spec(env.observation_space, learner.model.distribution)
+    rows = rollout.create_buffers(spec, (2 * B, T + 1))
+    row = env.initial()
+    for t in range(T + 1):
+        for slots in (slice(0, B), slice(B, 2 * B)):  # [slots, T + 1, ...]
+            for name, field in row.items():
+                map_nested(
+                    lambda buffer, x, slots=slots, t=t: buffer[slots, t].copy_(
+                        torch.from_numpy(np.asarray(x))
+                    ),
+                    rows[name],
+                    field,
+                )
+        row = env.step(random_actions(env, B))
+    env.close()
+    initial_state = tuple(
+        x.movedim(1, 0).repeat(2, 1, 1).cpu() for x in learner.model.initial_state(B)
+    )
+    buffers = {"rows": rows, "initial_state": initial_state}
+
+    # In turn, so that the slots are not still in the cache when they are gathered.
+    orders = [list(range(B)), list(range(B, 2 * B))]
+    calls = 0
+
+    def gather() -> Any:
+        nonlocal calls
+        calls += 1
+        return monobeast.get_batch(buffers, orders[calls % 2], learner.device)
+
+    batch, state = gather()
+    return {
+        "gathering": milliseconds(gather, T * B, seconds / 2),
+        "learning": milliseconds(
+            lambda: monobeast.learn(flags, learner, batch, state), T * B, seconds
+        ),
+    }
+
+
+def time_parts(flags: Flags, seconds: float) -> dict[str, float]:
+    """Milliseconds per agent step of every part, and the bound in SPS."""
+    with concurrent.futures.ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn"), initializer=pin
+    ) as pool:
+        environment = pool.submit(time_environment, flags, seconds)
+        acting = pool.submit(time_acting, flags, seconds)
+        learning = pool.submit(time_learning, flags, seconds)
+        parts = {"environment": environment.result(), "acting": acting.result()}
+        parts |= learning.result()
+    cores = len(os.sched_getaffinity(0))
+    on_cores = parts["environment"] + parts["acting"]
+    if flags_lib.learner_device(flags).type == "cuda":
+        bound = min(cores / on_cores, 1 / parts["learning"])
+    else:
+        bound = cores / (on_cores + parts["learning"])
+    return {**parts, "bound": 1e3 * bound}
+
+
+# --- What Linux says about processes --------------------------------------------------
+
+
+def read_stat(pid: int) -> tuple[int, float]:
+    """The parent and the CPU seconds of a process."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    ticks = int(words[11]) + int(words[12])  # in user and in kernel mode
+    return int(words[1]), ticks / os.sysconf("SC_CLK_TCK")
+
+
+def process_tree(root: int) -> dict[int, float]:
+    """CPU seconds of a process and all its descendants, by process id."""
+    stats = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            stats[int(path.name)] = read_stat(int(path.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+    tree, size = {root}, 0
+    while len(tree) > size:
+        size = len(tree)
+        tree |= {pid for pid, (parent, _) in stats.items() if parent in tree}
+    return {pid: stats[pid][1] for pid in tree if pid in stats}
+
+
+def proportional_set_size(pids: Sequence[int]) -> float:
+    """MiB, with memory that n processes share counted 1/n in each."""
+    total = 0
+    for pid in pids:
+        try:
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found = re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)
+        total += int(found[1]) if found else 0
+    return total / 1024
+
+
+def machine_busy() -> float:
+    """CPU seconds for which cores have been busy, or taken away by the host."""
+    words = Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+    user, nice, system, _, _, irq, softirq, steal = map(int, words)
+    busy = user + nice + system + irq + softirq + steal
+    return busy / os.sysconf("SC_CLK_TCK")
+
+
+# --- A run ----------------------------------------------------------------------------
+
+
+def read_ticks(path: Path) -> np.ndarray:
+    """Time [s] and steps of every update so far, [updates, 2] float64."""
+    if not path.exists():
+        return np.empty((0, 2))
+    whole_lines = path.read_text().rpartition("\n")[0].splitlines()
+    rows = csv.DictReader(whole_lines)
+    ticks = [(float(row["_time"]), float(row["step"])) for row in rows]
+    return np.array(ticks).reshape(-1, 2)
+
+
+def windows_sps(
+    ticks: np.ndarray, start: float, end: float, seconds: float
+) -> np.ndarray:
+    """SPS of the windows of some seconds that fit between start and end.
+
+    The steps at the edge of a window are interpolated between the updates around it, so
+    that an update of many steps doesn't make the windows jump.
+    """
+    edges = np.arange(start, end + 1e-6, seconds)
+    steps = np.interp(edges, ticks[:, 0], ticks[:, 1])
+    return np.diff(steps) / seconds
+
+
+def run_monobeast(argv: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Runs MonoBeast and measures it after the warm-up.
+
+    Raises:
+      RuntimeError: it ended by itself, or not within END_SECONDS after SIGINT; the
+        message ends with what it printed last.
+    """
+    with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
+        logs = Path(folder, "run", "logs.csv")
+        output = Path(folder, "output.txt")
+        command = [sys.executable, "-m", "torchbeast.monobeast", *argv]
+        command += ["--savedir", folder, "--xpid", "run", "--disable_checkpoint"]
+        command += ["--total_steps", str(10**12)]
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+        def fail(what: str) -> RuntimeError:
+            return RuntimeError(
+                f"{' '.join(command)} {what}. Its last words:\n"
+                + output.read_text()[-4000:]
+            )
+
+        try:
+            deadline = time.time() + START_SECONDS
+            while not len(read_ticks(logs)):
+                if process.poll() is not None:
+                    raise fail(f"ended with status {process.returncode}")
+                if time.time() > deadline:
+                    raise fail(f"made no update in {START_SECONDS:.0f} s")
+                time.sleep(0.2)
+            time.sleep(args.warm_up)
+            cpu_start, busy_start = process_tree(process.pid), machine_busy()
+            start = time.time()
+            memory = []
+            while (left := start + args.seconds - time.time()) > 0:
+                memory.append(proportional_set_size(list(process_tree(process.pid))))
+                time.sleep(max(0.0, min(MEMORY_SECONDS, left)))
+            cpu_end, busy_end = process_tree(process.pid), machine_busy()
+            end = time.time()
+            if process.poll() is not None:
+                raise fail(f"ended with status {process.returncode}")
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise fail(f"did not end within {END_SECONDS:.0f} s") from None
+            if process.returncode != 128 + signal.SIGINT:
+                print(fail(f"ended with status {process.returncode} after SIGINT"))
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+        ticks = read_ticks(logs)
+        waited = re.findall(r"Learner: .*Actors.*", output.read_text())
+    sps = windows_sps(ticks, start, end, args.window)
+    low, median, high = np.percentile(sps, [25, 50, 75]).tolist()
+    used = {pid: cpu_end[pid] - cpu_start.get(pid, 0.0) for pid in cpu_end}
+    steps = (end - start) * sps.mean()
+    learner = used[process.pid]
+    return {
+        "sps": median,
+        "sps_low": low,
+        "sps_high": high,
+        "learner_cpu": 1e3 * learner / steps,
+        "actors_cpu": 1e3 * (sum(used.values()) - learner) / steps,
+        "cores_used": sum(used.values()) / (end - start),
+        "others": max(0.0, busy_end - busy_start - sum(used.values())) / (end - start),
+        "memory": max(memory),
+        "waited": waited[-1] if waited else "unknown",
+        "status": process.returncode,
+    }
+
+
+# --- Report ---------------------------------------------------------------------------
+
+LINES = (
+    ("environment", "environment, ms per step", "{:.3f}"),
+    ("acting", "acting, ms per step", "{:.3f}"),
+    ("learning", "learning, ms per step", "{:.3f}"),
+    ("gathering", "(gathering, not in the bound)", "{:.3f}"),
+    ("bound", "bound, SPS", "{:,.0f}"),
+    ("sps", "MonoBeast, SPS", "{:,.0f}"),
+    ("sps_low", "  lower quartile", "{:,.0f}"),
+    ("sps_high", "  upper quartile", "{:,.0f}"),
+    ("share", "  share of the bound, %", "{:.0f}"),
+    ("learner_cpu", "learner, CPU ms per step", "{:.3f}"),
+    ("actors_cpu", "actors, CPU ms per step", "{:.3f}"),
+    ("cores_used", "cores used", "{:.2f}"),
+    ("others", "others, cores used", "{:.2f}"),
+    ("memory", "peak memory (PSS), MiB", "{:,.0f}"),
+)
+
+
+def print_table(columns: dict[str, dict[str, Any]]) -> None:
+    print(" " * 32 + "".join(f"{name:>10}" for name in columns))
+    for key, label, form in LINES:
+        cells = [form.format(c[key]) if key in c else "" for c in columns.values()]
+        if any(cells):
+            print(f"{label:32}" + "".join(f"{cell:>10}" for cell in cells))
+    print(flush=True)
+
+
+def medians(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    keys = [key for key, _, _ in LINES if key in results[0]]
+    return {key: statistics.median(r[key] for r in results) for key in keys}
+
+
+def describe_machine() -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    model = re.search(r"^model name\s*: (.*)", cpuinfo, re.MULTILINE)
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "cpu": model[1] if model else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpu": gpu,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": git.stdout.strip() or "unknown",
+    }
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Measures the parts of MonoBeast, the bound, and MonoBeast itself.",
+        usage="%(prog)s [options] [-- MonoBeast's flags]",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="shallow", choices=["shallow", "deep"])
+    add(
+        "--precisions",
+        nargs="+",
+        default=["fp32", "bf16"],
+        choices=["fp32", "bf16"],
+        help="measured in turn",
+    )
+    add("--repeat", type=int, default=1, help="rounds over the precisions")
+    add("--seconds", type=float, default=40.0, help="to measure a run for")
+    add("--warm_up", type=float, default=10.0, help="seconds after the first update")
+    add("--window", type=float, default=2.0, help="seconds of one measured SPS")
+    add("--part_seconds", type=float, default=3.0, help="to time a part for; 0: don't")
+    add("--json", type=Path, help="write all results to this file")
+    add("flags", nargs="*", help="flags of MonoBeast")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.seconds < 2 * args.window:
+        parser.error(f"--seconds {args.seconds:g} hold less than two --window")
+    mono_argv = ["--model", args.model, "--batch_size", "8", "--unroll_length", "80"]
+    mono_argv += args.flags
+
+    machine = describe_machine()
+    print(", ".join(f"{k} {v}" for k, v in machine.items() if v is not None))
+    print("MonoBeast's flags:", *mono_argv, "\n", flush=True)
+    results: dict[str, list[dict[str, Any]]] = {p: [] for p in args.precisions}
+    for i in range(args.repeat):
+        for precision, runs in results.items():
+            run_argv = [*mono_argv, "--precision", precision]
+            flags = flags_lib.parse(monobeast.make_parser(), run_argv)
+            flags = monobeast.resolve_layout(flags_lib.resolve(flags)).freeze()
+            if not i and not runs:
+                layout = ("num_actors", "envs_per_actor", "num_buffers")
+                layout += ("num_learner_threads", "torch_threads")
+                layout_values = {k: getattr(flags, k) for k in layout}
+            result = time_parts(flags, args.part_seconds) if args.part_seconds else {}
+            result |= run_monobeast(run_argv, args)
+            if args.part_seconds:
+                result["share"] = 100 * result["sps"] / result["bound"]
+            runs.append(result)
+            print_table({f"{precision} {i + 1}": result})
+            print(f"Who waited: {result['waited']}\n", flush=True)
+
+    columns = {name: medians(runs) for name, runs in results.items()}
+    print(f"Layout: {layout_values}")
+    print(f"Medians of {args.repeat}:")
+    ratio = None
+    if len(columns) == 2:
+        first, second = columns
+        ratio = columns[second]["sps"] / columns[first]["sps"]
+        print_table(columns)
+        print(f"{second} / {first}: {ratio:.2f} times the SPS")
+    else:
+        print_table(columns)
+    if args.json:
+        report = {
+            "machine": machine,
+            "flags": mono_argv,
+            "layout": layout_values,
+            "runs": results,
+            "medians": columns,
+            "ratio": ratio,
+        }
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

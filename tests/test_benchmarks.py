@@ -1,0 +1,97 @@
+"""The benchmarks, run for seconds: do they measure what they say?"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import throughput  # noqa: E402  after the path is set
+
+
+def test_windows_sps_follows_the_updates_and_not_the_windows():
+    # An update of 640 steps every 0.8 s, seen through windows of 1 s.
+    ticks = np.array([(100 + 0.8 * i, 640.0 * i) for i in range(20)])
+    sps = throughput.windows_sps(ticks, start=101.3, end=109.7, seconds=1.0)
+    assert sps.shape == (8,)
+    np.testing.assert_allclose(sps, 800.0)
+
+
+def test_windows_sps_shows_a_pause():
+    ticks = np.array([(0, 0), (1, 500), (2, 1000), (3, 1000), (4, 1500)], float)
+    sps = throughput.windows_sps(ticks, start=0.0, end=4.0, seconds=1.0)
+    np.testing.assert_allclose(sps, [500, 500, 0, 500])
+
+
+def test_read_ticks_leaves_out_an_unfinished_line(tmp_path):
+    path = tmp_path / "logs.csv"
+    assert throughput.read_ticks(path).shape == (0, 2)
+    path.write_text("_tick,_time,step,total_loss\n0,10.5,640,1.0\n1,11.5,1280,")
+    np.testing.assert_array_equal(throughput.read_ticks(path), [[10.5, 640.0]])
+
+
+def test_process_tree_and_memory_see_grandchildren():
+    # The shell's child holds 64 MiB and says so.
+    hold = "x = b'x' * (64 << 20); print(len(x), flush=True); input()"
+    process = subprocess.Popen(
+        ["sh", "-c", f'{sys.executable} -c "{hold}"; true'],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == f"{64 << 20}\n"
+        tree = throughput.process_tree(process.pid)
+        assert len(tree) == 2
+        assert sum(tree.values()) > 0
+        assert 64 < throughput.proportional_set_size(list(tree)) < 128
+    finally:
+        process.communicate("\n")
+
+
+def test_milliseconds_are_per_step():
+    def busy() -> None:
+        end = time.perf_counter() + 0.002
+        while time.perf_counter() < end:
+            pass
+
+    # 0.5 where nothing else runs.
+    assert 0.5 <= throughput.milliseconds(busy, steps=4, seconds=0.3) < 5
+
+
+@pytest.mark.slow
+def test_throughput_of_a_short_run_is_sane(tmp_path):
+    path = tmp_path / "result.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "throughput.py")]
+    command += ["--precisions", "fp32", "--seconds", "3", "--window", "1"]
+    command += ["--warm_up", "1", "--part_seconds", "0.3", "--json", str(path), "--"]
+    command += ["--env", "CartPole-v1", "--num_actors", "2", "--envs_per_actor", "3"]
+    command += ["--batch_size", "2", "--unroll_length", "5"]  # win over the contract's
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    report = json.loads(path.read_text())
+    assert report["layout"]["num_actors"] == 2
+    (run,) = report["runs"]["fp32"]
+    cores = report["machine"]["cores"]
+    parts = [run[name] for name in ("environment", "acting", "learning")]
+    assert all(0.001 < part < 100 for part in parts)
+    assert run["bound"] == pytest.approx(1e3 * cores / sum(parts))
+    assert 0 < run["sps_low"] <= run["sps"] <= run["sps_high"]
+    assert run["share"] == pytest.approx(100 * run["sps"] / run["bound"])
+    # Parts alone on one core are the fastest there is, give or take the noise.
+    assert run["share"] < 150
+    assert 0 < run["cores_used"] < cores + 0.5
+    per_step = run["learner_cpu"] + run["actors_cpu"]
+    assert run["cores_used"] == pytest.approx(run["sps"] * per_step / 1e3, rel=0.5)
+    assert 50 < run["memory"] < 4000
+    assert "wait" in run["waited"]
+    assert run["status"] == 130
