@@ -753,13 +753,13 @@ def train(flags: Flags) -> int:
             signal.set_wakeup_fd(old_wakeup)
             os.close(wake_reader)
             os.close(wake_writer)
+            log.info(
+                "%s at step %d, %d games, mean return of the last %d: %s",
+                "Finished" if successful else "Stopped",
+                *(learner.step, learner.games, len(learner.game_returns)),
+                format_return(learner.mean_return()),
+            )
             writer.close(successful)
-    log.info(
-        "%s at step %d, %d games, mean return of the last %d: %s",
-        "Finished" if successful else "Stopped",
-        *(learner.step, learner.games, len(learner.game_returns)),
-        "none" if learner.mean_return() is None else f"{learner.mean_return():.2f}",
-    )
     return 0 if successful else stop_signal
 
 
@@ -808,10 +808,9 @@ class Status:
         if sps is None or time.monotonic() - self.last < interval:
             return
         self.last = time.monotonic()
-        mean_return = learner.mean_return()
         numbers = {
             "SPS": f"{sps:,.0f}",
-            "return": "-" if mean_return is None else f"{mean_return:.2f}",
+            "return": format_return(learner.mean_return()),
             "games": str(learner.games),
             "lag": f"{learner.policy_lag:.1f}",
             "queued": str(queued),
@@ -827,6 +826,10 @@ class Status:
             ", ".join(f"{k} {v}" for k, v in numbers.items()),
             time.strftime("%H:%M:%S", time.gmtime(left)),
         )
+
+
+def format_return(mean_return: float | None) -> str:
+    return "-" if mean_return is None else f"{mean_return:.2f}"
 
 
 def who_waited(timings: Timings, actors: Actors) -> str:
