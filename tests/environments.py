@@ -1,0 +1,179 @@
+"""Small environments with spaces of every kind: --env environments:GridWorld.
+
+Each has a short best policy and a known best return, so that they can be learned too.
+"""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+
+class GridWorld(gym.Env):
+    """Walk to the goal; images and vectors nested in a Dict, Discrete actions.
+
+    Reward 1 at the goal, which ends the episode, -0.01 a step before; truncated after
+    LIMIT steps. info tells the distance that is left, in steps.
+    """
+
+    HEIGHT, WIDTH = 8, 9
+    LIMIT = 30
+    MOVES = ((-1, 0), (1, 0), (0, -1), (0, 1))
+
+    def __init__(self) -> None:
+        shape = (self.HEIGHT, self.WIDTH, 2)
+        high = np.array([self.HEIGHT - 1, self.WIDTH - 1], np.float32)
+        self.observation_space = spaces.Dict(
+            {
+                "map": spaces.Box(0, 255, shape, np.uint8),
+                "self": spaces.Dict(
+                    {
+                        "position": spaces.Box(np.zeros_like(high), high),
+                        "moved": spaces.Discrete(2),
+                    }
+                ),
+            }
+        )
+        self.action_space = spaces.Discrete(len(self.MOVES))
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        super().reset(seed=seed)
+        size = self.HEIGHT * self.WIDTH
+        start, goal = self.np_random.choice(size, 2, replace=False)
+        self.position = np.array(divmod(int(start), self.WIDTH))
+        self.goal = np.array(divmod(int(goal), self.WIDTH))
+        self.steps = 0
+        return self._observation(moved=False), {"distance": self._distance()}
+
+    def step(
+        self, action: int
+    ) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        before = self.position
+        limits = (self.HEIGHT - 1, self.WIDTH - 1)
+        self.position = np.clip(before + self.MOVES[action], 0, limits)
+        self.steps += 1
+        distance = self._distance()
+        return (
+            self._observation(moved=bool((self.position != before).any())),
+            1.0 if distance == 0 else -0.01,
+            distance == 0,
+            self.steps >= self.LIMIT,
+            {"distance": distance},
+        )
+
+    def _distance(self) -> int:
+        return int(np.abs(self.position - self.goal).sum())
+
+    def _observation(self, moved: bool) -> dict[str, Any]:
+        board = np.zeros((self.HEIGHT, self.WIDTH, 2), np.uint8)
+        board[(*self.position, 0)] = 255
+        board[(*self.goal, 1)] = 255
+        position = self.position.astype(np.float32)
+        return {"map": board, "self": {"position": position, "moved": int(moved)}}
+
+
+class Locks(gym.Env):
+    """Set every dial as shown; MultiDiscrete observations and actions.
+
+    Reward: the share of the dials set right. An episode takes LENGTH steps.
+    """
+
+    DIALS = (3, 2, 4)
+    LENGTH = 7
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.MultiDiscrete(self.DIALS)
+        self.action_space = spaces.MultiDiscrete(self.DIALS)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        self.shown = self.np_random.integers(self.DIALS)
+        return self.shown, {}
+
+    def step(
+        self, action: np.ndarray
+    ) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(np.asarray(action)), action
+        reward = float(np.mean(action == self.shown))
+        self.steps += 1
+        self.shown = self.np_random.integers(self.DIALS)
+        return self.shown, reward, self.steps >= self.LENGTH, False, {}
+
+
+class Steering(gym.Env):
+    """Steer a point to the origin; continuous actions of uneven range.
+
+    Reward: 1 at the origin, exp(-distance) elsewhere. An episode takes LENGTH steps.
+    """
+
+    LENGTH = 9
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Box(-3.0, 3.0, (2,), np.float64)
+        low, high = np.array([-1.0, -0.5]), np.array([1.0, 2.0])
+        self.action_space = spaces.Box(low, high, dtype=np.float64)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        self.point = self.np_random.uniform(-1, 1, 2)
+        return self.point, {}
+
+    def step(
+        self, action: np.ndarray
+    ) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        # A policy over real numbers draws actions beyond the bounds; whoever steps the
+        # environment has to clip them.
+        low, high = self.action_space.low - 1e-5, self.action_space.high + 1e-5
+        assert (low <= action).all(), action
+        assert (action <= high).all(), action
+        self.point = np.clip(self.point + action, -3.0, 3.0)
+        self.steps += 1
+        reward = float(np.exp(-np.linalg.norm(self.point)))
+        return self.point, reward, self.steps >= self.LENGTH, False, {}
+
+
+class Recall(gym.Env):
+    """Name the digit that was shown first; a Tuple observation, Discrete from 1.
+
+    The digit is shown in the first observation only, 0 after it; the second part says
+    how many steps are left. Reward 1 for the right digit in the last step.
+    """
+
+    DIGITS = 3
+    LENGTH = 4
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Tuple(
+            (spaces.Discrete(self.DIGITS + 1), spaces.MultiBinary(self.LENGTH))
+        )
+        self.action_space = spaces.Discrete(self.DIGITS, start=1)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        self.digit = int(self.np_random.integers(1, self.DIGITS + 1))
+        return self._observation(self.digit), {}
+
+    def step(
+        self, action: int
+    ) -> tuple[tuple[Any, ...], float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(int(action)), action
+        self.steps += 1
+        over = self.steps == self.LENGTH
+        reward = float(over and action == self.digit)
+        return self._observation(0), reward, over, False, {}
+
+    def _observation(self, shown: int) -> tuple[Any, ...]:
+        left = np.arange(self.LENGTH) < self.LENGTH - self.steps
+        return shown, left.astype(np.int8)
