@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ log = logging.getLogger("torchbeast.monobeast")
 
 STATUS_SECONDS = 5.0  # between two status lines where there is no terminal
 SHUTDOWN_SECONDS = 5.0  # granted to actors and learner threads to end by themselves
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 # --- Actors ---------------------------------------------------------------------------
@@ -69,23 +70,40 @@ def act(
     saved: dict[str, Any] | None,
 ) -> None:
     """The actor process: does what the learner says, until the learner is gone."""
-    # A Ctrl-C reaches every process of the terminal; the learner decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A Ctrl-C reaches every process of the terminal, a batch system's SIGTERM too; the
+    # learner decides what they mean. They come blocked, see Actors.
+    for number in STOP_SIGNALS:
+        # Not SIG_IGN, which programs that an environment starts would inherit.
+        signal.signal(number, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck actor
+    threading.Thread(target=end_after_learner, daemon=True).start()
     torch.set_num_threads(1)
     try:
-        run_actor(flags, index, pipe, buffers, weights_memory, progress, saved)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the learner is gone, or has closed the pipe to end this process
+        env = Environment(flags, flags.envs_per_actor, index * flags.envs_per_actor)
+        with contextlib.closing(env):
+            run_actor(flags, index, env, pipe, buffers, weights_memory, progress, saved)
     except BaseException:
+        # Nobody hears it where the learner is gone or has closed the pipe, which is how
+        # it ends this process.
         with contextlib.suppress(OSError):
             pipe.send(("error", traceback.format_exc()))
+
+
+def end_after_learner() -> None:
+    """Ends this actor some time after the learner, even if its environment hangs."""
+    learner = mp.parent_process()
+    assert learner is not None
+    connection.wait([learner.sentinel])
+    time.sleep(SHUTDOWN_SECONDS / 2)
+    os._exit(1)
 
 
 @torch.inference_mode()
 def run_actor(
     flags: Flags,
     index: int,
+    env: Environment,
     pipe: connection.Connection,
     buffers: dict[str, Nested],
     weights_memory: torch.Tensor,
@@ -93,8 +111,7 @@ def run_actor(
     saved: dict[str, Any] | None,
 ) -> None:
     """Fills slots: E environments make E rollouts of rows 0..T at a time."""
-    E, T = flags.envs_per_actor, flags.unroll_length
-    env = Environment(flags, E, first_index=index * E)
+    E, T = env.num_envs, flags.unroll_length
     model = make_model(flags, env, torch.device("cpu"))
     weights = Weights(model, weights_memory)  # as the learner's model lays them out
     if flags.precision == "bf16":
@@ -310,21 +327,31 @@ class Actors:
         self._seen = [(-1, 0.0)] * flags.num_actors  # progress, and when it was new
         self._awake = 0.0  # seconds; stands still while the whole run is suspended
         self._looked = time.monotonic()
-        for index in range(flags.num_actors):
-            pipe, actor_pipe = context.Pipe()
-            process = context.Process(
-                target=act,
-                name=f"actor-{index}",
-                args=(
-                    *(flags, index, actor_pipe, buffers, weights.memory),
-                    *(self.progress, saved[index] if saved else None),
-                ),
-                daemon=True,
-            )
-            process.start()
-            actor_pipe.close()
-            self.pipes.append(pipe)
-            self.processes.append(process)
+        # What is started here inherits which signals are blocked: a Ctrl-C would kill
+        # processes that are not yet far enough to ignore it.
+        resource_tracker.ensure_running()  # unblocks them, so it has to come first
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            for index in range(flags.num_actors):
+                pipe, actor_pipe = context.Pipe()
+                self.pipes.append(pipe)
+                process = context.Process(
+                    target=act,
+                    name=f"actor-{index}",
+                    args=(
+                        *(flags, index, actor_pipe, buffers, weights.memory),
+                        *(self.progress, saved[index] if saved else None),
+                    ),
+                    daemon=True,
+                )
+                process.start()
+                self.processes.append(process)
+                actor_pipe.close()
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def unroll(self, index: int, slots: list[int]) -> None:
         """Has an idle actor fill the slots, acting with the newest weights."""
