@@ -1,0 +1,165 @@
+"""The edits of docs/forking.md: each is applied to a copy of the tree and trained."""
+
+import math
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+import runs
+import torch
+
+DOCUMENT = runs.ROOT / "docs" / "forking.md"
+PATCHES = runs.ROOT / "docs" / "forking"
+
+
+class Fork:
+    """A copy of the tree with one patch applied."""
+
+    def __init__(self, path, patch):
+        self.path = path / "tree"
+        self.savedir = path / "runs"
+        # Neither a repository around the copy nor that of a hook may answer.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+        environment["GIT_CEILING_DIRECTORIES"] = str(path)
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=runs.ROOT,
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        for name in filter(None, listed.stdout.split("\0")):
+            if (runs.ROOT / name).is_file():  # not deleted, nor a submodule
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(runs.ROOT / name, self.path / name)
+        before = self.read_sources()
+        applied = subprocess.run(
+            ["git", "apply", PATCHES / f"{patch}.patch"],
+            cwd=self.path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if applied.returncode:
+            pytest.fail(
+                f"docs/forking/{patch}.patch no longer applies:\n{applied.stderr}"
+                "The end of docs/forking.md says how to make it anew.",
+                pytrace=False,
+            )
+        after = self.read_sources()
+        self.files = {
+            str(path.relative_to(self.path))
+            for path in before.keys() | after.keys()
+            if before.get(path) != after.get(path)
+        }
+
+    def read_sources(self):
+        return {path: path.read_bytes() for path in self.path.rglob("*.py")}
+
+    def train(self, **flags):
+        """Trains in the copy and returns the rows of logs.csv."""
+        paths = [str(self.path), str(self.path / "tests")]
+        done = subprocess.run(
+            runs.command(self.savedir, "fork", **{**runs.SMALL, **flags}),
+            cwd=self.path,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "OMP_NUM_THREADS": "1",
+            },
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return runs.read_logs(self.savedir, "fork")
+
+    def checkpoint(self):
+        return torch.load(self.savedir / "fork" / "model.tar", weights_only=True)
+
+
+def column(rows, name):
+    return [float(row[name]) for row in rows]
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def test_another_torso(tmp_path):
+    fork = Fork(tmp_path, "torso")
+    assert fork.files == {"torchbeast/model.py"}
+    fork.train(env="environments:GridWorld", model="attention", total_steps=50)
+    state = fork.checkpoint()["model_state_dict"]
+    position = state["images.0.torso.position"]
+    assert position.shape == ((8 // 2) * (9 // 2), 64)
+    assert position.abs().max() > 0  # it began at 0, so it was trained
+
+
+def test_an_auxiliary_loss_with_its_own_head(tmp_path):
+    fork = Fork(tmp_path, "auxiliary_loss")
+    assert fork.files == {"torchbeast/model.py"}
+    rows = fork.train()
+    for row in rows:
+        parts = ("pg_loss", "baseline_loss", "entropy_loss", "reward_loss")
+        total = sum(float(row[name]) for name in parts)
+        assert float(row["total_loss"]) == pytest.approx(total, rel=1e-4, abs=1e-3)
+    # CartPole's reward is always 1: nothing is easier to predict.
+    losses = column(rows, "reward_loss")
+    assert mean(losses[-10:]) < 0.5 * mean(losses[:5])
+    assert fork.checkpoint()["model_state_dict"]["next_reward.weight"].shape[0] == 1
+
+
+def test_a_field_of_the_info_that_reaches_the_loss(tmp_path):
+    fork = Fork(tmp_path, "field")
+    assert fork.files == {"torchbeast/core/environment.py", "torchbeast/core/losses.py"}
+    num_envs = 4
+    rows = fork.train(
+        env="BreakoutNoFrameskip-v4",
+        **{"no-life_loss": True},
+        num_actors=1,
+        envs_per_actor=num_envs,
+        batch_size=num_envs,
+        unroll_length=50,
+        total_steps=1600,
+    )
+    # Breakout gives five lives: finished games lost them all, running ones some.
+    games = int(rows[-1]["games"])
+    assert games > 0
+    lost = sum(column(rows, "lives_lost"))
+    assert 5 * games <= lost <= 5 * games + 4 * num_envs
+    assert all(0 < lives <= 5 for lives in column(rows, "mean_lives"))
+
+
+def test_another_optimizer_and_schedule(tmp_path):
+    fork = Fork(tmp_path, "optimizer")
+    assert fork.files == {"torchbeast/core/optim.py"}
+    peak = 0.002
+    rates = column(fork.train(learning_rate=peak), "learning_rate")
+    assert len(rates) == 60
+    assert rates[:6] == pytest.approx([peak * (i + 1) / 6 for i in range(6)])
+    falling = [peak * math.cos(math.pi / 2 * i / 54) ** 2 for i in range(54)]
+    assert rates[6:] == pytest.approx(falling)
+    moments = fork.checkpoint()["optimizer_state_dict"]["state"][0]
+    assert {"exp_avg", "exp_avg_sq"} <= moments.keys()  # of Adam
+
+
+def test_the_document_shows_the_patches():
+    """Every patch is linked, and what a section quotes stands in its patch."""
+    text = DOCUMENT.read_text()
+    linked = re.findall(r"\(forking/(\w+)\.patch\)", text)
+    assert sorted(linked) == sorted(path.stem for path in PATCHES.glob("*.patch"))
+    for section in text.split("\n## ")[1:]:
+        for quote in re.findall(r"```diff\n(.*?)```", section, re.DOTALL):
+            (name,) = re.findall(r"\(forking/(\w+)\.patch\)", section)
+            patch = (PATCHES / f"{name}.patch").read_text().splitlines()
+            missing = [line for line in quote.splitlines() if line not in patch]
+            assert not missing, f"docs/forking.md quotes what {name}.patch lacks"
+
+
+def test_the_document_names_files_that_exist():
+    for name in re.findall(r"torchbeast/[\w/]+\.py", DOCUMENT.read_text()):
+        assert (runs.ROOT / name).is_file(), name
