@@ -188,8 +188,7 @@ def test_order_of_a_dict_observation_does_not_count():
 @pytest.mark.parametrize("observation", ["discrete", "multi_discrete"])
 def test_integers_are_one_hot_from_their_start(observation):
     space = OBSERVATION_SPACES[observation]
-    first = spaces.Dict({"x": space}).spaces["x"]
-    net = Net(first, ACTION_SPACES["discrete"])
+    net = Net(space, ACTION_SPACES["discrete"])
     encoded = []
     net.vector.mlp.register_forward_pre_hook(lambda _, x: encoded.append(x[0]))
     rows = make_rows(space, ACTION_SPACES["discrete"])
@@ -435,7 +434,9 @@ def test_encoders_stored_in_bf16_equal_autocast(observation, torso):
     acting = Net(space, ACTION_SPACES["discrete"], torso, use_lstm=True, bf16=True)
     acting.encoders_to(torch.bfloat16)
     acting.load_state_dict(weights)
-    assert {p.dtype for p in acting.images.parameters()} == {torch.bfloat16}
+    encoders = [*acting.images, *([acting.vector] if acting.vector else [])]
+    for encoder in encoders:
+        assert {p.dtype for p in encoder.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in acting.core.parameters()} == {torch.float32}
     with torch.inference_mode():
         assert_same(acting(rows, state)[0], net(rows, state)[0], rtol=0, atol=0)
