@@ -96,7 +96,9 @@ class ImageEncoder(nn.Module):
         dtype = next(self.torso.parameters()).dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-        x = x.to(dtype, memory_format=torch.channels_last) * self.scale
+        # Reordered while the pixels are bytes, and scaled in place: a copy less.
+        x = x.contiguous(memory_format=torch.channels_last)
+        x = x.to(dtype, copy=True).mul_(self.scale)
         return self.torso(x)
 
 
@@ -118,7 +120,8 @@ class VectorEncoder(nn.Module):
         vectors = [
             flatten_leaf(part, x) for part, x in zip(self.parts, xs, strict=True)
         ]
-        return self.mlp(torch.cat(vectors, dim=-1))
+        dtype = next(self.mlp.parameters()).dtype
+        return self.mlp(torch.cat(vectors, dim=-1).to(dtype))
 
 
 class Net(nn.Module):
@@ -166,6 +169,7 @@ class Net(nn.Module):
         self.images.to(dtype)
         if self.vector:
             self.vector.to(dtype)
+        self.bf16 = False  # nothing is left to cast
 
     def initial_state(self, batch_size: int) -> State:
         """The recurrent state of new episodes: tensors [layers, B, hidden], or ()."""

@@ -21,6 +21,7 @@ import ctypes
 import faulthandler
 import logging
 import os
+import pickle
 import queue
 import signal
 import statistics
@@ -41,7 +42,11 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchbeast.core import checkpoint, rollout
 from torchbeast.core import flags as flags_lib
-from torchbeast.core.environment import Environment
+from torchbeast.core.environment import (
+    Environment,
+    UnknownEnvironmentError,
+    UnsupportedSpaceError,
+)
 from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.losses import impala_loss
@@ -67,7 +72,7 @@ def act(
     buffers: dict[str, Nested],
     weights_memory: torch.Tensor,
     progress: torch.Tensor,
-    saved: dict[str, Any] | None,
+    saved: bytes | None,
 ) -> None:
     """The actor process: does what the learner says, until the learner is gone."""
     # A Ctrl-C reaches every process of the terminal, a batch system's SIGTERM too; the
@@ -108,7 +113,7 @@ def run_actor(
     buffers: dict[str, Nested],
     weights_memory: torch.Tensor,
     progress: torch.Tensor,
-    saved: dict[str, Any] | None,
+    saved: bytes | None,
 ) -> None:
     """Fills slots: E environments make E rollouts of rows 0..T at a time."""
     E, T = env.num_envs, flags.unroll_length
@@ -148,29 +153,27 @@ def run_actor(
     state_before: State = ()  # state before and after it
     state: State = ()
     if saved is not None:
-        env.load_state_dict(saved["env"])
-        generator.set_state(saved["generator"])
-        row, version = map_nested(torch.Tensor.numpy, saved["row"]), saved["version"]
-        state_before, state = saved["state_before"], saved["state"]
+        old = pickle.loads(saved)
+        env.load_state_dict(old["env"])
+        generator.set_state(old["generator"])
+        row, version = map_nested(torch.Tensor.numpy, old["row"]), old["version"]
+        state_before, state = old["state_before"], old["state"]
 
     while True:
         timings.reset()
         command, *arguments = pipe.recv()
         timings.time("wait")
         if command == "save":
-            pipe.send(
-                (
-                    "saved",
-                    {
-                        "env": env.state_dict(),
-                        "generator": generator.get_state(),
-                        "row": map_nested(torch.from_numpy, row),
-                        "version": version,
-                        "state_before": state_before,
-                        "state": state,
-                    },
-                )
-            )
+            current = {
+                "env": env.state_dict(),
+                "generator": generator.get_state(),
+                "row": map_nested(torch.from_numpy, row),
+                "version": version,
+                "state_before": state_before,
+                "state": state,
+            }
+            # As bytes: tensors would go through shared memory, which may be full.
+            pipe.send(("saved", pickle.dumps(current)))
             continue
         slots, bank, version = arguments
         weights.read(bank, model)
@@ -322,7 +325,7 @@ class Actors:
         self.progress = rollout.create_buffers(spec, (flags.num_actors,))
         self.pipes: list[connection.Connection] = []
         self.processes: list[Any] = []
-        self.idle = set(range(flags.num_actors))
+        self.idle = list(range(flags.num_actors))  # who waits longest comes first
         self.timings: list[dict[str, float]] = [{} for _ in self.idle]
         self._seen = [(-1, 0.0)] * flags.num_actors  # progress, and when it was new
         self._awake = 0.0  # seconds; stands still while the whole run is suspended
@@ -340,7 +343,7 @@ class Actors:
                     name=f"actor-{index}",
                     args=(
                         *(flags, index, actor_pipe, buffers, weights.memory),
-                        *(self.progress, saved[index] if saved else None),
+                        *(self.progress, pickle.dumps(saved[index]) if saved else None),
                     ),
                     daemon=True,
                 )
@@ -371,7 +374,7 @@ class Actors:
             if pipe in ready or sentinels[index] in ready:
                 for message in self._receive(index):
                     if message[0] == "done":
-                        self.idle.add(index)
+                        self.idle.append(index)
                         self.timings[index] = message[2]
                         yield index, message[1]
         self._check_stuck()
@@ -385,7 +388,7 @@ class Actors:
             if not pipe.poll(self.timeout):
                 self._raise_stuck(index)
             (message,) = self._receive(index)
-            states.append(message[1])
+            states.append(pickle.loads(message[1]))
         return states
 
     def stop(self) -> None:
@@ -595,12 +598,14 @@ def learn(
 def train(flags: Flags) -> int:
     """Trains until flags.total_steps, or until SIGINT or SIGTERM.
 
+    However it ends, no process and no shared memory is left behind, and meta.json tells
+    of it. A checkpoint is saved where that makes sense.
+
     Returns:
-      0 if the run is finished, else the number of the signal that ended it.
+      The exit status: 0 finished, 1 failed (the log says why), 128 + n for signal n.
 
     Raises:
-      Whatever ended the run. A checkpoint is saved first where that makes sense, and no
-      process or shared memory is left behind.
+      What keeps the run from starting, before anything is written to its folder.
     """
     checkpoint_path = Path(flags.savedir, flags.xpid, "model.tar")
     saved = None
@@ -676,39 +681,58 @@ def train(flags: Flags) -> int:
     def on_signal(number: int, frame: Any) -> None:
         nonlocal stop_signal
         if stop_signal:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)  # the second time: don't wait, don't save
         stop_signal = number
         log.warning("%s: ending the run.", signal.Signals(number).name)
 
-    def save() -> None:
+    def save() -> bool:
+        """Saves a checkpoint; False if the run is to end in the middle of an update."""
         if flags.disable_checkpoint:
-            return
-        with learn_lock:
+            return True
+        while not learn_lock.acquire(timeout=1.0):
+            if stop_signal:
+                return False
+        try:
             state = learner.state_dict() | {"flags": flags.as_dict()}
             if flags.sync and actors:
                 state["actors"] = actors.save()
             checkpoint.save(checkpoint_path, state)
+        finally:
+            learn_lock.release()
         log.info("Saved %s at step %d.", checkpoint_path, learner.step)
+        return True
+
+    def end_threads() -> bool:
+        """Has the learner threads end; False if one is still busy."""
+        with contextlib.suppress(queue.Empty):
+            while True:  # not what is left to learn from
+                batches.get_nowait()
+        for _ in threads:
+            batches.put(None)
+        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        for thread in threads:
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
 
     writer = FileWriter(
         flags.savedir, flags.xpid, flags.as_dict(), learner.step if saved else None
     )
-    board = make_board(flags, writer.path) if flags.tensorboard else None
-    log.info("Run %s; files in %s", flags.xpid, writer.path)
-    if saved:
-        log.info("Resuming at step %d.", learner.step)
+    old_handlers = {number: signal.signal(number, on_signal) for number in STOP_SIGNALS}
+    old_wakeup = signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     threads = [
         threading.Thread(target=learner_thread, name=f"learner-{i}", daemon=True)
         for i in range(1 if flags.sync else flags.num_learner_threads)
     ]
-    old_handlers = {
-        number: signal.signal(number, on_signal)
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    old_wakeup = signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-    actors = None
-    successful = worth_saving = False
+    actors = board = None
+    status = 1
+    worth_saving = False
     try:
+        log.info("Run %s; files in %s", flags.xpid, writer.path)
+        if saved:
+            log.info("Resuming at step %d.", learner.step)
+        if flags.tensorboard:
+            board = make_board(flags, writer.path)
         actor_flags = flags
         if saved and not flags.sync:  # no episode and no noise is seen twice
             actor_flags = flags.replace(seed=derive_seed(flags.seed, learner.step))
@@ -716,7 +740,7 @@ def train(flags: Flags) -> int:
         for thread in threads:
             thread.start()
         worth_saving = True
-        status = Status(flags, learner)
+        display = Status(flags, learner)
         last_save = time.monotonic()
         round_slots: dict[int, list[int]] = {}  # sync: what each actor has filled
         timings.reset()
@@ -726,10 +750,10 @@ def train(flags: Flags) -> int:
             turn = not flags.sync or len(free) == flags.num_buffers
             if turn and (stop_signal or learner.step >= flags.total_steps):
                 break
-            if turn and time.monotonic() - last_save > flags.checkpoint_interval:
-                save()
+            due = time.monotonic() - last_save > flags.checkpoint_interval
+            if turn and due and save():
                 last_save = time.monotonic()
-            for index in sorted(actors.idle) if turn else ():
+            for index in actors.idle[:] if turn else ():
                 if len(free) >= flags.envs_per_actor:
                     actors.unroll(
                         index, [free.popleft() for _ in range(flags.envs_per_actor)]
@@ -746,48 +770,47 @@ def train(flags: Flags) -> int:
                 batches.put([filled.popleft() for _ in range(flags.batch_size)])
             if errors:
                 raise errors[0]
-            status.show(len(filled) + batches.qsize() * flags.batch_size)
-        successful = learner.step >= flags.total_steps
-    except checkpoint.CheckpointError:
-        worth_saving = False  # what failed once would fail again
-        raise
-    except BaseException:
-        worth_saving &= not flags.sync  # only whole turns resume exactly
-        raise
+            display.show(len(filled) + batches.qsize() * flags.batch_size)
+        finished = learner.step >= flags.total_steps
+        status = 0 if finished else 128 + stop_signal
+    except BaseException as error:
+        status = report(error)
+        # In sync mode only whole turns resume; a save that failed would fail again.
+        unwanted = isinstance(error, checkpoint.CheckpointError | KeyboardInterrupt)
+        worth_saving = worth_saving and not flags.sync and not unwanted
+    try:
+        ended = end_threads()
+        if errors and status != 1:  # after the last turn
+            status = report(errors[0])
+        if not ended:
+            log.error("A learner thread is still busy: its state is not saved.")
+            status = 1
+        elif worth_saving:
+            save()
+    except BaseException as error:
+        status = report(error)
     finally:
-        try:
-            for _ in threads:
-                batches.put(None)
-            deadline = time.monotonic() + SHUTDOWN_SECONDS
-            for thread in threads:
-                if thread.is_alive():
-                    thread.join(max(0.0, deadline - time.monotonic()))
-            if any(thread.is_alive() for thread in threads):
-                log.error("A learner thread did not end; not saving its state.")
-            elif worth_saving:
-                save()
-        except BaseException:
-            successful = False
-            raise
-        finally:
-            if actors:
-                actors.stop()
-                log.info("%s", who_waited(timings, actors))
-            if board:
-                board.close()
-            for number, handler in old_handlers.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(old_wakeup)
+        for number in STOP_SIGNALS:  # what comes now has its limits
+            signal.signal(number, signal.SIG_IGN)
+        if actors:
+            actors.stop()
+            log.info("%s", who_waited(timings, actors))
+        if board:
+            board.close()
+        log.info(
+            "%s at step %d, %d games, mean return of the last %d: %s",
+            "Failed" if status == 1 else "Stopped" if status else "Finished",
+            *(learner.step, learner.games, len(learner.game_returns)),
+            format_return(learner.mean_return()),
+        )
+        writer.close(status == 0)
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(old_wakeup)
+        if not any(thread.is_alive() for thread in threads):
             os.close(wake_reader)
             os.close(wake_writer)
-            log.info(
-                "%s at step %d, %d games, mean return of the last %d: %s",
-                "Finished" if successful else "Stopped",
-                *(learner.step, learner.games, len(learner.game_returns)),
-                format_return(learner.mean_return()),
-            )
-            writer.close(successful)
-    return 0 if successful else stop_signal
+    return status
 
 
 def load_checkpoint(path: Path, flags: Flags) -> dict[str, Any]:
@@ -1045,8 +1068,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with logging_redirect_tqdm():
             if flags.mode == "train":
                 flags = resolve_layout(flags_lib.resolve(flags)).freeze()
-                number = train(flags)
-                return 128 + number if number else 0
+                return train(flags)
             xpid = flags.xpid or "latest"
             path = Path(os.path.expanduser(flags.savedir), xpid, "model.tar")
             saved = checkpoint.load(path)
@@ -1054,20 +1076,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             flags.xpid = None
             test(flags_lib.resolve(flags).freeze(), saved["model_state_dict"])
             return 0
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except EXPECTED_ERRORS as error:
-        log.error("%s: %s", type(error).__name__, error)
-    except Exception:
-        log.exception("The run failed.")
-    return 1
+    except (Exception, KeyboardInterrupt) as error:
+        return report(error)
 
 
 # What a person can put right: the message says it all, a traceback would only hide it.
 EXPECTED_ERRORS = (
-    *(FlagError, ActorError, checkpoint.CheckpointError, rollout.SharedMemoryError),
-    *(FileExistsError,),
+    *(FlagError, UnknownEnvironmentError, UnsupportedSpaceError, ActorError),
+    *(checkpoint.CheckpointError, rollout.SharedMemoryError),
+    *(FileExistsError, BlockingIOError),  # of a run's folder
 )
+
+
+def report(error: BaseException) -> int:
+    """Says in the log what ended the run; returns the exit status for it."""
+    if isinstance(error, KeyboardInterrupt):
+        log.warning("Interrupted: nothing is saved any more.")
+        return 128 + (error.args[0] if error.args else signal.SIGINT)
+    if isinstance(error, EXPECTED_ERRORS):
+        log.error("%s: %s", type(error).__name__, error)
+    else:
+        log.error("The run failed.", exc_info=error)
+    return 1
 
 
 if __name__ == "__main__":

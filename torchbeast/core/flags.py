@@ -175,7 +175,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     )
 
     add = parser.add_argument_group("layout").add_argument
-    add("--num_actors", type=int, default=4, help="actor processes")
+    add("--num_actors", type=int, default=2, help="actor processes")
     add("--batch_size", type=int, default=8, help="rollouts a learner batch")
     add("--unroll_length", type=int, default=20, help="steps a rollout")
     add("--disable_cuda", action="store_true", help="learn on the CPU")
