@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,6 +63,18 @@ def finish(process: subprocess.Popen, timeout: float = 100) -> str:
         output, _ = process.communicate()
         raise AssertionError(f"no end after {timeout} s:\n{output}") from None
     return output
+
+
+def wait_for_rows(
+    process: subprocess.Popen, savedir: Path, xpid: str, rows: int, timeout: float = 60
+) -> None:
+    """Waits until a run has logged some updates; fails if it ends before."""
+    logs = savedir / xpid / "logs.csv"
+    deadline = time.monotonic() + timeout
+    while not logs.exists() or logs.read_text().count("\n") <= rows:
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < deadline, f"no {rows} updates after {timeout} s"
+        time.sleep(0.02)
 
 
 def run(savedir: Path, xpid: str, timeout: float = 100, **flags: object) -> str:

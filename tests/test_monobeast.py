@@ -65,11 +65,7 @@ def test_stopped_and_resumed_equals_not_stopped(savedir, env, use_lstm):
     runs.run(savedir, "whole", **flags)
     process = runs.start(savedir, "parts", **flags)
     # Stop it in the middle: after the first lines of the log, before the last.
-    logs = savedir / "parts" / "logs.csv"
-    while process.poll() is None and not (
-        logs.exists() and logs.read_text().count("\n") > 7
-    ):
-        pass
+    runs.wait_for_rows(process, savedir, "parts", 7)
     process.send_signal(signal.SIGINT)
     output = runs.finish(process)
     stopped_at = len(runs.read_logs(savedir, "parts"))
@@ -99,6 +95,7 @@ def test_asynchronous_run_goes_on_where_it_was(savedir):
     output = runs.finish(process)
     assert process.returncode == 1
     assert "--total_steps 600 -> 900" in output
+    more["learning_rate"] = 0.0003
     runs.run(savedir, "a", **more, allow_flag_changes=True)
     rows = runs.read_logs(savedir, "a")
     assert [int(row["_tick"]) for row in rows] == list(range(90))
@@ -106,6 +103,8 @@ def test_asynchronous_run_goes_on_where_it_was(savedir):
     assert int(rows[60]["episodes"]) >= int(rows[59]["episodes"]) > 0
     saved = torch.load(savedir / "a" / "model.tar", weights_only=True)
     assert saved["scheduler_state_dict"]["last_epoch"] == 90
+    # The new rate and the new end count from where the run was.
+    assert float(rows[60]["learning_rate"]) == pytest.approx(0.0003 * (1 - 600 / 900))
 
 
 @pytest.mark.parametrize("use_lstm", [None, True])

@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
@@ -488,6 +489,7 @@ class Learner:
 
     def __init__(self, flags: Flags, env: Environment) -> None:
         torch.manual_seed(flags.seed)
+        self.flags = flags
         self.device = flags_lib.learner_device(flags)
         self.model = make_model(flags, env, self.device)
         self.optimizer, self.scheduler = make_optimizer(self.model, flags)
@@ -518,11 +520,24 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model_state_dict"])
-        self.optimizer.load_state_dict(state["optimizer_state_dict"])
-        self.scheduler.load_state_dict(state["scheduler_state_dict"])
         checkpoint.set_rng_state(state["rng"])
         stats = state["stats"]
         self.step, self.version = stats["step"], stats["version"]
+        optimizer_state = state["optimizer_state_dict"]
+        if flags_lib.changed(state["flags"], self.flags):
+            # The new flags' settings and schedule win over the saved ones.
+            optimizer_state["param_groups"] = self.optimizer.state_dict()[
+                "param_groups"
+            ]
+            self.optimizer.load_state_dict(optimizer_state)
+            updates = self.step // (self.flags.batch_size * self.flags.unroll_length)
+            with warnings.catch_warnings():  # of a schedule that runs ahead
+                warnings.simplefilter("ignore", UserWarning)
+                for _ in range(updates):
+                    self.scheduler.step()
+        else:
+            self.optimizer.load_state_dict(optimizer_state)
+            self.scheduler.load_state_dict(state["scheduler_state_dict"])
         self.episodes, self.games = stats["episodes"], stats["games"]
         self.game_returns.extend(stats["game_returns"])
 
@@ -1042,7 +1057,7 @@ def resolve_layout(flags: Flags) -> Flags:
     for name in ("envs_per_actor", "num_learner_threads", "torch_threads"):
         if getattr(flags, name) < 1:
             raise FlagError(f"--{name} must be at least 1, got {getattr(flags, name)}")
-    least = max(A * E, E + B - 1)
+    least = A * E if flags.sync else max(A * E, E + B - 1)
     if flags.num_buffers < least:
         raise FlagError(
             f"--num_buffers {flags.num_buffers} is too small: {A} actors with {E} "
