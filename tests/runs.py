@@ -36,9 +36,13 @@ def command(savedir: Path, xpid: str, **flags: object) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The tests' folder on the path, so that --env can name classes of the tests."""
+    """The tests' folder on the path, so that --env can name classes of the tests.
+
+    One thread: several that wait for each other by spinning are slow on a busy machine.
+    """
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    path = os.pathsep.join(filter(None, paths))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def start(savedir: Path, xpid: str, **flags: object) -> subprocess.Popen:

@@ -309,7 +309,8 @@ def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
         sizes = space.nvec.flatten().tolist()
         parts = [F.one_hot(d, n) for d, n in zip(digits.unbind(1), sizes, strict=True)]
         return torch.cat(parts, dim=-1).float()
-    return x.float().reshape(len(x), -1)
+    scale = 255 if space.dtype == np.uint8 else 1  # bytes, like those of images
+    return x.float().reshape(len(x), -1) / scale
 
 
 def output_size(module: nn.Module, shape: tuple[int, ...]) -> int:

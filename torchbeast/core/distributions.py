@@ -156,6 +156,11 @@ class DiagonalGaussian(ActionDistribution):
         z = z.reshape(z.shape[:-1] + self.action_shape)
         return self._center.to(z.device) + self._scale.to(z.device) * z
 
+    def _from_action(self, action: torch.Tensor) -> torch.Tensor:
+        center, scale = self._center.to(action.device), self._scale.to(action.device)
+        leading = action.shape[: action.dim() - len(self.action_shape)]
+        return ((action - center) / scale).reshape(*leading, self.num_features)
+
     def sample(
         self, logits: torch.Tensor, generator: torch.Generator | None = None
     ) -> torch.Tensor:
@@ -168,7 +173,7 @@ class DiagonalGaussian(ActionDistribution):
 
     def log_prob(self, logits: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         mean, log_std = self._normal(logits)
-        z = (self.features(action) - mean) * torch.exp(-log_std)
+        z = (self._from_action(action) - mean) * torch.exp(-log_std)
         return (-0.5 * z**2 - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def entropy(self, logits: torch.Tensor) -> torch.Tensor:
@@ -176,9 +181,8 @@ class DiagonalGaussian(ActionDistribution):
         return (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
     def features(self, action: torch.Tensor) -> torch.Tensor:
-        center, scale = self._center.to(action.device), self._scale.to(action.device)
-        leading = action.shape[: action.dim() - len(self.action_shape)]
-        return ((action - center) / scale).reshape(*leading, self.num_features)
+        # Clipped: a mean that runs away would otherwise feed on itself.
+        return self._from_action(action).clamp(-1, 1)
 
 
 def make_distribution(action_space: spaces.Space) -> ActionDistribution:
