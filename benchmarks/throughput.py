@@ -77,7 +77,7 @@ def milliseconds(call: Callable[[], Any], steps: int, seconds: float) -> float:
     with its share, and a disturbance from outside does not.
     """
     call()
-    chunks = []
+    chunks: list[float] = []
     end = time.perf_counter() + seconds
     while (start := time.perf_counter()) < end or not chunks:
         calls = 0
@@ -348,6 +348,10 @@ def run_monobeast(argv: Sequence[str], args: argparse.Namespace) -> dict[str, An
 
 # --- Report ---------------------------------------------------------------------------
 
+LAYOUT = (
+    *("num_actors", "envs_per_actor", "num_buffers"),
+    *("num_learner_threads", "torch_threads"),
+)
 LINES = (
     ("environment", "environment, ms per step", "{:.3f}"),
     ("acting", "acting, ms per step", "{:.3f}"),
@@ -444,9 +448,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             flags = flags_lib.parse(monobeast.make_parser(), run_argv)
             flags = monobeast.resolve_layout(flags_lib.resolve(flags)).freeze()
             if not i and not runs:
-                layout = ("num_actors", "envs_per_actor", "num_buffers")
-                layout += ("num_learner_threads", "torch_threads")
-                layout_values = {k: getattr(flags, k) for k in layout}
+                layout = {name: getattr(flags, name) for name in LAYOUT}
             result = time_parts(flags, args.part_seconds) if args.part_seconds else {}
             result |= run_monobeast(run_argv, args)
             if args.part_seconds:
@@ -456,7 +458,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"Who waited: {result['waited']}\n", flush=True)
 
     columns = {name: medians(runs) for name, runs in results.items()}
-    print(f"Layout: {layout_values}")
+    print("Layout:", ", ".join(f"{value} {name}" for name, value in layout.items()))
     print(f"Medians of {args.repeat}:")
     ratio = None
     if len(columns) == 2:
@@ -470,7 +472,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report = {
             "machine": machine,
             "flags": mono_argv,
-            "layout": layout_values,
+            "layout": layout,
             "runs": results,
             "medians": columns,
             "ratio": ratio,
