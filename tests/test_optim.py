@@ -33,19 +33,21 @@ def update(model, optimizer, scheduler, x):
     scheduler.step()
 
 
-def test_steps_of_rmsprop():
-    """w -= lr * buffer; buffer = momentum * buffer + g / (sqrt(mean of g²) + ε)."""
-    flags = make_flags()
+@pytest.mark.parametrize("momentum", [0.3, 0.0])
+def test_steps_of_rmsprop(momentum):
+    """buffer = momentum * buffer + lr * g / sqrt(mean of g² + ε), the mean from 1."""
+    flags = make_flags(momentum=momentum)
     model, optimizer, scheduler = make(flags)
     w = model.weight.detach().numpy().copy()
-    square, buffer = np.zeros_like(w), np.zeros_like(w)
+    square, buffer = np.ones_like(w), np.zeros_like(w)
     for number in range(4):
         x = torch.randn(6, 4, dtype=torch.float64)
         update(model, optimizer, scheduler, x)
         g = model.weight.grad.numpy()
         square = flags.alpha * square + (1 - flags.alpha) * g**2
-        buffer = flags.momentum * buffer + g / (np.sqrt(square) + flags.epsilon)
-        w = w - flags.learning_rate * (1 - number / 10) * buffer
+        rate = flags.learning_rate * (1 - number / 10)
+        buffer = momentum * buffer + rate * g / np.sqrt(square + flags.epsilon)
+        w = w - buffer
         np.testing.assert_allclose(model.weight.detach(), w, rtol=1e-12)
 
 
