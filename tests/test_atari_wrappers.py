@@ -54,12 +54,12 @@ def test_make_atari_rejects_other_ids():
 @pytest.mark.parametrize(
     ("game", "steps", "expected", "changes"),
     [
-        ("Pong", 150, set(), {"sticky_actions": 0.25, "full_action_space": True}),
-        ("Breakout", 350, {"life", "game"}, {"sticky_actions": 0.25}),
-        ("Breakout", 250, {"game"}, {"life_loss": False}),
-        ("Seaquest", 450, {"life", "game"}, {}),
-        ("SpaceInvaders", 260, {"life", "truncated"}, {"max_episode_frames": 902}),
-        ("DonkeyKong", 450, {"life", "no lives"}, {}),
+        ("Pong", 120, set(), {"sticky_actions": 0.25, "full_action_space": True}),
+        ("Breakout", 150, {"life", "game"}, {"sticky_actions": 0.25}),
+        ("Breakout", 190, {"game"}, {"life_loss": False}),
+        ("Seaquest", 330, {"life", "game"}, {}),
+        ("SpaceInvaders", 240, {"life", "truncated"}, {"max_episode_frames": 902}),
+        ("Frogger", 310, {"life", "no lives", "game"}, {}),
         ("Freeway", 60, {"truncated"}, {"frame_skip": 2, "max_episode_frames": 80}),
     ],
 )
@@ -74,7 +74,8 @@ def test_native_and_python_agree(game, steps, expected, changes):
     assert native.single_observation_space == python.single_observation_space
     assert native.single_action_space == python.single_action_space
 
-    seeds = [11, 12]
+    # With 30 no-ops at most these draw other numbers than with 29 or 31.
+    seeds = [24, 28]
     observation, info = python.reset(seed=seeds)
     native_observation, native_info = native.reset(seed=seeds)
     np.testing.assert_array_equal(native_observation, observation)
