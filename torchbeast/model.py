@@ -163,6 +163,12 @@ class Net(nn.Module):
         size = self.core.hidden_size if self.core else size
         self.policy = nn.Linear(size, self.distribution.num_logits)
         self.baseline = nn.Linear(size, 1)
+        self.images.apply(initialize)
+        if self.vector:
+            self.vector.apply(initialize)
+        # Every action is about as likely as every other at first.
+        nn.init.normal_(self.policy.weight, std=0.01 / size**0.5)
+        nn.init.zeros_(self.policy.bias)
 
     def encoders_to(self, dtype: torch.dtype) -> None:
         """Stores the encoders' weights in a dtype, for acting without casts."""
@@ -311,6 +317,20 @@ def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(parts, dim=-1).float()
     scale = 255 if space.dtype == np.uint8 else 1  # bytes, like those of images
     return x.float().reshape(len(x), -1) / scale
+
+
+def initialize(module: nn.Module) -> None:
+    """Weights that keep the size of the signal from layer to layer.
+
+    PyTorch's own let what changes from frame to frame fade to a fiftieth on its way
+    through the shallow torso. A residual unit begins as the identity.
+    """
+    if isinstance(module, nn.Conv2d | nn.Linear):
+        nn.init.kaiming_normal_(module.weight, nonlinearity="relu")  # He et al. 2015
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, ResidualUnit):  # comes after its convolutions
+        nn.init.zeros_(module.conv2.weight)
 
 
 def output_size(module: nn.Module, shape: tuple[int, ...]) -> int:
