@@ -1,0 +1,110 @@
+"""What can go wrong, on demand: an environment and a learner that fail when told to.
+
+--env faulty:Environment works until the file named by FAULT_FILE exists; from then on
+it does what the file says, once a step: the name of one of its methods. So a test
+decides when a fault comes, in all environments at once.
+
+`python faulty.py ...` runs MonoBeast with a loss that does the same.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+LEARNER_FAULTS = ("raise_in_loss", "hang_in_loss")
+
+
+def wanted_fault() -> str:
+    """What the file says; nothing while there is none, or none named."""
+    with (
+        contextlib.suppress(KeyError, FileNotFoundError),
+        open(os.environ["FAULT_FILE"], encoding="utf-8") as file,
+    ):
+        return file.read().strip()
+    return ""
+
+
+class Environment(gymnasium.Env):
+    """Episodes of 9 steps with random observations and rewards."""
+
+    LENGTH = 9
+    observation_space: Any = spaces.Box(-1, 1, (3,), np.float32)
+    action_space: Any = spaces.Discrete(5)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._observation(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        self.observation, self.reward = self._observation(), float(action == 2)
+        fault = wanted_fault()
+        if fault and fault not in LEARNER_FAULTS:
+            getattr(self, fault)()
+        over = self.steps == self.LENGTH
+        return self.observation, self.reward, over, False, {}
+
+    def _observation(self) -> np.ndarray:
+        return self.np_random.uniform(-1, 1, 3).astype(np.float32)
+
+    def raise_error(self) -> None:
+        raise ValueError("the ball left the table")
+
+    def lose_connection(self) -> None:
+        raise ConnectionResetError("the simulator hung up")
+
+    def leave(self) -> None:
+        os._exit(3)
+
+    def hang(self) -> None:
+        while True:
+            time.sleep(0.1)
+
+    def nan_reward(self) -> None:
+        self.reward = float("nan")
+
+    def nan_observation(self) -> None:
+        self.observation[1] = np.nan
+
+
+class TextInDict(Environment):
+    """Has an observation space that no buffer can hold."""
+
+    observation_space = spaces.Dict({"speech": spaces.Text(8)})
+
+
+class BinaryActions(Environment):
+    """Has an action space that no policy can act in."""
+
+    action_space = spaces.MultiBinary(3)
+
+
+def main() -> int:
+    """MonoBeast with a loss that fails when FAULT_FILE says so."""
+    from torchbeast import monobeast
+
+    impala_loss = monobeast.impala_loss
+
+    def faulty_loss(*arguments: Any) -> Any:
+        fault = wanted_fault()
+        if fault == "raise_in_loss":
+            raise ZeroDivisionError("no baseline to divide by")
+        while fault == "hang_in_loss":
+            time.sleep(0.1)
+        return impala_loss(*arguments)
+
+    monobeast.impala_loss = faulty_loss
+    return monobeast.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,618 @@
+"""Whatever goes wrong, a run ends: soon, non-zero, with one message, leaving nothing.
+
+Every test starts a real run, waits until it works, brings a fault about, and then looks
+at what is left: exit status, messages, processes, shared memory, run files.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import runs
+import torch
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="looks at processes through /proc"
+)
+
+SHARED_MEMORY = pathlib.Path("/dev/shm")
+END_SECONDS = 10.0  # within which every fault ends the run, if the machine is idle
+ACTOR_TIMEOUT = 3.0
+FAULTY = pathlib.Path(__file__).with_name("faulty.py")
+
+# A run without end that saves a checkpoint more than once a second.
+FLAGS = {
+    "env": "faulty:Environment",
+    "num_actors": 2,
+    "envs_per_actor": 3,
+    "batch_size": 2,
+    "unroll_length": 50,
+    "total_steps": 10**9,
+    "checkpoint_interval": 0.5,
+    "precision": "fp32",
+    "torch_threads": 1,
+}
+
+
+class Process(NamedTuple):
+    pid: int
+    parent: int
+    command: str
+
+
+def processes_of_session(session: int) -> list[Process]:
+    """The living processes of a session, oldest first; zombies don't count."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            _, _, rest = (path / "stat").read_text().rpartition(")")
+            state, parent, _, its_session = rest.split()[:4]
+            command = (path / "cmdline").read_text().replace("\0", " ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        if int(its_session) == session and state not in "ZX":
+            started = int(rest.split()[19])
+            found.append((started, Process(int(path.name), int(parent), command)))
+    return [process for _, process in sorted(found)]
+
+
+def patience(seconds: float) -> float:
+    """A limit for an idle machine, longer where other programs keep it busy."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + patience(seconds)
+    while not condition():
+        assert time.monotonic() < deadline, f"after {seconds} s still not: {what}"
+        time.sleep(0.01)
+
+
+@functools.cache
+def mount_namespace() -> tuple[str, ...] | None:
+    """Words that run a command where it can mount; None where this is not allowed."""
+    for words in (("unshare", "--mount"), ("unshare", "--mount", "--map-root-user")):
+        test = [*words, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+        with contextlib.suppress(FileNotFoundError):
+            if subprocess.run(test, capture_output=True, check=False).returncode == 0:
+                return words
+    return None
+
+
+def small_disk(folder: pathlib.Path, size: str) -> tuple[str, ...]:
+    """Words that run a command to which `folder` is an empty disk of this size."""
+    script = 'mount -t tmpfs -o "size=$0" tmpfs "$1" && shift && exec "$@"'
+    return (*(mount_namespace() or ()), "sh", "-c", script, size, str(folder))
+
+
+class Run:
+    """A run in a session of its own, and what can be seen of it from outside."""
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        xpid: str = "run",
+        faulty_learner: bool = False,
+        prefix: Sequence[str] = (),
+        savedir: pathlib.Path | None = None,
+        **flags: Any,
+    ) -> None:
+        self.savedir = savedir or folder
+        self.xpid = xpid
+        self._disk = -1
+        self.fault_file = folder / "fault"
+        self.fault_file.unlink(missing_ok=True)
+        words = runs.command(self.savedir, xpid, **{**FLAGS, **flags})
+        if faulty_learner:
+            words[1:3] = [str(FAULTY)]
+        self.shared_memory_before = set(os.listdir(SHARED_MEMORY))
+        self._console = folder / f"console-{time.monotonic_ns()}"
+        with self._console.open("wb") as console:
+            self.process = subprocess.Popen(
+                [*prefix, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                env={**runs.environment(), "FAULT_FILE": str(self.fault_file)},
+                start_new_session=True,
+            )
+        self.pid = self.process.pid
+
+    @property
+    def path(self) -> pathlib.Path:
+        return self.savedir / self.xpid
+
+    @property
+    def checkpoint(self) -> pathlib.Path:
+        return self.path / "model.tar"
+
+    @property
+    def console(self) -> str:
+        return self._console.read_text(errors="replace")
+
+    def see_small_disk(self, folder: pathlib.Path) -> pathlib.Path:
+        """The disk that `small_disk` mounts for the run, also when the run is over."""
+        inside = pathlib.Path(f"/proc/{self.pid}/root", folder.relative_to("/"))
+        device = folder.stat().st_dev
+        self.wait_for(lambda: inside.stat().st_dev != device, f"a disk at {folder}")
+        self._disk = os.open(inside, os.O_RDONLY)  # outlives the mount
+        return pathlib.Path(f"/proc/self/fd/{self._disk}")
+
+    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
+        def condition_or_end() -> bool:
+            met = bool(condition())
+            assert met or self.process.poll() is None, f"ended early:\n{self.console}"
+            return met
+
+        wait_until(condition_or_end, what)
+
+    def wait_for_updates(self, number: int = 1) -> None:
+        """Waits until logs.csv has this many lines more."""
+        logs = self.path / "logs.csv"
+
+        def lines() -> int:
+            return logs.read_bytes().count(b"\n") if logs.exists() else 1
+
+        before = lines()
+        self.wait_for(lambda: lines() >= before + number, f"{number} updates")
+
+    def wait_for_a_checkpoint(self) -> None:
+        """Waits for one of learned weights; the first can come before an update."""
+
+        def learned() -> bool:
+            if not self.checkpoint.exists():
+                return False
+            saved = torch.load(self.checkpoint, weights_only=True)
+            return saved["stats"]["step"] > 0
+
+        self.wait_for(learned, "a checkpoint after an update")
+
+    def actors(self) -> list[int]:
+        """Pids of the actors: children of the fork server, which is the learner's."""
+        processes = processes_of_session(self.pid)
+        servers = [
+            process.pid
+            for process in processes
+            if process.parent == self.pid and "forkserver" in process.command
+        ]
+        return [process.pid for process in processes if process.parent in servers]
+
+    def cause(self, fault: str) -> None:
+        """Has environments or the learner of faulty.py fail."""
+        temporary = self.fault_file.with_suffix(".tmp")
+        temporary.write_text(fault)
+        temporary.replace(self.fault_file)
+
+    def signal_group(self, number: int) -> None:
+        """What a terminal does at Ctrl-C, and a batch system at the time limit."""
+        os.killpg(self.pid, number)
+
+    def wait_for_end(self, status: int, seconds: float = END_SECONDS) -> None:
+        """Waits for the end in time, with this status and nothing left behind."""
+        try:
+            returned = self.process.wait(patience(seconds))
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"no end within {seconds} s:\n{self.console}")
+        assert returned == status, self.console
+        self.assert_nothing_left()
+
+    def assert_nothing_left(self) -> None:
+        # The fork server and the resource tracker end when they see the others gone.
+        wait_until(lambda: not processes_of_session(self.pid), "no process left", 5.0)
+        # Polled, as other programs may use shared memory for an instant, too.
+        wait_until(
+            lambda: set(os.listdir(SHARED_MEMORY)) <= self.shared_memory_before,
+            "no shared memory left",
+            5.0,
+        )
+
+    def assert_error(
+        self, *parts: str, tracebacks: int = 0, begun: bool = True
+    ) -> None:
+        """There was one error, with each of these words once, also in out.log.
+
+        begun: False if the error came before this run wrote to its folder.
+        """
+        texts = [self.console]
+        if begun and self.path.exists():
+            texts.append((self.path / "out.log").read_text())
+        for text in texts:
+            for part in parts:
+                assert text.count(part) == 1, (part, text)
+        assert self.console.count("[ERROR ") == 1, self.console
+        assert self.console.count("Traceback (most") == tracebacks, self.console
+
+    def assert_no_error(self) -> None:
+        assert "[ERROR " not in self.console, self.console
+        assert "Traceback" not in self.console, self.console
+
+    def assert_files(self, saved_at_end: bool = True) -> dict[str, Any]:
+        """meta.json tells of the end; the checkpoint is whole and finite."""
+        meta = json.loads((self.path / "meta.json").read_text())
+        assert meta["successful"] is False
+        assert meta["date_end"]
+        saved = torch.load(self.checkpoint, weights_only=True)
+        for name, tensor in saved["model_state_dict"].items():
+            assert tensor.isfinite().all(), name
+        rows = runs.read_logs(self.savedir, self.xpid)
+        last_step = int(rows[-1]["step"]) if rows else 0
+        if saved_at_end:
+            assert saved["stats"]["step"] == last_step
+        else:
+            assert saved["stats"]["step"] <= last_step
+        return saved
+
+    def kill(self) -> None:
+        for process in processes_of_session(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        self.process.wait()
+        if self._disk >= 0:
+            os.close(self._disk)
+
+
+@pytest.fixture
+def start(tmp_path: pathlib.Path) -> Iterator[Callable[..., Run]]:
+    """Starts runs, and kills what is left of them after the test."""
+    started: list[Run] = []
+
+    def start_run(**arguments: Any) -> Run:
+        started.append(Run(tmp_path, **arguments))
+        return started[-1]
+
+    yield start_run
+    for run in started:
+        run.kill()
+
+
+# --- Actors ---------------------------------------------------------------------------
+
+
+def test_actor_is_killed(start):
+    run = start()
+    run.wait_for_a_checkpoint()
+    pid = run.actors()[1]
+    os.kill(pid, signal.SIGKILL)
+    run.wait_for_end(1)
+    run.assert_error(f"actor 1 (pid {pid}) died by signal SIGKILL")
+    run.assert_files()
+
+
+def test_actor_is_stopped(start):
+    run = start(actor_timeout=ACTOR_TIMEOUT)
+    run.wait_for_a_checkpoint()
+    pid = run.actors()[0]
+    os.kill(pid, signal.SIGSTOP)
+    run.wait_for_end(1, ACTOR_TIMEOUT + END_SECONDS)
+    run.assert_error(f"actor 0 (pid {pid}) made no step for 3 s", "--actor_timeout")
+    run.assert_files()
+
+
+def test_environment_hangs(start):
+    run = start(actor_timeout=ACTOR_TIMEOUT)
+    run.wait_for_a_checkpoint()
+    run.cause("hang")
+    run.wait_for_end(1, ACTOR_TIMEOUT + END_SECONDS)
+    run.assert_error("made no step for 3 s")
+    # The stack of the actor that hangs: from act() to the line that waits.
+    assert "faulty.py" in run.console
+    assert "in hang" in run.console
+    assert "in run_actor" in run.console
+    run.assert_files()
+
+
+def test_environment_raises(start):
+    """Even what the actor's own pipe would raise if the learner were gone."""
+    run = start()
+    run.wait_for_a_checkpoint()
+    run.cause("lose_connection")  # in both actors
+    run.wait_for_end(1)
+    run.assert_error(
+        " failed:\n",
+        'raise ConnectionResetError("the simulator hung up")',
+        "ConnectionResetError: the simulator hung up",
+        tracebacks=1,
+    )
+    run.assert_files()
+
+
+def test_environment_ends_its_process(start):
+    run = start()
+    run.wait_for_a_checkpoint()
+    run.cause("leave")
+    run.wait_for_end(1)
+    run.assert_error(" died with exit status 3")
+    run.assert_files()
+
+
+# --- Learner --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["nan_reward", "nan_observation"])
+def test_loss_is_nan(start, fault):
+    run = start()
+    run.wait_for_a_checkpoint()
+    run.cause(fault)
+    run.wait_for_end(1)
+    run.assert_error(
+        *("FloatingPointError: ", "'total_loss': nan", "'baseline_loss': nan"),
+        tracebacks=1,
+    )
+    saved = run.assert_files()
+    assert f"at step {saved['stats']['step']}:" in run.console
+
+
+def test_learner_thread_raises(start):
+    run = start(faulty_learner=True, num_learner_threads=2)
+    run.wait_for_a_checkpoint()
+    run.cause("raise_in_loss")
+    run.wait_for_end(1)
+    run.assert_error(
+        'raise ZeroDivisionError("no baseline to divide by")',
+        "ZeroDivisionError: no baseline to divide by",
+        tracebacks=1,
+    )
+    run.assert_files()
+
+
+def test_learner_is_killed(start):
+    run = start()
+    run.wait_for_a_checkpoint()
+    before = torch.load(run.checkpoint, weights_only=True)
+    run.cause("hang")  # Even actors that can't look at their pipes notice.
+    run.process.kill()
+    run.process.wait()
+    wait_until(lambda: not processes_of_session(run.pid), "no process left", 10.0)
+    run.assert_nothing_left()
+    run.assert_no_error()
+    saved = torch.load(run.checkpoint, weights_only=True)
+    assert saved["stats"]["step"] >= before["stats"]["step"]
+
+
+# --- Signals --------------------------------------------------------------------------
+
+
+def test_signal_saves_and_ends(start):
+    """SIGINT ends a run, SIGTERM the resumed one, where all its processes get it."""
+    first = start(checkpoint_interval=600)
+    first.wait_for_updates(3)
+    first.process.send_signal(signal.SIGINT)
+    first.wait_for_end(130)
+    first.assert_no_error()
+    assert first.console.count("SIGINT: ending the run.") == 1
+    step = first.assert_files()["stats"]["step"]
+
+    second = start(checkpoint_interval=600)
+    second.wait_for_updates(3)
+    assert f"Resuming at step {step}." in second.console
+    second.signal_group(signal.SIGTERM)
+    second.wait_for_end(143)
+    second.assert_no_error()
+    assert second.console.count("SIGTERM: ending the run.") == 1
+    assert second.assert_files()["stats"]["step"] > step
+
+
+def test_sigint_while_actors_start(start):
+    run = start()
+    run.wait_for(
+        lambda: any("forkserver" in p.command for p in processes_of_session(run.pid)),
+        "the start of the fork server",
+    )
+    run.signal_group(signal.SIGINT)
+    run.wait_for_end(130)
+    run.assert_no_error()
+    assert run.console.count("SIGINT: ending the run.") == 1
+    run.assert_files()
+
+
+def test_second_sigint_does_not_wait(start):
+    run = start(faulty_learner=True)
+    run.wait_for_a_checkpoint()
+    run.cause("hang_in_loss")
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for(lambda: "SIGINT: ending the run." in run.console, "an answer")
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for_end(130)
+    run.assert_no_error()
+    run.assert_files(saved_at_end=False)
+
+
+def test_sigint_while_the_learner_hangs(start):
+    run = start(faulty_learner=True)
+    run.wait_for_a_checkpoint()
+    run.cause("hang_in_loss")
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for_end(1)  # 130 would say that all is saved
+    run.assert_error("A learner thread is still busy")
+    run.assert_files(saved_at_end=False)
+
+
+# --- Disk and memory ------------------------------------------------------------------
+
+
+def fill(disk: pathlib.Path, leave: int = 0) -> None:
+    """Fills a disk but for some bytes."""
+    with (disk / "filler").open("wb", buffering=0) as file:
+        with contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        file.truncate(file.tell() - leave)
+
+
+@pytest.mark.parametrize("leave", [0.5, 0.0])
+def test_disk_is_full(start, tmp_path, leave):
+    """A real full disk where one can be mounted, else a limit on the size of files.
+
+    leave: what part of a checkpoint still fits.
+    """
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if mount_namespace():
+        run = start(savedir=disk, prefix=small_disk(disk, "4m"))
+        run.savedir = run.see_small_disk(disk)
+        run.wait_for_a_checkpoint()
+        fill(run.savedir, leave=int(leave * run.checkpoint.stat().st_size))
+    else:
+        run = start(savedir=disk)
+        run.wait_for_a_checkpoint()
+        limit = int(max(leave, 0.1) * run.checkpoint.stat().st_size)
+        resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (limit, limit))
+    run.wait_for_end(1)
+    if leave:
+        run.assert_error("CheckpointError: Cannot save a checkpoint of")
+    else:  # also what learns can't write then
+        assert "[ERROR " in run.console
+        expected = ("No space left on device", "File too large")
+        assert any(words in run.console for words in expected), run.console
+    run.assert_files(saved_at_end=False)
+
+
+def test_shared_memory_is_too_small(start):
+    """A real small /dev/shm where one can be mounted, else buffers beyond the real."""
+    if mount_namespace():
+        run = start(prefix=small_disk(SHARED_MEMORY, "64k"))
+    else:
+        run = start(num_buffers=10**9)
+    run.wait_for_end(1)
+    run.assert_error("SharedMemoryError", "/dev/shm has ", "--num_buffers")
+    assert not run.path.exists()
+
+
+@pytest.mark.skipif(not mount_namespace(), reason="no right to mount a small /dev/shm")
+def test_shared_memory_is_full_after_the_start(start):
+    """All that a run needs is taken at its start, also what saving needs."""
+    run = start(
+        prefix=small_disk(SHARED_MEMORY, "16m"),
+        sync=True,
+        num_buffers=6,
+        unroll_length=5,
+        checkpoint_interval=600,
+    )
+    run.wait_for_updates()
+    fill(run.see_small_disk(SHARED_MEMORY))
+    run.wait_for_updates(10)
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for_end(130)
+    run.assert_no_error()
+    run.assert_files()
+
+
+SMALL_SHARED_MEMORY = """
+import os, subprocess, sys
+import torch
+from torchbeast.core.rollout import SharedMemoryError, Spec, create_buffers
+spec = {str(i): Spec((i,), torch.float32) for i in range(1, 12)}
+results = []
+for kib in range(4, 84, 8):
+    subprocess.run(["mount", "-o", f"remount,size={kib}k", "/dev/shm"], check=True)
+    try:
+        create_buffers(spec, (170,))
+        results.append("fits")
+    except SharedMemoryError:
+        results.append("too small")
+print(*results, sep=",")
+"""
+
+
+@pytest.mark.skipif(not mount_namespace(), reason="no right to mount a small /dev/shm")
+def test_no_size_of_shared_memory_kills():
+    """Between too small and large enough there is no size that gives SIGBUS."""
+    result = subprocess.run(
+        [*small_disk(SHARED_MEMORY, "4k"), sys.executable, "-c", SMALL_SHARED_MEMORY],
+        env=runs.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result
+    results = result.stdout.strip().split(",")
+    assert results == sorted(results, reverse=True)
+    assert set(results) == {"fits", "too small"}
+
+
+# --- Mistakes at the start ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The savedir of a run that was stopped by SIGINT after its second checkpoint."""
+    folder = tmp_path_factory.mktemp("stopped")
+    run = Run(folder)
+    try:
+        run.wait_for_a_checkpoint()
+        run.process.send_signal(signal.SIGINT)
+        run.wait_for_end(130)
+    finally:
+        run.kill()
+    return folder
+
+
+def test_checkpoint_is_truncated(start, stopped_run, tmp_path):
+    path = shutil.copytree(stopped_run / "run", tmp_path / "run")
+    half = (path / "model.tar").read_bytes()[:50_000]
+    (path / "model.tar").write_bytes(half)
+    run = start()
+    run.wait_for_end(1)
+    run.assert_error(
+        *("CheckpointError: Cannot load", "it is truncated", "cp ", "is good"),
+        begun=False,
+    )
+    assert (path / "model.tar").read_bytes() == half
+    torch.load(path / "model.previous.tar", weights_only=True)
+
+
+def test_flags_differ_from_those_of_the_checkpoint(start, stopped_run, tmp_path):
+    shutil.copytree(stopped_run / "run", tmp_path / "run")
+    run = start(discounting=0.9, batch_size=3)
+    run.wait_for_end(1)
+    run.assert_error(
+        *("--discounting 0.99 -> 0.9", "--batch_size 2 -> 3", "--allow_flag_changes"),
+        begun=False,
+    )
+    for name in ("model.tar", "logs.csv", "meta.json"):
+        before = (stopped_run / "run" / name).read_bytes()
+        assert (run.path / name).read_bytes() == before, name
+
+
+def test_run_is_running_already(start):
+    first = start()
+    first.wait_for_a_checkpoint()
+    second = start()
+    second.wait_for_end(1)
+    second.assert_error("Another process writes to this run", begun=False)
+    first.wait_for_updates(2)
+    first.process.send_signal(signal.SIGINT)
+    first.wait_for_end(130)
+    first.assert_no_error()
+    first.assert_files()
+
+
+def test_flags_that_can_not_work(start):
+    cases = {
+        "id": ({"env": "CartPol-v1"}, ["--env CartPol-v1", "Did you mean CartPole-v"]),
+        "observation": (
+            {"env": "faulty:TextInDict"},
+            ["UnsupportedSpaceError: ", "observation['speech']", "Text("],
+        ),
+        "action": (
+            {"env": "faulty:BinaryActions"},
+            ["UnsupportedSpaceError: ", "action has the unsupported space MultiBinary"],
+        ),
+        "buffers": ({"num_buffers": 5}, ["--num_buffers 5 is too small", "at least 6"]),
+    }
+    started = [start(xpid=xpid, **flags) for xpid, (flags, _) in cases.items()]
+    for run, (_, words) in zip(started, cases.values(), strict=True):
+        run.wait_for_end(1, 4 * END_SECONDS)  # nothing but four starts at once
+        run.assert_error(*words)
+        assert not run.path.exists()
