@@ -9,6 +9,7 @@ decides when a fault comes, in all environments at once.
 
 import contextlib
 import os
+import pathlib
 import sys
 import time
 from typing import Any
@@ -99,6 +100,7 @@ def main() -> int:
         if fault == "raise_in_loss":
             raise ZeroDivisionError("no baseline to divide by")
         while fault == "hang_in_loss":
+            pathlib.Path(os.environ["FAULT_FILE"] + ".hangs").touch()
             time.sleep(0.1)
         return impala_loss(*arguments)
 

@@ -194,6 +194,11 @@ class Run:
         temporary.write_text(fault)
         temporary.replace(self.fault_file)
 
+    def hang_in_loss(self) -> None:
+        self.cause("hang_in_loss")
+        hangs = self.fault_file.with_name(self.fault_file.name + ".hangs")
+        self.wait_for(hangs.exists, "the learner to hang")
+
     def signal_group(self, number: int) -> None:
         """What a terminal does at Ctrl-C, and a batch system at the time limit."""
         os.killpg(self.pid, number)
@@ -242,11 +247,14 @@ class Run:
         meta = json.loads((self.path / "meta.json").read_text())
         assert meta["successful"] is False
         assert meta["date_end"]
+        rows = runs.read_logs(self.savedir, self.xpid)
+        if not rows:  # nothing was learned, so nothing is worth saving
+            assert not self.checkpoint.exists()
+            return {}
         saved = torch.load(self.checkpoint, weights_only=True)
         for name, tensor in saved["model_state_dict"].items():
             assert tensor.isfinite().all(), name
-        rows = runs.read_logs(self.savedir, self.xpid)
-        last_step = int(rows[-1]["step"]) if rows else 0
+        last_step = int(rows[-1]["step"])
         if saved_at_end:
             assert saved["stats"]["step"] == last_step
         else:
@@ -419,7 +427,7 @@ def test_sigint_while_actors_start(start):
 def test_second_sigint_does_not_wait(start):
     run = start(faulty_learner=True)
     run.wait_for_a_checkpoint()
-    run.cause("hang_in_loss")
+    run.hang_in_loss()
     run.process.send_signal(signal.SIGINT)
     run.wait_for(lambda: "SIGINT: ending the run." in run.console, "an answer")
     run.process.send_signal(signal.SIGINT)
@@ -431,7 +439,7 @@ def test_second_sigint_does_not_wait(start):
 def test_sigint_while_the_learner_hangs(start):
     run = start(faulty_learner=True)
     run.wait_for_a_checkpoint()
-    run.cause("hang_in_loss")
+    run.hang_in_loss()
     run.process.send_signal(signal.SIGINT)
     run.wait_for_end(1)  # 130 would say that all is saved
     run.assert_error("A learner thread is still busy")

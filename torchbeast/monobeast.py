@@ -692,6 +692,7 @@ def train(flags: Flags) -> int:
             wake()
 
     stop_signal = 0
+    saved_version = learner.version
 
     def on_signal(number: int, frame: Any) -> None:
         nonlocal stop_signal
@@ -702,8 +703,9 @@ def train(flags: Flags) -> int:
 
     def save() -> bool:
         """Saves a checkpoint; False if the run is to end in the middle of an update."""
-        if flags.disable_checkpoint:
-            return True
+        nonlocal saved_version
+        if flags.disable_checkpoint or learner.version == saved_version:
+            return True  # there is nothing new
         while not learn_lock.acquire(timeout=1.0):
             if stop_signal:
                 return False
@@ -712,6 +714,7 @@ def train(flags: Flags) -> int:
             if flags.sync and actors:
                 state["actors"] = actors.save()
             checkpoint.save(checkpoint_path, state)
+            saved_version = learner.version
         finally:
             learn_lock.release()
         log.info("Saved %s at step %d.", checkpoint_path, learner.step)
