@@ -1086,7 +1086,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         with logging_redirect_tqdm():
             if flags.mode == "train":
                 flags = resolve_layout(flags_lib.resolve(flags)).freeze()
-                return train(flags)
+                status = train(flags)
+                if any(t.name.startswith("learner-") for t in threading.enumerate()):
+                    # Python can't end cleanly under a thread that is inside of torch.
+                    logging.shutdown()
+                    os._exit(status)
+                return status
             xpid = flags.xpid or "latest"
             path = Path(os.path.expanduser(flags.savedir), xpid, "model.tar")
             saved = checkpoint.load(path)
