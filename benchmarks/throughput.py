@@ -70,11 +70,16 @@ def pin() -> None:
     monobeast.keep_freed_memory()  # as MonoBeast does
 
 
-def milliseconds(call: Callable[[], Any], steps: int, seconds: float) -> float:
+def milliseconds(
+    call: Callable[[], Any],
+    steps: int,
+    seconds: float,
+    average: Callable[[list[float]], float] = statistics.median,
+) -> float:
     """Milliseconds per agent step of a call that does `steps` of them.
 
-    The median over chunks of many calls: what happens rarely (the end of a game) counts
-    with its share, and a disturbance from outside does not.
+    The average of chunks of many calls. The median leaves disturbances from outside
+    out; where rare calls cost far more than others, only the mean is right.
     """
     call()
     chunks: list[float] = []
@@ -85,7 +90,7 @@ def milliseconds(call: Callable[[], Any], steps: int, seconds: float) -> float:
             call()
             calls += 1
         chunks.append((time.perf_counter() - start) / calls)
-    return 1e3 * statistics.median(chunks) / steps
+    return 1e3 * average(chunks) / steps
 
 
 def random_actions(env: Environment, num_envs: int) -> np.ndarray:
@@ -106,7 +111,8 @@ def time_environment(flags: Flags, seconds: float) -> float:
         env.step(many_actions[calls % len(many_actions)])
         calls += 1
 
-    result = milliseconds(step, E, seconds)
+    # The mean, because of the resets.
+    result = milliseconds(step, E, seconds, statistics.fmean)
     env.close()
     return result
 
