@@ -2,7 +2,10 @@
 
 import json
 import re
+import shutil
 import signal
+import subprocess
+import time
 
 import pytest
 import runs
@@ -130,3 +133,57 @@ def test_tensorboard_gets_the_scalars(savedir):
     rows = runs.read_logs(savedir, "a")
     assert [event.step for event in losses] == [int(row["step"]) for row in rows]
     assert losses[-1].value == pytest.approx(float(rows[-1]["total_loss"]), rel=1e-5)
+
+
+@pytest.fixture
+def pong(savedir):
+    """A run on Pong with hardly any training, and flags for a short test of it."""
+    layout = {"num_actors": 1, "envs_per_actor": 2, "batch_size": 2}
+    runs.run(savedir, "a", **layout, env="Pong-v4", unroll_length=5, total_steps=20)
+    return {"num_test_episodes": 1, "max_episode_frames": 200}
+
+
+def test_video_shows_every_step(savedir, pong):
+    cv2 = pytest.importorskip("cv2")
+    path = savedir / "pong.mp4"
+    output = runs.run(savedir, "a", **pong, mode="test", video=path)
+    steps = re.search(r"after (\d+) steps", output)
+    assert steps is not None
+    video = cv2.VideoCapture(str(path))
+    frames = []
+    while (read := video.read())[0]:
+        frames.append(read[1])
+    assert len(frames) == int(steps[1]) == 50
+    assert frames[0].shape == (210, 160, 3)
+    assert (frames[0] != frames[-1]).any()
+
+
+def test_render_without_a_display_says_what_to_do(savedir, pong, monkeypatch):
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    process = runs.start(savedir, "a", **pong, mode="test_render")
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert "--video FILE.mp4" in output
+
+
+@pytest.mark.skipif(not shutil.which("Xvfb"), reason="needs Xvfb for a display")
+def test_render_shows_a_window(savedir, pong, tmp_path, monkeypatch):
+    xvfb = ["Xvfb", "-displayfd", "1", "-screen", "0", "640x480x24"]
+    with subprocess.Popen(
+        [*xvfb, "-fbdir", str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as display:
+        try:
+            assert display.stdout is not None
+            monkeypatch.setenv("DISPLAY", f":{display.stdout.readline().strip()}")
+            process = runs.start(savedir, "a", **pong, mode="test_render")
+            screen = tmp_path / "Xvfb_screen0"  # what the display shows, all of it
+            colours: set[int] = set()
+            while process.poll() is None and len(colours) < 4:
+                colours |= set(screen.read_bytes()[-640 * 480 * 4 :: 97])
+                time.sleep(0.05)
+            output = runs.finish(process)
+        finally:
+            display.terminate()
+    assert process.returncode == 0, output
+    assert len(colours) >= 4, "nothing was drawn"

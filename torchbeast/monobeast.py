@@ -938,6 +938,11 @@ def test(flags: Flags, model_state: dict[str, torch.Tensor]) -> list[float]:
     often than long ones.
     """
     wants_window = flags.mode == "test_render" and not flags.video
+    if wants_window and not has_display():
+        raise FlagError(
+            "--mode test_render needs a display, and neither DISPLAY nor "
+            "WAYLAND_DISPLAY is set; record a video instead: --video FILE.mp4"
+        )
     render_mode = "human" if wants_window else "rgb_array" if flags.video else None
     num_envs = 1 if render_mode else min(flags.num_test_episodes, 16)
     env = Environment(flags, num_envs, render_mode=render_mode)
@@ -979,6 +984,11 @@ def test(flags: Flags, model_state: dict[str, torch.Tensor]) -> list[float]:
     if flags.video:
         log.info("Video in %s", flags.video)
     return returns
+
+
+def has_display() -> bool:
+    names = ("DISPLAY", "WAYLAND_DISPLAY")
+    return sys.platform != "linux" or any(os.environ.get(name) for name in names)
 
 
 class Video:
