@@ -1,3 +1,4 @@
+import gzip
 import os
 import pathlib
 import subprocess
@@ -61,6 +62,17 @@ def test_curve_skips_rows_without_a_value(tmp_path):
     assert result.y.tolist() == [1, 3, 5.5]
     frames = plot.curve(run, "frames", "mean_game_return", smooth=2)
     assert frames.x.tolist() == [60, 180, 300]
+
+
+def test_a_compressed_log_reads_as_the_plain_one(tmp_path):
+    path = make_run(tmp_path, "run", [2.0, None, 4.0])
+    plain = plot.read_run(path)
+    logs = path / "logs.csv"
+    (path / "logs.csv.gz").write_bytes(gzip.compress(logs.read_bytes()))
+    logs.unlink()
+    assert plot.find_run("run", tmp_path) == path
+    for name, column in plot.read_run(path).columns.items():
+        np.testing.assert_array_equal(column, plain.columns[name])
 
 
 def test_curve_over_time(tmp_path):

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gzip
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+# Where a run's curve is, and what opens it; a log that is kept may be compressed.
+LOGS: dict[str, Callable[..., Any]] = {"logs.csv": open, "logs.csv.gz": gzip.open}
 # Flag → (column, label of the axis).
 X_AXES = {
     "step": ("step", "agent steps"),
@@ -53,7 +56,7 @@ def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
         ValueError: neither has a logs.csv; the message lists the runs of savedir.
     """
     for folder in (savedir / xpid, pathlib.Path(xpid).expanduser()):
-        if (folder / "logs.csv").is_file():
+        if any((folder / name).is_file() for name in LOGS):
             return folder.resolve()
     logs = savedir.glob("*/logs.csv")
     names = [path.parent.name for path in logs if not path.parent.is_symlink()]
@@ -65,7 +68,12 @@ def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
 
 def read_run(folder: pathlib.Path) -> Run:
     """Read logs.csv; a line that is being written, and text, count as empty cells."""
-    with (folder / "logs.csv").open(encoding="utf-8", newline="") as file:
+    path, open_text = next(
+        (folder / name, function)
+        for name, function in LOGS.items()
+        if (folder / name).is_file()
+    )
+    with open_text(path, "rt", encoding="utf-8", newline="") as file:
         # A power cut can leave zeros, which csv refuses before Python 3.11.
         lines = (line.replace("\0", "\ufffd") for line in file)
         header, *rows = list(csv.reader(lines)) or [[]]
