@@ -38,7 +38,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing as mp
-from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchbeast.core import checkpoint, rollout
@@ -54,11 +53,12 @@ from torchbeast.core.losses import impala_loss
 from torchbeast.core.optim import make_optimizer
 from torchbeast.core.prof import Timings
 from torchbeast.core.rollout import Nested, map_nested
+from torchbeast.core.status import Board, Status, format_return
+from torchbeast.core.video import Video, has_display
 from torchbeast.model import Net, State
 
 log = logging.getLogger("torchbeast.monobeast")
 
-STATUS_SECONDS = 5.0  # between two status lines where there is no terminal
 SHUTDOWN_SECONDS = 5.0  # granted to actors and learner threads to end by themselves
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -682,7 +682,7 @@ def train(flags: Flags) -> int:
                     weights.publish(learner.model, learner.version)
                     writer.log(row)
                     if board:
-                        write_scalars(board, row)
+                        board.log(row)
                     timings.time("learn")
                 if flags.sync:
                     release(slots)
@@ -743,6 +743,7 @@ def train(flags: Flags) -> int:
         for i in range(1 if flags.sync else flags.num_learner_threads)
     ]
     actors = board = None
+    status_line = Status(learner.step, flags.total_steps)
     status = 1
     worth_saving = False
     try:
@@ -750,7 +751,7 @@ def train(flags: Flags) -> int:
         if saved:
             log.info("Resuming at step %d.", learner.step)
         if flags.tensorboard:
-            board = make_board(flags, writer.path)
+            board = Board(writer.path)
         actor_flags = flags
         if saved and not flags.sync:  # no episode and no noise is seen twice
             actor_flags = flags.replace(seed=derive_seed(flags.seed, learner.step))
@@ -758,7 +759,6 @@ def train(flags: Flags) -> int:
         for thread in threads:
             thread.start()
         worth_saving = True
-        display = Status(flags, learner)
         last_save = time.monotonic()
         round_slots: dict[int, list[int]] = {}  # sync: what each actor has filled
         timings.reset()
@@ -788,7 +788,14 @@ def train(flags: Flags) -> int:
                 batches.put([filled.popleft() for _ in range(flags.batch_size)])
             if errors:
                 raise errors[0]
-            display.show(len(filled) + batches.qsize() * flags.batch_size)
+            status_line.show(
+                learner.step,
+                learner.sps(),
+                learner.mean_return(),
+                learner.games,
+                learner.policy_lag,
+                queued=len(filled) + batches.qsize() * flags.batch_size,
+            )
         finished = learner.step >= flags.total_steps
         status = 0 if finished else 128 + stop_signal
     except BaseException as error:
@@ -810,6 +817,7 @@ def train(flags: Flags) -> int:
     finally:
         for number in STOP_SIGNALS:  # what comes now has its limits
             signal.signal(number, signal.SIG_IGN)
+        status_line.close()
         if actors:
             actors.stop()
             log.info("%s", who_waited(timings, actors))
@@ -855,51 +863,6 @@ def load_checkpoint(path: Path, flags: Flags) -> dict[str, Any]:
     return saved
 
 
-class Status:
-    """What a person sees: a live line on a terminal, plain lines elsewhere."""
-
-    def __init__(self, flags: Flags, learner: Learner) -> None:
-        self.total = flags.total_steps
-        self.learner = learner
-        self.last = time.monotonic()
-        self.bar = None
-        if sys.stderr.isatty():
-            self.bar = tqdm(
-                total=self.total, initial=learner.step, unit=" steps", unit_scale=True
-            )
-
-    def show(self, queued: int) -> None:
-        """Shows the state of the run, if it is time to; queued: rollouts that wait."""
-        learner = self.learner
-        interval = 0.2 if self.bar else STATUS_SECONDS
-        sps = learner.sps()
-        if sps is None or time.monotonic() - self.last < interval:
-            return
-        self.last = time.monotonic()
-        numbers = {
-            "SPS": f"{sps:,.0f}",
-            "return": format_return(learner.mean_return()),
-            "games": str(learner.games),
-            "lag": f"{learner.policy_lag:.1f}",
-            "queued": str(queued),
-        }
-        if self.bar:
-            self.bar.n = min(learner.step, self.total)
-            self.bar.set_postfix(numbers)
-            return
-        left = max(0, self.total - learner.step) / sps
-        log.info(
-            "Step %s of %s, %s, %s left",
-            *(f"{learner.step:,}", f"{self.total:,}"),
-            ", ".join(f"{k} {v}" for k, v in numbers.items()),
-            time.strftime("%H:%M:%S", time.gmtime(left)),
-        )
-
-
-def format_return(mean_return: float | None) -> str:
-    return "-" if mean_return is None else f"{mean_return:.2f}"
-
-
 def who_waited(timings: Timings, actors: Actors) -> str:
     """Shares of the time that learner and actors spent on what."""
 
@@ -909,22 +872,6 @@ def who_waited(timings: Timings, actors: Actors) -> str:
     known = [t for t in actors.timings if t]
     mean = {k: statistics.fmean(t[k] for t in known) for k in known[0]} if known else {}
     return f"Learner: {line(timings.shares())}. Actors, last unrolls: {line(mean)}."
-
-
-def make_board(flags: Flags, path: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise FlagError(
-            "--tensorboard needs the package tensorboard: pip install tensorboard"
-        ) from error
-    return SummaryWriter(str(path))
-
-
-def write_scalars(board: Any, row: dict[str, Any]) -> None:
-    for name, value in row.items():
-        if value is not None and name != "step":
-            board.add_scalar(name, value, row["step"])
 
 
 # --- Testing --------------------------------------------------------------------------
@@ -984,45 +931,6 @@ def test(flags: Flags, model_state: dict[str, torch.Tensor]) -> list[float]:
     if flags.video:
         log.info("Video in %s", flags.video)
     return returns
-
-
-def has_display() -> bool:
-    names = ("DISPLAY", "WAYLAND_DISPLAY")
-    return sys.platform != "linux" or any(os.environ.get(name) for name in names)
-
-
-class Video:
-    """An .mp4 file, one frame a step; needs OpenCV."""
-
-    FRAMES_PER_SECOND = 15
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.file: Any = None
-
-    def __enter__(self) -> "Video":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self.file:
-            self.file.release()
-
-    def add(self, frame: np.ndarray) -> None:
-        """Adds a frame [H, W, 3] uint8, RGB."""
-        import cv2
-
-        if self.file is None:
-            height, width = frame.shape[:2]
-            codec = cv2.VideoWriter.fourcc(*"mp4v")
-            self.file = cv2.VideoWriter(
-                self.path, codec, self.FRAMES_PER_SECOND, (width, height)
-            )
-            if not self.file.isOpened():
-                raise FlagError(
-                    f"--video: can't write {self.path!r}; give a path ending in .mp4 "
-                    "in a folder that exists"
-                )
-        self.file.write(cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))
 
 
 # --- Command line ---------------------------------------------------------------------

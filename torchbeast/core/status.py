@@ -1,0 +1,109 @@
+"""What a person sees of a run while it goes on."""
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from torchbeast.core.flags import FlagError
+
+log = logging.getLogger(__name__)
+
+STATUS_SECONDS = 5.0  # between two status lines where there is no terminal
+
+
+class Status:
+    """A live line on a terminal, plain lines elsewhere.
+
+    Args:
+      step: at which the run begins.
+      total_steps: at which it ends.
+    """
+
+    def __init__(self, step: int, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self.last = time.monotonic()
+        self.bar = None
+        if sys.stderr.isatty():
+            self.bar = tqdm(
+                total=total_steps, initial=step, unit=" steps", unit_scale=True
+            )
+
+    def show(
+        self,
+        step: int,
+        sps: float | None,
+        mean_return: float | None,
+        games: int,
+        policy_lag: float,
+        queued: int,
+    ) -> None:
+        """Shows the state of the run, if it is time to.
+
+        Args:
+          step: environment steps learned from.
+          sps: steps a second; None: not known yet, nothing is shown.
+          mean_return: of the last games; None before the first.
+          games: that ended.
+          policy_lag: updates between acting and learning.
+          queued: rollouts that wait to be learned from.
+        """
+        interval = 0.2 if self.bar else STATUS_SECONDS
+        if sps is None or time.monotonic() - self.last < interval:
+            return
+        self.last = time.monotonic()
+        numbers = {
+            "SPS": f"{sps:,.0f}",
+            "return": format_return(mean_return),
+            "games": str(games),
+            "lag": f"{policy_lag:.1f}",
+            "queued": str(queued),
+        }
+        if self.bar:
+            self.bar.n = min(step, self.total_steps)
+            self.bar.set_postfix(numbers)
+            return
+        left = max(0, self.total_steps - step) / sps
+        log.info(
+            "Step %s of %s, %s, %s left",
+            *(f"{step:,}", f"{self.total_steps:,}"),
+            ", ".join(f"{k} {v}" for k, v in numbers.items()),
+            time.strftime("%H:%M:%S", time.gmtime(left)),
+        )
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.close()
+
+
+def format_return(mean_return: float | None) -> str:
+    return "-" if mean_return is None else f"{mean_return:.2f}"
+
+
+class Board:
+    """TensorBoard event files, in the folder of the run.
+
+    Raises:
+      FlagError: the package is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise FlagError(
+                "--tensorboard needs the package tensorboard: pip install tensorboard"
+            ) from error
+        self.writer = SummaryWriter(str(path))
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Writes the numbers of a row of logs.csv."""
+        for name, value in row.items():
+            if value is not None and name != "step":
+                self.writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        self.writer.close()

@@ -1,0 +1,49 @@
+"""Showing and recording what an agent does."""
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+from torchbeast.core.flags import FlagError
+
+
+def has_display() -> bool:
+    """Whether a window can be seen."""
+    names = ("DISPLAY", "WAYLAND_DISPLAY")
+    return sys.platform != "linux" or any(os.environ.get(name) for name in names)
+
+
+class Video:
+    """An .mp4 file, one frame a step; needs OpenCV."""
+
+    FRAMES_PER_SECOND = 15
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.file: Any = None
+
+    def __enter__(self) -> "Video":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.file:
+            self.file.release()
+
+    def add(self, frame: np.ndarray) -> None:
+        """Adds a frame [H, W, 3] uint8, RGB."""
+        import cv2
+
+        if self.file is None:
+            height, width = frame.shape[:2]
+            codec = cv2.VideoWriter.fourcc(*"mp4v")
+            self.file = cv2.VideoWriter(
+                self.path, codec, self.FRAMES_PER_SECOND, (width, height)
+            )
+            if not self.file.isOpened():
+                raise FlagError(
+                    f"--video: can't write {self.path!r}; give a path ending in .mp4 "
+                    "in a folder that exists"
+                )
+        self.file.write(cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))
