@@ -85,6 +85,7 @@ def act(
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck actor
     threading.Thread(target=end_after_learner, daemon=True).start()
     torch.set_num_threads(1)
+    os.nice(5)  # where cores are short, the learner comes first
     try:
         env = Environment(flags, flags.envs_per_actor, index * flags.envs_per_actor)
         with contextlib.closing(env):
@@ -228,6 +229,7 @@ def keep_freed_memory() -> None:
             libc = ctypes.CDLL("libc.so.6")
             libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: map bigger blocks only
             libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: give back nothing
+            libc.mallopt(-8, 1)  # M_ARENA_MAX: threads use the same memory
 
 
 def derive_seed(*entropy: int) -> int:
@@ -677,6 +679,8 @@ def train(flags: Flags) -> int:
                 with learn_lock:
                     if learner.step >= flags.total_steps and not flags.sync:
                         break
+                    if not timings.seconds:
+                        timings.reset()  # the start of the actors is not counted
                     timings.time("wait")
                     row = learn(flags, learner, batch, initial_state)
                     weights.publish(learner.model, learner.version)
@@ -761,7 +765,6 @@ def train(flags: Flags) -> int:
         worth_saving = True
         last_save = time.monotonic()
         round_slots: dict[int, list[int]] = {}  # sync: what each actor has filled
-        timings.reset()
         while True:
             # In sync mode actors and learner take turns: nothing is handed out or saved
             # until everything handed out before was learned from.

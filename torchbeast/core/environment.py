@@ -90,7 +90,8 @@ def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
             raise ImportError(f"--env {name} needs: pip install minatar") from error
         minatar.register_envs()
     try:
-        return gymnasium.make(name, render_mode=render_mode, disable_env_checker=True)
+        env = gymnasium.make(name, render_mode=render_mode, disable_env_checker=True)
+        return MinAtarGame(env) if name.startswith("MinAtar/") else env
     except gymnasium.error.UnregisteredEnv as error:
         close = _close_matches(name)
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
@@ -106,6 +107,20 @@ def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
         raise ImportError(
             f"--env {name}: {error} Try: pip install {package}"
         ) from error
+
+
+class MinAtarGame(gymnasium.Wrapper):
+    """Begins each game without the last action of the game before.
+
+    MinAtar repeats that one by chance, so that a game would not depend on its seed and
+    its actions alone.
+    """
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        self.unwrapped.game.last_action = 0  # type: ignore[attr-defined] # MinAtar's
+        return self.env.reset(seed=seed, options=options)
 
 
 def _close_matches(name: str) -> list[str]:
