@@ -418,8 +418,9 @@ def test_bf16_is_near_fp32(observation, torso, use_lstm):
     outputs, new_state = net(rows, state)
     assert all(x.dtype == torch.float32 for x in (*outputs.values(), *new_state))
     assert not torch.equal(outputs["baseline"], expected["baseline"])
-    assert_same(outputs, expected, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(new_state, expected_state, rtol=0.02, atol=0.02)
+    # 8 bits of mantissa, over up to 17 layers.
+    assert_same(outputs, expected, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(new_state, expected_state, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("observation", ["atari", "minatar", "nested"])

@@ -91,6 +91,14 @@ def test_stopped_and_resumed_equals_not_stopped(savedir, env, use_lstm):
         assert torch.equal(tensor, weights[1][name]), name
 
 
+def test_sync_refuses_games_that_it_could_not_save(savedir):
+    process = runs.start(savedir, "a", **{**SYNC, "env": "Pong-v4"})
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert "--envs python" in output
+    assert not (savedir / "a").exists()
+
+
 def test_asynchronous_run_goes_on_where_it_was(savedir):
     runs.run(savedir, "a", **runs.SMALL)
     more = {**runs.SMALL, "total_steps": 900}

@@ -44,6 +44,7 @@ from torchbeast.core import checkpoint, rollout
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.environment import (
     Environment,
+    MissingPackageError,
     UnknownEnvironmentError,
     UnsupportedSpaceError,
 )
@@ -60,6 +61,7 @@ from torchbeast.model import Net, State
 log = logging.getLogger("torchbeast.monobeast")
 
 SHUTDOWN_SECONDS = 5.0  # granted to actors and learner threads to end by themselves
+TEST_STREAM = 2**31  # apart from every actor's number, so that test games are new ones
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -121,8 +123,7 @@ def run_actor(
     E, T = env.num_envs, flags.unroll_length
     model = make_model(flags, env, torch.device("cpu"))
     weights = Weights(model, weights_memory)  # as the learner's model lays them out
-    if flags.precision == "bf16":
-        model.encoders_to(torch.bfloat16)  # cast once an unroll, not once a step
+    prepare_to_act(model)
     distribution = model.distribution
     generator = torch.Generator().manual_seed(derive_seed(flags.seed, index))
     version = 0
@@ -141,7 +142,8 @@ def run_actor(
         outputs["action"] = distribution.sample(outputs["policy_logits"], generator)
         outputs["truncation_value"] = truncation_value
         outputs["policy_version"] = torch.full((1, E), version)
-        return env_row | map_nested(lambda x: x.squeeze(0).numpy(), outputs), state
+        agent_row = {name: x for name, x in outputs.items() if name in rows}
+        return env_row | map_nested(lambda x: x.squeeze(0).numpy(), agent_row), state
 
     def write(t: int, row: dict[str, Nested]) -> None:
         def copy(buffer: np.ndarray, x: np.ndarray) -> None:
@@ -213,6 +215,12 @@ def make_model(flags: Flags, env: Environment, device: torch.device) -> Net:
     return model.to(device)
 
 
+def prepare_to_act(model: Net) -> None:
+    """Casts the encoders for acting on the CPU: once an unroll, not once a step."""
+    bf16 = model.bf16 and flags_lib.fast_bf16(torch.device("cpu"))
+    model.encoders_to(torch.bfloat16 if bf16 else torch.float32)
+
+
 def to_tensor(x: np.ndarray) -> torch.Tensor:
     """[E, ...] of one step -> [1, E, ...], sharing memory."""
     return torch.from_numpy(x).unsqueeze(0)
@@ -234,7 +242,9 @@ def keep_freed_memory() -> None:
 
 def derive_seed(*entropy: int) -> int:
     """One seed from several numbers; different numbers give independent streams."""
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+    # With their count, because NumPy takes (1,) and (1, 0) for the same.
+    sequence = np.random.SeedSequence((len(entropy), *entropy))
+    return int(sequence.generate_state(1)[0])
 
 
 class Weights:
@@ -345,8 +355,13 @@ class Actors:
                     target=act,
                     name=f"actor-{index}",
                     args=(
-                        *(flags, index, actor_pipe, buffers, weights.memory),
-                        *(self.progress, pickle.dumps(saved[index]) if saved else None),
+                        flags,
+                        index,
+                        actor_pipe,
+                        buffers,
+                        weights.memory,
+                        self.progress,
+                        pickle.dumps(saved[index]) if saved else None,
                     ),
                     daemon=True,
                 )
@@ -409,6 +424,8 @@ class Actors:
         try:
             self.pipes[index].send(message)
         except OSError:
+            for _ in self._receive(index):  # raises its own error, if it sent one
+                pass
             self._raise_dead(index)
 
     def _receive(self, index: int) -> Iterator[tuple]:
@@ -566,7 +583,10 @@ def learn(
     learning_rate = learner.scheduler.get_last_lr()[0]
     outputs, _ = learner.model(batch, initial_state)
     loss, stats = impala_loss(
-        *(batch, outputs, learner.model.distribution, flags),
+        batch,
+        outputs,
+        learner.model.distribution,
+        flags,
         learner.model.auxiliary_losses(batch, outputs),
     )
     learner.optimizer.zero_grad()
@@ -630,6 +650,11 @@ def train(flags: Flags) -> int:
         saved = load_checkpoint(checkpoint_path, flags)
 
     env = Environment(flags, 1)  # for its spaces
+    if flags.sync and not flags.disable_checkpoint and not env.exact_resume:
+        raise FlagError(
+            "--sync saves the games in progress, which native Atari environments can't "
+            "do: add --envs python, or --disable_checkpoint"
+        )
     learner = Learner(flags, env)
     if saved:
         learner.load_state_dict(saved)
@@ -721,7 +746,7 @@ def train(flags: Flags) -> int:
             saved_version = learner.version
         finally:
             learn_lock.release()
-        log.info("Saved %s at step %d.", checkpoint_path, learner.step)
+        log.info("Saved %s at step %d.", checkpoint_path, state["stats"]["step"])
         return True
 
     def end_threads() -> bool:
@@ -755,7 +780,7 @@ def train(flags: Flags) -> int:
         if saved:
             log.info("Resuming at step %d.", learner.step)
         if flags.tensorboard:
-            board = Board(writer.path)
+            board = Board(writer.path, learner.step)
         actor_flags = flags
         if saved and not flags.sync:  # no episode and no noise is seen twice
             actor_flags = flags.replace(seed=derive_seed(flags.seed, learner.step))
@@ -825,7 +850,7 @@ def train(flags: Flags) -> int:
             actors.stop()
             log.info("%s", who_waited(timings, actors))
         if board:
-            board.close()
+            board.close()  # logs what it can't write
         log.info(
             "%s at step %d, %d games, mean return of the last %d: %s",
             "Failed" if status == 1 else "Stopped" if status else "Finished",
@@ -874,7 +899,7 @@ def who_waited(timings: Timings, actors: Actors) -> str:
 
     known = [t for t in actors.timings if t]
     mean = {k: statistics.fmean(t[k] for t in known) for k in known[0]} if known else {}
-    return f"Learner: {line(timings.shares())}. Actors, last unrolls: {line(mean)}."
+    return f"Learner: {line(timings.shares())}. Actors: {line(mean)}."
 
 
 # --- Testing --------------------------------------------------------------------------
@@ -895,10 +920,12 @@ def test(flags: Flags, model_state: dict[str, torch.Tensor]) -> list[float]:
         )
     render_mode = "human" if wants_window else "rgb_array" if flags.video else None
     num_envs = 1 if render_mode else min(flags.num_test_episodes, 16)
+    flags = flags.replace(seed=derive_seed(flags.seed, TEST_STREAM))
     env = Environment(flags, num_envs, render_mode=render_mode)
     model = make_model(flags, env, torch.device("cpu"))
     model.load_state_dict(model_state)
     model.eval()
+    prepare_to_act(model)
     generator = torch.Generator().manual_seed(derive_seed(flags.seed))
     quota = [len(range(i, flags.num_test_episodes, num_envs)) for i in range(num_envs)]
     returns: list[float] = []
@@ -961,6 +988,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def num_cpus() -> int:
+    """The CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def resolve_layout(flags: Flags) -> Flags:
     """Fills in the layout flags that depend on each other, and checks them.
 
@@ -977,7 +1011,9 @@ def resolve_layout(flags: Flags) -> Flags:
         flags.num_buffers = A * E if flags.sync else A * E + max(B, E)
     if flags.torch_threads is None:
         # The actors need the other half.
-        flags.torch_threads = max(1, torch.get_num_threads() // 2)
+        flags.torch_threads = max(1, num_cpus() // 2)
+    if not flags.actor_timeout > 0:
+        raise FlagError(f"--actor_timeout must be above 0, got {flags.actor_timeout}")
     for name in ("envs_per_actor", "num_learner_threads", "torch_threads"):
         if getattr(flags, name) < 1:
             raise FlagError(f"--{name} must be at least 1, got {getattr(flags, name)}")
@@ -1026,9 +1062,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # What a person can put right: the message says it all, a traceback would only hide it.
 EXPECTED_ERRORS = (
-    *(FlagError, UnknownEnvironmentError, UnsupportedSpaceError, ActorError),
-    *(checkpoint.CheckpointError, rollout.SharedMemoryError),
-    *(FileExistsError, BlockingIOError),  # of a run's folder
+    FlagError,
+    UnknownEnvironmentError,
+    UnsupportedSpaceError,
+    MissingPackageError,
+    ActorError,
+    checkpoint.CheckpointError,
+    rollout.SharedMemoryError,
+    FileExistsError,  # of a run's folder
+    BlockingIOError,
 )
 
 

@@ -43,6 +43,10 @@ class UnknownEnvironmentError(ValueError):
     """No environment goes by this name."""
 
 
+class MissingPackageError(ImportError):
+    """An environment needs a package that is not installed; says which."""
+
+
 class UnsupportedSpaceError(ValueError):
     """An observation or action space that buffers and policies cannot hold."""
 
@@ -63,7 +67,7 @@ def create_env(
 
     Raises:
         UnknownEnvironmentError: nothing goes by this name; lists close matches.
-        ImportError: a package is missing; says what to install.
+        MissingPackageError: a package is missing; says what to install.
         UnsupportedSpaceError: names the offending part of the space.
     """
     name = flags.env
@@ -87,7 +91,9 @@ def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
         try:
             minatar = importlib.import_module("minatar.gym")
         except ImportError as error:
-            raise ImportError(f"--env {name} needs: pip install minatar") from error
+            raise MissingPackageError(
+                f"--env {name} needs: pip install minatar"
+            ) from error
         minatar.register_envs()
     try:
         env = gymnasium.make(name, render_mode=render_mode, disable_env_checker=True)
@@ -101,10 +107,10 @@ def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
             "registers, and package.module:Class."
         ) from error
     except gymnasium.error.DependencyNotInstalled as error:
-        raise ImportError(f"--env {name} needs a package: {error}") from error
+        raise MissingPackageError(f"--env {name} needs a package: {error}") from error
     except ModuleNotFoundError as error:
         package = (error.name or name.partition(":")[0]).partition(".")[0]
-        raise ImportError(
+        raise MissingPackageError(
             f"--env {name}: {error} Try: pip install {package}"
         ) from error
 
@@ -140,7 +146,7 @@ def _from_python_path(name: str, render_mode: str | None) -> gymnasium.Env:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        raise ImportError(
+        raise MissingPackageError(
             f"--env {name}: {error}. For a package: pip install {package}; for a file "
             "of your own: run in its directory or set PYTHONPATH."
         ) from error

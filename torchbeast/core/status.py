@@ -1,5 +1,6 @@
 """What a person sees of a run while it goes on."""
 
+import datetime
 import logging
 import sys
 import time
@@ -71,7 +72,7 @@ class Status:
             "Step %s of %s, %s, %s left",
             *(f"{step:,}", f"{self.total_steps:,}"),
             ", ".join(f"{k} {v}" for k, v in numbers.items()),
-            time.strftime("%H:%M:%S", time.gmtime(left)),
+            datetime.timedelta(seconds=int(left)),
         )
 
     def close(self) -> None:
@@ -86,18 +87,22 @@ def format_return(mean_return: float | None) -> str:
 class Board:
     """TensorBoard event files, in the folder of the run.
 
+    Args:
+      path: the folder.
+      step: at which the run begins or goes on; what was written beyond is hidden.
+
     Raises:
       FlagError: the package is missing.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise FlagError(
                 "--tensorboard needs the package tensorboard: pip install tensorboard"
             ) from error
-        self.writer = SummaryWriter(str(path))
+        self.writer = SummaryWriter(str(path), purge_step=step)
 
     def log(self, row: dict[str, Any]) -> None:
         """Writes the numbers of a row of logs.csv."""
@@ -106,4 +111,8 @@ class Board:
                 self.writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        self.writer.close()
+        """Does not raise on a full disk, so that the end of the run is still told."""
+        try:
+            self.writer.close()
+        except OSError as error:
+            log.error("Can't write the last TensorBoard events: %s", error)
