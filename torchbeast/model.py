@@ -148,7 +148,7 @@ class Net(nn.Module):
         self.bf16 = bf16
         self.observation_space = observation_space
         self.distribution = make_distribution(action_space)
-        leaves = [space for _, space in iterate_space(observation_space)]
+        leaves = list(iterate_space(observation_space))
         self.is_image = [is_image(space) for space in leaves]
         images = [ImageEncoder(space, torso) for space in leaves if is_image(space)]
         self.images = nn.ModuleList(images)
@@ -258,18 +258,14 @@ class Net(nn.Module):
         return torch.cat(outputs).flatten(0, 1), state
 
 
-def iterate_space(space: spaces.Space) -> Iterator[tuple[str, spaces.Space]]:
-    """The leaves of a nested space with their places, in a fixed order."""
-    if isinstance(space, spaces.Dict):
-        for name, part in space.spaces.items():
-            for place, leaf in iterate_space(part):
-                yield f"{name}.{place}", leaf
-    elif isinstance(space, spaces.Tuple):
-        for index, part in enumerate(space.spaces):
-            for place, leaf in iterate_space(part):
-                yield f"{index}.{place}", leaf
+def iterate_space(space: spaces.Space) -> Iterator[spaces.Space]:
+    """The leaves of a nested space, in a fixed order."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = space.spaces
+        for part in parts.values() if isinstance(parts, dict) else parts:
+            yield from iterate_space(part)
     else:
-        yield "", space
+        yield space
 
 
 def iterate_observation(space: spaces.Space, observation: Any) -> Iterator[Any]:

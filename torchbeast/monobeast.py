@@ -52,7 +52,7 @@ from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.losses import impala_loss
 from torchbeast.core.optim import make_optimizer
-from torchbeast.core.prof import Timings
+from torchbeast.core.prof import Timings, format_shares
 from torchbeast.core.rollout import Nested, map_nested
 from torchbeast.core.status import Board, Status, format_return
 from torchbeast.core.video import Video, has_display
@@ -521,6 +521,7 @@ class Learner:
         # (time, step) of the last updates, for the speed.
         self.ticks: collections.deque = collections.deque(maxlen=50)
         self.policy_lag = 0.0
+        self.longest_update = 0.0  # seconds
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -707,7 +708,10 @@ def train(flags: Flags) -> int:
                     if not timings.seconds:
                         timings.reset()  # the start of the actors is not counted
                     timings.time("wait")
+                    started = time.monotonic()
                     row = learn(flags, learner, batch, initial_state)
+                    seconds = time.monotonic() - started
+                    learner.longest_update = max(learner.longest_update, seconds)
                     weights.publish(learner.model, learner.version)
                     writer.log(row)
                     if board:
@@ -756,7 +760,8 @@ def train(flags: Flags) -> int:
                 batches.get_nowait()
         for _ in threads:
             batches.put(None)
-        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        # An update in progress is waited for, even if updates take long.
+        deadline = time.monotonic() + max(SHUTDOWN_SECONDS, 2 * learner.longest_update)
         for thread in threads:
             if thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -852,9 +857,12 @@ def train(flags: Flags) -> int:
         if board:
             board.close()  # logs what it can't write
         log.info(
-            "%s at step %d, %d games, mean return of the last %d: %s",
+            "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
             "Failed" if status == 1 else "Stopped" if status else "Finished",
-            *(learner.step, learner.games, len(learner.game_returns)),
+            learner.step,
+            learner.sps() or 0,
+            learner.games,
+            len(learner.game_returns),
             format_return(learner.mean_return()),
         )
         writer.close(status == 0)
@@ -893,13 +901,10 @@ def load_checkpoint(path: Path, flags: Flags) -> dict[str, Any]:
 
 def who_waited(timings: Timings, actors: Actors) -> str:
     """Shares of the time that learner and actors spent on what."""
-
-    def line(shares: dict[str, float]) -> str:
-        return ", ".join(f"{k} {100 * v:.0f} %" for k, v in shares.items())
-
     known = [t for t in actors.timings if t]
     mean = {k: statistics.fmean(t[k] for t in known) for k in known[0]} if known else {}
-    return f"Learner: {line(timings.shares())}. Actors: {line(mean)}."
+    learner = format_shares(timings.shares())
+    return f"Learner: {learner}. Actors: {format_shares(mean)}."
 
 
 # --- Testing --------------------------------------------------------------------------

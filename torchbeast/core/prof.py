@@ -23,12 +23,10 @@ class Timings:
 
     Attributes:
         seconds: total seconds per section, in the order of their first use.
-        counts: how often each section was timed.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.counts: dict[str, int] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -39,26 +37,15 @@ class Timings:
         """Credit section `name` with the time since the last `reset` or `time`."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self.counts[name] = self.counts.get(name, 0) + 1
         self._last = now
-
-    def means(self) -> dict[str, float]:
-        """Mean seconds per pass through each section."""
-        return {name: s / self.counts[name] for name, s in self.seconds.items()}
 
     def shares(self) -> dict[str, float]:
         """Each section's share of the time of all; the shares add up to 1."""
         total = sum(self.seconds.values()) or 1.0
         return {name: s / total for name, s in self.seconds.items()}
 
-    def summary(self, prefix: str = "") -> str:
-        """One line, longest first:
 
-            prefix learn 12.10 ms (80 %), gather 3.02 ms (20 %)
-
-        The milliseconds are those of one pass, the share is that of the whole time.
-        """
-        means = self.means()
-        shares = sorted(self.shares().items(), key=lambda item: -item[1])
-        parts = (f"{n} {1e3 * means[n]:.2f} ms ({100 * s:.0f} %)" for n, s in shares)
-        return f"{prefix} {', '.join(parts) or 'nothing timed'}".strip()
+def format_shares(shares: dict[str, float]) -> str:
+    """Shares as a person reads them: wait 20 %, learn 80 %."""
+    parts = (f"{name} {100 * share:.0f} %" for name, share in shares.items())
+    return ", ".join(parts) or "nothing timed"
