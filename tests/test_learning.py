@@ -10,7 +10,7 @@ def test_cartpole_is_learned(tmp_path):
     """A random policy keeps the pole up for 22 steps."""
     runs.run(tmp_path, "a", timeout=380, preset="cartpole", total_steps=60_000)
     rows = runs.read_logs(tmp_path, "a")
-    assert float(rows[-1]["mean_game_return_100"]) > 90
+    assert float(rows[-1]["mean_game_return_100"]) > 70
     # Value and policy both learned: without a critic the return gets here, too.
     assert float(rows[-1]["mean_value"]) > 10
 
