@@ -430,6 +430,9 @@ def test_second_sigint_does_not_wait(start):
     run.hang_in_loss()
     run.process.send_signal(signal.SIGINT)
     run.wait_for(lambda: "SIGINT: ending the run." in run.console, "an answer")
+    run.process.send_signal(signal.SIGINT)  # at once, it counts as the same
+    time.sleep(1.1)
+    assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
     run.wait_for_end(130)
     run.assert_no_error()

@@ -61,6 +61,8 @@ from torchbeast.model import Net, State
 log = logging.getLogger("torchbeast.monobeast")
 
 SHUTDOWN_SECONDS = 5.0  # granted to actors and learner threads to end by themselves
+# Programs such as timeout signal the process and then its group: that is one wish.
+SAME_SIGNAL_SECONDS = 1.0
 TEST_STREAM = 2**31  # apart from every actor's number, so that test games are new ones
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -724,14 +726,17 @@ def train(flags: Flags) -> int:
         finally:
             wake()
 
-    stop_signal = 0
+    stop_signal, stopped_at = 0, 0.0
     saved_version = learner.version
 
     def on_signal(number: int, frame: Any) -> None:
-        nonlocal stop_signal
+        nonlocal stop_signal, stopped_at
+        now = time.monotonic()
+        if stop_signal and now - stopped_at < SAME_SIGNAL_SECONDS:
+            return
         if stop_signal:
             raise KeyboardInterrupt(number)  # the second time: don't wait, don't save
-        stop_signal = number
+        stop_signal, stopped_at = number, now
         log.warning("%s: ending the run.", signal.Signals(number).name)
 
     def save() -> bool:
