@@ -786,72 +786,73 @@ def train(flags: Flags) -> int:
     status = 1
     worth_saving = False
     try:
-        log.info("Run %s; files in %s", flags.xpid, writer.path)
-        if saved:
-            log.info("Resuming at step %d.", learner.step)
-        if flags.tensorboard:
-            board = Board(writer.path, learner.step)
-        actor_flags = flags
-        if saved and not flags.sync:  # no episode and no noise is seen twice
-            actor_flags = flags.replace(seed=derive_seed(flags.seed, learner.step))
-        actors = Actors(actor_flags, buffers, weights, (saved or {}).get("actors"))
-        for thread in threads:
-            thread.start()
-        worth_saving = True
-        last_save = time.monotonic()
-        round_slots: dict[int, list[int]] = {}  # sync: what each actor has filled
-        while True:
-            # In sync mode actors and learner take turns: nothing is handed out or saved
-            # until everything handed out before was learned from.
-            turn = not flags.sync or len(free) == flags.num_buffers
-            if turn and (stop_signal or learner.step >= flags.total_steps):
-                break
-            due = time.monotonic() - last_save > flags.checkpoint_interval
-            if turn and due and save():
-                last_save = time.monotonic()
-            for index in actors.idle[:] if turn else ():
-                if len(free) >= flags.envs_per_actor:
-                    actors.unroll(
-                        index, [free.popleft() for _ in range(flags.envs_per_actor)]
-                    )
-            for index, slots in actors.finished(1.0, wake_reader):
-                round_slots[index] = slots
-                if not flags.sync or len(round_slots) == flags.num_actors:
-                    for _, ready in sorted(round_slots.items()):
-                        filled.extend(ready)
-                    round_slots.clear()
-            with contextlib.suppress(BlockingIOError):
-                os.read(wake_reader, 4096)
-            while len(filled) >= flags.batch_size:
-                batches.put([filled.popleft() for _ in range(flags.batch_size)])
-            if errors:
-                raise errors[0]
-            status_line.show(
-                learner.step,
-                learner.sps(),
-                learner.mean_return(),
-                learner.games,
-                learner.policy_lag,
-                queued=len(filled) + batches.qsize() * flags.batch_size,
-            )
-        finished = learner.step >= flags.total_steps
-        status = 0 if finished else 128 + stop_signal
-    except BaseException as error:
-        status = report(error)
-        # In sync mode only whole turns resume; a save that failed would fail again.
-        unwanted = isinstance(error, checkpoint.CheckpointError | KeyboardInterrupt)
-        worth_saving = worth_saving and not flags.sync and not unwanted
-    try:
-        ended = end_threads()
-        if errors and status != 1:  # after the last turn
-            status = report(errors[0])
-        if not ended:
-            log.error("A learner thread is still busy: its state is not saved.")
-            status = 1
-        elif worth_saving:
-            save()
-    except BaseException as error:
-        status = report(error)
+        try:
+            log.info("Run %s; files in %s", flags.xpid, writer.path)
+            if saved:
+                log.info("Resuming at step %d.", learner.step)
+            if flags.tensorboard:
+                board = Board(writer.path, learner.step)
+            actor_flags = flags
+            if saved and not flags.sync:  # no episode and no noise is seen twice
+                actor_flags = flags.replace(seed=derive_seed(flags.seed, learner.step))
+            actors = Actors(actor_flags, buffers, weights, (saved or {}).get("actors"))
+            for thread in threads:
+                thread.start()
+            worth_saving = True
+            last_save = time.monotonic()
+            round_slots: dict[int, list[int]] = {}  # sync: what each actor has filled
+            while True:
+                # In sync mode actors and learner take turns: nothing is handed out or
+                # saved until everything handed out before was learned from.
+                turn = not flags.sync or len(free) == flags.num_buffers
+                if turn and (stop_signal or learner.step >= flags.total_steps):
+                    break
+                due = time.monotonic() - last_save > flags.checkpoint_interval
+                if turn and due and save():
+                    last_save = time.monotonic()
+                for index in actors.idle[:] if turn else ():
+                    if len(free) >= flags.envs_per_actor:
+                        actors.unroll(
+                            index, [free.popleft() for _ in range(flags.envs_per_actor)]
+                        )
+                for index, slots in actors.finished(1.0, wake_reader):
+                    round_slots[index] = slots
+                    if not flags.sync or len(round_slots) == flags.num_actors:
+                        for _, ready in sorted(round_slots.items()):
+                            filled.extend(ready)
+                        round_slots.clear()
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake_reader, 4096)
+                while len(filled) >= flags.batch_size:
+                    batches.put([filled.popleft() for _ in range(flags.batch_size)])
+                if errors:
+                    raise errors[0]
+                status_line.show(
+                    learner.step,
+                    learner.sps(),
+                    learner.mean_return(),
+                    learner.games,
+                    learner.policy_lag,
+                    queued=len(filled) + batches.qsize() * flags.batch_size,
+                )
+            finished = learner.step >= flags.total_steps
+            status = 0 if finished else 128 + stop_signal
+        except BaseException as error:
+            status = report(error)
+            # In sync mode only whole turns resume; a save that failed would fail again.
+            unwanted = isinstance(error, checkpoint.CheckpointError | KeyboardInterrupt)
+            worth_saving = worth_saving and not flags.sync and not unwanted
+        try:
+            ended = end_threads()
+            if errors and status != 1:  # after the last turn
+                status = report(errors[0])
+            if not ended:
+                log.error("A learner thread is still busy: its state is not saved.")
+                status = 1
+            elif worth_saving:
+                save()
+        except BaseException as error:
+            status = report(error)
     finally:
         for number in STOP_SIGNALS:  # what comes now has its limits
             signal.signal(number, signal.SIG_IGN)
