@@ -41,19 +41,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from torchbeast import monobeast
+from torchbeast.core import flags as flags_lib
+from torchbeast.core import rollout
+from torchbeast.core.environment import Environment
+from torchbeast.core.flags import Flags
+from torchbeast.core.rollout import map_nested
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # runs from a checkout, without an installation
-
-import numpy as np  # noqa: E402  after the path is set
-import torch  # noqa: E402
-
-from torchbeast import monobeast  # noqa: E402
-from torchbeast.core import flags as flags_lib  # noqa: E402
-from torchbeast.core import rollout  # noqa: E402
-from torchbeast.core.environment import Environment  # noqa: E402
-from torchbeast.core.flags import Flags  # noqa: E402
-from torchbeast.core.rollout import map_nested  # noqa: E402
-
 START_SECONDS = 120.0  # until the first update
 END_SECONDS = 30.0  # from SIGINT to the end
 CHUNK_SECONDS = 0.1

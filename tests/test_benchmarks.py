@@ -8,11 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import throughput
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import throughput  # noqa: E402  after the path is set
 
 
 def test_windows_sps_follows_the_updates_and_not_the_windows():
