@@ -1,0 +1,300 @@
+#include "array.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <new>
+
+namespace torchbeast {
+
+bool is_dtype(uint64_t number) {
+  return number >= static_cast<uint64_t>(DType::kBool) &&
+         number <= static_cast<uint64_t>(DType::kFloat64);
+}
+
+size_t item_size(DType dtype) {
+  switch (dtype) {
+    case DType::kBool:
+    case DType::kUint8:
+    case DType::kInt8:
+      return 1;
+    case DType::kUint16:
+    case DType::kInt16:
+    case DType::kFloat16:
+      return 2;
+    case DType::kUint32:
+    case DType::kInt32:
+    case DType::kFloat32:
+      return 4;
+    case DType::kUint64:
+    case DType::kInt64:
+    case DType::kFloat64:
+      return 8;
+  }
+  throw std::invalid_argument("no such dtype: " +
+                              std::to_string(static_cast<int>(dtype)));
+}
+
+const char* dtype_name(DType dtype) {
+  switch (dtype) {
+    case DType::kBool:
+      return "bool";
+    case DType::kUint8:
+      return "uint8";
+    case DType::kInt8:
+      return "int8";
+    case DType::kUint16:
+      return "uint16";
+    case DType::kInt16:
+      return "int16";
+    case DType::kUint32:
+      return "uint32";
+    case DType::kInt32:
+      return "int32";
+    case DType::kUint64:
+      return "uint64";
+    case DType::kInt64:
+      return "int64";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat64:
+      return "float64";
+  }
+  return "unknown";
+}
+
+Shape::Shape(std::initializer_list<int64_t> dims) {
+  for (int64_t dim : dims) push_back(dim);
+}
+
+Shape::Shape(const std::vector<int64_t>& dims) {
+  for (int64_t dim : dims) push_back(dim);
+}
+
+void Shape::push_back(int64_t dim) {
+  if (size_ == kMaxDims) {
+    throw std::invalid_argument("an array has more than " + std::to_string(kMaxDims) +
+                                " dimensions");
+  }
+  dims_[size_++] = dim;
+}
+
+bool Shape::operator==(const Shape& other) const {
+  return size_ == other.size_ && std::equal(begin(), end(), other.begin());
+}
+
+Shape Shape::behind(std::initializer_list<int64_t> dims) const {
+  Shape shape(dims);
+  for (int64_t dim : *this) shape.push_back(dim);
+  return shape;
+}
+
+std::string Shape::to_string() const {
+  std::string text = "[";
+  for (size_t i = 0; i < size_; ++i) {
+    if (i > 0) text += ", ";
+    text += std::to_string(dims_[i]);
+  }
+  return text + "]";
+}
+
+size_t ArraySpec::num_elements() const {
+  size_t count = 1;
+  for (int64_t dim : shape) {
+    if (dim < 0) {
+      throw std::invalid_argument("negative dimension in " + shape.to_string());
+    }
+    if (__builtin_mul_overflow(count, static_cast<size_t>(dim), &count)) {
+      throw std::invalid_argument("too many elements: " + shape.to_string());
+    }
+  }
+  return count;
+}
+
+size_t ArraySpec::num_bytes() const {
+  size_t bytes;
+  if (__builtin_mul_overflow(num_elements(), item_size(dtype), &bytes)) {
+    throw std::invalid_argument("too many bytes: " + to_string());
+  }
+  return bytes;
+}
+
+std::string ArraySpec::to_string() const {
+  return std::string(dtype_name(dtype)) + " " + shape.to_string();
+}
+
+Array Array::row(int64_t i) const {
+  if (shape().size() == 0 || i < 0 || i >= shape()[0]) {
+    throw std::out_of_range("no row " + std::to_string(i) + " in an array of " +
+                            shape().to_string());
+  }
+  ArraySpec spec = spec_;
+  spec.shape[0] = 1;
+  return Array(spec, data_ + static_cast<size_t>(i) * spec.num_bytes(), owner_);
+}
+
+Array Array::with_leading_one() const {
+  return Array({dtype(), shape().behind({1})}, data_, owner_);
+}
+
+// Blocks come in classes, four to each power of two, so that batches whose size varies
+// find blocks to use again.
+struct MemoryPool::State {
+  explicit State(Allocator allocator) : allocate(std::move(allocator)) {}
+
+  static size_t size_class(size_t num_bytes) {
+    size_t power = 64;
+    while (power < num_bytes) power *= 2;
+    for (size_t size : {power / 8 * 5, power / 8 * 6, power / 8 * 7}) {
+      if (num_bytes <= size) return size;
+    }
+    return power;
+  }
+
+  const Allocator allocate;
+  mutable Mutex mutex;
+  std::map<size_t, std::vector<Block>> free TB_GUARDED_BY(mutex);
+  size_t total TB_GUARDED_BY(mutex) = 0;
+};
+
+MemoryPool::MemoryPool(Allocator allocator)
+    : state_(std::make_shared<State>(std::move(allocator))) {}
+
+Array MemoryPool::allocate(const ArraySpec& spec) {
+  const size_t num_bytes = spec.num_bytes();
+  if (num_bytes > std::numeric_limits<size_t>::max() / 4) {
+    throw std::invalid_argument("too many bytes: " + spec.to_string());
+  }
+  const size_t size = State::size_class(num_bytes);
+  Block block;
+  {
+    MutexLock lock(state_->mutex);
+    auto& blocks = state_->free[size];
+    if (!blocks.empty()) {
+      block = std::move(blocks.back());
+      blocks.pop_back();
+    }
+  }
+  if (block.data == nullptr) {
+    // With no lock held: the allocator may want Python's.
+    if (state_->allocate) {
+      block = state_->allocate(size);
+    } else {
+      void* data = std::aligned_alloc(64, (size + 63) / 64 * 64);
+      if (data == nullptr) throw std::bad_alloc();
+      block.data = static_cast<uint8_t*>(data);
+      block.owner = std::shared_ptr<void>(data, std::free);
+    }
+    MutexLock lock(state_->mutex);
+    state_->total += size;
+  }
+  uint8_t* data = block.data;
+  // Hands the block back, or lets it go where the pool is gone.
+  std::shared_ptr<void> owner(data,
+                              [block = std::move(block), size,
+                               pool = std::weak_ptr<State>(state_)](void*) mutable {
+                                if (auto state = pool.lock()) {
+                                  MutexLock lock(state->mutex);
+                                  state->free[size].push_back(std::move(block));
+                                }
+                              });
+  return Array(spec, data, std::move(owner));
+}
+
+size_t MemoryPool::num_bytes() const {
+  MutexLock lock(state_->mutex);
+  return state_->total;
+}
+
+namespace {
+
+struct Split {
+  size_t outer;  // product of the dimensions before `dim`
+  size_t inner;  // bytes of one element of `dim`
+};
+
+Split split(const ArraySpec& spec, size_t dim) {
+  Split result{1, item_size(spec.dtype)};
+  for (size_t i = 0; i < spec.shape.size(); ++i) {
+    const auto size = static_cast<size_t>(spec.shape[i]);
+    if (i < dim) result.outer *= size;
+    if (i > dim) result.inner *= size;
+  }
+  return result;
+}
+
+void copy_bytes(uint8_t* to, const uint8_t* from, size_t size) {
+  if (size > 0) std::memcpy(to, from, size);  // of nothing the pointers may be null
+}
+
+}  // namespace
+
+size_t copy(const Array& from, const Array& to) {
+  if (from.spec() != to.spec()) {
+    throw std::invalid_argument("cannot copy " + from.spec().to_string() + " into " +
+                                to.spec().to_string());
+  }
+  const size_t size = from.num_bytes();
+  copy_bytes(to.data(), from.data(), size);
+  return size;
+}
+
+Array concatenate(const std::vector<Array>& arrays, size_t dim, MemoryPool& pool,
+                  bool share_single) {
+  if (arrays.empty()) throw std::invalid_argument("nothing to join");
+  if (arrays[0].shape().size() <= dim) {
+    throw std::invalid_argument("cannot join along dimension " + std::to_string(dim) +
+                                " arrays of " + arrays[0].shape().to_string());
+  }
+  if (share_single && arrays.size() == 1) return arrays[0];
+  ArraySpec joined = arrays[0].spec();
+  joined.shape[dim] = 0;
+  for (const Array& array : arrays) {
+    ArraySpec rest = array.spec();
+    const int64_t size = rest.shape.size() > dim ? rest.shape[dim] : 0;
+    if (rest.shape.size() > dim) rest.shape[dim] = joined.shape[dim];
+    if (rest != joined) {
+      throw std::invalid_argument("cannot join " + array.spec().to_string() + " with " +
+                                  arrays[0].spec().to_string() + ": only dimension " +
+                                  std::to_string(dim) + " may differ");
+    }
+    joined.shape[dim] += size;
+  }
+  Array result = pool.allocate(joined);
+  const Split by = split(joined, dim);
+  const size_t stride = by.inner * static_cast<size_t>(joined.shape[dim]);
+  size_t offset = 0;
+  for (const Array& array : arrays) {
+    const size_t size = by.inner * static_cast<size_t>(array.shape()[dim]);
+    for (size_t i = 0; i < by.outer; ++i) {
+      copy_bytes(result.data() + i * stride + offset, array.data() + i * size, size);
+    }
+    offset += size;
+  }
+  return result;
+}
+
+Array slice(const Array& array, size_t dim, int64_t begin, int64_t end,
+            MemoryPool& pool) {
+  if (dim >= array.shape().size() || begin < 0 || begin > end ||
+      end > array.shape()[dim]) {
+    throw std::out_of_range("no elements " + std::to_string(begin) + " to " +
+                            std::to_string(end) + " of dimension " +
+                            std::to_string(dim) + " in " + array.shape().to_string());
+  }
+  ArraySpec spec = array.spec();
+  spec.shape[dim] = end - begin;
+  Array result = pool.allocate(spec);
+  const Split by = split(spec, dim);
+  const size_t size = by.inner * static_cast<size_t>(end - begin);
+  const size_t stride = by.inner * static_cast<size_t>(array.shape()[dim]);
+  const size_t offset = by.inner * static_cast<size_t>(begin);
+  for (size_t i = 0; i < by.outer; ++i) {
+    copy_bytes(result.data() + i * size, array.data() + i * stride + offset, size);
+  }
+  return result;
+}
+
+}  // namespace torchbeast

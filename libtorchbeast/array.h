@@ -1,0 +1,157 @@
+// Arrays: dtype, shape and shared memory. What NumPy and torch arrays are on this side.
+
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "nest/nest.h"
+#include "sync.h"
+
+namespace torchbeast {
+
+// The numbers are the wire's, see proto/torchbeast.proto.
+enum class DType : uint8_t {
+  kBool = 1,
+  kUint8 = 2,
+  kInt8 = 3,
+  kUint16 = 4,
+  kInt16 = 5,
+  kUint32 = 6,
+  kInt32 = 7,
+  kUint64 = 8,
+  kInt64 = 9,
+  kFloat16 = 10,
+  kFloat32 = 11,
+  kFloat64 = 12,
+};
+
+bool is_dtype(uint64_t number);
+size_t item_size(DType dtype);        // bytes
+const char* dtype_name(DType dtype);  // as NumPy writes it, such as "uint8"
+
+// The sizes of up to eight dimensions, without memory of its own on the heap.
+class Shape {
+ public:
+  static constexpr size_t kMaxDims = 8;
+
+  Shape() = default;
+  Shape(std::initializer_list<int64_t> dims);
+  explicit Shape(const std::vector<int64_t>& dims);
+
+  void push_back(int64_t dim);  // std::invalid_argument if there are eight already
+  size_t size() const { return size_; }
+  int64_t operator[](size_t i) const { return dims_[i]; }
+  int64_t& operator[](size_t i) { return dims_[i]; }
+  const int64_t* begin() const { return dims_.data(); }
+  const int64_t* end() const { return dims_.data() + size_; }
+  bool operator==(const Shape& other) const;
+  bool operator!=(const Shape& other) const { return !(*this == other); }
+
+  // This shape behind `dims`: Shape{84, 84}.behind({20, 8}) is [20, 8, 84, 84].
+  Shape behind(std::initializer_list<int64_t> dims) const;
+  std::string to_string() const;  // "[20, 8, 84, 84]"
+
+ private:
+  uint8_t size_ = 0;
+  std::array<int64_t, kMaxDims> dims_{};
+};
+
+struct ArraySpec {
+  DType dtype = DType::kUint8;
+  Shape shape;
+
+  // Elements and bytes; std::invalid_argument on a negative dimension or an overflow.
+  size_t num_elements() const;
+  size_t num_bytes() const;
+  bool operator==(const ArraySpec& o) const {
+    return dtype == o.dtype && shape == o.shape;
+  }
+  bool operator!=(const ArraySpec& o) const { return !(*this == o); }
+  std::string to_string() const;  // "uint8 [8, 84, 84, 4]"
+};
+
+// A C-contiguous array. Copies share the memory; nothing here locks: whoever writes
+// makes sure that nobody else looks.
+class Array {
+ public:
+  Array() = default;
+  // `owner` keeps `data` alive.
+  Array(ArraySpec spec, uint8_t* data, std::shared_ptr<void> owner)
+      : spec_(std::move(spec)), data_(data), owner_(std::move(owner)) {}
+
+  const ArraySpec& spec() const { return spec_; }
+  DType dtype() const { return spec_.dtype; }
+  const Shape& shape() const { return spec_.shape; }
+  uint8_t* data() const { return data_; }
+  size_t num_bytes() const { return spec_.num_bytes(); }
+  const std::shared_ptr<void>& owner() const { return owner_; }
+
+  // Row i of the first dimension, sharing memory: [T, n, ...] -> [1, n, ...].
+  Array row(int64_t i) const;
+  // The same memory with another first dimension put in front: [n, ...] -> [1, n, ...].
+  Array with_leading_one() const;
+  template <typename T>
+  T* as() const {
+    return reinterpret_cast<T*>(data_);
+  }
+
+ private:
+  ArraySpec spec_;
+  uint8_t* data_ = nullptr;
+  std::shared_ptr<void> owner_;
+};
+
+using ArrayNest = nest::Nest<Array>;
+using SpecNest = nest::Nest<ArraySpec>;
+
+// Memory for arrays that are used again and again: a block goes back to its pool when
+// the last array in it is gone, from whatever thread, also after the pool itself.
+// Blocks are never given back to the system before the pool ends, so that what a pool
+// holds is the most that was in use at once.
+class MemoryPool {
+ public:
+  struct Block {
+    uint8_t* data = nullptr;
+    std::shared_ptr<void> owner;
+  };
+  // Makes a block of at least this many bytes; nullptr: ordinary memory, aligned to 64
+  // bytes. Python hands in pinned memory here.
+  using Allocator = std::function<Block(size_t num_bytes)>;
+
+  explicit MemoryPool(Allocator allocator = nullptr);
+
+  Array allocate(const ArraySpec& spec);
+  // Bytes of all blocks made so far.
+  size_t num_bytes() const;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+// Copies every element; the specs must be equal (std::invalid_argument). Returns the
+// number of bytes.
+size_t copy(const Array& from, const Array& to);
+
+// Joins arrays along `dim` into memory of `pool`: [T, n_i, ...] -> [T, sum n_i, ...].
+// Dtypes and all other dimensions must be equal (std::invalid_argument). A single array
+// is returned as it is, uncopied, if `share_single`.
+Array concatenate(const std::vector<Array>& arrays, size_t dim, MemoryPool& pool,
+                  bool share_single);
+
+// Elements [begin, end) of `dim`, copied into memory of `pool`.
+Array slice(const Array& array, size_t dim, int64_t begin, int64_t end,
+            MemoryPool& pool);
+
+}  // namespace torchbeast

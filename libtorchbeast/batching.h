@@ -1,0 +1,155 @@
+// Queues that join what many threads bring into batches.
+//
+// BatchingQueue: producers enqueue nests of arrays, consumers take them joined along
+// the batch dimension. DynamicBatcher: the same, and every producer waits for its part
+// of the consumer's answer.
+//
+// An item may be wider than 1 along the batch dimension: E environments of one stream
+// pass through together. Sizes of batches count entries along that dimension; sizes of
+// queues count items.
+//
+// Copies: an item's arrays are held by reference until its batch is made, then copied
+// once into memory that is used again for later batches. A batch of a single item is
+// the item itself, without a copy, unless an allocator is given (whose memory, pinned
+// for example, is what the consumer wants then).
+//
+// No lock is held while arrays are copied or destroyed: an array that comes from Python
+// needs Python's lock to be destroyed, and a holder of that may be waiting for ours.
+
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "array.h"
+#include "sync.h"
+
+namespace torchbeast {
+
+// The queue was closed before or during a call.
+class ClosedBatchingQueue : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The batch that a computation was part of will never be answered.
+class AsyncError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct BatchingOptions {
+  size_t batch_dim = 1;
+  // Entries along batch_dim. A batch is complete from the minimum on, and never
+  // exceeds the maximum; it is also complete if the next item would exceed that.
+  int64_t minimum_batch_size = 1;
+  int64_t maximum_batch_size = 1024;
+  // How long an incomplete batch waits, from its oldest item's arrival; none: for ever.
+  std::optional<Milliseconds> timeout;
+  // Items: how many may wait before enqueue blocks; none: any number.
+  std::optional<size_t> maximum_queue_size;
+  // Whether faulty items (or answers) are found when they come in, which tells who
+  // brought them, or only when they are used.
+  bool check = true;
+  MemoryPool::Allocator allocator;
+};
+
+struct BatchingStats {
+  uint64_t num_batches = 0;
+  uint64_t num_items = 0;     // in these batches
+  uint64_t num_entries = 0;   // along the batch dimension
+  uint64_t bytes_copied = 0;  // into batches and, for the batcher, out of answers
+  uint64_t pool_bytes = 0;    // memory held for batches
+  // Summed over threads: how long consumers waited for a batch, producers for room
+  // (queue) or an answer (batcher).
+  double consumer_wait_seconds = 0;
+  double producer_wait_seconds = 0;
+};
+
+// What both queues are made of: waiting items, and the rules by which they become a
+// batch. See the .cc file.
+class ItemQueue;
+
+class BatchingQueue {
+ public:
+  // Throws std::invalid_argument on sizes that make no sense.
+  explicit BatchingQueue(BatchingOptions options);
+  ~BatchingQueue();  // closes
+  BatchingQueue(const BatchingQueue&) = delete;
+
+  // Blocks while the queue is full. Throws ClosedBatchingQueue if it is closed before
+  // there is room; std::invalid_argument, naming the place in the nest, on an empty
+  // nest, an array with too few dimensions, arrays whose sizes along batch_dim differ,
+  // an item wider than the maximum, or one that can't be joined with those waiting.
+  void enqueue(ArrayNest item, const Interrupt& interrupt = nullptr);
+
+  // Blocks until a batch is complete; nothing once the queue is closed.
+  std::optional<ArrayNest> dequeue(const Interrupt& interrupt = nullptr);
+
+  size_t size() const;  // items waiting
+  bool is_closed() const;
+  // Wakes everybody and drops what waits. Returns false if it was closed already.
+  bool close();
+  BatchingStats stats() const;
+
+ private:
+  const std::shared_ptr<ItemQueue> queue_;
+};
+
+class DynamicBatcher {
+ public:
+  class Batch;
+
+  explicit DynamicBatcher(BatchingOptions options);
+  ~DynamicBatcher();  // closes
+  DynamicBatcher(const DynamicBatcher&) = delete;
+
+  // Blocks until a consumer has answered, and returns this item's part of the answer:
+  // of every array the entries along batch_dim that belong to it, in memory of its own.
+  // Throws ClosedBatchingQueue as soon as the batcher is closed, AsyncError if the
+  // batch was dropped or failed, std::invalid_argument as enqueue does.
+  ArrayNest compute(ArrayNest inputs, const Interrupt& interrupt = nullptr);
+
+  // Blocks until a batch is complete; nothing once the batcher is closed.
+  std::shared_ptr<Batch> next(const Interrupt& interrupt = nullptr);
+
+  size_t size() const;
+  bool is_closed() const;
+  bool close();
+  BatchingStats stats() const;
+
+ private:
+  const std::shared_ptr<ItemQueue> queue_;
+};
+
+// Must be answered; if it is destroyed unanswered, its callers get AsyncError.
+class DynamicBatcher::Batch {
+ public:
+  ~Batch();
+  Batch(const Batch&) = delete;
+
+  const ArrayNest& inputs() const { return inputs_; }
+  int64_t size() const;  // entries along batch_dim
+
+  // Answers. Throws std::invalid_argument, naming the place, if an array of `outputs`
+  // has not size() entries along batch_dim or there is none, and then the batch can
+  // still be answered; std::runtime_error if it was answered before. After close()
+  // nobody is waiting and this does nothing.
+  void set_outputs(const ArrayNest& outputs);
+  // The callers get AsyncError with this text. std::runtime_error if answered before.
+  void set_error(const std::string& message);
+
+ private:
+  friend class DynamicBatcher;
+  struct State;
+  Batch(ArrayNest inputs, std::unique_ptr<State> state);
+
+  const ArrayNest inputs_;
+  const std::unique_ptr<State> state_;
+};
+
+}  // namespace torchbeast

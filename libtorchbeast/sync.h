@@ -1,0 +1,83 @@
+// Locks that Clang's thread-safety analysis understands.
+
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+
+#if defined(__clang__)
+#define TB_ATTRIBUTE(x) __attribute__((x))
+#else
+#define TB_ATTRIBUTE(x)
+#endif
+#define TB_GUARDED_BY(x) TB_ATTRIBUTE(guarded_by(x))
+#define TB_REQUIRES(...) TB_ATTRIBUTE(requires_capability(__VA_ARGS__))
+#define TB_EXCLUDES(...) TB_ATTRIBUTE(locks_excluded(__VA_ARGS__))
+
+namespace torchbeast {
+
+using Clock = std::chrono::steady_clock;
+using Milliseconds = std::chrono::milliseconds;
+
+// Called now and then by a thread that waits, with no lock held; may throw, which ends
+// the wait. The Python bindings look for signals here, so that Ctrl-C works.
+using Interrupt = std::function<void()>;
+constexpr Milliseconds kInterruptPeriod{100};
+
+class TB_ATTRIBUTE(capability("mutex")) Mutex {
+ public:
+  void lock() TB_ATTRIBUTE(acquire_capability()) { mutex_.lock(); }
+  void unlock() TB_ATTRIBUTE(release_capability()) { mutex_.unlock(); }
+
+ private:
+  friend class CondVar;
+  std::mutex mutex_;
+};
+
+class TB_ATTRIBUTE(scoped_lockable) MutexLock {
+ public:
+  explicit MutexLock(Mutex& mutex) TB_ATTRIBUTE(acquire_capability(mutex))
+      : mutex_(mutex) {
+    mutex_.lock();
+  }
+  ~MutexLock() TB_ATTRIBUTE(release_capability()) { mutex_.unlock(); }
+  MutexLock(const MutexLock&) = delete;
+  MutexLock& operator=(const MutexLock&) = delete;
+
+ private:
+  Mutex& mutex_;
+};
+
+class CondVar {
+ public:
+  // Waits for a notification until `deadline` at most, and gives `interrupt` its turn.
+  // As with every condition variable the caller looks again at what it waits for.
+  void wait_until(Mutex& mutex, Clock::time_point deadline, const Interrupt& interrupt)
+      TB_REQUIRES(mutex) {
+    const auto turn = Clock::now() + kInterruptPeriod;
+    std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);
+    const auto status = condition_.wait_until(lock, std::min(deadline, turn));
+    if (status == std::cv_status::timeout && interrupt) {
+      lock.unlock();
+      try {
+        interrupt();
+      } catch (...) {
+        lock.lock();
+        lock.release();
+        throw;
+      }
+      lock.lock();
+    }
+    lock.release();
+  }
+  void notify_one() { condition_.notify_one(); }
+  void notify_all() { condition_.notify_all(); }
+
+ private:
+  std::condition_variable condition_;
+};
+
+}  // namespace torchbeast

@@ -1,0 +1,368 @@
+// Nested structures of leaves, such as an observation made of dicts and tuples.
+//
+//   using nest::Nest;
+//   Nest<int> n(Nest<int>::Map{{"a", 1}, {"b", Nest<int>::Vector{2, 3}}});
+//   n.flatten();                              // 1, 2, 3
+//   n.map([](int x) { return x / 2.0; });     // Nest<double>, same structure
+//
+// Leaves are visited in order: a vector's by index, a map's by key. Every walk
+// recurses, so whoever builds a nest from foreign data bounds its depth.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <iomanip>
+#include <map>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace nest {
+
+// A structure is not the one that is needed. In Python it is a ValueError.
+class StructureError : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// Where a walk stands in a structure. It is a chain of steps on the walk's own
+// stack: it costs next to nothing until an error prints it.
+// REQUIRES: the parent and the key outlive it.
+class Place {
+ public:
+  Place() = default;  // the root
+  Place(const Place& parent, size_t index)
+      : parent_(&parent), index_(index), depth_(parent.depth_ + 1) {}
+  Place(const Place& parent, const std::string& key)
+      : parent_(&parent), key_(&key), depth_(parent.depth_ + 1) {}
+
+  // The number of steps from the root.
+  size_t depth() const { return depth_; }
+
+  // As in `[0]["reward"]`, or `the root`.
+  std::string str() const {
+    if (parent_ == nullptr) return "the root";
+    std::ostringstream text;
+    if (parent_->parent_ != nullptr) text << parent_->str();
+    text << '[';
+    if (key_ != nullptr) {
+      text << std::quoted(*key_);
+    } else {
+      text << index_;
+    }
+    text << ']';
+    return text.str();
+  }
+
+ private:
+  const Place* parent_ = nullptr;
+  const std::string* key_ = nullptr;  // null for an index
+  size_t index_ = 0;
+  size_t depth_ = 0;
+};
+
+// A leaf of type T, a vector of nests, or a map from names to nests.
+//
+// T may be a move-only type; what copies leaves does not compile then.
+template <typename T>
+class Nest {
+ public:
+  using Vector = std::vector<Nest>;
+  using Map = std::map<std::string, Nest>;
+
+  Nest() : value_(std::in_place_index<1>) {}  // an empty vector
+  Nest(T leaf) : value_(std::in_place_index<0>, std::move(leaf)) {}
+  Nest(Vector vector) : value_(std::in_place_index<1>, std::move(vector)) {}
+  Nest(Map map) : value_(std::in_place_index<2>, std::move(map)) {}
+
+  bool is_leaf() const { return value_.index() == 0; }
+  bool is_vector() const { return value_.index() == 1; }
+  bool is_map() const { return value_.index() == 2; }
+
+  // What is inside; a StructureError if it is of another kind.
+  const T& leaf() const& { return get<0>(*this, "a leaf"); }
+  T& leaf() & { return get<0>(*this, "a leaf"); }
+  const Vector& vector() const& { return get<1>(*this, "a vector"); }
+  Vector& vector() & { return get<1>(*this, "a vector"); }
+  const Map& dict() const& { return get<2>(*this, "a dict"); }
+  Map& dict() & { return get<2>(*this, "a dict"); }
+
+  // Calls f(leaf) for every leaf. In a nest that is not const, f may change it.
+  template <typename F>
+  void for_each(F&& f) const& {
+    walk(*this, f);
+  }
+  template <typename F>
+  void for_each(F&& f) & {
+    walk(*this, f);
+  }
+
+  // The nest of the results of f(leaf). std::move(nest).map(f) moves the leaves
+  // into f.
+  template <typename F>
+  auto map(F&& f) const& {
+    using R = std::decay_t<std::invoke_result_t<F&, const T&>>;
+    return map_leaves<R>(*this, f);
+  }
+  template <typename F>
+  auto map(F&& f) && {
+    using R = std::decay_t<std::invoke_result_t<F&, T&&>>;
+    auto move_into_f = [&f](T& leaf) -> R { return f(std::move(leaf)); };
+    return map_leaves<R>(*this, move_into_f);
+  }
+
+  // The leaves in order. std::move(nest).flatten() moves them.
+  std::vector<T> flatten() const& {
+    std::vector<T> leaves;
+    for_each([&leaves](const T& leaf) { leaves.push_back(leaf); });
+    return leaves;
+  }
+  std::vector<T> flatten() && {
+    std::vector<T> leaves;
+    for_each([&leaves](T& leaf) { leaves.push_back(std::move(leaf)); });
+    return leaves;
+  }
+
+  // The first leaf; a StructureError where there is none.
+  const T& front() const& {
+    const T* leaf = find_first();
+    if (leaf == nullptr)
+      throw StructureError("front() of a nest without leaves");
+    return *leaf;
+  }
+
+  // Whether there is no leaf. A vector of empty nests is empty, too.
+  bool empty() const { return find_first() == nullptr; }
+
+  size_t num_leaves() const {
+    size_t count = 0;
+    for_each([&count](const T&) { ++count; });
+    return count;
+  }
+
+  // As in `a vector of 2`, for errors.
+  std::string describe() const {
+    if (is_leaf()) return "a leaf";
+    if (is_vector()) return "a vector of " + std::to_string(vector().size());
+    return "a dict of " + std::to_string(dict().size());
+  }
+
+  friend bool operator==(const Nest& a, const Nest& b) {
+    return a.value_ == b.value_;
+  }
+  friend bool operator!=(const Nest& a, const Nest& b) { return !(a == b); }
+
+ private:
+  // Below, Self is Nest or const Nest.
+
+  template <size_t kind, typename Self>
+  static auto& get(Self& self, const char* wanted) {
+    auto* value = std::get_if<kind>(&self.value_);
+    if (value == nullptr) {
+      throw StructureError(std::string("expected ") + wanted + ", not " +
+                           self.describe());
+    }
+    return *value;
+  }
+
+  template <typename Self, typename F>
+  static void walk(Self& self, F& f) {
+    if (self.is_leaf()) {
+      f(self.leaf());
+    } else if (self.is_vector()) {
+      for (auto& child : self.vector()) walk(child, f);
+    } else {
+      for (auto& item : self.dict()) walk(item.second, f);
+    }
+  }
+
+  template <typename R, typename Self, typename F>
+  static Nest<R> map_leaves(Self& self, F& f) {
+    if (self.is_leaf()) return Nest<R>(f(self.leaf()));
+    if (self.is_vector()) {
+      typename Nest<R>::Vector results;
+      results.reserve(self.vector().size());
+      for (auto& child : self.vector()) {
+        results.push_back(map_leaves<R>(child, f));
+      }
+      return Nest<R>(std::move(results));
+    }
+    typename Nest<R>::Map results;
+    for (auto& [key, child] : self.dict()) {
+      results.emplace_hint(results.end(), key, map_leaves<R>(child, f));
+    }
+    return Nest<R>(std::move(results));
+  }
+
+  const T* find_first() const {
+    if (is_leaf()) return &leaf();
+    if (is_vector()) {
+      for (const Nest& child : vector()) {
+        if (const T* leaf = child.find_first()) return leaf;
+      }
+    } else {
+      for (const auto& item : dict()) {
+        if (const T* leaf = item.second.find_first()) return leaf;
+      }
+    }
+    return nullptr;
+  }
+
+  std::variant<T, Vector, Map> value_;
+};
+
+namespace internal {
+
+// The keys of `a` that `b` lacks, as in `"x", "y"`.
+template <typename MapA, typename MapB>
+std::string missing_keys(const MapA& a, const MapB& b) {
+  std::ostringstream keys;
+  const char* separator = "";
+  for (const auto& item : a) {
+    if (b.count(item.first) > 0) continue;
+    keys << separator << std::quoted(item.first);
+    separator = ", ";
+  }
+  return keys.str();
+}
+
+// How two nests differ. `number` counts from 1 and names b among several nests.
+template <typename A, typename B>
+std::string describe_difference(const Nest<A>& a, const Nest<B>& b,
+                                size_t number) {
+  const std::string name =
+      number == 2 ? "the second" : "number " + std::to_string(number);
+  if (!a.is_map() || !b.is_map()) {
+    return a.describe() + " in the first, " + b.describe() + " in " + name;
+  }
+  const std::string only_a = missing_keys(a.dict(), b.dict());
+  const std::string only_b = missing_keys(b.dict(), a.dict());
+  std::string text;
+  if (!only_a.empty()) text += "only the first has " + only_a;
+  if (!only_a.empty() && !only_b.empty()) text += "; ";
+  if (!only_b.empty()) text += "only " + name + " has " + only_b;
+  return text;
+}
+
+template <typename A, typename B>
+void check_same_structure(const Nest<A>& a, const Nest<B>& b, size_t number,
+                          const Place& place) {
+  if (a.is_leaf() && b.is_leaf()) return;
+
+  if (a.is_vector() && b.is_vector() &&
+      a.vector().size() == b.vector().size()) {
+    for (size_t i = 0; i < a.vector().size(); ++i) {
+      check_same_structure(a.vector()[i], b.vector()[i], number,
+                           Place(place, i));
+    }
+    return;
+  }
+
+  auto same_key = [](const auto& x, const auto& y) {
+    return x.first == y.first;
+  };
+  if (a.is_map() && b.is_map() &&
+      std::equal(a.dict().begin(), a.dict().end(), b.dict().begin(),
+                 b.dict().end(), same_key)) {
+    auto other = b.dict().begin();
+    for (const auto& [key, child] : a.dict()) {
+      check_same_structure(child, other->second, number, Place(place, key));
+      ++other;
+    }
+    return;
+  }
+
+  throw StructureError("at " + place.str() + ": " +
+                       describe_difference(a, b, number));
+}
+
+// REQUIRES: a and b have the same structure. NestA is Nest or const Nest.
+template <typename F, typename NestA, typename B>
+void walk2(F& f, NestA& a, const Nest<B>& b) {
+  if (a.is_leaf()) {
+    f(a.leaf(), b.leaf());
+  } else if (a.is_vector()) {
+    for (size_t i = 0; i < a.vector().size(); ++i) {
+      walk2(f, a.vector()[i], b.vector()[i]);
+    }
+  } else {
+    auto other = b.dict().begin();
+    for (auto& item : a.dict()) {
+      walk2(f, item.second, other->second);
+      ++other;
+    }
+  }
+}
+
+}  // namespace internal
+
+// A StructureError that names the first place where the structures differ, as
+// in `at [0]["reward"]: a leaf in the first, a vector of 2 in the second`.
+template <typename A, typename B>
+void check_same_structure(const Nest<A>& a, const Nest<B>& b) {
+  internal::check_same_structure(a, b, 2, Place());
+}
+
+// `leaves`, moved, in the structure of another nest; a StructureError unless
+// there are as many leaves as in that nest.
+template <typename U, typename T>
+Nest<T> pack_as(const Nest<U>& structure, std::vector<T> leaves) {
+  const size_t needed = structure.num_leaves();
+  if (leaves.size() != needed) {
+    throw StructureError("the structure has " + std::to_string(needed) +
+                         " leaves, " + std::to_string(leaves.size()) +
+                         " were given");
+  }
+  auto next = leaves.begin();
+  return structure.map([&next](const U&) -> T { return std::move(*next++); });
+}
+
+// Calls f(leaf of a, leaf of b) for every pair, after check_same_structure(a,
+// b). In a nest `a` that is not const, f may change the leaf.
+template <typename F, typename A, typename B>
+void for_each2(F&& f, const Nest<A>& a, const Nest<B>& b) {
+  check_same_structure(a, b);
+  internal::walk2(f, a, b);
+}
+template <typename F, typename A, typename B>
+void for_each2(F&& f, Nest<A>& a, const Nest<B>& b) {
+  check_same_structure(a, b);
+  internal::walk2(f, a, b);
+}
+
+// The nest of the results of f(leaf of a, leaf of b), after
+// check_same_structure(a, b).
+template <typename F, typename A, typename B>
+auto map2(F&& f, const Nest<A>& a, const Nest<B>& b) {
+  using R = std::decay_t<std::invoke_result_t<F&, const A&, const B&>>;
+  std::vector<R> results;
+  auto append = [&](const A& x, const B& y) { results.push_back(f(x, y)); };
+  for_each2(append, a, b);
+  return pack_as(a, std::move(results));
+}
+
+// One nest whose leaves are vectors of the leaves of several nests: [x0, x1,
+// ...] with x0 moved from the first nest, x1 from the second. A StructureError
+// unless there is at least one nest and all have the structure of the first.
+template <typename T>
+Nest<std::vector<T>> zip(std::vector<Nest<T>> nests) {
+  if (nests.empty()) throw StructureError("zip() of no nests");
+  for (size_t i = 1; i < nests.size(); ++i) {
+    internal::check_same_structure(nests[0], nests[i], i + 1, Place());
+  }
+  std::vector<std::vector<T>> columns(nests[0].num_leaves());
+  for (std::vector<T>& column : columns) column.reserve(nests.size());
+  for (Nest<T>& nest : nests) {
+    auto column = columns.begin();
+    nest.for_each(
+        [&column](T& leaf) { (column++)->push_back(std::move(leaf)); });
+  }
+  // The leaves have moved out of the first nest; its structure is still there.
+  return pack_as(nests[0], std::move(columns));
+}
+
+}  // namespace nest

@@ -1,0 +1,141 @@
+// The Python module `nest`.
+#include <pybind11/pybind11.h>
+
+#include <utility>
+#include <vector>
+
+#include "nest/nest.h"
+#include "nest/pybind.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using PyNest = nest::Nest<py::object>;
+
+PyNest read(py::handle object) {
+  auto hold = [](py::handle leaf, const nest::Place&) {
+    return py::reinterpret_borrow<py::object>(leaf);
+  };
+  return nest::from_python<py::object>(object, hold);
+}
+
+// `nest` with the container types of `like`, from which it was read. Only the
+// user's function can have changed `like` in the meantime; that is an error.
+py::object write(const PyNest& nest, py::handle like) {
+  const nest::StructureError changed("a container changed while it was mapped");
+
+  if (nest.is_leaf()) return nest.leaf();
+
+  if (nest.is_map()) {
+    if (!PyDict_Check(like.ptr())) throw changed;
+    py::dict result;
+    for (const auto& [name, child] : nest.dict()) {
+      const py::str key(name);
+      auto old = py::reinterpret_borrow<py::object>(
+          PyDict_GetItemWithError(like.ptr(), key.ptr()));
+      if (!old && PyErr_Occurred()) throw py::error_already_set();
+      if (!old) throw changed;
+      result[key] = write(child, old);
+    }
+    return std::move(result);
+  }
+
+  const size_t size = nest.vector().size();
+  const bool is_list = PyList_Check(like.ptr());
+  if (!is_list && !PyTuple_Check(like.ptr())) throw changed;
+  py::list result(size);
+  for (size_t i = 0; i < size; ++i) {
+    // The size is looked at again: a namedtuple's _make may be Python code.
+    if (static_cast<size_t>(Py_SIZE(like.ptr())) != size) throw changed;
+    auto old = py::reinterpret_borrow<py::object>(
+        is_list ? PyList_GET_ITEM(like.ptr(), i)
+                : PyTuple_GET_ITEM(like.ptr(), i));
+    result[i] = write(nest.vector()[i], old);
+  }
+  if (is_list) return std::move(result);
+  const py::object type = py::type::of(like);
+  if (py::hasattr(type, "_make"))
+    return type.attr("_make")(result);  // namedtuple
+  return py::tuple(result);
+}
+
+py::list to_list(std::vector<py::object> objects) {
+  py::list result(objects.size());
+  for (size_t i = 0; i < objects.size(); ++i) result[i] = std::move(objects[i]);
+  return result;
+}
+
+py::object map(const py::function& f, const py::object& n) {
+  auto call = [&f](py::object&& leaf) { return f(std::move(leaf)); };
+  return write(read(n).map(call), n);
+}
+
+py::object map_many(const py::function& f, const py::args& nests) {
+  if (nests.empty()) throw py::value_error("map_many needs at least one nest");
+  std::vector<PyNest> all;
+  all.reserve(nests.size());
+  for (py::handle n : nests) all.push_back(read(n));
+  auto call = [&f](std::vector<py::object>&& leaves) {
+    return f(to_list(std::move(leaves)));
+  };
+  return write(nest::zip(std::move(all)).map(call), nests[0]);
+}
+
+py::object map_many2(const py::function& f, const py::object& n1,
+                     const py::object& n2) {
+  auto call = [&f](const py::object& x, const py::object& y) {
+    return f(x, y);
+  };
+  return write(nest::map2(call, read(n1), read(n2)), n1);
+}
+
+py::list flatten(const py::object& n) { return to_list(read(n).flatten()); }
+
+py::object pack_as(const py::object& n, const py::sequence& sequence) {
+  std::vector<py::object> leaves;
+  for (py::handle leaf : py::list(sequence)) {
+    leaves.push_back(py::reinterpret_borrow<py::object>(leaf));
+  }
+  return write(nest::pack_as(read(n), std::move(leaves)), n);
+}
+
+py::object front(const py::object& n) { return read(n).front(); }
+
+}  // namespace
+
+PYBIND11_MODULE(nest, m) {
+  m.doc() = R"(Functions on nested tuples, lists and dicts.
+
+A nest is a leaf, or a tuple, list or dict of nests. Whatever is none of these
+three is a leaf: arrays, strings, None, sets, other mappings.
+
+Dicts are visited in key order, and results have it. Results have the containers
+of the (first) nest that was given: tuple, list, dict, or the same namedtuple.
+Other subclasses are read as what they derive from, and give plain ones: an
+OrderedDict becomes a dict, a torch.Size a tuple.
+
+Raises ValueError where structures differ (the text names the place, as in
+`at [0]["reward"]`) and where more than 64 containers lie inside one another or a
+container holds itself; TypeError for a dict key that is not a str.)";
+
+  m.def("map", &map, py::arg("f"), py::arg("n"),
+        R"(The nest of the results of f(leaf).)");
+  m.def("map_many", &map_many, py::arg("f"),
+        R"(The nest of the results of f(leaves).
+
+leaves is a list: the leaf of each nest at this place. ValueError, before f is
+called, without a nest or where a structure is not that of the first.)");
+  m.def("map_many2", &map_many2, py::arg("f"), py::arg("n1"), py::arg("n2"),
+        R"(The nest of the results of f(leaf of n1, leaf of n2).
+
+ValueError, before f is called, where the structures differ.)");
+  m.def("flatten", &flatten, py::arg("n"),
+        R"(The list of the leaves, in order.)");
+  m.def("pack_as", &pack_as, py::arg("n"), py::arg("sequence"),
+        R"(The leaves in sequence, in the structure of n.
+
+ValueError unless there are as many as leaves in n.)");
+  m.def("front", &front, py::arg("n"),
+        R"(The first leaf; ValueError where there is none.)");
+}
