@@ -23,40 +23,43 @@ PyNest read(py::handle object) {
 // `nest` with the container types of `like`, from which it was read. Only the
 // user's function can have changed `like` in the meantime; that is an error.
 py::object write(const PyNest& nest, py::handle like) {
-  const nest::StructureError changed("a container changed while it was mapped");
+  auto check_unchanged = [](bool unchanged) {
+    if (!unchanged) throw nest::StructureError("f changed the nest");
+  };
 
   if (nest.is_leaf()) return nest.leaf();
 
   if (nest.is_map()) {
-    if (!PyDict_Check(like.ptr())) throw changed;
+    check_unchanged(PyDict_Check(like.ptr()));
     py::dict result;
     for (const auto& [name, child] : nest.dict()) {
       const py::str key(name);
       auto old = py::reinterpret_borrow<py::object>(
           PyDict_GetItemWithError(like.ptr(), key.ptr()));
-      if (!old && PyErr_Occurred()) throw py::error_already_set();
-      if (!old) throw changed;
+      if (PyErr_Occurred()) throw py::error_already_set();
+      check_unchanged(static_cast<bool>(old));
       result[key] = write(child, old);
     }
     return std::move(result);
   }
 
-  const size_t size = nest.vector().size();
   const bool is_list = PyList_Check(like.ptr());
-  if (!is_list && !PyTuple_Check(like.ptr())) throw changed;
-  py::list result(size);
+  check_unchanged(is_list || PyTuple_Check(like.ptr()));
+  const size_t size = nest.vector().size();
+  py::list result;
   for (size_t i = 0; i < size; ++i) {
-    // The size is looked at again: a namedtuple's _make may be Python code.
-    if (static_cast<size_t>(Py_SIZE(like.ptr())) != size) throw changed;
+    // In every round: building a child may run Python code (_make, below).
+    check_unchanged(static_cast<size_t>(Py_SIZE(like.ptr())) == size);
     auto old = py::reinterpret_borrow<py::object>(
         is_list ? PyList_GET_ITEM(like.ptr(), i)
                 : PyTuple_GET_ITEM(like.ptr(), i));
-    result[i] = write(nest.vector()[i], old);
+    result.append(write(nest.vector()[i], old));
   }
   if (is_list) return std::move(result);
   const py::object type = py::type::of(like);
-  if (py::hasattr(type, "_make"))
-    return type.attr("_make")(result);  // namedtuple
+  if (py::hasattr(type, "_make")) {  // a namedtuple
+    return type.attr("_make")(result);
+  }
   return py::tuple(result);
 }
 

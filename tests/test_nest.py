@@ -1,0 +1,352 @@
+"""The module nest: tuples, lists and dicts of any leaf."""
+
+import collections
+import gc
+import operator
+import sys
+import tracemalloc
+import types
+from typing import NamedTuple
+
+import pytest
+
+nest = pytest.importorskip("nest", reason="nest is not installed: pip install nest/")
+if not hasattr(nest, "map"):  # the folder nest/ itself, as a namespace package
+    pytest.skip("nest is not installed: pip install nest/", allow_module_level=True)
+
+MAX_DEPTH = 64
+
+
+class Point(NamedTuple):
+    x: object
+    y: object
+
+
+class Leaf:
+    """Something that can be counted by its references."""
+
+
+def example():
+    """Every kind of container; the keys are not given in order."""
+    return {"b": (4, []), "a": [1, Point(2, {"z": 3})], "c": {}}
+
+
+def same(a, b):
+    """Equality that tells list from tuple and heeds the order of dicts."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def nested(depth):
+    """A leaf in `depth` lists."""
+    result = 1
+    for _ in range(depth):
+        result = [result]
+    return result
+
+
+def test_map_keeps_containers_and_sorts_keys():
+    visited = []
+    result = nest.map(lambda x: visited.append(x) or 10 * x, example())
+    assert same(result, {"a": [10, Point(20, {"z": 30})], "b": (40, []), "c": {}})
+    assert visited == [1, 2, 3, 4]
+
+
+def test_map_many_gives_a_list_of_the_leaves():
+    tens = nest.map(lambda x: 10 * x, example())
+    seen = []
+    result = nest.map_many(
+        lambda leaves: seen.append(leaves) or sum(leaves), example(), tens, example()
+    )
+    assert seen == [[1, 10, 1], [2, 20, 2], [3, 30, 3], [4, 40, 4]]
+    assert same(result, {"a": [12, Point(24, {"z": 36})], "b": (48, []), "c": {}})
+    assert same(nest.map_many(operator.itemgetter(0), (1, [2])), (1, [2]))
+
+
+def test_map_many2():
+    tens = nest.map(lambda x: 10 * x, example())
+    result = nest.map_many2(operator.sub, tens, example())
+    assert same(result, {"a": [9, Point(18, {"z": 27})], "b": (36, []), "c": {}})
+
+
+@pytest.mark.parametrize("map_two", [nest.map_many, nest.map_many2])
+def test_containers_are_those_of_the_first(map_two):
+    result = map_two(lambda *_: 0, [1, Point(2, 3)], (4, [5, 6]))
+    assert same(result, [0, Point(0, 0)])
+
+
+def test_flatten_pack_as_front():
+    leaves = nest.flatten(example())
+    assert leaves == [1, 2, 3, 4]
+    assert nest.front(example()) == 1
+    assert nest.front(([], {"a": ((),), "b": 5}, 6)) == 5
+    packed = {"a": ["p", Point("q", {"z": "r"})], "b": ("s", []), "c": {}}
+    for sequence in ("pqrs", list("pqrs"), tuple("pqrs"), collections.deque("pqrs")):
+        assert same(nest.pack_as(example(), sequence), packed)
+
+
+def test_keywords():
+    assert nest.map(f=abs, n=[-1]) == [1]
+    assert nest.map_many2(f=max, n1=[1], n2=[2]) == [2]
+    assert nest.flatten(n=1) == [1]
+    assert nest.pack_as(n=1, sequence=[2]) == 2
+    assert nest.front(n=1) == 1
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        7,
+        None,
+        "text",
+        b"bytes",
+        {1, 2},
+        range(3),
+        collections.deque([1]),
+        types.MappingProxyType({"a": 1}),
+    ],
+)
+def test_all_else_is_a_leaf(leaf):
+    assert nest.flatten(leaf) == [leaf]
+    assert nest.front((leaf,)) is leaf
+    assert nest.map(lambda x: x, leaf) is leaf
+    assert nest.pack_as(0, [leaf]) is leaf
+
+
+def test_leaves_are_not_copied():
+    np = pytest.importorskip("numpy")
+    array = np.zeros((3, 2))
+    assert nest.map(lambda x: x, {"a": [array]})["a"][0] is array
+    assert nest.flatten((array,))[0] is array
+
+
+def test_subclasses_become_plain():
+    class MyList(list):
+        pass
+
+    class MyTuple(tuple):
+        pass
+
+    n = collections.OrderedDict(b=MyTuple((1,)), a=MyList([2]))
+    assert same(nest.map(lambda x: x, n), {"a": [2], "b": (1,)})
+    counts = collections.defaultdict(list, a=1)
+    assert same(nest.map(lambda x: x, counts), {"a": 1})
+
+
+@pytest.mark.parametrize("n", [(), [], {}, ([], {"a": ()}), Point([], {})])
+def test_empty_nests(n):
+    assert nest.flatten(n) == []
+    assert same(nest.map(pytest.fail, n), n)
+    assert same(nest.map_many(pytest.fail, n, n), n)
+    assert same(nest.map_many2(pytest.fail, n, n), n)
+    assert same(nest.pack_as(n, []), n)
+    with pytest.raises(ValueError, match="without leaves"):
+        nest.front(n)
+
+
+def test_keys_are_any_text():
+    n = {"é": 3, "\U0001f40d": 5, "": 1, "a\0b": 2, "￿": 4}
+    assert nest.flatten(n) == [1, 2, 3, 4, 5]
+    assert list(nest.map(lambda x: x, n)) == sorted(n)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (1, [1], "at the root: a leaf in the first, a vector of 1 in the second"),
+        ((1, 2), (1,), "at the root: a vector of 2 in the first, a vector of 1 in"),
+        (
+            [{"reward": 1}],
+            [{"reward": (1, 2)}],
+            'at [0]["reward"]: a leaf in the first, a vector of 2 in the second',
+        ),
+        ({"a": {}}, {"a": 1}, 'at ["a"]: a dict of 0 in the first, a leaf in'),
+        ([{"a": 1}], [{"b": 1}], 'only the first has "a"; only the second has "b"'),
+        ({"a": 1}, {"a": 1, "b": 1}, 'at the root: only the second has "b"'),
+    ],
+)
+@pytest.mark.parametrize("map_two", [nest.map_many, nest.map_many2])
+def test_structures_that_differ(map_two, first, second, text):
+    with pytest.raises(ValueError, match="at ") as error:
+        map_two(pytest.fail, first, second)
+    assert text in str(error.value)
+
+
+def test_map_many_says_which_nest_differs():
+    with pytest.raises(ValueError, match=r"at \[1\]: .* a vector of 0 in number 3"):
+        nest.map_many(pytest.fail, [1, 2], [3, 4], [5, ()])
+    with pytest.raises(ValueError, match="at least one nest"):
+        nest.map_many(pytest.fail)
+
+
+def test_pack_as_says_both_counts():
+    for leaves in ([], range(3), range(5)):
+        text = f"the structure has 4 leaves, {len(leaves)} were given"
+        with pytest.raises(ValueError, match=text):
+            nest.pack_as(example(), leaves)
+
+
+def test_arguments_of_another_type():
+    with pytest.raises(TypeError):
+        nest.map(None, [1])
+    with pytest.raises(TypeError):
+        nest.pack_as([1], 1)
+
+
+@pytest.mark.parametrize("key", [3, None, b"a", ("a",)])
+def test_keys_that_are_not_str(key):
+    with pytest.raises(TypeError) as error:
+        nest.flatten([0, {"a": {key: 1}}])
+    assert 'at [1]["a"]: the keys of a dict must be str' in str(error.value)
+    assert repr(key) in str(error.value)
+    assert type(key).__name__ in str(error.value)
+
+
+def test_key_that_is_not_text():
+    with pytest.raises(UnicodeEncodeError):
+        nest.flatten({"\ud800": 1})
+
+
+def test_depth():
+    assert nest.flatten(nested(MAX_DEPTH)) == [1]
+    for n in (nested(MAX_DEPTH + 1), nested(100_000)):
+        with pytest.raises(ValueError, match="nested more than 64 deep"):
+            nest.flatten(n)
+
+
+def test_containers_that_hold_themselves():
+    loop: list = [1]
+    loop.append(loop)
+    mapping: dict = {}
+    mapping["a"] = (mapping,)
+    wide: list = []
+    wide += [wide, wide]
+    for n in (loop, mapping, wide):
+        for f in (
+            lambda n: nest.map(lambda x: x, n),
+            lambda n: nest.map_many2(max, n, n),
+            lambda n: nest.pack_as(n, [1]),
+            nest.flatten,
+            nest.front,
+        ):
+            with pytest.raises(ValueError, match="does a container hold itself"):
+                f(n)
+
+
+def test_exceptions_of_f_pass_through():
+    error = KeyError("mine")
+
+    def fail_at_3(*leaves):
+        if 3 in leaves or [3] in leaves:
+            raise error
+        return leaves
+
+    for call in (
+        lambda: nest.map(fail_at_3, example()),
+        lambda: nest.map_many(fail_at_3, example()),
+        lambda: nest.map_many2(fail_at_3, example(), example()),
+    ):
+        with pytest.raises(KeyError) as caught:
+            call()
+        assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda n: n["a"].clear(),
+        lambda n: n["a"].append(1),
+        lambda n: n.clear(),
+        lambda n: n.update(a=1),
+        lambda n: n.update(a={}),
+        lambda n: n.update(b=1),
+    ],
+)
+def test_f_that_changes_the_nest(change):
+    n = {"a": [[1], 2], "b": {"c": 3}}
+    with pytest.raises(ValueError, match="f changed the nest"):
+        nest.map(lambda _: change(n), n)
+
+
+def test_f_that_adds_a_key():
+    n = {"a": 1, "b": 2}
+    assert nest.map(lambda x: n.update(c=3) or -x, n) == {"a": -1, "b": -2}
+
+
+def fail(*_):
+    raise RuntimeError
+
+
+def each_use(n, leaves):
+    """Every function of the module, successful and not."""
+    nest.map(lambda x: x, n)
+    nest.map_many(operator.itemgetter(0), n, n)
+    nest.map_many2(lambda x, _: x, n, n)
+    nest.flatten(n)
+    nest.pack_as(n, leaves)
+    nest.front(n)
+    for f in (
+        lambda: nest.map(fail, n),
+        lambda: nest.map_many(fail, n, n),
+        lambda: nest.map_many2(fail, n, n),
+        lambda: nest.map_many(fail, n, [n]),
+        lambda: nest.map_many2(fail, n, [n]),
+        lambda: nest.pack_as(n, leaves[1:]),
+        lambda: nest.flatten({"a": n, 3: n}),
+        lambda: nest.flatten((n, nested(MAX_DEPTH))),
+    ):
+        with pytest.raises((RuntimeError, ValueError, TypeError)):
+            f()
+
+
+def test_no_reference_is_leaked():
+    leaf = Leaf()
+    containers = [[leaf], (leaf,), {"key": leaf}, Point(leaf, leaf)]
+    n = {"a": containers, "b": leaf}
+    leaves = nest.flatten(n)
+    objects = [leaf, leaves, n, *containers, None, Point, list, tuple, dict]
+    each_use(n, leaves)  # fills what is made once
+    gc.collect()
+    before = [sys.getrefcount(x) for x in objects]
+    for _ in range(50):
+        each_use(n, leaves)
+    gc.collect()
+    after = [sys.getrefcount(x) for x in objects]
+    # None and the types are also used by the rest of the process.
+    leaks = [b - a for a, b in zip(before, after, strict=True)]
+    assert leaks[:7] == [0] * 7
+    assert all(leak < 25 for leak in leaks), leaks
+
+
+def test_memory_stays_flat():
+    n = {"a": [1, (2, 3)], "b": Point(4, {"c": 5})}
+
+    def use(rounds):
+        for _ in range(rounds):
+            texts = nest.map(lambda x: [str(x) + 1000 * "x"], n)
+            nest.map_many(sum, n, nest.pack_as(n, nest.flatten(n)))
+            with pytest.raises(ValueError, match="in the second"):
+                nest.map_many2(max, n, texts)
+
+    tracemalloc.start()
+    try:
+        use(100)
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        use(1000)
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 30_000  # bytes: 30 a round
+
+
+def test_every_function_has_a_docstring():
+    for name in ("map", "map_many", "map_many2", "flatten", "pack_as", "front"):
+        assert len(getattr(nest, name).__doc__.splitlines()) > 1
+    assert "Functions on nested" in nest.__doc__
