@@ -135,6 +135,13 @@ Array Array::row(int64_t i) const {
   return Array(spec, data_ + static_cast<size_t>(i) * spec.num_bytes(), owner_);
 }
 
+Array Array::at(int64_t i) const {
+  const Array one = row(i);
+  ArraySpec spec{dtype(), Shape{}};
+  for (size_t d = 1; d < shape().size(); ++d) spec.shape.push_back(shape()[d]);
+  return Array(spec, one.data_, owner_);
+}
+
 Array Array::with_leading_one() const {
   return Array({dtype(), shape().behind({1})}, data_, owner_);
 }

@@ -99,6 +99,8 @@ class Array {
 
   // Row i of the first dimension, sharing memory: [T, n, ...] -> [1, n, ...].
   Array row(int64_t i) const;
+  // The same without the dimension: [T, n, ...] -> [n, ...].
+  Array at(int64_t i) const;
   // The same memory with another first dimension put in front: [n, ...] -> [1, n, ...].
   Array with_leading_one() const;
   template <typename T>

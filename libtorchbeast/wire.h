@@ -3,6 +3,9 @@
 // Handshakes and errors are ordinary protobuf messages. Steps and actions, which carry
 // the bytes, are read with protobuf's CodedInputStream straight from the transport's
 // memory into their destination, and written straight into the transport's memory.
+//
+// Whatever a peer sends ends in a result or in a WireError: every length is checked
+// against the bytes that are there before it is used.
 
 #pragma once
 
@@ -24,10 +27,14 @@ class ZeroCopyInputStream;
 namespace torchbeast {
 
 constexpr uint32_t kWireVersion = 1;
-constexpr int kMaxDepth = 16;
-constexpr int64_t kMaxArrays = 1024;
+constexpr int kMaxDepth = 16;         // levels of Space
+constexpr int64_t kMaxArrays = 1024;  // of a step
+// Dimensions of one environment's array; a rollout puts [T, E] in front.
+constexpr size_t kMaxSpaceDims = Shape::kMaxDims - 2;
 constexpr int64_t kMaxEnvs = 65536;
 constexpr int64_t kMaxMessageBytes = 256 << 20;
+constexpr int64_t kMaxHelloBytes = 4 << 20;
+constexpr int64_t kMaxErrorBytes = 1 << 20;
 constexpr size_t kMaxNameBytes = 1024;
 
 // A message that breaks the rules; the text says which.
@@ -35,8 +42,7 @@ class WireError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// --- Handshake
-// ------------------------------------------------------------------------
+// --- Handshake ---------------------------------------------------------------------
 
 // What a stream's steps look like, made from the environment's hello.
 struct StreamSpec {
@@ -59,11 +65,11 @@ struct StreamSpec {
 SpecNest space_spec(const wire::Space& space, int64_t num_envs,
                     const std::string& place);
 
-// --- Steps and actions
-// ----------------------------------------------------------------
+// --- Steps and actions -------------------------------------------------------------
 
 // Called with the dtype and shape of array number i before its bytes are read; returns
 // where to put them: an array of just that dtype and shape. Throws WireError to refuse.
+// The message is known to hold all bytes of the array. An empty function refuses all.
 using Destination = std::function<Array(size_t i, const ArraySpec& spec)>;
 
 // A Destination that accepts just what `expected` lists, into arrays[i].
@@ -75,7 +81,7 @@ Destination expect(const std::vector<ArraySpec>& expected,
 Destination accept_any(int64_t num_envs, MemoryPool& pool, std::vector<Array>* arrays);
 
 struct Decoded {
-  enum Kind { kHello, kStep, kAction, kError } kind;
+  enum Kind { kHello, kStep, kAction, kError } kind = kHello;
   wire::EnvHello env_hello;      // kHello from an environment
   wire::AgentHello agent_hello;  // kHello from the learner
   std::string error;             // kError
@@ -83,9 +89,10 @@ struct Decoded {
   size_t num_final_arrays = 0;
 };
 
-// Decode one EnvMessage or AgentMessage. Checks every length against what is there, and
-// every array against its destination, before bytes are read. Throws WireError; then
-// destinations may hold anything. Whether enough arrays came is the caller's to check.
+// Decode one EnvMessage or AgentMessage, the next `num_bytes` of `in`. Checks every
+// length against what is there, and every array against its destination, before bytes
+// are read; a hello is only parsed, see StreamSpec. Throws WireError; then destinations
+// may hold anything. Whether enough arrays came is the caller's to check.
 Decoded decode_env_message(google::protobuf::io::ZeroCopyInputStream* in,
                            int64_t num_bytes, const Destination& arrays,
                            const Destination& final_observation);
@@ -96,11 +103,17 @@ Decoded decode_env_message(grpc::ByteBuffer* message, const Destination& arrays,
                            const Destination& final_observation);
 Decoded decode_agent_message(grpc::ByteBuffer* message, const Destination& arrays);
 
-// Encode; each array is copied once, into memory of `pool`.
+// Encode; each array is copied once, into one block of `pool`, which the transport
+// gives back when it has sent it, maybe from a thread of its own. Throw WireError if
+// the message exceeds a limit, std::invalid_argument on an array without memory.
 grpc::ByteBuffer encode_step(const std::vector<Array>& arrays,
                              const std::vector<Array>& final_observation,
                              MemoryPool& pool);
 grpc::ByteBuffer encode_action(const std::vector<Array>& arrays, MemoryPool& pool);
+// An EnvMessage.error. The text may be any bytes: what is not UTF-8 is replaced, and
+// from the middle of a long one some is left out.
+grpc::ByteBuffer encode_error(const std::string& text);
+// Handshakes. That a hello keeps the rules is StreamSpec's to check.
 grpc::ByteBuffer encode(const wire::EnvMessage& message);
 grpc::ByteBuffer encode(const wire::AgentMessage& message);
 

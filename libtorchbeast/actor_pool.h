@@ -1,0 +1,113 @@
+// Runs environments on servers against batched inference, and makes rollouts.
+//
+// One thread for each stream:
+//
+//   env server --step--> row t of the rollout --inputs--> DynamicBatcher
+//   env server <-action------- row t of the rollout <--outputs--'
+//   after T steps: rollout [T+1, E, ...] --> BatchingQueue
+//
+// Copies of an observation, each counted in `bytes_copied` of the part that makes it:
+// from the message into its row (here), into the inference batch (DynamicBatcher; none
+// if the batch has one item), into the learner's batch (BatchingQueue; likewise), and,
+// for one row of every T, into row 0 of the next rollout (here). The server makes one,
+// from the environment into the message. Memory of rollouts is used again once the
+// learner's batch is made.
+//
+// Inputs of the batcher share memory with the rollout: whoever infers must not write
+// into them.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "array.h"
+#include "batching.h"
+#include "sync.h"
+#include "transport.h"
+#include "wire.h"
+
+namespace torchbeast {
+
+struct ActorPoolOptions {
+  int64_t unroll_length = 0;  // T >= 1
+  // One stream for each entry; an address may occur several times.
+  std::vector<std::string> addresses;
+  Security security;
+  // How long an environment may take for a reset or a step before its stream counts as
+  // lost.
+  Milliseconds step_timeout{60'000};
+  // A lost stream is dialled again, its unfinished rollout dropped. If it has been down
+  // for this long, the first time included, the run ends with the last error.
+  Milliseconds maximum_downtime{60'000};
+};
+
+struct ActorPoolStats {
+  uint64_t num_steps = 0;       // environment steps: E for each message after the first
+  uint64_t num_rollouts = 0;    // rollouts enqueued, each of E environments
+  uint64_t num_reconnects = 0;  // streams that were lost and came back
+  uint64_t num_dropped_steps = 0;  // environment steps of rollouts that were dropped
+  uint64_t num_connected = 0;      // streams now
+  uint64_t bytes_received = 0;
+  uint64_t bytes_copied = 0;
+  uint64_t pool_bytes = 0;  // memory held for rollouts and messages
+  // Summed over threads: waiting for environments and wire, for inference, for room in
+  // the learner's queue.
+  double env_wait_seconds = 0;
+  double inference_wait_seconds = 0;
+  double queue_wait_seconds = 0;
+  std::string last_error;  // why a stream was lost last
+};
+
+class ActorPool {
+ public:
+  // `initial_agent_state`: nest of [layers, n, ...], n = 1 (the same for every
+  // environment) or E. Throws std::invalid_argument, also on bad addresses.
+  ActorPool(ActorPoolOptions options, std::shared_ptr<BatchingQueue> learner_queue,
+            std::shared_ptr<DynamicBatcher> inference_batcher,
+            ArrayNest initial_agent_state);
+  ~ActorPool();
+  ActorPool(const ActorPool&) = delete;
+
+  // Runs until close() is called or the queue or the batcher is closed. To be called
+  // once. Throws the first error that ends it, with its cause:
+  //   std::invalid_argument  the agent's outputs or the state don't fit; says where
+  //   TransportError         a stream was down for too long, or was refused for good
+  //   WireError              an environment broke the wire's rules
+  //   std::runtime_error     an environment raised; with its traceback
+  //   AsyncError             inference failed
+  //
+  // Hands the batcher ((observation, reward, done, episode_step, episode_return),
+  // agent_state), arrays [1, E, ...]; where the environment has extra fields, a dict of
+  // these comes sixth. Wants ((action, ...), new_agent_state), the outputs being a
+  // vector or a dict with the key "action". Enqueues ((env_outputs, agent_outputs),
+  // initial_agent_state), arrays [T+1, E, ...].
+  //
+  // Where a step brings the final observation of truncated episodes and the outputs are
+  // a dict with "baseline" and "truncation_value" (both float32 [1, E]), the batcher is
+  // asked about it too, with the state before the step, and its baseline becomes the
+  // truncation_value of the truncated episodes in that row.
+  void run(const Interrupt& interrupt = nullptr);
+
+  // Ends run(). May be called from any thread, any number of times.
+  void close();
+
+  uint64_t count() const;  // num_steps
+  ActorPoolStats stats() const;
+
+  // What an environment server says about itself: dials, shakes hands, leaves. Throws
+  // TransportError after `timeout`, WireError.
+  static wire::EnvHello probe(const std::string& address, const Security& security,
+                              Milliseconds timeout,
+                              const Interrupt& interrupt = nullptr);
+
+ private:
+  class Actor;
+  struct Shared;  // between the actors and run()
+  const std::shared_ptr<Shared> shared_;
+};
+
+}  // namespace torchbeast

@@ -1,0 +1,164 @@
+// How fast a gRPC stream carries steps when nothing else is done: the bound for
+// benchmarks/transport.py, which runs it.
+//
+//   bare_stream ADDRESS STREAMS BYTES ACTION_BYTES SECONDS
+//
+// One process serves, this one has STREAMS threads; each sends ACTION_BYTES, gets BYTES,
+// and so on. The messages are bytes without meaning; each side copies them once. Prints
+// round trips a second and the CPU seconds of both sides as JSON.
+
+#include <grpcpp/create_channel.h>
+#include <grpcpp/server.h>
+#include <grpcpp/server_builder.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "array.h"
+#include "transport.h"
+
+namespace torchbeast {
+namespace {
+
+using Seconds = std::chrono::duration<double>;
+
+grpc::ByteBuffer make_message(const std::vector<uint8_t>& bytes, MemoryPool& pool) {
+  Array block =
+      pool.allocate({DType::kUint8, Shape{static_cast<int64_t>(bytes.size())}});
+  std::memcpy(block.data(), bytes.data(), bytes.size());
+  auto* owner = new std::shared_ptr<void>(block.owner());
+  const grpc::Slice slice(
+      block.data(), bytes.size(),
+      [](void* owner) { delete static_cast<std::shared_ptr<void>*>(owner); }, owner);
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+void read_message(const grpc::ByteBuffer& message, std::vector<uint8_t>* bytes) {
+  std::vector<grpc::Slice> slices;
+  message.Dump(&slices);
+  size_t offset = 0;
+  for (const grpc::Slice& slice : slices) {
+    const size_t size = std::min(slice.size(), bytes->size() - offset);
+    std::memcpy(bytes->data() + offset, slice.begin(), size);
+    offset += size;
+  }
+}
+
+double cpu_seconds(int who) {
+  rusage usage;
+  getrusage(who, &usage);
+  const auto seconds = [](const timeval& t) { return t.tv_sec + 1e-6 * t.tv_usec; };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+int serve(const std::string& address, size_t num_bytes) {
+  StreamService service([&](grpc::ServerContext*, EnvStream* stream) {
+    MemoryPool pool;
+    std::vector<uint8_t> bytes(num_bytes, 7), action(1 << 16);
+    grpc::ByteBuffer message;
+    while (stream->Read(&message)) {
+      read_message(message, &action);
+      if (!stream->Write(make_message(bytes, pool))) break;
+    }
+    return grpc::Status::OK;
+  });
+  grpc::ServerBuilder builder;
+  for_each_argument([&](const char* name, int value) {
+    builder.AddChannelArgument(name, value);
+  });
+  Security security;
+  security.insecure = true;
+  builder.AddListeningPort(address, server_credentials(Address(address), security));
+  builder.RegisterService(&service);
+  auto server = builder.BuildAndStart();
+  if (server == nullptr) return 1;
+  server->Wait();  // until the parent ends this process
+  return 0;
+}
+
+int run(char** argv, const std::string& address, int num_streams, size_t num_bytes,
+        size_t action_bytes, double seconds) {
+  const pid_t server = fork();
+  if (server == 0) {
+    execl("/proc/self/exe", argv[0], "serve", argv[1], argv[3], nullptr);
+    _exit(1);
+  }
+  std::atomic<uint64_t> count{0};
+  std::atomic<bool> running{true}, failed{false};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < num_streams; ++i) {
+    threads.emplace_back([&] {
+      auto channel =
+          grpc::CreateCustomChannel(Address(address).to_string(),
+                                    grpc::InsecureChannelCredentials(),
+                                    channel_arguments());
+      if (!channel->WaitForConnected(std::chrono::system_clock::now() +
+                                     std::chrono::seconds(10))) {
+        failed = true;
+        return;
+      }
+      grpc::ClientContext context;
+      auto stream = open_stream(channel.get(), &context);
+      MemoryPool pool;
+      std::vector<uint8_t> bytes(num_bytes), action(action_bytes, 1);
+      grpc::ByteBuffer message;
+      while (running) {
+        if (!stream->Write(make_message(action, pool)) || !stream->Read(&message)) {
+          failed = true;
+          return;
+        }
+        read_message(message, &bytes);
+        ++count;
+      }
+      context.TryCancel();
+      stream->Finish();
+    });
+  }
+  std::this_thread::sleep_for(Seconds(std::min(1.0, seconds / 3)));
+  const uint64_t first = count;
+  const double cpu = cpu_seconds(RUSAGE_SELF);
+  const auto start = std::chrono::steady_clock::now();
+  std::this_thread::sleep_for(Seconds(seconds));
+  const double elapsed = Seconds(std::chrono::steady_clock::now() - start).count();
+  const uint64_t messages = count - first;
+  const double client_cpu = cpu_seconds(RUSAGE_SELF) - cpu;
+  running = false;
+  for (std::thread& thread : threads) thread.join();
+  kill(server, SIGKILL);
+  waitpid(server, nullptr, 0);
+  if (failed) {
+    std::fprintf(stderr, "bare_stream: a stream broke\n");
+    return 1;
+  }
+  std::printf(
+      "{\"round_trips\": %llu, \"seconds\": %.6f, \"client_cpu_seconds\": %.6f}\n",
+      static_cast<unsigned long long>(messages), elapsed, client_cpu);
+  return 0;
+}
+
+}  // namespace
+}  // namespace torchbeast
+
+int main(int argc, char** argv) {
+  if (argc == 4 && std::string(argv[1]) == "serve") {
+    return torchbeast::serve(argv[2], std::stoul(argv[3]));
+  }
+  if (argc != 6) {
+    std::fprintf(stderr,
+                 "usage: bare_stream ADDRESS STREAMS BYTES ACTION_BYTES SECONDS\n");
+    return 2;
+  }
+  return torchbeast::run(argv, argv[1], std::stoi(argv[2]), std::stoul(argv[3]),
+                         std::stoul(argv[4]), std::stod(argv[5]));
+}

@@ -1,0 +1,80 @@
+// Serves environments: each stream has one of its own, of E environments in lockstep.
+
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "array.h"
+#include "sync.h"
+#include "transport.h"
+#include "wire.h"
+
+namespace torchbeast {
+
+// E environments behind one stream. Used by one thread at a time.
+class Environment {
+ public:
+  // What a step says; the arrays' memory is valid until the next call.
+  struct Row {
+    std::vector<Array> arrays;             // as StreamSpec::arrays
+    std::vector<Array> final_observation;  // empty, or as the observation's arrays
+  };
+
+  virtual ~Environment() = default;
+  // Starts new episodes; the hello describes the row, and is valid from here on.
+  virtual Row reset() = 0;
+  virtual const wire::EnvHello& hello() const = 0;
+  // Arrays [E, ...] of the action, which the hello's action space describes.
+  virtual Row step(const std::vector<Array>& action) = 0;
+};
+
+// Makes the environment of a new stream. Its exceptions, and those of the environment,
+// travel to the learner as text.
+using EnvironmentFactory = std::function<std::unique_ptr<Environment>()>;
+
+struct EnvServerOptions {
+  std::string address = "unix:/tmp/polybeast";  // port 0: a free one
+  Security security;
+  int max_streams = 256;  // at once; more are refused
+  // How long a peer that has connected may stay silent.
+  Milliseconds hello_timeout{10'000};
+};
+
+struct EnvServerStats {
+  uint64_t num_streams = 0;  // now
+  uint64_t num_steps = 0;    // E for each
+  uint64_t num_refused = 0;  // streams that were turned away
+  uint64_t bytes_sent = 0;
+  uint64_t bytes_copied = 0;
+};
+
+class EnvServer {
+ public:
+  // Throws std::invalid_argument on a bad address or insufficient security.
+  EnvServer(EnvironmentFactory factory, EnvServerOptions options);
+  ~EnvServer();  // stops
+  EnvServer(const EnvServer&) = delete;
+
+  // Listens from here on. Throws std::runtime_error, with the reason, if that can't be:
+  // no such directory, in use by a running server, ... A socket that a dead server has
+  // left is replaced; one that this server makes is the user's alone.
+  void start();
+  // Blocks until stop(). Starts if that has not been done.
+  void run(const Interrupt& interrupt = nullptr);
+  // Ends all streams, waits for their environments to be destroyed, removes the socket.
+  // May be called from any thread, any number of times, also before start.
+  void stop();
+
+  // Where it listens, with the port that it has found.
+  std::string address() const;
+  EnvServerStats stats() const;
+
+ private:
+  struct State;
+  const std::unique_ptr<State> state_;
+};
+
+}  // namespace torchbeast

@@ -1,0 +1,202 @@
+#include "transport.h"
+
+#include <grpc/grpc.h>
+#include <grpcpp/impl/codegen/rpc_method.h>
+#include <grpcpp/impl/codegen/rpc_service_method.h>
+#include <grpcpp/impl/codegen/sync_stream.h>
+#include <grpcpp/security/credentials.h>
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/support/method_handler.h>
+#include <sys/un.h>
+
+#include <cctype>
+#include <utility>
+
+namespace torchbeast {
+
+const char kStreamMethod[] = "/torchbeast.wire.EnvServer/Stream";
+
+// --- Addresses
+// ------------------------------------------------------------------------
+
+namespace {
+
+[[noreturn]] void bad_address(const std::string& text, const std::string& reason) {
+  throw std::invalid_argument("bad address '" + text + "': " + reason +
+                              ". Allowed are unix:/path/of/a/socket, host:port and "
+                              "[IPv6 address]:port");
+}
+
+}  // namespace
+
+Address::Address(const std::string& text) {
+  const std::string unix_prefix = "unix:";
+  if (text.compare(0, unix_prefix.size(), unix_prefix) == 0) {
+    path_ = text.substr(unix_prefix.size());
+    // gRPC also writes unix:///path.
+    if (path_.compare(0, 3, "///") == 0) path_ = path_.substr(2);
+    if (path_.empty()) bad_address(text, "the path is empty");
+    if (path_.find('\0') != std::string::npos) bad_address(text, "a zero byte");
+    const size_t longest = sizeof(sockaddr_un::sun_path) - 1;
+    if (path_.size() > longest) {
+      bad_address(text, "the path has " + std::to_string(path_.size()) +
+                            " bytes, and the system allows " + std::to_string(longest));
+    }
+    return;
+  }
+  const size_t colon = text.rfind(':');
+  if (colon == std::string::npos) bad_address(text, "no port");
+  host_ = text.substr(0, colon);
+  const std::string port = text.substr(colon + 1);
+  if (host_.size() >= 2 && host_.front() == '[' && host_.back() == ']') {
+    host_ = host_.substr(1, host_.size() - 2);
+  } else if (host_.find(':') != std::string::npos) {
+    bad_address(text, "an IPv6 address needs brackets");
+  }
+  if (host_.empty()) bad_address(text, "no host");
+  for (const char c : host_) {
+    if (!std::isalnum(static_cast<unsigned char>(c)) && c != '.' && c != '-' &&
+        c != ':' && c != '_' && c != '%') {
+      bad_address(text, std::string("'") + c + "' in the host");
+    }
+  }
+  if (port.empty() || port.size() > 5 ||
+      port.find_first_not_of("0123456789") != std::string::npos ||
+      std::stoi(port) > 65535) {
+    bad_address(text, "the port is '" + port + "', not a number up to 65535");
+  }
+  port_ = std::stoi(port);
+}
+
+bool Address::is_loopback() const {
+  if (is_unix() || host_ == "localhost" || host_ == "::1") return true;
+  // Of names only the numeric ones: a name that begins with "127." may lead anywhere.
+  return host_.compare(0, 4, "127.") == 0 &&
+         host_.find_first_not_of("0123456789.") == std::string::npos;
+}
+
+std::string Address::to_string() const {
+  if (is_unix()) return "unix:" + path_;
+  const bool v6 = host_.find(':') != std::string::npos;
+  return (v6 ? "[" + host_ + "]" : host_) + ":" + std::to_string(port_);
+}
+
+// --- Credentials
+// ----------------------------------------------------------------------
+
+namespace {
+
+void check_security(const Address& address, const Security& security) {
+  if (address.is_unix()) {
+    if (security.uses_tls()) {
+      throw std::invalid_argument("TLS is for host:port, and the address is " +
+                                  address.to_string());
+    }
+    return;
+  }
+  if (security.cert.empty() != security.key.empty()) {
+    throw std::invalid_argument(
+        std::string("a TLS certificate and its key go together, and the ") +
+        (security.key.empty() ? "key" : "certificate") + " is missing");
+  }
+  if (!security.uses_tls() && !security.insecure && !address.is_loopback()) {
+    throw std::invalid_argument(
+        address.to_string() +
+        " can be reached from other machines, and the connection would be neither "
+        "encrypted nor authenticated. Give TLS certificates, or, in a network that "
+        "you trust, ask for insecure connections");
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<grpc::ChannelCredentials> client_credentials(const Address& address,
+                                                             const Security& security) {
+  check_security(address, security);
+  if (address.is_unix() || !security.uses_tls()) {
+    return grpc::InsecureChannelCredentials();
+  }
+  grpc::SslCredentialsOptions options;
+  options.pem_root_certs = security.ca;  // empty: the system's
+  options.pem_cert_chain = security.cert;
+  options.pem_private_key = security.key;
+  return grpc::SslCredentials(options);
+}
+
+std::shared_ptr<grpc::ServerCredentials> server_credentials(const Address& address,
+                                                            const Security& security) {
+  check_security(address, security);
+  if (address.is_unix() || !security.uses_tls()) {
+    return grpc::InsecureServerCredentials();
+  }
+  if (security.cert.empty()) {
+    throw std::invalid_argument("a TLS server needs a certificate and its key");
+  }
+  grpc::SslServerCredentialsOptions options(
+      security.ca.empty() ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE
+                          : GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
+  options.pem_root_certs = security.ca;
+  options.pem_key_cert_pairs.push_back({security.key, security.cert});
+  return grpc::SslServerCredentials(options);
+}
+
+// --- Channels
+// -------------------------------------------------------------------------
+
+void for_each_argument(const std::function<void(const char*, int)>& f) {
+  // The whole of a message is on its way at once; the defaults have it wait for the
+  // receiver several times.
+  f(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 4 << 20);
+  f(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, 1 << 20);
+  f(GRPC_ARG_HTTP2_WRITE_BUFFER_SIZE, 1 << 20);
+  f(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  f(GRPC_ARG_TCP_MIN_READ_CHUNK_SIZE, 64 << 10);
+  f(GRPC_ARG_TCP_MAX_READ_CHUNK_SIZE, 1 << 20);
+  f(GRPC_ARG_TCP_READ_CHUNK_SIZE, 64 << 10);
+  f(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, 256 << 20);
+  f(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, 256 << 20);
+  f(GRPC_ARG_KEEPALIVE_TIME_MS, 15000);
+  f(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
+  f(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+}
+
+grpc::ChannelArguments channel_arguments() {
+  grpc::ChannelArguments arguments;
+  for_each_argument(
+      [&](const char* name, int value) { arguments.SetInt(name, value); });
+  // A connection of its own for each stream; addresses are dialled as they are given.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  // Whoever dials has its own rules for when to try again.
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 100);
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
+  return arguments;
+}
+
+// --- The service
+// ----------------------------------------------------------------------
+
+// What protoc's gRPC plugin writes for a method of two streams, with the messages left
+// as bytes: wire.h reads and writes them in place.
+
+std::unique_ptr<AgentStream> open_stream(grpc::ChannelInterface* channel,
+                                         grpc::ClientContext* context) {
+  const grpc::internal::RpcMethod method(kStreamMethod,
+                                         grpc::internal::RpcMethod::BIDI_STREAMING);
+  return std::unique_ptr<AgentStream>(
+      grpc::internal::ClientReaderWriterFactory<
+          grpc::ByteBuffer, grpc::ByteBuffer>::Create(channel, method, context));
+}
+
+StreamService::StreamService(Handler handler) : handler_(std::move(handler)) {
+  using Method = grpc::internal::BidiStreamingHandler<StreamService, grpc::ByteBuffer,
+                                                      grpc::ByteBuffer>;
+  AddMethod(new grpc::internal::RpcServiceMethod(
+      kStreamMethod, grpc::internal::RpcMethod::BIDI_STREAMING,
+      new Method([](StreamService* service, grpc::ServerContext* context,
+                    EnvStream* stream) { return service->handler_(context, stream); },
+                 this)));
+}
+
+}  // namespace torchbeast

@@ -1,0 +1,100 @@
+// Addresses, credentials, and the service EnvServer of proto/torchbeast.proto.
+
+#pragma once
+
+#include <grpcpp/channel.h>
+#include <grpcpp/client_context.h>
+#include <grpcpp/impl/service_type.h>
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/channel_arguments.h>
+#include <grpcpp/support/sync_stream.h>
+
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+namespace grpc {
+class ChannelCredentials;
+class ServerCredentials;
+}  // namespace grpc
+
+namespace torchbeast {
+
+// The other side, or the way to it: no connection, a lost one, a refusal.
+class TransportError : public std::runtime_error {
+ public:
+  TransportError(const std::string& message, bool may_pass)
+      : std::runtime_error(message), may_pass(may_pass) {}
+  const bool may_pass;  // whether dialling again can help
+};
+
+// "unix:/tmp/polybeast.0" or "host:port", "[::1]:port".
+class Address {
+ public:
+  // Throws std::invalid_argument, which says what is allowed.
+  explicit Address(const std::string& text);
+
+  bool is_unix() const { return !path_.empty(); }
+  bool is_loopback() const;  // only this machine can connect
+  const std::string& path() const { return path_; }
+  const std::string& host() const { return host_; }
+  int port() const { return port_; }
+  std::string to_string() const;  // as gRPC takes it
+
+ private:
+  std::string path_;
+  std::string host_;
+  int port_ = 0;
+};
+
+// How one side shows who it is and what it asks of the other.
+struct Security {
+  // TLS, used for host:port if any of them is set. Contents of PEM files.
+  std::string ca;    // certificates that the other side's must be signed by
+  std::string cert;  // this side's certificate and its key; a server needs them
+  std::string key;
+  std::string server_name;  // client: the name in the certificate, if not the host
+  std::string token;        // client: sends it; server: refuses all others
+  bool insecure = false;    // allow plain TCP beyond this machine
+
+  bool uses_tls() const { return !(ca.empty() && cert.empty() && key.empty()); }
+};
+
+// Throw std::invalid_argument if `security` does not suffice for `address`, or is
+// incomplete.
+std::shared_ptr<grpc::ChannelCredentials> client_credentials(const Address& address,
+                                                             const Security& security);
+std::shared_ptr<grpc::ServerCredentials> server_credentials(const Address& address,
+                                                            const Security& security);
+
+// Settings of both sides: sizes of frames and windows that fit messages of some 100 kB,
+// and pings that notice a cut network within half a minute.
+grpc::ChannelArguments channel_arguments();
+// The same for a builder of servers, as name and value.
+void for_each_argument(const std::function<void(const char*, int)>& f);
+
+// --- The service
+// ----------------------------------------------------------------------
+
+extern const char kStreamMethod[];
+
+using AgentStream = grpc::ClientReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
+using EnvStream = grpc::ServerReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
+
+// Client side: opens one stream. The channel must outlive it.
+std::unique_ptr<AgentStream> open_stream(grpc::ChannelInterface* channel,
+                                         grpc::ClientContext* context);
+
+// Server side: calls `handler` in a thread of its own for each stream.
+class StreamService : public grpc::Service {
+ public:
+  using Handler = std::function<grpc::Status(grpc::ServerContext*, EnvStream*)>;
+  explicit StreamService(Handler handler);
+
+ private:
+  const Handler handler_;
+};
+
+}  // namespace torchbeast

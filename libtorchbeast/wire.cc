@@ -1,0 +1,743 @@
+#include "wire.h"
+
+#include <google/protobuf/io/coded_stream.h>
+#include <google/protobuf/io/zero_copy_stream.h>
+#include <grpcpp/support/proto_buffer_reader.h>
+#include <grpcpp/support/slice.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <set>
+#include <utility>
+
+namespace torchbeast {
+namespace {
+
+namespace io = google::protobuf::io;
+using google::protobuf::MessageLite;
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "as the wire is");
+static_assert(static_cast<int>(wire::BOOL) == static_cast<int>(DType::kBool) &&
+                  static_cast<int>(wire::FLOAT64) == static_cast<int>(DType::kFloat64),
+              "DType has the wire's numbers");
+
+// Field numbers of proto/torchbeast.proto, where this file reads or writes them itself.
+enum : uint32_t { kHelloField = 1, kStepField = 2, kErrorField = 3 };  // EnvMessage
+enum : uint32_t { kActionField = 2 };                                  // AgentMessage
+enum : uint32_t { kArraysField = 1, kFinalObservationField = 2 };  // EnvStep, and so on
+enum : uint32_t { kDTypeField = 1, kShapeField = 2, kDataField = 3 };  // Array
+
+// The encoding's ways to write a field, as the low three bits of its tag say.
+enum WireType : uint32_t {
+  kVarint = 0,
+  kFixed64 = 1,
+  kBytes = 2,  // length, then bytes: also messages, strings and packed numbers
+  kFixed32 = 5,
+};
+
+[[noreturn]] void refuse(const std::string& place, const std::string& why) {
+  throw WireError(place + ": " + why);
+}
+
+// --- Text ----------------------------------------------------------------------------
+
+// The number of bytes of the character at text[i]; 0 if it is not UTF-8.
+size_t utf8_length(const std::string& text, size_t i) {
+  const auto byte = [&](size_t k) -> uint32_t {
+    return i + k < text.size() ? static_cast<uint8_t>(text[i + k]) : 0;
+  };
+  const uint32_t first = byte(0);
+  if (first < 0x80) return 1;
+  if (first < 0xC0 || first > 0xF7) return 0;
+  const size_t length = first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : 2;
+  uint32_t code = first & (0x7Fu >> length);
+  for (size_t k = 1; k < length; ++k) {
+    if ((byte(k) & 0xC0) != 0x80) return 0;
+    code = code << 6 | (byte(k) & 0x3F);
+  }
+  const uint32_t smallest = length == 4 ? 0x10000 : length == 3 ? 0x800 : 0x80;
+  const bool surrogate = code >= 0xD800 && code <= 0xDFFF;
+  return code >= smallest && code <= 0x10FFFF && !surrogate ? length : 0;
+}
+
+bool is_utf8(const std::string& text) {
+  for (size_t i = 0, length; i < text.size(); i += length) {
+    length = utf8_length(text, i);
+    if (length == 0) return false;
+  }
+  return true;
+}
+
+std::string to_utf8(const std::string& bytes) {
+  std::string text;
+  for (size_t i = 0; i < bytes.size();) {
+    const size_t length = utf8_length(bytes, i);
+    if (length == 0) {
+      text += "\xEF\xBF\xBD";  // U+FFFD, the replacement character
+      ++i;
+    } else {
+      text.append(bytes, i, length);
+      i += length;
+    }
+  }
+  return text;
+}
+
+// A peer's name, for errors: of bounded length, and on one line.
+std::string quoted(const std::string& name) {
+  constexpr size_t kMax = 64;
+  std::string text = to_utf8(name.substr(0, kMax));
+  for (char& c : text) {
+    if (static_cast<uint8_t>(c) < 0x20 || c == 0x7F) c = '?';
+  }
+  return '"' + text + (name.size() > kMax ? "...\"" : "\"");
+}
+
+void check_name(const std::string& name, const std::string& place) {
+  if (name.size() > kMaxNameBytes) {
+    refuse(place, "the name " + quoted(name) + " has " + std::to_string(name.size()) +
+                      " bytes, at most " + std::to_string(kMaxNameBytes) +
+                      " are allowed");
+  }
+  if (!is_utf8(name)) refuse(place, "the name " + quoted(name) + " is not UTF-8");
+}
+
+// --- Shapes --------------------------------------------------------------------------
+
+// Appends a dimension from the wire. `place` is called for its name if it is refused.
+template <typename Place>
+void add_dim(Shape* shape, uint64_t dim, size_t max_dims, const Place& place) {
+  if (shape->size() == max_dims) {
+    refuse(place(), "more than " + std::to_string(max_dims) + " dimensions");
+  }
+  if (dim > static_cast<uint64_t>(kMaxMessageBytes)) {
+    refuse(place(), "a dimension of " + std::to_string(dim) + ", at most " +
+                        std::to_string(kMaxMessageBytes) + " is allowed");
+  }
+  shape->push_back(static_cast<int64_t>(dim));
+}
+
+// Whether an array fits into a message. A dimension of 0 counts as 1: NumPy refuses
+// arrays whose other dimensions multiply to too much, too.
+bool fits_message(const ArraySpec& spec) {
+  uint64_t bytes = item_size(spec.dtype);
+  for (int64_t dim : spec.shape) {
+    if (__builtin_mul_overflow(bytes, static_cast<uint64_t>(std::max<int64_t>(dim, 1)),
+                               &bytes)) {
+      return false;
+    }
+  }
+  return bytes <= static_cast<uint64_t>(kMaxMessageBytes);
+}
+
+std::string too_large(const ArraySpec& spec) {
+  return spec.to_string() + " is larger than a message may be, " +
+         std::to_string(kMaxMessageBytes) + " bytes";
+}
+
+DType checked_dtype(uint64_t number, const std::string& place) {
+  if (!is_dtype(number)) {
+    refuse(place, "no such dtype: " + std::to_string(static_cast<int64_t>(number)) +
+                      ", allowed are 1 to 12");
+  }
+  return static_cast<DType>(number);
+}
+
+// --- Sizes of messages ---------------------------------------------------------------
+
+const ArraySpec& spec_of(const ArraySpec& spec) { return spec; }
+const ArraySpec& spec_of(const Array& array) { return array.spec(); }
+
+// Bytes of a field that holds this many bytes; all field numbers are below 16.
+size_t field_bytes(size_t content) {
+  return 1 + io::CodedOutputStream::VarintSize64(content) + content;
+}
+
+size_t packed_bytes(const Shape& shape) {
+  size_t bytes = 0;
+  for (int64_t dim : shape) {
+    bytes += io::CodedOutputStream::VarintSize64(static_cast<uint64_t>(dim));
+  }
+  return bytes;
+}
+
+// Bytes of an Array message.
+size_t array_bytes(const ArraySpec& spec) {
+  size_t bytes = 2;  // dtype
+  if (spec.shape.size() > 0) bytes += field_bytes(packed_bytes(spec.shape));
+  const size_t data = spec.num_bytes();
+  if (data > 0) bytes += field_bytes(data);
+  return bytes;
+}
+
+// Bytes of a step or an action, and of the message around it.
+struct MessageSize {
+  size_t body = 0;
+  size_t total() const { return field_bytes(body); }
+};
+
+template <typename T>
+MessageSize message_size(const std::vector<T>& arrays,
+                         const std::vector<T>& final_observation) {
+  MessageSize size;
+  for (const auto* list : {&arrays, &final_observation}) {
+    for (const T& array : *list) {
+      size.body += field_bytes(array_bytes(spec_of(array)));
+    }
+  }
+  return size;
+}
+
+// What a step or an action may be, whoever makes it.
+template <typename T>
+MessageSize checked_message_size(const std::vector<T>& arrays,
+                                 const std::vector<T>& final_observation,
+                                 const std::string& what) {
+  for (const auto* list : {&arrays, &final_observation}) {
+    if (list->size() > static_cast<size_t>(kMaxArrays)) {
+      refuse(what, std::to_string(list->size()) + " arrays, at most " +
+                       std::to_string(kMaxArrays) + " are allowed");
+    }
+    for (const T& array : *list) {
+      if (!fits_message(spec_of(array))) refuse(what, too_large(spec_of(array)));
+    }
+  }
+  const MessageSize size = message_size(arrays, final_observation);
+  if (size.total() > static_cast<size_t>(kMaxMessageBytes)) {
+    refuse(what, "a message would have " + std::to_string(size.total()) +
+                     " bytes, at most " + std::to_string(kMaxMessageBytes) +
+                     " are allowed");
+  }
+  return size;
+}
+
+// --- Spaces --------------------------------------------------------------------------
+
+template <typename Dims>
+Shape space_shape(const Dims& dims, const std::string& place) {
+  Shape shape;
+  for (uint64_t dim : dims) {
+    add_dim(&shape, dim, kMaxSpaceDims, [&] { return place; });
+  }
+  return shape;
+}
+
+// What `num_envs` arrays make together.
+ArraySpec batched(DType dtype, const Shape& shape, int64_t num_envs,
+                  const std::string& place) {
+  ArraySpec spec{dtype, shape.behind({num_envs})};
+  if (!fits_message(spec)) refuse(place, too_large(spec));
+  return spec;
+}
+
+class SpaceReader {
+ public:
+  explicit SpaceReader(int64_t num_envs) : num_envs_(num_envs) {}
+
+  SpecNest read(const wire::Space& space, const std::string& place, int level) {
+    if (level > kMaxDepth) {
+      refuse(place, "spaces are nested deeper than " + std::to_string(kMaxDepth) +
+                        " levels, which is the most allowed");
+    }
+    switch (space.kind_case()) {
+      case wire::Space::kBox:
+        return read_box(space.box(), place);
+      case wire::Space::kDiscrete:
+        check_range(space.discrete().n(), space.discrete().start(), place);
+        return leaf(DType::kInt64, Shape(), place);
+      case wire::Space::kMultiDiscrete:
+        return read_multi_discrete(space.multi_discrete(), place);
+      case wire::Space::kMultiBinary:
+        return leaf(DType::kInt8, space_shape(space.multi_binary().shape(), place),
+                    place);
+      case wire::Space::kTuple:
+        return read_tuple(space.tuple(), place, level);
+      case wire::Space::kDict:
+        return read_dict(space.dict(), place, level);
+      case wire::Space::KIND_NOT_SET:
+        break;
+    }
+    refuse(place,
+           "a space without a kind; allowed are box, discrete, multi_discrete, "
+           "multi_binary, tuple and dict");
+  }
+
+ private:
+  void count(const std::string& place) {
+    if (++num_arrays_ > kMaxArrays) {
+      refuse(place, "the space has more than " + std::to_string(kMaxArrays) +
+                        " arrays, which is the most allowed");
+    }
+  }
+
+  SpecNest leaf(DType dtype, const Shape& shape, const std::string& place) {
+    count(place);
+    return SpecNest(batched(dtype, shape, num_envs_, place));
+  }
+
+  SpecNest read_box(const wire::Space::Box& box, const std::string& place) {
+    const ArraySpec one{
+        checked_dtype(static_cast<uint64_t>(static_cast<int64_t>(box.dtype())), place),
+        space_shape(box.shape(), place)};
+    SpecNest result = leaf(one.dtype, one.shape, place);
+    const size_t size = one.num_elements();
+    const auto low = static_cast<size_t>(box.low_size());
+    const auto high = static_cast<size_t>(box.high_size());
+    for (const auto& [name, count] : {std::pair("low", low), std::pair("high", high)}) {
+      if (count > 1 && count != size) {
+        refuse(place, std::string("Box with ") + std::to_string(count) + " values in " +
+                          name + "; allowed are 0, 1 or " + std::to_string(size) +
+                          ", the number of elements");
+      }
+    }
+    // A bound that is not given is taken as infinite.
+    for (size_t i = 0; i < std::max(low, high); ++i) {
+      constexpr double kInfinity = std::numeric_limits<double>::infinity();
+      const double from =
+          low == 0 ? -kInfinity : box.low(static_cast<int>(low == 1 ? 0 : i));
+      const double to =
+          high == 0 ? kInfinity : box.high(static_cast<int>(high == 1 ? 0 : i));
+      if (!(from <= to)) {  // also where one is NaN
+        refuse(place, "Box with bounds " + std::to_string(from) + " to " +
+                          std::to_string(to) + " of element " + std::to_string(i) +
+                          "; low must be at most high");
+      }
+    }
+    return result;
+  }
+
+  static void check_range(int64_t n, int64_t start, const std::string& place) {
+    if (n < 1) refuse(place, "n is " + std::to_string(n) + ", must be 1 or more");
+    int64_t last;
+    if (__builtin_add_overflow(start, n - 1, &last)) {
+      refuse(place, "start " + std::to_string(start) + " and n " + std::to_string(n) +
+                        " exceed int64");
+    }
+  }
+
+  SpecNest read_multi_discrete(const wire::Space::MultiDiscrete& space,
+                               const std::string& place) {
+    if (space.start_size() != 0 && space.start_size() != space.n_size()) {
+      refuse(place, "MultiDiscrete with " + std::to_string(space.start_size()) +
+                        " values in start; allowed are 0 or " +
+                        std::to_string(space.n_size()) + ", as many as in n");
+    }
+    for (int i = 0; i < space.n_size(); ++i) {
+      check_range(space.n(i), space.start_size() == 0 ? 0 : space.start(i),
+                  place + "[" + std::to_string(i) + "]");
+    }
+    return leaf(DType::kInt64, Shape{space.n_size()}, place);
+  }
+
+  SpecNest read_tuple(const wire::Space::Tuple& tuple, const std::string& place,
+                      int level) {
+    if (tuple.items_size() == 0) count(place);
+    SpecNest::Vector items;
+    for (int i = 0; i < tuple.items_size(); ++i) {
+      items.push_back(
+          read(tuple.items(i), place + "[" + std::to_string(i) + "]", level + 1));
+    }
+    return SpecNest(std::move(items));
+  }
+
+  SpecNest read_dict(const wire::Space::Dict& dict, const std::string& place,
+                     int level) {
+    if (dict.keys_size() != dict.values_size()) {
+      refuse(place, "Dict with " + std::to_string(dict.keys_size()) + " keys and " +
+                        std::to_string(dict.values_size()) +
+                        " values; there must be as many of both");
+    }
+    if (dict.keys_size() == 0) count(place);
+    SpecNest::Map items;
+    for (int i = 0; i < dict.keys_size(); ++i) {
+      const std::string& key = dict.keys(i);
+      check_name(key, place);
+      SpecNest value = read(dict.values(i), place + "[" + quoted(key) + "]", level + 1);
+      if (!items.emplace(key, std::move(value)).second) {
+        refuse(place, "the key " + quoted(key) + " comes twice");
+      }
+    }
+    return SpecNest(std::move(items));
+  }
+
+  const int64_t num_envs_;
+  int64_t num_arrays_ = 0;
+};
+
+}  // namespace
+
+SpecNest space_spec(const wire::Space& space, int64_t num_envs,
+                    const std::string& place) {
+  if (num_envs < 1 || num_envs > kMaxEnvs) {
+    refuse(place, std::to_string(num_envs) + " environments, allowed are 1 to " +
+                      std::to_string(kMaxEnvs));
+  }
+  SpecNest spec = SpaceReader(num_envs).read(space, place, 1);
+  if (spec.empty()) refuse(place, "the space has no array at all");
+  return spec;
+}
+
+StreamSpec::StreamSpec(const wire::EnvHello& hello)
+    : environment(hello.environment()), num_envs(hello.num_envs()) {
+  if (hello.version() != kWireVersion) {
+    refuse("hello", "version " + std::to_string(hello.version()) +
+                        " of the protocol; this side speaks version " +
+                        std::to_string(kWireVersion));
+  }
+  check_name(environment, "hello.environment");
+  if (num_envs < 1 || num_envs > kMaxEnvs) {
+    refuse("hello", "num_envs is " + std::to_string(num_envs) + ", allowed are 1 to " +
+                        std::to_string(kMaxEnvs));
+  }
+
+  observation = space_spec(hello.observation_space(), num_envs, "observation");
+  arrays = observation.flatten();
+  num_observation_arrays = arrays.size();
+  arrays.push_back({DType::kFloat32, {num_envs}});  // reward
+  arrays.push_back({DType::kBool, {num_envs}});     // done
+  arrays.push_back({DType::kInt64, {num_envs}});    // episode_step
+  arrays.push_back({DType::kFloat32, {num_envs}});  // episode_return
+
+  std::set<std::string> names = {"observation", "reward", "done", "episode_step",
+                                 "episode_return"};
+  const std::set<std::string> reserved = names;
+  bool has_truncated = false;
+  for (const wire::Field& field : hello.extra_fields()) {
+    const std::string place = "extra field " + quoted(field.name());
+    check_name(field.name(), "extra field");
+    if (field.name().empty()) refuse(place, "the name is empty");
+    if (!names.insert(field.name()).second) {
+      refuse(place, reserved.count(field.name()) > 0 ? "the name is taken by the step"
+                                                     : "the name comes twice");
+    }
+    const DType dtype = checked_dtype(
+        static_cast<uint64_t>(static_cast<int64_t>(field.dtype())), place);
+    const Shape shape = space_shape(field.shape(), place);
+    if (field.name() == "truncated") {
+      has_truncated = true;
+      if (dtype != DType::kBool || shape.size() != 0) {
+        refuse(place,
+               "is " + ArraySpec{dtype, shape}.to_string() + ", must be bool []");
+      }
+    }
+    arrays.push_back(batched(dtype, shape, num_envs, place));
+    extra_fields.push_back(field.name());
+  }
+
+  // The largest step, with a final observation, must fit into a message.
+  std::vector<ArraySpec> final_observation;
+  if (has_truncated) {
+    final_observation.assign(
+        arrays.begin(),
+        arrays.begin() + static_cast<ptrdiff_t>(num_observation_arrays));
+  }
+  checked_message_size(arrays, final_observation,
+                       "a step of " + std::to_string(num_envs) + " environments");
+
+  has_action = hello.has_action_space();
+  if (has_action) {
+    action = space_spec(hello.action_space(), num_envs, "action");
+    checked_message_size(action.flatten(), {},
+                         "an action of " + std::to_string(num_envs) + " environments");
+  }
+}
+
+// --- Destinations --------------------------------------------------------------------
+
+Destination expect(const std::vector<ArraySpec>& expected,
+                   const std::vector<Array>& arrays, const char* what) {
+  if (arrays.size() != expected.size()) {
+    throw std::invalid_argument(std::to_string(arrays.size()) + " arrays for " +
+                                std::to_string(expected.size()) + " expected ones");
+  }
+  return [&expected, &arrays, what](size_t i, const ArraySpec& spec) {
+    if (i >= expected.size()) {
+      refuse(what,
+             "more arrays than the " + std::to_string(expected.size()) + " announced");
+    }
+    if (spec != expected[i]) {
+      refuse(what, "array " + std::to_string(i) + " is " + spec.to_string() +
+                       ", announced was " + expected[i].to_string());
+    }
+    return arrays[i];
+  };
+}
+
+Destination accept_any(int64_t num_envs, MemoryPool& pool, std::vector<Array>* arrays) {
+  return [num_envs, &pool, arrays](size_t i, const ArraySpec& spec) {
+    if (spec.shape.size() == 0 || spec.shape[0] != num_envs) {
+      refuse("array " + std::to_string(i),
+             "is " + spec.to_string() + ", its first dimension must be " +
+                 std::to_string(num_envs) + ", the number of environments");
+    }
+    arrays->push_back(pool.allocate(spec));
+    return arrays->back();
+  };
+}
+
+// --- Decoding ------------------------------------------------------------------------
+
+namespace {
+
+struct Tag {
+  uint32_t field;
+  uint32_t type;
+};
+
+// Reads the protobuf encoding of a message that a peer may have made up. It never reads
+// past the innermost limit, which is what a message around it says of its length.
+class Reader {
+ public:
+  Reader(io::ZeroCopyInputStream* in, int64_t num_bytes) : input_(in) {
+    if (num_bytes < 0 || num_bytes > kMaxMessageBytes) {
+      refuse("message", std::to_string(num_bytes) + " bytes, at most " +
+                            std::to_string(kMaxMessageBytes) + " are allowed");
+    }
+    input_.PushLimit(static_cast<int>(num_bytes));
+  }
+
+  bool at_end() const { return remaining() == 0; }
+
+  Tag tag() {
+    const uint64_t tag = varint();
+    if (tag > std::numeric_limits<uint32_t>::max() || tag >> 3 == 0) {
+      throw WireError("malformed message: no field has the tag " + std::to_string(tag));
+    }
+    return {static_cast<uint32_t>(tag >> 3), static_cast<uint32_t>(tag & 7)};
+  }
+
+  uint64_t varint() {
+    uint64_t value;
+    if (!input_.ReadVarint64(&value)) ends_early();
+    return value;
+  }
+
+  // The length of what follows, which is there.
+  int length() {
+    const uint64_t length = varint();
+    if (length > static_cast<uint64_t>(remaining())) {
+      throw WireError("malformed message: a length of " + std::to_string(length) +
+                      " where " + std::to_string(remaining()) + " bytes remain");
+    }
+    return static_cast<int>(length);
+  }
+
+  void bytes(uint8_t* to, int size) {
+    if (size > 0 && !input_.ReadRaw(to, size)) ends_early();
+  }
+
+  std::string string(int size) {
+    std::string text;
+    if (!input_.ReadString(&text, size)) ends_early();
+    return text;
+  }
+
+  // Calls f() to read a message of `length` bytes, from start to end.
+  template <typename F>
+  void message(int length, const F& f) {
+    const auto limit = input_.PushLimit(length);
+    f();
+    input_.PopLimit(limit);
+  }
+
+  // Skips a field of an unknown number.
+  void skip(const Tag& tag) {
+    switch (tag.type) {
+      case kVarint:
+        varint();
+        return;
+      case kFixed64:
+        return skip_bytes(8);
+      case kFixed32:
+        return skip_bytes(4);
+      case kBytes:
+        return skip_bytes(length());
+      default:
+        throw WireError("malformed message: field " + std::to_string(tag.field) +
+                        " has wire type " + std::to_string(tag.type) +
+                        ", allowed are 0, 1, 2 and 5");
+    }
+  }
+
+ private:
+  // There is always a limit; what is read stays within it.
+  int remaining() const { return input_.BytesUntilLimit(); }
+
+  [[noreturn]] static void ends_early() {
+    throw WireError("malformed message: it ends in the middle of a field");
+  }
+
+  void skip_bytes(int size) {
+    if (size > remaining() || !input_.Skip(size)) ends_early();
+  }
+
+  io::CodedInputStream input_;
+};
+
+// The place of an array in a message, put into words only for an error.
+struct ArrayPlace {
+  const char* list;
+  size_t i;
+  std::string operator()() const {
+    return std::string(list) + "[" + std::to_string(i) + "]";
+  }
+};
+
+// Each field of a known number is written in one way.
+template <typename Place>
+void check_type(const Tag& tag, uint32_t type, const Place& place) {
+  if (tag.type != type) {
+    refuse(place(), "field " + std::to_string(tag.field) + " has wire type " +
+                        std::to_string(tag.type) + ", must be " + std::to_string(type));
+  }
+}
+
+// Numbers other than 0 and 1 are no bools: undefined behaviour in NumPy and torch.
+bool are_bools(const uint8_t* data, size_t size) {
+  uint8_t bits = 0;
+  for (size_t i = 0; i < size; ++i) bits |= data[i];
+  return bits <= 1;
+}
+
+// Reads the bytes of array `place.i`, if a message of this dtype and shape may be so
+// long and its destination takes it.
+void read_data(Reader& reader, const ArraySpec& spec, int length,
+               const Destination& destination, const ArrayPlace& place) {
+  if (!fits_message(spec)) refuse(place(), too_large(spec));
+  const size_t size = spec.num_bytes();
+  if (static_cast<size_t>(length) != size) {
+    refuse(place(), spec.to_string() + " has " + std::to_string(length) +
+                        " bytes of data, must have " + std::to_string(size));
+  }
+  if (!destination) refuse(place(), "no arrays are expected here");
+  const Array array = destination(place.i, spec);
+  if (array.spec() != spec || (size > 0 && array.data() == nullptr)) {
+    throw std::logic_error(place() + ": " + spec.to_string() + " was to be put into " +
+                           array.spec().to_string());
+  }
+  reader.bytes(array.data(), length);
+  if (spec.dtype == DType::kBool && !are_bools(array.data(), size)) {
+    refuse(place(), "a bool that is neither 0 nor 1");
+  }
+}
+
+void read_array(Reader& reader, const Destination& destination,
+                const ArrayPlace& place) {
+  ArraySpec spec;
+  uint32_t last = 0;  // field
+  const auto next = [&](const Tag& tag) {
+    if (tag.field < last || (tag.field == last && tag.field != kShapeField)) {
+      refuse(place(),
+             "dtype, shape and data must come in this order, dtype and data once");
+    }
+    if (last == 0 && tag.field != kDTypeField) refuse(place(), "dtype is missing");
+    last = tag.field;
+  };
+  const auto dim = [&] {
+    add_dim(&spec.shape, reader.varint(), Shape::kMaxDims, place);
+  };
+  while (!reader.at_end()) {
+    const Tag tag = reader.tag();
+    switch (tag.field) {
+      case kDTypeField: {
+        next(tag);
+        check_type(tag, kVarint, place);
+        const uint64_t number = reader.varint();
+        if (!is_dtype(number)) checked_dtype(number, place());
+        spec.dtype = static_cast<DType>(number);
+        break;
+      }
+      case kShapeField:
+        next(tag);
+        if (tag.type == kVarint) {
+          dim();
+        } else {
+          check_type(tag, kBytes, place);
+          reader.message(reader.length(), [&] {
+            while (!reader.at_end()) dim();
+          });
+        }
+        break;
+      case kDataField:
+        next(tag);
+        check_type(tag, kBytes, place);
+        read_data(reader, spec, reader.length(), destination, place);
+        break;
+      default:
+        reader.skip(tag);
+    }
+  }
+  if (last == 0) refuse(place(), "dtype is missing");
+  // Protobuf leaves empty bytes out.
+  if (last != kDataField) read_data(reader, spec, 0, destination, place);
+}
+
+// Reads a message with one or two lists of arrays.
+void read_arrays(Reader& reader, const char* name, const Destination& arrays,
+                 size_t* num_arrays, const char* final_name,
+                 const Destination* final_arrays, size_t* num_final_arrays) {
+  while (!reader.at_end()) {
+    const Tag tag = reader.tag();
+    const bool is_final = final_arrays && tag.field == kFinalObservationField;
+    if (tag.field != kArraysField && !is_final) {
+      reader.skip(tag);
+      continue;
+    }
+    size_t* count = is_final ? num_final_arrays : num_arrays;
+    const ArrayPlace place{is_final ? final_name : name, *count};
+    check_type(tag, kBytes, place);
+    if (*count == static_cast<size_t>(kMaxArrays)) {
+      refuse(place(), "more than " + std::to_string(kMaxArrays) +
+                          " arrays, which is the most allowed");
+    }
+    reader.message(reader.length(), [&] {
+      read_array(reader, is_final ? *final_arrays : arrays, place);
+    });
+    ++*count;
+  }
+}
+
+// Has protobuf parse a small message.
+void parse(Reader& reader, int length, int64_t max_length, const char* place,
+           MessageLite* message) {
+  if (length > max_length) {
+    refuse(place, std::to_string(length) + " bytes, at most " +
+                      std::to_string(max_length) + " are allowed");
+  }
+  const std::string bytes = reader.string(length);
+  io::CodedInputStream input(reinterpret_cast<const uint8_t*>(bytes.data()), length);
+  // A level of Space is a Space and its kind. Some more, so that SpaceReader can say
+  // what is wrong with a space that is somewhat too deep.
+  input.SetRecursionLimit(4 * kMaxDepth);
+  if (!message->ParseFromCodedStream(&input) || !input.ConsumedEntireMessage()) {
+    refuse(place,
+           "can't be parsed: malformed, nested too deep, or with a text that is "
+           "not UTF-8");
+  }
+}
+
+// Reads an EnvMessage or AgentMessage. read_kind(field, length) reads a member of its
+// oneof, or returns false if there is none with that number.
+template <typename ReadKind>
+void read_message(Reader& reader, const char* kinds, const ReadKind& read_kind) {
+  const auto place = [] { return std::string("message"); };
+  bool has_kind = false;
+  while (!reader.at_end()) {
+    const Tag tag = reader.tag();
+    if (tag.field > kErrorField || !read_kind.known(tag.field)) {
+      reader.skip(tag);
+      continue;
+    }
+    check_type(tag, kBytes, place);
+    if (has_kind) refuse(place(), std::string("more than one of ") + kinds);
+    has_kind = true;
+    read_kind(tag.field, reader.length());
+  }
+  if (!has_kind) refuse(place(), std::string("none of ") + kinds);
+}
+
+}  // namespace
+}  // namespace torchbeast
