@@ -263,6 +263,7 @@ def test_exceptions_of_f_pass_through():
         lambda n: n["a"].append(1),
         lambda n: n.clear(),
         lambda n: n.update(a=1),
+        lambda n: n.update(a=b"ab"),  # of the same size
         lambda n: n.update(a={}),
         lambda n: n.update(b=1),
     ],

@@ -51,8 +51,7 @@ py::object write(const PyNest& nest, py::handle like) {
     // In every round: building a child may run Python code (_make, below).
     check_unchanged(static_cast<size_t>(Py_SIZE(like.ptr())) == size);
     auto old = py::reinterpret_borrow<py::object>(
-        is_list ? PyList_GET_ITEM(like.ptr(), i)
-                : PyTuple_GET_ITEM(like.ptr(), i));
+        is_list ? PyList_GET_ITEM(like.ptr(), i) : PyTuple_GET_ITEM(like.ptr(), i));
     result.append(write(nest.vector()[i], old));
   }
   if (is_list) return std::move(result);
@@ -87,9 +86,7 @@ py::object map_many(const py::function& f, const py::args& nests) {
 
 py::object map_many2(const py::function& f, const py::object& n1,
                      const py::object& n2) {
-  auto call = [&f](const py::object& x, const py::object& y) {
-    return f(x, y);
-  };
+  auto call = [&f](const py::object& x, const py::object& y) { return f(x, y); };
   return write(nest::map2(call, read(n1), read(n2)), n1);
 }
 
@@ -133,8 +130,7 @@ called, without a nest or where a structure is not that of the first.)");
         R"(The nest of the results of f(leaf of n1, leaf of n2).
 
 ValueError, before f is called, where the structures differ.)");
-  m.def("flatten", &flatten, py::arg("n"),
-        R"(The list of the leaves, in order.)");
+  m.def("flatten", &flatten, py::arg("n"), R"(The list of the leaves, in order.)");
   m.def("pack_as", &pack_as, py::arg("n"), py::arg("sequence"),
         R"(The leaves in sequence, in the structure of n.
 

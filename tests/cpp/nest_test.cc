@@ -61,8 +61,7 @@ TEST(Nest, AccessToAnotherKindIsAnError) {
               Ints(Vector{1, 2}).leaf();
             }),
             "expected a leaf, not a vector of 2");
-  EXPECT_EQ(error_of([] { Ints(5).vector(); }),
-            "expected a vector, not a leaf");
+  EXPECT_EQ(error_of([] { Ints(5).vector(); }), "expected a vector, not a leaf");
   EXPECT_EQ(error_of([] { Ints(5).dict(); }), "expected a dict, not a leaf");
   EXPECT_EQ(error_of([] {
               Ints(Map{{"a", 1}}).vector();
@@ -98,8 +97,7 @@ TEST(Nest, MapKeepsTheStructureAndChangesTheType) {
   const Ints n = example();
   const Strings result = n.map([](int leaf) { return std::to_string(leaf); });
   const Strings expected = Strings::Map{
-      {"a", Strings::Vector{std::string("1"),
-                            Strings::Map{{"x", std::string("2")}}}},
+      {"a", Strings::Vector{std::string("1"), Strings::Map{{"x", std::string("2")}}}},
       {"b", std::string("3")},
       {"c", Strings::Vector{}}};
   EXPECT_EQ(result, expected);
@@ -118,8 +116,7 @@ TEST(Nest, BoolLeaves) {  // std::vector<bool> has no real references
   EXPECT_EQ(nest::pack_as(example(), odd.flatten()), odd);
   auto both = [](bool x, bool y) { return x && y; };
   EXPECT_EQ(nest::map2(both, odd, odd), odd);
-  EXPECT_EQ(nest::zip<bool>({odd, odd}).front(),
-            (std::vector<bool>{true, true}));
+  EXPECT_EQ(nest::zip<bool>({odd, odd}).front(), (std::vector<bool>{true, true}));
 }
 
 TEST(Nest, EmptyStructures) {
@@ -155,9 +152,8 @@ TEST(Nest, MoveOnlyLeaves) {
   EXPECT_EQ(pointers.map([](const auto& p) { return *p; }), example());
 
   // Through the && versions the leaves move, they are not made anew.
-  Pointers moved = std::move(pointers).map([](std::unique_ptr<int> p) {
-    return std::unique_ptr<int>(std::move(p));
-  });
+  Pointers moved = std::move(pointers).map(
+      [](std::unique_ptr<int> p) { return std::unique_ptr<int>(std::move(p)); });
   EXPECT_EQ(moved.front().get(), first);
   std::vector<std::unique_ptr<int>> leaves = std::move(moved).flatten();
   ASSERT_EQ(leaves.size(), 3u);
@@ -218,13 +214,12 @@ TEST(Zip, GathersLeavesInOrder) {
   const Ints three = example().map([](int x) { return 100 * x; });
   const auto zipped = nest::zip<int>({example(), two, three});
   nest::check_same_structure(zipped, example());
-  EXPECT_EQ(zipped.flatten(), (std::vector<std::vector<int>>{
-                                  {1, 10, 100}, {2, 20, 200}, {3, 30, 300}}));
+  EXPECT_EQ(zipped.flatten(),
+            (std::vector<std::vector<int>>{{1, 10, 100}, {2, 20, 200}, {3, 30, 300}}));
 }
 
 TEST(Zip, Errors) {
-  EXPECT_EQ(error_of([] { nest::zip(std::vector<Ints>{}); }),
-            "zip() of no nests");
+  EXPECT_EQ(error_of([] { nest::zip(std::vector<Ints>{}); }), "zip() of no nests");
   EXPECT_EQ(error_of([] {
               nest::zip<int>({Vector{1}, Vector{2}, Vector{}});
             }),
@@ -242,12 +237,14 @@ TEST(CheckSameStructure, NamesThePlaceAndTheDifference) {
   EXPECT_EQ(difference(Map{}, Vector{}),
             "at the root: a dict of 0 in the first, a vector of 0 in the "
             "second");
-  EXPECT_EQ(
-      difference(Vector{Map{{"reward", 1}}, 2},
-                 Vector{Map{{"reward", Vector{1, 2}}}, 2}),
-      "at [0][\"reward\"]: a leaf in the first, a vector of 2 in the second");
+  EXPECT_EQ(difference(Vector{Map{{"reward", 1}}, 2},
+                       Vector{Map{{"reward", Vector{1, 2}}}, 2}),
+            "at [0][\"reward\"]: a leaf in the first, a vector of 2 in the second");
   EXPECT_EQ(difference(Vector{1, Vector{2, 3}}, Vector{1, Vector{2}}),
             "at [1]: a vector of 2 in the first, a vector of 1 in the second");
+  EXPECT_EQ(difference(Vector{1}, Vector{1, 2}),
+            "at the root: a vector of 1 in the first, a vector of 2 in the "
+            "second");
 }
 
 TEST(CheckSameStructure, NamesTheKeys) {

@@ -130,8 +130,7 @@ class Nest {
   // The first leaf; a StructureError where there is none.
   const T& front() const& {
     const T* leaf = find_first();
-    if (leaf == nullptr)
-      throw StructureError("front() of a nest without leaves");
+    if (leaf == nullptr) throw StructureError("front() of a nest without leaves");
     return *leaf;
   }
 
@@ -151,9 +150,7 @@ class Nest {
     return "a dict of " + std::to_string(dict().size());
   }
 
-  friend bool operator==(const Nest& a, const Nest& b) {
-    return a.value_ == b.value_;
-  }
+  friend bool operator==(const Nest& a, const Nest& b) { return a.value_ == b.value_; }
   friend bool operator!=(const Nest& a, const Nest& b) { return !(a == b); }
 
  private:
@@ -232,8 +229,7 @@ std::string missing_keys(const MapA& a, const MapB& b) {
 
 // How two nests differ. `number` counts from 1 and names b among several nests.
 template <typename A, typename B>
-std::string describe_difference(const Nest<A>& a, const Nest<B>& b,
-                                size_t number) {
+std::string describe_difference(const Nest<A>& a, const Nest<B>& b, size_t number) {
   const std::string name =
       number == 2 ? "the second" : "number " + std::to_string(number);
   if (!a.is_map() || !b.is_map()) {
@@ -253,21 +249,17 @@ void check_same_structure(const Nest<A>& a, const Nest<B>& b, size_t number,
                           const Place& place) {
   if (a.is_leaf() && b.is_leaf()) return;
 
-  if (a.is_vector() && b.is_vector() &&
-      a.vector().size() == b.vector().size()) {
+  if (a.is_vector() && b.is_vector() && a.vector().size() == b.vector().size()) {
     for (size_t i = 0; i < a.vector().size(); ++i) {
-      check_same_structure(a.vector()[i], b.vector()[i], number,
-                           Place(place, i));
+      check_same_structure(a.vector()[i], b.vector()[i], number, Place(place, i));
     }
     return;
   }
 
-  auto same_key = [](const auto& x, const auto& y) {
-    return x.first == y.first;
-  };
+  auto same_key = [](const auto& x, const auto& y) { return x.first == y.first; };
   if (a.is_map() && b.is_map() &&
-      std::equal(a.dict().begin(), a.dict().end(), b.dict().begin(),
-                 b.dict().end(), same_key)) {
+      std::equal(a.dict().begin(), a.dict().end(), b.dict().begin(), b.dict().end(),
+                 same_key)) {
     auto other = b.dict().begin();
     for (const auto& [key, child] : a.dict()) {
       check_same_structure(child, other->second, number, Place(place, key));
@@ -276,8 +268,7 @@ void check_same_structure(const Nest<A>& a, const Nest<B>& b, size_t number,
     return;
   }
 
-  throw StructureError("at " + place.str() + ": " +
-                       describe_difference(a, b, number));
+  throw StructureError("at " + place.str() + ": " + describe_difference(a, b, number));
 }
 
 // REQUIRES: a and b have the same structure. NestA is Nest or const Nest.
@@ -313,9 +304,8 @@ template <typename U, typename T>
 Nest<T> pack_as(const Nest<U>& structure, std::vector<T> leaves) {
   const size_t needed = structure.num_leaves();
   if (leaves.size() != needed) {
-    throw StructureError("the structure has " + std::to_string(needed) +
-                         " leaves, " + std::to_string(leaves.size()) +
-                         " were given");
+    throw StructureError("the structure has " + std::to_string(needed) + " leaves, " +
+                         std::to_string(leaves.size()) + " were given");
   }
   auto next = leaves.begin();
   return structure.map([&next](const U&) -> T { return std::move(*next++); });
@@ -358,8 +348,7 @@ Nest<std::vector<T>> zip(std::vector<Nest<T>> nests) {
   for (std::vector<T>& column : columns) column.reserve(nests.size());
   for (Nest<T>& nest : nests) {
     auto column = columns.begin();
-    nest.for_each(
-        [&column](T& leaf) { (column++)->push_back(std::move(leaf)); });
+    nest.for_each([&column](T& leaf) { (column++)->push_back(std::move(leaf)); });
   }
   // The leaves have moved out of the first nest; its structure is still there.
   return pack_as(nests[0], std::move(columns));

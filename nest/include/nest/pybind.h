@@ -23,10 +23,9 @@ namespace internal {
 // A str as UTF-8, whose order by bytes is Python's order of str.
 inline std::string key_from_python(pybind11::handle key, const Place& place) {
   if (!PyUnicode_Check(key.ptr())) {
-    throw pybind11::type_error("at " + place.str() +
-                               ": the keys of a dict must be str, not " +
-                               std::string(pybind11::repr(key)) + " (" +
-                               Py_TYPE(key.ptr())->tp_name + ")");
+    throw pybind11::type_error(
+        "at " + place.str() + ": the keys of a dict must be str, not " +
+        std::string(pybind11::repr(key)) + " (" + Py_TYPE(key.ptr())->tp_name + ")");
   }
   Py_ssize_t size = 0;
   const char* text = PyUnicode_AsUTF8AndSize(key.ptr(), &size);
@@ -65,23 +64,21 @@ Nest<T> from_python(pybind11::handle object, F&& leaf_from_python,
     typename Nest<T>::Map map;
     for (const auto& [key, value] : items) {
       std::string name = internal::key_from_python(key, place);
-      Nest<T> child =
-          from_python<T>(value, leaf_from_python, Place(place, name));
+      Nest<T> child = from_python<T>(value, leaf_from_python, Place(place, name));
       map.emplace(std::move(name), std::move(child));
     }
     return Nest<T>(std::move(map));
   }
 
-  auto items =
-      is_list ? py::reinterpret_steal<py::tuple>(PyList_AsTuple(object.ptr()))
-              : py::reinterpret_borrow<py::tuple>(object);
+  auto items = is_list ? py::reinterpret_steal<py::tuple>(PyList_AsTuple(object.ptr()))
+                       : py::reinterpret_borrow<py::tuple>(object);
   if (!items) throw py::error_already_set();
   const size_t size = PyTuple_GET_SIZE(items.ptr());
   typename Nest<T>::Vector vector;
   vector.reserve(size);
   for (size_t i = 0; i < size; ++i) {
-    vector.push_back(from_python<T>(PyTuple_GET_ITEM(items.ptr(), i),
-                                    leaf_from_python, Place(place, i)));
+    vector.push_back(from_python<T>(PyTuple_GET_ITEM(items.ptr(), i), leaf_from_python,
+                                    Place(place, i)));
   }
   return Nest<T>(std::move(vector));
 }
