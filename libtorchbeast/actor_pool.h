@@ -107,7 +107,7 @@ class ActorPool {
  private:
   class Actor;
   struct Shared;  // between the actors and run()
-  const std::shared_ptr<Shared> shared_;
+  std::shared_ptr<Shared> shared_;
 };
 
 }  // namespace torchbeast

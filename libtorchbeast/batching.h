@@ -8,6 +8,12 @@
 // pass through together. Sizes of batches count entries along that dimension; sizes of
 // queues count items.
 //
+// A batch is what waits, oldest first, up to the maximum size. It is complete when
+// - its entries reach the minimum, or
+// - the next item would exceed the maximum, or
+// - the timeout has elapsed since its oldest item came, or
+// - the queue is full: with small items and a large minimum nobody could ever go on.
+//
 // Copies: an item's arrays are held by reference until its batch is made, then copied
 // once into memory that is used again for later batches. A batch of a single item is
 // the item itself, without a copy, unless an allocator is given (whose memory, pinned
@@ -44,17 +50,19 @@ class AsyncError : public std::runtime_error {
 
 struct BatchingOptions {
   size_t batch_dim = 1;
-  // Entries along batch_dim. A batch is complete from the minimum on, and never
-  // exceeds the maximum; it is also complete if the next item would exceed that.
+  // Entries along batch_dim.
   int64_t minimum_batch_size = 1;
   int64_t maximum_batch_size = 1024;
   // How long an incomplete batch waits, from its oldest item's arrival; none: for ever.
   std::optional<Milliseconds> timeout;
-  // Items: how many may wait before enqueue blocks; none: any number.
+  // Items: how many may wait before enqueue (or compute) blocks; none: any number.
   std::optional<size_t> maximum_queue_size;
-  // Whether faulty items (or answers) are found when they come in, which tells who
-  // brought them, or only when they are used.
+  // Whether faulty items are refused when they come in, which tells who brought them,
+  // or only found when their batch is made, which then fails as a whole. Without it,
+  // the arrays of an answer may also have more entries than the batch, which are
+  // ignored: a consumer may pad.
   bool check = true;
+  // Of the memory for batches; answers are in ordinary memory.
   MemoryPool::Allocator allocator;
 };
 
@@ -63,7 +71,7 @@ struct BatchingStats {
   uint64_t num_items = 0;     // in these batches
   uint64_t num_entries = 0;   // along the batch dimension
   uint64_t bytes_copied = 0;  // into batches and, for the batcher, out of answers
-  uint64_t pool_bytes = 0;    // memory held for batches
+  uint64_t pool_bytes = 0;    // memory held for batches and answers
   // Summed over threads: how long consumers waited for a batch, producers for room
   // (queue) or an answer (batcher).
   double consumer_wait_seconds = 0;
@@ -82,12 +90,14 @@ class BatchingQueue {
   BatchingQueue(const BatchingQueue&) = delete;
 
   // Blocks while the queue is full. Throws ClosedBatchingQueue if it is closed before
-  // there is room; std::invalid_argument, naming the place in the nest, on an empty
-  // nest, an array with too few dimensions, arrays whose sizes along batch_dim differ,
-  // an item wider than the maximum, or one that can't be joined with those waiting.
+  // there is room; std::invalid_argument, naming the place in the nest, on a nest
+  // without arrays, an array with too few dimensions, arrays whose sizes along
+  // batch_dim differ or are 0, an item wider than the maximum, or one that can't be
+  // joined with those waiting.
   void enqueue(ArrayNest item, const Interrupt& interrupt = nullptr);
 
-  // Blocks until a batch is complete; nothing once the queue is closed.
+  // Blocks until a batch is complete; nothing once the queue is closed. With check off,
+  // std::invalid_argument if there is a faulty item in the batch, which is dropped.
   std::optional<ArrayNest> dequeue(const Interrupt& interrupt = nullptr);
 
   size_t size() const;  // items waiting
@@ -111,10 +121,13 @@ class DynamicBatcher {
   // Blocks until a consumer has answered, and returns this item's part of the answer:
   // of every array the entries along batch_dim that belong to it, in memory of its own.
   // Throws ClosedBatchingQueue as soon as the batcher is closed, AsyncError if the
-  // batch was dropped or failed, std::invalid_argument as enqueue does.
+  // batch was dropped or failed, std::invalid_argument as enqueue does. If `interrupt`
+  // throws, the item is withdrawn, or its answer ignored.
   ArrayNest compute(ArrayNest inputs, const Interrupt& interrupt = nullptr);
 
-  // Blocks until a batch is complete; nothing once the batcher is closed.
+  // Blocks until a batch is complete; nothing once the batcher is closed. With check
+  // off, the callers of a batch with a faulty item get AsyncError, and it goes on with
+  // the next. What the allocator throws, comes through.
   std::shared_ptr<Batch> next(const Interrupt& interrupt = nullptr);
 
   size_t size() const;
@@ -126,9 +139,13 @@ class DynamicBatcher {
   const std::shared_ptr<ItemQueue> queue_;
 };
 
-// Must be answered; if it is destroyed unanswered, its callers get AsyncError.
+// Must be answered; if it is destroyed unanswered, its callers get AsyncError. It may
+// outlive its batcher.
 class DynamicBatcher::Batch {
+  struct State;
+
  public:
+  Batch(ArrayNest inputs, std::unique_ptr<State> state);  // for DynamicBatcher
   ~Batch();
   Batch(const Batch&) = delete;
 
@@ -138,15 +155,13 @@ class DynamicBatcher::Batch {
   // Answers. Throws std::invalid_argument, naming the place, if an array of `outputs`
   // has not size() entries along batch_dim or there is none, and then the batch can
   // still be answered; std::runtime_error if it was answered before. After close()
-  // nobody is waiting and this does nothing.
+  // nobody is waiting and nothing is checked or copied.
   void set_outputs(const ArrayNest& outputs);
   // The callers get AsyncError with this text. std::runtime_error if answered before.
   void set_error(const std::string& message);
 
  private:
   friend class DynamicBatcher;
-  struct State;
-  Batch(ArrayNest inputs, std::unique_ptr<State> state);
 
   const ArrayNest inputs_;
   const std::unique_ptr<State> state_;

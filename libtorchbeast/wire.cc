@@ -89,11 +89,13 @@ std::string to_utf8(const std::string& bytes) {
 // A peer's name, for errors: of bounded length, and on one line.
 std::string quoted(const std::string& name) {
   constexpr size_t kMax = 64;
-  std::string text = to_utf8(name.substr(0, kMax));
+  size_t size = std::min(name.size(), kMax);
+  while (size < name.size() && size > 0 && (name[size] & 0xC0) == 0x80) --size;
+  std::string text = to_utf8(name.substr(0, size));
   for (char& c : text) {
     if (static_cast<uint8_t>(c) < 0x20 || c == 0x7F) c = '?';
   }
-  return '"' + text + (name.size() > kMax ? "...\"" : "\"");
+  return '"' + text + (size < name.size() ? "...\"" : "\"");
 }
 
 void check_name(const std::string& name, const std::string& place) {
@@ -138,12 +140,19 @@ std::string too_large(const ArraySpec& spec) {
          std::to_string(kMaxMessageBytes) + " bytes";
 }
 
-DType checked_dtype(uint64_t number, const std::string& place) {
+template <typename Place>
+DType checked_dtype(uint64_t number, const Place& place) {
   if (!is_dtype(number)) {
-    refuse(place, "no such dtype: " + std::to_string(static_cast<int64_t>(number)) +
-                      ", allowed are 1 to 12");
+    refuse(place(), "no such dtype: " + std::to_string(static_cast<int64_t>(number)) +
+                        ", allowed are 1 to 12");
   }
   return static_cast<DType>(number);
+}
+
+// Of an enum's number, which may be any int32.
+DType checked_dtype(wire::DType dtype, const std::string& place) {
+  return checked_dtype(static_cast<uint64_t>(static_cast<int64_t>(dtype)),
+                       [&] { return place; });
 }
 
 // --- Sizes of messages ---------------------------------------------------------------
@@ -279,9 +288,8 @@ class SpaceReader {
   }
 
   SpecNest read_box(const wire::Space::Box& box, const std::string& place) {
-    const ArraySpec one{
-        checked_dtype(static_cast<uint64_t>(static_cast<int64_t>(box.dtype())), place),
-        space_shape(box.shape(), place)};
+    const ArraySpec one{checked_dtype(box.dtype(), place),
+                        space_shape(box.shape(), place)};
     SpecNest result = leaf(one.dtype, one.shape, place);
     const size_t size = one.num_elements();
     const auto low = static_cast<size_t>(box.low_size());
@@ -413,8 +421,7 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello)
       refuse(place, reserved.count(field.name()) > 0 ? "the name is taken by the step"
                                                      : "the name comes twice");
     }
-    const DType dtype = checked_dtype(
-        static_cast<uint64_t>(static_cast<int64_t>(field.dtype())), place);
+    const DType dtype = checked_dtype(field.dtype(), place);
     const Shape shape = space_shape(field.shape(), place);
     if (field.name() == "truncated") {
       has_truncated = true;
@@ -645,9 +652,7 @@ void read_array(Reader& reader, const Destination& destination,
       case kDTypeField: {
         next(tag);
         check_type(tag, kVarint, place);
-        const uint64_t number = reader.varint();
-        if (!is_dtype(number)) checked_dtype(number, place());
-        spec.dtype = static_cast<DType>(number);
+        spec.dtype = checked_dtype(reader.varint(), place);
         break;
       }
       case kShapeField:
@@ -675,28 +680,32 @@ void read_array(Reader& reader, const Destination& destination,
   if (last != kDataField) read_data(reader, spec, 0, destination, place);
 }
 
-// Reads a message with one or two lists of arrays.
-void read_arrays(Reader& reader, const char* name, const Destination& arrays,
-                 size_t* num_arrays, const char* final_name,
-                 const Destination* final_arrays, size_t* num_final_arrays) {
+// A repeated field of arrays, and how many came.
+struct ArrayList {
+  const char* name;
+  const Destination& destination;
+  size_t count = 0;
+};
+
+// Reads a message whose fields 1 to N are lists of arrays.
+template <size_t N>
+void read_arrays(Reader& reader, ArrayList (&lists)[N]) {
   while (!reader.at_end()) {
     const Tag tag = reader.tag();
-    const bool is_final = final_arrays && tag.field == kFinalObservationField;
-    if (tag.field != kArraysField && !is_final) {
+    if (tag.field > N) {
       reader.skip(tag);
       continue;
     }
-    size_t* count = is_final ? num_final_arrays : num_arrays;
-    const ArrayPlace place{is_final ? final_name : name, *count};
+    ArrayList& list = lists[tag.field - 1];
+    const ArrayPlace place{list.name, list.count};
     check_type(tag, kBytes, place);
-    if (*count == static_cast<size_t>(kMaxArrays)) {
+    if (list.count == static_cast<size_t>(kMaxArrays)) {
       refuse(place(), "more than " + std::to_string(kMaxArrays) +
                           " arrays, which is the most allowed");
     }
-    reader.message(reader.length(), [&] {
-      read_array(reader, is_final ? *final_arrays : arrays, place);
-    });
-    ++*count;
+    reader.message(reader.length(),
+                   [&] { read_array(reader, list.destination, place); });
+    ++list.count;
   }
 }
 
@@ -719,15 +728,16 @@ void parse(Reader& reader, int length, int64_t max_length, const char* place,
   }
 }
 
-// Reads an EnvMessage or AgentMessage. read_kind(field, length) reads a member of its
-// oneof, or returns false if there is none with that number.
+// Reads an EnvMessage or AgentMessage: one of the fields 1 to `num_kinds`, with
+// read_kind(field, length).
 template <typename ReadKind>
-void read_message(Reader& reader, const char* kinds, const ReadKind& read_kind) {
+void read_message(Reader& reader, uint32_t num_kinds, const char* kinds,
+                  const ReadKind& read_kind) {
   const auto place = [] { return std::string("message"); };
   bool has_kind = false;
   while (!reader.at_end()) {
     const Tag tag = reader.tag();
-    if (tag.field > kErrorField || !read_kind.known(tag.field)) {
+    if (tag.field > num_kinds) {
       reader.skip(tag);
       continue;
     }
@@ -740,4 +750,209 @@ void read_message(Reader& reader, const char* kinds, const ReadKind& read_kind) 
 }
 
 }  // namespace
+
+Decoded decode_env_message(io::ZeroCopyInputStream* in, int64_t num_bytes,
+                           const Destination& arrays,
+                           const Destination& final_observation) {
+  Reader reader(in, num_bytes);
+  Decoded result;
+  const auto read_kind = [&](uint32_t field, int length) {
+    if (field == kHelloField) {
+      result.kind = Decoded::kHello;
+      parse(reader, length, kMaxHelloBytes, "hello", &result.env_hello);
+    } else if (field == kStepField) {
+      result.kind = Decoded::kStep;
+      ArrayList lists[] = {{"step.arrays", arrays},
+                           {"step.final_observation", final_observation}};
+      reader.message(length, [&] { read_arrays(reader, lists); });
+      result.num_arrays = lists[0].count;
+      result.num_final_arrays = lists[1].count;
+    } else {
+      result.kind = Decoded::kError;
+      wire::EnvError error;
+      parse(reader, length, kMaxErrorBytes, "error", &error);
+      result.error = std::move(*error.mutable_message());
+    }
+  };
+  read_message(reader, kErrorField, "hello, step and error", read_kind);
+  return result;
+}
+
+Decoded decode_agent_message(io::ZeroCopyInputStream* in, int64_t num_bytes,
+                             const Destination& arrays) {
+  Reader reader(in, num_bytes);
+  Decoded result;
+  const auto read_kind = [&](uint32_t field, int length) {
+    if (field == kHelloField) {
+      result.kind = Decoded::kHello;
+      parse(reader, length, kMaxHelloBytes, "hello", &result.agent_hello);
+    } else {
+      result.kind = Decoded::kAction;
+      ArrayList lists[] = {{"action.arrays", arrays}};
+      reader.message(length, [&] { read_arrays(reader, lists); });
+      result.num_arrays = lists[0].count;
+    }
+  };
+  read_message(reader, kActionField, "hello and action", read_kind);
+  return result;
+}
+
+namespace {
+
+void check_valid(const grpc::ByteBuffer& message) {
+  if (!message.Valid()) throw WireError("message: no bytes at all");
+}
+
+}  // namespace
+
+Decoded decode_env_message(grpc::ByteBuffer* message, const Destination& arrays,
+                           const Destination& final_observation) {
+  check_valid(*message);
+  grpc::ProtoBufferReader in(message);
+  return decode_env_message(&in, static_cast<int64_t>(message->Length()), arrays,
+                            final_observation);
+}
+
+Decoded decode_agent_message(grpc::ByteBuffer* message, const Destination& arrays) {
+  check_valid(*message);
+  grpc::ProtoBufferReader in(message);
+  return decode_agent_message(&in, static_cast<int64_t>(message->Length()), arrays);
+}
+
+// --- Encoding ------------------------------------------------------------------------
+
+namespace {
+
+class Writer {
+ public:
+  explicit Writer(uint8_t* to) : to_(to) {}
+
+  const uint8_t* position() const { return to_; }
+
+  void varint(uint64_t value) {
+    to_ = io::CodedOutputStream::WriteVarint64ToArray(value, to_);
+  }
+
+  // The start of a field that holds `size` bytes.
+  void header(uint32_t field, size_t size) {
+    varint(field << 3 | kBytes);
+    varint(size);
+  }
+
+  void array(uint32_t field, const Array& array) {
+    header(field, array_bytes(array.spec()));
+    varint(kDTypeField << 3 | kVarint);
+    varint(static_cast<uint64_t>(array.dtype()));
+    if (array.shape().size() > 0) {
+      header(kShapeField, packed_bytes(array.shape()));
+      for (int64_t dim : array.shape()) varint(static_cast<uint64_t>(dim));
+    }
+    const size_t size = array.num_bytes();
+    if (size > 0) {
+      header(kDataField, size);
+      std::memcpy(to_, array.data(), size);
+      to_ += size;
+    }
+  }
+
+ private:
+  uint8_t* to_;
+};
+
+// A buffer of the memory of `block`, which it keeps as long as the transport needs it.
+grpc::ByteBuffer share(const Array& block) {
+  using Owner = std::shared_ptr<void>;
+  auto owner = std::make_unique<Owner>(block.owner());
+  const auto let_go = [](void* owner) {
+    std::unique_ptr<Owner>(static_cast<Owner*>(owner)).reset();
+  };
+  const grpc::Slice slice(block.data(), block.num_bytes(), let_go, owner.release());
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+// A message whose field `kind` has `arrays` as field 1, `final_observation` as field 2.
+grpc::ByteBuffer encode_arrays(uint32_t kind, const std::vector<Array>& arrays,
+                               const std::vector<Array>& final_observation,
+                               MemoryPool& pool, const char* what) {
+  for (const auto* list : {&arrays, &final_observation}) {
+    for (const Array& array : *list) {
+      if (array.data() == nullptr && array.num_bytes() > 0) {
+        throw std::invalid_argument(std::string(what) + ": an array of " +
+                                    array.spec().to_string() + " has no memory");
+      }
+    }
+  }
+  const MessageSize size = checked_message_size(arrays, final_observation, what);
+  const auto total = static_cast<int64_t>(size.total());
+  const Array block = pool.allocate({DType::kUint8, {total}});
+  Writer writer(block.data());
+  writer.header(kind, size.body);
+  for (const Array& array : arrays) writer.array(kArraysField, array);
+  for (const Array& array : final_observation) {
+    writer.array(kFinalObservationField, array);
+  }
+  if (writer.position() != block.data() + total) {
+    throw std::logic_error("a message's size was computed wrongly");
+  }
+  return share(block);
+}
+
+grpc::ByteBuffer serialize(const MessageLite& message) {
+  const grpc::Slice slice(message.SerializeAsString());
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+void check_hello_size(const MessageLite& hello) {
+  const size_t size = hello.ByteSizeLong();
+  if (size > static_cast<size_t>(kMaxHelloBytes)) {
+    refuse("hello", std::to_string(size) + " bytes, at most " +
+                        std::to_string(kMaxHelloBytes) +
+                        " are allowed; give one bound for a whole Box where all "
+                        "elements have the same");
+  }
+}
+
+}  // namespace
+
+grpc::ByteBuffer encode_step(const std::vector<Array>& arrays,
+                             const std::vector<Array>& final_observation,
+                             MemoryPool& pool) {
+  return encode_arrays(kStepField, arrays, final_observation, pool, "a step");
+}
+
+grpc::ByteBuffer encode_action(const std::vector<Array>& arrays, MemoryPool& pool) {
+  return encode_arrays(kActionField, arrays, {}, pool, "an action");
+}
+
+grpc::ByteBuffer encode_error(const std::string& text) {
+  // A traceback is told by its beginning and its end.
+  constexpr size_t kMaxHalf = 32 << 10;
+  wire::EnvMessage message;
+  std::string* short_text = message.mutable_error()->mutable_message();
+  if (text.size() <= 2 * kMaxHalf) {
+    *short_text = to_utf8(text);
+  } else {
+    *short_text = to_utf8(text.substr(0, kMaxHalf)) + "\n[...]\n" +
+                  to_utf8(text.substr(text.size() - kMaxHalf));
+  }
+  return serialize(message);
+}
+
+grpc::ByteBuffer encode(const wire::EnvMessage& message) {
+  if (message.has_error()) return encode_error(message.error().message());
+  if (!message.has_hello()) {
+    throw std::invalid_argument("only hello and error are encoded from an EnvMessage");
+  }
+  check_hello_size(message.hello());
+  return serialize(message);
+}
+
+grpc::ByteBuffer encode(const wire::AgentMessage& message) {
+  if (!message.has_hello()) {
+    throw std::invalid_argument("only hello is encoded from an AgentMessage");
+  }
+  check_hello_size(message.hello());
+  return serialize(message);
+}
+
 }  // namespace torchbeast
