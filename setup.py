@@ -1,5 +1,177 @@
-"""Build script; the metadata stands in pyproject.toml."""
+"""Builds the C++ modules `nest` and `libtorchbeast`; the rest is in pyproject.toml.
 
-from setuptools import setup
+A module that can't be built does not keep torchbeast from being installed: in its place
+comes one whose import raises an ImportError that says what is missing. Settings, as
+environment variables:
 
-setup()
+TORCHBEAST_NATIVE        auto (that; the default), require (fail instead), skip
+TORCHBEAST_CMAKE_ARGS    more arguments for cmake, such as -DCMAKE_CXX_COMPILER=clang++
+CMAKE_BUILD_PARALLEL_LEVEL    compilers at once; all cores if not given
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+# Kept between builds, so that the next one compiles only what has changed.
+BUILD = (
+    ROOT / "build" / f"native-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
+)
+MODULES = ("nest", "libtorchbeast")
+LINES_SHOWN = 25  # of a compiler's output
+
+
+class NotBuilt(Exception):
+    """Why a module could not be built."""
+
+
+class BuildNative(build_ext):
+    def run(self) -> None:
+        choice = os.environ.get("TORCHBEAST_NATIVE") or "auto"
+        if choice not in ("auto", "require", "skip"):
+            raise SystemExit(
+                f"TORCHBEAST_NATIVE is {choice!r}; it may be auto, require or skip"
+            )
+        failure = None
+        try:
+            if choice == "skip":
+                raise NotBuilt("TORCHBEAST_NATIVE was skip.")
+            configure()
+        except NotBuilt as e:
+            failure = e
+
+        for module in MODULES:
+            library = Path(self.get_ext_fullpath(module)).absolute()
+            substitute = library.with_name(f"{module}.py")
+            library.parent.mkdir(parents=True, exist_ok=True)
+            # Not overwritten: a process may be running the old one.
+            library.unlink(missing_ok=True)
+            substitute.unlink(missing_ok=True)
+            try:
+                if failure:
+                    raise failure
+                shutil.copy2(build(module, library.name), library)
+            except NotBuilt as e:
+                if choice == "require":
+                    raise SystemExit(f"{module} could not be built. {e}") from None
+                print(f"{module} is left out. {e}", flush=True)
+                message = (
+                    f"{module}, native code that PolyBeast needs and MonoBeast does "
+                    f"not, was left out when torchbeast was installed. {e}\n"
+                    "After that install torchbeast again, the way it was installed "
+                    "(pip install . or bash scripts/setup)."
+                )
+                substitute.write_text(f"raise ImportError({message!r})\n")
+
+
+def configure() -> None:
+    """Run cmake's first half.
+
+    Raises:
+      NotBuilt: there is no cmake, or it fails.
+    """
+    cmake = find_cmake()
+    if cmake is None:
+        raise NotBuilt("Missing: cmake >= 3.18, from pip, apt, brew or conda.")
+    arguments = [
+        *("-S", str(ROOT), "-B", str(BUILD)),
+        "-DTORCHBEAST_ALLOW_MISSING=ON",
+        f"-DPython_EXECUTABLE={sys.executable}",
+        *shlex.split(os.environ.get("TORCHBEAST_CMAKE_ARGS", "")),
+    ]
+    if shutil.which("make") is None and (ninja := shutil.which("ninja")):
+        arguments += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    if directory := pybind11_directory():
+        arguments.append(f"-Dpybind11_DIR={directory}")
+    try:
+        run(cmake, *arguments)
+    except NotBuilt:
+        # What an earlier build left may not fit: a moved checkout, another generator.
+        shutil.rmtree(BUILD)
+        pybind11_directory()
+        run(cmake, *arguments)
+
+
+def build(module: str, filename: str) -> Path:
+    """Compile a module; returns the shared library.
+
+    Raises:
+      NotBuilt: something is missing, or the compiler fails.
+    """
+    missing = (BUILD / f"{module}-missing.txt").read_text()
+    if missing:
+        raise NotBuilt(f"Missing, with commands that install it:\n{missing}")
+    jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
+    run(find_cmake(), "--build", str(BUILD), "--target", module, "--parallel", jobs)
+    return BUILD / filename
+
+
+def pybind11_directory() -> str | None:
+    """The folder of pybind11's CMake configuration, or None if pip did not bring it.
+
+    pip installs pybind11 into another temporary folder for each build. A copy at a
+    path that stays spares the compiler from starting all over.
+    """
+    try:
+        import pybind11
+    except ImportError:
+        return None
+    copy = BUILD / f"pybind11-{pybind11.__version__}"
+    if not copy.exists():
+        unfinished = copy.with_suffix(".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(Path(pybind11.__file__).parent, unfinished)
+        unfinished.rename(copy)
+    return str(copy / "share" / "cmake" / "pybind11")
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
+    )
+    print(done.stdout, flush=True)
+    if done.returncode != 0:
+        lines = done.stdout.strip().splitlines()
+        first_error = next((line for line in lines if "error" in line.lower()), "")
+        shown = "\n".join(f"  {line}" for line in lines[-LINES_SHOWN:])
+        raise NotBuilt(
+            f"This failed: {shlex.join(command)}\n{first_error}\nIts last lines:\n{shown}"
+        )
+
+
+def find_cmake() -> str | None:
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        return None
+    said = subprocess.run([cmake, "--version"], capture_output=True, text=True).stdout
+    version = re.search(r"(\d+)\.(\d+)", said)
+    if version is None or tuple(map(int, version.groups())) < (3, 18):
+        return None
+    return cmake
+
+
+def build_requirements() -> list[str]:
+    """What pip gets for the build where the system lacks it, and a compiler is there."""
+    compilers = (os.environ.get("CXX", "c++").split()[0], "g++", "clang++")
+    if os.environ.get("TORCHBEAST_NATIVE") == "skip" or not any(
+        map(shutil.which, compilers)
+    ):
+        return []
+    has_make = shutil.which("make") or shutil.which("ninja")
+    return ["cmake>=3.18"] * (not find_cmake()) + ["ninja"] * (not has_make)
+
+
+setup(
+    ext_modules=[Extension(module, sources=[]) for module in MODULES],
+    cmdclass={"build_ext": BuildNative},
+    setup_requires=build_requirements(),
+)

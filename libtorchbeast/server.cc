@@ -113,7 +113,7 @@ struct EnvServer::State {
     std::set<std::pair<Clock::time_point, grpc::ServerContext*>>::iterator place_;
   };
   void watch() TB_EXCLUDES(mutex);
-  void remove_socket() const;
+  void remove_socket() const TB_REQUIRES(lifecycle);
 
   const EnvironmentFactory factory;
   const EnvServerOptions options;
@@ -121,17 +121,18 @@ struct EnvServer::State {
   const std::shared_ptr<grpc::ServerCredentials> credentials;
   StreamService service;
 
+  Mutex lifecycle;  // one start() or stop() at a time; taken before `mutex`
+  std::unique_ptr<grpc::Server> server TB_GUARDED_BY(lifecycle);
+  std::thread watcher TB_GUARDED_BY(lifecycle);
+  ino_t socket_inode TB_GUARDED_BY(lifecycle) = 0;
+
   Mutex mutex;
   CondVar changed;
   bool stopping TB_GUARDED_BY(mutex) = false;
   bool stopped TB_GUARDED_BY(mutex) = false;
-  bool starting TB_GUARDED_BY(mutex) = false;
   int port TB_GUARDED_BY(mutex) = 0;
   std::set<std::pair<Clock::time_point, grpc::ServerContext*>> silent
       TB_GUARDED_BY(mutex);
-  std::unique_ptr<grpc::Server> server;  // set by start(), shut down by one stop()
-  std::thread watcher;
-  ino_t socket_inode = 0;
 
   std::atomic<int> num_streams{0};
   std::atomic<uint64_t> num_steps{0};
@@ -295,11 +296,13 @@ EnvServer::~EnvServer() { stop(); }
 
 void EnvServer::start() {
   State& state = *state_;
+  MutexLock lifecycle(state.lifecycle);
   {
     MutexLock lock(state.mutex);
     if (state.stopping) throw std::runtime_error("this server has been stopped");
-    if (state.starting) throw std::runtime_error("this server has been started");
-    state.starting = true;
+  }
+  if (state.server != nullptr) {
+    throw std::runtime_error("this server has been started");
   }
   const Address& address = state.address;
   if (address.is_unix()) {
@@ -312,6 +315,8 @@ void EnvServer::start() {
   });
   // Two servers must not share a port: each would get some of the streams.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS,
+                             static_cast<int>(state.options.hello_timeout.count()));
   int port = 0;
   builder.AddListeningPort(address.to_string(), state.credentials, &port);
   builder.RegisterService(&state.service);
@@ -338,13 +343,14 @@ void EnvServer::start() {
 
 void EnvServer::run(const Interrupt& interrupt) {
   State& state = *state_;
-  bool started;
+  bool start_now;
   {
+    MutexLock lifecycle(state.lifecycle);
     MutexLock lock(state.mutex);
     if (state.stopping) return;
-    started = state.starting;
+    start_now = state.server == nullptr;
   }
-  if (!started) start();
+  if (start_now) start();
   MutexLock lock(state.mutex);
   while (!state.stopped) {
     state.changed.wait_until(state.mutex, Clock::now() + kInterruptPeriod, interrupt);
@@ -355,18 +361,14 @@ void EnvServer::stop() {
   State& state = *state_;
   {
     MutexLock lock(state.mutex);
-    if (state.stopping) {
-      while (!state.stopped) {
-        state.changed.wait_until(state.mutex, Clock::now() + kInterruptPeriod, nullptr);
-      }
-      return;
-    }
     state.stopping = true;
   }
   state.changed.notify_all();
+  MutexLock lifecycle(state.lifecycle);
   if (state.server != nullptr) {
     state.server->Shutdown(std::chrono::system_clock::now());  // cancels all streams
     state.server->Wait();
+    state.server = nullptr;
     state.watcher.join();
     state.remove_socket();
   }

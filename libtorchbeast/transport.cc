@@ -158,6 +158,7 @@ void for_each_argument(const std::function<void(const char*, int)>& f) {
   f(GRPC_ARG_KEEPALIVE_TIME_MS, 15000);
   f(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
   f(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  f(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
 }
 
 grpc::ChannelArguments channel_arguments() {
