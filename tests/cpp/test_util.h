@@ -1,0 +1,147 @@
+// What several of the C++ tests need: a guard against hangs, small arrays, and naive
+// joining and slicing to compare with.
+
+#pragma once
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "array.h"
+
+namespace torchbeast {
+
+// A test that hangs says its name and aborts.
+class GuardedTest : public testing::Test {
+ protected:
+  static constexpr unsigned kSeconds = 120;
+
+  void SetUp() override {
+    const testing::TestInfo* test =
+        testing::UnitTest::GetInstance()->current_test_info();
+    std::snprintf(text(), kTextSize, "hung for %u s: %s.%s\n", kSeconds,
+                  test->test_suite_name(), test->name());
+    signal(SIGALRM, [](int) {
+      if (write(STDERR_FILENO, text(), std::strlen(text())) < 0) _exit(1);
+      std::abort();
+    });
+    alarm(kSeconds);
+  }
+  void TearDown() override { alarm(0); }
+
+ private:
+  static constexpr size_t kTextSize = 256;
+  static char* text() {
+    static char buffer[kTextSize];
+    return buffer;
+  }
+};
+
+// Threads that are joined at the end of the scope at the latest.
+class Threads {
+ public:
+  ~Threads() { join(); }
+  void start(std::function<void()> f) { threads_.emplace_back(std::move(f)); }
+  void join() {
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+  }
+
+ private:
+  std::vector<std::thread> threads_;
+};
+
+// An int32 array with memory of its own, and what is in one.
+inline Array make_array(const Shape& shape, const std::vector<int32_t>& values) {
+  const ArraySpec spec{DType::kInt32, shape};
+  if (values.size() != spec.num_elements()) std::abort();
+  auto memory = std::make_shared<std::vector<int32_t>>(values);
+  return Array(spec, reinterpret_cast<uint8_t*>(memory->data()), memory);
+}
+
+// first, first + 1, ...
+inline Array numbered(const Shape& shape, int32_t first = 0) {
+  std::vector<int32_t> values(ArraySpec{DType::kInt32, shape}.num_elements());
+  for (int32_t& value : values) value = first++;
+  return make_array(shape, values);
+}
+
+inline std::vector<int32_t> values_of(const Array& array) {
+  const int32_t* data = array.as<int32_t>();
+  return std::vector<int32_t>(data, data + array.spec().num_elements());
+}
+
+// Calls f for every index of an array of this shape, in C order.
+inline void for_each_index(const Shape& shape, const std::function<void(Shape)>& f,
+                           const Shape& index = {}) {
+  if (index.size() == shape.size()) return f(index);
+  for (int64_t i = 0; i < shape[index.size()]; ++i) {
+    Shape next = index;
+    next.push_back(i);
+    for_each_index(shape, f, next);
+  }
+}
+
+inline int32_t element(const Array& array, const Shape& index) {
+  int64_t offset = 0;
+  for (size_t i = 0; i < index.size(); ++i) {
+    offset = offset * array.shape()[i] + index[i];
+  }
+  return array.as<int32_t>()[offset];
+}
+
+inline Array naive_concatenate(const std::vector<Array>& arrays, size_t dim) {
+  Shape shape = arrays.at(0).shape();
+  shape[dim] = 0;
+  for (const Array& array : arrays) shape[dim] += array.shape()[dim];
+  std::vector<int32_t> values;
+  for_each_index(shape, [&](Shape index) {
+    size_t which = 0;
+    while (index[dim] >= arrays[which].shape()[dim]) {
+      index[dim] -= arrays[which++].shape()[dim];
+    }
+    values.push_back(element(arrays[which], index));
+  });
+  return make_array(shape, values);
+}
+
+inline Array naive_slice(const Array& array, size_t dim, int64_t begin, int64_t end) {
+  std::vector<int32_t> values;
+  for_each_index(array.shape(), [&](const Shape& index) {
+    if (index[dim] >= begin && index[dim] < end) {
+      values.push_back(element(array, index));
+    }
+  });
+  Shape shape = array.shape();
+  shape[dim] = end - begin;
+  return make_array(shape, values);
+}
+
+inline void expect_same(const Array& array, const Array& expected) {
+  ASSERT_EQ(array.spec().to_string(), expected.spec().to_string());
+  EXPECT_EQ(values_of(array), values_of(expected));
+}
+
+// What f throws, as text; "nothing" if it does not throw an E.
+template <typename E, typename F>
+std::string error_of(F&& f) {
+  try {
+    f();
+  } catch (const E& error) {
+    return error.what();
+  }
+  return "nothing";
+}
+
+}  // namespace torchbeast
