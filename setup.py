@@ -16,18 +16,30 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zlib
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-# Kept between builds, so that the next one compiles only what has changed.
-BUILD = (
-    ROOT / "build" / f"native-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
-)
+
+
+def build_folder() -> Path:
+    """Where cmake works: kept, so that the next build compiles only what has changed.
+
+    One for each Python and for each setting that cmake remembers from its first run.
+    """
+    names = "TORCHBEAST_CMAKE_ARGS CXX CXXFLAGS LDFLAGS CMAKE_PREFIX_PATH CONDA_PREFIX"
+    settings = [sys.base_prefix, *map(os.environ.get, names.split())]
+    key = f"{zlib.crc32(repr(settings).encode()):08x}"
+    python = f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
+    return ROOT / "build" / f"native-{python}-{key}"
+
+
+BUILD = build_folder()
 MODULES = ("nest", "libtorchbeast")
-LINES_SHOWN = 25  # of a compiler's output
+LINES_SHOWN = 25  # of a failed command's output
 
 
 class NotBuilt(Exception):
@@ -41,10 +53,15 @@ class BuildNative(build_ext):
             raise SystemExit(
                 f"TORCHBEAST_NATIVE is {choice!r}; it may be auto, require or skip"
             )
+        if self.editable_mode:
+            # Into the environment, not into the checkout, where several Pythons
+            # would meet and a folder named nest, such as ours, could hide them.
+            self.inplace = False
+            self.build_lib = self.get_finalized_command("install").install_lib
         failure = None
         try:
             if choice == "skip":
-                raise NotBuilt("TORCHBEAST_NATIVE was skip.")
+                raise NotBuilt("TORCHBEAST_NATIVE=skip was set; unset it.")
             configure()
         except NotBuilt as e:
             failure = e
@@ -67,10 +84,12 @@ class BuildNative(build_ext):
                 message = (
                     f"{module}, native code that PolyBeast needs and MonoBeast does "
                     f"not, was left out when torchbeast was installed. {e}\n"
-                    "After that install torchbeast again, the way it was installed "
+                    "Then install torchbeast again, the way it was installed "
                     "(pip install . or bash scripts/setup)."
                 )
-                substitute.write_text(f"raise ImportError({message!r})\n")
+                substitute.write_text(
+                    f"raise ImportError({message!r})\n", encoding="utf-8"
+                )
 
 
 def configure() -> None:
@@ -135,17 +154,22 @@ def pybind11_directory() -> str | None:
 
 
 def run(*command: str) -> None:
+    """Run a command; raises NotBuilt with the end of its output if it fails."""
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
+        command,
+        env={**os.environ, "LC_ALL": "C"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
     )
     print(done.stdout, flush=True)
     if done.returncode != 0:
         lines = done.stdout.strip().splitlines()
-        first_error = next((line for line in lines if "error" in line.lower()), "")
-        shown = "\n".join(f"  {line}" for line in lines[-LINES_SHOWN:])
-        raise NotBuilt(
-            f"This failed: {shlex.join(command)}\n{first_error}\nIts last lines:\n{shown}"
-        )
+        first_error = next((i for i, s in enumerate(lines) if "error" in s.lower()), 0)
+        start = min(first_error, max(0, len(lines) - LINES_SHOWN))
+        shown = "\n".join(f"  {s}" for s in lines[start : start + LINES_SHOWN])
+        raise NotBuilt(f"This failed: {shlex.join(command)}\n{shown}\n")
 
 
 def find_cmake() -> str | None:
@@ -160,7 +184,7 @@ def find_cmake() -> str | None:
 
 
 def build_requirements() -> list[str]:
-    """What pip gets for the build where the system lacks it, and a compiler is there."""
+    """What pip must get for the build: what the system lacks, if it has a compiler."""
     compilers = (os.environ.get("CXX", "c++").split()[0], "g++", "clang++")
     if os.environ.get("TORCHBEAST_NATIVE") == "skip" or not any(
         map(shutil.which, compilers)
