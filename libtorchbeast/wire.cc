@@ -255,7 +255,8 @@ class SpaceReader {
       case wire::Space::kBox:
         return read_box(space.box(), place);
       case wire::Space::kDiscrete:
-        check_range(space.discrete().n(), space.discrete().start(), place);
+        check_range(space.discrete().n(), space.discrete().start(),
+                    [&] { return place; });
         return leaf(DType::kInt64, Shape(), place);
       case wire::Space::kMultiDiscrete:
         return read_multi_discrete(space.multi_discrete(), place);
@@ -317,12 +318,13 @@ class SpaceReader {
     return result;
   }
 
-  static void check_range(int64_t n, int64_t start, const std::string& place) {
-    if (n < 1) refuse(place, "n is " + std::to_string(n) + ", must be 1 or more");
+  template <typename Place>
+  static void check_range(int64_t n, int64_t start, const Place& place) {
+    if (n < 1) refuse(place(), "n is " + std::to_string(n) + ", must be 1 or more");
     int64_t last;
     if (__builtin_add_overflow(start, n - 1, &last)) {
-      refuse(place, "start " + std::to_string(start) + " and n " + std::to_string(n) +
-                        " exceed int64");
+      refuse(place(), "start " + std::to_string(start) + " and n " + std::to_string(n) +
+                          " exceed int64");
     }
   }
 
@@ -335,7 +337,7 @@ class SpaceReader {
     }
     for (int i = 0; i < space.n_size(); ++i) {
       check_range(space.n(i), space.start_size() == 0 ? 0 : space.start(i),
-                  place + "[" + std::to_string(i) + "]");
+                  [&] { return place + "[" + std::to_string(i) + "]"; });
     }
     return leaf(DType::kInt64, Shape{space.n_size()}, place);
   }
@@ -409,6 +411,11 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello)
   arrays.push_back({DType::kInt64, {num_envs}});    // episode_step
   arrays.push_back({DType::kFloat32, {num_envs}});  // episode_return
 
+  if (hello.extra_fields_size() > kMaxArrays) {
+    refuse("hello", std::to_string(hello.extra_fields_size()) +
+                        " extra fields, where a step has at most " +
+                        std::to_string(kMaxArrays) + " arrays");
+  }
   std::set<std::string> names = {"observation", "reward", "done", "episode_step",
                                  "episode_return"};
   const std::set<std::string> reserved = names;
@@ -604,9 +611,14 @@ void check_type(const Tag& tag, uint32_t type, const Place& place) {
 
 // Numbers other than 0 and 1 are no bools: undefined behaviour in NumPy and torch.
 bool are_bools(const uint8_t* data, size_t size) {
-  uint8_t bits = 0;
-  for (size_t i = 0; i < size; ++i) bits |= data[i];
-  return bits <= 1;
+  uint64_t bits = 0;
+  size_t i = 0;
+  for (uint64_t eight; i + sizeof(eight) <= size; i += sizeof(eight)) {
+    std::memcpy(&eight, data + i, sizeof(eight));
+    bits |= eight;
+  }
+  for (; i < size; ++i) bits |= data[i];
+  return (bits & ~uint64_t{0x0101010101010101}) == 0;
 }
 
 // Reads the bytes of array `place.i`, if a message of this dtype and shape may be so

@@ -506,6 +506,20 @@ TEST(Decode, TrustsItsDestinationNoMoreThanThePeer) {
             "step.arrays[0]: no arrays are expected here");
 }
 
+TEST(Decode, FindsABadBoolAnywhere) {
+  for (size_t size : {1, 7, 8, 9, 31}) {
+    for (size_t i = 0; i < size; ++i) {
+      for (const char value : {'\1', '\2', '\x80'}) {
+        std::string data(size, '\1');
+        data[i] = value;
+        const std::string message =
+            step_of(number(1, 1) + number(2, size) + bytes(3, data));
+        EXPECT_EQ(refusal([&] { decode(message); }) == "accepted", value == 1);
+      }
+    }
+  }
+}
+
 // What a damaged message does: a WireError, or what protobuf reads in it.
 void expect_refused_or_as_protobuf(const std::string& bytes, size_t chunk) {
   Step step;
@@ -882,6 +896,10 @@ TEST(StreamSpecTest, RefusesWithAReason) {
   }
   EXPECT_EQ(field("\xC3", wire::INT8, {}),
             "extra field: the name \"\xEF\xBF\xBD\" is not UTF-8");
+  EXPECT_EQ(reason([](auto* hello) {
+              for (int i = 0; i < 1025; ++i) hello->add_extra_fields();
+            }),
+            "hello: 1025 extra fields, where a step has at most 1024 arrays");
   EXPECT_EQ(field("truncated", wire::BOOL, {}), "accepted");
   EXPECT_EQ(field("truncated", wire::UINT8, {}),
             "extra field \"truncated\": is uint8 [], must be bool []");
