@@ -16,7 +16,7 @@ namespace torchbeast {
 namespace {
 
 constexpr Milliseconds kFirstBackoff{100};
-constexpr Milliseconds kLongestBackoff{5'000};
+constexpr Milliseconds kLongestBackoff{1'000};
 // So many connections in a row that end before a rollout is finished are not bad luck.
 constexpr int kMaximumFruitless = 10;
 constexpr size_t kStandardFields = 4;  // reward, done, episode_step, episode_return

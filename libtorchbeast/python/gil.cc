@@ -1,0 +1,160 @@
+#include "gil.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace torchbeast::python {
+namespace {
+
+// What follows lives as long as the process: threads may come by after the
+// interpreter's end, when static objects are being destroyed.
+
+struct Dropped {
+  std::mutex mutex;
+  std::vector<PyObject*> objects;
+  bool pending = false;  // the main thread has been asked to release them
+  bool ended = false;    // Python must not be asked for anything any more
+};
+Dropped& dropped() {
+  static auto* const instance = std::make_unique<Dropped>().release();
+  return *instance;
+}
+
+struct Ending {
+  std::atomic<bool> began{false};
+  // Threads on their way to the GIL. Who has counted itself here before the end began
+  // gets it: the end waits for that.
+  std::atomic<int> waiting{0};
+  std::thread::id thread;  // the one that ends the interpreter; set before `began`
+};
+Ending& ending() {
+  static auto* const instance = std::make_unique<Ending>().release();
+  return *instance;
+}
+
+struct ExitCall {
+  std::weak_ptr<void> owner;
+  pid_t process;  // not in a fork of it
+  std::function<void()> f;
+};
+std::vector<ExitCall>& exit_calls() {  // guarded by the GIL
+  static auto* const instance = std::make_unique<std::vector<ExitCall>>().release();
+  return *instance;
+}
+
+// Calls `take`, which takes the GIL, unless the interpreter has ended.
+template <typename F>
+auto take_gil(F&& take) {
+  Ending& end = ending();
+  struct Waiting {
+    explicit Waiting(std::atomic<int>& n) : number(n) { ++number; }
+    ~Waiting() { --number; }
+    std::atomic<int>& number;
+  };
+  {
+    Waiting waiting(end.waiting);
+    if (!end.began || end.thread == std::this_thread::get_id()) return take();
+  }
+  for (;;) pause();
+}
+
+int release_pending(void*) {
+  release_dropped();
+  return 0;
+}
+
+void drop(PyObject* object) {
+  Dropped& all = dropped();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  if (all.ended) return;
+  all.objects.push_back(object);
+  if (!all.pending) all.pending = Py_AddPendingCall(release_pending, nullptr) == 0;
+}
+
+void end() {
+  std::vector<ExitCall> calls;
+  calls.swap(exit_calls());
+  {
+    WithoutGil no_gil;
+    for (const ExitCall& call : calls) {
+      if (call.process != getpid()) continue;
+      if (const auto owner = call.owner.lock()) call.f();
+    }
+  }
+  Ending& end = ending();
+  end.thread = std::this_thread::get_id();
+  end.began = true;
+  // Who waits for the GIL asks for it every 5 ms, and gets it here.
+  const auto deadline = Clock::now() + Milliseconds(1000);
+  while (end.waiting > 0 && Clock::now() < deadline) {
+    WithoutGil no_gil;
+    std::this_thread::yield();
+  }
+  release_dropped();
+  Dropped& all = dropped();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.ended = true;
+}
+
+}  // namespace
+
+WithoutGil::~WithoutGil() {
+  take_gil([this] { PyEval_RestoreThread(state_); });
+  release_dropped();
+}
+
+WithGil::WithGil() : state_(take_gil([] { return PyGILState_Ensure(); })) {}
+
+WithGil::~WithGil() { PyGILState_Release(state_); }
+
+Ref::~Ref() {
+  if (object_ != nullptr) drop(object_);
+}
+
+std::shared_ptr<void> keep(py::object object) {
+  PyObject* const pointer = object.release().ptr();
+  return std::shared_ptr<void>(pointer,
+                               [](void* p) { drop(static_cast<PyObject*>(p)); });
+}
+
+void release_dropped() {
+  Dropped& all = dropped();
+  std::vector<PyObject*> objects;
+  {
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    if (all.objects.empty()) return;
+    objects.swap(all.objects);
+    all.pending = false;
+  }
+  // Their destructors may run any Python code, also such that drops more.
+  for (PyObject* object : objects) Py_DECREF(object);
+}
+
+const Interrupt& check_signals() {
+  static const auto* const instance = std::make_unique<const Interrupt>([] {
+                                        WithGil gil;
+                                        release_dropped();
+                                        if (PyErr_CheckSignals() != 0) {
+                                          throw py::error_already_set();
+                                        }
+                                      }).release();
+  return *instance;
+}
+
+void at_exit(const std::shared_ptr<void>& owner, std::function<void()> f) {
+  auto& calls = exit_calls();
+  for (auto call = calls.begin(); call != calls.end();) {
+    call = call->owner.expired() ? calls.erase(call) : call + 1;
+  }
+  calls.push_back({owner, getpid(), std::move(f)});
+}
+
+void register_exit() {
+  py::module_::import("atexit").attr("register")(py::cpp_function(&end));
+}
+
+}  // namespace torchbeast::python

@@ -1,0 +1,88 @@
+// Python's global interpreter lock (GIL) between C++ threads.
+//
+// Rules of these bindings:
+// - Whatever blocks runs under WithoutGil. So no thread holds the GIL while it waits for
+//   a C++ lock whose holder waits for the GIL.
+// - C++ threads never take the GIL to let go of a Python object: they leave it to the
+//   next thread that has the GIL, see Ref. An actor pool therefore runs without Python.
+// - From the interpreter's end on no other thread touches Python: such a thread sleeps
+//   until the process is gone, as Python 3.14 has it. Before that, servers are stopped
+//   and pools closed, see at_exit.
+
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "../sync.h"
+
+namespace torchbeast::python {
+
+namespace py = pybind11;
+
+// Lets go of the GIL, which the thread holds, until the end of the scope.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil();
+  WithoutGil(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
+// Takes the GIL in any thread, whether it holds it or not, until the end of the scope.
+class WithGil {
+ public:
+  WithGil();
+  ~WithGil();
+  WithGil(const WithGil&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+// A reference to a Python object that may be dropped by any thread, without the GIL and
+// after the interpreter's end. The object is released by the next thread that enters or
+// leaves these bindings, or soon by the main thread.
+class Ref {
+ public:
+  Ref() = default;
+  // REQUIRES: the GIL is held.
+  explicit Ref(py::object object) : object_(object.release().ptr()) {}
+  ~Ref();
+  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Ref& operator=(Ref&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+
+  explicit operator bool() const { return object_ != nullptr; }
+  // What it refers to, for use with the GIL.
+  py::handle get() const { return object_; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+// The same as an owner of memory. REQUIRES: the GIL is held.
+std::shared_ptr<void> keep(py::object object);
+
+// Releases what Refs have left behind. REQUIRES: the GIL is held.
+void release_dropped();
+
+// For the core's waits: lets Python's signal handlers run, so that Ctrl-C ends the wait
+// with KeyboardInterrupt.
+const Interrupt& check_signals();
+
+// Has `f` called at the end of the interpreter, without the GIL, unless `owner` is gone
+// by then. REQUIRES: the GIL is held.
+void at_exit(const std::shared_ptr<void>& owner, std::function<void()> f);
+
+// To be called once, when the module is made.
+void register_exit();
+
+}  // namespace torchbeast::python

@@ -1,0 +1,601 @@
+#include "python_environment.h"
+
+#include <pybind11/numpy.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "arrays.h"
+#include "gil.h"
+#include "nest/pybind.h"
+#include "spaces.h"
+
+namespace torchbeast::python {
+namespace {
+
+using nest::Place;
+
+// The exception as Python prints it, with its traceback.
+std::string describe(const py::error_already_set& error) {
+  try {
+    const py::object lines = py::module_::import("traceback")
+                                 .attr("format_exception")(error.type(), error.value(),
+                                                           error.trace());
+    return py::cast<std::string>(py::str("").attr("join")(lines));
+  } catch (const py::error_already_set&) {
+    return error.what();
+  }
+}
+
+// Keeps the Python side of this thread, which else would be made anew for every step,
+// and with it what Python code keeps per thread. REQUIRES, of both: the GIL is held.
+class ThreadState {
+ public:
+  ThreadState() : state_(PyGILState_Ensure()) {}
+  ~ThreadState() {
+    if (std::this_thread::get_id() == thread_) PyGILState_Release(state_);
+  }
+  ThreadState(const ThreadState&) = delete;
+
+ private:
+  const PyGILState_STATE state_;
+  const std::thread::id thread_ = std::this_thread::get_id();
+};
+
+// --- From Python's values to rows ----------------------------------------------------
+
+std::string describe_array(const py::array& array) {
+  return std::string(py::str(array.dtype())) + " " +
+         std::string(py::str(py::list(array.attr("shape"))));
+}
+
+// Reads values into arrays that share their memory where they can.
+class RowReader {
+ public:
+  // `single`: values are of one environment, and the arrays' first dimension is 1.
+  explicit RowReader(bool single) : single_(single) {}
+
+  // Forgets what keeps the arrays of the last row alive.
+  void clear() { held_.clear(); }
+
+  // Appends the arrays of `value`, which must be as `spec` says.
+  void read_nest(py::handle value, const SpecNest& spec, const Place& place,
+                 std::vector<Array>* arrays);
+  // `to_bool`: integers may become bools.
+  Array read(py::handle value, const ArraySpec& spec, const Place& place,
+             bool to_bool = false);
+
+ private:
+  bool has_shape(const py::array& array, const Shape& shape) const;
+  static py::array cast(py::handle value, DType dtype, const Place& place, bool to_bool);
+
+  const bool single_;
+  std::vector<py::object> held_;
+};
+
+bool RowReader::has_shape(const py::array& array, const Shape& shape) const {
+  const size_t skip = single_ ? 1 : 0;
+  if (static_cast<size_t>(array.ndim()) + skip != shape.size()) return false;
+  for (size_t i = skip; i < shape.size(); ++i) {
+    if (array.shape(static_cast<py::ssize_t>(i - skip)) != shape[i]) return false;
+  }
+  return true;
+}
+
+// The values as a C-contiguous array of `dtype`. Casts must be safe or of the same kind,
+// in NumPy's words; Python's integers may become any integer that holds them.
+py::array RowReader::cast(py::handle value, DType dtype, const Place& place,
+                          bool to_bool) {
+  const py::module_ numpy = py::module_::import("numpy");
+  py::object array = numpy.attr("asarray")(value);
+  const py::dtype from = py::cast<py::array>(array).dtype();
+  const py::dtype to = to_numpy(dtype);
+  const auto is_integer = [](const py::dtype& d) {
+    return d.kind() == 'i' || d.kind() == 'u';
+  };
+  if (is_integer(from) && is_integer(to) && !py::isinstance<py::array>(value)) {
+    array = array.attr("tolist")();  // array() below looks whether they fit
+  } else if (!(to_bool && is_integer(from)) &&
+             !py::cast<bool>(numpy.attr("can_cast")(from, to, "same_kind"))) {
+    throw std::invalid_argument("at " + place.str() + ": the environment gave " +
+                                std::string(py::str(from)) + ", which cannot become " +
+                                dtype_name(dtype) + " without loss");
+  }
+  return numpy.attr("array")(array, to, py::arg("order") = "C");
+}
+
+Array RowReader::read(py::handle value, const ArraySpec& spec, const Place& place,
+                      bool to_bool) {
+  py::array array;
+  if (py::isinstance<py::array>(value)) {
+    array = py::reinterpret_borrow<py::array>(value);
+  }
+  if (!array || from_numpy(array) != spec.dtype ||
+      (array.flags() & py::array::c_style) == 0) {
+    array = cast(value, spec.dtype, place, to_bool);
+  }
+  if (!has_shape(array, spec.shape)) {
+    Shape wanted;
+    for (size_t i = single_ ? 1 : 0; i < spec.shape.size(); ++i) {
+      wanted.push_back(spec.shape[i]);
+    }
+    throw std::invalid_argument("at " + place.str() + ": the environment gave " +
+                                describe_array(array) + ", not " +
+                                ArraySpec{spec.dtype, wanted}.to_string());
+  }
+  auto* const data = static_cast<uint8_t*>(const_cast<void*>(array.data()));
+  held_.push_back(std::move(array));
+  return Array(spec, data, nullptr);
+}
+
+void RowReader::read_nest(py::handle value, const SpecNest& spec, const Place& place,
+                          std::vector<Array>* arrays) {
+  const auto refuse = [&](const std::string& wanted) {
+    throw std::invalid_argument("at " + place.str() + ": the environment gave " +
+                                std::string(py::repr(py::type::of(value))) + ", not " +
+                                wanted);
+  };
+  if (spec.is_leaf()) {
+    arrays->push_back(read(value, spec.leaf(), place));
+  } else if (spec.is_vector()) {
+    const auto& children = spec.vector();
+    const bool is_list = PyList_Check(value.ptr());
+    if (!is_list && !PyTuple_Check(value.ptr())) refuse("a tuple");
+    const auto items = py::reinterpret_borrow<py::sequence>(value);
+    if (items.size() != children.size()) {
+      refuse("a tuple of " + std::to_string(children.size()) + ": it has " +
+             std::to_string(items.size()));
+    }
+    for (size_t i = 0; i < children.size(); ++i) {
+      const py::object item = items[i];
+      read_nest(item, children[i], Place(place, i), arrays);
+    }
+  } else {
+    if (!PyDict_Check(value.ptr())) refuse("a dict");
+    for (const auto& [key, child] : spec.dict()) {
+      const auto item = py::reinterpret_borrow<py::object>(
+          PyDict_GetItemString(value.ptr(), key.c_str()));
+      if (!item) refuse("a dict with the key \"" + key + "\"");
+      read_nest(item, child, Place(place, key), arrays);
+    }
+    const auto size = static_cast<size_t>(PyDict_Size(value.ptr()));
+    if (size != spec.dict().size()) {
+      refuse("a dict of " + std::to_string(spec.dict().size()) + ": it has " +
+             std::to_string(size) + " keys");
+    }
+  }
+}
+
+py::array copy_to_numpy(const Array& array) {
+  return py::array(to_numpy(array.dtype()),
+                   std::vector<py::ssize_t>(array.shape().begin(), array.shape().end()),
+                   array.data());
+}
+
+// --- Environments --------------------------------------------------------------------
+
+const std::string kObservation = "observation";
+const std::string kReward = "reward";
+const std::string kDone = "done";
+const std::string kEpisodeStep = "episode_step";
+const std::string kEpisodeReturn = "episode_return";
+const std::string kTruncated = "truncated";
+const std::string kFinalObservation = "final_observation";
+
+// What both kinds of environments share. Made, used and destroyed in one thread.
+class PythonEnvironment : public Environment {
+ public:
+  ~PythonEnvironment() override {
+    WithGil gil;
+    try {
+      if (py::hasattr(env_, "close")) env_.attr("close")();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable(env_);
+    }
+    env_ = py::object();
+    thread_state_.reset();
+  }
+
+  const wire::EnvHello& hello() const override { return hello_; }
+
+ protected:
+  explicit PythonEnvironment(py::object env) : env_(std::move(env)) {
+    thread_state_.emplace();
+  }
+
+  // Calls f with the GIL; Python's exceptions become text.
+  template <typename F>
+  static auto with_python(F&& f) {
+    WithGil gil;
+    try {
+      return f();
+    } catch (const py::error_already_set& error) {
+      throw std::runtime_error(describe(error));
+    } catch (const WireError& error) {  // the environment's mistake, not the peer's
+      throw std::runtime_error(std::string("this environment can't be served: ") +
+                               error.what());
+    }
+  }
+
+  void begin_hello(const std::string& name, int64_t num_envs) {
+    hello_.set_version(kWireVersion);
+    hello_.set_environment(name);
+    if (num_envs < 1 || num_envs > kMaxEnvs) {
+      throw std::invalid_argument("num_envs must be 1 to " + std::to_string(kMaxEnvs) +
+                                  ", not " + std::to_string(num_envs));
+    }
+    hello_.set_num_envs(static_cast<uint32_t>(num_envs));
+    const py::object space = py::getattr(env_, "action_space", py::none());
+    if (!space.is_none()) *hello_.mutable_action_space() = action_space(space);
+  }
+
+  py::object env_;
+  wire::EnvHello hello_;
+  StreamSpec spec_;  // from reset() on
+
+ private:
+  std::optional<ThreadState> thread_state_;
+};
+
+// reset() and step(action) of a single environment.
+class SingleEnvironment : public PythonEnvironment {
+ public:
+  SingleEnvironment(py::object env, const std::string& name)
+      : PythonEnvironment(std::move(env)), reader_(true) {
+    python_ = Python{env_.attr("reset"), env_.attr("step"),
+                     py::getattr(env_, "observation_space", py::none()), {}, {}};
+    begin_hello(name, 1);
+    if (hello_.has_action_space()) python_->action = action_nest(env_.attr("action_space"));
+  }
+  ~SingleEnvironment() override {
+    WithGil gil;
+    reader_.clear();
+    python_.reset();
+  }
+
+  Row reset() override {
+    return with_python([&] {
+      py::object observation = reset_env();
+      if (!hello_.has_observation_space()) {
+        *hello_.mutable_observation_space() =
+            python_->observation_space.is_none()
+                ? space_of_observation(observation)
+                : torchbeast::python::observation_space(python_->observation_space);
+        spec_ = StreamSpec(hello_);
+      }
+      reward_ = 0;
+      done_ = true;
+      episode_step_ = 0;
+      episode_return_ = 0;
+      return make_row(std::move(observation));
+    });
+  }
+
+  Row step(const std::vector<Array>& action) override {
+    return with_python([&] {
+      if (done_) {
+        episode_step_ = 0;
+        episode_return_ = 0;
+      }
+      const py::object result = python_->step(action_to_python(action));
+      const auto size = PyTuple_Check(result.ptr()) ? PyTuple_GET_SIZE(result.ptr()) : 0;
+      if (size != 4 && size != 5) {
+        throw std::invalid_argument(
+            "step() must return (observation, reward, done, info) or (observation, "
+            "reward, terminated, truncated, info), not " +
+            (size == 0 ? std::string(py::repr(py::type::of(result)))
+                       : "a tuple of " + std::to_string(size)));
+      }
+      reward_ = PyFloat_AsDouble(PyTuple_GET_ITEM(result.ptr(), 1));
+      if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+      done_ = is_true(PyTuple_GET_ITEM(result.ptr(), 2));
+      if (size == 5) done_ = is_true(PyTuple_GET_ITEM(result.ptr(), 3)) || done_;
+      episode_step_ += 1;
+      episode_return_ += reward_;
+      return make_row(done_ ? reset_env()
+                            : py::reinterpret_borrow<py::object>(
+                                  PyTuple_GET_ITEM(result.ptr(), 0)));
+    });
+  }
+
+ private:
+  // To be destroyed with the GIL.
+  struct Python {
+    py::object reset;
+    py::object step;
+    py::object observation_space;
+    ActionNest action;
+    py::object observation;  // keeps the last row's memory
+  };
+
+  static bool is_true(PyObject* object) {
+    const int truth = PyObject_IsTrue(object);
+    if (truth < 0) throw py::error_already_set();
+    return truth > 0;
+  }
+
+  // The observation alone, whether an info comes with it or not.
+  py::object reset_env() {
+    py::object result = python_->reset();
+    PyObject* const pair = result.ptr();
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
+        !PyDict_Check(PyTuple_GET_ITEM(pair, 1))) {
+      return result;
+    }
+    const py::object& space = python_->observation_space;
+    const bool is_observation =
+        !space.is_none() && py::hasattr(space, "spaces") &&
+        py::cast<bool>(space.attr("contains")(result));
+    if (is_observation) return result;
+    return py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(pair, 0));
+  }
+
+  Row make_row(py::object observation) {
+    static const Place root;
+    reader_.clear();
+    Row row;
+    row.arrays.reserve(spec_.arrays.size());
+    reader_.read_nest(observation, spec_.observation, Place(root, kObservation),
+                      &row.arrays);
+    python_->observation = std::move(observation);
+    reward32_ = static_cast<float>(reward_);
+    episode_return32_ = static_cast<float>(episode_return_);
+    const auto add = [&](DType dtype, void* value) {
+      row.arrays.emplace_back(ArraySpec{dtype, {1}}, static_cast<uint8_t*>(value),
+                              nullptr);
+    };
+    add(DType::kFloat32, &reward32_);
+    add(DType::kBool, &done_);
+    add(DType::kInt64, &episode_step_);
+    add(DType::kFloat32, &episode_return32_);
+    return row;
+  }
+
+  py::object action_to_python(const std::vector<Array>& arrays) const {
+    size_t next = 0;
+    if (spec_.has_action) {
+      return nest::to_python(python_->action, [&](const ActionLeaf& leaf) {
+        return leaf.to_python(arrays.at(next++));
+      });
+    }
+    const auto convert = [](const Array& array) -> py::object {
+      const py::array one = copy_to_numpy(array.at(0));
+      const char kind = one.dtype().kind();
+      if (one.ndim() == 0 && kind != 'f') return one.attr("item")();
+      return one;
+    };
+    if (arrays.size() == 1) return convert(arrays[0]);
+    py::tuple action(arrays.size());
+    for (size_t i = 0; i < arrays.size(); ++i) action[i] = convert(arrays[i]);
+    return std::move(action);
+  }
+
+  std::optional<Python> python_;
+  RowReader reader_;
+
+  double reward_ = 0;
+  bool done_ = true;
+  int64_t episode_step_ = 0;
+  double episode_return_ = 0;
+  // As the row has them.
+  float reward32_ = 0;
+  float episode_return32_ = 0;
+};
+
+// initial() and step(actions) of E environments, which reset themselves.
+class VectorEnvironment : public PythonEnvironment {
+ public:
+  VectorEnvironment(py::object env, const std::string& name)
+      : PythonEnvironment(std::move(env)), reader_(false) {
+    python_ = Python{env_.attr("initial"), env_.attr("step"), {}, {}, {}};
+    begin_hello(name, py::cast<int64_t>(env_.attr("num_envs")));
+    *hello_.mutable_observation_space() =
+        torchbeast::python::observation_space(env_.attr("observation_space"));
+  }
+  ~VectorEnvironment() override {
+    WithGil gil;
+    reader_.clear();
+    python_.reset();
+  }
+
+  Row reset() override {
+    return with_python([&] {
+      py::object row = python_->initial();
+      if (fields_.empty()) begin(row);
+      return make_row(std::move(row));
+    });
+  }
+
+  Row step(const std::vector<Array>& action) override {
+    return with_python([&] {
+      py::object actions;
+      size_t next = 0;
+      if (spec_.has_action) {
+        actions = nest::to_python(spec_.action, [&](const ArraySpec&) {
+          return copy_to_numpy(action.at(next++));
+        });
+      } else if (action.size() == 1) {
+        actions = copy_to_numpy(action[0]);
+      } else {
+        py::tuple all(action.size());
+        for (const Array& array : action) all[next++] = copy_to_numpy(array);
+        actions = std::move(all);
+      }
+      return make_row(python_->step(actions));
+    });
+  }
+
+ private:
+  struct Field {
+    std::string name;
+    ArraySpec spec;
+    bool is_bool;
+  };
+  // To be destroyed with the GIL.
+  struct Python {
+    py::object initial;
+    py::object step;
+    std::vector<py::object> names;  // of the fields, as Python's strings
+    py::object row;                 // these keep the last row's memory
+    py::object final_observation;
+  };
+
+  static void check_row(py::handle row) {
+    if (!PyDict_Check(row.ptr())) {
+      throw std::invalid_argument("initial() and step() must return a dict, not " +
+                                  std::string(py::repr(py::type::of(row))));
+    }
+  }
+
+  // Completes the hello with what the first row tells.
+  void begin(py::handle row) {
+    check_row(row);
+    std::vector<std::string> extra;
+    for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(row)) {
+      const std::string name = nest::internal::key_from_python(key, Place());
+      if (name != kObservation && name != kReward && name != kDone &&
+          name != kEpisodeStep && name != kEpisodeReturn) {
+        extra.push_back(name);
+      }
+    }
+    std::sort(extra.begin(), extra.end());
+    for (const std::string& name : extra) {
+      const Place root;
+      const Place place(root, name);
+      const py::array value =
+          py::module_::import("numpy").attr("asarray")(row[py::str(name)]);
+      const std::optional<DType> dtype = from_numpy(value);
+      if (!dtype) {
+        throw std::invalid_argument("at " + place.str() + ": an extra field of dtype " +
+                                    std::string(py::str(value.dtype())) +
+                                    " cannot be sent");
+      }
+      if (value.ndim() == 0 || value.shape(0) != hello_.num_envs()) {
+        throw std::invalid_argument("at " + place.str() + ": the environment gave " +
+                                    describe_array(value) +
+                                    ", but every field has the num_envs, " +
+                                    std::to_string(hello_.num_envs()) +
+                                    ", as its first dimension");
+      }
+      wire::Field* field = hello_.add_extra_fields();
+      field->set_name(name);
+      field->set_dtype(
+          static_cast<wire::DType>(name == kTruncated ? DType::kBool : *dtype));
+      for (py::ssize_t i = 1; i < value.ndim(); ++i) {
+        field->add_shape(static_cast<uint64_t>(value.shape(i)));
+      }
+    }
+    spec_ = StreamSpec(hello_);
+
+    std::vector<std::string> names = {kReward, kDone, kEpisodeStep, kEpisodeReturn};
+    names.insert(names.end(), extra.begin(), extra.end());
+    for (size_t i = 0; i < names.size(); ++i) {
+      const ArraySpec& spec = spec_.arrays.at(spec_.num_observation_arrays + i);
+      fields_.push_back({names[i], spec, spec.dtype == DType::kBool});
+      python_->names.push_back(py::str(names[i]));
+      if (names[i] == kTruncated) truncated_ = spec_.num_observation_arrays + i;
+    }
+  }
+
+  static py::object item(py::handle row, const std::string& name, py::handle key) {
+    auto value = py::reinterpret_borrow<py::object>(
+        PyDict_GetItemWithError(row.ptr(), key.ptr()));
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    if (!value) throw std::invalid_argument("the row has no \"" + name + "\"");
+    return value;
+  }
+
+  Row make_row(py::object row) {
+    static const Place root;
+    static const Place final_place(root, kFinalObservation);
+    check_row(row);
+    reader_.clear();
+    Row result;
+    result.arrays.reserve(spec_.arrays.size());
+    const py::object observation = item(row, kObservation, py::str(kObservation));
+    reader_.read_nest(observation, spec_.observation, Place(root, kObservation),
+                      &result.arrays);
+    for (size_t i = 0; i < fields_.size(); ++i) {
+      const Field& field = fields_[i];
+      const py::object value = item(row, field.name, python_->names[i]);
+      result.arrays.push_back(
+          reader_.read(value, field.spec, Place(root, field.name), field.is_bool));
+    }
+    const auto size = static_cast<size_t>(PyDict_Size(row.ptr()));
+    if (size != fields_.size() + 1) {
+      throw std::invalid_argument("the row has " + std::to_string(size) +
+                                  " fields, the first had " +
+                                  std::to_string(fields_.size() + 1) +
+                                  "; all rows must have the same");
+    }
+    python_->row = std::move(row);
+    if (truncated_ && any(result.arrays[*truncated_])) {
+      py::object last = py::getattr(env_, kFinalObservation.c_str(), py::none());
+      if (!last.is_none()) {
+        reader_.read_nest(last, spec_.observation, final_place, &result.final_observation);
+      }
+      python_->final_observation = std::move(last);
+    }
+    return result;
+  }
+
+  static bool any(const Array& bools) {
+    const bool* const begin = bools.as<bool>();
+    return std::any_of(begin, begin + bools.spec().num_elements(),
+                       [](bool value) { return value; });
+  }
+
+  std::optional<Python> python_;
+  RowReader reader_;
+  std::vector<Field> fields_;        // behind the observation
+  std::optional<size_t> truncated_;  // its index in a row's arrays
+};
+
+std::unique_ptr<Environment> make_environment(py::handle env_class,
+                                              const std::string& name) {
+  py::object env = env_class();
+  for (py::handle type : py::type::of(env).attr("__mro__")) {
+    if (py::cast<std::string>(type.attr("__name__")) == "VectorEnv") {
+      throw std::invalid_argument(
+          "Gymnasium's vector environments are served through an object with num_envs, "
+          "initial() and step(), see Server's docstring; "
+          "torchbeast.core.environment.Environment is one");
+    }
+  }
+  if (py::hasattr(env, "initial") && py::hasattr(env, "num_envs")) {
+    return std::make_unique<VectorEnvironment>(std::move(env), name);
+  }
+  for (const char* method : {"reset", "step"}) {
+    if (!py::hasattr(env, method)) {
+      throw std::invalid_argument("env_class() must give an environment, and " +
+                                  std::string(py::repr(env)) + " has no " + method +
+                                  "()");
+    }
+  }
+  return std::make_unique<SingleEnvironment>(std::move(env), name);
+}
+
+}  // namespace
+
+EnvironmentFactory environment_factory(py::object env_class, std::string name) {
+  if (PyCallable_Check(env_class.ptr()) == 0) {
+    throw py::type_error("env_class must be a class or function without arguments, not " +
+                         std::string(py::repr(env_class)));
+  }
+  const std::shared_ptr<void> kept = keep(std::move(env_class));
+  return [kept, name = std::move(name)]() -> std::unique_ptr<Environment> {
+    WithGil gil;
+    try {
+      return make_environment(static_cast<PyObject*>(kept.get()), name);
+    } catch (const py::error_already_set& error) {
+      throw std::runtime_error(describe(error));
+    }
+  };
+}
+
+}  // namespace torchbeast::python

@@ -1,0 +1,789 @@
+// ActorPool and EnvServer together, over real sockets in one process.
+
+#include "actor_pool.h"
+
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/server.h>
+#include <grpcpp/server_builder.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+
+#include <cmath>
+#include <fstream>
+#include <future>
+#include <map>
+
+#include "counting_environment.h"
+#include "test_util.h"
+
+namespace torchbeast {
+namespace {
+
+std::string temporary_directory() {
+  char name[] = "/tmp/torchbeast_test_XXXXXX";
+  return mkdtemp(name);
+}
+
+EnvServerOptions server_options(const std::string& address) {
+  EnvServerOptions options;
+  options.address = address;
+  return options;
+}
+
+BatchingOptions batching(int64_t minimum, int64_t maximum) {
+  BatchingOptions options;
+  options.minimum_batch_size = minimum;
+  options.maximum_batch_size = maximum;
+  return options;
+}
+
+// A pool with its queues and an agent, and what the agent does:
+//   action           (episode + 2 * step) % 7 of the position
+//   baseline         the position's step + 100
+//   state [2, n, 3]  counts the rows since the episode began
+class Session {
+ public:
+  explicit Session(ActorPoolOptions options, int64_t minimum = 1, int64_t maximum = 64)
+      : queue_(std::make_shared<BatchingQueue>([&] {
+          BatchingOptions o = batching(minimum, maximum);
+          o.maximum_queue_size = 4;
+          return o;
+        }())),
+        batcher_(std::make_shared<DynamicBatcher>(batching(1, 64))),
+        pool_(options, queue_, batcher_,
+              ArrayNest(make_array({2, 1, 3}, {0, 0, 0, 0, 0, 0}))) {
+    threads_.start([this] { infer(); });
+    done_ = std::async(std::launch::async, [this] {
+      try {
+        pool_.run();
+      } catch (...) {
+        queue_->close();  // wakes rollouts()
+        throw;
+      }
+    });
+  }
+
+  ~Session() {
+    pool_.close();
+    if (done_.valid()) done_.wait();
+    batcher_->close();
+    queue_->close();
+  }
+
+  // Ends the pool; throws what run() throws.
+  void end() {
+    pool_.close();
+    if (done_.valid()) done_.get();
+  }
+  // Waits until it has ended by itself.
+  void wait() { done_.get(); }
+
+  ArrayNest rollouts() {
+    std::optional<ArrayNest> item = queue_->dequeue();
+    if (!item) wait();
+    return std::move(item).value();
+  }
+  ActorPool& pool() { return pool_; }
+  BatchingQueue& queue() { return *queue_; }
+  DynamicBatcher& batcher() { return *batcher_; }
+
+  std::atomic<bool> as_tuple{false};  // outputs (action, baseline), not a dict
+
+ private:
+  void infer() {
+    while (auto batch = batcher_->next()) batch->set_outputs(act(batch->inputs()));
+  }
+
+  ArrayNest act(const ArrayNest& inputs) {
+    const auto& env = inputs.vector()[0].vector();
+    const Array& position = env[0].dict().at("position").leaf();
+    const Array& done = env[2].leaf();
+    const int64_t n = position.shape()[1];
+    const Array action = memory_.allocate({DType::kInt64, {1, n}});
+    const Array baseline = memory_.allocate({DType::kFloat32, {1, n}});
+    const Array zero = memory_.allocate({DType::kFloat32, {1, n}});
+    const Array state = memory_.allocate({DType::kInt32, {2, n, 3}});
+    const Array& state_before = inputs.vector()[1].leaf();
+    EXPECT_EQ(state_before.shape(), (Shape{2, n, 3}));
+    for (int64_t i = 0; i < n; ++i) {
+      const Position at = Position::decode(position.as<int64_t>()[i]);
+      action.as<int64_t>()[i] = (at.episode + 2 * at.step) % kNumActions;
+      baseline.as<float>()[i] = static_cast<float>(at.step + 100);
+      zero.as<float>()[i] = 0;
+      for (int64_t layer = 0; layer < 2; ++layer) {
+        for (int64_t j = 0; j < 3; ++j) {
+          const int64_t k = (layer * n + i) * 3 + j;
+          state.as<int32_t>()[k] =
+              done.data()[i] ? 1 : state_before.as<int32_t>()[k] + 1;
+        }
+      }
+    }
+    if (as_tuple) {
+      return ArrayNest(
+          ArrayNest::Vector{ArrayNest(ArrayNest::Vector{action, baseline}), state});
+    }
+    ArrayNest::Map outputs{
+        {"action", action}, {"baseline", baseline}, {"truncation_value", zero}};
+    return ArrayNest(ArrayNest::Vector{ArrayNest(std::move(outputs)), state});
+  }
+
+  MemoryPool memory_;
+  std::shared_ptr<BatchingQueue> queue_;
+  std::shared_ptr<DynamicBatcher> batcher_;
+  ActorPool pool_;
+  Threads threads_;
+  std::future<void> done_;
+};
+
+// Checks every row of every rollout against what must come after the row before.
+class Checker {
+ public:
+  Checker(int64_t T, bool with_truncation) : T_(T), with_truncation_(with_truncation) {}
+
+  void check(const ArrayNest& item) {
+    const auto& env = item.vector()[0].vector()[0].vector();
+    const auto& agent = item.vector()[0].vector()[1].dict();
+    ASSERT_EQ(env.size(), with_truncation_ ? 6u : 5u);
+    const Array& picture = env[0].dict().at("picture").leaf();
+    const Array& position = env[0].dict().at("position").leaf();
+    const int64_t n = position.shape()[1];
+    ASSERT_EQ(picture.spec(), (ArraySpec{DType::kUint8, {T_ + 1, n, 2, 3}}));
+    ASSERT_EQ(position.spec(), (ArraySpec{DType::kInt64, {T_ + 1, n}}));
+    const Array& state = item.vector()[1].leaf();
+    ASSERT_EQ(state.shape(), (Shape{2, n, 3}));
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t t = 0; t <= T_; ++t) {
+        const int64_t k = t * n + i;
+        Row row;
+        row.at = Position::decode(position.as<int64_t>()[k]);
+        row.reward = env[1].leaf().as<float>()[k];
+        row.done = env[2].leaf().data()[k];
+        row.episode_step = env[3].leaf().as<int64_t>()[k];
+        row.episode_return = env[4].leaf().as<float>()[k];
+        row.action = agent.at("action").leaf().as<int64_t>()[k];
+        row.truncated =
+            with_truncation_ && env[5].dict().at("truncated").leaf().data()[k];
+        ASSERT_EQ(picture.data()[k * 6 + 5], row.at.step);
+        ASSERT_EQ(row.action, (row.at.episode + 2 * row.at.step) % kNumActions);
+        const float truncation_value =
+            agent.at("truncation_value").leaf().as<float>()[k];
+        const auto key = std::make_pair(row.at.stream, row.at.env);
+        if (t == 0) {
+          const int32_t rows = state.as<int32_t>()[i * 3];
+          const auto last = last_.find(key);
+          if (last == last_.end()) {
+            ASSERT_EQ(rows, 0);
+            ASSERT_TRUE(row.done);
+            ASSERT_EQ(row.at.episode, 0);
+          } else {
+            ASSERT_EQ(last->second.at.encode(), row.at.encode()) << "row 0 is row T";
+            ASSERT_EQ(last->second.action, row.action);
+            // The state before this row: one for each row of the episode before it.
+            ASSERT_EQ(rows, row.done ? row.episode_step : row.at.step);
+          }
+        } else {
+          const Row& before = last_.at(key);
+          ASSERT_EQ(row.at.last_action, before.action);
+          ASSERT_EQ(row.reward, static_cast<float>(before.action));
+          ASSERT_EQ(row.done, before.at.step + 1 == 2 + row.at.env);
+          ASSERT_EQ(row.at.episode, before.at.episode + (row.done ? 1 : 0));
+          ASSERT_EQ(row.at.step, row.done ? 0 : before.at.step + 1);
+          ASSERT_EQ(row.episode_step, before.at.step + 1);
+          ASSERT_EQ(row.episode_return, static_cast<float>(10 * row.episode_step));
+          ASSERT_EQ(row.truncated,
+                    with_truncation_ && row.done && before.at.episode % 2 == 1);
+          // At the end of an episode of 2 + e steps the agent says 100 + 2 + e.
+          ASSERT_EQ(truncation_value,
+                    row.truncated ? static_cast<float>(102 + row.at.env) : 0.0f);
+        }
+        last_[key] = row;
+      }
+    }
+    ++num_rollouts;
+  }
+
+  int num_rollouts = 0;
+  size_t num_environments() const { return last_.size(); }
+
+ private:
+  struct Row {
+    Position at;
+    float reward, episode_return;
+    bool done, truncated;
+    int64_t episode_step, action;
+  };
+  const int64_t T_;
+  const bool with_truncation_;
+  std::map<std::pair<int64_t, int64_t>, Row> last_;
+};
+
+class ActorPoolTest : public GuardedTest {
+ protected:
+  ActorPoolTest() : directory_(temporary_directory()) {}
+  ~ActorPoolTest() override { rmdir(directory_.c_str()); }
+
+  std::string path(const std::string& name) const { return directory_ + "/" + name; }
+  std::string unix_address(const std::string& name = "s") const {
+    return "unix:" + path(name);
+  }
+
+  // Each stream has the next number.
+  EnvironmentFactory counting(int64_t num_envs, bool with_truncation = true) {
+    return [this, num_envs, with_truncation] {
+      return std::make_unique<CountingEnvironment>(num_streams_++, num_envs,
+                                                   with_truncation);
+    };
+  }
+
+  static ActorPoolOptions pool_options(std::vector<std::string> addresses,
+                                       int64_t T = 5) {
+    ActorPoolOptions options;
+    options.unroll_length = T;
+    options.addresses = std::move(addresses);
+    options.maximum_downtime = Milliseconds(10'000);
+    return options;
+  }
+
+  const std::string directory_;
+  std::atomic<int64_t> num_streams_{0};
+};
+
+TEST_F(ActorPoolTest, RolloutsAreWhatHappened) {
+  EnvServer local(counting(3), server_options(unix_address()));
+  EnvServer remote(counting(3), server_options("127.0.0.1:0"));
+  local.start();
+  remote.start();
+  Session run(pool_options({local.address(), remote.address(), local.address()}));
+  Checker checker(5, true);
+  while (checker.num_rollouts < 60) {
+    const ArrayNest rollout = run.rollouts();
+    ASSERT_NO_FATAL_FAILURE(checker.check(rollout));
+  }
+  EXPECT_EQ(checker.num_environments(), 9u);
+  EXPECT_EQ(local.stats().num_streams, 2u);
+  const ActorPoolStats stats = run.pool().stats();
+  EXPECT_GE(stats.num_steps, 60u * 5 * 3);
+  EXPECT_EQ(stats.num_connected, 3u);
+  EXPECT_EQ(stats.num_reconnects, 0u);
+  EXPECT_GT(stats.bytes_copied, stats.num_steps * 14);
+  run.end();
+  EXPECT_EQ(run.pool().stats().num_connected, 0u);
+  local.stop();
+  EXPECT_EQ(local.stats().num_steps + remote.stats().num_steps >= 60 * 5 * 3, true);
+}
+
+TEST_F(ActorPoolTest, StreamsOfOneRolloutLengthOne) {
+  EnvServer server(counting(1, false), server_options(unix_address()));
+  server.start();
+  Session run(pool_options({server.address(), server.address()}, 1));
+  Checker checker(1, false);
+  for (int i = 0; i < 40; ++i) {
+    const ArrayNest rollout = run.rollouts();
+    ASSERT_NO_FATAL_FAILURE(checker.check(rollout));
+  }
+}
+
+TEST_F(ActorPoolTest, JoinsRolloutsOfSeveralStreams) {
+  EnvServer server(counting(2), server_options(unix_address()));
+  server.start();
+  Session run(pool_options({server.address(), server.address(), server.address()}), 6,
+              6);
+  // Which streams a batch holds is a matter of time; each column is checked.
+  Checker checker(5, true);
+  for (int i = 0; i < 10; ++i) {
+    const ArrayNest rollouts = run.rollouts();
+    EXPECT_EQ(rollouts.front().shape()[1], 6);
+    ASSERT_NO_FATAL_FAILURE(checker.check(rollouts));
+  }
+}
+
+TEST_F(ActorPoolTest, OutputsMayBeATuple) {
+  EnvServer server(counting(2), server_options(unix_address()));
+  server.start();
+  auto queue = std::make_shared<BatchingQueue>(batching(1, 2));
+  auto batcher = std::make_shared<DynamicBatcher>(batching(1, 2));
+  ActorPool pool(pool_options({server.address()}), queue, batcher, ArrayNest());
+  Threads threads;
+  threads.start([&] {
+    while (auto batch = batcher->next()) {
+      batch->set_outputs(ArrayNest(ArrayNest::Vector{
+          ArrayNest(ArrayNest::Vector{[&] {
+            auto memory = std::make_shared<std::vector<int64_t>>(2, 3);
+            return Array({DType::kInt64, {1, 2}},
+                         reinterpret_cast<uint8_t*>(memory->data()), memory);
+          }()}),
+          ArrayNest()}));
+    }
+  });
+  threads.start([&] { pool.run(); });
+  for (int i = 0; i < 5; ++i) {
+    const ArrayNest rollout = queue->dequeue().value();
+    EXPECT_EQ(rollout.vector()[0].vector()[1].vector().size(), 1u);
+    EXPECT_TRUE(rollout.vector()[1].empty());
+  }
+  batcher->close();  // ends the pool too
+  threads.join();
+}
+
+// --- What ends a run
+// ------------------------------------------------------------------
+
+TEST_F(ActorPoolTest, ClosingTheQueueEndsTheRun) {
+  EnvServer server(counting(2), server_options(unix_address()));
+  server.start();
+  Session run(pool_options({server.address()}));
+  run.rollouts();
+  run.queue().close();
+  run.wait();
+}
+
+TEST_F(ActorPoolTest, AnEnvironmentsErrorReachesTheRun) {
+  class Failing : public CountingEnvironment {
+   public:
+    using CountingEnvironment::CountingEnvironment;
+    Row step(const std::vector<Array>& action) override {
+      if (++count_ == 8) throw std::runtime_error("Traceback: it broke in step 8");
+      return CountingEnvironment::step(action);
+    }
+
+   private:
+    int count_ = 0;
+  };
+  EnvServer server([] { return std::make_unique<Failing>(0, 2); },
+                   server_options(unix_address()));
+  server.start();
+  Session run(pool_options({server.address()}));
+  const std::string error = error_of<std::runtime_error>([&] { run.wait(); });
+  EXPECT_NE(error.find("Traceback: it broke in step 8"), std::string::npos) << error;
+  EXPECT_NE(error.find(directory_), std::string::npos) << error;
+  EXPECT_EQ(run.pool().stats().num_dropped_steps, 2u * 2) << "of the second rollout";
+}
+
+TEST_F(ActorPoolTest, AFactorysErrorReachesTheRun) {
+  EnvServer server(
+      []() -> std::unique_ptr<Environment> {
+        throw std::runtime_error("no such game");
+      },
+      server_options(unix_address()));
+  server.start();
+  Session run(pool_options({server.address()}));
+  const std::string error = error_of<std::runtime_error>([&] { run.wait(); });
+  EXPECT_NE(error.find("no such game"), std::string::npos) << error;
+}
+
+TEST_F(ActorPoolTest, DifferentEnvironmentsAreRefused) {
+  EnvServer a(counting(2), server_options(unix_address("a")));
+  EnvServer b(counting(3), server_options(unix_address("b")));
+  a.start();
+  b.start();
+  Session run(pool_options({a.address(), b.address()}));
+  const std::string error = error_of<TransportError>([&] { run.wait(); });
+  EXPECT_NE(error.find("differ"), std::string::npos) << error;
+  EXPECT_NE(error.find("num_envs: 3"), std::string::npos) << error;
+}
+
+TEST_F(ActorPoolTest, WrongActionsAreRefused) {
+  EnvServer server(counting(2), server_options(unix_address()));
+  server.start();
+  auto queue = std::make_shared<BatchingQueue>(batching(1, 2));
+  auto batcher = std::make_shared<DynamicBatcher>(batching(1, 2));
+  ActorPool pool(pool_options({server.address()}), queue, batcher, ArrayNest());
+  Threads threads;
+  threads.start([&] {
+    while (auto batch = batcher->next()) {
+      batch->set_outputs(ArrayNest(ArrayNest::Vector{
+          ArrayNest(ArrayNest::Vector{make_array({1, 2}, {0, 0})}), ArrayNest()}));
+    }
+  });
+  const std::string error = error_of<std::invalid_argument>([&] { pool.run(); });
+  EXPECT_NE(error.find("int32 [2]"), std::string::npos) << error;
+  EXPECT_NE(error.find("int64 [2]"), std::string::npos) << error;
+  batcher->close();
+}
+
+TEST_F(ActorPoolTest, ADroppedBatchEndsTheRun) {
+  EnvServer server(counting(2), server_options(unix_address()));
+  server.start();
+  auto queue = std::make_shared<BatchingQueue>(batching(1, 2));
+  auto batcher = std::make_shared<DynamicBatcher>(batching(1, 2));
+  ActorPool pool(pool_options({server.address()}), queue, batcher, ArrayNest());
+  Threads threads;
+  threads.start([&] { batcher->next(); });
+  EXPECT_THROW(pool.run(), AsyncError);
+}
+
+TEST_F(ActorPoolTest, ACloseWhileNothingIsThereIsQuick) {
+  Session run(pool_options({unix_address("nobody")}));
+  run.end();
+}
+
+TEST_F(ActorPoolTest, NobodyThereEndsTheRun) {
+  ActorPoolOptions options = pool_options({unix_address("nobody")});
+  options.maximum_downtime = Milliseconds(300);
+  Session run(options);
+  const std::string error = error_of<TransportError>([&] { run.wait(); });
+  EXPECT_NE(error.find("no connection for 0.3 s"), std::string::npos) << error;
+  EXPECT_NE(error.find("nobody"), std::string::npos) << error;
+}
+
+TEST_F(ActorPoolTest, ASilentPeerEndsTheRun) {
+  const int listener = socket(AF_UNIX, SOCK_STREAM, 0);
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  path("silent").copy(name.sun_path, sizeof(name.sun_path) - 1);
+  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&name), sizeof(name)), 0);
+  ASSERT_EQ(listen(listener, 8), 0);
+  ActorPoolOptions options = pool_options({unix_address("silent")});
+  options.step_timeout = Milliseconds(300);
+  options.maximum_downtime = Milliseconds(500);
+  {
+    Session run(options);
+    const std::string error = error_of<TransportError>([&] { run.wait(); });
+    EXPECT_NE(error.find("has not answered within the step timeout"), std::string::npos)
+        << error;
+  }
+  close(listener);
+  unlink(path("silent").c_str());
+}
+
+TEST_F(ActorPoolTest, AStuckEnvironmentCountsAsLost) {
+  class Stuck : public CountingEnvironment {
+   public:
+    Stuck(std::shared_future<void> release, bool stuck)
+        : CountingEnvironment(0, 2), release_(std::move(release)), stuck_(stuck) {}
+    Row step(const std::vector<Array>& action) override {
+      if (stuck_ && ++count_ == 8) release_.wait();
+      return CountingEnvironment::step(action);
+    }
+
+   private:
+    const std::shared_future<void> release_;
+    const bool stuck_;
+    int count_ = 0;
+  };
+  std::promise<void> release;
+  std::shared_future<void> released = release.get_future().share();
+  EnvServer server(
+      [&] { return std::make_unique<Stuck>(released, num_streams_++ == 0); },
+      server_options(unix_address()));
+  server.start();
+  ActorPoolOptions options = pool_options({server.address()});
+  options.step_timeout = Milliseconds(300);
+  Session run(options);
+  while (run.pool().stats().num_reconnects == 0) run.rollouts();
+  EXPECT_EQ(run.pool().stats().num_dropped_steps, 2u * 2);
+  EXPECT_NE(run.pool().stats().last_error.find("step timeout"), std::string::npos);
+  run.end();
+  release.set_value();
+}
+
+// --- Losses that a run survives
+// -------------------------------------------------------
+
+TEST_F(ActorPoolTest, AServerThatComesBackIsFound) {
+  auto server =
+      std::make_unique<EnvServer>(counting(2), server_options(unix_address()));
+  server->start();
+  Session run(pool_options({server->address(), server->address()}));
+  Checker checker(5, true);
+  for (int i = 0; i < 10; ++i) {
+    ASSERT_NO_FATAL_FAILURE(checker.check(run.rollouts()));
+  }
+  server->stop();
+  server = std::make_unique<EnvServer>(counting(2), server_options(unix_address()));
+  server->start();
+  // New streams have new numbers; whatever comes is whole.
+  while (checker.num_environments() < 8) {
+    ASSERT_NO_FATAL_FAILURE(checker.check(run.rollouts()));
+  }
+  EXPECT_EQ(run.pool().stats().num_reconnects, 2u);
+}
+
+TEST_F(ActorPoolTest, AServerThatAlwaysBreaksEndsTheRun) {
+  // Ends each stream after some steps, as a crashing process does.
+  std::unique_ptr<EnvServer> server;
+  StreamService service([&](grpc::ServerContext*, EnvStream* stream) {
+    CountingEnvironment environment(0, 2);
+    grpc::ByteBuffer message;
+    stream->Read(&message);
+    wire::EnvMessage hello;
+    *hello.mutable_hello() = environment.hello();
+    stream->Write(encode(hello));
+    MemoryPool pool;
+    stream->Write(encode_step(environment.reset().arrays, {}, pool));
+    stream->Read(&message);
+    return grpc::Status(grpc::StatusCode::UNAVAILABLE, "crashed");
+  });
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort(unix_address("x"), grpc::InsecureServerCredentials());
+  builder.RegisterService(&service);
+  const auto crashing = builder.BuildAndStart();
+  ActorPoolOptions options = pool_options({unix_address("x")});
+  options.maximum_downtime = Milliseconds(600'000);
+  Session run(options);
+  const std::string error = error_of<TransportError>([&] { run.wait(); });
+  EXPECT_NE(error.find("10 connections in a row"), std::string::npos) << error;
+  EXPECT_NE(error.find("crashed"), std::string::npos) << error;
+  crashing->Shutdown(std::chrono::system_clock::now());
+}
+
+// --- Peers that lie
+// -------------------------------------------------------------------
+
+// Runs against a server that sends `messages` to whoever says hello.
+std::string error_against(const std::string& address,
+                          const std::vector<grpc::ByteBuffer>& messages,
+                          ActorPoolOptions options) {
+  StreamService service([&](grpc::ServerContext*, EnvStream* stream) {
+    grpc::ByteBuffer message;
+    stream->Read(&message);
+    for (const grpc::ByteBuffer& m : messages) {
+      grpc::ByteBuffer copied = m;
+      stream->Write(copied);
+      if (&m != &messages[0]) stream->Read(&message);
+    }
+    return grpc::Status::OK;
+  });
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort(address, grpc::InsecureServerCredentials());
+  builder.RegisterService(&service);
+  const auto server = builder.BuildAndStart();
+  options.maximum_downtime = Milliseconds(0);
+  std::string error;
+  {
+    Session run(options);
+    error = error_of<std::exception>([&] { run.wait(); });
+  }
+  server->Shutdown(std::chrono::system_clock::now());
+  return error;
+}
+
+TEST_F(ActorPoolTest, LiesAreRefused) {
+  MemoryPool pool;
+  CountingEnvironment environment(0, 2);
+  const auto row = environment.reset();
+  wire::EnvMessage hello;
+  *hello.mutable_hello() = environment.hello();
+  const auto against = [&](const std::vector<grpc::ByteBuffer>& messages) {
+    return error_against(unix_address("liar"), messages,
+                         pool_options({unix_address("liar")}));
+  };
+  const auto contains = [](const std::string& text, const std::string& part) {
+    EXPECT_NE(text.find(part), std::string::npos) << text;
+  };
+
+  contains(against({encode_step(row.arrays, {}, pool)}), "before the hello");
+
+  auto arrays = row.arrays;
+  arrays[0] = pool.allocate({DType::kUint8, {2, 2, 4}});
+  contains(against({encode(hello), encode_step(arrays, {}, pool)}), "[2, 2, 4]");
+  arrays = row.arrays;
+  arrays[1] = pool.allocate({DType::kFloat64, {2}});
+  contains(against({encode(hello), encode_step(arrays, {}, pool)}), "float64");
+  arrays = row.arrays;
+  arrays.pop_back();
+  contains(against({encode(hello), encode_step(arrays, {}, pool)}), "6 arrays");
+  contains(against({encode(hello), encode(hello)}), "second hello");
+  contains(against({encode(hello), encode_step(row.arrays, {arrays[0]}, pool)}),
+           "final_observation");
+  contains(against({encode(hello), encode_step(row.arrays, {arrays[1]}, pool)}),
+           "final_observation");
+  arrays = row.arrays;
+  arrays[6] = pool.allocate({DType::kBool, {2}});
+  arrays[6].data()[0] = 0;
+  arrays[6].data()[1] = 1;
+  contains(against({encode(hello), encode_step(arrays, {}, pool)}), "due");
+
+  wire::EnvMessage other = hello;
+  other.mutable_hello()->set_version(77);
+  contains(against({encode(other)}), "77");
+
+  const grpc::Slice garbage(std::string(1000, '\xff'));
+  contains(against({grpc::ByteBuffer(&garbage, 1)}), "breaks the rules");
+}
+
+// --- The server
+// -----------------------------------------------------------------------
+
+TEST_F(ActorPoolTest, SocketsArePrivateAndRemoved) {
+  EnvServer server(counting(1), server_options(unix_address()));
+  server.start();
+  struct stat status;
+  ASSERT_EQ(stat(path("s").c_str(), &status), 0);
+  EXPECT_TRUE(S_ISSOCK(status.st_mode));
+  EXPECT_EQ(status.st_mode & 0777, 0600u);
+
+  EnvServer second(counting(1), server_options(unix_address()));
+  const std::string error = error_of<std::runtime_error>([&] { second.start(); });
+  EXPECT_NE(error.find("another server listens there"), std::string::npos) << error;
+  ASSERT_EQ(stat(path("s").c_str(), &status), 0) << "the first server's socket";
+
+  server.stop();
+  EXPECT_NE(stat(path("s").c_str(), &status), 0);
+  server.stop();
+}
+
+TEST_F(ActorPoolTest, StaleSocketsAreReplaced) {
+  const int listener = socket(AF_UNIX, SOCK_STREAM, 0);
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  path("s").copy(name.sun_path, sizeof(name.sun_path) - 1);
+  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&name), sizeof(name)), 0);
+  close(listener);  // the socket file stays
+  EnvServer server(counting(1), server_options(unix_address()));
+  server.start();
+  ActorPool::probe(unix_address(), {}, Milliseconds(10'000));
+}
+
+TEST_F(ActorPoolTest, PathsThatCannotBe) {
+  std::ofstream(path("file")) << "precious";
+  EnvServer on_file(counting(1), server_options(unix_address("file")));
+  EXPECT_NE(error_of<std::runtime_error>([&] { on_file.start(); }).find("not a socket"),
+            std::string::npos);
+  std::string text;
+  std::ifstream(path("file")) >> text;
+  EXPECT_EQ(text, "precious");
+  unlink(path("file").c_str());
+
+  EnvServer nowhere(counting(1), server_options(unix_address("no/where")));
+  const std::string error = error_of<std::runtime_error>([&] { nowhere.start(); });
+  EXPECT_NE(error.find("No such file or directory"), std::string::npos) << error;
+
+  const std::string too_long = unix_address(std::string(200, 'x'));
+  EXPECT_THROW(EnvServer(counting(1), server_options(too_long)), std::invalid_argument);
+}
+
+TEST_F(ActorPoolTest, PortsThatAreTaken) {
+  EnvServer server(counting(1), server_options("127.0.0.1:0"));
+  server.start();
+  EnvServer second(counting(1), server_options(server.address()));
+  const std::string error = error_of<std::runtime_error>([&] { second.start(); });
+  EXPECT_NE(error.find("in use"), std::string::npos) << error;
+}
+
+TEST_F(ActorPoolTest, TokensAreChecked) {
+  EnvServerOptions options = server_options(unix_address());
+  options.security.token = "a secret";
+  EnvServer server(counting(1), options);
+  server.start();
+  for (const std::string token : {"", "a secre", "a secret ", "b secret"}) {
+    Security security;
+    security.token = token;
+    const std::string error = error_of<TransportError>(
+        [&] { ActorPool::probe(unix_address(), security, Milliseconds(10'000)); });
+    EXPECT_NE(error.find("token"), std::string::npos) << error;
+  }
+  Security security;
+  security.token = "a secret";
+  const wire::EnvHello hello =
+      ActorPool::probe(unix_address(), security, Milliseconds(10'000));
+  EXPECT_EQ(hello.environment(), "Counting-v0");
+  EXPECT_EQ(server.stats().num_refused, 4u);
+}
+
+TEST_F(ActorPoolTest, AWrongTokenEndsTheRunAtOnce) {
+  EnvServerOptions options = server_options(unix_address());
+  options.security.token = "a secret";
+  EnvServer server(counting(1), options);
+  server.start();
+  Session run(pool_options({server.address()}));
+  EXPECT_THROW(run.wait(), TransportError);
+  EXPECT_EQ(server.stats().num_refused, 1u);
+}
+
+TEST_F(ActorPoolTest, StreamsAreLimited) {
+  EnvServerOptions options = server_options(unix_address());
+  options.max_streams = 1;
+  EnvServer server(counting(1), options);
+  server.start();
+  Session run(pool_options({server.address()}));
+  run.rollouts();
+  const std::string error = error_of<TransportError>(
+      [&] { ActorPool::probe(server.address(), {}, Milliseconds(10'000)); });
+  EXPECT_NE(error.find("1 streams already"), std::string::npos) << error;
+}
+
+TEST_F(ActorPoolTest, SilentLearnersAreCut) {
+  EnvServerOptions options = server_options(unix_address());
+  options.hello_timeout = Milliseconds(300);
+  EnvServer server(counting(1), options);
+  server.start();
+  auto channel = grpc::CreateCustomChannel(
+      unix_address(), grpc::InsecureChannelCredentials(), channel_arguments());
+  grpc::ClientContext context;
+  const auto stream = open_stream(channel.get(), &context);
+  grpc::ByteBuffer message;
+  EXPECT_FALSE(stream->Read(&message));
+  EXPECT_FALSE(stream->Finish().ok());
+}
+
+TEST_F(ActorPoolTest, LearnersThatLieAreRefused) {
+  EnvServer server(counting(2), server_options(unix_address()));
+  server.start();
+  MemoryPool pool;
+  const auto status_after = [&](const std::vector<grpc::ByteBuffer>& messages) {
+    auto channel = grpc::CreateCustomChannel(
+        unix_address(), grpc::InsecureChannelCredentials(), channel_arguments());
+    grpc::ClientContext context;
+    const auto stream = open_stream(channel.get(), &context);
+    for (grpc::ByteBuffer message : messages) stream->Write(message);
+    grpc::ByteBuffer message;
+    while (stream->Read(&message)) {
+    }
+    return stream->Finish();
+  };
+  wire::AgentMessage hello;
+  hello.mutable_hello()->set_version(kWireVersion);
+  const Array wide = pool.allocate({DType::kInt64, {1000}});
+  const Array narrow = pool.allocate({DType::kInt64, {2}});
+  EXPECT_EQ(status_after({encode_action({narrow}, pool)}).error_code(),
+            grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(status_after({encode(hello), encode_action({wide}, pool)}).error_code(),
+            grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(
+      status_after({encode(hello), encode_action({narrow, narrow}, pool)}).error_code(),
+      grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(status_after({encode(hello), encode_action({}, pool)}).error_code(),
+            grpc::StatusCode::INVALID_ARGUMENT);
+  hello.mutable_hello()->set_version(2);
+  const grpc::Status status = status_after({encode(hello)});
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::FAILED_PRECONDITION);
+  EXPECT_NE(status.error_message().find("version 2"), std::string::npos);
+}
+
+TEST_F(ActorPoolTest, StoppingEndsRunAndMayBeRepeated) {
+  EnvServer server(counting(1), server_options(unix_address()));
+  auto done = std::async(std::launch::async, [&] { server.run(); });
+  Session run(pool_options({unix_address()}));
+  run.rollouts();
+  std::vector<std::future<void>> stops;
+  for (int i = 0; i < 3; ++i) {
+    stops.push_back(std::async(std::launch::async, [&] { server.stop(); }));
+  }
+  for (auto& stop : stops) stop.get();
+  done.get();
+  server.run();  // stopped: returns
+  EXPECT_THROW(server.start(), std::runtime_error);
+}
+
+TEST_F(ActorPoolTest, CloseAtAnyMoment) {
+  const char* scale = std::getenv("TB_STRESS_SCALE");
+  const int repeats =
+      scale ? std::max(5, static_cast<int>(200 * std::atof(scale))) : 200;
+  EnvServer server(counting(2), server_options(unix_address()));
+  server.start();
+  for (int i = 0; i < repeats; ++i) {
+    Session run(pool_options({server.address(), server.address()}, 2));
+    // From before the first connection to the middle of things.
+    for (int k = 0; k < i % 5; ++k) run.rollouts();
+    if (i % 3 == 0) run.batcher().close();
+    if (i % 3 == 1) run.queue().close();
+    run.end();
+  }
+}
+
+}  // namespace
+}  // namespace torchbeast
