@@ -222,18 +222,19 @@ py::object ActionLeaf::to_python(const Array& array) const {
   }
   if (kind_ == kDiscrete) return py::int_(array.as<int64_t>()[0] + start_[0]);
 
-  const py::object one = torchbeast::python::to_numpy(array.at(0));
-  if (kind_ == kMultiBinary) return one.attr("copy")();
-  const py::object dtype = space_.attr("dtype");
+  // A copy: the environment may keep it.
+  const Array one = array.at(0);
+  py::object values = py::array(
+      torchbeast::python::to_numpy(one.dtype()),
+      std::vector<py::ssize_t>(one.shape().begin(), one.shape().end()), one.data());
+  if (kind_ == kMultiBinary) return values;
+  const bool is_float = one.dtype() == DType::kFloat32;
   if (kind_ == kMultiDiscrete) {
-    return (one + py::array(py::cast(start_))).attr("astype")(dtype);
+    values = values + py::array(py::cast(start_));
+  } else if (is_float) {
+    values = numpy().attr("clip")(values, space_.attr("low"), space_.attr("high"));
   }
-  if (one.attr("dtype").attr("kind").equal(py::str("f"))) {
-    return numpy()
-        .attr("clip")(one, space_.attr("low"), space_.attr("high"))
-        .attr("astype")(dtype);
-  }
-  return one.attr("copy")();
+  return numpy().attr("asarray")(values, space_.attr("dtype"));
 }
 
 ActionNest action_nest(py::handle space) {

@@ -1,0 +1,720 @@
+// The Python module `libtorchbeast`.
+
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../actor_pool.h"
+#include "../batching.h"
+#include "../server.h"
+#include "arrays.h"
+#include "gil.h"
+#include "python_environment.h"
+#include "spaces.h"
+
+namespace torchbeast::python {
+namespace {
+
+using Path = std::optional<std::filesystem::path>;
+
+// --- Arguments -----------------------------------------------------------------------
+
+Milliseconds milliseconds(double value, double unit, const std::string& name) {
+  const double result = std::round(value * unit);
+  if (!(result >= 0 && result < 1e15)) {  // also where it is NaN
+    throw py::value_error(name + " must be a number of at least 0, not " +
+                          std::string(py::str(py::float_(value))));
+  }
+  return Milliseconds(static_cast<int64_t>(result));
+}
+
+Milliseconds positive_seconds(double value, const std::string& name) {
+  const Milliseconds result = milliseconds(value, 1000, name);
+  if (result.count() == 0) {
+    throw py::value_error(name + " must be at least 0.001 seconds, not " +
+                          std::string(py::str(py::float_(value))));
+  }
+  return result;
+}
+
+size_t to_size(int64_t value, const std::string& name) {
+  if (value < 0) {
+    throw py::value_error(name + " must not be negative, which " +
+                          std::to_string(value) + " is");
+  }
+  return static_cast<size_t>(value);
+}
+
+std::string read_pem(const Path& path, const std::string& name) {
+  if (!path) return "";
+  const std::string what = name + ": '" + path->string() + "' ";
+  errno = 0;
+  std::ifstream file(*path, std::ios::binary);
+  std::string text((std::istreambuf_iterator<char>(file)), {});
+  if (!file.is_open() || file.bad() || std::filesystem::is_directory(*path)) {
+    throw py::value_error(what + "cannot be read: " +
+                          std::strerror(errno != 0 ? errno : EISDIR));
+  }
+  if (text.find("-----BEGIN ") == std::string::npos) {
+    throw py::value_error(what + "is not a PEM file: it has no line with -----BEGIN");
+  }
+  return text;
+}
+
+Security to_security(const Path& tls_ca, const Path& tls_cert, const Path& tls_key,
+                     const std::optional<std::string>& tls_server_name,
+                     const std::optional<std::string>& token, bool insecure) {
+  Security security;
+  security.ca = read_pem(tls_ca, "tls_ca");
+  security.cert = read_pem(tls_cert, "tls_cert");
+  security.key = read_pem(tls_key, "tls_key");
+  security.server_name = tls_server_name.value_or("");
+  if (token) {
+    // It travels in a header.
+    for (const char c : *token) {
+      if (c <= ' ' || c > '~') {
+        throw py::value_error("token must be of printable ASCII without spaces");
+      }
+    }
+    if (token->empty()) throw py::value_error("token is empty; give None for no token");
+  }
+  security.token = token.value_or("");
+  security.insecure = insecure;
+  return security;
+}
+
+BatchingOptions to_options(int64_t batch_dim, int64_t minimum_batch_size,
+                           int64_t maximum_batch_size, std::optional<double> timeout_ms,
+                           bool check, std::optional<int64_t> maximum_queue_size,
+                           const py::object& allocator) {
+  BatchingOptions options;
+  options.batch_dim = to_size(batch_dim, "batch_dim");
+  options.minimum_batch_size = minimum_batch_size;
+  options.maximum_batch_size = maximum_batch_size;
+  if (timeout_ms) options.timeout = milliseconds(*timeout_ms, 1, "timeout_ms");
+  if (maximum_queue_size) {
+    options.maximum_queue_size = to_size(*maximum_queue_size, "maximum_queue_size");
+  }
+  options.check = check;
+  if (!allocator.is_none()) options.allocator = allocator_from_python(allocator);
+  return options;
+}
+
+// --- Results -------------------------------------------------------------------------
+
+py::dict to_dict(const BatchingStats& stats) {
+  py::dict result;
+  result["num_batches"] = stats.num_batches;
+  result["num_items"] = stats.num_items;
+  result["num_entries"] = stats.num_entries;
+  result["bytes_copied"] = stats.bytes_copied;
+  result["pool_bytes"] = stats.pool_bytes;
+  result["consumer_wait_seconds"] = stats.consumer_wait_seconds;
+  result["producer_wait_seconds"] = stats.producer_wait_seconds;
+  return result;
+}
+
+py::dict to_dict(const ActorPoolStats& stats) {
+  py::dict result;
+  result["num_steps"] = stats.num_steps;
+  result["num_rollouts"] = stats.num_rollouts;
+  result["num_reconnects"] = stats.num_reconnects;
+  result["num_dropped_steps"] = stats.num_dropped_steps;
+  result["num_connected"] = stats.num_connected;
+  result["bytes_received"] = stats.bytes_received;
+  result["bytes_copied"] = stats.bytes_copied;
+  result["pool_bytes"] = stats.pool_bytes;
+  result["env_wait_seconds"] = stats.env_wait_seconds;
+  result["inference_wait_seconds"] = stats.inference_wait_seconds;
+  result["queue_wait_seconds"] = stats.queue_wait_seconds;
+  result["last_error"] = py::bytes(stats.last_error).attr("decode")("utf-8", "replace");
+  return result;
+}
+
+py::dict to_dict(const EnvServerStats& stats) {
+  py::dict result;
+  result["num_streams"] = stats.num_streams;
+  result["num_steps"] = stats.num_steps;
+  result["num_refused"] = stats.num_refused;
+  result["bytes_sent"] = stats.bytes_sent;
+  result["bytes_copied"] = stats.bytes_copied;
+  return result;
+}
+
+py::dict to_dict(const wire::EnvHello& hello) {
+  py::dict fields;
+  for (const wire::Field& field : hello.extra_fields()) {
+    py::tuple shape(field.shape_size());
+    for (int i = 0; i < field.shape_size(); ++i) {
+      shape[static_cast<size_t>(i)] = field.shape(i);
+    }
+    py::dict description;
+    description["dtype"] = dtype_name(static_cast<DType>(field.dtype()));
+    description["shape"] = shape;
+    fields[py::str(field.name())] = description;
+  }
+  py::dict result;
+  result["name"] = hello.environment();
+  result["num_envs"] = hello.num_envs();
+  result["observation_space"] = space_to_python(hello.observation_space());
+  result["action_space"] =
+      hello.has_action_space() ? space_to_python(hello.action_space()) : py::none();
+  result["extra_fields"] = fields;
+  return result;
+}
+
+// --- Objects that wait for their threads when they end --------------------------------
+
+// An ActorPool or EnvServer: it ends without the GIL, before the interpreter does, and
+// not in a fork of the process, where its threads are not.
+template <typename T>
+class Ending {
+ public:
+  Ending(std::shared_ptr<T> object, void (T::*end)()) : object_(std::move(object)) {
+    T* const pointer = object_.get();
+    at_exit(object_, [pointer, end] { (pointer->*end)(); });
+  }
+  ~Ending() {
+    if (getpid() != process_) {
+      // Never destroyed: the reference to itself keeps it.
+      static_cast<void>(std::make_unique<std::shared_ptr<T>>(object_).release());
+      return;
+    }
+    WithoutGil no_gil;
+    object_.reset();
+  }
+  Ending(const Ending&) = delete;
+
+  T* operator->() const { return object_.get(); }
+
+ private:
+  std::shared_ptr<T> object_;
+  const pid_t process_ = getpid();
+};
+
+using Pool = Ending<ActorPool>;
+using Server = Ending<EnvServer>;
+using Batch = DynamicBatcher::Batch;
+
+void bind_queue(py::module_& m) {
+  py::class_<BatchingQueue, std::shared_ptr<BatchingQueue>>(m, "BatchingQueue", R"(
+A queue whose items come out joined along a dimension.
+
+Items are nests (tuples, lists, dicts) of torch tensors or NumPy arrays; all items have
+the same structure, dtypes, and sizes but for `batch_dim`. Iterating yields nests of
+tuples and dicts whose leaves are the items' leaves joined along batch_dim: torch tensors
+where torch is imported, else NumPy arrays. Any number of threads may enqueue and iterate.
+
+C-contiguous, writable arrays that go in are not copied until their batch is made, and
+must not be written to before. A batch of a single item is that item itself, without a
+copy, unless there is an allocator. The memory of batches is used again when the arrays
+that came out are gone.
+
+Args:
+    batch_dim: the dimension along which items are joined.
+    minimum_batch_size: entries along batch_dim from which on a batch is complete. An
+        item has one or more.
+    maximum_batch_size: entries that a batch never exceeds.
+    timeout_ms: how long an incomplete batch waits for more, in milliseconds; None: for
+        ever.
+    check_inputs: find faulty items in enqueue(), not only when a batch is made.
+    maximum_queue_size: items that may wait before enqueue() blocks; None: any number.
+    allocator: function of a number of bytes that returns writable memory of at least
+        that size (a torch tensor, for example of pinned memory, or whatever has the
+        buffer protocol), in which batches are made.
+
+Raises:
+    ValueError: a size that makes no sense.
+)")
+      .def(py::init([](int64_t batch_dim, int64_t minimum_batch_size,
+                       int64_t maximum_batch_size, std::optional<double> timeout_ms,
+                       bool check_inputs, std::optional<int64_t> maximum_queue_size,
+                       const py::object& allocator) {
+             return std::make_shared<BatchingQueue>(
+                 to_options(batch_dim, minimum_batch_size, maximum_batch_size, timeout_ms,
+                            check_inputs, maximum_queue_size, allocator));
+           }),
+           py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
+           py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = py::none(),
+           py::arg("check_inputs") = true, py::arg("maximum_queue_size") = py::none(),
+           py::arg("allocator") = py::none())
+      .def(
+          "enqueue",
+          [](BatchingQueue& self, const py::object& nest) {
+            ArrayNest item = nest_from_python(nest);
+            WithoutGil no_gil;
+            self.enqueue(std::move(item), check_signals());
+          },
+          py::arg("nest"), R"(
+Add an item; block while the queue is full.
+
+Raises:
+    ValueError: an empty nest, a leaf with too few dimensions, leaves whose sizes along
+        batch_dim differ, an item that does not fit to those waiting, or a leaf that
+        cannot be shared, such as a CUDA tensor. Names the place in the nest.
+    TypeError: a leaf that is neither a torch tensor nor a NumPy array.
+    ClosedBatchingQueue: the queue was closed before there was room.
+)")
+      .def("size", &BatchingQueue::size, "The number of items that wait.")
+      .def(
+          "close",
+          [](BatchingQueue& self) {
+            WithoutGil no_gil;
+            if (!self.close()) throw std::runtime_error("the queue was closed already");
+          },
+          R"(
+End all waiting enqueue() calls and all iterations, and drop the items that wait.
+
+Raises:
+    RuntimeError: it was closed already.
+)")
+      .def("is_closed", &BatchingQueue::is_closed)
+      .def(
+          "stats", [](const BatchingQueue& self) { return to_dict(self.stats()); }, R"(
+Counters since the beginning: num_batches, num_items and num_entries (along batch_dim) in
+them, bytes_copied, pool_bytes (memory held for batches), consumer_wait_seconds and
+producer_wait_seconds (summed over threads).
+)")
+      .def("__iter__", [](py::object self) { return self; })
+      .def("__next__", [](BatchingQueue& self) {
+        std::optional<ArrayNest> batch;
+        {
+          WithoutGil no_gil;
+          batch = self.dequeue(check_signals());
+        }
+        if (!batch) throw py::stop_iteration();
+        return nest_to_python(*batch);
+      });
+}
+
+void bind_batcher(py::module_& m) {
+  py::class_<Batch, std::shared_ptr<Batch>>(m, "Batch", R"(
+Inputs of several callers of DynamicBatcher.compute, joined. Comes from iterating over the
+batcher and must be answered, by set_outputs() or set_error(). If it is dropped unanswered
+its callers get AsyncError. len() is the number of entries along batch_dim.
+)")
+      .def(
+          "get_inputs", [](const Batch& self) { return nest_to_python(self.inputs()); },
+          R"(
+The inputs, joined along batch_dim; a nest as in BatchingQueue. They must not be written
+to: where the batch has a single caller, it is the caller's memory.
+)")
+      .def(
+          "set_outputs",
+          [](Batch& self, const py::object& nest) {
+            const ArrayNest outputs = nest_from_python(nest);
+            WithoutGil no_gil;
+            self.set_outputs(outputs);
+          },
+          py::arg("outputs"), R"(
+Answer: every caller gets its entries along batch_dim of every leaf, copied.
+
+Raises:
+    ValueError: a leaf that has not len(batch) entries along batch_dim, an empty nest, or
+        a leaf that cannot be shared. The batch can still be answered.
+    RuntimeError: the batch was answered before.
+)")
+      .def(
+          "set_error",
+          [](Batch& self, const std::string& text) {
+            WithoutGil no_gil;
+            self.set_error(text);
+          },
+          py::arg("text"), R"(
+Answer with an error: every caller gets AsyncError with this text.
+
+Raises:
+    RuntimeError: the batch was answered before.
+)")
+      .def("__len__", [](const Batch& self) { return self.size(); });
+
+  py::class_<DynamicBatcher, std::shared_ptr<DynamicBatcher>>(m, "DynamicBatcher", R"(
+Joins the inputs of many threads into batches, and hands each its part of the answer.
+
+    for batch in batcher:
+        batch.set_outputs(model(batch.get_inputs()))
+
+Args:
+    check_outputs: refuse outputs with more entries than the batch; too few always are.
+    The others as in BatchingQueue, timeout_ms being 100 by default.
+
+Raises:
+    ValueError: a size that makes no sense.
+)")
+      .def(py::init([](int64_t batch_dim, int64_t minimum_batch_size,
+                       int64_t maximum_batch_size, std::optional<double> timeout_ms,
+                       bool check_outputs, const py::object& allocator) {
+             return std::make_shared<DynamicBatcher>(
+                 to_options(batch_dim, minimum_batch_size, maximum_batch_size, timeout_ms,
+                            check_outputs, std::nullopt, allocator));
+           }),
+           py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
+           py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = 100,
+           py::arg("check_outputs") = true, py::arg("allocator") = py::none())
+      .def(
+          "compute",
+          [](DynamicBatcher& self, const py::object& nest) {
+            ArrayNest inputs = nest_from_python(nest);
+            ArrayNest outputs;
+            {
+              WithoutGil no_gil;
+              outputs = self.compute(std::move(inputs), check_signals());
+            }
+            return nest_to_python(outputs);
+          },
+          py::arg("inputs"), R"(
+Block until a consumer has answered, and return this caller's part of the answer.
+
+Raises:
+    ValueError, TypeError: as BatchingQueue.enqueue.
+    ClosedBatchingQueue: the batcher was closed.
+    AsyncError: the batch was dropped unanswered or answered with an error.
+)")
+      .def("size", &DynamicBatcher::size, "The number of inputs that wait.")
+      .def(
+          "close",
+          [](DynamicBatcher& self) {
+            WithoutGil no_gil;
+            if (!self.close()) {
+              throw std::runtime_error("the batcher was closed already");
+            }
+          },
+          R"(
+End all compute() calls and all iterations.
+
+Raises:
+    RuntimeError: it was closed already.
+)")
+      .def("is_closed", &DynamicBatcher::is_closed)
+      .def(
+          "stats", [](const DynamicBatcher& self) { return to_dict(self.stats()); },
+          "Counters, as BatchingQueue.stats().")
+      .def("__iter__", [](py::object self) { return self; })
+      .def("__next__", [](DynamicBatcher& self) {
+        std::shared_ptr<Batch> batch;
+        {
+          WithoutGil no_gil;
+          batch = self.next(check_signals());
+        }
+        if (!batch) throw py::stop_iteration();
+        return batch;
+      });
+}
+
+void bind_pool(py::module_& m) {
+  py::class_<Pool>(m, "ActorPool", R"(
+Runs the environments of servers against batched inference, and makes rollouts.
+
+For every address one stream of E environments. For every step the pool hands
+inference_batcher
+
+    ((observation, reward, done, episode_step, episode_return), agent_state)
+
+with leaves [1, E, ...] (reward and episode_return float32, done bool, episode_step
+int64); where the environment has extra fields, a dict of these comes sixth. It expects
+
+    ((action, ...), new_agent_state)
+
+or a dict with the key "action" in place of the tuple, every leaf [1, E, ...]. Where done
+is true the state handed on is the initial one. After unroll_length steps (T) it enqueues
+
+    ((env_outputs, agent_outputs), initial_agent_state)
+
+into learner_queue, leaves [T+1, E, ...]: the outputs in row t are the agent's answer to
+row t, row 0 is the last row of the rollout before, and the state is the one before row 0.
+
+Actions are what the policy draws: integers count from 0 whatever the action space's
+start, and floats are float32. They must fit the action space where the server tells one.
+
+If the environments of a step were truncated, see Server, and the outputs are a dict with
+"baseline" and "truncation_value" (both float32 [1, E]), the batcher is also asked about
+the final observation, and its baseline becomes the truncation_value of that row.
+
+Args:
+    unroll_length: T, at least 1.
+    learner_queue: a BatchingQueue with batch_dim 1.
+    inference_batcher: a DynamicBatcher with batch_dim 1.
+    env_server_addresses: one stream for each, such as "unix:/tmp/polybeast.0" or
+        "host:port"; an address may occur several times.
+    initial_agent_state: nest of [layers, n, ...], n being 1 (the same for every
+        environment) or E; () for none.
+    step_timeout_s: seconds that an environment may take for a step.
+    maximum_downtime_s: seconds that a stream may be down; until then it is dialled again,
+        and its unfinished rollout is dropped and counted.
+    tls_ca: path of a PEM file: certificates that the server's must be signed by. With it,
+        or with the next two, host:port addresses are dialled with TLS.
+    tls_cert, tls_key: paths of PEM files: the certificate to show, and its key.
+    tls_server_name: the name in the server's certificate, if it is not the host's.
+    token: shown to the servers.
+    insecure: allow plain TCP to other machines.
+
+Raises:
+    ValueError: an argument that makes no sense, a file that cannot be read.
+)")
+      .def(py::init([](int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
+                       std::shared_ptr<DynamicBatcher> inference_batcher,
+                       std::vector<std::string> env_server_addresses,
+                       const py::object& initial_agent_state, double step_timeout_s,
+                       double maximum_downtime_s, const Path& tls_ca,
+                       const Path& tls_cert, const Path& tls_key,
+                       const std::optional<std::string>& tls_server_name,
+                       const std::optional<std::string>& token, bool insecure) {
+             ActorPoolOptions options;
+             options.unroll_length = unroll_length;
+             options.addresses = std::move(env_server_addresses);
+             options.security =
+                 to_security(tls_ca, tls_cert, tls_key, tls_server_name, token, insecure);
+             options.step_timeout = positive_seconds(step_timeout_s, "step_timeout_s");
+             options.maximum_downtime =
+                 milliseconds(maximum_downtime_s, 1000, "maximum_downtime_s");
+             auto pool = std::make_shared<ActorPool>(
+                 std::move(options), std::move(learner_queue),
+                 std::move(inference_batcher), nest_from_python(initial_agent_state));
+             return std::make_unique<Pool>(std::move(pool), &ActorPool::close);
+           }),
+           py::arg("unroll_length"), py::arg("learner_queue").none(false),
+           py::arg("inference_batcher").none(false), py::arg("env_server_addresses"),
+           py::arg("initial_agent_state"), py::kw_only(), py::arg("step_timeout_s") = 60.0,
+           py::arg("maximum_downtime_s") = 60.0, py::arg("tls_ca") = py::none(),
+           py::arg("tls_cert") = py::none(), py::arg("tls_key") = py::none(),
+           py::arg("tls_server_name") = py::none(), py::arg("token") = py::none(),
+           py::arg("insecure") = false)
+      .def(
+          "run",
+          [](Pool& self) {
+            WithoutGil no_gil;
+            self->run(check_signals());
+          },
+          R"(
+Run until close() is called or the queue or the batcher is closed. To be called once.
+
+Raises the first error that ends it:
+    ValueError: the agent's outputs or the state don't fit; says where.
+    TransportError: a stream was down for too long, or was refused for good.
+    WireError: a server broke the protocol's rules.
+    RuntimeError: an environment raised; with its traceback.
+    AsyncError: inference failed.
+)")
+      .def(
+          "close",
+          [](Pool& self) {
+            WithoutGil no_gil;
+            self->close();
+          },
+          "End run(). May be called from any thread, any number of times.")
+      .def(
+          "count", [](const Pool& self) { return self->count(); },
+          "The number of environment steps: E for each step of a stream.")
+      .def(
+          "stats", [](const Pool& self) { return to_dict(self->stats()); }, R"(
+Counters since the beginning: num_steps, num_rollouts, num_reconnects, num_dropped_steps,
+num_connected (streams now), bytes_received, bytes_copied, pool_bytes, and, summed over
+streams, env_wait_seconds, inference_wait_seconds, queue_wait_seconds; last_error says why
+a stream was lost last.
+)");
+
+  m.def(
+      "probe",
+      [](const std::string& address, double timeout_s, const Path& tls_ca,
+         const Path& tls_cert, const Path& tls_key,
+         const std::optional<std::string>& tls_server_name,
+         const std::optional<std::string>& token, bool insecure) {
+        const Security security =
+            to_security(tls_ca, tls_cert, tls_key, tls_server_name, token, insecure);
+        const Milliseconds timeout = positive_seconds(timeout_s, "timeout_s");
+        wire::EnvHello hello;
+        {
+          WithoutGil no_gil;
+          hello = ActorPool::probe(address, security, timeout, check_signals());
+        }
+        return to_dict(hello);
+      },
+      py::arg("address"), py::arg("timeout_s") = 10.0, py::kw_only(),
+      py::arg("tls_ca") = py::none(), py::arg("tls_cert") = py::none(),
+      py::arg("tls_key") = py::none(), py::arg("tls_server_name") = py::none(),
+      py::arg("token") = py::none(), py::arg("insecure") = false, R"(
+Ask an environment server what it serves; makes one environment there and ends it.
+
+Returns a dict:
+    name: str, maybe empty
+    num_envs: int, E
+    observation_space: dict with "type" and, by type,
+        Box            dtype (str), shape (tuple), low and high (None: unbounded; a float
+                       for all elements; else a float64 array of that shape)
+        Discrete       n, start (int)
+        MultiDiscrete  n, start (tuples of int)
+        MultiBinary    shape
+        Tuple          spaces (tuple of such dicts)
+        Dict           spaces (dict of such dicts)
+    action_space: such a dict of what the policy writes, or None: any actions are taken
+    extra_fields: dict from name to a dict of dtype and shape, in the order of a step
+
+The security arguments are those of ActorPool.
+
+Raises:
+    TransportError: no answer within timeout_s seconds, or a refusal.
+    WireError: the answer breaks the protocol's rules.
+    RuntimeError: the environment raised; with its traceback.
+)");
+}
+
+void bind_server(py::module_& m) {
+  py::class_<Server>(m, "Server", R"(
+Serves environments: each stream has one of its own, made by env_class().
+
+env_class() gives one of two.
+
+A single environment, E = 1, with reset() and step(action) of the old Gym (observation; 4
+values) or of Gymnasium (observation, info; 5 values). Its observation may be any nest of
+arrays and numbers. With attributes observation_space and action_space (of gymnasium or
+gym: Box, Discrete, MultiDiscrete, MultiBinary, Tuple, Dict) these are told to the
+learner; else the observation's space is taken from the first one, and actions are
+unchecked. It is reset in the step that ends an episode: the row then holds the first
+observation of the next, the reward of the last step, and length and return of the episode
+that has ended. Truncated episodes end as terminated ones do, and there are no extra
+fields. step() gets an int for a Discrete action, else a NumPy array of the space's dtype,
+nested as the space is; a Discrete's start is added, and floats are clipped into their
+bounds.
+
+E environments in lockstep, which reset themselves: an object with num_envs,
+observation_space and action_space (of a single environment), and the methods initial()
+and step(actions). These return a row: a dict of "observation" (nested), "reward", "done",
+"episode_step", "episode_return" and any other fields, every array [E, ...]. The others
+become extra fields of the pool, in the order of their names. If there is a field
+"truncated" (bool [E]), the attribute final_observation (None or nested [E, ...]) tells
+the last observations of truncated episodes. step() gets what the policy wrote, [E, ...],
+nested as the action space is. torchbeast.core.environment.Environment is such an object.
+Arrays of a row must keep their contents until the next call.
+
+If it has close(), that is called when the stream ends. What it raises travels to the
+learner as text, with its traceback.
+
+Args:
+    env_class: called without arguments, in a thread of the stream's own.
+    server_address: "unix:/path" or "host:port"; port 0: a free one, see `address`.
+    max_streams: at once; more are refused.
+    name: what probe() says it is, such as the --env of a run.
+    tls_cert, tls_key: paths of PEM files: the server's certificate and its key. With them
+        a host:port address speaks TLS.
+    tls_ca: path of a PEM file: only clients whose certificates these have signed may
+        connect.
+    tls_server_name: for symmetry with ActorPool; a server has no use for it.
+    token: clients must show it.
+    insecure: allow plain TCP that other machines can reach.
+
+Raises:
+    ValueError: an argument that makes no sense, a file that cannot be read.
+)")
+      .def(py::init([](py::object env_class, std::string server_address, int max_streams,
+                       std::string name, const Path& tls_ca, const Path& tls_cert,
+                       const Path& tls_key,
+                       const std::optional<std::string>& tls_server_name,
+                       const std::optional<std::string>& token, bool insecure) {
+             EnvServerOptions options;
+             options.address = std::move(server_address);
+             options.security =
+                 to_security(tls_ca, tls_cert, tls_key, tls_server_name, token, insecure);
+             options.max_streams = max_streams;
+             auto server = std::make_shared<EnvServer>(
+                 environment_factory(std::move(env_class), std::move(name)),
+                 std::move(options));
+             return std::make_unique<Server>(std::move(server), &EnvServer::stop);
+           }),
+           py::arg("env_class"), py::arg("server_address") = "unix:/tmp/polybeast",
+           py::kw_only(), py::arg("max_streams") = 256, py::arg("name") = "",
+           py::arg("tls_ca") = py::none(), py::arg("tls_cert") = py::none(),
+           py::arg("tls_key") = py::none(), py::arg("tls_server_name") = py::none(),
+           py::arg("token") = py::none(), py::arg("insecure") = false)
+      .def(
+          "run",
+          [](Server& self) {
+            WithoutGil no_gil;
+            try {
+              self->run(check_signals());
+            } catch (...) {
+              self->stop();
+              throw;
+            }
+          },
+          R"(
+Serve until stop() is called; start() first, if that has not been done. Ctrl-C stops, too.
+
+Raises:
+    RuntimeError: as start().
+)")
+      .def(
+          "start",
+          [](Server& self) {
+            WithoutGil no_gil;
+            self->start();
+          },
+          R"(
+Listen from here on, without blocking. A unix socket is the user's alone; one that a dead
+server has left is replaced.
+
+Raises:
+    RuntimeError: it cannot listen there; says why.
+)")
+      .def(
+          "stop",
+          [](Server& self) {
+            WithoutGil no_gil;
+            self->stop();
+          },
+          R"(
+End all streams, wait for their environments to be closed, and remove the unix socket. May
+be called from any thread, any number of times.
+)")
+      .def_property_readonly(
+          "address", [](const Server& self) { return self->address(); },
+          "Where it listens, with the port that it has found.")
+      .def(
+          "stats", [](const Server& self) { return to_dict(self->stats()); }, R"(
+num_streams (now), and counters since the beginning: num_steps (E for each), num_refused,
+bytes_sent, bytes_copied.
+)");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(libtorchbeast, m) {
+  m.doc() = R"(The C++ core of PolyBeast: queues, batching, actor pool, environment server.
+
+Nests are tuples, lists and dicts of leaves; leaves are torch tensors on the CPU or NumPy
+arrays. What comes out has tuples and dicts, and as leaves torch tensors where torch is
+imported, else NumPy arrays, sharing memory. torch is never imported here.
+
+Calls that block let other threads run and can be interrupted by Ctrl-C.
+)";
+  py::register_exception<ClosedBatchingQueue>(m, "ClosedBatchingQueue",
+                                              PyExc_RuntimeError)
+      .doc() = "The queue or batcher was closed.";
+  py::register_exception<AsyncError>(m, "AsyncError", PyExc_RuntimeError).doc() =
+      "The batch that a computation was part of has no answer.";
+  py::register_exception<TransportError>(m, "TransportError", PyExc_RuntimeError).doc() =
+      "A connection could not be made, was lost or refused.";
+  py::register_exception<WireError>(m, "WireError", PyExc_RuntimeError).doc() =
+      "The other side broke the protocol's rules.";
+
+  bind_queue(m);
+  bind_batcher(m);
+  bind_pool(m);
+  bind_server(m);
+  register_exit();
+}
+
+}  // namespace torchbeast::python
