@@ -15,6 +15,18 @@
 namespace torchbeast {
 namespace {
 
+// AddressSanitizer puts freed memory aside, and finds leaks by itself.
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define TB_ADDRESS_SANITIZER 1
+#endif
+#endif
+#if defined(__SANITIZE_ADDRESS__) || defined(TB_ADDRESS_SANITIZER)
+constexpr bool kKeepsFreedMemory = true;
+#else
+constexpr bool kKeepsFreedMemory = false;
+#endif
+
 class BatchingStressTest : public GuardedTest {};
 
 int scaled(int count) {
@@ -159,7 +171,7 @@ TEST_F(BatchingStressTest, CloseQueueInTheMiddle) {
   const int num_rounds = scaled(1000);
   for (int round = 0; round < num_rounds; ++round) {
     BatchingOptions options = sizes(1 + round % 3, 4);
-    if (round % 2 == 0) options.maximum_queue_size = 2;
+    options.maximum_queue_size = round % 2 == 0 ? 2 : 100;
     if (round % 5 == 0) options.timeout = Milliseconds(1);
     BatchingQueue queue(options);
     std::atomic<int64_t> num_in{0}, num_out{0};
@@ -350,7 +362,7 @@ TEST_F(BatchingStressTest, MemoryIsFlat) {
   std::cout << static_cast<int>(num_steps / time.count()) << " steps/s, resident "
             << resident_early / 1024 << " kB after a tenth, " << resident_late / 1024
             << " kB at the end\n";
-  EXPECT_LE(resident_late, resident_early + (size_t{4} << 20));
+  if (!kKeepsFreedMemory) EXPECT_LE(resident_late, resident_early + (size_t{4} << 20));
 }
 
 TEST_F(BatchingStressTest, PingPong) {

@@ -708,14 +708,14 @@ TEST_F(DynamicBatcherTest, RefusesWrongOutputsAndWaitsForBetterOnes) {
   };
   const Array good = numbered({1, 3});
   EXPECT_THAT(
-      refusal(Vector{Vector{good, numbered({1, 4})}}),
-      AllOf(HasSubstr("at [0][1]: int32 [1, 4] has 4 entries along dimension 1"),
+      refusal(Map{{"a", Vector{good, numbered({1, 4})}}}),
+      AllOf(HasSubstr("at [\"a\"][1]: int32 [1, 4] has 4 entries along dimension 1"),
             HasSubstr("has 3")));
   EXPECT_THAT(refusal(Map{{"a", good}, {"b", numbered({1, 2, 3})}}),
               HasSubstr("at [\"b\"]: int32 [1, 2, 3] has 2 entries along dimension 1"));
   EXPECT_THAT(refusal(Vector{good, numbered({3})}),
               HasSubstr("at [1]: int32 [3] has 1 dimension"));
-  EXPECT_THAT(refusal(Vector{Vector{}}), HasSubstr("without any array"));
+  EXPECT_THAT(refusal(Map{{"a", Vector{}}}), HasSubstr("without any array"));
   batch->set_outputs(good);
   EXPECT_EQ(values_of(answer.get().leaf()), (Values{0, 1, 2}));
 }
