@@ -1032,15 +1032,22 @@ TEST(SpaceSpec, RefusesNamingThePlace) {
 }
 
 TEST(SpaceSpec, BoundsLevelsAndArrays) {
+  // Of tuples and dicts by turns.
+  const auto wrap = [](int level, const wire::Space& space) {
+    return level % 2 == 0 ? tuple({space}) : dict({{"k", space}});
+  };
   wire::Space nested = discrete(2);
-  for (int level = 2; level <= kMaxDepth; ++level) nested = tuple({nested});
-  EXPECT_EQ(space_spec(nested, 3, "observation").num_leaves(), 1u);
-  std::string place = "observation";
-  for (int level = 2; level <= kMaxDepth + 1; ++level) place += "[0]";
-  EXPECT_EQ(refusal([&] { space_spec(tuple({nested}), 3, "observation"); }),
-            place +
-                ": spaces are nested deeper than 16 levels, which is the most "
-                "allowed");
+  std::string place;
+  for (int level = 2; level <= kMaxDepth + 1; ++level) {
+    if (level == kMaxDepth + 1) {
+      EXPECT_EQ(space_spec(nested, 3, "observation").num_leaves(), 1u);
+    }
+    nested = wrap(level, nested);
+    place = (level % 2 == 0 ? "[0]" : "[\"k\"]") + place;
+  }
+  EXPECT_EQ(refusal([&] { space_spec(nested, 3, "observation"); }),
+            "observation" + place +
+                ": spaces are nested deeper than 16 levels, which is the most allowed");
 
   std::vector<wire::Space> items(1023, discrete(2));
   items.push_back(dict({}));
