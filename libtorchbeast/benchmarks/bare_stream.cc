@@ -3,9 +3,10 @@
 //
 //   bare_stream ADDRESS STREAMS BYTES ACTION_BYTES SECONDS
 //
-// One process serves, this one has STREAMS threads; each sends ACTION_BYTES, gets BYTES,
-// and so on. The messages are bytes without meaning; each side copies them once. Prints
-// round trips a second and the CPU seconds of both sides as JSON.
+// One process serves, this one has STREAMS threads; each sends ACTION_BYTES, gets
+// BYTES, and so on. The messages are bytes without meaning; each side copies them once.
+// Prints JSON: round trips, seconds and CPU seconds of this side in a window after a
+// warm-up, and all round trips and CPU seconds of the other side.
 
 #include <grpcpp/create_channel.h>
 #include <grpcpp/server.h>
@@ -55,11 +56,15 @@ void read_message(const grpc::ByteBuffer& message, std::vector<uint8_t>* bytes) 
   }
 }
 
-double cpu_seconds(int who) {
-  rusage usage;
-  getrusage(who, &usage);
+double cpu_seconds(const rusage& usage) {
   const auto seconds = [](const timeval& t) { return t.tv_sec + 1e-6 * t.tv_usec; };
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+double own_cpu_seconds() {
+  rusage usage;
+  getrusage(RUSAGE_SELF, &usage);
+  return cpu_seconds(usage);
 }
 
 int serve(const std::string& address, size_t num_bytes) {
@@ -74,9 +79,8 @@ int serve(const std::string& address, size_t num_bytes) {
     return grpc::Status::OK;
   });
   grpc::ServerBuilder builder;
-  for_each_argument([&](const char* name, int value) {
-    builder.AddChannelArgument(name, value);
-  });
+  for_each_argument(
+      [&](const char* name, int value) { builder.AddChannelArgument(name, value); });
   Security security;
   security.insecure = true;
   builder.AddListeningPort(address, server_credentials(Address(address), security));
@@ -99,10 +103,9 @@ int run(char** argv, const std::string& address, int num_streams, size_t num_byt
   std::vector<std::thread> threads;
   for (int i = 0; i < num_streams; ++i) {
     threads.emplace_back([&] {
-      auto channel =
-          grpc::CreateCustomChannel(Address(address).to_string(),
-                                    grpc::InsecureChannelCredentials(),
-                                    channel_arguments());
+      auto channel = grpc::CreateCustomChannel(Address(address).to_string(),
+                                               grpc::InsecureChannelCredentials(),
+                                               channel_arguments());
       if (!channel->WaitForConnected(std::chrono::system_clock::now() +
                                      std::chrono::seconds(10))) {
         failed = true;
@@ -127,23 +130,26 @@ int run(char** argv, const std::string& address, int num_streams, size_t num_byt
   }
   std::this_thread::sleep_for(Seconds(std::min(1.0, seconds / 3)));
   const uint64_t first = count;
-  const double cpu = cpu_seconds(RUSAGE_SELF);
+  const double cpu = own_cpu_seconds();
   const auto start = std::chrono::steady_clock::now();
   std::this_thread::sleep_for(Seconds(seconds));
   const double elapsed = Seconds(std::chrono::steady_clock::now() - start).count();
   const uint64_t messages = count - first;
-  const double client_cpu = cpu_seconds(RUSAGE_SELF) - cpu;
+  const double client_cpu = own_cpu_seconds() - cpu;
   running = false;
   for (std::thread& thread : threads) thread.join();
   kill(server, SIGKILL);
-  waitpid(server, nullptr, 0);
+  rusage server_usage;
+  wait4(server, nullptr, 0, &server_usage);
   if (failed) {
     std::fprintf(stderr, "bare_stream: a stream broke\n");
     return 1;
   }
   std::printf(
-      "{\"round_trips\": %llu, \"seconds\": %.6f, \"client_cpu_seconds\": %.6f}\n",
-      static_cast<unsigned long long>(messages), elapsed, client_cpu);
+      "{\"round_trips\": %llu, \"seconds\": %.6f, \"client_cpu_seconds\": %.6f, "
+      "\"all_round_trips\": %llu, \"server_cpu_seconds\": %.6f}\n",
+      static_cast<unsigned long long>(messages), elapsed, client_cpu,
+      static_cast<unsigned long long>(count.load()), cpu_seconds(server_usage));
   return 0;
 }
 
