@@ -5,6 +5,7 @@
 #include <google/protobuf/io/zero_copy_stream_impl_lite.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -193,6 +194,23 @@ TEST(Encode, ActionIsByteForByteWhatProtobufWrites) {
 TEST(Encode, NothingIsAStepToo) {
   EXPECT_EQ(bytes_of(encode_step({}, {}, pool())), bytes(2, ""));
   EXPECT_EQ(decode(bytes(2, "")).decoded.kind, Decoded::kStep);
+}
+
+TEST(Encode, PutsTheLargestArrayOnACacheLine) {
+  for (int64_t size : {1000, 1001, 70000}) {
+    const grpc::ByteBuffer buffer =
+        encode_step({make_array({DType::kUint8, {3, 7}}),
+                     make_array({DType::kUint8, {size}}, std::string(size, 'x')),
+                     make_array({DType::kFloat32, {3}}, std::string(12, 'y'))},
+                    {}, pool());
+    std::vector<grpc::Slice> slices;
+    ASSERT_TRUE(buffer.Dump(&slices).ok());
+    ASSERT_EQ(slices.size(), 1u);
+    const uint8_t* largest =
+        std::search_n(slices[0].begin(), slices[0].end(), static_cast<int>(size), 'x');
+    ASSERT_NE(largest, slices[0].end());
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(largest) % 64, 0u);
+  }
 }
 
 TEST(Encode, RefusesWhatNobodyWouldTake) {
@@ -633,6 +651,10 @@ TEST(Expect, TakesJustWhatWasAnnounced) {
             }),
             "step: more arrays than the 2 announced");
   EXPECT_EQ(refusal([&] {
+              send({make_array({DType::kUint8, {2, 3}}), b});
+            }),
+            "step: array 0 is uint8 [2, 3], announced was uint8 [3, 2]");
+  EXPECT_EQ(refusal([&] {
               send({b, a});
             }),
             "step: array 0 is float32 [3], announced was uint8 [3, 2]");
@@ -745,18 +767,20 @@ TEST(Hello, IsNotEncodedIfNobodyWouldTakeIt) {
 }
 
 TEST(Hello, DeepNestingDoesNotOverflowTheStack) {
-  // Tuples in tuples: 2 fields a level, then lengths.
-  for (int levels : {17, 40, 100, 100000}) {
+  const auto reason = [](int levels) {
     std::string space = bytes(5, "");
-    for (int i = 1; i < levels; ++i) {
-      space = bytes(5, bytes(1, space));
-      if (space.size() > 50000) break;
-    }
-    const std::string reason = refusal([&] {
+    for (int i = 1; i < levels; ++i) space = bytes(5, bytes(1, space));
+    return refusal([&] {
       const Step step = decode(bytes(1, number(1, 1) + number(3, 1) + bytes(4, space)));
       const StreamSpec spec(step.decoded.env_hello);
     });
-    EXPECT_NE(reason.find("deep"), std::string::npos) << reason;
+  };
+  EXPECT_NE(reason(17).find("nested deeper than 16 levels"), std::string::npos);
+  EXPECT_NE(reason(30).find("nested deeper than 16 levels"), std::string::npos);
+  for (int levels : {40, 100, 10000}) {
+    EXPECT_EQ(reason(levels),
+              "hello: can't be parsed: malformed, nested too deep, or with a text that "
+              "is not UTF-8");
   }
 }
 
@@ -1052,7 +1076,7 @@ TEST(SpaceSpec, BoundsLevelsAndArrays) {
   std::vector<wire::Space> items(1023, discrete(2));
   items.push_back(dict({}));
   EXPECT_EQ(space_spec(tuple(items), 3, "observation").num_leaves(), 1023u);
-  items.push_back(dict({}));
+  items.push_back(tuple({}));
   EXPECT_EQ(refusal([&] { space_spec(tuple(items), 3, "observation"); }),
             "observation[1024]: the space has more than 1024 arrays, which is the most "
             "allowed");
