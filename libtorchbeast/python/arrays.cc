@@ -117,6 +117,8 @@ py::object leaf_to_python(const Array& array, const Torch* torch) {
 
 }  // namespace
 
+void load_numpy() { to_numpy(DType::kBool); }
+
 py::dtype to_numpy(DType dtype) {
   using Table = std::array<py::dtype, kNumDTypes>;
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Table> storage;

@@ -101,6 +101,7 @@ BatchingOptions to_options(int64_t batch_dim, int64_t minimum_batch_size,
                            int64_t maximum_batch_size, std::optional<double> timeout_ms,
                            bool check, std::optional<int64_t> maximum_queue_size,
                            const py::object& allocator) {
+  load_numpy();
   BatchingOptions options;
   options.batch_dim = to_size(batch_dim, "batch_dim");
   options.minimum_batch_size = minimum_batch_size;
@@ -429,8 +430,9 @@ int64); where the environment has extra fields, a dict of these comes sixth. It 
 
     ((action, ...), new_agent_state)
 
-or a dict with the key "action" in place of the tuple, every leaf [1, E, ...]. Where done
-is true the state handed on is the initial one. After unroll_length steps (T) it enqueues
+or a dict with the key "action" in place of the tuple, every leaf [1, E, ...]. The state
+comes back as it was given: where done is true the agent begins with a new one. After
+unroll_length steps (T) it enqueues
 
     ((env_outputs, agent_outputs), initial_agent_state)
 

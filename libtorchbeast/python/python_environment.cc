@@ -536,9 +536,12 @@ class VectorEnvironment : public PythonEnvironment {
     python_->row = std::move(row);
     if (truncated_ && any(result.arrays[*truncated_])) {
       py::object last = py::getattr(env_, kFinalObservation.c_str(), py::none());
-      if (!last.is_none()) {
-        reader_.read_nest(last, spec_.observation, final_place, &result.final_observation);
+      if (last.is_none()) {
+        throw std::invalid_argument(
+            "an episode was truncated, and final_observation is None; it must hold the "
+            "last observations, nested [E, ...]");
       }
+      reader_.read_nest(last, spec_.observation, final_place, &result.final_observation);
       python_->final_observation = std::move(last);
     }
     return result;

@@ -1,0 +1,274 @@
+"""Environment servers in processes of their own, and environments that tell on them.
+
+Run as a program it serves one of ENVIRONMENTS until its standard input ends:
+
+    python servers.py '{"env": "Coded", "address": "unix:/tmp/socket"}'
+
+Other keys are arguments of libtorchbeast.Server. This process never imports torch.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+from gymnasium import spaces
+
+NUM_ACTIONS = 7
+_numbers = itertools.count()
+
+
+def episode_length(number, episode):
+    return 3 + (number + 2 * episode) % 4
+
+
+class Coded:
+    """One environment whose rows can be foretold: see `rows`.
+
+    The observation says which environment of the process it is, the episode, the step
+    and the last action. Gymnasium's API.
+    """
+
+    observation_space = spaces.Box(-1, 2**31 - 1, (4,), np.int32)
+    action_space = spaces.Discrete(NUM_ACTIONS, start=2)
+
+    def __init__(self):
+        self.number = next(_numbers)
+        self.episode = -1
+
+    def reset(self):
+        self.episode += 1
+        self.step_number = 0
+        return self.observation(-1), {}
+
+    def observation(self, action):
+        row = [self.number, self.episode, self.step_number, action]
+        return np.array(row, np.int32)
+
+    def step(self, action):
+        assert type(action) is int
+        action -= self.action_space.start
+        assert 0 <= action < NUM_ACTIONS
+        self.step_number += 1
+        over = self.step_number == episode_length(self.number, self.episode)
+        reward = 0.5 * self.step_number + action
+        # Odd episodes are truncated.
+        terminated, truncated = over and self.episode % 2 == 0, over
+        return self.observation(action), reward, terminated, truncated, {}
+
+
+def rows(number, policy):
+    """What Coded says, worked out anew: (observation, reward, done, step, return).
+
+    `policy` gives the action for an observation.
+    """
+    reward, done, steps, total = 0.0, True, 0, 0.0
+    for episode in itertools.count():
+        observation = (number, episode, 0, -1)
+        yield observation, reward, True, steps, total
+        total = 0.0
+        for steps in range(1, episode_length(number, episode) + 1):
+            action = policy(observation)
+            observation = (number, episode, steps, action)
+            reward = 0.5 * steps + action
+            total += reward
+            done = steps == episode_length(number, episode)
+            if not done:
+                yield observation, reward, False, steps, total
+
+
+class CodedVector:
+    """E of Coded in lockstep, with extra fields and a nested observation."""
+
+    num_envs = 3
+
+    observation_space = spaces.Dict(
+        {
+            "code": Coded.observation_space,
+            "again": spaces.Tuple([Coded.observation_space]),
+        }
+    )
+    action_space = Coded.action_space
+
+    def __init__(self):
+        self.envs = [Coded() for _ in range(self.num_envs)]
+        self.final_observation = None
+
+    def row(self, code, reward, done, truncated):
+        self.step_number[:] += 1
+        self.total += reward
+        row = {
+            "observation": {"code": code, "again": (code[:, ::-1],)},
+            "reward": reward,  # float64
+            "done": done,
+            "episode_step": self.step_number.copy(),
+            "episode_return": self.total.copy(),
+            "truncated": truncated,
+            # No power of two, not contiguous.
+            "noise": np.arange(2 * 5 * self.num_envs).reshape(5, 2, -1).T,
+        }
+        self.step_number[done] = 0
+        self.total[done] = 0
+        return row
+
+    def initial(self):
+        E = self.num_envs
+        self.step_number, self.total = np.full(E, -1), np.zeros(E)
+        code = np.stack([env.reset()[0] for env in self.envs])
+        return self.row(code, np.zeros(E), np.ones(E, bool), np.zeros(E, bool))
+
+    def step(self, actions):
+        assert actions.dtype == np.int64
+        assert actions.shape == (self.num_envs,)
+        code, reward, ended, cut = [], [], [], []
+        final = np.zeros((self.num_envs, 4), np.int32)
+        for e, (env, action) in enumerate(
+            zip(self.envs, actions.tolist(), strict=True)
+        ):
+            observation, r, terminated, truncated, _ = env.step(action + 2)
+            ended.append(terminated or truncated)
+            cut.append(truncated and not terminated)
+            if ended[-1]:
+                final[e] = observation
+                observation, _ = env.reset()
+            code.append(observation)
+            reward.append(r)
+        cut = np.array(cut)
+        self.final_observation = (
+            {"code": final, "again": (final[:, ::-1],)} if cut.any() else None
+        )
+        return self.row(np.stack(code), np.array(reward), np.array(ended), cut)
+
+
+class OldGym(Coded):
+    """The same in the API of the old Gym."""
+
+    def reset(self):
+        return super().reset()[0]
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, terminated or truncated, info
+
+
+class Failing(Coded):
+    """Raises in its 10th step."""
+
+    def step(self, action):
+        if self.episode * 5 + self.step_number >= 9:
+            self.fall_over(action)
+        return super().step(action)
+
+    def fall_over(self, action):
+        raise ZeroDivisionError(f"the pole fell over at {action} über")
+
+
+class FailingToStart(Coded):
+    def __init__(self):
+        raise FileNotFoundError("no ROM here")
+
+
+class Shifty(Coded):
+    """The observation's shape changes in the middle of an episode."""
+
+    def step(self, action):
+        observation, *rest = super().step(action)
+        return observation[: 4 - self.episode], *rest
+
+
+class Counting:
+    """No spaces, and quick."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def reset(self):
+        return np.zeros((2, 3), np.uint8)
+
+    def step(self, action):
+        self.steps += 1
+        return np.full((2, 3), self.steps % 256, np.uint8), 1.0, False, {}
+
+
+class Loaded:
+    """Says which torch this process has mapped; the real environment module is in."""
+
+    def __init__(self):
+        import torchbeast.core.environment  # noqa: F401 # what polybeast_env imports
+
+    def reset(self):
+        with open("/proc/self/maps") as file:
+            mapped = sum("torch/lib" in line for line in file)
+        return np.array(["torch" in sys.modules, mapped])
+
+    def step(self, action):
+        return self.reset(), 0.0, False, {}
+
+
+ENVIRONMENTS = {
+    env.__name__: env
+    for env in (
+        Coded,
+        CodedVector,
+        OldGym,
+        Failing,
+        FailingToStart,
+        Shifty,
+        Counting,
+        Loaded,
+    )
+}
+
+
+class ServerProcess:
+    """A server in a process of its own; `address` tells where it listens."""
+
+    def __init__(self, env, address, **arguments):
+        arguments = {"env": env, "address": address, **arguments}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        self.address = self.process.stdout.readline().strip()
+        assert self.address, "the server did not start"
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self):
+        """End it and return its exit status."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+        return self.process.wait(timeout=30)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+
+def main():
+    from libtorchbeast import Server
+
+    arguments = json.loads(sys.argv[1])
+    env_class = ENVIRONMENTS[arguments.pop("env")]
+    server = Server(env_class, arguments.pop("address"), **arguments)
+    server.start()
+    sys.stdout.write(server.address + "\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    server.stop()
+
+
+if __name__ == "__main__":
+    main()

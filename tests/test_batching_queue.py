@@ -1,0 +1,310 @@
+"""libtorchbeast.BatchingQueue."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from libtorchbeast import BatchingQueue, ClosedBatchingQueue
+
+T, B, A = 5, 6, 7
+
+
+def leaf(value, width=1, shape=(T, 2)):
+    """[T, width, 2] of `value`."""
+    return np.full((shape[0], width, *shape[1:]), value, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_dim", -1),
+        ("batch_dim", 8),
+        ("minimum_batch_size", 0),
+        ("minimum_batch_size", -3),
+        ("maximum_batch_size", 0),
+        ("maximum_batch_size", -1),
+        ("timeout_ms", -1),
+        ("timeout_ms", float("nan")),
+        ("maximum_queue_size", 0),
+        ("maximum_queue_size", -2),
+    ],
+)
+def test_bad_sizes_are_value_errors(name, value):
+    with pytest.raises(ValueError, match=rf"{name.removesuffix('_ms')}.*(-|\d|nan)"):
+        BatchingQueue(**{name: value})
+
+
+def test_minimum_above_maximum_is_a_value_error():
+    with pytest.raises(ValueError, match=r"maximum_batch_size.*4.*3"):
+        BatchingQueue(minimum_batch_size=4, maximum_batch_size=3)
+
+
+def test_defaults_and_order_of_arguments():
+    BatchingQueue(1, 1, 1024, None, True, None, None)
+    queue = BatchingQueue()
+    assert queue.size() == 0
+    assert queue.is_closed() is False
+
+
+def test_joins_along_the_batch_dimension():
+    queue = BatchingQueue(batch_dim=1, minimum_batch_size=B, maximum_batch_size=B)
+    items = [torch.randn(T, 1 + i % 2, A) for i in range(4)]
+    for item in items:
+        queue.enqueue({"b": (item, [item[..., 0].to(torch.float64)]), "a": item.int()})
+    assert queue.size() == 4
+    batch = next(queue)
+    joined = torch.cat(items, 1)
+    assert list(batch) == ["a", "b"]
+    assert type(batch["b"]) is tuple
+    assert type(batch["b"][1]) is tuple
+    torch.testing.assert_close(batch["a"], joined.int(), rtol=0, atol=0)
+    torch.testing.assert_close(batch["b"][0], joined, rtol=0, atol=0)
+    torch.testing.assert_close(
+        batch["b"][1][0], joined[..., 0].to(torch.float64), rtol=0, atol=0
+    )
+    assert queue.size() == 0
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1, 2])
+def test_every_batch_dimension(batch_dim):
+    queue = BatchingQueue(batch_dim, minimum_batch_size=3)
+    items = [np.random.default_rng(i).random((3, 4, 5)) for i in range(2)]
+    for item in items:
+        queue.enqueue(item)
+    np.testing.assert_array_equal(next(queue), np.concatenate(items, batch_dim))
+
+
+def test_iteration_is_an_iterator():
+    queue = BatchingQueue()
+    assert iter(queue) is queue
+
+
+def test_a_batch_never_exceeds_the_maximum():
+    queue = BatchingQueue(minimum_batch_size=3, maximum_batch_size=4)
+    for i, width in enumerate((3, 2, 2, 1, 3)):
+        queue.enqueue(leaf(i, width))
+    sizes = [next(queue).shape[1] for _ in range(3)]
+    assert sizes == [3, 4, 4]
+
+
+def test_an_incomplete_batch_comes_after_the_timeout():
+    queue = BatchingQueue(minimum_batch_size=9, timeout_ms=30)
+    queue.enqueue(leaf(1))
+    queue.enqueue(leaf(2))
+    assert next(queue)[0, :, 0].tolist() == [1, 2]
+
+
+def test_without_a_timeout_an_incomplete_batch_waits():
+    queue = BatchingQueue(minimum_batch_size=2)
+    queue.enqueue(leaf(1))
+    with ThreadPoolExecutor() as pool:
+        batch = pool.submit(next, queue)
+        assert not batch.done()
+        queue.enqueue(leaf(2))
+        assert batch.result(timeout=10).shape == (T, 2, 2)
+
+
+@pytest.mark.parametrize("empty", [(), [], {}, ((), {"a": []})])
+def test_an_empty_nest_is_a_value_error(empty):
+    queue = BatchingQueue()
+    with pytest.raises(ValueError, match="without any array"):
+        queue.enqueue(empty)
+    assert queue.size() == 0
+
+
+def test_too_few_dimensions_are_a_value_error_that_names_the_place():
+    queue = BatchingQueue(batch_dim=1)
+    with pytest.raises(ValueError, match=r'\[1\]\["x"\].*1 dimension'):
+        queue.enqueue((leaf(0), {"x": np.zeros(3)}))
+    with pytest.raises(ValueError, match=r"the root.*0 dimensions"):
+        queue.enqueue(torch.tensor(1.0))
+
+
+def test_sizes_that_differ_within_an_item():
+    queue = BatchingQueue()
+    with pytest.raises(ValueError, match=r"\[1\].*2 entries.*first array has 1"):
+        queue.enqueue((leaf(0), leaf(0, 2)))
+
+
+def test_an_item_wider_than_a_batch():
+    queue = BatchingQueue(maximum_batch_size=3)
+    with pytest.raises(ValueError, match=r"4 entries.*at most 3"):
+        queue.enqueue(leaf(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        ({"x": leaf(0).astype(np.float64)}, r'\["x"\].*float64'),
+        ({"x": leaf(0, shape=(T, 3))}, r'\["x"\].*\[5, 1, 3\]'),
+        ({"y": leaf(0)}, r'"x".*"y"'),
+        ((leaf(0),), "structure"),
+    ],
+)
+def test_an_item_that_does_not_fit_to_those_waiting(other, match):
+    queue = BatchingQueue(minimum_batch_size=2)
+    queue.enqueue({"x": leaf(1)})
+    with pytest.raises(ValueError, match=match):
+        queue.enqueue(other)
+    queue.enqueue({"x": leaf(2)})
+    assert next(queue)["x"].shape == (T, 2, 2)
+
+
+def test_unchecked_inputs_fail_where_they_are_joined():
+    queue = BatchingQueue(minimum_batch_size=2, check_inputs=False)
+    queue.enqueue(leaf(0))
+    queue.enqueue((leaf(0),))
+    with pytest.raises(ValueError, match="structure"):
+        next(queue)
+
+
+def test_close_twice():
+    queue = BatchingQueue()
+    queue.close()
+    assert queue.is_closed()
+    with pytest.raises(RuntimeError, match="closed already"):
+        queue.close()
+
+
+def test_enqueue_after_close():
+    queue = BatchingQueue()
+    queue.close()
+    with pytest.raises(ClosedBatchingQueue):
+        queue.enqueue(leaf(0))
+    assert issubclass(ClosedBatchingQueue, RuntimeError)
+
+
+def test_iteration_ends_on_close():
+    queue = BatchingQueue()
+    with ThreadPoolExecutor() as pool:
+        consumers = [pool.submit(list, queue) for _ in range(3)]
+        queue.close()
+        assert [c.result(timeout=10) for c in consumers] == [[], [], []]
+    assert list(queue) == []
+
+
+def test_close_wakes_blocked_producers():
+    queue = BatchingQueue(maximum_queue_size=1)
+    queue.enqueue(leaf(0))
+    with ThreadPoolExecutor() as pool:
+        producers = [pool.submit(queue.enqueue, leaf(i)) for i in range(3)]
+        queue.close()
+        for producer in producers:
+            with pytest.raises(ClosedBatchingQueue):
+                producer.result(timeout=10)
+
+
+def test_enqueue_on_a_full_queue_lets_other_threads_consume():
+    queue = BatchingQueue(maximum_queue_size=1)
+    consumed = []
+
+    def consume():
+        for _ in range(50):
+            consumed.append(next(queue)[0, 0, 0].item())
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    for i in range(50):
+        queue.enqueue(leaf(i))
+    consumer.join(timeout=30)
+    assert consumed == list(range(50))
+
+
+def test_a_batch_of_one_item_shares_its_memory():
+    queue = BatchingQueue()
+    item = torch.zeros(T, 1, A)
+    queue.enqueue(item)
+    batch = next(queue)
+    assert batch.data_ptr() == item.data_ptr()
+    assert queue.stats()["bytes_copied"] == 0
+
+
+def test_memory_of_batches_is_used_again():
+    queue = BatchingQueue(minimum_batch_size=2)
+    held = set()
+    for i in range(20):
+        queue.enqueue(leaf(i))
+        queue.enqueue(leaf(i + 1))
+        batch = next(queue)
+        held.add(batch.data_ptr())
+        assert batch[0, :, 0].tolist() == [i, i + 1]
+        pool_bytes = queue.stats()["pool_bytes"]
+        del batch
+    assert len(held) == 1
+    assert pool_bytes < 2 * leaf(0, 2).nbytes
+
+
+def test_a_batch_that_is_held_keeps_its_memory():
+    queue = BatchingQueue(minimum_batch_size=2)
+    batches = []
+    for i in range(6):
+        queue.enqueue(leaf(i))
+        queue.enqueue(leaf(-i))
+        batches.append(next(queue))
+    queue.close()
+    del queue
+    for i, batch in enumerate(batches):
+        assert batch[0, :, 0].tolist() == [i, -i]
+
+
+class TestAllocator:
+    def test_batches_are_made_in_its_memory(self):
+        blocks = []
+
+        def allocate(num_bytes):
+            blocks.append(torch.zeros(num_bytes + 8, dtype=torch.uint8))
+            return blocks[-1]
+
+        queue = BatchingQueue(minimum_batch_size=2, allocator=allocate)
+        for round_ in range(3):
+            queue.enqueue(leaf(round_))
+            queue.enqueue(leaf(7))
+            batch = next(queue)
+            assert batch.data_ptr() == blocks[0].data_ptr()
+            assert batch[0, :, 0].tolist() == [round_, 7]
+            del batch
+        assert len(blocks) == 1
+
+    def test_also_a_single_item(self):
+        queue = BatchingQueue(allocator=bytearray)
+        item = torch.ones(T, 1)
+        queue.enqueue(item)
+        batch = next(queue)
+        assert batch.data_ptr() != item.data_ptr()
+        assert batch.sum() == T
+
+    @pytest.mark.parametrize(
+        ("allocator", "error", "match"),
+        [
+            (lambda n: bytearray(n - 1), ValueError, "bytes.*needed"),
+            (bytes, ValueError, "read-only"),
+            (lambda n: None, TypeError, "bytes-like"),
+            (lambda n: np.zeros((n, 2), np.uint8)[:, 0], ValueError, "contiguous"),
+            (lambda n: memoryview(bytearray(n + 8))[1:], ValueError, "aligned"),
+            (lambda n: 1 // 0, ZeroDivisionError, "division"),
+        ],
+    )
+    def test_its_errors(self, allocator, error, match):
+        queue = BatchingQueue(allocator=allocator)
+        queue.enqueue(leaf(0))
+        with pytest.raises(error, match=match):
+            next(queue)
+
+    def test_must_be_a_function(self):
+        with pytest.raises(TypeError, match="allocator"):
+            BatchingQueue(allocator=3)
+
+
+def test_stats():
+    queue = BatchingQueue(minimum_batch_size=3)
+    for width in (1, 2, 3):
+        queue.enqueue(leaf(0, width))
+    next(queue)
+    stats = queue.stats()
+    assert (stats["num_batches"], stats["num_items"], stats["num_entries"]) == (1, 3, 6)
+    assert stats["bytes_copied"] == leaf(0, 6).nbytes <= stats["pool_bytes"]
+    assert stats["consumer_wait_seconds"] >= 0
+    assert stats["producer_wait_seconds"] >= 0

@@ -1,0 +1,314 @@
+"""libtorchbeast.DynamicBatcher."""
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from libtorchbeast import AsyncError, ClosedBatchingQueue, DynamicBatcher
+
+A = 7
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(32) as pool:
+        yield pool
+
+
+def entry(value, width=1):
+    """[1, width, 2] of `value`."""
+    return np.full((1, width, 2), value, np.float32)
+
+
+def serve(batcher, answer):
+    """Answer every batch in a thread of its own."""
+
+    def run():
+        for batch in batcher:
+            batch.set_outputs(answer(batch.get_inputs()))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_dim", -1),
+        ("minimum_batch_size", 0),
+        ("maximum_batch_size", 0),
+        ("timeout_ms", -5),
+    ],
+)
+def test_bad_sizes_are_value_errors(name, value):
+    with pytest.raises(ValueError, match=name.removesuffix("_ms")):
+        DynamicBatcher(**{name: value})
+
+
+def test_defaults_and_order_of_arguments():
+    DynamicBatcher(1, 1, 1024, 100, True, None)
+    DynamicBatcher(timeout_ms=None)
+    batcher = DynamicBatcher()
+    assert batcher.size() == 0
+    assert batcher.is_closed() is False
+    assert iter(batcher) is batcher
+
+
+def test_everybody_gets_the_own_part(threads):
+    batcher = DynamicBatcher(minimum_batch_size=4, timeout_ms=20)
+    sizes = []
+
+    def answer(inputs):
+        x = inputs["x"]
+        sizes.append(x.shape[1])
+        return (x * 10, {"first": x[..., 0].long()})
+
+    thread = serve(batcher, answer)
+    widths = [1 + i % 3 for i in range(40)]
+    inputs = [
+        entry(i, width) + np.arange(width)[:, None] for i, width in enumerate(widths)
+    ]
+    futures = [threads.submit(batcher.compute, {"x": x}) for x in inputs]
+    for x, future in zip(inputs, futures, strict=True):
+        ten, rest = future.result(timeout=30)
+        assert isinstance(ten, torch.Tensor)
+        np.testing.assert_array_equal(ten, 10 * x)
+        np.testing.assert_array_equal(rest["first"], x[..., 0].astype(np.int64))
+    batcher.close()
+    thread.join(timeout=10)
+    assert sum(sizes) == sum(widths)
+
+
+def test_batch_len_and_inputs(threads):
+    batcher = DynamicBatcher(minimum_batch_size=5)
+    futures = [threads.submit(batcher.compute, [entry(i, 1 + i)]) for i in (1, 2)]
+    batch = next(batcher)
+    assert len(batch) == 5
+    (inputs,) = batch.get_inputs()
+    assert inputs.shape == (1, 5, 2)
+    assert sorted(inputs[0, :, 0].tolist()) == [1, 1, 2, 2, 2]
+    batch.set_outputs(inputs)
+    assert [f.result(timeout=10)[0, :, 0].tolist() for f in futures] == [
+        [1, 1],
+        [2, 2, 2],
+    ]
+
+
+def test_a_partial_batch_comes_after_the_timeout(threads):
+    batcher = DynamicBatcher(minimum_batch_size=100, timeout_ms=30)
+    future = threads.submit(batcher.compute, entry(3))
+    batch = next(batcher)
+    assert len(batch) == 1
+    batch.set_outputs(batch.get_inputs())
+    assert future.result(timeout=10).tolist() == entry(3).tolist()
+
+
+def test_the_maximum(threads):
+    batcher = DynamicBatcher(minimum_batch_size=2, maximum_batch_size=3)
+    futures = [threads.submit(batcher.compute, entry(i, 2)) for i in range(4)]
+    for _ in futures:
+        batch = next(batcher)
+        assert len(batch) == 2
+        batch.set_outputs(batch.get_inputs())
+    for future in futures:
+        future.result(timeout=10)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        entry(0, 2),
+        entry(0, 4),
+        (entry(0, 3), {"x": entry(0, 2)}),
+        np.zeros(3),
+        (),
+        np.zeros((3, 1)),
+    ],
+)
+def test_wrong_outputs_can_be_corrected(threads, wrong):
+    batcher = DynamicBatcher(minimum_batch_size=3)
+    future = threads.submit(batcher.compute, entry(1, 3))
+    batch = next(batcher)
+    with pytest.raises(ValueError, match=r"dimension|without any array|entries"):
+        batch.set_outputs(wrong)
+    assert not future.done()
+    batch.set_outputs(entry(5, 3))
+    assert future.result(timeout=10).tolist() == entry(5, 3).tolist()
+
+
+def test_wrong_outputs_name_the_place(threads):
+    batcher = DynamicBatcher()
+    future = threads.submit(batcher.compute, entry(1))
+    batch = next(batcher)
+    with pytest.raises(ValueError, match=r'\[1\]\["x"\].*2 entries.*has 1'):
+        batch.set_outputs((entry(0), {"x": entry(0, 2)}))
+    batch.set_outputs(entry(0))
+    future.result(timeout=10)
+
+
+def test_unchecked_outputs_may_be_larger(threads):
+    batcher = DynamicBatcher(check_outputs=False)
+    future = threads.submit(batcher.compute, entry(1))
+    batch = next(batcher)
+    with pytest.raises(ValueError, match="0 entries"):
+        batch.set_outputs(entry(0, 0))
+    batch.set_outputs(entry(4, 9))
+    assert future.result(timeout=10).shape == (1, 1, 2)
+
+
+def test_answered_twice(threads):
+    batcher = DynamicBatcher()
+    future = threads.submit(batcher.compute, entry(1))
+    batch = next(batcher)
+    batch.set_outputs(entry(2))
+    with pytest.raises(RuntimeError, match="answered before"):
+        batch.set_outputs(entry(3))
+    with pytest.raises(RuntimeError, match="answered before"):
+        batch.set_error("no")
+    assert future.result(timeout=10)[0, 0, 0] == 2
+
+
+def test_a_batch_dropped_unanswered(threads):
+    batcher = DynamicBatcher(minimum_batch_size=2)
+    futures = [threads.submit(batcher.compute, entry(i)) for i in range(2)]
+    batch = next(batcher)
+    del batch
+    gc.collect()
+    for future in futures:
+        with pytest.raises(AsyncError, match="dropped"):
+            future.result(timeout=10)
+    assert issubclass(AsyncError, RuntimeError)
+
+
+def test_a_consumer_that_raises_drops_its_batch(threads):
+    batcher = DynamicBatcher()
+    future = threads.submit(batcher.compute, entry(0))
+
+    def consume():
+        for batch in batcher:
+            batch.get_inputs()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        consume()
+    with pytest.raises(AsyncError):
+        future.result(timeout=10)
+
+
+def test_set_error(threads):
+    batcher = DynamicBatcher()
+    future = threads.submit(batcher.compute, entry(1))
+    batch = next(batcher)
+    batch.set_error("the model is out: ü")
+    with pytest.raises(AsyncError, match="the model is out: ü"):
+        future.result(timeout=10)
+    with pytest.raises(RuntimeError, match="answered before"):
+        batch.set_outputs(entry(1))
+
+
+def test_faulty_inputs_are_the_callers_error():
+    batcher = DynamicBatcher()
+    with pytest.raises(ValueError, match="without any array"):
+        batcher.compute(())
+    with pytest.raises(ValueError, match=r'\["x"\].*1 dimension'):
+        batcher.compute({"x": np.zeros(3)})
+    with pytest.raises(TypeError, match=r"\[0\].*str"):
+        batcher.compute(["x"])
+    assert batcher.size() == 0
+
+
+def test_close(threads):
+    batcher = DynamicBatcher()
+    waiting = threads.submit(batcher.compute, entry(0))
+    batch = next(batcher)
+    blocked = [threads.submit(list, batcher) for _ in range(3)]
+    batcher.close()
+    assert batcher.is_closed()
+    with pytest.raises(ClosedBatchingQueue):
+        waiting.result(timeout=10)
+    for consumer in blocked:
+        assert consumer.result(timeout=10) == []
+    with pytest.raises(ClosedBatchingQueue):
+        batcher.compute(entry(0))
+    with pytest.raises(RuntimeError, match="closed already"):
+        batcher.close()
+    batch.set_outputs(entry(0))  # nobody is waiting
+    assert list(batcher) == []
+
+
+def test_size_counts_waiting_callers(threads):
+    batcher = DynamicBatcher(minimum_batch_size=3, timeout_ms=None)
+    futures = [threads.submit(batcher.compute, entry(i)) for i in range(2)]
+    while batcher.size() < 2:
+        assert not any(f.done() for f in futures)
+    futures.append(threads.submit(batcher.compute, entry(2)))
+    batch = next(batcher)
+    assert batcher.size() == 0
+    batch.set_outputs(entry(0, 3))
+    for future in futures:
+        future.result(timeout=10)
+
+
+def test_the_answer_is_a_copy(threads):
+    batcher = DynamicBatcher()
+    future = threads.submit(batcher.compute, entry(0))
+    batch = next(batcher)
+    outputs = torch.ones(1, 1, A)
+    batch.set_outputs(outputs)
+    outputs.zero_()
+    assert future.result(timeout=10).tolist() == [[[1.0] * A]]
+
+
+def test_outputs_that_need_gradients_are_detached(threads):
+    batcher = DynamicBatcher()
+    future = threads.submit(batcher.compute, entry(0))
+    next(batcher).set_outputs(torch.ones(1, 1, requires_grad=True) * 2)
+    result = future.result(timeout=10)
+    assert not result.requires_grad
+    assert result.item() == 2
+
+
+def test_allocator_makes_the_batches(threads):
+    blocks = []
+
+    def allocate(num_bytes):
+        blocks.append(np.zeros(num_bytes, np.uint8))
+        return blocks[-1]
+
+    batcher = DynamicBatcher(allocator=allocate)
+    future = threads.submit(batcher.compute, entry(4))
+    batch = next(batcher)
+    inputs = batch.get_inputs()
+    assert inputs.data_ptr() == blocks[0].ctypes.data
+    batch.set_outputs(inputs)
+    assert future.result(timeout=10)[0, 0, 0] == 4
+
+
+def test_an_allocator_that_raises_ends_the_batch(threads):
+    def allocate(num_bytes):
+        raise MemoryError("no more pinned memory")
+
+    batcher = DynamicBatcher(allocator=allocate)
+    future = threads.submit(batcher.compute, entry(4))
+    with pytest.raises(MemoryError, match="no more pinned memory"):
+        next(batcher)
+    with pytest.raises(AsyncError):
+        future.result(timeout=10)
+
+
+def test_stats(threads):
+    batcher = DynamicBatcher(minimum_batch_size=3)
+    futures = [threads.submit(batcher.compute, entry(i)) for i in range(3)]
+    batch = next(batcher)
+    batch.set_outputs(entry(0, 3))
+    for future in futures:
+        future.result(timeout=10)
+    stats = batcher.stats()
+    assert (stats["num_batches"], stats["num_items"], stats["num_entries"]) == (1, 3, 3)
+    # Into the batch, and out of the answer.
+    assert stats["bytes_copied"] == 2 * entry(0, 3).nbytes

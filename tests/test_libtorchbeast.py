@@ -1,0 +1,535 @@
+"""The module libtorchbeast: arrays in and out, importing, threads, signals, the end."""
+
+import gc
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+import libtorchbeast
+from libtorchbeast import BatchingQueue, ClosedBatchingQueue, DynamicBatcher
+
+DTYPES = [
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64"),
+    *("int64", "float16", "float32", "float64"),
+]
+
+
+def through(*items, batch_dim=0):
+    """What a queue makes of items."""
+    queue = BatchingQueue(batch_dim, minimum_batch_size=len(items))
+    for item in items:
+        queue.enqueue(item)
+    return next(queue)
+
+
+def run_python(code, **kwargs):
+    """A process that runs `code` and has not imported torch."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+        **kwargs,
+    )
+
+
+# --- Arrays ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_goes_through(name):
+    array = np.array([[0, 1, 1], [1, 0, 1]]).astype(name)
+    for item in (array, torch.from_numpy(array)):
+        joined = through(item, item)
+        assert joined.dtype == getattr(torch, name)
+        np.testing.assert_array_equal(joined.numpy(), np.concatenate([array, array]))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.swapaxes(0, 2),
+        lambda x: x[:, ::2],
+        lambda x: x[1:, 1:, 1:],
+        lambda x: x[:, :1].expand(3, 4, 5) if isinstance(x, torch.Tensor) else x[:, :1],
+        lambda x: x[:0],
+    ],
+)
+def test_any_strides(view):
+    array = np.arange(60).reshape(3, 4, 5)
+    for x in (view(array), view(torch.from_numpy(array))):
+        if x.shape[0] == 0:
+            with pytest.raises(ValueError, match="0 entries"):
+                through(x)
+            continue
+        np.testing.assert_array_equal(through(x, x), np.concatenate([x, x]))
+
+
+def test_negative_strides_and_foreign_byte_order():
+    array = np.arange(6, dtype=np.int32).reshape(2, 3)
+    np.testing.assert_array_equal(through(array[::-1, ::-1]), array[::-1, ::-1])
+    swapped = array.astype(">i4")
+    result = through(swapped)
+    assert result.dtype == torch.int32
+    np.testing.assert_array_equal(result, array)
+
+
+def test_unaligned_memory_is_copied():
+    array = np.frombuffer(bytearray(33), np.uint8)[1:].view(np.float64)
+    array[:] = range(4)
+    assert not array.flags.aligned
+    assert through(array).tolist() == [0, 1, 2, 3]
+
+
+def test_read_only_memory_is_copied():
+    array = np.arange(4)
+    array.flags.writeable = False
+    result = through(array)
+    result[0] = 9
+    assert array[0] == 0
+
+
+@pytest.mark.parametrize("make", [np.zeros, torch.zeros])
+def test_contiguous_memory_is_shared(make):
+    item = make((3, 4))
+    result = through(item)
+    result[1, 2] = 5
+    assert item[1, 2] == 5
+
+
+def test_empty_and_scalar_dimensions():
+    result = through(np.zeros((2, 0, 3)), np.zeros((1, 0, 3)))
+    assert result.shape == (3, 0, 3)
+
+
+def test_gradients_are_detached():
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    result = through(parameter)
+    assert not result.requires_grad
+    assert result.data_ptr() == parameter.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("leaf", "error", "match"),
+    [
+        (torch.zeros(2, device="meta"), ValueError, r"device meta.*\.cpu\(\)"),
+        (torch.zeros(2, dtype=torch.bfloat16), ValueError, r"bfloat16.*\.float\(\)"),
+        (torch.zeros(2, dtype=torch.complex64), ValueError, "complex64.*allowed"),
+        (torch.zeros(2).to_sparse(), ValueError, "dense"),
+        (np.zeros(2, np.complex64), ValueError, "complex64.*allowed are bool"),
+        (np.array(["a"]), ValueError, "<U1"),
+        (np.array([{}]), ValueError, "object"),
+        (np.zeros(2, np.longdouble), ValueError, "longdouble|float128"),
+        (np.zeros((1,) * 9), ValueError, "more than 8 dimensions"),
+        (1.0, TypeError, "torch tensor or a NumPy array, not float"),
+        (None, TypeError, "NoneType"),
+        ({1, 2}, TypeError, "set"),
+    ],
+)
+def test_leaves_that_cannot_be_shared(leaf, error, match):
+    with pytest.raises(error, match=rf'\[1\]\["x"\].*({match})'):
+        BatchingQueue().enqueue((np.zeros((1, 1)), {"x": leaf}))
+
+
+def test_a_nest_that_holds_itself():
+    nest = []
+    nest.append(nest)
+    with pytest.raises(ValueError, match="deep"):
+        BatchingQueue().enqueue(nest)
+
+
+def test_keys_must_be_strings():
+    with pytest.raises(TypeError, match=r"keys.*3"):
+        BatchingQueue().enqueue({3: np.zeros((1, 1))})
+
+
+def test_tuples_lists_and_dicts():
+    x = np.zeros((1, 1))
+    result = through({"b": [x, (x, [])], "a": {"é": x}})
+    assert list(result) == ["a", "b"]
+    assert type(result["b"]) is type(result["b"][1]) is tuple
+    assert result["b"][1][1] == ()
+    assert list(result["a"]) == ["é"]
+
+
+def test_without_torch_arrays_come_out():
+    done = run_python(
+        """
+        import sys, libtorchbeast, numpy as np
+        queue = libtorchbeast.BatchingQueue()
+        x = np.arange(6, dtype=np.uint16).reshape(2, 3)
+        queue.enqueue([x])
+        (y,) = next(queue)
+        assert type(y) is np.ndarray and y.dtype == np.uint16, y
+        assert np.shares_memory(x, y)
+        assert "torch" not in sys.modules
+        import torch
+        queue.enqueue([x])
+        (y,) = next(queue)
+        assert type(y) is torch.Tensor, type(y)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --- Memory ---------------------------------------------------------------------------
+
+
+def test_references_end_with_the_batch():
+    class Array(np.ndarray):
+        pass
+
+    item = np.zeros((1, 4)).view(Array)
+    gone = weakref.ref(item)
+    references = sys.getrefcount(item)
+    queue = BatchingQueue(minimum_batch_size=2)
+    queue.enqueue((item, item))
+    assert sys.getrefcount(item) == references + 2
+    queue.enqueue((item, item))
+    batch = next(queue)
+    assert sys.getrefcount(item) == references  # the batch is a copy
+    queue.enqueue(item)
+    queue.close()
+    assert sys.getrefcount(item) == references
+    del batch
+
+    queue = BatchingQueue()
+    queue.enqueue(item)
+    batch = next(queue)  # shared
+    del item
+    gc.collect()
+    assert gone() is not None
+    del batch
+    queue.size()  # any call lets go of what has been dropped
+    while gone() is not None:
+        pass
+
+
+def test_errors_keep_no_references():
+    item = np.zeros((1, 4))
+    references = sys.getrefcount(item)
+    queue = BatchingQueue()
+    for _ in range(10):
+        with pytest.raises(TypeError):
+            queue.enqueue((item, [item, "x"]))
+        with pytest.raises(ValueError, match="4 entries"):
+            queue.enqueue((np.zeros((1, 2)), item))
+    batcher = DynamicBatcher()
+    batcher.close()
+    for _ in range(10):
+        with pytest.raises(ClosedBatchingQueue):
+            batcher.compute(item)
+    assert sys.getrefcount(item) == references
+
+
+def test_resident_memory_is_flat():
+    done = run_python(
+        """
+        import threading, libtorchbeast, numpy as np
+
+        def resident():
+            for line in open("/proc/self/status"):
+                if line.startswith("VmRSS"):
+                    return int(line.split()[1]) / 1024
+
+        queue = libtorchbeast.BatchingQueue(maximum_batch_size=1, maximum_queue_size=8)
+        batcher = libtorchbeast.DynamicBatcher(timeout_ms=1)
+
+        def answer():
+            for batch in batcher:
+                x = batch.get_inputs()["x"]
+                batch.set_outputs((x, {"y": x + 1}))
+
+        def act(n):
+            for i in range(n):
+                x = np.full((1, 1, 1000), i)
+                queue.enqueue(batcher.compute({"x": x}))
+
+        def round(n):
+            actor = threading.Thread(target=act, args=(n,))
+            actor.start()
+            for _ in range(n):
+                next(queue)
+            actor.join()
+
+        threading.Thread(target=answer).start()
+        round(3_000)
+        before = resident()
+        round(20_000)
+        print(resident() - before)
+        batcher.close()
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    # 20,000 leaked items would be 150 MB.
+    assert float(done.stdout) < 10
+
+
+# --- Importing ------------------------------------------------------------------------
+
+
+def test_importing_does_little():
+    done = run_python(
+        """
+        import sys, threading
+
+        def resident():
+            for line in open("/proc/self/smaps_rollup"):
+                if line.startswith("Pss:"):
+                    return int(line.split()[1]) / 1024
+
+        before = resident()
+        import libtorchbeast
+        print(resident() - before)
+        assert not {"torch", "numpy", "gymnasium", "logging"} & set(sys.modules)
+        assert threading.active_count() == 1
+        assert len(__import__("os").listdir("/proc/self/task")) == 1
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 30, "MB of memory"
+
+
+def test_what_there_is():
+    names = {name for name in vars(libtorchbeast) if not name.startswith("_")}
+    assert names == {
+        "ActorPool",
+        "AsyncError",
+        "Batch",
+        "BatchingQueue",
+        "ClosedBatchingQueue",
+        "DynamicBatcher",
+        "Server",
+        "TransportError",
+        "WireError",
+        "probe",
+    }
+    for name in names:
+        assert getattr(libtorchbeast, name).__doc__
+    for name in ("TransportError", "WireError"):
+        assert issubclass(getattr(libtorchbeast, name), RuntimeError)
+
+
+# --- Threads --------------------------------------------------------------------------
+
+
+def test_64_producers_and_16_consumers():
+    queue = BatchingQueue(
+        batch_dim=0, minimum_batch_size=3, maximum_batch_size=7, maximum_queue_size=5
+    )
+    each = 30
+
+    def produce(number):
+        for i in range(each):
+            queue.enqueue({"x": np.array([number * each + i]), "y": torch.ones(1, 2)})
+
+    def consume():
+        return [x for batch in queue for x in batch["x"].tolist()]
+
+    with ThreadPoolExecutor(80) as pool:
+        consumers = [pool.submit(consume) for _ in range(16)]
+        producers = [pool.submit(produce, number) for number in range(64)]
+        for producer in producers:
+            producer.result(timeout=60)
+        rest = queue.size()
+        while queue.size() >= 3:
+            rest = queue.size()
+        queue.close()
+        seen = [x for consumer in consumers for x in consumer.result(timeout=60)]
+    assert len(set(seen)) == len(seen)
+    # Fewer than a batch may have been left.
+    assert 64 * each - len(seen) <= max(rest, 2)
+    assert set(seen) <= set(range(64 * each))
+
+
+def test_close_in_the_middle_of_everything():
+    rng = random.Random(1)
+
+    def produce(queue):
+        while True:
+            queue.enqueue((np.zeros((1, 1)), [torch.zeros(1, 1)]))
+
+    def consume(queue, number, enough):
+        for i, _ in enumerate(queue):
+            if i == number:
+                enough.set()
+
+    def ask(batcher):
+        while True:
+            batcher.compute(torch.zeros(1, 1))
+
+    def answer(batcher):
+        for batch in batcher:
+            batch.set_outputs(batch.get_inputs())
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(100):
+            queue = BatchingQueue(minimum_batch_size=2, maximum_queue_size=2)
+            batcher = DynamicBatcher(minimum_batch_size=2, timeout_ms=1)
+            enough = threading.Event()
+            end_by_error = [pool.submit(produce, queue) for _ in range(2)]
+            end_by_error += [pool.submit(ask, batcher) for _ in range(2)]
+            end = [
+                pool.submit(consume, queue, rng.randrange(20), enough),
+                pool.submit(answer, batcher),
+            ]
+            enough.wait()
+            queue.close()
+            batcher.close()
+            for future in end_by_error:
+                with pytest.raises(ClosedBatchingQueue):
+                    future.result(timeout=30)
+            for future in end:
+                future.result(timeout=30)
+
+
+def test_destroyed_while_others_hold_its_arrays():
+    for _ in range(20):
+        queue = BatchingQueue(maximum_batch_size=2)
+        for i in range(4):
+            queue.enqueue(np.full((1, 1, 3), i))
+        batch = next(queue)
+        del queue
+        assert batch.sum() == 3
+
+
+# --- Signals and the end --------------------------------------------------------------
+
+PREPARE = """
+import contextlib, sys, threading
+import numpy as np
+import libtorchbeast
+from libtorchbeast import *
+
+class Env:
+    def reset(self):
+        return np.zeros(3)
+    def step(self, action):
+        return np.zeros(3), 1.0, False, {}
+
+address = "unix:" + sys.argv[1]
+x = np.zeros((1, 1))
+queue = BatchingQueue(minimum_batch_size=2, maximum_queue_size=2)
+batcher = DynamicBatcher()
+
+def answer():
+    for batch in batcher:
+        n = len(batch)
+        batch.set_outputs(((np.zeros((1, n), np.int64),), ()))
+"""
+
+BLOCKING = {
+    "dequeue": "next(queue)",
+    "enqueue": """
+full = BatchingQueue(maximum_queue_size=1)
+full.enqueue(x)
+full.enqueue(x)
+""",
+    "next_batch": "next(batcher)",
+    "compute": "batcher.compute(x)",
+    "pool_dialling": "ActorPool(4, queue, batcher, [address], ()).run()",
+    "pool_running": """
+server = Server(Env, address)
+server.start()
+for f in (answer, lambda: list(queue)):
+    threading.Thread(target=f, daemon=True).start()
+ActorPool(4, queue, batcher, [address], ()).run()
+""",
+    "server": "Server(Env, address).run()",
+    "probe": """
+class Slow(Env):
+    def reset(self):
+        threading.Event().wait(20)
+server = Server(Slow, "unix:" + sys.argv[1])
+server.start()
+probe(address, 60)
+""",
+}
+
+
+def start(code, path):
+    return subprocess.Popen(
+        [sys.executable, "-c", PREPARE + code, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+    )
+
+
+@pytest.mark.parametrize("call", [c for c in BLOCKING if c != "probe"])
+def test_ctrl_c_ends_a_blocking_call(call, tmp_path):
+    code = BLOCKING[call].strip().splitlines()
+    body = [*code[:-1], "print('ready', flush=True)", code[-1]]
+    process = start("\n".join(body), tmp_path / "socket")
+    assert process.stdout.readline() == "ready\n"
+    # The interrupt works before the call as well, but here it is to be in it: asleep,
+    # for some of the periods in which it looks for signals.
+    asleep = 0
+    while asleep < 3:
+        with open(f"/proc/{process.pid}/stat") as file:
+            asleep += file.read().rpartition(")")[2].split()[0] == "S"
+        threading.Event().wait(0.02)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+    assert not (tmp_path / "socket").exists()
+
+
+@pytest.mark.parametrize("call", BLOCKING)
+def test_the_interpreter_ends_while_daemon_threads_block(call, tmp_path):
+    *setup, last = BLOCKING[call].strip().splitlines()
+    code = "\n".join(
+        [
+            *setup,
+            "entered = threading.Event()",
+            "def call():",
+            "    entered.set()",
+            "    with contextlib.suppress(Exception):",  # a server may be gone first
+            f"        {last}",
+            "threading.Thread(target=call, daemon=True).start()",
+            "entered.wait()",
+            *(["while batcher.stats()['num_batches'] < 9: pass"] * ("run" in call)),
+        ]
+    )
+    if call == "probe":  # its server waits for the environment
+        code = code.replace("wait(20)", "wait(1)")
+    process = start(code, tmp_path / "socket")
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+    assert not (tmp_path / "socket").exists()
+
+
+def test_a_fork_leaves_the_servers_of_its_parent_alone(tmp_path):
+    path = tmp_path / "socket"
+    process = start(
+        """
+import os
+server = Server(Env, address)
+server.start()
+pool = ActorPool(4, queue, batcher, [address], ())
+child = os.fork()
+if child == 0:
+    del server, pool
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(probe(address)["num_envs"])
+""",
+        path,
+    )
+    out, errors = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, "1\n"), errors
+    assert not path.exists()
