@@ -769,6 +769,36 @@ TEST_F(ActorPoolTest, StoppingEndsRunAndMayBeRepeated) {
   EXPECT_THROW(server.start(), std::runtime_error);
 }
 
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define TB_SANITIZED
+#endif
+#endif
+#else
+#define TB_SANITIZED
+#endif
+
+#ifndef TB_SANITIZED  // whose memory grows by itself
+TEST_F(ActorPoolTest, MemoryIsFlatOverAMillionSteps) {
+  const auto resident_bytes = [] {
+    size_t total, resident;
+    std::ifstream("/proc/self/statm") >> total >> resident;
+    return resident * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  };
+  EnvServer server(counting(8), server_options(unix_address()));
+  server.start();
+  Session run(pool_options({server.address(), server.address()}, 20), 1, 16);
+  size_t early = 0;
+  while (run.pool().count() < 1'000'000) {
+    run.rollouts();
+    if (early == 0 && run.pool().count() > 100'000) early = resident_bytes();
+  }
+  EXPECT_LT(resident_bytes(), early + (4 << 20));
+  EXPECT_GT(early, 0u);
+}
+#endif
+
 TEST_F(ActorPoolTest, CloseAtAnyMoment) {
   const char* scale = std::getenv("TB_STRESS_SCALE");
   const int repeats =
