@@ -524,7 +524,7 @@ class Reader {
   bool at_end() const { return remaining() == 0; }
 
   Tag tag() {
-    const uint64_t tag = varint();
+    const uint64_t tag = short_varint();
     if (tag > std::numeric_limits<uint32_t>::max() || tag >> 3 == 0) {
       throw WireError("malformed message: no field has the tag " + std::to_string(tag));
     }
@@ -539,7 +539,7 @@ class Reader {
 
   // The length of what follows, which is there.
   int length() {
-    const uint64_t length = varint();
+    const uint64_t length = short_varint();
     if (length > static_cast<uint64_t>(remaining())) {
       throw WireError("malformed message: a length of " + std::to_string(length) +
                       " where " + std::to_string(remaining()) + " bytes remain");
@@ -587,6 +587,16 @@ class Reader {
  private:
   // There is always a limit; what is read stays within it.
   int remaining() const { return input_.BytesUntilLimit(); }
+
+  // A tag or a length. As protobuf does, takes no more bytes than 32 bits need.
+  uint64_t short_varint() {
+    const int begin = input_.CurrentPosition();
+    const uint64_t value = varint();
+    if (input_.CurrentPosition() - begin > 5) {
+      throw WireError("malformed message: a tag or length of more than 5 bytes");
+    }
+    return value;
+  }
 
   [[noreturn]] static void ends_early() {
     throw WireError("malformed message: it ends in the middle of a field");

@@ -368,8 +368,7 @@ TEST(Decode, RefusesWithAReason) {
       {step_of(kDTypeUint8 + tag(9, 7)),
        "malformed message: field 9 has wire type 7, allowed are 0, 1, 2 and 5"},
       {step_of(number(0, 1)), "malformed message: no field has the tag 0"},
-      {varint(uint64_t{1} << 35),
-       "malformed message: no field has the tag 34359738368"},
+      {tag(uint64_t{1} << 30, 2), "malformed message: no field has the tag 8589934594"},
       {std::string(11, '\xFF'), early},  // a varint of more than ten bytes
       {step_of(kDTypeUint8 + tag(9, 1) + "1234567"), early},
       {step_of(kDTypeUint8 + tag(9, 5) + "123"), early},
@@ -522,6 +521,32 @@ TEST(Decode, TrustsItsDestinationNoMoreThanThePeer) {
                std::logic_error);
   EXPECT_EQ(refusal([&] { decode_into(nullptr); }),
             "step.arrays[0]: no arrays are expected here");
+}
+
+// Numbers may be longer than they need; protobuf sets a limit to tags and lengths.
+TEST(Decode, TakesLongVarintsAsProtobufDoes) {
+  for (size_t size = 2; size <= 10; ++size) {
+    const auto padded = [&](uint64_t value) {
+      std::string bytes(1, static_cast<char>(value | 0x80));
+      return bytes + std::string(size - 2, '\x80') + std::string(1, '\0');
+    };
+    const std::string array = kDTypeUint8 + kShape3 + kDataAbc;
+    for (const std::string& message :
+         {padded(0x12) + varint(0),
+          bytes(2, padded(0x0A) + varint(array.size()) + array), tag(2, 2) + padded(0),
+          step_of(kDTypeUint8 + kShape3 + tag(3, 2) + padded(3) + "abc"),
+          step_of(kDTypeUint8 + tag(2, 2) + padded(1) + "\x03" + kDataAbc),
+          bytes(2, tag(9, 2) + padded(1) + "x"),
+          step_of(tag(1, 0) + padded(2) + kShape3 + kDataAbc),
+          step_of(kDTypeUint8 + bytes(2, padded(3)) + kDataAbc)}) {
+      wire::EnvMessage oracle;
+      EXPECT_EQ(refusal([&] { decode(message, 3); }) == "accepted",
+                oracle.ParseFromString(message))
+          << testing::PrintToString(message);
+    }
+  }
+  EXPECT_EQ(refusal([&] { decode(std::string("\x12\x80\x80\x80\x80\x80\0", 7)); }),
+            "malformed message: a tag or length of more than 5 bytes");
 }
 
 TEST(Decode, FindsABadBoolAnywhere) {
