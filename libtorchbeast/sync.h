@@ -26,6 +26,9 @@ using Milliseconds = std::chrono::milliseconds;
 // the wait. The Python bindings look for signals here, so that Ctrl-C works.
 using Interrupt = std::function<void()>;
 constexpr Milliseconds kInterruptPeriod{100};
+// Without one, a waiting thread looks for itself now and then all the same: glibc
+// before 2.41 may lose a wake-up (its bug 25847).
+constexpr Milliseconds kLookPeriod{1000};
 
 class TB_ATTRIBUTE(capability("mutex")) Mutex {
  public:
@@ -57,7 +60,7 @@ class CondVar {
   // As with every condition variable the caller looks again at what it waits for.
   void wait_until(Mutex& mutex, Clock::time_point deadline, const Interrupt& interrupt)
       TB_REQUIRES(mutex) {
-    const auto turn = Clock::now() + kInterruptPeriod;
+    const auto turn = Clock::now() + (interrupt ? kInterruptPeriod : kLookPeriod);
     std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);
     const auto status = condition_.wait_until(lock, std::min(deadline, turn));
     if (status == std::cv_status::timeout && interrupt) {
