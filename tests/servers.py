@@ -1,4 +1,4 @@
-"""Environment servers in processes of their own, and environments that tell on them.
+"""Environments that can be foretold, servers for them, and pools that play.
 
 Run as a program it serves one of ENVIRONMENTS until its standard input ends:
 
@@ -14,9 +14,12 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from gymnasium import spaces
+
+from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher, Server
 
 NUM_ACTIONS = 7
 _numbers = itertools.count()
@@ -209,6 +212,15 @@ class Loaded:
         return self.reset(), 0.0, False, {}
 
 
+class Dying(Coded):
+    """Its process ends in its 8th step."""
+
+    def step(self, action):
+        if (self.episode, self.step_number) == (2, 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
 ENVIRONMENTS = {
     env.__name__: env
     for env in (
@@ -218,10 +230,60 @@ ENVIRONMENTS = {
         Failing,
         FailingToStart,
         Shifty,
+        Dying,
         Counting,
         Loaded,
     )
 }
+
+
+class Run:
+    """A pool that plays, with inference by `act(inputs)`.
+
+    `queue` gives rollouts joined to `batch` entries; `result` is the future of run().
+    """
+
+    def __init__(self, addresses, act, state=(), *, T=5, batch=1, **arguments):
+        self.queue = BatchingQueue(1, batch, batch, maximum_queue_size=4)
+        self.batcher = DynamicBatcher(timeout_ms=1)
+        self.pool = ActorPool(
+            T, self.queue, self.batcher, addresses, state, **arguments
+        )
+        self.act = act
+        self.threads = ThreadPoolExecutor(2)
+        self.inference = self.threads.submit(self.infer)
+        self.result = self.threads.submit(self.run)
+
+    def infer(self):
+        for batch in self.batcher:
+            try:
+                batch.set_outputs(self.act(batch.get_inputs()))
+            except Exception as error:
+                batch.set_error(repr(error))
+                raise
+
+    def run(self):
+        try:
+            self.pool.run()
+        finally:  # ends `for rollout in queue`
+            if not self.queue.is_closed():
+                self.queue.close()
+
+    def error(self):
+        """What run() raises."""
+        for _ in self.queue:
+            pass
+        return self.result.exception(timeout=30)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.pool.close()
+        self.result.exception(timeout=30)
+        if not self.batcher.is_closed():
+            self.batcher.close()
+        self.threads.shutdown()
 
 
 class ServerProcess:
@@ -258,8 +320,6 @@ class ServerProcess:
 
 
 def main():
-    from libtorchbeast import Server
-
     arguments = json.loads(sys.argv[1])
     env_class = ENVIRONMENTS[arguments.pop("env")]
     server = Server(env_class, arguments.pop("address"), **arguments)

@@ -62,13 +62,13 @@ size_t to_size(int64_t value, const std::string& name) {
 std::string read_pem(const Path& path, const std::string& name) {
   if (!path) return "";
   const std::string what = name + ": '" + path->string() + "' ";
-  errno = 0;
-  std::ifstream file(*path, std::ios::binary);
-  std::string text((std::istreambuf_iterator<char>(file)), {});
-  if (!file.is_open() || file.bad() || std::filesystem::is_directory(*path)) {
-    throw py::value_error(what + "cannot be read: " +
-                          std::strerror(errno != 0 ? errno : EISDIR));
+  errno = std::filesystem::is_directory(*path) ? EISDIR : 0;
+  std::ifstream file;
+  if (errno == 0) file.open(*path, std::ios::binary);
+  if (!file.is_open()) {
+    throw py::value_error(what + "cannot be read: " + std::strerror(errno));
   }
+  const std::string text((std::istreambuf_iterator<char>(file)), {});
   if (text.find("-----BEGIN ") == std::string::npos) {
     throw py::value_error(what + "is not a PEM file: it has no line with -----BEGIN");
   }

@@ -1,6 +1,7 @@
 #include "python_environment.h"
 
 #include <pybind11/numpy.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <memory>
@@ -23,11 +24,13 @@ using nest::Place;
 // The exception as Python prints it, with its traceback.
 std::string describe(const py::error_already_set& error) {
   try {
+    // An exception that C code raised has no traceback.
+    const py::object trace = error.trace() ? error.trace() : py::none();
     const py::object lines = py::module_::import("traceback")
                                  .attr("format_exception")(error.type(), error.value(),
-                                                           error.trace());
+                                                           trace);
     return py::cast<std::string>(py::str("").attr("join")(lines));
-  } catch (const py::error_already_set&) {
+  } catch (const std::exception&) {
     return error.what();
   }
 }
@@ -111,14 +114,13 @@ py::array RowReader::cast(py::handle value, DType dtype, const Place& place,
 
 Array RowReader::read(py::handle value, const ArraySpec& spec, const Place& place,
                       bool to_bool) {
-  py::array array;
-  if (py::isinstance<py::array>(value)) {
-    array = py::reinterpret_borrow<py::array>(value);
-  }
-  if (!array || from_numpy(array) != spec.dtype ||
-      (array.flags() & py::array::c_style) == 0) {
-    array = cast(value, spec.dtype, place, to_bool);
-  }
+  const auto fits = [&](const py::array& array) {
+    return from_numpy(array) == spec.dtype && (array.flags() & py::array::c_style) != 0;
+  };
+  const bool is_array = py::isinstance<py::array>(value);
+  py::array array = is_array && fits(py::reinterpret_borrow<py::array>(value))
+                        ? py::reinterpret_borrow<py::array>(value)
+                        : cast(value, spec.dtype, place, to_bool);
   if (!has_shape(array, spec.shape)) {
     Shape wanted;
     for (size_t i = single_ ? 1 : 0; i < spec.shape.size(); ++i) {

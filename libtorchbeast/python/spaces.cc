@@ -1,5 +1,7 @@
 #include "spaces.h"
 
+#include <pybind11/stl.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -1,0 +1,483 @@
+"""libtorchbeast.ActorPool against real servers in processes of their own."""
+
+import itertools
+import re
+import threading
+import time
+
+import pytest
+import servers
+import torch
+from servers import CodedVector, Run, ServerProcess
+
+from libtorchbeast import (
+    ActorPool,
+    AsyncError,
+    BatchingQueue,
+    DynamicBatcher,
+    Server,
+    TransportError,
+)
+
+T, E, A = 5, 3, 7
+INITIAL = 5.0
+
+
+def policy(observation):
+    number, episode, step, last = observation
+    return (3 * number + 5 * episode + 2 * step + last + 8) % A
+
+
+def value(observation):
+    number, episode, step, _ = observation
+    return 100.0 * number + 10 * episode + step
+
+
+def column(array, c):
+    """Column c of [1, n, ...] as Python numbers."""
+    return array[0, c].tolist()
+
+
+def act(inputs):
+    """Follow `policy`; the state counts the rows since an episode's first."""
+    (observation, reward, done, step, episode_return, *extra), state = inputs
+    if isinstance(observation, dict):
+        assert torch.equal(observation["again"][0], observation["code"].flip(2))
+        observation = observation["code"]
+    assert reward.dtype == episode_return.dtype == torch.float32
+    assert (done.dtype, step.dtype) == (torch.bool, torch.int64)
+    n = done.shape[1]
+    rows = [tuple(column(observation, c)) for c in range(n)]
+    actions = torch.tensor([[policy(row) for row in rows]])
+    values = torch.tensor([[value(row) for row in rows]])
+    logits = torch.nn.functional.one_hot(actions, A) * values[..., None]
+    counter = state["counter"]
+    assert counter.shape == (2, n, 4)
+    state = {"counter": torch.where(done[..., None], 0, counter) + 1}
+    if not extra:
+        return (actions, logits, values), state
+    outputs = {"action": actions, "policy_logits": logits, "baseline": values}
+    return {**outputs, "truncation_value": torch.full_like(values, -1.0)}, state
+
+
+def initial_state(n=1):
+    return {"counter": torch.full((2, n, 4), INITIAL)}
+
+
+class Follower:
+    """Checks the rollouts of one environment against what they must be."""
+
+    def __init__(self, number):
+        self.rows = servers.rows(number, policy)
+        self.state = INITIAL
+        self.next_row = next(self.rows)
+
+    def check(self, rollout, c):
+        (env_outputs, agent_outputs), state = rollout
+        observation, reward, done, step, episode_return, *extra = env_outputs
+        if extra:
+            observation = observation["code"]
+            outputs = agent_outputs
+            agent_outputs = [
+                outputs[k] for k in ("action", "policy_logits", "baseline")
+            ]
+        action, logits, baseline = agent_outputs
+        assert state["counter"][:, c].unique().tolist() == [self.state]
+        for t in range(T + 1):
+            row = self.next_row
+            assert tuple(observation[t, c].tolist()) == row[0]
+            found = (reward[t, c], done[t, c], step[t, c], episode_return[t, c])
+            assert tuple(x.item() for x in found) == row[1:]
+            assert action[t, c] == policy(row[0])
+            assert baseline[t, c] == value(row[0])
+            assert logits[t, c, action[t, c]] == baseline[t, c]
+            if extra:
+                self.check_extra(extra[0], outputs["truncation_value"], row, t, c)
+            if t < T:  # row T is row 0 of the next rollout
+                self.state = (0 if row[2] else self.state) + 1
+                self.last, self.next_row = row[0], next(self.rows)
+
+    def check_extra(self, extra, truncation_value, row, t, c):
+        number, episode, _, _ = row[0]
+        truncated = row[2] and episode > 0 and (episode - 1) % 2 == 1
+        assert extra["truncated"][t, c].item() == truncated
+        assert extra["noise"][t, c].tolist() == [
+            [c % E + E * k for k in range(p, 10, 2)] for p in range(2)
+        ]
+        # The step that ended the episode was asked about with its real observation.
+        final = value((number, episode - 1, row[3], 0)) if truncated else None
+        if truncated:
+            assert truncation_value[t, c] == final
+        else:
+            assert truncation_value[t, c] in (0, -1)
+
+
+def check(rollouts, followers):
+    """Check rollouts [T+1, n, ...] of environments that may come in any order."""
+    for rollout in rollouts:
+        ((observation, *_), _), _ = rollout
+        if isinstance(observation, dict):
+            observation = observation["code"]
+        assert observation.shape[0] == T + 1
+        for c in range(observation.shape[1]):
+            number = observation[0, c, 0].item()
+            if number not in followers:
+                followers[number] = Follower(number)
+            followers[number].check(rollout, c)
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"unix:{tmp_path}/socket"
+
+
+@pytest.mark.parametrize("env", ["Coded", "OldGym"])
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_every_row_of_single_environments(env, transport, address):
+    if transport == "tcp":
+        address = "localhost:0"
+    followers = {}
+    with (
+        ServerProcess(env, address) as server,
+        Run([server.address] * 3, act, initial_state()) as run,
+    ):
+        check(itertools.islice(run.queue, 60), followers)
+        assert run.pool.count() >= 60 * T
+        assert run.pool.stats()["num_connected"] == 3
+    assert sorted(followers) == [0, 1, 2]
+    assert run.result.result() is None
+
+
+@pytest.mark.parametrize(("streams", "batch"), [(1, E), (2, 2 * E)])
+@pytest.mark.parametrize("n", [1, E])
+def test_every_row_of_vectorised_environments(streams, batch, n, address):
+    followers = {}
+    with (
+        ServerProcess("CodedVector", address) as server,
+        Run([server.address] * streams, act, initial_state(n), batch=batch) as run,
+    ):
+        batches = list(itertools.islice(run.queue, 40))
+        check(batches, followers)
+        assert run.pool.count() % E == 0
+    assert sorted(followers) == list(range(streams * E))
+    ((_, outputs), state) = batches[0]
+    assert outputs["policy_logits"].shape == (T + 1, batch, A)
+    assert state["counter"].shape == (2, batch, 4)
+
+
+def test_several_servers(tmp_path):
+    addresses = [f"unix:{tmp_path}/{i}" for i in range(2)]
+    with (
+        ServerProcess("Counting", addresses[0]),
+        ServerProcess("Counting", addresses[1]),
+        Run(addresses, zeros) as run,
+    ):
+        for rollout in itertools.islice(run.queue, 20):
+            assert rollout[0][0][0].shape == (T + 1, 1, 2, 3)
+        assert run.pool.stats()["num_connected"] == 2
+
+
+def zeros(inputs):
+    (_, _, done, *_), _ = inputs
+    return (torch.zeros(done.shape, dtype=torch.int64),), ()
+
+
+# --- Faults ---------------------------------------------------------------------------
+
+
+def test_an_environments_exception_comes_with_its_traceback(address):
+    with (
+        ServerProcess("Failing", address),
+        Run([address] * 2, act, initial_state()) as run,
+    ):
+        error = run.error()
+    assert type(error) is RuntimeError
+    text = str(error)
+    assert address in text
+    assert re.search(r'File ".*servers\.py", line \d+, in fall_over', text)
+    assert "self.fall_over(action)" in text
+    assert "ZeroDivisionError: the pole fell over at" in text
+    assert "über" in text
+
+
+def test_an_environment_that_cannot_be_made(address):
+    with (
+        ServerProcess("FailingToStart", address),
+        Run([address], act, initial_state()) as run,
+    ):
+        error = run.error()
+    assert type(error) is RuntimeError
+    assert "FileNotFoundError: no ROM here" in str(error)
+
+
+def test_an_environment_whose_shapes_change(address):
+    with ServerProcess("Shifty", address), Run([address], act, initial_state()) as run:
+        error = run.error()
+    assert type(error) is RuntimeError
+    assert re.search(r'"observation".*int32 \[3\], not int32 \[4\]', str(error))
+
+
+def test_a_killed_server_comes_back(address):
+    with Run([address], act, initial_state(), maximum_downtime_s=30) as run:
+        check(itertools.islice(run.queue, 0), {})
+        server = ServerProcess("Dying", address)  # dialled before it is there
+        rollouts = iter(run.queue)
+        check([next(rollouts)], {})
+        server.process.wait(timeout=30)
+        assert run.pool.stats()["num_rollouts"] == 1
+        with ServerProcess("Coded", address):
+            # New environments, from the initial state; nothing is left of the old ones.
+            check(itertools.islice(rollouts, 20), {})
+            stats = run.pool.stats()
+            assert stats["num_connected"] == 1
+    # Coded's first two episodes have 3 and 5 steps; one rollout took 5 of the 8.
+    assert stats["num_dropped_steps"] == 3
+    assert stats["num_reconnects"] == 1
+    assert address in stats["last_error"]
+    server.stop()
+
+
+def test_a_server_that_does_not_come_back(address):
+    with (
+        ServerProcess("Dying", address),
+        Run([address], act, initial_state(), maximum_downtime_s=0.5) as run,
+    ):
+        error = run.error()
+    assert type(error) is TransportError
+    assert re.search(rf"no connection for 0.5 s.*{address}", str(error))
+
+
+def test_a_server_that_was_never_there(address):
+    start = time.monotonic()
+    with Run([address], act, maximum_downtime_s=0.3) as run:
+        error = run.error()
+    assert type(error) is TransportError
+    assert address in str(error)
+    assert 0.3 <= time.monotonic() - start < 20
+
+
+def test_an_environment_that_hangs(address):
+    release = threading.Event()
+
+    class Hanging(servers.Counting):
+        def step(self, action):
+            if self.steps == 12:
+                release.wait(timeout=60)
+            return super().step(action)
+
+    server = Server(Hanging, address)
+    server.start()
+    try:
+        with Run([address], zeros, step_timeout_s=0.2, maximum_downtime_s=0) as run:
+            error = run.error()
+        assert type(error) is TransportError
+        assert "step timeout" in str(error)
+        assert run.pool.stats()["num_rollouts"] == 2
+    finally:
+        release.set()
+        server.stop()
+
+
+def test_servers_of_different_environments(tmp_path):
+    addresses = [f"unix:{tmp_path}/{i}" for i in range(2)]
+    both_there = threading.Event()
+
+    def answer(inputs):
+        both_there.wait(timeout=30)
+        return zeros(inputs)
+
+    with (
+        ServerProcess("Counting", addresses[0]),
+        ServerProcess("Coded", addresses[1]),
+        Run(addresses, answer) as run,
+    ):
+        error = run.error()
+        both_there.set()
+    assert type(error) is TransportError
+    assert re.search(
+        f"{addresses[0]}.*{addresses[1]}.*differ", str(error)
+    ) or re.search(f"{addresses[1]}.*{addresses[0]}.*differ", str(error))
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory):
+    path = tmp_path_factory.mktemp("shared") / "socket"
+    with ServerProcess("CodedVector", f"unix:{path}") as server:
+        yield server.address
+
+
+def test_a_batch_dropped_unanswered(shared_server):
+    dropped = []
+
+    class Drops(Run):
+        def infer(self):
+            for batch in self.batcher:
+                if len(dropped) < 9:
+                    batch.set_outputs(act(batch.get_inputs()))
+                dropped.append(len(batch))
+                del batch
+
+    with Drops([shared_server], act, initial_state(), batch=E) as run:
+        error = run.error()
+    assert type(error) is AsyncError
+    assert len(dropped) >= 10
+
+
+def test_inference_that_raises_ends_the_run(shared_server):
+    def fail(inputs):
+        raise ZeroDivisionError
+
+    with Run([shared_server], fail, initial_state()) as run:
+        error = run.error()
+        assert type(error) is AsyncError
+        assert "ZeroDivisionError" in str(error)
+        assert type(run.inference.exception(timeout=10)) is ZeroDivisionError
+
+
+def state_of(inputs):
+    return inputs[1]
+
+
+def of(action, state_from=state_of):
+    return lambda inputs: ((action,), state_from(inputs))
+
+
+ACTION = torch.zeros(1, E, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        (of(ACTION.int()), r"int32 \[3\].*want int64 \[3\]"),
+        (of(torch.zeros(1, E, 2, dtype=torch.int64)), r"\[3, 2\].*\[3\]"),
+        (of((ACTION, ACTION)), r"int64 \[3\], int64 \[3\].*want int64 \[3\]"),
+        (of(ACTION, lambda inputs: ()), "state must keep its form"),
+        (of(ACTION, lambda i: {"counter": i[1]["counter"][:1]}), "state must keep"),
+        (of(ACTION, lambda i: {"counter": i[1]["counter"].long()}), "state must keep"),
+        (lambda inputs: (ACTION, inputs[1]), "must be.*action"),
+        (lambda inputs: {"action": ACTION}, "must be.*new_agent_state"),
+        (lambda inputs: ({"actions": ACTION}, inputs[1]), 'dict with "action"'),
+    ],
+)
+def test_outputs_that_do_not_fit(shared_server, answer, match):
+    with Run([shared_server], answer, initial_state()) as run:
+        error = run.error()
+    assert type(error) is ValueError, error
+    assert re.search(match, str(error))
+
+
+def test_outputs_that_change(shared_server):
+    calls = itertools.count()
+
+    def answer(inputs):
+        logits = torch.zeros(1, E, A + (next(calls) > 3))
+        return (ACTION, logits), inputs[1]
+
+    with Run([shared_server], answer, initial_state()) as run:
+        error = run.error()
+    assert type(error) is ValueError
+    assert re.search(r"keep their form.*\[1, 3, 8\]", str(error))
+
+
+def test_an_initial_state_of_another_size(shared_server):
+    with Run([shared_server], act, initial_state(2)) as run:
+        error = run.error()
+    assert type(error) is ValueError
+    assert re.search(r"\[2, 2, 4\].*1 or.*3", str(error))
+
+
+# --- Endings --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["pool", "queue", "batcher"])
+def test_closing_ends_run(shared_server, what):
+    with Run([shared_server] * 2, act, initial_state(), batch=E) as run:
+        next(run.queue)
+        getattr(run, what).close()
+        assert run.result.result(timeout=20) is None
+        count = run.pool.count()
+        run.pool.close()
+        run.pool.close()
+        assert run.pool.count() == count
+        assert run.pool.stats()["num_connected"] == 0
+        with pytest.raises(RuntimeError, match="once"):
+            run.pool.run()
+
+
+def test_a_slow_consumer_holds_the_pool_back(shared_server):
+    with Run([shared_server], act, initial_state(), batch=E) as run:
+        while run.queue.size() < 4:
+            assert not run.result.done()
+        # Four wait, one wants to; its environments have taken no further step.
+        assert run.pool.count() <= 5 * T * E
+        check(itertools.islice(run.queue, 20), followers := {})
+    assert len(followers) == E
+
+
+def test_closed_before_run(shared_server):
+    queue, batcher = BatchingQueue(), DynamicBatcher()
+    pool = ActorPool(T, queue, batcher, [shared_server], ())
+    pool.close()
+    pool.run()
+    assert pool.count() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"unroll_length": 0}, ValueError, "unroll_length.*0"),
+        ({"unroll_length": -1}, ValueError, "unroll_length.*-1"),
+        ({"env_server_addresses": []}, ValueError, "addresses"),
+        ({"env_server_addresses": ["nonsense"]}, ValueError, "nonsense.*host:port"),
+        ({"env_server_addresses": "unix:/x"}, TypeError, "env_server_addresses"),
+        ({"initial_agent_state": torch.zeros(3)}, ValueError, r"\[layers.*\[3\]"),
+        ({"initial_agent_state": ["x"]}, TypeError, r"\[0\].*str"),
+        ({"learner_queue": None}, TypeError, "learner_queue"),
+        ({"inference_batcher": BatchingQueue()}, TypeError, "inference_batcher"),
+        ({"step_timeout_s": 0}, ValueError, "step_timeout_s.*0"),
+        ({"maximum_downtime_s": -1}, ValueError, "maximum_downtime_s.*-1"),
+        ({"token": ""}, ValueError, "token is empty"),
+        ({"token": "a\nb"}, ValueError, "printable"),
+        ({"tls_ca": "/no/such/file"}, ValueError, "tls_ca: '/no/such/file'.*No such"),
+        ({"tls_key": "/"}, ValueError, "tls_key: '/' cannot be read"),
+        ({"tls_cert": __file__}, ValueError, "tls_cert.*not a PEM"),
+    ],
+)
+def test_bad_arguments(change, error, match):
+    arguments = {
+        "unroll_length": T,
+        "learner_queue": BatchingQueue(),
+        "inference_batcher": DynamicBatcher(),
+        "env_server_addresses": ["unix:/tmp/polybeast"],
+        "initial_agent_state": (),
+    }
+    with pytest.raises(error, match=match):
+        ActorPool(**{**arguments, **change})
+
+
+def test_memory_is_flat(address):
+    def resident(pid):
+        with open(f"/proc/{pid}/status") as file:
+            (line,) = (line for line in file if line.startswith("VmRSS"))
+        return int(line.split()[1]) / 1024
+
+    with (
+        ServerProcess("Counting", address) as server,
+        Run([address] * 2, zeros, T=20) as run,
+    ):
+        pids = ["self", server.process.pid]
+        for _ in itertools.islice(run.queue, 200):
+            pass
+        before = [resident(pid) for pid in pids]
+        for _ in itertools.islice(run.queue, 1500):
+            pass
+        after = [resident(pid) for pid in pids]
+        assert run.pool.count() > 30_000
+        assert run.pool.stats()["pool_bytes"] < 1e6
+    # 100 bytes leaked with every step would be 3 MB.
+    for x, y in zip(before, after, strict=True):
+        assert y - x < 2
+
+
+def test_vector_environments_of_another_size_than_batches():
+    assert CodedVector.num_envs == E
