@@ -362,7 +362,9 @@ TEST_F(BatchingStressTest, MemoryIsFlat) {
   std::cout << static_cast<int>(num_steps / time.count()) << " steps/s, resident "
             << resident_early / 1024 << " kB after a tenth, " << resident_late / 1024
             << " kB at the end\n";
-  if (!kKeepsFreedMemory) EXPECT_LE(resident_late, resident_early + (size_t{4} << 20));
+  if (!kKeepsFreedMemory) {
+    EXPECT_LE(resident_late, resident_early + (size_t{4} << 20));
+  }
 }
 
 TEST_F(BatchingStressTest, PingPong) {
