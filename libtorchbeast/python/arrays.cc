@@ -61,7 +61,8 @@ py::array from_tensor(py::handle tensor, const nest::Place& place) {
     throw std::invalid_argument(
         at + "a tensor of " + std::string(py::str(tensor.attr("dtype"))) +
         " that cannot be shared (" + std::string(py::str(error.value())) +
-        "); allowed are dense tensors of " + kDTypes + ". Convert it, for example by .float()");
+        "); allowed are dense tensors of " + kDTypes +
+        ". Convert it, for example by .float()");
   }
   return py::reinterpret_steal<py::array>(array.release());
 }
@@ -74,7 +75,8 @@ Array from_array(py::array array, const nest::Place& place) {
   const bool shared = dtype && (array.flags() & kShareable) == kShareable;
   if (!shared) {
     const py::dtype native = array.dtype().attr("newbyteorder")("=");
-    array = array.attr("astype")(native, py::arg("order") = "C", py::arg("copy") = true);
+    array =
+        array.attr("astype")(native, py::arg("order") = "C", py::arg("copy") = true);
     dtype = from_numpy(array);
     if (!dtype) {
       throw std::invalid_argument("at " + place.str() + ": an array of dtype " +
@@ -201,10 +203,12 @@ MemoryPool::Allocator allocator_from_python(py::object function) {
     WithGil gil;
     py::object memory = py::handle(static_cast<PyObject*>(kept.get()))(num_bytes);
     const Torch* const torch = find_torch();
-    if (torch != nullptr && PyObject_IsInstance(memory.ptr(), torch->tensor_type) == 1) {
+    if (torch != nullptr &&
+        PyObject_IsInstance(memory.ptr(), torch->tensor_type) == 1) {
       memory = from_tensor(memory, nest::Place());
     }
-    auto view = py::reinterpret_steal<py::object>(PyMemoryView_FromObject(memory.ptr()));
+    auto view =
+        py::reinterpret_steal<py::object>(PyMemoryView_FromObject(memory.ptr()));
     if (!view) throw py::error_already_set();
     const Py_buffer& buffer = *PyMemoryView_GET_BUFFER(view.ptr());
     const std::string where = "the allocator's memory ";

@@ -24,9 +24,9 @@ namespace torchbeast::python {
 
 namespace py = pybind11;
 
-// Loads what the functions below need of NumPy. They do so themselves, but then let other
-// threads run in between, and a thread that wants to block soon after might not come
-// back if the interpreter ends meanwhile.
+// Loads what the functions below need of NumPy. They do so themselves, but then let
+// other threads run in between, and a thread that wants to block soon after might not
+// come back if the interpreter ends meanwhile.
 void load_numpy();
 
 // Throw, naming the place in the nest, py::type_error on a leaf that is not an array,

@@ -1,7 +1,8 @@
 // Python's global interpreter lock (GIL) between C++ threads.
 //
 // Rules of these bindings:
-// - Whatever blocks runs under WithoutGil. So no thread holds the GIL while it waits for
+// - Whatever blocks runs under WithoutGil. So no thread holds the GIL while it waits
+// for
 //   a C++ lock whose holder waits for the GIL.
 // - C++ threads never take the GIL to let go of a Python object: they leave it to the
 //   next thread that has the GIL, see Ref. An actor pool therefore runs without Python.

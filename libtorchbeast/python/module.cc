@@ -178,7 +178,8 @@ py::dict to_dict(const wire::EnvHello& hello) {
   return result;
 }
 
-// --- Objects that wait for their threads when they end --------------------------------
+// --- Objects that wait for their threads when they end
+// --------------------------------
 
 // An ActorPool or EnvServer: it ends without the GIL, before the interpreter does, and
 // not in a fork of the process, where its threads are not.
@@ -246,8 +247,8 @@ Raises:
                        bool check_inputs, std::optional<int64_t> maximum_queue_size,
                        const py::object& allocator) {
              return std::make_shared<BatchingQueue>(
-                 to_options(batch_dim, minimum_batch_size, maximum_batch_size, timeout_ms,
-                            check_inputs, maximum_queue_size, allocator));
+                 to_options(batch_dim, minimum_batch_size, maximum_batch_size,
+                            timeout_ms, check_inputs, maximum_queue_size, allocator));
            }),
            py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
            py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = py::none(),
@@ -360,8 +361,8 @@ Raises:
                        int64_t maximum_batch_size, std::optional<double> timeout_ms,
                        bool check_outputs, const py::object& allocator) {
              return std::make_shared<DynamicBatcher>(
-                 to_options(batch_dim, minimum_batch_size, maximum_batch_size, timeout_ms,
-                            check_outputs, std::nullopt, allocator));
+                 to_options(batch_dim, minimum_batch_size, maximum_batch_size,
+                            timeout_ms, check_outputs, std::nullopt, allocator));
            }),
            py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
            py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = 100,
@@ -467,7 +468,8 @@ Args:
 Raises:
     ValueError: an argument that makes no sense, a file that cannot be read.
 )")
-      .def(py::init([](int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
+      .def(py::init([](int64_t unroll_length,
+                       std::shared_ptr<BatchingQueue> learner_queue,
                        std::shared_ptr<DynamicBatcher> inference_batcher,
                        std::vector<std::string> env_server_addresses,
                        const py::object& initial_agent_state, double step_timeout_s,
@@ -478,8 +480,8 @@ Raises:
              ActorPoolOptions options;
              options.unroll_length = unroll_length;
              options.addresses = std::move(env_server_addresses);
-             options.security =
-                 to_security(tls_ca, tls_cert, tls_key, tls_server_name, token, insecure);
+             options.security = to_security(tls_ca, tls_cert, tls_key, tls_server_name,
+                                            token, insecure);
              options.step_timeout = positive_seconds(step_timeout_s, "step_timeout_s");
              options.maximum_downtime =
                  milliseconds(maximum_downtime_s, 1000, "maximum_downtime_s");
@@ -490,11 +492,11 @@ Raises:
            }),
            py::arg("unroll_length"), py::arg("learner_queue").none(false),
            py::arg("inference_batcher").none(false), py::arg("env_server_addresses"),
-           py::arg("initial_agent_state"), py::kw_only(), py::arg("step_timeout_s") = 60.0,
-           py::arg("maximum_downtime_s") = 60.0, py::arg("tls_ca") = py::none(),
-           py::arg("tls_cert") = py::none(), py::arg("tls_key") = py::none(),
-           py::arg("tls_server_name") = py::none(), py::arg("token") = py::none(),
-           py::arg("insecure") = false)
+           py::arg("initial_agent_state"), py::kw_only(),
+           py::arg("step_timeout_s") = 60.0, py::arg("maximum_downtime_s") = 60.0,
+           py::arg("tls_ca") = py::none(), py::arg("tls_cert") = py::none(),
+           py::arg("tls_key") = py::none(), py::arg("tls_server_name") = py::none(),
+           py::arg("token") = py::none(), py::arg("insecure") = false)
       .def(
           "run",
           [](Pool& self) {
@@ -621,15 +623,15 @@ Args:
 Raises:
     ValueError: an argument that makes no sense, a file that cannot be read.
 )")
-      .def(py::init([](py::object env_class, std::string server_address, int max_streams,
-                       std::string name, const Path& tls_ca, const Path& tls_cert,
-                       const Path& tls_key,
+      .def(py::init([](py::object env_class, std::string server_address,
+                       int max_streams, std::string name, const Path& tls_ca,
+                       const Path& tls_cert, const Path& tls_key,
                        const std::optional<std::string>& tls_server_name,
                        const std::optional<std::string>& token, bool insecure) {
              EnvServerOptions options;
              options.address = std::move(server_address);
-             options.security =
-                 to_security(tls_ca, tls_cert, tls_key, tls_server_name, token, insecure);
+             options.security = to_security(tls_ca, tls_cert, tls_key, tls_server_name,
+                                            token, insecure);
              options.max_streams = max_streams;
              auto server = std::make_shared<EnvServer>(
                  environment_factory(std::move(env_class), std::move(name)),
@@ -694,7 +696,8 @@ bytes_sent, bytes_copied.
 }  // namespace
 
 PYBIND11_MODULE(libtorchbeast, m) {
-  m.doc() = R"(The C++ core of PolyBeast: queues, batching, actor pool, environment server.
+  m.doc() =
+      R"(The C++ core of PolyBeast: queues, batching, actor pool, environment server.
 
 Nests are tuples, lists and dicts of leaves; leaves are torch tensors on the CPU or NumPy
 arrays. What comes out has tuples and dicts, and as leaves torch tensors where torch is
@@ -707,8 +710,8 @@ Calls that block let other threads run and can be interrupted by Ctrl-C.
       .doc() = "The queue or batcher was closed.";
   py::register_exception<AsyncError>(m, "AsyncError", PyExc_RuntimeError).doc() =
       "The batch that a computation was part of has no answer.";
-  py::register_exception<TransportError>(m, "TransportError", PyExc_RuntimeError).doc() =
-      "A connection could not be made, was lost or refused.";
+  py::register_exception<TransportError>(m, "TransportError", PyExc_RuntimeError)
+      .doc() = "A connection could not be made, was lost or refused.";
   py::register_exception<WireError>(m, "WireError", PyExc_RuntimeError).doc() =
       "The other side broke the protocol's rules.";
 

@@ -26,9 +26,9 @@ std::string describe(const py::error_already_set& error) {
   try {
     // An exception that C code raised has no traceback.
     const py::object trace = error.trace() ? error.trace() : py::none();
-    const py::object lines = py::module_::import("traceback")
-                                 .attr("format_exception")(error.type(), error.value(),
-                                                           trace);
+    const py::object lines =
+        py::module_::import("traceback")
+            .attr("format_exception")(error.type(), error.value(), trace);
     return py::cast<std::string>(py::str("").attr("join")(lines));
   } catch (const std::exception&) {
     return error.what();
@@ -75,7 +75,8 @@ class RowReader {
 
  private:
   bool has_shape(const py::array& array, const Shape& shape) const;
-  static py::array cast(py::handle value, DType dtype, const Place& place, bool to_bool);
+  static py::array cast(py::handle value, DType dtype, const Place& place,
+                        bool to_bool);
 
   const bool single_;
   std::vector<py::object> held_;
@@ -90,8 +91,8 @@ bool RowReader::has_shape(const py::array& array, const Shape& shape) const {
   return true;
 }
 
-// The values as a C-contiguous array of `dtype`. Casts must be safe or of the same kind,
-// in NumPy's words; Python's integers may become any integer that holds them.
+// The values as a C-contiguous array of `dtype`. Casts must be safe or of the same
+// kind, in NumPy's words; Python's integers may become any integer that holds them.
 py::array RowReader::cast(py::handle value, DType dtype, const Place& place,
                           bool to_bool) {
   const py::module_ numpy = py::module_::import("numpy");
@@ -249,10 +250,14 @@ class SingleEnvironment : public PythonEnvironment {
  public:
   SingleEnvironment(py::object env, const std::string& name)
       : PythonEnvironment(std::move(env)), reader_(true) {
-    python_ = Python{env_.attr("reset"), env_.attr("step"),
-                     py::getattr(env_, "observation_space", py::none()), {}, {}};
+    python_ = Python{env_.attr("reset"),
+                     env_.attr("step"),
+                     py::getattr(env_, "observation_space", py::none()),
+                     {},
+                     {}};
     begin_hello(name, 1);
-    if (hello_.has_action_space()) python_->action = action_nest(env_.attr("action_space"));
+    if (hello_.has_action_space())
+      python_->action = action_nest(env_.attr("action_space"));
   }
   ~SingleEnvironment() override {
     WithGil gil;
@@ -285,7 +290,8 @@ class SingleEnvironment : public PythonEnvironment {
         episode_return_ = 0;
       }
       const py::object result = python_->step(action_to_python(action));
-      const auto size = PyTuple_Check(result.ptr()) ? PyTuple_GET_SIZE(result.ptr()) : 0;
+      const auto size =
+          PyTuple_Check(result.ptr()) ? PyTuple_GET_SIZE(result.ptr()) : 0;
       if (size != 4 && size != 5) {
         throw std::invalid_argument(
             "step() must return (observation, reward, done, info) or (observation, "
@@ -330,9 +336,8 @@ class SingleEnvironment : public PythonEnvironment {
       return result;
     }
     const py::object& space = python_->observation_space;
-    const bool is_observation =
-        !space.is_none() && py::hasattr(space, "spaces") &&
-        py::cast<bool>(space.attr("contains")(result));
+    const bool is_observation = !space.is_none() && py::hasattr(space, "spaces") &&
+                                py::cast<bool>(space.attr("contains")(result));
     if (is_observation) return result;
     return py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(pair, 0));
   }
@@ -478,11 +483,10 @@ class VectorEnvironment : public PythonEnvironment {
                                     " cannot be sent");
       }
       if (value.ndim() == 0 || value.shape(0) != hello_.num_envs()) {
-        throw std::invalid_argument("at " + place.str() + ": the environment gave " +
-                                    describe_array(value) +
-                                    ", but every field has the num_envs, " +
-                                    std::to_string(hello_.num_envs()) +
-                                    ", as its first dimension");
+        throw std::invalid_argument(
+            "at " + place.str() + ": the environment gave " + describe_array(value) +
+            ", but every field has the num_envs, " + std::to_string(hello_.num_envs()) +
+            ", as its first dimension");
       }
       wire::Field* field = hello_.add_extra_fields();
       field->set_name(name);
@@ -530,10 +534,9 @@ class VectorEnvironment : public PythonEnvironment {
     }
     const auto size = static_cast<size_t>(PyDict_Size(row.ptr()));
     if (size != fields_.size() + 1) {
-      throw std::invalid_argument("the row has " + std::to_string(size) +
-                                  " fields, the first had " +
-                                  std::to_string(fields_.size() + 1) +
-                                  "; all rows must have the same");
+      throw std::invalid_argument(
+          "the row has " + std::to_string(size) + " fields, the first had " +
+          std::to_string(fields_.size() + 1) + "; all rows must have the same");
     }
     python_->row = std::move(row);
     if (truncated_ && any(result.arrays[*truncated_])) {
@@ -543,7 +546,8 @@ class VectorEnvironment : public PythonEnvironment {
             "an episode was truncated, and final_observation is None; it must hold the "
             "last observations, nested [E, ...]");
       }
-      reader_.read_nest(last, spec_.observation, final_place, &result.final_observation);
+      reader_.read_nest(last, spec_.observation, final_place,
+                        &result.final_observation);
       python_->final_observation = std::move(last);
     }
     return result;
@@ -589,8 +593,9 @@ std::unique_ptr<Environment> make_environment(py::handle env_class,
 
 EnvironmentFactory environment_factory(py::object env_class, std::string name) {
   if (PyCallable_Check(env_class.ptr()) == 0) {
-    throw py::type_error("env_class must be a class or function without arguments, not " +
-                         std::string(py::repr(env_class)));
+    throw py::type_error(
+        "env_class must be a class or function without arguments, not " +
+        std::string(py::repr(env_class)));
   }
   const std::shared_ptr<void> kept = keep(std::move(env_class));
   return [kept, name = std::move(name)]() -> std::unique_ptr<Environment> {

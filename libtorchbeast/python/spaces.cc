@@ -38,10 +38,10 @@ std::string kind_of(py::handle space, const nest::Place& place) {
 DType dtype_of(const py::array& array, const nest::Place& place) {
   const std::optional<DType> dtype = from_numpy(array);
   if (!dtype) {
-    throw std::invalid_argument("at " + place.str() + ": the dtype " +
-                                std::string(py::str(array.dtype())) +
-                                " cannot be sent; bool, and the usual integers and floats "
-                                "of native byte order can");
+    throw std::invalid_argument(
+        "at " + place.str() + ": the dtype " + std::string(py::str(array.dtype())) +
+        " cannot be sent; bool, and the usual integers and floats "
+        "of native byte order can");
   }
   return *dtype;
 }
@@ -134,11 +134,12 @@ wire::Space convert(py::handle space, const nest::Place& place, bool is_action) 
                    });
   } else {
     wire::Space::Dict* dict = result.mutable_dict();
-    for_each_child(space, place,
-                   [&](const std::string& key, py::handle child, const nest::Place& at) {
-                     dict->add_keys(key);
-                     *dict->add_values() = convert(child, at, is_action);
-                   });
+    for_each_child(
+        space, place,
+        [&](const std::string& key, py::handle child, const nest::Place& at) {
+          dict->add_keys(key);
+          *dict->add_values() = convert(child, at, is_action);
+        });
   }
   return result;
 }
@@ -281,9 +282,10 @@ py::object space_to_python(const wire::Space& space) {
       const auto& multi = space.multi_discrete();
       result["type"] = "MultiDiscrete";
       result["n"] = to_tuple(multi.n());
-      result["start"] = multi.start().empty()
-                            ? py::tuple(py::cast(std::vector<int64_t>(multi.n_size(), 0)))
-                            : to_tuple(multi.start());
+      result["start"] =
+          multi.start().empty()
+              ? py::tuple(py::cast(std::vector<int64_t>(multi.n_size(), 0)))
+              : to_tuple(multi.start());
       break;
     }
     case wire::Space::kMultiBinary:

@@ -37,8 +37,9 @@ class ActionLeaf {
   explicit ActionLeaf(py::handle space);
 
   // `array` is [1, ...]. Integers get the space's start, floats are clipped into its
-  // bounds: as torchbeast.core.environment does. An int for Discrete, else a NumPy array
-  // of the space's dtype. Throws std::invalid_argument if an integer is out of range.
+  // bounds: as torchbeast.core.environment does. An int for Discrete, else a NumPy
+  // array of the space's dtype. Throws std::invalid_argument if an integer is out of
+  // range.
   py::object to_python(const Array& array) const;
 
  private:
