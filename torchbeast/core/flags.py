@@ -2,17 +2,20 @@
 
 A preset is a named set of flags. The order of precedence: the command line, then the
 preset, then the defaults.
+
+Importing this loads no torch: environment servers parse flags too.
 """
+
+from __future__ import annotations
 
 import argparse
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from torchbeast.model import TORSOS
+if TYPE_CHECKING:
+    import torch
 
 # Protocols and settings by name. Flags given on the command line win over them.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -91,7 +94,7 @@ class FlagError(ValueError):
 class Flags(argparse.Namespace):
     """Flags that can't be changed once freeze() was called."""
 
-    def freeze(self) -> "Flags":
+    def freeze(self) -> Flags:
         self.__dict__["frozen"] = True
         return self
 
@@ -107,7 +110,7 @@ class Flags(argparse.Namespace):
             raise AttributeError(f"flags are frozen: {name} can't go during the run")
         super().__delattr__(name)
 
-    def replace(self, **changes: Any) -> "Flags":
+    def replace(self, **changes: Any) -> Flags:
         """A frozen copy with other values."""
         return Flags(**{**self.as_dict(), **changes}).freeze()
 
@@ -117,6 +120,8 @@ class Flags(argparse.Namespace):
 
 def make_parser(description: str) -> argparse.ArgumentParser:
     """The flags that both variants share."""
+    from torchbeast.model import TORSOS
+
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -143,30 +148,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     )
     add("--tensorboard", action="store_true", help="write TensorBoard event files too")
 
-    add = parser.add_argument_group("environment").add_argument
-    add("--env", default="PongNoFrameskip-v4", help="a Gymnasium id or module:Class")
-    add(
-        "--envs",
-        default="native",
-        choices=["native", "python"],
-        help="Atari through ale-py's vector environment or through Python wrappers",
-    )
-    add("--frame_skip", type=int, default=4, help="Atari: frames an action lasts")
-    add("--noop_max", type=int, default=30, help="Atari: most no-ops at a game's start")
-    add("--sticky_actions", type=float, default=0.0, help="Atari: chance of repeating")
-    add("--full_action_space", action=toggle, default=False, help="Atari: 18 actions")
-    add(
-        "--life_loss",
-        action=toggle,
-        default=True,
-        help="Atari: a lost life ends the training episode",
-    )
-    add(
-        "--max_episode_frames",
-        type=int,
-        default=108_000,
-        help="Atari: frames after which a game is truncated",
-    )
+    add_environment_flags(parser)
 
     add = parser.add_argument_group("model").add_argument
     add("--model", default="shallow", choices=list(TORSOS))
@@ -202,6 +184,35 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--greedy", action="store_true", help="the likeliest action, not a sample")
     add("--video", help="record the test to this .mp4 file")
     return parser
+
+
+def add_environment_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which environments there are and how they behave."""
+    toggle = argparse.BooleanOptionalAction
+    add = parser.add_argument_group("environment").add_argument
+    add("--env", default="PongNoFrameskip-v4", help="a Gymnasium id or module:Class")
+    add(
+        "--envs",
+        default="native",
+        choices=["native", "python"],
+        help="Atari through ale-py's vector environment or through Python wrappers",
+    )
+    add("--frame_skip", type=int, default=4, help="Atari: frames an action lasts")
+    add("--noop_max", type=int, default=30, help="Atari: most no-ops at a game's start")
+    add("--sticky_actions", type=float, default=0.0, help="Atari: chance of repeating")
+    add("--full_action_space", action=toggle, default=False, help="Atari: 18 actions")
+    add(
+        "--life_loss",
+        action=toggle,
+        default=True,
+        help="Atari: a lost life ends the training episode",
+    )
+    add(
+        "--max_episode_frames",
+        type=int,
+        default=108_000,
+        help="Atari: frames after which a game is truncated",
+    )
 
 
 def parse(
@@ -255,12 +266,16 @@ def resolve(flags: Flags) -> Flags:
 
 def learner_device(flags: Flags) -> torch.device:
     """The first GPU, unless there is none or --disable_cuda."""
+    import torch
+
     gpu = torch.cuda.is_available() and not flags.disable_cuda
     return torch.device("cuda" if gpu else "cpu")
 
 
 def fast_bf16(device: torch.device) -> bool:
     """Whether the device multiplies matrices in bfloat16."""
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
