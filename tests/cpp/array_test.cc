@@ -1,6 +1,5 @@
 #include "array.h"
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -11,8 +10,6 @@
 
 namespace torchbeast {
 namespace {
-
-using testing::HasSubstr;
 
 class ArrayTest : public GuardedTest {};
 
@@ -92,10 +89,10 @@ TEST_F(ArrayTest, CopyNeedsEqualSpecs) {
   const Array to = numbered({5, 3});
   EXPECT_EQ(copy(from, to), 60u);
   EXPECT_EQ(values_of(to), values_of(from));
-  EXPECT_THAT(error_of<std::invalid_argument>([&] {
-                copy(from, numbered({3, 5}));
-              }),
-              HasSubstr("cannot copy int32 [5, 3] into int32 [3, 5]"));
+  EXPECT_TRUE(contains(error_of<std::invalid_argument>([&] {
+                         copy(from, numbered({3, 5}));
+                       }),
+                       "cannot copy int32 [5, 3] into int32 [3, 5]"));
   EXPECT_EQ(copy(numbered({0, 3}), numbered({0, 3})), 0u);
 }
 
@@ -237,14 +234,14 @@ TEST_F(ArrayTest, ConcatenateAndSliceErrors) {
     return error_of<std::invalid_argument>([&] { concatenate(arrays, 1, pool, true); });
   };
   const Array bytes({DType::kUint8, {5, 3}}, nullptr, nullptr);
-  EXPECT_THAT(joining({}), HasSubstr("nothing to join"));
-  EXPECT_THAT(joining({numbered({5})}), HasSubstr("dimension 1 arrays of [5]"));
-  EXPECT_THAT(joining({numbered({5, 3}), numbered({4, 3})}),
-              HasSubstr("cannot join int32 [4, 3] with int32 [5, 3]"));
-  EXPECT_THAT(joining({numbered({5, 3}), numbered({5})}),
-              HasSubstr("cannot join int32 [5] with int32 [5, 3]"));
-  EXPECT_THAT(joining({numbered({5, 3}), bytes}),
-              HasSubstr("cannot join uint8 [5, 3] with int32 [5, 3]"));
+  EXPECT_TRUE(contains(joining({}), "nothing to join"));
+  EXPECT_TRUE(contains(joining({numbered({5})}), "dimension 1 arrays of [5]"));
+  EXPECT_TRUE(contains(joining({numbered({5, 3}), numbered({4, 3})}),
+                       "cannot join int32 [4, 3] with int32 [5, 3]"));
+  EXPECT_TRUE(contains(joining({numbered({5, 3}), numbered({5})}),
+                       "cannot join int32 [5] with int32 [5, 3]"));
+  EXPECT_TRUE(contains(joining({numbered({5, 3}), bytes}),
+                       "cannot join uint8 [5, 3] with int32 [5, 3]"));
 
   const Array array = numbered({5, 3});
   EXPECT_THROW(slice(array, 2, 0, 1, pool), std::out_of_range);

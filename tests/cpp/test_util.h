@@ -144,4 +144,10 @@ std::string error_of(F&& f) {
   return "nothing";
 }
 
+inline testing::AssertionResult contains(const std::string& text,
+                                         const std::string& part) {
+  if (text.find(part) != std::string::npos) return testing::AssertionSuccess();
+  return testing::AssertionFailure() << "no '" << part << "' in '" << text << "'";
+}
+
 }  // namespace torchbeast
