@@ -598,6 +598,9 @@ def test_the_environment_module_of_torchbeast(address):
 # --- The process ----------------------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/maps"), reason="reads /proc, which is Linux's"
+)
 def test_a_server_process_never_loads_torch(address):
     with ServerProcess("Loaded", address):
         (observation, *_), _ = play(address, zero)

@@ -1,6 +1,7 @@
 """The module libtorchbeast: arrays in and out, importing, threads, signals, the end."""
 
 import gc
+import os
 import random
 import signal
 import subprocess
@@ -22,6 +23,11 @@ DTYPES = [
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64"),
     *("int64", "float16", "float32", "float64"),
 ]
+
+
+needs_proc = pytest.mark.skipif(
+    not os.path.exists("/proc/self/stat"), reason="reads /proc, which is Linux's"
+)
 
 
 def through(*items, batch_dim=0):
@@ -233,6 +239,7 @@ def test_errors_keep_no_references():
     assert sys.getrefcount(item) == references
 
 
+@needs_proc
 def test_resident_memory_is_flat():
     done = run_python(
         """
@@ -279,6 +286,7 @@ def test_resident_memory_is_flat():
 # --- Importing ------------------------------------------------------------------------
 
 
+@needs_proc
 def test_importing_does_little():
     done = run_python(
         """
@@ -457,18 +465,31 @@ probe(address + ".silent", 60)
 }
 
 
-def start(code, path):
-    return subprocess.Popen(
-        [sys.executable, "-c", PREPARE + code, str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
-    )
+@pytest.fixture
+def start():
+    """Starts a process that runs PREPARE and `code`."""
+    processes = []
+
+    def run(code, path):
+        process = subprocess.Popen(
+            [sys.executable, "-c", PREPARE + code, str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+        )
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
+@needs_proc
 @pytest.mark.parametrize("call", BLOCKING)
-def test_ctrl_c_ends_a_blocking_call(call, tmp_path):
+def test_ctrl_c_ends_a_blocking_call(call, start, tmp_path):
     code = BLOCKING[call].strip().splitlines()
     body = [*code[:-1], "print('ready', flush=True)", code[-1]]
     process = start("\n".join(body), tmp_path / "socket")
@@ -489,7 +510,7 @@ def test_ctrl_c_ends_a_blocking_call(call, tmp_path):
 
 
 @pytest.mark.parametrize("call", BLOCKING)
-def test_the_interpreter_ends_while_daemon_threads_block(call, tmp_path):
+def test_the_interpreter_ends_while_daemon_threads_block(call, start, tmp_path):
     *setup, last = BLOCKING[call].strip().splitlines()
     code = "\n".join(
         [
@@ -510,7 +531,7 @@ def test_the_interpreter_ends_while_daemon_threads_block(call, tmp_path):
     assert not (tmp_path / "socket").exists()
 
 
-def test_a_fork_leaves_the_servers_of_its_parent_alone(tmp_path):
+def test_a_fork_leaves_the_servers_of_its_parent_alone(start, tmp_path):
     path = tmp_path / "socket"
     process = start(
         """
