@@ -5,6 +5,7 @@
 #include <atomic>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace torchbeast::python {
@@ -110,10 +111,6 @@ WithoutGil::~WithoutGil() {
 WithGil::WithGil() : state_(take_gil([] { return PyGILState_Ensure(); })) {}
 
 WithGil::~WithGil() { PyGILState_Release(state_); }
-
-Ref::~Ref() {
-  if (object_ != nullptr) drop(object_);
-}
 
 std::shared_ptr<void> keep(py::object object) {
   PyObject* const pointer = object.release().ptr();

@@ -5,7 +5,8 @@
 // for
 //   a C++ lock whose holder waits for the GIL.
 // - C++ threads never take the GIL to let go of a Python object: they leave it to the
-//   next thread that has the GIL, see Ref. An actor pool therefore runs without Python.
+//   next thread that has the GIL, see keep. An actor pool therefore runs without
+//   Python.
 // - From the interpreter's end on no other thread touches Python: such a thread sleeps
 //   until the process is gone, as Python 3.14 has it. Before that, servers are stopped
 //   and pools closed, see at_exit.
@@ -16,7 +17,6 @@
 
 #include <functional>
 #include <memory>
-#include <utility>
 
 #include "../sync.h"
 
@@ -48,31 +48,11 @@ class WithGil {
 
 // A reference to a Python object that may be dropped by any thread, without the GIL and
 // after the interpreter's end. The object is released by the next thread that enters or
-// leaves these bindings, or soon by the main thread.
-class Ref {
- public:
-  Ref() = default;
-  // REQUIRES: the GIL is held.
-  explicit Ref(py::object object) : object_(object.release().ptr()) {}
-  ~Ref();
-  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
-  Ref& operator=(Ref&& other) noexcept {
-    std::swap(object_, other.object_);
-    return *this;
-  }
-
-  explicit operator bool() const { return object_ != nullptr; }
-  // What it refers to, for use with the GIL.
-  py::handle get() const { return object_; }
-
- private:
-  PyObject* object_ = nullptr;
-};
-
-// The same as an owner of memory. REQUIRES: the GIL is held.
+// leaves these bindings, or soon by the main thread. get() is the PyObject*.
+// REQUIRES: the GIL is held.
 std::shared_ptr<void> keep(py::object object);
 
-// Releases what Refs have left behind. REQUIRES: the GIL is held.
+// Releases the objects whose references have been dropped. REQUIRES: the GIL is held.
 void release_dropped();
 
 // For the core's waits: lets Python's signal handlers run, so that Ctrl-C ends the wait
