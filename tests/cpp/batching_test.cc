@@ -91,8 +91,27 @@ std::future<ArrayNest> async_compute(DynamicBatcher& batcher, ArrayNest inputs,
 // So that most probably they wait in a call by then. Nothing depends on it but how
 // often a test meets the case that it is about.
 void let_others_run() {
-  for (int i = 0; i < 100; ++i) std::this_thread::yield();
+  const auto end = Clock::now() + std::chrono::microseconds(500);
+  while (Clock::now() < end) std::this_thread::yield();
 }
+
+// A lost wake-up costs up to a second (kLookPeriod). This measures, round by round,
+// what must follow at once, and fails where it takes so long in more than a tenth of
+// the rounds; a busy machine may be late now and then.
+class Promptness {
+ public:
+  ~Promptness() { EXPECT_LE(10 * num_late_, num_rounds_) << "wake-ups are lost"; }
+  void start() { start_ = Clock::now(); }
+  void stop() {
+    ++num_rounds_;
+    if (Clock::now() - start_ > kLookPeriod / 3) ++num_late_;
+  }
+
+ private:
+  Clock::time_point start_;
+  int num_rounds_ = 0;
+  int num_late_ = 0;
+};
 
 template <typename Queue>
 void wait_for_size(const Queue& queue, size_t size) {
@@ -282,20 +301,20 @@ TEST_F(BatchingQueueTest, TimeoutHandsOutAPartialBatch) {
 }
 
 TEST_F(BatchingQueueTest, TimeoutOfAWaitingConsumerIsPrompt) {
-  // A consumer that only looked by itself now and then (kLookPeriod) would need a
-  // second for each.
   BatchingQueue queue(with_timeout(sizes(10, 10), 5));
   std::atomic<int> done{0};
   Threads threads;
   threads.start([&] {
     while (queue.dequeue()) ++done;
   });
-  const auto start = Clock::now();
-  for (int i = 0; i < 60; ++i) {
+  Promptness promptness;
+  for (int i = 0; i < 20; ++i) {
+    let_others_run();
+    promptness.start();
     queue.enqueue(item(1));
     while (done == i) std::this_thread::yield();
+    promptness.stop();
   }
-  EXPECT_LT(Clock::now() - start, seconds(3));
   queue.close();
 }
 
@@ -332,29 +351,27 @@ TEST_F(BatchingQueueTest, BlockedProducersGoOnAsRoomComes) {
   EXPECT_GT(queue.stats().producer_wait_seconds, 0.2);
 }
 
-// Below, a lost wake-up costs up to a second (kLookPeriod), time and again.
-
 TEST_F(BatchingQueueTest, RoomForTwoWakesTwo) {
   BatchingQueue queue(with_queue_size(sizes(1, 2), 2));
-  const auto start = Clock::now();
-  for (int round = 0; round < 50; ++round) {
+  Promptness promptness;
+  for (int round = 0; round < 20; ++round) {
     queue.enqueue(item(1));
     queue.enqueue(item(1));
     Threads threads;
     for (int i = 0; i < 2; ++i) threads.start([&] { queue.enqueue(item(1)); });
     let_others_run();
+    promptness.start();
     queue.dequeue();
     threads.join();
+    promptness.stop();
     queue.dequeue();
   }
-  EXPECT_LT(Clock::now() - start, seconds(5));
 }
 
 TEST_F(BatchingQueueTest, ConsumersPassTheWakeUpOn) {
-  // Two waiting consumers, and two batches at once: each takes one, and then none until
-  // the other has done so, too.
-  BatchingQueue queue(sizes(1, 1));
-  const auto start = Clock::now();
+  // Two waiting consumers, and two batches by one item: each takes one, and then none
+  // until the other has done so, too.
+  BatchingQueue queue(sizes(4, 4));
   std::atomic<int> taken{0};
   Threads threads;
   for (int i = 0; i < 2; ++i) {
@@ -365,42 +382,49 @@ TEST_F(BatchingQueueTest, ConsumersPassTheWakeUpOn) {
       }
     });
   }
-  for (int round = 1; round <= 100; ++round) {
+  Promptness promptness;
+  for (int round = 1; round <= 20; ++round) {
     let_others_run();
-    queue.enqueue(item(1));
-    queue.enqueue(item(1));
+    promptness.start();
+    queue.enqueue(item(3));  // incomplete
+    queue.enqueue(
+        item(4));  // completes it, as what does not fit, and is complete itself
     while (taken < 2 * round) std::this_thread::yield();
+    promptness.stop();
   }
   queue.close();
-  EXPECT_LT(Clock::now() - start, seconds(10));
 }
 
 TEST_F(BatchingQueueTest, PingPongIsPrompt) {
-  const auto start = Clock::now();
   BatchingQueue there(sizes(1, 1)), back(sizes(1, 1));
   Threads threads;
   threads.start([&] {
     while (auto batch = there.dequeue()) back.enqueue(*std::move(batch));
   });
-  for (int i = 0; i < 200; ++i) {
+  Promptness promptness;
+  for (int i = 0; i < 20; ++i) {
+    let_others_run();
+    promptness.start();
     there.enqueue(item(1, i));
     EXPECT_EQ(values_of(back.dequeue()->leaf())[0], i);
+    promptness.stop();
   }
   there.close();
-  EXPECT_LT(Clock::now() - start, seconds(8));
 }
 
 TEST_F(BatchingQueueTest, RoomIsPassedOnByWhoLeaves) {
-  // The first blocked producer brings what can't be joined, once there is room.
+  // All blocked producers but one bring what can't be joined, once there is room.
   BatchingQueue queue(with_queue_size(sizes(1, 1), 2));
-  const auto start = Clock::now();
-  for (int round = 0; round < 50; ++round) {
+  Promptness promptness;
+  for (int round = 0; round < 20; ++round) {
     queue.enqueue(item(1));
     queue.enqueue(item(1));
     Threads threads;
-    threads.start([&] {
-      EXPECT_THROW(queue.enqueue(numbered({2, 1})), std::invalid_argument);
-    });
+    for (int i = 0; i < 4; ++i) {
+      threads.start([&] {
+        EXPECT_THROW(queue.enqueue(numbered({2, 1})), std::invalid_argument);
+      });
+    }
     let_others_run();
     std::atomic<bool> done{false};
     threads.start([&] {
@@ -408,13 +432,14 @@ TEST_F(BatchingQueueTest, RoomIsPassedOnByWhoLeaves) {
       done = true;
     });
     let_others_run();
+    promptness.start();
     queue.dequeue();
     while (!done) std::this_thread::yield();
-    queue.dequeue();  // for the first, if the second was faster
+    promptness.stop();
+    queue.dequeue();  // for those that are still blocked
     threads.join();
     queue.dequeue();
   }
-  EXPECT_LT(Clock::now() - start, seconds(5));
 }
 
 // Closing
@@ -453,18 +478,20 @@ TEST_F(BatchingQueueTest, CloseWakesEverybody) {
 }
 
 TEST_F(BatchingQueueTest, CloseIsPrompt) {
-  const auto start = Clock::now();
-  for (int round = 0; round < 50; ++round) {
+  Promptness promptness;
+  for (int round = 0; round < 20; ++round) {
     BatchingQueue queue(with_queue_size(sizes(1, 1), 1)), empty(sizes(1, 1));
     queue.enqueue(item(1));
     Threads threads;
     threads.start([&] { EXPECT_THROW(queue.enqueue(item(1)), ClosedBatchingQueue); });
     threads.start([&] { EXPECT_FALSE(empty.dequeue()); });
     let_others_run();
+    promptness.start();
     queue.close();
     empty.close();
+    threads.join();
+    promptness.stop();
   }
-  EXPECT_LT(Clock::now() - start, seconds(5));
 }
 
 // Faulty items
@@ -862,17 +889,19 @@ TEST_F(DynamicBatcherTest, TimeoutHandsOutAPartialBatch) {
 }
 
 TEST_F(DynamicBatcherTest, PingPongIsPrompt) {
-  const auto start = Clock::now();
   DynamicBatcher batcher(sizes(1, 1));
   Threads threads;
   threads.start([&] {
     while (auto batch = batcher.next()) batch->set_outputs(batch->inputs());
   });
-  for (int i = 0; i < 200; ++i) {
+  Promptness promptness;
+  for (int i = 0; i < 20; ++i) {
+    let_others_run();
+    promptness.start();
     EXPECT_EQ(values_of(batcher.compute(item(1, i)).leaf())[0], i);
+    promptness.stop();
   }
   batcher.close();
-  EXPECT_LT(Clock::now() - start, seconds(8));
 }
 
 // Endings
