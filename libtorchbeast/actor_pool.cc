@@ -799,9 +799,10 @@ ActorPoolStats ActorPool::stats() const {
 wire::EnvHello ActorPool::probe(const std::string& address, const Security& security,
                                 Milliseconds timeout, const Interrupt& interrupt) {
   Connection connection(Address(address), security);
-  connection.open();
-  std::future<wire::EnvHello> hello =
-      std::async(std::launch::async, [&] { return connection.shake_hands(); });
+  std::future<wire::EnvHello> hello = std::async(std::launch::async, [&] {
+    connection.open();  // which may take long
+    return connection.shake_hands();
+  });
   try {
     const auto deadline = Clock::now() + timeout;
     while (hello.wait_for(

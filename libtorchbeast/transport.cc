@@ -87,6 +87,12 @@ std::string Address::to_string() const {
 namespace {
 
 void check_security(const Address& address, const Security& security) {
+  // It travels in a header; gRPC ends the process over others.
+  for (const char c : security.token) {
+    if (c <= ' ' || c > '~') {
+      throw std::invalid_argument("a token must be printable ASCII without spaces");
+    }
+  }
   if (address.is_unix()) {
     if (security.uses_tls()) {
       throw std::invalid_argument("TLS is for host:port, and the address is " +

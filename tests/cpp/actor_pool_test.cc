@@ -666,10 +666,10 @@ TEST_F(ActorPoolTest, PortsThatAreTaken) {
 
 TEST_F(ActorPoolTest, TokensAreChecked) {
   EnvServerOptions options = server_options(unix_address());
-  options.security.token = "a secret";
+  options.security.token = "a-secret";
   EnvServer server(counting(1), options);
   server.start();
-  for (const std::string token : {"", "a secre", "a secret ", "b secret"}) {
+  for (const std::string token : {"", "a-secre", "a-secret-", "b-secret"}) {
     Security security;
     security.token = token;
     const std::string error = error_of<TransportError>(
@@ -677,16 +677,26 @@ TEST_F(ActorPoolTest, TokensAreChecked) {
     EXPECT_NE(error.find("token"), std::string::npos) << error;
   }
   Security security;
-  security.token = "a secret";
+  security.token = "a-secret";
   const wire::EnvHello hello =
       ActorPool::probe(unix_address(), security, Milliseconds(10'000));
   EXPECT_EQ(hello.environment(), "Counting-v0");
   EXPECT_EQ(server.stats().num_refused, 4u);
 }
 
-TEST_F(ActorPoolTest, AWrongTokenEndsTheRunAtOnce) {
+TEST_F(ActorPoolTest, TokensThatCannotTravelAreRefused) {
   EnvServerOptions options = server_options(unix_address());
   options.security.token = "a secret";
+  EXPECT_THROW(EnvServer(counting(1), options), std::invalid_argument);
+  Security security;
+  security.token = "two\nlines";
+  EXPECT_THROW(ActorPool::probe(unix_address(), security, Milliseconds(10'000)),
+               std::invalid_argument);
+}
+
+TEST_F(ActorPoolTest, AWrongTokenEndsTheRunAtOnce) {
+  EnvServerOptions options = server_options(unix_address());
+  options.security.token = "a-secret";
   EnvServer server(counting(1), options);
   server.start();
   Session run(pool_options({server.address()}));
