@@ -30,14 +30,15 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.multiprocessing as mp
+from gymnasium import spaces
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchbeast.core import checkpoint, rollout
@@ -124,7 +125,9 @@ def run_actor(
     """Fills slots: E environments make E rollouts of rows 0..T at a time."""
     E, T = env.num_envs, flags.unroll_length
     model = make_model(flags, env, torch.device("cpu"))
-    weights = Weights(model, weights_memory)  # as the learner's model lays them out
+    weights = SharedWeights(
+        model, weights_memory
+    )  # as the learner's model lays them out
     prepare_to_act(model)
     distribution = model.distribution
     generator = torch.Generator().manual_seed(derive_seed(flags.seed, index))
@@ -205,7 +208,18 @@ def run_actor(
         pipe.send(("done", arguments[0], timings.shares()))
 
 
-def make_model(flags: Flags, env: Environment, device: torch.device) -> Net:
+class HasSpaces(Protocol):
+    """An Environment, or what is known of one elsewhere."""
+
+    @property
+    def observation_space(self) -> spaces.Space: ...
+    @property
+    def action_space(self) -> spaces.Space: ...
+    @property
+    def frames_per_step(self) -> int: ...
+
+
+def make_model(flags: Flags, env: HasSpaces, device: torch.device) -> Net:
     """The model that the flags ask for."""
     model = Net(
         env.observation_space,
@@ -250,38 +264,23 @@ def derive_seed(*entropy: int) -> int:
 
 
 class Weights:
-    """The learner's newest weights in shared memory, in banks.
+    """The learner's newest weights, in banks that others read while it goes on.
 
     The learner writes into a bank that is neither the newest nor being read, and then
-    names it in its commands to actors; an actor says when it has read its bank. So
-    nobody ever reads half-written weights, and no lock is shared between processes.
+    makes it the newest; whoever reads borrows the newest bank and gives it back. So
+    nobody ever reads half-written weights.
+
+    Args:
+      banks: NUM_BANKS state dicts of a model.
     """
 
     NUM_BANKS = 3
 
-    def __init__(
-        self, model: torch.nn.Module, memory: torch.Tensor | None = None
-    ) -> None:
-        offset, places = 0, {}
-        for name, x in model.state_dict().items():
-            places[name] = (offset, x.shape, x.dtype)
-            offset += -(-x.nbytes // 64) * 64  # aligned for every dtype
-        if memory is None:
-            spec = rollout.Spec((max(offset, 1),), torch.uint8)
-            memory = rollout.create_buffers(spec, (self.NUM_BANKS,))
-        self.memory = memory  # [banks, bytes] uint8, shared
-        self.banks = [
-            {
-                name: bank[at : at + shape.numel() * dtype.itemsize]
-                .view(dtype)
-                .view(shape)
-                for name, (at, shape, dtype) in places.items()
-            }
-            for bank in memory
-        ]
+    def __init__(self, banks: list[dict[str, torch.Tensor]]) -> None:
+        self.banks = banks
         self._newest = (0, 0)  # bank and version
         self._readers: collections.Counter[int] = collections.Counter()
-        self._lock = threading.Lock()  # of the learner's threads
+        self._lock = threading.Lock()  # of this process's threads
 
     def publish(self, model: torch.nn.Module, version: int) -> bool:
         """Makes the model's weights the newest; False if every bank is being read."""
@@ -305,6 +304,37 @@ class Weights:
         with self._lock:
             self._readers[bank] -= 1
 
+
+class SharedWeights(Weights):
+    """Weights in shared memory, which actor processes read.
+
+    The learner names a bank in its commands to actors; an actor says when it has read
+    it. So no lock is shared between processes.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, memory: torch.Tensor | None = None
+    ) -> None:
+        offset, places = 0, {}
+        for name, x in model.state_dict().items():
+            places[name] = (offset, x.shape, x.dtype)
+            offset += -(-x.nbytes // 64) * 64  # aligned for every dtype
+        if memory is None:
+            spec = rollout.Spec((max(offset, 1),), torch.uint8)
+            memory = rollout.create_buffers(spec, (self.NUM_BANKS,))
+        self.memory = memory  # [banks, bytes] uint8, shared
+        super().__init__(
+            [
+                {
+                    name: bank[at : at + shape.numel() * dtype.itemsize]
+                    .view(dtype)
+                    .view(shape)
+                    for name, (at, shape, dtype) in places.items()
+                }
+                for bank in memory
+            ]
+        )
+
     def read(self, bank: int, model: torch.nn.Module) -> None:
         """Loads a bank into an actor's model, in the precision that this has."""
         model.load_state_dict(self.banks[bank])
@@ -325,7 +355,7 @@ class Actors:
         self,
         flags: Flags,
         buffers: dict[str, Nested],
-        weights: Weights,
+        weights: SharedWeights,
         saved: Sequence[dict[str, Any]] | None,
     ) -> None:
         # Never fork a process that has threads: the copy can inherit a locked lock.
@@ -508,7 +538,7 @@ def get_batch(
 class Learner:
     """What learning changes: model, optimizer, schedule, counters."""
 
-    def __init__(self, flags: Flags, env: Environment) -> None:
+    def __init__(self, flags: Flags, env: HasSpaces) -> None:
         torch.manual_seed(flags.seed)
         self.flags = flags
         self.device = flags_lib.learner_device(flags)
@@ -673,7 +703,7 @@ def train(flags: Flags) -> int:
         ),
         "initial_state": rollout.create_buffers(tuple(states), (flags.num_buffers,)),
     }
-    weights = Weights(learner.model)
+    weights = SharedWeights(learner.model)
     weights.publish(learner.model, learner.version)
     if learner.device.type == "cpu":
         torch.set_num_threads(flags.torch_threads)
@@ -1045,10 +1075,20 @@ def resolve_layout(flags: Flags) -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
+    return run(argv, make_parser(), resolve_layout, train, report)
+
+
+def run(
+    argv: Sequence[str] | None,
+    parser: argparse.ArgumentParser,
+    resolve_layout: Callable[[Flags], Flags],
+    train: Callable[[Flags], int],
+    report: Callable[[BaseException], int],
+) -> int:
+    """What the flags ask for: trains or tests; `report` tells what went wrong."""
     logging.basicConfig(
         level=logging.INFO, format="[%(levelname)s %(asctime)s %(name)s] %(message)s"
     )
-    parser = make_parser()
     flags = flags_lib.parse(parser, argv)
     try:
         with logging_redirect_tqdm():

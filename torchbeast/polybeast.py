@@ -1,0 +1,78 @@
+"""PolyBeast on one machine: environment servers and learner, started together.
+
+    python -m torchbeast.polybeast --env PongNoFrameskip-v4
+
+The servers are a process of their own with children (polybeast_env.py), the learner is
+this one (polybeast_learner.py). Ctrl-C saves and ends both; so does the end of training
+or the failure of either.
+"""
+
+# Not the learner, and so not torch: the servers' processes import this file too.
+import argparse
+import multiprocessing as mp
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torchbeast import polybeast_env
+from torchbeast.core.flags import FlagError, Flags
+
+
+def make_parser() -> argparse.ArgumentParser:
+    from torchbeast import polybeast_learner
+
+    parser = polybeast_learner.make_parser()
+    parser.description = "PolyBeast: IMPALA with environments in servers of their own."
+    polybeast_env.add_server_flags(parser)
+    return parser
+
+
+def resolve_layout(flags: Flags) -> Flags:
+    from torchbeast import polybeast_learner
+
+    if flags.server_addresses or flags.bind:
+        raise FlagError(
+            "this starts servers of its own, on this machine. For others, start "
+            "torchbeast.polybeast_env with --bind there and "
+            "torchbeast.polybeast_learner with --server_addresses here"
+        )
+    polybeast_env.check(flags)
+    return polybeast_learner.resolve_layout(flags)
+
+
+def train(flags: Flags) -> int:
+    """Trains until flags.total_steps, or until SIGINT or SIGTERM; see the learner's."""
+    from torchbeast import polybeast_learner
+
+    # Not forked: gRPC could not be used in the child.
+    context = mp.get_context("spawn")
+    servers = context.Process(
+        target=polybeast_env.run_for_learner, args=(flags,), name="servers"
+    )
+    servers.start()
+    try:
+        return polybeast_learner.train(flags, keep_going=lambda: look_at(servers))
+    finally:
+        servers.terminate()
+        servers.join(2 * polybeast_env.SHUTDOWN_SECONDS)
+        if servers.is_alive():
+            servers.kill()
+            servers.join()
+
+
+def look_at(servers: Any) -> None:
+    """Raises ServerError if the servers are gone."""
+    if not servers.is_alive():
+        how = polybeast_env.how_it_ended(servers.exitcode)
+        raise polybeast_env.ServerError(f"the environment servers ended {how}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
+    from torchbeast import polybeast_learner
+
+    return polybeast_learner.run(argv, make_parser(), resolve_layout, train)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,435 @@
+"""PolyBeast's environment servers: processes that step environments for a learner.
+
+    python -m torchbeast.polybeast_env --env PongNoFrameskip-v4 --num_servers 4
+    python -m torchbeast.polybeast_env --bind 0.0.0.0:5000 --tls_cert ... --tls_key ...
+
+Server i listens at PIPES_BASENAME.i, or, with --bind HOST:PORT, at HOST:PORT+i. Each
+stream that a learner opens gets --envs_per_actor environments of its own. A server that
+dies is started again. SIGINT and SIGTERM end them all.
+
+Nothing here imports torch: a machine for environments needs none.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import itertools
+import logging
+import multiprocessing as mp
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
+from typing import Any
+
+from torchbeast.core import flags as flags_lib
+from torchbeast.core.environment import (
+    Environment,
+    MissingPackageError,
+    UnknownEnvironmentError,
+    UnsupportedSpaceError,
+)
+from torchbeast.core.flags import FlagError, Flags
+
+log = logging.getLogger("torchbeast.polybeast_env")
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SHUTDOWN_SECONDS = 5.0  # granted to servers to end by themselves
+START_SECONDS = 300.0  # granted to servers to import and to make an environment
+# A server that has lived for so long was not started in vain.
+HEALTHY_SECONDS = 10.0
+FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before a restart
+
+# What a person can put right.
+EXPECTED_ERRORS = (
+    FlagError,
+    UnknownEnvironmentError,
+    UnsupportedSpaceError,
+    MissingPackageError,
+)
+
+
+class ServerError(RuntimeError):
+    """An environment server did not start, or died too often."""
+
+
+# --- A server process -----------------------------------------------------------------
+
+
+def serve(
+    flags: Flags,
+    index: int,
+    address: str,
+    first_stream: int,
+    pipe: connection.Connection,
+) -> None:
+    """The process: serves until SIGTERM, or until its parent is gone.
+
+    Its streams are numbered from first_stream; no two streams of all servers have the
+    same number, and so no two environments the same seed.
+    """
+    signal.signal(signal.SIGINT, lambda number, frame: None)  # the parent decides
+    faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck server
+    try:
+        server = make_server(flags, index, address, first_stream)
+        signal.signal(signal.SIGTERM, lambda number, frame: end(server))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        threading.Thread(target=end_after_parent, args=(server,), daemon=True).start()
+        server.start()
+        pipe.send(("ready", server.address, describe(flags)))
+        server.run()
+    except EXPECTED_ERRORS as error:
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        sys.exit(1)
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+        sys.exit(1)
+
+
+def make_server(flags: Flags, index: int, address: str, first_stream: int) -> Any:
+    """A libtorchbeast.Server whose streams get environments of their own.
+
+    Stream n of server i steps environments number (n * num_servers + i) * E and on:
+    those that actor i of MonoBeast would step, if every server has one stream.
+    """
+    import libtorchbeast
+
+    numbers = itertools.count(first_stream)
+    E = flags.envs_per_actor
+
+    def make_environment() -> Environment:
+        stream = next(numbers) * flags.num_servers + index
+        return Environment(flags, E, first_index=stream * E)
+
+    return libtorchbeast.Server(
+        make_environment, address, name=flags.env, **security(flags)
+    )
+
+
+def describe(flags: Flags) -> str:
+    """What is served; makes an environment to see that it can be made."""
+    with contextlib.closing(Environment(flags, 1)) as env:
+        return (
+            f"{flags.envs_per_actor} x {flags.env} a stream, observation "
+            f"{env.observation_space}, action {env.action_space}"
+        )
+
+
+def end(server: Any) -> None:
+    """Ends a server from a signal handler, which must not wait for its own thread."""
+    threading.Thread(target=server.stop, daemon=True).start()
+
+
+def end_after_parent(server: Any) -> None:
+    parent = mp.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    end(server)
+    time.sleep(SHUTDOWN_SECONDS)
+    os._exit(1)  # an environment hangs
+
+
+# --- All of them ----------------------------------------------------------------------
+
+
+class Servers:
+    """The server processes, seen from their parent, which starts them again."""
+
+    def __init__(self, flags: Flags) -> None:
+        self.flags = flags
+        self.context = mp.get_context("spawn")  # gRPC can't be forked
+        self.addresses = addresses(flags)
+        count = len(self.addresses)
+        self.processes: list[Any] = [None] * count
+        self.pipes: list[Any] = [None] * count
+        self.started = [0.0] * count  # when
+        self.ready = [False] * count
+        self.due = [0.0] * count  # when to start it, if there is no process
+        self.in_vain = [0] * count  # deaths in a row, each soon after the start
+        self.restarts = 0
+        self.ever_ready = False
+
+    def start(self) -> None:
+        for index in range(len(self.addresses)):
+            self._start(index, 0)
+
+    def watch(self, timeout: float, wake_up: Sequence[Any]) -> None:
+        """Waits for something to happen, and starts again who has died.
+
+        Args:
+          timeout: seconds to wait at most.
+          wake_up: what ends the wait when it is ready.
+
+        Raises:
+          ServerError: a server can't start, or dies again and again.
+        """
+        now = time.monotonic()
+        for index, process in enumerate(self.processes):
+            if process is None:
+                if now >= self.due[index]:
+                    self.restarts += 1
+                    self._start(index, self.restarts << 16)
+                else:
+                    timeout = min(timeout, self.due[index] - now)
+        alive = [i for i, process in enumerate(self.processes) if process is not None]
+        objects = list(wake_up)
+        objects += [self.processes[i].sentinel for i in alive]
+        objects += [self.pipes[i] for i in alive if not self.ready[i]]
+        connection.wait(objects, timeout)
+        for index in alive:
+            self._look_at(index)
+
+    def _start(self, index: int, first_stream: int) -> None:
+        self.pipes[index], child = self.context.Pipe(duplex=False)
+        process = self.context.Process(
+            target=serve,
+            name=f"server-{index}",
+            args=(self.flags, index, self.addresses[index], first_stream, child),
+            daemon=True,
+        )
+        process.start()
+        child.close()
+        self.processes[index] = process
+        self.started[index] = time.monotonic()
+        self.ready[index] = False
+
+    def _look_at(self, index: int) -> None:
+        process, pipe = self.processes[index], self.pipes[index]
+        lived = time.monotonic() - self.started[index]
+        error = ""
+        with contextlib.suppress(EOFError, OSError):
+            while not self.ready[index] and pipe.poll():
+                kind, *rest = pipe.recv()
+                if kind == "error":
+                    (error,) = rest
+                    break
+                self.ready[index] = self.ever_ready = True
+                log.info("Server %d at %s: %s", index, *rest)
+        if error and not self.ever_ready:
+            self._raise(index, f"cannot start: {error}")
+        if process.is_alive() and not error:
+            if not self.ready[index] and lived > START_SECONDS:
+                self._raise(index, f"was not ready after {START_SECONDS:g} s")
+            return
+        process.join(SHUTDOWN_SECONDS)
+        how = error or f"has died, {how_it_ended(process.exitcode)}"
+        self.in_vain[index] = 0 if lived > HEALTHY_SECONDS else self.in_vain[index] + 1
+        if self.in_vain[index] > self.flags.max_restarts:
+            self._raise(
+                index,
+                f"{how}. It is number {self.in_vain[index]} of deaths in a row within "
+                f"{HEALTHY_SECONDS:g} s of the start (--max_restarts "
+                f"{self.flags.max_restarts})",
+            )
+        backoff = min(FIRST_BACKOFF * 2 ** self.in_vain[index], LONGEST_BACKOFF)
+        log.warning("Server %d %s; starting it again in %.1f s.", index, how, backoff)
+        pipe.close()
+        self.processes[index] = None
+        self.due[index] = time.monotonic() + backoff
+
+    def _raise(self, index: int, why: str) -> None:
+        raise ServerError(f"environment server {index} {why}")
+
+    def stop(self) -> None:
+        """Ends all processes and removes their sockets."""
+        processes = [process for process in self.processes if process is not None]
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for address in self.addresses:
+            kind, _, path = address.partition(":")
+            if kind == "unix":  # one that was killed has left it
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+
+
+def how_it_ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        hint = " (out of memory? see dmesg)" if code == -signal.SIGKILL else ""
+        return f"by signal {signal.Signals(-code).name}{hint}"
+    return f"with exit status {code}"
+
+
+def addresses(flags: Flags) -> list[str]:
+    """Where the servers listen, one address each."""
+    if not flags.bind:
+        return [f"{flags.pipes_basename}.{i}" for i in range(flags.num_servers)]
+    host, _, port = flags.bind.rpartition(":")
+    if not host or not port.isdigit() or int(port) + flags.num_servers > 65536:
+        raise FlagError(
+            f"--bind must be HOST:PORT, with {flags.num_servers} ports from PORT on, "
+            f"got {flags.bind!r}"
+        )
+    return [f"{host}:{int(port) + i}" for i in range(flags.num_servers)]
+
+
+# --- Command line ---------------------------------------------------------------------
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("environment servers").add_argument
+    add("--bind", help="HOST:PORT of the first server, for learners elsewhere")
+    add(
+        "--max_restarts",
+        type=int,
+        default=5,
+        help="times in a row that a server may die right after its start",
+    )
+
+
+def add_connection_flags(parser: argparse.ArgumentParser) -> None:
+    """What environment servers and learner must agree on."""
+    add = parser.add_argument_group("connection").add_argument
+    add(
+        "--pipes_basename",
+        default="unix:/tmp/polybeast",
+        help="the servers' sockets on one machine are this name with .0, .1, ...",
+    )
+    add("--num_servers", type=int, default=4, help="server processes, or their sockets")
+    add("--envs_per_actor", type=int, default=8, help="environments of one stream")
+    add("--tls_cert", help="PEM file of this side's certificate")
+    add("--tls_key", help="PEM file of its key")
+    add("--tls_ca", help="PEM file of who signed the other side's certificate")
+    add("--token_file", help="file of a secret that both sides know")
+    add("--insecure", action="store_true", help="allow plain TCP beyond this machine")
+
+
+def security(flags: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of libtorchbeast that the connection flags stand for."""
+    token = None
+    if flags.token_file:
+        try:
+            with open(flags.token_file) as file:
+                token = file.read().strip()
+        except OSError as error:
+            raise FlagError(f"--token_file: {error}") from error
+        if not token:
+            raise FlagError(f"--token_file {flags.token_file} is empty")
+    return {
+        "tls_cert": flags.tls_cert,
+        "tls_key": flags.tls_key,
+        "tls_ca": flags.tls_ca,
+        "token": token,
+        "insecure": flags.insecure,
+    }
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="PolyBeast's environment servers.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    presets = sorted(flags_lib.PRESETS)
+    parser.add_argument("--preset", choices=presets, help="a named set of flags")
+    parser.add_argument("--seed", type=int, default=1)
+    flags_lib.add_environment_flags(parser)
+    add_server_flags(parser)
+    add_connection_flags(parser)
+    return parser
+
+
+def check(flags: Flags) -> None:
+    for name, least in (
+        ("num_servers", 1),
+        ("envs_per_actor", 1),
+        ("max_restarts", 0),
+        ("seed", 0),
+    ):
+        if getattr(flags, name) < least:
+            raise FlagError(
+                f"--{name} must be at least {least}, got {getattr(flags, name)}"
+            )
+
+
+@contextlib.contextmanager
+def noting(signals: Sequence[int], wake_writer: int) -> Iterator[Callable[[], int]]:
+    """Notes signals instead of dying; yields a function that gives the first, or 0."""
+    got = 0
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal got
+        got = got or number
+
+    old_handlers = {number: signal.signal(number, note) for number in signals}
+    old_wakeup = signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+    try:
+        yield lambda: got
+    finally:
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(old_wakeup)
+
+
+def run(flags: Flags, until: Sequence[Any] = ()) -> int:
+    """Serves until SIGINT or SIGTERM, or until one of the sentinels `until` is ready.
+
+    Returns:
+      128 + the signal's number; 0 if there was none.
+
+    Raises:
+      ServerError: a server can't start, or dies again and again.
+    """
+    wake_reader, wake_writer = os.pipe()
+    os.set_blocking(wake_reader, False)
+    os.set_blocking(wake_writer, False)
+    with noting(STOP_SIGNALS, wake_writer) as signal_number:
+        servers = Servers(flags)
+        try:
+            servers.start()
+            while not signal_number() and not connection.wait(until, 0):
+                servers.watch(1.0, [wake_reader, *until])
+        finally:
+            servers.stop()
+    os.close(wake_reader)
+    os.close(wake_writer)
+    if not signal_number():
+        return 0
+    log.info("%s: all servers have ended.", signal.Signals(signal_number()).name)
+    return 128 + signal_number()
+
+
+def run_for_learner(flags: Flags) -> None:
+    """A child process of torchbeast.polybeast, which ends it with SIGTERM.
+
+    A Ctrl-C reaches every process of the terminal; the learner decides what it means.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    learner = mp.parent_process()
+    assert learner is not None
+    sys.exit(guarded(lambda: run(flags, [learner.sentinel])))
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """The exit status of `work`; errors that tell all are logged without traceback."""
+    logging.basicConfig(
+        level=logging.INFO, format="[%(levelname)s %(asctime)s %(name)s] %(message)s"
+    )
+    try:
+        return work()
+    except (*EXPECTED_ERRORS, ServerError) as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 128 + n ended by signal n, 1 failed."""
+    flags = flags_lib.parse(make_parser(), argv)
+
+    def work() -> int:
+        check(flags)
+        return run(flags.freeze())
+
+    return guarded(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
