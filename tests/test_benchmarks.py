@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import throughput
+import transport
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -93,3 +94,24 @@ def test_throughput_of_a_short_run_is_sane(tmp_path):
     assert 50 < run["memory"] < 4000
     assert "wait" in run["waited"]
     assert run["status"] == 130
+
+
+def test_transport_counts_what_goes_through(tmp_path):
+    """Each observation is copied once by the server and once into its rollout."""
+    result = transport.measure_ours("unix", 2, 3, 0.5, str(tmp_path))
+    step = int(np.prod(transport.FRAME)) + 4 + 1 + 8 + 4
+    assert result["steps_per_second"] > 0
+    assert result["server_copied_bytes"] == pytest.approx(step, rel=0.1)
+    # And one row of every rollout into the next; what the agent says besides.
+    into_rollouts = step * (1 + 1 / transport.UNROLL_LENGTH)
+    assert result["pool_copied_bytes"] == pytest.approx(into_rollouts, rel=0.1)
+    assert 3 <= result["mean_inference_batch"] <= 6
+    assert min(result["client_cpu_us"], result["server_cpu_us"]) > 0
+
+
+def test_transport_measures_a_bare_stream(tmp_path):
+    programs = sorted(ROOT.glob("build/*/bare_stream"))
+    if not programs:
+        pytest.skip("bare_stream is not built; scripts/test_native does")
+    result = transport.measure_bare(programs[0], "tcp", 2, 3, 0.5, str(tmp_path))
+    assert min(result.values()) > 0
