@@ -99,6 +99,7 @@ int run(char** argv, const std::string& address, int num_streams, size_t num_byt
     _exit(1);
   }
   std::atomic<uint64_t> count{0};
+  std::atomic<int> num_connected{0};
   std::atomic<bool> running{true}, failed{false};
   std::vector<std::thread> threads;
   for (int i = 0; i < num_streams; ++i) {
@@ -116,6 +117,7 @@ int run(char** argv, const std::string& address, int num_streams, size_t num_byt
       MemoryPool pool;
       std::vector<uint8_t> bytes(num_bytes), action(action_bytes, 1);
       grpc::ByteBuffer message;
+      ++num_connected;
       while (running) {
         if (!stream->Write(make_message(action, pool)) || !stream->Read(&message)) {
           failed = true;
@@ -128,7 +130,10 @@ int run(char** argv, const std::string& address, int num_streams, size_t num_byt
       stream->Finish();
     });
   }
-  std::this_thread::sleep_for(Seconds(std::min(1.0, seconds / 3)));
+  while (num_connected < num_streams && !failed) {  // ends: connecting has a deadline
+    std::this_thread::sleep_for(Seconds(0.01));
+  }
+  std::this_thread::sleep_for(Seconds(std::min(1.0, seconds / 2)));  // warm-up
   const uint64_t first = count;
   const double cpu = own_cpu_seconds();
   const auto start = std::chrono::steady_clock::now();
