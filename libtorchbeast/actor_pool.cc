@@ -112,11 +112,13 @@ class Connection {
     const grpc::Status status = stream_->Finish();
     finished_ = true;
     const char* reason = reason_;
-    std::string text = "the environment server at " + address_;
+    const std::string text = "the environment server at " + address_;
     if (reason != nullptr) throw TransportError(text + " " + reason, true);
     if (status.ok()) throw TransportError(text + " has ended the stream", true);
-    text += is_final(status.error_code()) ? " refuses: " : " is lost: ";
-    throw TransportError(text + status.error_message(), !is_final(status.error_code()));
+    if (is_final(status.error_code())) {
+      throw RefusedError(text + " refuses: " + status.error_message());
+    }
+    throw TransportError(text + " is lost: " + status.error_message(), true);
   }
 
   const std::string address_;
@@ -303,7 +305,7 @@ class ActorPool::Actor {
       MutexLock lock(shared_.mutex);
       shared_.last_error = error.what();
     }
-    if (!error.may_pass) throw error;
+    if (!error.may_pass) throw;  // the error that is being handled
     if (connected_ && ++fruitless_ >= kMaximumFruitless) {
       throw TransportError(std::to_string(fruitless_) +
                                " connections in a row have not lasted for a rollout; "

@@ -22,12 +22,18 @@ class ServerCredentials;
 
 namespace torchbeast {
 
-// The other side, or the way to it: no connection, a lost one, a refusal.
+// The other side, or the way to it: no connection, or a lost one.
 class TransportError : public std::runtime_error {
  public:
   TransportError(const std::string& message, bool may_pass)
       : std::runtime_error(message), may_pass(may_pass) {}
   const bool may_pass;  // whether dialling again can help
+};
+
+// The other side answers and says no: a wrong token, another version, ...
+class RefusedError : public TransportError {
+ public:
+  explicit RefusedError(const std::string& message) : TransportError(message, false) {}
 };
 
 // "unix:/tmp/polybeast.0" or "host:port", "[::1]:port".

@@ -1,4 +1,4 @@
-"""Runs of MonoBeast as a user starts them: real processes, real files."""
+"""Runs as a user starts them: real processes, real files."""
 
 import csv
 import os
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,9 +25,11 @@ SMALL = {
 }
 
 
-def command(savedir: Path, xpid: str, **flags: object) -> list[str]:
+def command(
+    savedir: Path, xpid: str, module: str = "torchbeast.monobeast", **flags: object
+) -> list[str]:
     """The command line of a run; True gives a bare flag, None leaves one out."""
-    words = [sys.executable, "-m", "torchbeast.monobeast"]
+    words = [sys.executable, "-m", module]
     for name, value in {"savedir": savedir, "xpid": xpid, **flags}.items():
         if value is True:
             words.append(f"--{name}")
@@ -45,7 +48,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def start(savedir: Path, xpid: str, **flags: object) -> subprocess.Popen:
+def start(savedir: Path, xpid: str, **flags: Any) -> subprocess.Popen:
     """Starts a run in a process group of its own; see `command` for the flags."""
     return subprocess.Popen(
         command(savedir, xpid, **flags),
@@ -81,7 +84,7 @@ def wait_for_rows(
         time.sleep(0.02)
 
 
-def run(savedir: Path, xpid: str, timeout: float = 100, **flags: object) -> str:
+def run(savedir: Path, xpid: str, timeout: float = 100, **flags: Any) -> str:
     """A run that has to succeed; returns what it printed."""
     process = start(savedir, xpid, **flags)
     output = finish(process, timeout)

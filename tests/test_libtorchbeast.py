@@ -319,6 +319,7 @@ def test_what_there_is():
         "ClosedBatchingQueue",
         "DynamicBatcher",
         "Server",
+        "RefusedError",
         "TransportError",
         "WireError",
         "probe",

@@ -102,6 +102,8 @@ def find_environments(
                 addresses[0], timeout_s=PROBE_SECONDS, **security(flags)
             )
             break
+        except libtorchbeast.RefusedError:
+            raise
         except libtorchbeast.TransportError:
             if time.monotonic() > deadline:
                 raise
@@ -275,6 +277,9 @@ def train(flags: Flags, keep_going: Callable[[], None] = lambda: None) -> int:
                 seconds = time.monotonic() - started
                 learner.longest_update = max(learner.longest_update, seconds)
                 models.publish(learner.model, learner.version)
+                lost = pool.stats()
+                row["reconnects"] = lost["num_reconnects"]
+                row["dropped_steps"] = lost["num_dropped_steps"]
                 writer.log(row)
                 if board:
                     board.log(row)

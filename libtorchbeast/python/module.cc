@@ -508,7 +508,8 @@ Run until close() is called or the queue or the batcher is closed. To be called 
 
 Raises the first error that ends it:
     ValueError: the agent's outputs or the state don't fit; says where.
-    TransportError: a stream was down for too long, or was refused for good.
+    RefusedError: a server says no, for example to the token.
+    TransportError: a stream was down for too long.
     WireError: a server broke the protocol's rules.
     RuntimeError: an environment raised; with its traceback.
     AsyncError: inference failed.
@@ -570,7 +571,8 @@ Returns a dict:
 The security arguments are those of ActorPool.
 
 Raises:
-    TransportError: no answer within timeout_s seconds, or a refusal.
+    RefusedError: the server says no, for example to the token.
+    TransportError: no answer within timeout_s seconds.
     WireError: the answer breaks the protocol's rules.
     RuntimeError: the environment raised; with its traceback.
 )");
@@ -710,8 +712,11 @@ Calls that block let other threads run and can be interrupted by Ctrl-C.
       .doc() = "The queue or batcher was closed.";
   py::register_exception<AsyncError>(m, "AsyncError", PyExc_RuntimeError).doc() =
       "The batch that a computation was part of has no answer.";
-  py::register_exception<TransportError>(m, "TransportError", PyExc_RuntimeError)
-      .doc() = "A connection could not be made, was lost or refused.";
+  auto transport_error =
+      py::register_exception<TransportError>(m, "TransportError", PyExc_RuntimeError);
+  transport_error.doc() = "A connection could not be made, was lost or refused.";
+  py::register_exception<RefusedError>(m, "RefusedError", transport_error).doc() =
+      "The other side says no: a wrong token, another version, ...";
   py::register_exception<WireError>(m, "WireError", PyExc_RuntimeError).doc() =
       "The other side broke the protocol's rules.";
 

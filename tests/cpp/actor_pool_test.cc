@@ -672,7 +672,7 @@ TEST_F(ActorPoolTest, TokensAreChecked) {
   for (const std::string token : {"", "a-secre", "a-secret-", "b-secret"}) {
     Security security;
     security.token = token;
-    const std::string error = error_of<TransportError>(
+    const std::string error = error_of<RefusedError>(
         [&] { ActorPool::probe(unix_address(), security, Milliseconds(10'000)); });
     EXPECT_NE(error.find("token"), std::string::npos) << error;
   }
@@ -700,7 +700,7 @@ TEST_F(ActorPoolTest, AWrongTokenEndsTheRunAtOnce) {
   EnvServer server(counting(1), options);
   server.start();
   Session run(pool_options({server.address()}));
-  EXPECT_THROW(run.wait(), TransportError);
+  EXPECT_THROW(run.wait(), RefusedError);
   EXPECT_EQ(server.stats().num_refused, 1u);
 }
 

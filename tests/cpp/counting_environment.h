@@ -22,11 +22,12 @@ struct Position {
   int64_t stream, env, episode, step, last_action;
 
   int64_t encode() const {
-    return (((stream * 10 + env) * 1000 + episode) * 100 + step) * 10 + last_action;
+    return (((stream * 10 + env) * 1'000'000 + episode) * 100 + step) * 10 +
+           last_action;
   }
   static Position decode(int64_t number) {
-    return {number / 10'000'000, number / 1'000'000 % 10, number / 1000 % 1000,
-            number / 10 % 100, number % 10};
+    return {number / 10'000'000'000, number / 1'000'000'000 % 10,
+            number / 1000 % 1'000'000, number / 10 % 100, number % 10};
   }
 };
 
@@ -48,7 +49,7 @@ class CountingEnvironment : public Environment {
     picture->add_shape(2);
     picture->add_shape(3);
     dict->add_keys("position");
-    dict->add_values()->mutable_discrete()->set_n(int64_t{1} << 40);
+    dict->add_values()->mutable_discrete()->set_n(int64_t{1} << 50);
     hello_.mutable_action_space()->mutable_discrete()->set_n(kNumActions);
     if (with_truncation) {
       auto* field = hello_.add_extra_fields();

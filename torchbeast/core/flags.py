@@ -249,7 +249,7 @@ def resolve(flags: Flags) -> Flags:
     for least, names in ((1, at_least_one), (0, at_least_zero)):
         for name in names:
             value = getattr(flags, name)
-            if not value >= least:  # also refuses NaN
+            if value is not None and not value >= least:  # also refuses NaN
                 raise FlagError(f"--{name} must be at least {least}, got {value}")
     for name in ("sticky_actions", "discounting", "alpha"):
         if not 0 <= getattr(flags, name) <= 1:

@@ -1,0 +1,379 @@
+"""PolyBeast as a user starts it: servers and learner in real processes."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import runs
+import torch
+from gymnasium import spaces
+from test_faults import processes_of_session, wait_until
+
+from torchbeast import monobeast, polybeast, polybeast_env, polybeast_learner
+from torchbeast.core import flags as flags_lib
+from torchbeast.core.flags import FlagError
+
+POLYBEAST = "torchbeast.polybeast"
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A small, quick run on CartPole whose dimensions all differ."""
+    return {
+        "module": POLYBEAST,
+        "pipes_basename": f"unix:{tmp_path}/pipe",
+        "env": "CartPole-v1",
+        "num_servers": 2,
+        "envs_per_actor": 3,
+        "batch_size": 6,
+        "unroll_length": 5,
+        "total_steps": 900,
+        "precision": "fp32",
+        "torch_threads": 1,
+        "reward_clipping": "none",
+    }
+
+
+def resolve(*argv):
+    flags = flags_lib.parse(polybeast.make_parser(), argv)
+    return polybeast.resolve_layout(flags_lib.resolve(flags))
+
+
+def servers_of(process):
+    """The server processes of a run, oldest first, without their supervisor."""
+    found = [
+        p
+        for p in processes_of_session(process.pid)
+        if "spawn_main" in p.command and "resource_tracker" not in p.command
+    ]
+    supervisors = {p.parent for p in found}
+    return [p for p in found if p.pid not in supervisors]
+
+
+def assert_nothing_left(process, tmp_path):
+    wait_until(lambda: not processes_of_session(process.pid), "all processes ended")
+    assert not list(tmp_path.glob("pipe*"))
+
+
+# --- A run ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_lstm", [None, True])
+def test_trains_finishes_and_resumes(tmp_path, small, use_lstm):
+    process = runs.start(tmp_path, "a", **small, use_lstm=use_lstm)
+    output = runs.finish(process)
+    assert process.returncode == 0, output
+    assert_nothing_left(process, tmp_path)
+    rows = runs.read_logs(tmp_path, "a")
+    assert [int(row["step"]) for row in rows] == list(range(30, 901, 30))
+    assert all(np.isfinite(float(row["total_loss"])) for row in rows)
+    assert sum(row["mean_episode_return"] != "" for row in rows) > 3
+    meta = json.loads((tmp_path / "a" / "meta.json").read_text())
+    assert meta["successful"]
+
+    small["total_steps"] = 1200
+    output = runs.run(
+        tmp_path, "a", **small, use_lstm=use_lstm, allow_flag_changes=True
+    )
+    assert "Resuming at step 900" in output
+    rows = runs.read_logs(tmp_path, "a")
+    assert [int(row["step"]) for row in rows] == list(range(30, 1201, 30))
+
+    output = runs.run(tmp_path, "a", module=POLYBEAST, mode="test", num_test_episodes=3)
+    assert "3 games: mean return" in output
+
+
+def test_the_policy_improves(tmp_path, small):
+    """Far above the 20 of a random policy, which shuffled rollouts don't reach."""
+    small |= {
+        "preset": "cartpole",
+        "env": None,
+        "envs_per_actor": 8,
+        "batch_size": 8,
+        "unroll_length": 20,
+        "total_steps": 60_000,
+    }
+    runs.run(tmp_path, "a", **small)
+    last = runs.read_logs(tmp_path, "a")[-1]
+    assert float(last["mean_game_return_100"]) > 80
+
+
+def test_servers_load_no_torch(tmp_path, small):
+    small["total_steps"] = 10**9
+    process = runs.start(tmp_path, "a", **small)
+    try:
+        runs.wait_for_rows(process, tmp_path, "a", 3)
+        servers = servers_of(process)
+        assert len(servers) == 2
+        for server in servers:
+            maps = pathlib.Path(f"/proc/{server.pid}/maps").read_text()
+            assert "libtorchbeast" in maps
+            assert "libtorch_" not in maps
+    finally:
+        process.send_signal(signal.SIGINT)
+        runs.finish(process)
+
+
+# --- Endings --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_ends_all(tmp_path, small, number):
+    small["total_steps"] = 10**9
+    process = runs.start(tmp_path, "a", **small)
+    runs.wait_for_rows(process, tmp_path, "a", 5)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    output = runs.finish(process)
+    assert process.returncode == 128 + number, output
+    assert "Traceback" not in output
+    assert_nothing_left(process, tmp_path)
+    saved = torch.load(tmp_path / "a" / "model.tar", weights_only=True)
+    last = runs.read_logs(tmp_path, "a")[-1]
+    assert saved["stats"]["step"] == int(last["step"])
+
+
+def test_servers_end_with_a_learner_that_was_killed(tmp_path, small):
+    small["total_steps"] = 10**9
+    process = runs.start(tmp_path, "a", **small)
+    runs.wait_for_rows(process, tmp_path, "a", 3)
+    process.kill()
+    runs.finish(process)
+    assert_nothing_left(process, tmp_path)
+
+
+# --- Faults ---------------------------------------------------------------------------
+
+
+def test_a_killed_server_comes_back(tmp_path, small):
+    small |= {"total_steps": 10**9, "unroll_length": 50}
+    process = runs.start(tmp_path, "a", **small)
+    runs.wait_for_rows(process, tmp_path, "a", 3)
+    before = servers_of(process)
+    os.kill(before[0].pid, signal.SIGKILL)
+    wait_until(
+        lambda: len({p.pid for p in servers_of(process)} - {p.pid for p in before}),
+        "another server",
+    )
+    wait_until(
+        lambda: runs.read_logs(tmp_path, "a")[-1].get("reconnects") == "1",
+        "its stream came back",
+    )
+    rows = runs.read_logs(tmp_path, "a")
+    assert int(rows[-1]["dropped_steps"]) < 3 * 50, "of less than one rollout"
+    runs.wait_for_rows(process, tmp_path, "a", len(rows) + 10)
+    process.send_signal(signal.SIGINT)
+    output = runs.finish(process)
+    assert process.returncode == 130, output
+    assert "has died, by signal SIGKILL" in output
+    assert "Reconnects 1," in output
+    assert_nothing_left(process, tmp_path)
+
+
+def test_an_environments_error_ends_the_run(tmp_path, small, monkeypatch):
+    fault = tmp_path / "fault"
+    monkeypatch.setenv("FAULT_FILE", str(fault))
+    small |= {"total_steps": 10**9, "env": "faulty:Environment"}
+    process = runs.start(tmp_path, "a", **small)
+    runs.wait_for_rows(process, tmp_path, "a", 3)
+    fault.write_text("raise_error")
+    output = runs.finish(process)
+    assert process.returncode == 1, output
+    assert "ValueError: the ball left the table" in output
+    assert "in raise_error" in output, "the environment's traceback"
+    assert (tmp_path / "a" / "model.tar").exists()
+    assert not json.loads((tmp_path / "a" / "meta.json").read_text())["successful"]
+    assert_nothing_left(process, tmp_path)
+
+
+def test_a_server_that_dies_again_and_again_ends_the_run(tmp_path, small, monkeypatch):
+    fault = tmp_path / "fault"
+    monkeypatch.setenv("FAULT_FILE", str(fault))
+    small |= {"total_steps": 10**9, "env": "faulty:Environment", "max_restarts": 1}
+    process = runs.start(tmp_path, "a", **small)
+    runs.wait_for_rows(process, tmp_path, "a", 3)
+    fault.write_text("leave")
+    output = runs.finish(process)
+    assert process.returncode == 1, output
+    assert "exit status 3" in output
+    assert "--max_restarts 1" in output
+    assert_nothing_left(process, tmp_path)
+
+
+def test_an_unknown_environment_ends_the_run_at_once(tmp_path, small):
+    small["env"] = "CartPoll-v1"
+    process = runs.start(tmp_path, "a", **small)
+    output = runs.finish(process)
+    assert process.returncode == 1, output
+    assert "no environment goes by this name" in output
+    assert "Traceback" not in output
+    assert_nothing_left(process, tmp_path)
+
+
+def test_more_actors_than_servers_share_them(tmp_path, small):
+    runs.run(tmp_path, "a", **small, num_actors=5)
+    assert runs.read_logs(tmp_path, "a")[-1]["step"] == "900"
+
+
+def test_no_server_at_all(tmp_path):
+    process = runs.start(
+        tmp_path,
+        "a",
+        module="torchbeast.polybeast_learner",
+        env="CartPole-v1",
+        pipes_basename=f"unix:{tmp_path}/nobody",
+        connect_timeout=1,
+    )
+    output = runs.finish(process)
+    assert process.returncode == 1, output
+    assert f"{tmp_path}/nobody.0" in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "a").exists(), "nothing was written"
+
+
+# --- Apart ----------------------------------------------------------------------------
+
+
+def test_servers_and_learner_apart_with_a_token(tmp_path, small):
+    token = tmp_path / "token"
+    token.write_text("between-us\n")
+    wrong = tmp_path / "wrong"
+    wrong.write_text("between-others\n")
+    shared = {
+        name: small[name]
+        for name in ("env", "num_servers", "pipes_basename", "envs_per_actor")
+    }
+    words = [f"--{name}={value}" for name, value in shared.items()]
+    words.append(f"--token_file={token}")
+    servers = subprocess.Popen(
+        [sys.executable, "-m", "torchbeast.polybeast_env", *words],
+        env=runs.environment(),
+        start_new_session=True,
+    )
+    try:
+        small["module"] = "torchbeast.polybeast_learner"
+        process = runs.start(tmp_path, "b", **small, token_file=wrong)
+        output = runs.finish(process)
+        assert process.returncode == 1, output
+        assert "token" in output
+
+        runs.run(tmp_path, "a", **small, token_file=token)
+        assert servers.poll() is None
+        servers.send_signal(signal.SIGTERM)
+        assert servers.wait(20) == 128 + signal.SIGTERM
+        assert_nothing_left(servers, tmp_path)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(servers.pid, signal.SIGKILL)
+
+
+def test_addresses(tmp_path):
+    flags = resolve("--num_servers", "3", "--pipes_basename", "unix:/tmp/x")
+    there = [f"unix:/tmp/x.{i}" for i in range(3)]
+    assert polybeast_env.addresses(flags) == there
+    assert polybeast_learner.server_addresses(flags) == there
+    assert flags.num_actors == 3
+
+    flags.bind = "10.0.0.1:5000"
+    assert polybeast_env.addresses(flags) == [f"10.0.0.1:{5000 + i}" for i in range(3)]
+    for bad in ("5000", "host:", "host:65534"):
+        flags.bind = bad
+        with pytest.raises(FlagError, match="HOST:PORT"):
+            polybeast_env.addresses(flags)
+
+    file = tmp_path / "addresses"
+    file.write_text("a:1\nb:2\n")
+    for given in ("a:1,b:2", f"@{file}"):
+        flags.server_addresses = given
+        assert polybeast_learner.server_addresses(flags) == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Box(-2, 3, (2, 3), np.float32),
+        spaces.Box(np.array([0.0, -1.0]), np.array([1.0, np.inf]), dtype=np.float64),
+        spaces.Box(0, 255, (4, 5, 3), np.uint8),
+        spaces.Discrete(7),
+        spaces.MultiDiscrete([3, 4]),
+        spaces.MultiBinary((2, 2)),
+        spaces.Tuple([spaces.Discrete(2), spaces.Dict({"b": spaces.Discrete(3)})]),
+    ],
+)
+def test_spaces_arrive_as_they_are(tmp_path, space):
+    import libtorchbeast
+
+    class Vector:
+        num_envs = 2
+        observation_space = space
+        action_space = spaces.Discrete(2)
+        final_observation = None
+
+        def initial(self):
+            batched = [space.sample() for _ in range(2)]
+            empty = np.zeros(2)
+            from gymnasium.vector.utils import concatenate, create_empty_array
+
+            return {
+                "observation": concatenate(
+                    space, batched, create_empty_array(space, 2)
+                ),
+                "reward": empty.astype(np.float32),
+                "done": np.ones(2, bool),
+                "episode_step": empty.astype(np.int64),
+                "episode_return": empty.astype(np.float32),
+            }
+
+        def step(self, actions):
+            raise AssertionError("nobody steps")
+
+    server = libtorchbeast.Server(Vector, f"unix:{tmp_path}/s")
+    server.start()
+    found = libtorchbeast.probe(f"unix:{tmp_path}/s")
+    server.stop()
+    assert polybeast_learner.make_space(found["observation_space"]) == space
+
+
+# --- The same algorithm ---------------------------------------------------------------
+
+
+def test_acting_weights_are_the_learners():
+    space = spaces.Box(-1, 1, (3,), np.float32)
+    flags = resolve("--precision", "fp32")
+    env = polybeast_learner.EnvDescription(space, spaces.Discrete(2), 1, 4)
+    learner = monobeast.Learner(flags, env)
+    models = polybeast_learner.ActingModels(learner.model, torch.device("cpu"))
+    with torch.no_grad():
+        for x in learner.model.parameters():
+            x += 1
+    bank, version = models.lend()
+    assert models.publish(learner.model, 7)
+    changed = dict(models.nets[bank].named_parameters())
+    newest, version = models.lend()
+    assert version == 7
+    assert newest != bank
+    for name, x in learner.model.named_parameters():
+        new = dict(models.nets[newest].named_parameters())[name]
+        torch.testing.assert_close(new, x)
+        assert not torch.equal(changed[name], x), "one that is in use has changed"
+
+
+def test_nothing_is_written_before_the_servers_are_known(tmp_path, small):
+    small["batch_size"] = 4  # not a multiple of 3
+    process = runs.start(tmp_path, "a", **small)
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert "--batch_size 4" in output
+    assert not (tmp_path / "a").exists()
+    deadline = time.monotonic() + 20
+    while processes_of_session(process.pid):
+        assert time.monotonic() < deadline
