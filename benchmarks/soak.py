@@ -1,0 +1,206 @@
+"""Trains for long with PolyBeast while its environment servers are killed in turn.
+
+    python benchmarks/soak.py --seconds 3600 --kill_every 60 --csv soak.csv -- \
+        --preset minatar --num_servers 4
+
+Starts `python -m torchbeast.polybeast` with the flags behind `--`, kills one of its
+servers with SIGKILL every --kill_every seconds, ends the run with SIGINT, and says how
+it fared: exit status, updates, the longest pause between two of them, reconnects, steps
+dropped, the return of the games, and whether memory grew. The CSV file has a line every
+--sample_every seconds. Needs Linux.
+
+Memory is the proportional set size of the whole tree of processes. Its growth is the
+slope of a straight line through the samples of the last three quarters of the run, in
+which only those with all servers alive count.
+"""
+
+import argparse
+import csv
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from throughput import (
+    END_SECONDS,
+    ROOT,
+    START_SECONDS,
+    describe_machine,
+    process_tree,
+    proportional_set_size,
+    read_stat,
+)
+
+COLUMNS = (
+    *("seconds", "servers", "memory_mib", "learner_mib"),
+    *("step", "return", "reconnects", "dropped_steps"),
+)
+
+
+def server_pids(learner: int) -> list[int]:
+    """The server processes: children of the learner's only child that runs Python."""
+    pids = []
+    for pid in process_tree(learner):
+        try:
+            parent = read_stat(pid)[0]
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            grandparent = read_stat(parent)[0] if parent > 1 else 0
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+        if grandparent == learner and b"spawn_main" in command:
+            pids.append(pid)
+    return sorted(pids)
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    whole_lines = path.read_text().rpartition("\n")[0].splitlines()
+    return list(csv.DictReader(whole_lines))
+
+
+def last_row(path: Path) -> dict[str, str]:
+    """The newest whole row, read from the end: the file grows long."""
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        names = file.readline().decode().rstrip("\n").split(",")
+        file.seek(max(file.tell(), path.stat().st_size - 16384))
+        lines = file.read().decode().rpartition("\n")[0].splitlines()
+    if not lines:
+        return {}
+    return dict(zip(names, next(csv.reader(lines[-1:])), strict=False))
+
+
+def growth(seconds: np.ndarray, memory: np.ndarray) -> float:
+    """MiB an hour: least squares over the last three quarters."""
+    late = seconds >= seconds[-1] / 4
+    return float(np.polyfit(seconds[late] / 3600, memory[late], 1)[0])
+
+
+def soak(args: argparse.Namespace, folder: Path) -> int:
+    logs, output = folder / "soak" / "logs.csv", folder / "output.txt"
+    command = [sys.executable, "-m", "torchbeast.polybeast", *args.flags]
+    command += ["--savedir", str(folder), "--xpid", "soak"]
+    command += ["--pipes_basename", f"unix:{folder}/server"]
+    command += ["--total_steps", str(10**12)]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with output.open("w") as file:
+        run = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    kills, samples = 0, []
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not last_row(logs) and run.poll() is None:
+            if time.monotonic() > deadline:
+                print(f"No update within {START_SECONDS:g} s.")
+                return 1
+            time.sleep(0.5)
+        servers = server_pids(run.pid)
+        count = len(servers)
+        start = next_sample = time.monotonic()
+        next_kill = start + args.kill_every
+        with args.csv.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            while run.poll() is None and time.monotonic() < start + args.seconds:
+                now = time.monotonic()
+                if now >= next_kill:
+                    servers = server_pids(run.pid)
+                    if servers:
+                        os.kill(servers[kills % len(servers)], signal.SIGKILL)
+                        kills += 1
+                    next_kill += args.kill_every
+                if now >= next_sample:
+                    row, tree = last_row(logs), list(process_tree(run.pid))
+                    samples.append(
+                        [
+                            round(now - start, 1),
+                            len(server_pids(run.pid)),
+                            round(proportional_set_size(tree), 1),
+                            round(proportional_set_size([run.pid]), 1),
+                            row.get("step"),
+                            row.get("mean_game_return_100"),
+                            row.get("reconnects"),
+                            row.get("dropped_steps"),
+                        ]
+                    )
+                    writer.writerow(samples[-1])
+                    file.flush()
+                    next_sample += args.sample_every
+                time.sleep(0.5)
+        ended_early = run.poll() is not None
+        if not ended_early:
+            run.send_signal(signal.SIGINT)
+        try:
+            run.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            print(f"It did not end within {END_SECONDS:g} s after SIGINT.")
+            return 1
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+
+    rows = read_rows(logs)
+    times = np.array([float(row["_time"]) for row in rows])
+    whole = np.array([s[:4] for s in samples if s[1] == count], float)
+    returns = [float(s[5]) for s in samples if s[5]]
+    quarter = max(1, len(returns) // 4)
+    print(f"Exit status {run.returncode}{', before its time' if ended_early else ''}")
+    print(f"Seconds {samples[-1][0]:.0f}, servers {count}, killed {kills} times")
+    print(f"Updates {len(rows)}, steps {rows[-1]['step']}")
+    print(f"Longest pause between updates {np.diff(times).max():.1f} s")
+    print(
+        f"Reconnects {rows[-1]['reconnects']}, steps {rows[-1]['dropped_steps']} lost"
+    )
+    print(
+        "Mean return of the last 100 games, by quarter: "
+        + ", ".join(
+            f"{np.mean(returns[i * quarter : (i + 1) * quarter]):.1f}" for i in range(4)
+        )
+    )
+    for column, name in ((2, "all processes"), (3, "learner")):
+        memory = whole[:, column]
+        print(
+            f"Memory of {name}: first {memory[0]:.0f} MiB, last {memory[-1]:.0f}, "
+            f"most {memory.max():.0f}; growth {growth(whole[:, 0], memory):+.1f} MiB/h"
+        )
+    print("Its last words:", output.read_text().splitlines()[-4:], sep="\n")
+    expected = 128 + signal.SIGINT
+    return 0 if run.returncode == expected and not ended_early else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Trains for long while environment servers are killed.",
+        usage="%(prog)s [options] [-- PolyBeast's flags]",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--seconds", type=float, default=3600.0, help="from the first update on")
+    add("--kill_every", type=float, default=60.0, help="seconds")
+    add("--sample_every", type=float, default=10.0, help="seconds")
+    add("--csv", type=Path, default=Path("soak.csv"), help="where the samples go")
+    add("flags", nargs="*", help="flags of PolyBeast")
+    args = parser.parse_args(argv)
+    print(", ".join(f"{k} {v}" for k, v in describe_machine().items() if v is not None))
+    print("PolyBeast's flags:", *args.flags, flush=True)
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        return soak(args, Path(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
