@@ -6,7 +6,7 @@
     of E slots of shared memory              they gather a batch, free its slots, learn,
     load the newest weights             <-   and publish the weights
 
-Read it top to bottom: act, Weights, Actors, get_batch, Learner, learn, train, test.
+Read it top to bottom: act, Weights, Actors, get_batch, Learner, learn, Run, test.
 What is pure (V-trace, the loss, rollout fields, distributions) lies in torchbeast/core,
 the model in torchbeast/model.py.
 
@@ -53,7 +53,7 @@ from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.losses import impala_loss
 from torchbeast.core.optim import make_optimizer
-from torchbeast.core.prof import Timings, format_shares
+from torchbeast.core.prof import Profile, Timings, format_shares
 from torchbeast.core.rollout import Nested, map_nested
 from torchbeast.core.status import Board, Status, format_return
 from torchbeast.core.video import Video, has_display
@@ -665,259 +665,397 @@ def learn(
 # --- Training -------------------------------------------------------------------------
 
 
-def train(flags: Flags) -> int:
-    """Trains until flags.total_steps, or until SIGINT or SIGTERM.
+class Run:
+    """What surrounds the loop of a training run: files, signals, threads, the end.
 
-    However it ends, no process and no shared memory is left behind, and meta.json tells
-    of it. A checkpoint is saved where that makes sense.
+    A variant adds how rollouts are made: what to start, what to do in a turn of the
+    main loop, how its threads end. However the run ends, what was started has ended
+    then, meta.json tells of it, and a checkpoint is saved where that makes sense.
 
-    Returns:
-      The exit status: 0 finished, 1 failed (the log says why), 128 + n for signal n.
+    Args:
+      saved: the checkpoint to go on from.
+      weights: those to act with.
 
-    Raises:
-      What keeps the run from starting, before anything is written to its folder.
+    Attributes:
+      errors: of threads; the first ends the run.
+      stop_signal: the signal that asks for the end, or 0.
+      timings: of the learner threads; guarded by the lock, as the learner is.
     """
-    checkpoint_path = Path(flags.savedir, flags.xpid, "model.tar")
-    saved = None
-    if checkpoint_path.exists() and not flags.disable_checkpoint:
-        saved = load_checkpoint(checkpoint_path, flags)
 
-    env = Environment(flags, 1)  # for its spaces
-    if flags.sync and not flags.disable_checkpoint and not env.exact_resume:
-        raise FlagError(
-            "--sync saves the games in progress, which native Atari environments can't "
-            "do: add --envs python, or --disable_checkpoint"
-        )
-    learner = Learner(flags, env)
-    if saved:
-        learner.load_state_dict(saved)
-    spec = rollout.row_spec(env.observation_space, learner.model.distribution)
-    states = [
-        rollout.Spec((x.shape[0], *x.shape[2:]), x.dtype)
-        for x in learner.model.initial_state(1)
-    ]
-    env.close()
-    buffers = {
-        "rows": rollout.create_buffers(
-            spec, (flags.num_buffers, flags.unroll_length + 1)
-        ),
-        "initial_state": rollout.create_buffers(tuple(states), (flags.num_buffers,)),
-    }
-    weights = SharedWeights(learner.model)
-    weights.publish(learner.model, learner.version)
-    if learner.device.type == "cpu":
-        torch.set_num_threads(flags.torch_threads)
-        keep_freed_memory()
+    def __init__(
+        self,
+        flags: Flags,
+        learner: Learner,
+        saved: dict[str, Any] | None,
+        weights: Weights,
+    ) -> None:
+        self.flags, self.learner, self.weights = flags, learner, weights
+        self.resumed = saved is not None
+        if saved:
+            learner.load_state_dict(saved)
+        weights.publish(learner.model, learner.version)
+        if learner.device.type == "cpu":
+            torch.set_num_threads(flags.torch_threads)
+            keep_freed_memory()
+        self.errors: list[BaseException] = []
+        self.stop_signal, self._stopped_at = 0, 0.0
+        self.timings = Timings()
+        self.threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._saved_version, self._last_save = learner.version, time.monotonic()
+        self._profile = Profile(flags, learner.version)
+        self._status_line = Status(learner.step, flags.total_steps)
+        self._board: Board | None = None
+        self.wake_reader, self._wake_writer = os.pipe()  # wakes the main thread
+        os.set_blocking(self.wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
 
-    # Slots go around: free -> an actor fills them -> filled -> in a batch -> free.
-    free = collections.deque(range(flags.num_buffers))
-    filled: collections.deque[int] = collections.deque()
-    batches: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
-    learn_lock = threading.Lock()
-    errors: list[BaseException] = []
-    timings = Timings()  # of the learner threads, guarded by learn_lock
-    wake_reader, wake_writer = os.pipe()  # wakes the main thread
-    os.set_blocking(wake_reader, False)
-    os.set_blocking(wake_writer, False)
+    # What a variant defines.
 
-    def release(slots: list[int]) -> None:
-        free.extend(slots)
-        wake()
+    def start(self) -> None:
+        """Starts processes; threads are started after it."""
 
-    def wake() -> None:
+    def turn(self) -> bool:
+        """One turn of the main loop, which waits a second at most. False: the end."""
+        raise NotImplementedError
+
+    def end_work(self) -> None:
+        """Has the threads end, but for those that are busy."""
+
+    def close(self) -> None:
+        """Ends what else was started."""
+
+    def queued(self) -> int:
+        """The rollouts that wait to be learned from."""
+        return 0
+
+    def columns(self) -> dict[str, Any]:
+        """What else to log of an update."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What else to save."""
+        return {}
+
+    def who_waited(self) -> str:
+        raise NotImplementedError
+
+    def report(self, error: BaseException) -> int:
+        return report(error)
+
+    # What is common.
+
+    def add_thread(self, name: str, work: Callable[[], None]) -> None:
+        """Has a thread do the work; what it raises ends the run."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self.errors.append(error)
+            finally:
+                self.wake()
+
+        self.threads.append(threading.Thread(target=guarded, name=name, daemon=True))
+
+    def wake(self) -> None:
+        """Ends the main thread's wait."""
         with contextlib.suppress(BlockingIOError):  # full: already awake
-            os.write(wake_writer, b"w")
+            os.write(self._wake_writer, b"w")
 
-    def learner_thread() -> None:
-        try:
-            while (slots := batches.get()) is not None:
-                batch, initial_state = get_batch(buffers, slots, learner.device)
-                if not flags.sync:
-                    release(slots)
-                with learn_lock:
-                    if learner.step >= flags.total_steps and not flags.sync:
-                        break
-                    if not timings.seconds:
-                        timings.reset()  # the start of the actors is not counted
-                    timings.time("wait")
-                    started = time.monotonic()
-                    row = learn(flags, learner, batch, initial_state)
-                    seconds = time.monotonic() - started
-                    learner.longest_update = max(learner.longest_update, seconds)
-                    weights.publish(learner.model, learner.version)
-                    writer.log(row)
-                    if board:
-                        board.log(row)
-                    timings.time("learn")
-                if flags.sync:
-                    release(slots)
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            wake()
-
-    stop_signal, stopped_at = 0, 0.0
-    saved_version = learner.version
-
-    def on_signal(number: int, frame: Any) -> None:
-        nonlocal stop_signal, stopped_at
-        now = time.monotonic()
-        if stop_signal and now - stopped_at < SAME_SIGNAL_SECONDS:
-            return
-        if stop_signal:
-            raise KeyboardInterrupt(number)  # the second time: don't wait, don't save
-        stop_signal, stopped_at = number, now
-        log.warning("%s: ending the run.", signal.Signals(number).name)
-
-    def save() -> bool:
-        """Saves a checkpoint; False if the run is to end in the middle of an update."""
-        nonlocal saved_version
-        if flags.disable_checkpoint or learner.version == saved_version:
-            return True  # there is nothing new
-        while not learn_lock.acquire(timeout=1.0):
-            if stop_signal:
+    def learn(self, batch: dict[str, Nested], initial_state: State) -> bool:
+        """One update, published and logged; False if the run has enough of them."""
+        learner = self.learner
+        with self._lock:
+            if learner.step >= self.flags.total_steps and not self.flags.sync:
                 return False
-        try:
-            state = learner.state_dict() | {"flags": flags.as_dict()}
-            if flags.sync and actors:
-                state["actors"] = actors.save()
-            checkpoint.save(checkpoint_path, state)
-            saved_version = learner.version
-        finally:
-            learn_lock.release()
-        log.info("Saved %s at step %d.", checkpoint_path, state["stats"]["step"])
+            if not self.timings.seconds:
+                self.timings.reset()  # the start of the actors is not counted
+            self.timings.time("wait")
+            started = time.monotonic()
+            row = learn(self.flags, learner, batch, initial_state)
+            seconds = time.monotonic() - started
+            learner.longest_update = max(learner.longest_update, seconds)
+            self.weights.publish(learner.model, learner.version)
+            row |= self.columns()
+            self.writer.log(row)
+            if self._board:
+                self._board.log(row)
+            self.timings.time("learn")
         return True
 
-    def end_threads() -> bool:
-        """Has the learner threads end; False if one is still busy."""
-        with contextlib.suppress(queue.Empty):
-            while True:  # not what is left to learn from
-                batches.get_nowait()
-        for _ in threads:
-            batches.put(None)
+    def save_if_due(self) -> None:
+        seconds = time.monotonic() - self._last_save
+        if seconds > self.flags.checkpoint_interval and self.save():
+            self._last_save = time.monotonic()
+
+    def save(self) -> bool:
+        """Saves a checkpoint; False if the run is to end in the middle of an update."""
+        learner = self.learner
+        if self.flags.disable_checkpoint or learner.version == self._saved_version:
+            return True  # there is nothing new
+        while not self._lock.acquire(timeout=1.0):
+            if self.stop_signal:
+                return False
+        try:
+            state = learner.state_dict() | {"flags": self.flags.as_dict()}
+            state |= self.state_dict()
+            path = checkpoint_path(self.flags)
+            checkpoint.save(path, state)
+            self._saved_version = learner.version
+        finally:
+            self._lock.release()
+        log.info("Saved %s at step %d.", path, state["stats"]["step"])
+        return True
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if self.stop_signal and now - self._stopped_at < SAME_SIGNAL_SECONDS:
+            return
+        if self.stop_signal:
+            raise KeyboardInterrupt(number)  # the second time: don't wait, don't save
+        self.stop_signal, self._stopped_at = number, now
+        log.warning("%s: ending the run.", signal.Signals(number).name)
+
+    def _end_threads(self) -> bool:
+        """Has all threads end; False if one is still busy."""
+        self.end_work()
         # An update in progress is waited for, even if updates take long.
-        deadline = time.monotonic() + max(SHUTDOWN_SECONDS, 2 * learner.longest_update)
-        for thread in threads:
+        seconds = max(SHUTDOWN_SECONDS, 2 * self.learner.longest_update)
+        deadline = time.monotonic() + seconds
+        for thread in self.threads:
             if thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
+        return not any(thread.is_alive() for thread in self.threads)
 
-    writer = FileWriter(
-        flags.savedir, flags.xpid, flags.as_dict(), learner.step if saved else None
-    )
-    old_handlers = {number: signal.signal(number, on_signal) for number in STOP_SIGNALS}
-    old_wakeup = signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-    threads = [
-        threading.Thread(target=learner_thread, name=f"learner-{i}", daemon=True)
-        for i in range(1 if flags.sync else flags.num_learner_threads)
-    ]
-    actors = board = None
-    status_line = Status(learner.step, flags.total_steps)
-    status = 1
-    worth_saving = False
-    try:
+    def train(self) -> int:
+        """Runs until flags.total_steps, or until SIGINT or SIGTERM.
+
+        Returns:
+          The exit status: 0 finished, 1 failed (the log says why), 128 + n by signal n.
+
+        Raises:
+          What keeps the run from starting, before anything is written to its folder.
+        """
+        flags, learner = self.flags, self.learner
+        step = learner.step if self.resumed else None
+        self.writer = FileWriter(flags.savedir, flags.xpid, flags.as_dict(), step)
+        old_handlers = {n: signal.signal(n, self._on_signal) for n in STOP_SIGNALS}
+        old_wakeup = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
+        status = 1
+        worth_saving = False
         try:
-            log.info("Run %s; files in %s", flags.xpid, writer.path)
-            if saved:
-                log.info("Resuming at step %d.", learner.step)
-            if flags.tensorboard:
-                board = Board(writer.path, learner.step)
-            actor_flags = flags
-            if saved and not flags.sync:  # no episode and no noise is seen twice
-                actor_flags = flags.replace(seed=derive_seed(flags.seed, learner.step))
-            actors = Actors(actor_flags, buffers, weights, (saved or {}).get("actors"))
-            for thread in threads:
-                thread.start()
-            worth_saving = True
-            last_save = time.monotonic()
-            round_slots: dict[int, list[int]] = {}  # sync: what each actor has filled
-            while True:
-                # In sync mode actors and learner take turns: nothing is handed out or
-                # saved until everything handed out before was learned from.
-                turn = not flags.sync or len(free) == flags.num_buffers
-                if turn and (stop_signal or learner.step >= flags.total_steps):
-                    break
-                due = time.monotonic() - last_save > flags.checkpoint_interval
-                if turn and due and save():
-                    last_save = time.monotonic()
-                for index in actors.idle[:] if turn else ():
-                    if len(free) >= flags.envs_per_actor:
-                        actors.unroll(
-                            index, [free.popleft() for _ in range(flags.envs_per_actor)]
-                        )
-                for index, slots in actors.finished(1.0, wake_reader):
-                    round_slots[index] = slots
-                    if not flags.sync or len(round_slots) == flags.num_actors:
-                        for _, ready in sorted(round_slots.items()):
-                            filled.extend(ready)
-                        round_slots.clear()
-                with contextlib.suppress(BlockingIOError):
-                    os.read(wake_reader, 4096)
-                while len(filled) >= flags.batch_size:
-                    batches.put([filled.popleft() for _ in range(flags.batch_size)])
-                if errors:
-                    raise errors[0]
-                status_line.show(
-                    learner.step,
-                    learner.sps(),
-                    learner.mean_return(),
-                    learner.games,
-                    learner.policy_lag,
-                    queued=len(filled) + batches.qsize() * flags.batch_size,
+            try:
+                log.info("Run %s; files in %s", flags.xpid, self.writer.path)
+                if self.resumed:
+                    log.info("Resuming at step %d.", learner.step)
+                if flags.tensorboard:
+                    self._board = Board(self.writer.path, learner.step)
+                self.start()
+                for thread in self.threads:
+                    thread.start()
+                worth_saving = True
+                self._last_save = time.monotonic()
+                while self.turn():
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self.wake_reader, 4096)
+                    if self.errors:
+                        raise self.errors[0]
+                    self._profile.update(learner.version, self.writer.path)
+                    self._status_line.show(
+                        learner.step,
+                        learner.sps(),
+                        learner.mean_return(),
+                        learner.games,
+                        learner.policy_lag,
+                        self.queued(),
+                    )
+                finished = learner.step >= flags.total_steps
+                status = 0 if finished else 128 + self.stop_signal
+            except BaseException as error:
+                status = self.report(error)
+                # In sync mode only whole turns resume; a save that failed would again.
+                unwanted = isinstance(
+                    error, checkpoint.CheckpointError | KeyboardInterrupt
                 )
-            finished = learner.step >= flags.total_steps
-            status = 0 if finished else 128 + stop_signal
-        except BaseException as error:
-            status = report(error)
-            # In sync mode only whole turns resume; a save that failed would fail again.
-            unwanted = isinstance(error, checkpoint.CheckpointError | KeyboardInterrupt)
-            worth_saving = worth_saving and not flags.sync and not unwanted
-        try:
-            ended = end_threads()
-            if errors and status != 1:  # after the last turn
-                status = report(errors[0])
-            if not ended:
-                log.error("A learner thread is still busy: its state is not saved.")
-                status = 1
-            elif worth_saving:
-                save()
-        except BaseException as error:
-            status = report(error)
-    finally:
-        for number in STOP_SIGNALS:  # what comes now has its limits
-            signal.signal(number, signal.SIG_IGN)
-        status_line.close()
-        if actors:
-            actors.stop()
-            log.info("%s", who_waited(timings, actors))
-        if board:
-            board.close()  # logs what it can't write
-        log.info(
-            "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
-            "Failed" if status == 1 else "Stopped" if status else "Finished",
-            learner.step,
-            learner.sps() or 0,
-            learner.games,
-            len(learner.game_returns),
-            format_return(learner.mean_return()),
+                worth_saving = worth_saving and not flags.sync and not unwanted
+            try:
+                ended = self._end_threads()
+                if self.errors and status != 1:  # after the last turn
+                    status = self.report(self.errors[0])
+                if not ended:
+                    log.error("A thread is still busy: its state is not saved.")
+                    status = 1
+                elif worth_saving:
+                    self.save()
+            except BaseException as error:
+                status = self.report(error)
+        finally:
+            for number in STOP_SIGNALS:  # what comes now has its limits
+                signal.signal(number, signal.SIG_IGN)
+            self._status_line.close()
+            self.close()
+            log.info("%s", self.who_waited())
+            self._profile.close(self.writer.path)
+            if self._board:
+                self._board.close()  # logs what it can't write
+            log.info(
+                "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
+                "Failed" if status == 1 else "Stopped" if status else "Finished",
+                learner.step,
+                learner.sps() or 0,
+                learner.games,
+                len(learner.game_returns),
+                format_return(learner.mean_return()),
+            )
+            self.writer.close(status == 0)
+            for number, handler in old_handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(old_wakeup)
+            if not any(thread.is_alive() for thread in self.threads):
+                os.close(self.wake_reader)
+                os.close(self._wake_writer)
+        return status
+
+
+class MonoRun(Run):
+    """Slots go around: free -> an actor fills them -> filled -> in a batch -> free."""
+
+    def __init__(
+        self,
+        flags: Flags,
+        learner: Learner,
+        saved: dict[str, Any] | None,
+        observation_space: spaces.Space,
+    ) -> None:
+        self.shared_weights = SharedWeights(learner.model)
+        super().__init__(flags, learner, saved, self.shared_weights)
+        self.saved_actors = (saved or {}).get("actors")
+        spec = rollout.row_spec(observation_space, learner.model.distribution)
+        states = [
+            rollout.Spec((x.shape[0], *x.shape[2:]), x.dtype)
+            for x in learner.model.initial_state(1)
+        ]
+        rows = (flags.num_buffers, flags.unroll_length + 1)
+        self.buffers = {
+            "rows": rollout.create_buffers(spec, rows),
+            "initial_state": rollout.create_buffers(tuple(states), rows[:1]),
+        }
+        self.free = collections.deque(range(flags.num_buffers))
+        self.filled: collections.deque[int] = collections.deque()
+        self.batches: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        self.round_slots: dict[int, list[int]] = {}  # sync: what each actor has filled
+        self.actors: Actors | None = None
+        for i in range(1 if flags.sync else flags.num_learner_threads):
+            self.add_thread(f"learner-{i}", self.learn_from_batches)
+
+    def start(self) -> None:
+        actor_flags = self.flags
+        if self.resumed and not self.flags.sync:  # no episode and no noise comes twice
+            seed = derive_seed(self.flags.seed, self.learner.step)
+            actor_flags = self.flags.replace(seed=seed)
+        self.actors = Actors(
+            actor_flags, self.buffers, self.shared_weights, self.saved_actors
         )
-        writer.close(status == 0)
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(old_wakeup)
-        if not any(thread.is_alive() for thread in threads):
-            os.close(wake_reader)
-            os.close(wake_writer)
-    return status
+
+    def learn_from_batches(self) -> None:
+        """A learner thread."""
+        while (slots := self.batches.get()) is not None:
+            batch, initial_state = get_batch(self.buffers, slots, self.learner.device)
+            if not self.flags.sync:
+                self.release(slots)
+            if not self.learn(batch, initial_state):
+                break
+            if self.flags.sync:
+                self.release(slots)
+
+    def release(self, slots: list[int]) -> None:
+        self.free.extend(slots)
+        self.wake()
+
+    def turn(self) -> bool:
+        flags, actors = self.flags, self.actors
+        assert actors is not None
+        # In sync mode actors and learner take turns: nothing is handed out or saved
+        # until everything handed out before was learned from.
+        may_act = not flags.sync or len(self.free) == flags.num_buffers
+        if may_act and (self.stop_signal or self.learner.step >= flags.total_steps):
+            return False
+        if may_act:
+            self.save_if_due()
+            for index in actors.idle[:]:
+                if len(self.free) >= flags.envs_per_actor:
+                    slots = [self.free.popleft() for _ in range(flags.envs_per_actor)]
+                    actors.unroll(index, slots)
+        for index, slots in actors.finished(1.0, self.wake_reader):
+            self.round_slots[index] = slots
+            if not flags.sync or len(self.round_slots) == flags.num_actors:
+                for _, ready in sorted(self.round_slots.items()):
+                    self.filled.extend(ready)
+                self.round_slots.clear()
+        while len(self.filled) >= flags.batch_size:
+            self.batches.put([self.filled.popleft() for _ in range(flags.batch_size)])
+        return True
+
+    def queued(self) -> int:
+        return len(self.filled) + self.batches.qsize() * self.flags.batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.flags.sync and self.actors:
+            return {"actors": self.actors.save()}
+        return {}
+
+    def end_work(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:  # not what is left to learn from
+                self.batches.get_nowait()
+        for _ in self.threads:
+            self.batches.put(None)
+
+    def close(self) -> None:
+        if self.actors:
+            self.actors.stop()
+
+    def who_waited(self) -> str:
+        """Shares of the time that learner and actors spent on what."""
+        known = [t for t in self.actors.timings if t] if self.actors else []
+        mean = (
+            {k: statistics.fmean(t[k] for t in known) for k in known[0]}
+            if known
+            else {}
+        )
+        learner = format_shares(self.timings.shares())
+        return f"Learner: {learner}. Actors: {format_shares(mean)}."
 
 
-def load_checkpoint(path: Path, flags: Flags) -> dict[str, Any]:
-    """The checkpoint of the run to resume, if its flags allow to.
+def train(flags: Flags) -> int:
+    """Trains until flags.total_steps, or until SIGINT or SIGTERM; see Run.train."""
+    saved = load_checkpoint(flags)
+    with contextlib.closing(Environment(flags, 1)) as env:  # for its spaces
+        if flags.sync and not flags.disable_checkpoint and not env.exact_resume:
+            raise FlagError(
+                "--sync saves the games in progress, which native Atari environments "
+                "can't do: add --envs python, or --disable_checkpoint"
+            )
+        learner = Learner(flags, env)
+        run = MonoRun(flags, learner, saved, env.observation_space)
+    return run.train()
+
+
+def checkpoint_path(flags: Flags) -> Path:
+    return Path(flags.savedir, flags.xpid, "model.tar")
+
+
+def load_checkpoint(flags: Flags) -> dict[str, Any] | None:
+    """The checkpoint of the run to resume, if there is one and its flags allow to.
 
     Raises:
       CheckpointError: it can't be read.
       FlagError: it was made with other flags, and --allow_flag_changes is not given.
     """
+    path = checkpoint_path(flags)
+    if flags.disable_checkpoint or not path.exists():
+        return None
     saved = checkpoint.load(path)
     changes = flags_lib.changed(saved["flags"], flags)
     if changes and not flags.allow_flag_changes:
@@ -933,14 +1071,6 @@ def load_checkpoint(path: Path, flags: Flags) -> dict[str, Any]:
             f"{flags.num_actors}: resume with the --num_actors and --sync it began with"
         )
     return saved
-
-
-def who_waited(timings: Timings, actors: Actors) -> str:
-    """Shares of the time that learner and actors spent on what."""
-    known = [t for t in actors.timings if t]
-    mean = {k: statistics.fmean(t[k] for t in known) for k in known[0]} if known else {}
-    learner = format_shares(timings.shares())
-    return f"Learner: {learner}. Actors: {format_shares(mean)}."
 
 
 # --- Testing --------------------------------------------------------------------------

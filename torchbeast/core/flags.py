@@ -82,7 +82,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Flags that may differ when a run is resumed: they don't change what it learns.
 FREE_TO_CHANGE = {
     *("mode", "savedir", "preset", "allow_flag_changes", "disable_checkpoint"),
-    *("tensorboard", "checkpoint_interval", "actor_timeout", "video"),
+    *("tensorboard", "write_profiler_trace", "checkpoint_interval"),
+    *("actor_timeout", "video"),
     *("num_test_episodes", "greedy"),
 }
 
@@ -147,6 +148,11 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         help="seconds between checkpoints",
     )
     add("--tensorboard", action="store_true", help="write TensorBoard event files too")
+    add(
+        "--write_profiler_trace",
+        action="store_true",
+        help="profile some updates of the learner's process into trace.json",
+    )
 
     add_environment_flags(parser)
 

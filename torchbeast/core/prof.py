@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import logging
 import time
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+PROFILE_AFTER, PROFILE_UPDATES = 10, 20  # updates before a trace, and in it
 
 
 class Timings:
@@ -49,3 +57,46 @@ def format_shares(shares: dict[str, float]) -> str:
     """Shares as a person reads them: wait 20 %, learn 80 %."""
     parts = (f"{name} {100 * share:.0f} %" for name, share in shares.items())
     return ", ".join(parts) or "nothing timed"
+
+
+class Profile:
+    """Writes FOLDER/trace.json for --write_profiler_trace, with torch.profiler.
+
+    The trace holds PROFILE_UPDATES updates after the first PROFILE_AFTER, of all
+    threads of this process; chrome://tracing and Perfetto show it.
+
+    Args:
+      version: number of updates at which the run begins.
+    """
+
+    def __init__(self, flags: argparse.Namespace, version: int) -> None:
+        self.begin = version + PROFILE_AFTER if flags.write_profiler_trace else None
+        self.profiler: Any = None
+
+    def update(self, version: int, folder: Path) -> None:
+        """Begins or ends the trace, if it is time to."""
+        if self.begin is None:
+            return
+        if self.profiler is None and version >= self.begin:
+            # Not above: servers, which load no torch, use the rest of this file.
+            from torch import profiler
+            from torch._C._profiler import _ExperimentalConfig
+
+            activities = profiler.supported_activities()
+            self.profiler = profiler.profile(
+                activities=activities,
+                experimental_config=_ExperimentalConfig(profile_all_threads=True),
+            )
+            self.profiler.start()
+        elif self.profiler is not None and version >= self.begin + PROFILE_UPDATES:
+            self.close(folder)
+
+    def close(self, folder: Path) -> None:
+        """Writes the trace, also one that the run's end has cut short."""
+        if self.profiler is None:
+            return
+        self.profiler.stop()
+        path = folder / "trace.json"
+        self.profiler.export_chrome_trace(str(path))
+        log.info("Profiler trace in %s", path)
+        self.begin = self.profiler = None
