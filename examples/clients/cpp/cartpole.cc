@@ -1,0 +1,585 @@
+// Cart poles that join a PolyBeast learner, in C++.
+//
+// Nothing of TorchBeast is used but its protocol, torchbeast.proto, from which protoc
+// makes the classes below; CMakeLists.txt tells how to build and run this. Put your own
+// simulator in the place of CartPole; the rest stays nearly as it is.
+
+#include <grpcpp/grpcpp.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "torchbeast.grpc.pb.h"
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error \
+    "make_array() and read_action() have to swap bytes here: arrays are little-endian"
+#endif
+
+namespace {
+
+namespace wire = torchbeast::wire;
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+constexpr uint32_t kProtocolVersion = 1;
+constexpr Seconds kFirstBackoff(0.1), kLongestBackoff(10);  // before dialling again
+
+// The connection is gone; dialling again may help.
+struct Lost : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The learner says no, or says what we don't understand; dialling again would not help.
+struct Refused : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Options {
+  std::string learner;
+  int num_envs = 1;
+  int episodes = 0;  // 0: no end
+  uint64_t seed = std::random_device()();
+  std::string token_file;
+  std::string tls_ca;
+  Seconds timeout{120};
+  Seconds patience{60};
+};
+
+// --- The simulator -------------------------------------------------------------------
+
+// A pole on a cart that is pushed left (0) or right (1), as CartPole-v1 has it. Reward
+// 1 a step. The episode is over where the cart leaves the track or the pole falls, and
+// is cut off after kMaxSteps. Equations: Barto, Sutton and Anderson 1983.
+class CartPole {
+ public:
+  static constexpr int kNumActions = 2;
+  static constexpr int kMaxSteps = 500;
+  static constexpr double kPi = 3.14159265358979323846;
+  static constexpr double kMaxX = 2.4;                     // m
+  static constexpr double kMaxAngle = 12 * 2 * kPi / 360;  // rad
+
+  struct Result {
+    double reward;
+    bool terminated;
+    bool truncated;
+  };
+
+  // Starts an episode.
+  void reset(std::mt19937_64& rng) {
+    std::uniform_real_distribution<double> uniform(-0.05, 0.05);
+    x_ = uniform(rng);
+    x_dot_ = uniform(rng);
+    angle_ = uniform(rng);
+    angle_dot_ = uniform(rng);
+    steps_ = 0;
+  }
+
+  Result step(int64_t action) {
+    constexpr double kGravity = 9.8;                    // m/s²
+    constexpr double kCartMass = 1.0, kPoleMass = 0.1;  // kg
+    constexpr double kHalfLength = 0.5;                 // m, of the pole
+    constexpr double kForce = 10.0;                     // N
+    constexpr double kSeconds = 0.02;                   // a step
+    constexpr double kMass = kCartMass + kPoleMass;
+    const double force = action == 1 ? kForce : -kForce;
+    const double cos = std::cos(angle_), sin = std::sin(angle_);
+    const double push =
+        (force + kPoleMass * kHalfLength * angle_dot_ * angle_dot_ * sin) / kMass;
+    const double angle_acceleration =
+        (kGravity * sin - cos * push) /
+        (kHalfLength * (4.0 / 3.0 - kPoleMass * cos * cos / kMass));
+    const double acceleration =
+        push - kPoleMass * kHalfLength * angle_acceleration * cos / kMass;
+    x_ += kSeconds * x_dot_;
+    x_dot_ += kSeconds * acceleration;
+    angle_ += kSeconds * angle_dot_;
+    angle_dot_ += kSeconds * angle_acceleration;
+    ++steps_;
+    const bool terminated = std::abs(x_) > kMaxX || std::abs(angle_) > kMaxAngle;
+    return {1.0, terminated, steps_ >= kMaxSteps && !terminated};
+  }
+
+  void append_observation(std::vector<float>* values) const {
+    for (double value : {x_, x_dot_, angle_, angle_dot_}) {
+      values->push_back(static_cast<float>(value));
+    }
+  }
+
+ private:
+  double x_ = 0, x_dot_ = 0, angle_ = 0, angle_dot_ = 0;
+  int steps_ = 0;
+};
+
+// --- Its messages --------------------------------------------------------------------
+
+wire::DType dtype_of(float) { return wire::FLOAT32; }
+wire::DType dtype_of(int64_t) { return wire::INT64; }
+wire::DType dtype_of(uint8_t) { return wire::BOOL; }
+
+template <typename T>
+void make_array(std::initializer_list<uint64_t> shape, const std::vector<T>& values,
+                wire::Array* array) {
+  array->set_dtype(dtype_of(T()));
+  for (uint64_t dim : shape) array->add_shape(dim);
+  array->set_data(values.data(), values.size() * sizeof(T));
+}
+
+// E of them in lockstep, as one stream carries them.
+class CartPoles {
+ public:
+  CartPoles(int num_envs, uint64_t seed)
+      : rng_(seed),
+        envs_(num_envs),
+        episode_step_(num_envs),
+        episode_return_(num_envs) {}
+
+  wire::EnvHello hello() const {
+    wire::EnvHello hello;
+    hello.set_version(kProtocolVersion);
+    hello.set_environment("CartPole-v1");
+    hello.set_num_envs(static_cast<uint32_t>(envs_.size()));
+    wire::Space::Box* box = hello.mutable_observation_space()->mutable_box();
+    box->set_dtype(wire::FLOAT32);
+    box->add_shape(4);
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    for (float bound : {static_cast<float>(2 * CartPole::kMaxX), kInfinity,
+                        static_cast<float>(2 * CartPole::kMaxAngle), kInfinity}) {
+      box->add_low(-bound);
+      box->add_high(bound);
+    }
+    hello.mutable_action_space()->mutable_discrete()->set_n(CartPole::kNumActions);
+    // "truncated" is the protocol's; the others are what torchbeast.polybeast_learner
+    // also reads, see README.md.
+    for (const auto& [name, dtype] :
+         {std::pair("game_over", wire::BOOL), std::pair("game_return", wire::FLOAT32),
+          std::pair("game_step", wire::INT64), std::pair("last_action", wire::INT64),
+          std::pair("truncated", wire::BOOL)}) {
+      wire::Field* field = hello.add_extra_fields();
+      field->set_name(name);
+      field->set_dtype(dtype);
+    }
+    return hello;
+  }
+
+  // New episodes. No action has led here, so that all else is zero.
+  wire::EnvStep first_step() {
+    Rows rows(envs_.size());
+    for (CartPole& env : envs_) {
+      env.reset(rng_);
+      env.append_observation(&rows.observations);
+    }
+    std::fill(rows.done.begin(), rows.done.end(), true);
+    return make_step(rows);
+  }
+
+  wire::EnvStep step(const std::vector<int64_t>& actions) {
+    const Clock::time_point started = Clock::now();
+    Rows rows(envs_.size());
+    rows.actions = actions;
+    for (size_t e = 0; e < envs_.size(); ++e) {
+      const CartPole::Result result = envs_[e].step(actions[e]);
+      ++episode_step_[e];
+      episode_return_[e] += static_cast<float>(result.reward);
+      rows.rewards[e] = static_cast<float>(result.reward);
+      rows.truncated[e] = result.truncated;
+      rows.done[e] = rows.game_over[e] = result.terminated || result.truncated;
+      envs_[e].append_observation(&rows.final_observations);
+      // The row of an episode's end shows the start of the next.
+      if (rows.done[e]) envs_[e].reset(rng_);
+      envs_[e].append_observation(&rows.observations);
+    }
+    wire::EnvStep step = make_step(rows);
+    for (size_t e = 0; e < envs_.size(); ++e) {
+      if (!rows.done[e]) continue;
+      episode_step_[e] = 0;
+      episode_return_[e] = 0;
+    }
+    step.set_env_nanoseconds(static_cast<uint64_t>(
+        std::chrono::nanoseconds(Clock::now() - started).count()));
+    return step;
+  }
+
+  // Whether each row of the newest step is the first of an episode.
+  bool all_done() const { return all_done_; }
+
+  // The learner is not trusted more than it must be.
+  std::vector<int64_t> read_action(const wire::AgentAction& action) const {
+    const size_t E = envs_.size();
+    if (action.arrays_size() != 1) throw Refused("an action is one array");
+    const wire::Array& array = action.arrays(0);
+    if (array.dtype() != wire::INT64 || array.shape_size() != 1 ||
+        array.shape(0) != E || array.data().size() != E * sizeof(int64_t)) {
+      throw Refused("an action of type " + std::to_string(array.dtype()) + " in " +
+                    std::to_string(array.data().size()) + " bytes instead of INT64 [" +
+                    std::to_string(E) + "]");
+    }
+    std::vector<int64_t> actions(E);
+    std::memcpy(actions.data(), array.data().data(), array.data().size());
+    for (int64_t a : actions) {
+      if (a < 0 || a >= CartPole::kNumActions) {
+        throw Refused("action " + std::to_string(a) + ", of which there are " +
+                      std::to_string(CartPole::kNumActions));
+      }
+    }
+    return actions;
+  }
+
+ private:
+  struct Rows {
+    explicit Rows(size_t E)
+        : rewards(E), done(E), game_over(E), truncated(E), actions(E) {}
+    std::vector<float> observations, final_observations, rewards;
+    std::vector<uint8_t> done, game_over, truncated;
+    std::vector<int64_t> actions;
+  };
+
+  wire::EnvStep make_step(const Rows& rows) {
+    const uint64_t E = envs_.size();
+    const auto is_true = [](uint8_t x) { return x != 0; };
+    all_done_ = std::all_of(rows.done.begin(), rows.done.end(), is_true);
+    wire::EnvStep step;
+    make_array({E, 4}, rows.observations, step.add_arrays());
+    make_array({E}, rows.rewards, step.add_arrays());
+    make_array({E}, rows.done, step.add_arrays());
+    make_array({E}, episode_step_, step.add_arrays());
+    make_array({E}, episode_return_, step.add_arrays());
+    // The extra fields as the hello has them.
+    make_array({E}, rows.game_over, step.add_arrays());
+    make_array({E}, episode_return_, step.add_arrays());
+    make_array({E}, episode_step_, step.add_arrays());
+    make_array({E}, rows.actions, step.add_arrays());
+    make_array({E}, rows.truncated, step.add_arrays());
+    if (std::any_of(rows.truncated.begin(), rows.truncated.end(), is_true)) {
+      make_array({E, 4}, rows.final_observations, step.add_final_observation());
+    }
+    return step;
+  }
+
+  std::mt19937_64 rng_;
+  std::vector<CartPole> envs_;
+  std::vector<int64_t> episode_step_;
+  std::vector<float> episode_return_;
+  bool all_done_ = true;
+};
+
+// --- The connection ------------------------------------------------------------------
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw std::runtime_error(path + " cannot be read");
+  return std::string(std::istreambuf_iterator<char>(file), {});
+}
+
+std::shared_ptr<grpc::Channel> make_channel(const Options& options) {
+  grpc::ChannelArguments arguments;
+  // Notices a network that is cut. The learner takes pings 5 s apart.
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 15000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  // main() waits before it dials again; gRPC need not, too.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  std::shared_ptr<grpc::ChannelCredentials> credentials;
+  if (options.tls_ca.empty()) {
+    credentials = grpc::InsecureChannelCredentials();
+  } else {
+    grpc::SslCredentialsOptions ssl;
+    ssl.pem_root_certs = read_file(options.tls_ca);
+    credentials = grpc::SslCredentials(ssl);
+  }
+  return grpc::CreateCustomChannel(options.learner, credentials, arguments);
+}
+
+// One call of Join. Its methods wait until they are done, or until the deadline.
+class Call {
+ public:
+  explicit Call(const Options& options)
+      : timeout_(options.timeout),
+        stub_(wire::Learner::NewStub(make_channel(options))) {
+    if (!options.token_file.empty()) {
+      std::istringstream token(read_file(options.token_file));
+      std::string word;
+      token >> word;
+      context_.AddMetadata("authorization", "Bearer " + word);
+    }
+    stream_ = stub_->PrepareAsyncJoin(&context_, &queue_);
+    stream_->StartCall(this);
+    wait();  // if it fails, so will the first read
+  }
+
+  ~Call() {
+    if (!finished_) {
+      context_.TryCancel();
+      finish();
+    }
+    queue_.Shutdown();
+    void* tag;
+    bool ok;
+    while (queue_.Next(&tag, &ok)) {
+    }
+  }
+
+  // These two return false at the end of the stream; finish() knows why.
+  bool read(wire::AgentMessage* message) {
+    stream_->Read(message, this);
+    return wait();
+  }
+  bool write(const wire::EnvMessage& message) {
+    stream_->Write(message, this);
+    return wait();
+  }
+
+  // Ends this side and waits until the learner has read all.
+  void leave() {
+    stream_->WritesDone(this);
+    wait();
+    wire::AgentMessage message;
+    while (read(&message)) {  // an action that is not needed any more
+    }
+  }
+
+  // Waits for the learner's status.
+  grpc::Status finish() {
+    grpc::Status status;
+    stream_->Finish(&status, this);
+    wait();
+    finished_ = true;
+    return status;
+  }
+
+  bool timed_out() const { return timed_out_; }
+
+ private:
+  // For the one operation that has been started.
+  bool wait() {
+    void* tag;
+    bool ok = false;
+    const auto deadline =
+        std::chrono::system_clock::now() +
+        std::chrono::duration_cast<std::chrono::milliseconds>(timeout_);
+    if (queue_.AsyncNext(&tag, &ok, deadline) == grpc::CompletionQueue::TIMEOUT) {
+      timed_out_ = true;
+      context_.TryCancel();
+      queue_.Next(&tag, &ok);
+    }
+    return ok;
+  }
+
+  const Seconds timeout_;
+  const std::unique_ptr<wire::Learner::Stub> stub_;
+  grpc::ClientContext context_;
+  grpc::CompletionQueue queue_;
+  std::unique_ptr<grpc::ClientAsyncReaderWriter<wire::EnvMessage, wire::AgentMessage>>
+      stream_;
+  bool timed_out_ = false;
+  bool finished_ = false;
+};
+
+// What outlives a connection: the environments and their newest step.
+class Simulator {
+ public:
+  explicit Simulator(const Options& options)
+      : options_(options),
+        envs_(options.num_envs, options.seed),
+        episodes_left_(options.episodes) {
+    std::random_device random;
+    for (int i = 0; i < 16; ++i) stream_id_ += static_cast<char>(random());
+    *newest_.mutable_step() = envs_.first_step();
+  }
+
+  // Dials and steps until this side leaves or the learner ends the stream. Throws Lost
+  // or Refused.
+  void play() {
+    Call call(options_);
+    converse(&call);
+    const grpc::Status status = call.finish();
+    if (status.ok()) return;
+    if (call.timed_out()) throw Lost("no answer within --timeout");
+    const std::string text =
+        "status " + std::to_string(status.error_code()) + ": " + status.error_message();
+    switch (status.error_code()) {
+      case grpc::StatusCode::UNAUTHENTICATED:      // the token
+      case grpc::StatusCode::FAILED_PRECONDITION:  // the version, or other spaces
+      case grpc::StatusCode::INVALID_ARGUMENT:     // a message of ours breaks the rules
+      case grpc::StatusCode::UNIMPLEMENTED:        // not a learner that listens
+        throw Refused(text);
+      default:
+        throw Lost(text);
+    }
+  }
+
+  uint64_t number() const { return number_; }
+
+ private:
+  void converse(Call* call) {
+    wire::AgentMessage message;
+    if (!call->read(&message)) return;
+    if (!message.has_hello()) throw Refused("the learner's first message is no hello");
+    if (message.hello().version() != kProtocolVersion) {
+      throw Refused(
+          "the learner speaks version " + std::to_string(message.hello().version()) +
+          " of the protocol, this program version " + std::to_string(kProtocolVersion));
+    }
+    wire::EnvMessage hello;
+    *hello.mutable_hello() = envs_.hello();
+    hello.mutable_hello()->set_stream_id(stream_id_);
+    hello.mutable_hello()->set_first_step(number_);
+    if (!call->write(hello)) return;
+    // After a loss the newest step goes out again, and its action comes again.
+    while (call->write(newest_)) {
+      if (options_.episodes > 0 && episodes_left_ == 0) {
+        call->leave();
+        return;
+      }
+      if (!call->read(&message)) return;
+      if (!message.has_action()) throw Refused("a message that is not an action");
+      const std::vector<int64_t> actions = envs_.read_action(message.action());
+      try {
+        advance(actions);
+      } catch (const std::exception& error) {
+        wire::EnvMessage last;
+        last.mutable_error()->set_message(error.what());
+        if (call->write(last)) call->leave();
+        throw;
+      }
+    }
+  }
+
+  void advance(const std::vector<int64_t>& actions) {
+    *newest_.mutable_step() = envs_.step(actions);
+    ++number_;
+    if (envs_.all_done()) --episodes_left_;
+  }
+
+  const Options options_;
+  CartPoles envs_;
+  std::string stream_id_;
+  uint64_t number_ = 0;      // of the newest step
+  wire::EnvMessage newest_;  // kept until its action has come
+  int episodes_left_;        // counts where options_.episodes > 0
+};
+
+// --- Command line --------------------------------------------------------------------
+
+constexpr char kUsage[] =
+    "usage: cartpole HOST:PORT|unix:PATH [flags]\n"
+    "  --num_envs N       cart poles in lockstep (1)\n"
+    "  --episodes N       leave after so many; needs --num_envs 1\n"
+    "  --seed N\n"
+    "  --token_file FILE  of the secret that the learner asks for\n"
+    "  --tls_ca FILE      PEM file of who signed the learner's certificate\n"
+    "  --timeout S        seconds to wait for an answer (120)\n"
+    "  --patience S       seconds without a learner (60)\n";
+
+Options parse(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i < argc; ++i) {
+    const std::string flag = argv[i];
+    if (flag.compare(0, 2, "--") != 0) {
+      options.learner = flag;
+      continue;
+    }
+    if (++i == argc) throw std::invalid_argument(flag + " needs a value");
+    const std::string value = argv[i];
+    if (flag == "--num_envs") {
+      options.num_envs = std::stoi(value);
+    } else if (flag == "--episodes") {
+      options.episodes = std::stoi(value);
+      if (options.episodes < 1) throw std::invalid_argument("--episodes is below 1");
+    } else if (flag == "--seed") {
+      options.seed = std::stoull(value);
+    } else if (flag == "--token_file") {
+      options.token_file = value;
+    } else if (flag == "--tls_ca") {
+      options.tls_ca = value;
+    } else if (flag == "--timeout") {
+      options.timeout = Seconds(std::stod(value));
+    } else if (flag == "--patience") {
+      options.patience = Seconds(std::stod(value));
+    } else {
+      throw std::invalid_argument("no flag is named " + flag);
+    }
+  }
+  if (options.learner.empty()) throw std::invalid_argument("the learner is missing");
+  if (options.num_envs < 1) throw std::invalid_argument("--num_envs is below 1");
+  if (options.episodes > 0 && options.num_envs != 1) {
+    throw std::invalid_argument(
+        "--episodes needs --num_envs 1: a stream can be left where all its "
+        "environments have just ended an episode");
+  }
+  return options;
+}
+
+// Returns the exit status: 0 left or sent away, 1 refused or no learner.
+int run(const Options& options) {
+  Simulator simulator(options);
+  std::mt19937 jitter{std::random_device()()};
+  Seconds backoff = kFirstBackoff;
+  Clock::time_point down_since = Clock::now();
+  uint64_t number = 0;
+  while (true) {
+    try {
+      simulator.play();
+      break;
+    } catch (const Refused& error) {
+      std::cerr << "Refused by " << options.learner << ": " << error.what()
+                << std::endl;
+      return 1;
+    } catch (const Lost& error) {
+      if (simulator.number() > number) {  // it had worked
+        backoff = kFirstBackoff;
+        down_since = Clock::now();
+        number = simulator.number();
+      }
+      if (Clock::now() - down_since > options.patience) {
+        std::cerr << "No learner for " << options.patience.count()
+                  << " s: " << error.what() << std::endl;
+        return 1;
+      }
+      std::cerr << error.what() << "; dialling again in about " << backoff.count()
+                << " s." << std::endl;
+      std::uniform_real_distribution<double> factor(0.5, 1);
+      std::this_thread::sleep_for(backoff * factor(jitter));
+      backoff = std::min(2 * backoff, kLongestBackoff);
+    }
+  }
+  std::cerr << "The stream has ended after " << simulator.number() << " steps."
+            << std::endl;
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options options;
+  try {
+    options = parse(argc, argv);
+  } catch (const std::exception& error) {
+    std::cerr << "cartpole: " << error.what() << "\n" << kUsage;
+    return 2;
+  }
+  try {
+    return run(options);
+  } catch (const std::exception& error) {
+    std::cerr << "cartpole: " << error.what() << std::endl;
+    return 1;
+  }
+}

@@ -1,0 +1,416 @@
+"""Cart poles that join a PolyBeast learner, in plain Python.
+
+Nothing of TorchBeast is used but its protocol, libtorchbeast/proto/torchbeast.proto,
+from which protoc makes the modules torchbeast_pb2 and torchbeast_pb2_grpc:
+
+    pip install grpcio grpcio-tools
+    mkdir -p build/wire
+    python -m grpc_tools.protoc --proto_path=libtorchbeast/proto \
+        --python_out=build/wire --grpc_python_out=build/wire torchbeast.proto
+    PYTHONPATH=build/wire python examples/clients/python/cartpole.py localhost:5000
+
+Put your own simulator in the place of CartPole; the rest stays nearly as it is.
+"""
+
+import argparse
+import asyncio
+import logging
+import math
+import os
+import random
+import struct
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import grpc
+import torchbeast_pb2 as wire
+from torchbeast_pb2_grpc import LearnerStub
+
+log = logging.getLogger("cartpole")
+
+PROTOCOL_VERSION = 1
+FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before dialling again
+
+# Dialling again would not help.
+FINAL_REFUSALS = (
+    grpc.StatusCode.UNAUTHENTICATED,  # the token
+    grpc.StatusCode.FAILED_PRECONDITION,  # the protocol's version, or other spaces
+    grpc.StatusCode.INVALID_ARGUMENT,  # a message of ours breaks the rules
+    grpc.StatusCode.UNIMPLEMENTED,  # not a learner that listens
+)
+
+
+class Lost(Exception):
+    """The connection is gone; dialling again may help."""
+
+
+class Refused(Exception):
+    """The learner says no, or says what we don't understand."""
+
+
+# --- The simulator --------------------------------------------------------------------
+
+
+class CartPole:
+    """A pole on a cart that is pushed left (0) or right (1), as CartPole-v1 has it.
+
+    Reward 1 a step. The episode is over where the cart leaves the track or the pole
+    falls, and is cut off after MAX_STEPS. Equations: Barto, Sutton and Anderson 1983.
+    """
+
+    NUM_ACTIONS = 2
+    MAX_STEPS = 500
+    MAX_X = 2.4  # m
+    MAX_ANGLE = 12 * 2 * math.pi / 360  # rad
+    GRAVITY = 9.8  # m/s²
+    CART_MASS, POLE_MASS = 1.0, 0.1  # kg
+    HALF_LENGTH = 0.5  # m, of the pole
+    FORCE = 10.0  # N
+    SECONDS = 0.02  # a step
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def reset(self) -> list[float]:
+        """Start an episode; returns its first observation."""
+        self.steps = 0
+        self.state = [self.rng.uniform(-0.05, 0.05) for _ in range(4)]
+        return self.state
+
+    def step(self, action: int) -> tuple[list[float], float, bool, bool]:
+        """Returns observation, reward, terminated, truncated."""
+        x, x_dot, angle, angle_dot = self.state
+        force = self.FORCE if action == 1 else -self.FORCE
+        mass = self.CART_MASS + self.POLE_MASS
+        cos, sin = math.cos(angle), math.sin(angle)
+        pole = self.POLE_MASS * self.HALF_LENGTH
+        push = (force + pole * angle_dot**2 * sin) / mass
+        angle_acceleration = (self.GRAVITY * sin - cos * push) / (
+            self.HALF_LENGTH * (4 / 3 - self.POLE_MASS * cos**2 / mass)
+        )
+        acceleration = push - pole * angle_acceleration * cos / mass
+        self.state = [
+            x + self.SECONDS * x_dot,
+            x_dot + self.SECONDS * acceleration,
+            angle + self.SECONDS * angle_dot,
+            angle_dot + self.SECONDS * angle_acceleration,
+        ]
+        self.steps += 1
+        terminated = (
+            abs(self.state[0]) > self.MAX_X or abs(self.state[2]) > self.MAX_ANGLE
+        )
+        truncated = self.steps >= self.MAX_STEPS and not terminated
+        return self.state, 1.0, terminated, truncated
+
+
+# --- Its messages ---------------------------------------------------------------------
+
+# Little-endian, without padding, as `struct` writes them.
+STRUCT_CODES = {wire.BOOL: "?", wire.INT64: "q", wire.FLOAT32: "f"}
+
+
+def make_array(dtype: int, shape: list[int], values: list) -> wire.Array:
+    code = STRUCT_CODES[dtype]
+    data = struct.pack(f"<{math.prod(shape)}{code}", *values)
+    return wire.Array(dtype=dtype, shape=shape, data=data)
+
+
+def to_float32(x: float) -> float:
+    return struct.unpack("<f", struct.pack("<f", x))[0]
+
+
+class CartPoles:
+    """E of them in lockstep, as one stream carries them."""
+
+    # Besides what every step has. "truncated" is the protocol's; the others are what
+    # torchbeast.polybeast_learner also reads, see README.md.
+    EXTRA_FIELDS = (
+        ("game_over", wire.BOOL),
+        ("game_return", wire.FLOAT32),
+        ("game_step", wire.INT64),
+        ("last_action", wire.INT64),
+        ("truncated", wire.BOOL),
+    )
+
+    def __init__(self, num_envs: int, seed: int | None) -> None:
+        rng = random.Random(seed)
+        self.envs = [CartPole(rng) for _ in range(num_envs)]
+        self.episode_step = [0] * num_envs
+        self.episode_return = [0.0] * num_envs
+        self.all_done = True  # each row is the first of an episode
+
+    def hello(self, stream_id: bytes, first_step: int) -> wire.EnvHello:
+        bound = [
+            to_float32(x)
+            for x in (2 * CartPole.MAX_X, math.inf, 2 * CartPole.MAX_ANGLE, math.inf)
+        ]
+        box = wire.Space.Box(
+            dtype=wire.FLOAT32, shape=[4], low=[-x for x in bound], high=bound
+        )
+        discrete = wire.Space.Discrete(n=CartPole.NUM_ACTIONS)
+        return wire.EnvHello(
+            version=PROTOCOL_VERSION,
+            environment="CartPole-v1",
+            num_envs=len(self.envs),
+            observation_space=wire.Space(box=box),
+            action_space=wire.Space(discrete=discrete),
+            extra_fields=[wire.Field(name=n, dtype=d) for n, d in self.EXTRA_FIELDS],
+            stream_id=stream_id,
+            first_step=first_step,
+        )
+
+    def first_step(self) -> wire.EnvStep:
+        """New episodes. No action has led here, so that all else is zero."""
+        E = len(self.envs)
+        return self._make_step(
+            observations=[x for env in self.envs for x in env.reset()],
+            rewards=[0.0] * E,
+            done=[True] * E,
+            truncated=[False] * E,
+            actions=[0] * E,
+            final=[],
+        )
+
+    def step(self, actions: list[int]) -> wire.EnvStep:
+        started = time.perf_counter_ns()
+        observations, final, rewards, done, truncated = [], [], [], [], []
+        for e, (env, action) in enumerate(zip(self.envs, actions, strict=True)):
+            observation, reward, terminated, was_cut = env.step(action)
+            self.episode_step[e] += 1
+            self.episode_return[e] += reward
+            final += observation
+            rewards.append(reward)
+            truncated.append(was_cut)
+            done.append(terminated or was_cut)
+            # The row of an episode's end shows the start of the next.
+            observations += env.reset() if done[e] else observation
+        step = self._make_step(observations, rewards, done, truncated, actions, final)
+        for e in range(len(self.envs)):
+            if done[e]:
+                self.episode_step[e], self.episode_return[e] = 0, 0.0
+        step.env_nanoseconds = time.perf_counter_ns() - started
+        return step
+
+    def _make_step(
+        self,
+        observations: list[float],
+        rewards: list[float],
+        done: list[bool],
+        truncated: list[bool],
+        actions: list[int],
+        final: list[float],
+    ) -> wire.EnvStep:
+        E = len(self.envs)
+        self.all_done = all(done)
+        extra = {
+            "game_over": done if final else [False] * E,
+            "game_return": self.episode_return,
+            "game_step": self.episode_step,
+            "last_action": actions,
+            "truncated": truncated,
+        }
+        step = wire.EnvStep(
+            arrays=[
+                make_array(wire.FLOAT32, [E, 4], observations),
+                make_array(wire.FLOAT32, [E], rewards),
+                make_array(wire.BOOL, [E], done),
+                make_array(wire.INT64, [E], self.episode_step),
+                make_array(wire.FLOAT32, [E], self.episode_return),
+                *(make_array(d, [E], extra[name]) for name, d in self.EXTRA_FIELDS),
+            ]
+        )
+        if any(truncated):
+            step.final_observation.append(make_array(wire.FLOAT32, [E, 4], final))
+        return step
+
+    def read_action(self, action: wire.AgentAction) -> list[int]:
+        """The learner is not trusted more than it must be."""
+        E = len(self.envs)
+        if len(action.arrays) != 1:
+            raise Refused(f"an action of {len(action.arrays)} arrays instead of one")
+        (array,) = action.arrays
+        if (
+            array.dtype != wire.INT64
+            or [*array.shape] != [E]
+            or len(array.data) != 8 * E
+        ):
+            raise Refused(
+                f"an action of dtype {array.dtype}, shape {[*array.shape]} in "
+                f"{len(array.data)} bytes instead of INT64 [{E}]"
+            )
+        actions = [*struct.unpack(f"<{E}q", array.data)]
+        if not all(0 <= a < CartPole.NUM_ACTIONS for a in actions):
+            raise Refused(
+                f"actions {actions}, of which there are {CartPole.NUM_ACTIONS}"
+            )
+        return actions
+
+
+# --- The connection -------------------------------------------------------------------
+
+
+class Simulator:
+    """What outlives a connection: the environments and their newest step."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.envs = CartPoles(args.num_envs, args.seed)
+        self.stream_id = os.urandom(16)
+        self.number = 0  # of the newest step
+        self.newest = self.envs.first_step()  # kept until its action has come
+        self.episodes_left = args.episodes  # None: no end
+
+    def advance(self, actions: list[int]) -> None:
+        self.newest = self.envs.step(actions)
+        self.number += 1
+        if self.envs.all_done and self.episodes_left is not None:
+            self.episodes_left -= 1
+
+    async def play(self) -> None:
+        """Dials and steps until this side leaves or the learner ends the stream.
+
+        Raises:
+          Lost: the connection, or there was none.
+          Refused: for good.
+        """
+        async with self._channel() as channel:
+            metadata = []
+            if self.args.token_file:
+                token = Path(self.args.token_file).read_text().strip()
+                metadata = [("authorization", f"Bearer {token}")]
+            call = LearnerStub(channel).Join(metadata=metadata)
+            try:
+                await self._converse(call)
+            except asyncio.TimeoutError:
+                raise Lost(f"no answer within {self.args.timeout:g} s") from None
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                code, details = await call.code(), await call.details()
+                error = Refused if code in FINAL_REFUSALS else Lost
+                raise error(f"{code.name}: {details}") from None
+            finally:
+                call.cancel()
+
+    def _channel(self) -> grpc.aio.Channel:
+        options = [
+            # Notices a network that is cut. The learner takes pings 5 s apart.
+            ("grpc.keepalive_time_ms", 15_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.http2.max_pings_without_data", 0),
+            # main() waits before it dials again; gRPC need not, too.
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        address = self.args.learner
+        if not self.args.tls_ca:
+            return grpc.aio.insecure_channel(address, options)
+        credentials = grpc.ssl_channel_credentials(Path(self.args.tls_ca).read_bytes())
+        return grpc.aio.secure_channel(address, credentials, options)
+
+    async def _converse(self, call: grpc.aio.StreamStreamCall) -> None:
+        message = await self._read(call)
+        if message is None:
+            return
+        if message.WhichOneof("kind") != "hello":
+            raise Refused("the learner's first message is not a hello")
+        if message.hello.version != PROTOCOL_VERSION:
+            raise Refused(
+                f"the learner speaks version {message.hello.version} of the protocol, "
+                f"this program version {PROTOCOL_VERSION}"
+            )
+        hello = self.envs.hello(self.stream_id, self.number)
+        await self._write(call, wire.EnvMessage(hello=hello))
+        while True:
+            # After a loss the newest step goes out again, and its action comes again.
+            await self._write(call, wire.EnvMessage(step=self.newest))
+            if self.episodes_left == 0:
+                await self._leave(call)
+                return
+            message = await self._read(call)
+            if message is None:
+                return
+            if message.WhichOneof("kind") != "action":
+                raise Refused("a message that is not an action")
+            actions = self.envs.read_action(message.action)
+            try:
+                self.advance(actions)
+            except Exception:
+                text = traceback.format_exc()[-65536:]
+                error = wire.EnvError(message=text)
+                await self._write(call, wire.EnvMessage(error=error))
+                await self._leave(call)
+                raise
+
+    async def _leave(self, call: grpc.aio.StreamStreamCall) -> None:
+        """Returns when the learner has read all."""
+        await call.done_writing()
+        while await self._read(call) is not None:
+            pass  # an action that is not needed any more
+
+    async def _write(
+        self, call: grpc.aio.StreamStreamCall, message: wire.EnvMessage
+    ) -> None:
+        await asyncio.wait_for(call.write(message), self.args.timeout)
+
+    async def _read(self, call: grpc.aio.StreamStreamCall) -> wire.AgentMessage | None:
+        """The next message; None if the learner has ended the stream in peace."""
+        message = await asyncio.wait_for(call.read(), self.args.timeout)
+        return None if message is grpc.aio.EOF else message
+
+
+# --- Command line ---------------------------------------------------------------------
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Cart poles for a PolyBeast learner that listens."
+    )
+    add = parser.add_argument
+    add("learner", help="HOST:PORT or unix:PATH")
+    add("--num_envs", type=int, default=1, help="cart poles in lockstep (default 1)")
+    add("--episodes", type=int, help="leave after so many; needs --num_envs 1")
+    add("--seed", type=int)
+    add("--token_file", help="file of the secret that the learner asks for")
+    add("--tls_ca", help="PEM file of who signed the learner's certificate")
+    add("--timeout", type=float, default=120.0, help="seconds to wait for an answer")
+    add("--patience", type=float, default=60.0, help="seconds without a learner")
+    args = parser.parse_args()
+    if args.num_envs < 1:
+        parser.error(f"--num_envs must be at least 1, got {args.num_envs}")
+    if args.episodes is not None and (args.episodes < 1 or args.num_envs != 1):
+        parser.error(
+            "--episodes must be at least 1 and needs --num_envs 1: a stream can be "
+            "left where all its environments have just ended an episode"
+        )
+    return args
+
+
+async def main() -> int:
+    """Returns the exit status: 0 left or sent away, 1 refused or no learner."""
+    args = parse_args()
+    logging.basicConfig(level=logging.INFO, format="[%(asctime)s %(name)s] %(message)s")
+    simulator = Simulator(args)
+    backoff, down_since, number = FIRST_BACKOFF, time.monotonic(), 0
+    while True:
+        try:
+            await simulator.play()
+            break
+        except Refused as error:
+            log.error("Refused by %s: %s", args.learner, error)
+            return 1
+        except Lost as error:
+            if simulator.number > number:  # it had worked
+                backoff, down_since = FIRST_BACKOFF, time.monotonic()
+                number = simulator.number
+            if time.monotonic() - down_since > args.patience:
+                log.error("No learner for %g s: %s", args.patience, error)
+                return 1
+            log.info("%s; dialling again in about %.1f s.", error, backoff)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1))
+            backoff = min(2 * backoff, LONGEST_BACKOFF)
+    log.info("The stream has ended after %d steps.", simulator.number)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))
