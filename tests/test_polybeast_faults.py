@@ -1,0 +1,692 @@
+"""PolyBeast's servers and learner apart, and what can go wrong between them.
+
+Real processes, each in a session of its own. Training goes on where it can, and ends
+loudly where it can't; test_polybeast.py has the faults of both started together.
+"""
+
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import pathlib
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+import runs
+import test_actor_pool
+import test_faults
+import torch
+from certificates import Certificates
+from servers import CodedVector, ServerProcess
+from servers import Run as PoolRun
+from test_faults import END_SECONDS, processes_of_session, wait_until
+
+import libtorchbeast
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="looks at processes through /proc"
+)
+
+T, E = 5, 3
+SHARED = {"env": "CartPole-v1", "envs_per_actor": E}
+LEARNER = {
+    "module": "torchbeast.polybeast_learner",
+    "num_actors": None,
+    "unroll_length": T,
+    "batch_size": 2 * E,
+    "reward_clipping": "none",
+    **SHARED,
+}
+
+
+class Servers:
+    """`python -m torchbeast.polybeast_env` in a session of its own."""
+
+    def __init__(self, folder, prefix=(), env_vars=None, **flags):
+        self.console_path = folder / f"servers-{len(list(folder.glob('servers-*')))}"
+        words = [sys.executable, "-m", "torchbeast.polybeast_env"]
+        for name, value in {**SHARED, "num_servers": 1, **flags}.items():
+            words += [f"--{name}", str(value)]
+        with self.console_path.open("wb") as console:
+            self.process = subprocess.Popen(
+                [*prefix, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                env={**runs.environment(), **(env_vars or {})},
+                start_new_session=True,
+            )
+        self.pid = self.process.pid
+
+    @property
+    def console(self):
+        return self.console_path.read_text(errors="replace")
+
+    def addresses(self, number=1):
+        """Where they listen, once `number` of them do."""
+
+        def found():
+            assert self.process.poll() is None, self.console
+            return re.findall(r"Server \d+ at (\S+): ", self.console)
+
+        wait_until(lambda: len(found()) >= number, "servers listen")
+        return found()
+
+    def children(self):
+        """The server processes by pid, oldest first."""
+        found = processes_of_session(self.pid)
+        return [p.pid for p in found if "spawn_main" in p.command]
+
+    def wait_for_end(self, status):
+        try:
+            assert self.process.wait(END_SECONDS * 2) == status, self.console
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"no end:\n{self.console}")
+        self.assert_nothing_left()
+
+    def assert_nothing_left(self):
+        wait_until(lambda: not processes_of_session(self.pid), "no process left")
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Starts servers; what is left of them is killed after the test."""
+    started = []
+
+    def start(**flags):
+        started.append(Servers(tmp_path, **flags))
+        return started[-1]
+
+    yield start
+    for servers in started:
+        servers.kill()
+
+
+@pytest.fixture
+def learn(tmp_path):
+    """Starts learners; what is left of them is killed after the test."""
+    started = []
+
+    def start(xpid="run", **flags):
+        started.append(test_faults.Run(tmp_path, xpid, **{**LEARNER, **flags}))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.kill()
+
+
+@pytest.fixture
+def pipes(tmp_path):
+    """--pipes_basename; the test must leave no socket of this name."""
+    yield f"unix:{tmp_path}/pipe"
+    assert not list(tmp_path.glob("pipe*"))
+
+
+def rows_of(run):
+    return runs.read_logs(run.savedir, run.xpid)
+
+
+def assert_whole_updates(run):
+    """Every update learned from B whole unrolls; counts of losses never go back."""
+    rows = rows_of(run)
+    assert {int(row["step"]) % (2 * E * T) for row in rows} == {0}
+    for before, after in itertools.pairwise(rows):
+        assert int(after["step"]) - int(before["step"]) == 2 * E * T
+        for name in ("reconnects", "dropped_steps"):
+            assert int(after[name]) >= int(before[name])
+    return rows
+
+
+def assert_says(run, *words):
+    """The log ends with one error, of one line, that has all these words."""
+    run.assert_error()
+    (error,) = [line for line in run.console.splitlines() if "[ERROR " in line]
+    for word in words:
+        assert word in error
+
+
+# --- Servers die ----------------------------------------------------------------------
+
+
+def test_servers_killed_in_turn(serve, learn, pipes):
+    servers = serve(pipes_basename=pipes, num_servers=2)
+    servers.addresses(2)
+    run = learn(pipes_basename=pipes, num_servers=2, num_actors=4)
+    run.wait_for_updates(2)
+    for kills in (1, 2):
+        (victim, *_) = servers.children()  # the one that has lived longest
+        os.kill(victim, signal.SIGKILL)
+        run.wait_for(
+            lambda: int(rows_of(run)[-1]["reconnects"]) == 2 * kills,  # noqa: B023
+            "both streams of the server came back",
+        )
+        run.wait_for_updates(5)
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for_end(130)
+    run.assert_no_error()
+    rows = assert_whole_updates(run)
+    assert int(rows[-1]["reconnects"]) == 4
+    # Of each lost stream less than an unroll, and one that waits for the queue.
+    assert int(rows[-1]["dropped_steps"]) <= 4 * E * T
+    assert run.console.count("Reconnects 4, dropped steps ") == 1
+    assert servers.console.count("has died, by signal SIGKILL") == 2
+    servers.process.send_signal(signal.SIGTERM)
+    servers.wait_for_end(143)
+
+
+def test_servers_gone_for_good(serve, learn, pipes):
+    servers = serve(pipes_basename=pipes, num_servers=2)
+    run = learn(
+        pipes_basename=pipes, num_servers=2, connect_timeout=2, checkpoint_interval=600
+    )
+    run.wait_for_updates(3)
+    servers.process.kill()  # its servers end with it
+    servers.process.wait()
+    servers.assert_nothing_left()
+    run.wait_for_end(1, END_SECONDS + 2)
+    assert_says(run, "TransportError: no connection for 2 s: ")
+    run.assert_files()
+    assert_whole_updates(run)
+
+
+def test_an_environment_raises(serve, learn, pipes, tmp_path):
+    fault = tmp_path / "fault"
+    env = {"env": "faulty:Environment"}
+    servers = serve(pipes_basename=pipes, env_vars={"FAULT_FILE": str(fault)}, **env)
+    run = learn(pipes_basename=pipes, num_servers=1, **env)
+    run.wait_for_updates(3)
+    fault.write_text("raise_error")
+    run.wait_for_end(1)
+    assert run.console.count("[ERROR ") == 1
+    assert "ValueError: the ball left the table" in run.console
+    assert "in raise_error" in run.console, "the environment's traceback"
+    run.assert_files()
+    # The fault is over: the next learner finds the servers as if nothing had been.
+    fault.unlink()
+    step = int(rows_of(run)[-1]["step"])
+    run = learn(
+        pipes_basename=pipes,
+        num_servers=1,
+        total_steps=step + 10 * 2 * E * T,
+        allow_flag_changes=True,
+        **env,
+    )
+    run.wait_for_end(0)
+    assert f"Resuming at step {step}." in run.console
+    servers.process.send_signal(signal.SIGINT)
+    servers.wait_for_end(130)
+
+
+# --- The learner dies -----------------------------------------------------------------
+
+
+def test_learner_killed_and_resumed(serve, learn, pipes):
+    servers = serve(pipes_basename=pipes, num_servers=2)
+    servers.addresses(2)
+    children = servers.children()
+    run = learn(pipes_basename=pipes, num_servers=2)
+    run.wait_for_a_checkpoint()
+    run.wait_for_updates(3)
+    run.process.kill()
+    run.process.wait()
+    run.assert_nothing_left()
+    step = torch.load(run.checkpoint, weights_only=True)["stats"]["step"]
+    assert 0 < step <= int(rows_of(run)[-1]["step"])
+
+    run = learn(
+        pipes_basename=pipes,
+        num_servers=2,
+        total_steps=step + 20 * 2 * E * T,
+        allow_flag_changes=True,
+    )
+    run.wait_for_end(0)
+    run.assert_no_error()
+    assert f"Resuming at step {step}." in run.console
+    rows = assert_whole_updates(run)
+    assert int(rows[-1]["step"]) == step + 20 * 2 * E * T
+    assert len(rows) == int(rows[-1]["step"]) // (2 * E * T), "no row twice or lost"
+    assert servers.children() == children, "the servers have stayed"
+    servers.process.send_signal(signal.SIGTERM)
+    servers.wait_for_end(143)
+
+
+# --- Who is who -----------------------------------------------------------------------
+
+
+def assert_refused(learn, cases, patience=END_SECONDS):
+    """Learners with the flags of each case end soon, with these words; all at once."""
+    # In groups: each learner takes some 300 MiB.
+    names = list(cases)
+    for i in range(0, len(names), 4):
+        group = names[i : i + 4]
+        started = [learn(name, **cases[name][0]) for name in group]
+        for name, run in zip(group, started, strict=True):
+            run.wait_for_end(1, 4 * patience)  # nothing but four starts at once
+            assert_says(run, *cases[name][1])
+            assert not run.path.exists(), "nothing was written"
+
+
+def test_tokens_and_certificates(serve, learn, tmp_path):
+    certificates = Certificates(tmp_path)
+    certificates.make("server", "IP:127.0.0.1")
+    certificates.make("expired-server", "IP:127.0.0.1", expired=True)
+    certificates.make("client", "DNS:learner")
+    certificates.make("expired-client", "DNS:learner", expired=True)
+    certificates.make("foreign-client", "DNS:learner", "foreign")
+    token, wrong = tmp_path / "token", tmp_path / "wrong"
+    token.write_text("between-us\n")
+    wrong.write_text("between-others\n")
+    ours, foreign = certificates.ca("ours"), certificates.ca("foreign")
+    bind = {"bind": "127.0.0.1:0", "token_file": token}
+    servers = serve(**bind, **ours, **certificates.identity("server"))
+    expired = serve(**bind, **certificates.identity("expired-server"))
+    here = {"server_addresses": servers.addresses()[0], "connect_timeout": 1}
+    there = {"server_addresses": expired.addresses()[0], "connect_timeout": 1}
+    us = {**ours, **certificates.identity("client"), "token_file": token}
+
+    run = learn("good", **us, **here)
+    run.wait_for_updates(3)
+    at_once = {"connect_timeout": 60}  # not waited for: refused for good
+    refused = ["RefusedError", "wants a token", servers.addresses()[0]]
+    lost = ["TransportError", "is lost", servers.addresses()[0]]
+    untrusted = [*lost[:2], there["server_addresses"], "certificate verify failed"]
+    # After TLS 1.3's handshake the server says why not, to deaf ears.
+    assert_refused(
+        learn,
+        {
+            "wrong-token": ({**us, **here, **at_once, "token_file": wrong}, refused),
+            "no-token": ({**us, **here, **at_once, "token_file": None}, refused),
+            "no-certificate": ({**here, **ours, "token_file": token}, lost),
+            "expired-client": (
+                {**us, **here, **certificates.identity("expired-client")},
+                lost,
+            ),
+            "foreign-client": (
+                {**us, **here, **certificates.identity("foreign-client")},
+                lost,
+            ),
+            "foreign-ca": (
+                {**us, **here, **foreign},
+                [*lost, "certificate verify failed"],
+            ),
+            "expired-server": ({**us, **there}, untrusted),
+            "no-tls": ({**here, "token_file": token}, lost),
+        },
+    )
+    run.wait_for_updates(3)  # the others are none of its business
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for_end(130)
+    run.assert_no_error()
+    for s in (servers, expired):
+        s.process.send_signal(signal.SIGTERM)
+        s.wait_for_end(143)
+
+
+def test_servers_that_differ(serve, learn, pipes, tmp_path):
+    """Other spaces, other numbers of environments, another environment than asked."""
+    a, b, c = f"{pipes}-a", f"{pipes}-b", f"{pipes}-c"
+    all_servers = [
+        serve(pipes_basename=a),
+        serve(pipes_basename=b, env="environments:GridWorld"),
+        serve(pipes_basename=c, envs_per_actor=2),
+    ]
+    for servers in all_servers:
+        servers.addresses()
+    assert_refused(
+        learn,
+        {
+            "another": (
+                {"server_addresses": f"{b}.0"},
+                ["FlagError: --env is CartPole-v1", "serves environments:GridWorld"],
+            ),
+        },
+    )
+    for xpid, other in (("spaces", b), ("number", c)):
+        run = learn(xpid, server_addresses=f"{a}.0,{other}.0")
+        run.wait_for_end(1)
+        addresses = (f"{a}.0", f"{other}.0")
+        assert_says(run, "TransportError", *addresses, "differ")
+    for servers in all_servers:
+        servers.process.send_signal(signal.SIGTERM)
+        servers.wait_for_end(143)
+
+
+# --- Strange peers --------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def listening(path, answer=None):
+    """Accepts connections; says `answer` to each, or nothing."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(64)
+
+    def speak():
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = listener.accept()
+                with peer, contextlib.suppress(OSError):
+                    peer.sendall(answer)
+
+    thread = threading.Thread(target=speak)
+    if answer is not None:
+        thread.start()
+    try:
+        yield f"unix:{path}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        if answer is not None:
+            thread.join()
+        path.unlink()
+
+
+@contextlib.contextmanager
+def speaking(path, messages):
+    """A gRPC server whose streams get these messages, whatever they are."""
+    grpc = pytest.importorskip("grpc")
+    handler = grpc.stream_stream_rpc_method_handler(
+        lambda requests, context: iter(messages)
+    )
+    service = "torchbeast.wire.EnvServer"
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        server = grpc.server(threads)
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(service, {"Stream": handler})]
+        )
+        server.add_insecure_port(f"unix:{path}")
+        server.start()
+        try:
+            yield f"unix:{path}"
+        finally:
+            server.stop(None).wait()
+
+
+ENV_HELLO_OF_VERSION_2 = b"\x0a\x04\x08\x02\x18\x01"  # hello {version: 2, num_envs: 1}
+AGENT_HELLO_OF_VERSION_2 = b"\x0a\x02\x08\x02"
+GARBAGE = random.Random(1).randbytes(10_000)
+
+
+def test_learner_meets_strange_peers(learn, tmp_path):
+    with (
+        listening(tmp_path / "socket-noise", GARBAGE) as noise,
+        listening(tmp_path / "socket-silence") as silence,
+    ):
+        cases = {
+            "noise": ({"server_addresses": noise}, [noise, "is lost"]),
+            "silence": ({"server_addresses": silence}, [silence, "not answered in"]),
+        }
+        for flags, words in cases.values():
+            flags["connect_timeout"] = 1
+            words.append("TransportError")
+        assert_refused(learn, cases)
+
+
+@pytest.mark.xfail(strict=True, reason="probe() doesn't look at the version")
+def test_a_server_of_another_version(learn, tmp_path):
+    with speaking(tmp_path / "socket", [ENV_HELLO_OF_VERSION_2]) as future:
+        words = [future, "version 2", "version 1"]
+        assert_refused(learn, {"future": ({"server_addresses": future}, words)})
+
+
+@pytest.mark.xfail(strict=True, reason="the error has no address, but a traceback")
+def test_a_server_that_sends_no_messages_of_the_protocol(learn, tmp_path):
+    with speaking(tmp_path / "socket", [GARBAGE]) as lies:
+        words = [lies, "WireError", "malformed message"]
+        assert_refused(learn, {"lies": ({"server_addresses": lies}, words)})
+
+
+def test_one_of_the_servers_is_silent(serve, learn, pipes, tmp_path):
+    servers = serve(pipes_basename=pipes)
+    with listening(tmp_path / "socket-silence") as silence:
+        run = learn(
+            server_addresses=f"{servers.addresses()[0]},{silence}",
+            actor_timeout=1,
+            connect_timeout=2,
+        )
+        run.wait_for_end(1, END_SECONDS + 5)
+    assert_says(run, "TransportError: no connection for 2 s", silence, "step timeout")
+    servers.process.send_signal(signal.SIGTERM)
+    servers.wait_for_end(143)
+
+
+def test_servers_meet_strange_peers(serve, learn, pipes):
+    """None of them disturbs the run of others."""
+    grpc = pytest.importorskip("grpc")
+    servers = serve(pipes_basename=pipes)
+    (address,) = servers.addresses()
+    run = learn(pipes_basename=pipes, num_servers=1)
+    run.wait_for_updates(1)
+    with contextlib.ExitStack() as stack:
+        for _ in range(50):
+            peer = stack.enter_context(socket.socket(socket.AF_UNIX))
+            peer.connect(address.partition(":")[2])  # and says nothing
+        with socket.socket(socket.AF_UNIX) as peer, contextlib.suppress(OSError):
+            peer.connect(address.partition(":")[2])
+            peer.sendall(GARBAGE * 10)
+        channel = stack.enter_context(grpc.insecure_channel(address))
+        stream = channel.stream_stream("/torchbeast.wire.EnvServer/Stream")
+        for message, status, words in (
+            (AGENT_HELLO_OF_VERSION_2, "FAILED_PRECONDITION", "version 2; install the"),
+            (GARBAGE, "INVALID_ARGUMENT", ""),
+        ):
+            with pytest.raises(grpc.RpcError) as error:
+                list(stream(iter([message]), timeout=20))
+            assert error.value.code().name == status
+            assert words in error.value.details()
+        run.wait_for_updates(5)
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for_end(130)
+    run.assert_no_error()
+    assert {row["reconnects"] for row in assert_whole_updates(run)} == {"0"}
+    servers.process.send_signal(signal.SIGTERM)
+    servers.wait_for_end(143)
+
+
+# --- Numbers and places ---------------------------------------------------------------
+
+
+def test_fewer_actors_than_servers(serve, learn, pipes):
+    servers = serve(pipes_basename=pipes, num_servers=2)
+    run = learn(
+        pipes_basename=pipes, num_servers=2, num_actors=1, total_steps=20 * 2 * E * T
+    )
+    run.wait_for_end(0, 2 * END_SECONDS)
+    assert "1 streams of 3 environments" in run.console
+    assert len(assert_whole_updates(run)) == 20
+    servers.process.send_signal(signal.SIGTERM)
+    servers.wait_for_end(143)
+
+
+def places(tmp_path):
+    """Where no socket can be, and the words that tell why."""
+    if os.geteuid() == 0:  # who may write to every folder but this
+        closed = pathlib.Path("/proc")
+    else:
+        closed = tmp_path / "closed"
+        closed.mkdir(mode=0o500)
+    (tmp_path / "file").touch()
+    (tmp_path / "taken.0").touch()
+    return {
+        "directory": (tmp_path / "nowhere" / "pipe", "No such file or directory"),
+        "file": (tmp_path / "file" / "pipe", "Not a directory"),
+        "closed": (closed / "pipe", ""),
+        "long": (tmp_path / ("x" * 110), "bytes, and the system allows 107"),
+        "taken": (tmp_path / "taken", "not a socket"),
+    }
+
+
+FILE = pytest.param(
+    "file",
+    marks=pytest.mark.xfail(strict=True, reason="stop() raises, which hides the error"),
+)
+
+
+@pytest.mark.parametrize("name", ["directory", FILE, "closed", "long", "taken"])
+def test_servers_cannot_listen(serve, tmp_path, name):
+    path, words = places(tmp_path)[name]
+    servers = serve(pipes_basename=f"unix:{path}")
+    servers.wait_for_end(1)
+    assert servers.console.count("[ERROR ") == 1
+    assert "environment server 0 cannot start" in servers.console
+    assert f"{path}.0" in servers.console
+    assert words in servers.console
+
+
+@pytest.mark.xfail(strict=True, reason="stop() removes what is not its own")
+def test_servers_that_cannot_listen_remove_nothing(serve, learn, pipes, tmp_path):
+    """Neither a file nor the socket of other servers."""
+    file = tmp_path / "file.0"
+    file.write_text("precious")
+    serve(pipes_basename=f"unix:{tmp_path}/file").wait_for_end(1)
+    first = serve(pipes_basename=pipes)
+    (address,) = first.addresses()
+    second = serve(pipes_basename=pipes)
+    second.wait_for_end(1)
+    assert "another server listens there" in second.console
+    try:
+        assert file.read_text() == "precious"
+        assert libtorchbeast.probe(address)["num_envs"] == E
+    finally:
+        first.process.send_signal(signal.SIGTERM)
+        first.wait_for_end(143)
+
+
+def test_polybeast_cannot_listen(learn, tmp_path):
+    """Both sides of one that can't work end, and say it once."""
+    run = learn(
+        module="torchbeast.polybeast", pipes_basename=f"unix:{tmp_path}/nowhere/pipe"
+    )
+    run.wait_for_end(1)
+    assert "No such file or directory" in run.console
+    assert not run.path.exists()
+
+
+# --- No partial unroll ----------------------------------------------------------------
+
+
+class Proxy:
+    """Between pool and server: cuts connection n after so many bytes of the server.
+
+    limits: for each connection; the later ones are not cut.
+    """
+
+    def __init__(self, target, limits):
+        self.target = target
+        self.limits = iter(limits)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = "127.0.0.1:{1}".format(*self.listener.getsockname())
+        self.cuts = 0
+        self.sockets = []
+        self.threads = [threading.Thread(target=self.accept)]
+        self.threads[0].start()
+
+    def accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self.listener.accept()
+                server = socket.create_connection(self.target)
+                self.sockets += [client, server]
+                limit = next(self.limits, None)
+                for pump in ((client, server, None), (server, client, limit)):
+                    thread = threading.Thread(target=self.pump, args=pump)
+                    self.threads.append(thread)
+                    thread.start()
+
+    def pump(self, source, sink, limit):
+        with contextlib.suppress(OSError):
+            left = limit
+            while data := source.recv(4096 if left is None else min(left, 4096)):
+                sink.sendall(data)
+                if left is not None:
+                    left -= len(data)
+                    if left == 0:
+                        self.cuts += 1
+                        break
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.threads[0].join()
+        for s in self.sockets:
+            with contextlib.suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)
+        for thread in self.threads:
+            thread.join()
+        for s in self.sockets:
+            s.close()
+
+
+def assert_every_step_counted(stats):
+    """Every step is one of a whole rollout, or was dropped."""
+    learned = stats["num_rollouts"] * T * CodedVector.num_envs
+    assert stats["num_steps"] == learned + stats["num_dropped_steps"]
+
+
+def test_a_connection_cut_at_any_byte():
+    """In the handshake, between messages, and in the middle of one."""
+    draw = random.Random(1)
+    limits = [
+        draw.choice([draw.randrange(1, 900), draw.randrange(20_000)]) for _ in range(24)
+    ]
+    followers = {}
+    with (
+        ServerProcess("CodedVector", "127.0.0.1:0") as server,
+        Proxy(("127.0.0.1", int(server.address.split(":")[1])), limits) as proxy,
+        PoolRun(
+            [proxy.address] * 2,
+            test_actor_pool.act,
+            test_actor_pool.initial_state(),
+            batch=2 * E,
+        ) as run,
+    ):
+        rollouts = iter(run.queue)
+        while proxy.cuts < len(limits):
+            test_actor_pool.check([next(rollouts)], followers)
+        test_actor_pool.check(itertools.islice(rollouts, 20), followers)
+    stats = run.pool.stats()
+    assert_every_step_counted(stats)
+    assert 0 < stats["num_dropped_steps"] < len(limits) * (T + 1) * E
+    # Where a cut came before the first row, there was nothing to lose.
+    assert 5 < stats["num_reconnects"] <= len(limits)
+
+
+def test_a_server_killed_at_any_moment(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    with PoolRun(
+        [address] * 2,
+        test_actor_pool.act,
+        test_actor_pool.initial_state(),
+        batch=CodedVector.num_envs,
+    ) as run:
+        rollouts = iter(run.queue)
+        for kills in range(5):
+            server = ServerProcess("CodedVector", address)
+            followers = {}  # a new process numbers its environments anew
+            test_actor_pool.check(itertools.islice(rollouts, 10 + kills), followers)
+            server.kill()
+            server.stop()
+            while run.pool.stats()["num_connected"] or run.queue.size():
+                if run.queue.size():
+                    test_actor_pool.check([next(rollouts)], followers)
+    stats = run.pool.stats()
+    assert stats["num_reconnects"] == 2 * 4
+    assert_every_step_counted(stats)
