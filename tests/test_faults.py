@@ -445,7 +445,7 @@ def test_sigint_while_the_learner_hangs(start):
     run.hang_in_loss()
     run.process.send_signal(signal.SIGINT)
     run.wait_for_end(1)  # 130 would say that all is saved
-    run.assert_error("A learner thread is still busy")
+    run.assert_error("learner-0 still busy")
     run.assert_files(saved_at_end=False)
 
 

@@ -66,6 +66,7 @@ SHUTDOWN_SECONDS = 5.0  # granted to actors and learner threads to end by themse
 SAME_SIGNAL_SECONDS = 1.0
 TEST_STREAM = 2**31  # apart from every actor's number, so that test games are new ones
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+THREADS = ("learner-", "inference-", "pool-")  # what the names of a run's begin with
 
 
 # --- Actors ---------------------------------------------------------------------------
@@ -884,7 +885,8 @@ class Run:
                 if self.errors and status != 1:  # after the last turn
                     status = self.report(self.errors[0])
                 if not ended:
-                    log.error("A thread is still busy: its state is not saved.")
+                    busy = [t.name for t in self.threads if t.is_alive()]
+                    log.error("%s still busy: nothing is saved.", ", ".join(busy))
                     status = 1
                 elif worth_saving:
                     self.save()
@@ -1225,7 +1227,7 @@ def run(
             if flags.mode == "train":
                 flags = resolve_layout(flags_lib.resolve(flags)).freeze()
                 status = train(flags)
-                if any(t.name.startswith("learner-") for t in threading.enumerate()):
+                if any(t.name.startswith(THREADS) for t in threading.enumerate()):
                     # Python can't end cleanly under a thread that is inside of torch.
                     logging.shutdown()
                     os._exit(status)

@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
+import numpy as np
+
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.environment import (
     Environment,
@@ -99,14 +101,29 @@ def make_server(flags: Flags, index: int, address: str, first_stream: int) -> An
     import libtorchbeast
 
     numbers = itertools.count(first_stream)
-    E = flags.envs_per_actor
+    unused: list[int] = []  # of streams that asked what is served, and left
 
-    def make_environment() -> Environment:
-        stream = next(numbers) * flags.num_servers + index
-        return Environment(flags, E, first_index=stream * E)
+    class StreamEnvironment(Environment):
+        """The environments of one stream."""
+
+        def __init__(self) -> None:
+            self.stream = unused.pop() if unused else next(numbers)
+            self.stepped = False
+            place = self.stream * flags.num_servers + index
+            E = flags.envs_per_actor
+            super().__init__(flags, E, first_index=place * E)
+
+        def step(self, actions: np.ndarray) -> dict[str, Any]:
+            self.stepped = True
+            return super().step(actions)
+
+        def close(self) -> None:
+            if not self.stepped:
+                unused.append(self.stream)
+            super().close()
 
     return libtorchbeast.Server(
-        make_environment, address, name=flags.env, **security(flags)
+        StreamEnvironment, address, name=flags.env, **security(flags)
     )
 
 

@@ -15,11 +15,11 @@ The algorithm is MonoBeast's: learn, test, checkpoints and run files are the sam
 """
 
 import argparse
+import collections
 import contextlib
 import copy
+import functools
 import logging
-import os
-import signal
 import sys
 import threading
 import time
@@ -33,18 +33,19 @@ from gymnasium import spaces
 
 import libtorchbeast
 from torchbeast import atari_wrappers, monobeast, polybeast_env
-from torchbeast.core import checkpoint, rollout
 from torchbeast.core import flags as flags_lib
-from torchbeast.core.file_writer import FileWriter
+from torchbeast.core import rollout
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.prof import Timings, format_shares
 from torchbeast.core.rollout import Nested, map_nested
-from torchbeast.core.status import Board, Status, format_return
-from torchbeast.model import Net
+from torchbeast.model import Net, State
 
 log = logging.getLogger("torchbeast.polybeast_learner")
 
 PROBE_SECONDS = 10.0  # granted to a server that is there to introduce itself
+REPORT_SECONDS = 60.0  # between two lines on what limits the speed
+ALWAYS_BUSY = 0.9  # of the time
+DIALLING_STREAMS = 4  # of environments, unless --num_actors says otherwise
 
 
 # --- Environments, as their servers describe them -------------------------------------
@@ -81,62 +82,91 @@ def make_space(description: dict[str, Any]) -> spaces.Space:
     return spaces.Dict({key: make_space(item) for key, item in items})
 
 
-def find_environments(
-    flags: Flags, addresses: Sequence[str], keep_going: Callable[[], None]
-) -> EnvDescription:
-    """Waits for the first server and asks it what it serves.
+class Environments:
+    """The way to the environments: servers to dial, or a place where they dial.
 
-    Args:
-      keep_going: is called again and again; may raise to end the wait.
+    Attributes:
+      addresses: of servers, one for each stream.
+      listener: takes in environments that dial, or None.
 
     Raises:
-      TransportError: it does not answer within --connect_timeout seconds.
-      FlagError: it serves another environment than --env.
+      ValueError, TransportError: the learner can't listen there.
     """
-    deadline = time.monotonic() + flags.connect_timeout
-    said = False
-    while True:
-        keep_going()
-        try:
-            found = libtorchbeast.probe(
-                addresses[0], timeout_s=PROBE_SECONDS, **security(flags)
+
+    def __init__(self, flags: Flags) -> None:
+        self.flags = flags
+        self.addresses: list[str] = []
+        self.listener: Any = None
+        if flags.listen:
+            self.listener = libtorchbeast.Listener(
+                flags.listen,
+                max_streams=flags.num_actors,
+                **polybeast_env.security(flags),
             )
-            break
-        except libtorchbeast.RefusedError:
-            raise
-        except libtorchbeast.TransportError:
-            if time.monotonic() > deadline:
+            self.listener.start()
+            log.info("Listening at %s", self.listener.address)
+        else:
+            servers = server_addresses(flags)
+            self.addresses = [
+                servers[i % len(servers)] for i in range(flags.num_actors)
+            ]
+
+    def describe(self, keep_going: Callable[[], None]) -> EnvDescription:
+        """Waits for the first environments and asks them what they are.
+
+        Args:
+          keep_going: is called again and again; may raise to end the wait.
+
+        Raises:
+          TransportError: there are none within --connect_timeout seconds.
+          FlagError: they are others than --env.
+        """
+        flags = self.flags
+        where = self.addresses[0] if self.addresses else self.listener.address
+        deadline = time.monotonic() + flags.connect_timeout
+        said = False
+        while True:
+            keep_going()
+            try:
+                found = self._probe()
+                break
+            except libtorchbeast.RefusedError:
                 raise
-        if not said:
-            log.info("Waiting for an environment server at %s.", addresses[0])
-            said = True
-        time.sleep(0.2)
-    if found["name"] and found["name"] != flags.env:
-        raise FlagError(
-            f"--env is {flags.env}, but {addresses[0]} serves {found['name']}"
+            except libtorchbeast.TransportError:
+                if time.monotonic() > deadline:
+                    raise
+            if not said:
+                log.info("Waiting for environments at %s.", where)
+                said = True
+            time.sleep(0.2)
+        if found["name"] and found["name"] != flags.env:
+            raise FlagError(f"--env is {flags.env}, but {where} has {found['name']}")
+        if found["action_space"] is None:
+            raise FlagError(f"the environments at {where} don't tell their actions")
+        action_space = make_space(found["action_space"])
+        n = getattr(action_space, "n", None)
+        if flags.num_actions not in (None, n):
+            raise FlagError(
+                f"--num_actions is {flags.num_actions}, but {where} has "
+                f"{action_space}; the flag may be left out"
+            )
+        is_atari = atari_wrappers.atari_game(flags.env) is not None
+        return EnvDescription(
+            make_space(found["observation_space"]),
+            action_space,
+            flags.frame_skip if is_atari else 1,
+            found["num_envs"],
         )
-    if found["action_space"] is None:
-        raise FlagError(f"the server at {addresses[0]} does not tell its action space")
-    is_atari = atari_wrappers.atari_game(flags.env) is not None
-    return EnvDescription(
-        make_space(found["observation_space"]),
-        make_space(found["action_space"]),
-        flags.frame_skip if is_atari else 1,
-        found["num_envs"],
-    )
 
+    def _probe(self) -> dict[str, Any]:
+        if self.listener:
+            return self.listener.probe(1.0)
+        address = self.addresses[0]
+        return libtorchbeast.probe(address, PROBE_SECONDS, **security(self.flags))
 
-def to_row(env_outputs: tuple) -> dict[str, Nested]:
-    """What the pool hands out, by the names that rows have (core/rollout.py)."""
-    observation, reward, done, episode_step, episode_return, extra = env_outputs
-    return {
-        "observation": observation,
-        "reward": reward,
-        "done": done,
-        "episode_step": episode_step,
-        "episode_return": episode_return,
-        **extra,
-    }
+    def close(self) -> None:
+        if self.listener:
+            self.listener.close()
 
 
 # --- Inference ------------------------------------------------------------------------
@@ -155,32 +185,100 @@ class ActingModels(monobeast.Weights):
         super().__init__([net.state_dict() for net in self.nets])
 
 
+def to_row(env_outputs: tuple, spec: dict[str, Nested]) -> dict[str, Nested]:
+    """What the pool hands out, by the names that rows have (core/rollout.py).
+
+    Environments in other languages may leave fields out: a game is an episode then, and
+    nothing is ever truncated.
+    """
+    observation, reward, done, episode_step, episode_return, *extra = env_outputs
+    row = {
+        "observation": map_nested(
+            lambda x, field: x.to(field.dtype), observation, spec["observation"]
+        ),
+        "reward": reward,
+        "done": done,
+        "episode_step": episode_step,
+        "episode_return": episode_return,
+        "game_over": done,
+        "game_step": episode_step,
+        "game_return": episode_return,
+        **(extra[0] if extra else {}),
+    }
+    missing = {name: field for name, field in spec.items() if name not in row}
+    return row | map_nested(
+        lambda field: done.new_zeros((*done.shape, *field.shape), dtype=field.dtype),
+        missing,
+    )
+
+
+class Turns:
+    """Makes acting and learning alternate in sync mode: no unroll begins before all of
+    the unrolls before it were learned from."""
+
+    def __init__(self, unroll_length: int) -> None:
+        self.unroll_length = unroll_length
+        self.learned = 0  # rounds of unrolls
+        self.closed = False
+        self.changed = threading.Condition()
+
+    def wait(self, row: int) -> None:
+        """Waits until the stream may act on row number `row` since its beginning."""
+        # The agent acts on an unroll's last row before learning, in MonoBeast too.
+        unroll = max(0, row - 1) // self.unroll_length
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or self.learned >= unroll)
+
+    def end_of_turn(self) -> None:
+        with self.changed:
+            self.learned += 1
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
 @torch.inference_mode()
 def infer(
-    batcher: Any,
+    streams: "Streams",
     models: ActingModels,
-    fields: dict[str, Nested],
+    env_spec: dict[str, Nested],
+    agent_spec: dict[str, Nested],
     device: torch.device,
     generator: torch.Generator,
-    timings: Timings,
+    turns: Turns | None,
 ) -> None:
     """Answers batches [1, n, ...] until the batcher is closed."""
 
     def to_device(x: torch.Tensor) -> torch.Tensor:
         return x.to(device, non_blocking=True)
 
-    timings.reset()
-    for batch in batcher:
+    timings = Timings()
+    streams.inference_timings.append(timings)
+    row_number = 0
+    for batch in streams.batcher:
         timings.time("wait")
         env_outputs, state = map_nested(to_device, batch.get_inputs())
+        row = to_row(env_outputs, env_spec)
+        if turns:
+            turns.wait(row_number)
         bank, version = models.lend()
         net = models.nets[bank]
-        outputs, state = net(to_row(env_outputs), state)
-        outputs["action"] = net.distribution.sample(outputs["policy_logits"], generator)
+        outputs, state = net(row, state)
         n = len(batch)
+        # Of the end of truncated episodes the pool wants to know the value, no more.
+        acts = not turns or not bool((row["truncated"] & ~row["done"]).any())
+        logits = outputs["policy_logits"]
+        if acts:
+            outputs["action"] = net.distribution.sample(logits, generator)
+            row_number += 1
+        else:
+            outputs["action"] = net.distribution.mode(logits)
         outputs["truncation_value"] = torch.zeros(1, n)  # the pool fills it in
         outputs["policy_version"] = torch.full((1, n), version)
-        agent_row = {name: x for name, x in outputs.items() if name in fields}
+        agent_row = {name: x for name, x in outputs.items() if name in agent_spec}
         batch.set_outputs(map_nested(torch.Tensor.cpu, (agent_row, tuple(state))))
         models.take_back(bank)
         timings.time("infer")
@@ -189,281 +287,322 @@ def infer(
 # --- Training -------------------------------------------------------------------------
 
 
+class Streams:
+    """Streams of environments, with the batcher and the queue that they share.
+
+    Args:
+      addresses: of servers, one for each stream.
+      listener: takes in the streams of environments that dial.
+      initial_state: of the model, for one environment.
+      batch_size: environments of one learner batch.
+      capacity: environments of all streams.
+    """
+
+    def __init__(
+        self,
+        flags: Flags,
+        addresses: Sequence[str],
+        listener: Any,
+        initial_state: State,
+        batch_size: int,
+        capacity: int,
+        devices: tuple[torch.device, torch.device],
+    ) -> None:
+        acting, learning = devices
+        self.queue = libtorchbeast.BatchingQueue(
+            minimum_batch_size=batch_size,
+            maximum_batch_size=batch_size,
+            maximum_queue_size=flags.max_learner_queue_size,
+            allocator=pinned if learning.type == "cuda" else None,
+        )
+        self.batcher = libtorchbeast.DynamicBatcher(
+            maximum_batch_size=capacity,
+            allocator=pinned if acting.type == "cuda" else None,
+        )
+        self.pool = libtorchbeast.ActorPool(
+            flags.unroll_length,
+            self.queue,
+            self.batcher,
+            addresses,
+            initial_state,
+            step_timeout_s=flags.actor_timeout,
+            maximum_downtime_s=flags.connect_timeout,
+            **({"listener": listener} if listener else security(flags)),
+        )
+        self.inference_timings: list[Timings] = []
+
+    def close(self) -> None:
+        self.pool.close()
+        for closable in (self.batcher, self.queue):
+            if not closable.is_closed():
+                closable.close()
+
+
+def pinned(num_bytes: int) -> torch.Tensor:
+    """Memory from which a GPU copies while the CPU goes on."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+class PolyRun(monobeast.Run):
+    """Threads do the work: pools step environments, inference threads act for them,
+    learner threads learn from their rollouts.
+
+    In sync mode every stream has a pool, batcher, queue and random generator of its own
+    and takes turns with the learner, so that the run is a function of its flags: the
+    same as MonoBeast's.
+    """
+
+    def __init__(
+        self,
+        flags: Flags,
+        learner: monobeast.Learner,
+        saved: dict[str, Any] | None,
+        env: EnvDescription,
+        environments: "Environments",
+        keep_going: Callable[[], None],
+    ) -> None:
+        self.device = flags_lib.actor_device(flags)
+        models = ActingModels(learner.model, self.device)
+        super().__init__(flags, learner, saved, models)
+        self.env, self.environments = env, environments
+        self.keep_going = keep_going
+        self.env_spec = rollout.environment_spec(
+            env.observation_space, learner.model.distribution
+        )
+        agent_spec = rollout.agent_spec(learner.model.distribution)
+        self.turns = Turns(flags.unroll_length) if flags.sync else None
+        addresses = environments.addresses
+        groups = [[address] for address in addresses] if flags.sync else [addresses]
+        E = env.num_envs
+        self.streams = [
+            Streams(
+                flags,
+                group,
+                environments.listener,
+                tuple(learner.model.initial_state(1)),
+                E if flags.sync else max(flags.batch_size, E),
+                (E if flags.sync else flags.num_actors * E),
+                (self.device, learner.device),
+            )
+            for group in groups
+        ]
+        for i, streams in enumerate(self.streams):
+            self.add_thread(f"pool-{i}", streams.pool.run)
+        # No noise comes twice when a run goes on.
+        entropy = () if flags.sync else (learner.step,)
+        for i in range(len(groups) if flags.sync else flags.num_inference_threads):
+            seed = monobeast.derive_seed(flags.seed, i, *entropy)
+            generator = torch.Generator(self.device).manual_seed(seed)
+            self.add_thread(
+                f"inference-{i}",
+                functools.partial(
+                    infer,
+                    self.streams[i % len(groups)],
+                    models,
+                    self.env_spec,
+                    agent_spec,
+                    self.device,
+                    generator,
+                    self.turns,
+                ),
+            )
+        for i in range(1 if flags.sync else flags.num_learner_threads):
+            work = self.learn_in_turn if flags.sync else self.learn_from_queue
+            self.add_thread(f"learner-{i}", work)
+        # Sum and number of the rollouts that waited when an update was made.
+        self.queue_depth = {"queue_sum": 0.0, "queue_samples": 0.0}
+        self.reported, self.reported_at = self.counts(), time.monotonic()
+
+    def start(self) -> None:
+        log.info(
+            "%d streams of %d environments; inference on %s, learning on %s",
+            *(self.flags.num_actors, self.env.num_envs),
+            *(self.device, self.learner.device),
+        )
+
+    def learn_from_queue(self) -> None:
+        """A learner thread."""
+        (streams,) = self.streams
+        for rollouts in streams.queue:
+            if not self.learn_from(rollouts):
+                break
+            self.wake()
+
+    def learn_in_turn(self) -> None:
+        """The learner thread in sync mode."""
+        assert self.turns
+        while self.learner.step < self.flags.total_steps:
+            try:
+                rollouts = [next(streams.queue) for streams in self.streams]
+            except StopIteration:
+                break
+            self.learn_from(map_nested(lambda *x: torch.cat(x, dim=1), *rollouts))
+            self.turns.end_of_turn()
+            self.wake()
+
+    def learn_from(self, rollouts: Nested) -> bool:
+        """Updates from rollouts [T + 1, n, ...]; False if the run has enough of them.
+
+        n is a multiple of the batch size: one stream may have more environments.
+        """
+        (env_outputs, agent_outputs), initial_state = rollouts
+        rows = to_row(env_outputs, self.env_spec) | agent_outputs
+        B = self.flags.batch_size
+        for begin in range(0, rows["done"].shape[1], B):
+
+            def part(x: torch.Tensor, begin: int = begin) -> torch.Tensor:
+                x = x[:, begin : begin + B].contiguous()
+                return x.to(self.learner.device, non_blocking=True)
+
+            if not self.learn(map_nested(part, rows), map_nested(part, initial_state)):
+                return False
+        return True
+
+    def turn(self) -> bool:
+        if self.stop_signal or self.learner.step >= self.flags.total_steps:
+            return False
+        self.save_if_due()
+        monobeast.connection.wait([self.wake_reader], 1.0)
+        self.keep_going()
+        if time.monotonic() - self.reported_at > REPORT_SECONDS:
+            counts = self.counts()
+            change = {k: x - self.reported.get(k, 0.0) for k, x in counts.items()}
+            log.info("The last minute: %s", bottleneck(change))
+            self.reported, self.reported_at = counts, time.monotonic()
+        return True
+
+    def queued(self) -> int:
+        return sum(s.queue.size() for s in self.streams) * self.env.num_envs
+
+    def columns(self) -> dict[str, Any]:
+        stats = [streams.pool.stats() for streams in self.streams]
+        queued = self.queued()
+        self.queue_depth["queue_sum"] += queued
+        self.queue_depth["queue_samples"] += 1
+        return {
+            "reconnects": sum(s["num_reconnects"] for s in stats),
+            "dropped_steps": sum(s["num_dropped_steps"] for s in stats),
+            "queued": queued,
+        }
+
+    def end_work(self) -> None:
+        if self.turns:
+            self.turns.close()
+        for streams in self.streams:
+            streams.close()
+
+    def close(self) -> None:
+        self.environments.close()
+
+    def who_waited(self) -> str:
+        return f"The whole run: {bottleneck(self.counts())}"
+
+    def report(self, error: BaseException) -> int:
+        return report(error)
+
+    def counts(self) -> dict[str, float]:
+        """Seconds and numbers since the beginning, which `bottleneck` explains."""
+        sums: dict[str, float] = collections.defaultdict(float, self.queue_depth)
+        for name, seconds in self.timings.seconds.items():
+            sums[f"learner_{name}"] += seconds
+        for streams in self.streams:
+            for timings in streams.inference_timings:
+                for name, seconds in timings.seconds.items():
+                    sums[f"inference_{name}"] += seconds
+            pool, batcher = streams.pool.stats(), streams.batcher.stats()
+            for stats, names in ((pool, POOL_COUNTS), (batcher, BATCHER_COUNTS)):
+                for name in names:
+                    sums[name] += stats.get(name, 0)
+        return dict(sums)
+
+
+# Of libtorchbeast's stats().
+POOL_COUNTS = (
+    *("env_seconds", "env_wait_seconds", "inference_wait_seconds"),
+    *("queue_wait_seconds", "num_reconnects", "num_dropped_steps"),
+)
+BATCHER_COUNTS = ("num_batches", "num_items", "num_entries")
+
+
+def bottleneck(counts: dict[str, float]) -> str:
+    """Where the time went, and which part limits the speed.
+
+    A stream's time passes while its environments step, on the wire, in the batcher
+    while a batch before it is computed, in its own batch, or before a full queue. Where
+    the learner or the inference threads are always busy, they limit; else it is the
+    part in which streams spend most of their time.
+
+    Args:
+      counts: PolyRun.counts(), or the difference of two.
+    """
+
+    def get(name: str) -> float:
+        return max(0.0, counts.get(name, 0.0))
+
+    def busy(work: float, wait: float) -> float:
+        return work / (work + wait) if work else 0.0
+
+    learner = busy(get("learner_learn"), get("learner_wait"))
+    inference = busy(get("inference_infer"), get("inference_wait"))
+    batches = get("num_batches") or 1.0
+    computing = get("inference_infer") * get("num_items") / batches
+    computing = min(computing, get("inference_wait_seconds"))
+    spent = {
+        "environments": get("env_seconds"),
+        "wire": max(0.0, get("env_wait_seconds") - get("env_seconds")),
+        "batcher": get("inference_wait_seconds") - computing,
+        "inference": computing,
+        "learner's queue": get("queue_wait_seconds"),
+    }
+    total = sum(spent.values()) or 1.0
+    shares = {name: seconds / total for name, seconds in spent.items()}
+    if learner > ALWAYS_BUSY:
+        limit = "learner"
+    elif inference > ALWAYS_BUSY:
+        limit = "inference"
+    else:
+        limit = max(shares, key=lambda name: shares[name])
+    return (
+        f"Learner busy {100 * learner:.0f} %, inference threads busy "
+        f"{100 * inference:.0f} %. Streams' time: {format_shares(shares)}. Mean "
+        f"inference batch {get('num_entries') / batches:.1f}, mean queue "
+        f"{get('queue_sum') / (get('queue_samples') or 1.0):.1f}. Reconnects "
+        f"{get('num_reconnects'):.0f}, dropped steps {get('num_dropped_steps'):.0f}. "
+        f"The limit: {limit}."
+    )
+
+
 def train(flags: Flags, keep_going: Callable[[], None] = lambda: None) -> int:
-    """Trains until flags.total_steps, or until SIGINT or SIGTERM.
+    """Trains until flags.total_steps, or until SIGINT or SIGTERM; see Run.train.
 
     Args:
       keep_going: is called at least once a second; ends the run by raising.
-
-    Returns:
-      The exit status: 0 finished, 1 failed (the log says why), 128 + n for signal n.
-
-    Raises:
-      What keeps the run from starting, before anything is written to its folder.
     """
-    checkpoint_path = Path(flags.savedir, flags.xpid, "model.tar")
-    saved = None
-    if checkpoint_path.exists() and not flags.disable_checkpoint:
-        saved = monobeast.load_checkpoint(checkpoint_path, flags)
-    addresses = server_addresses(flags)
-    env = find_environments(flags, addresses, keep_going)
-    if flags.batch_size % env.num_envs and env.num_envs % flags.batch_size:
+    saved = monobeast.load_checkpoint(flags)
+    with contextlib.ExitStack() as stack:
+        environments = Environments(flags)
+        stack.callback(environments.close)
+        env = environments.describe(keep_going)
+        check_batches(flags, env)
+        learner = monobeast.Learner(flags, env)
+        run = PolyRun(flags, learner, saved, env, environments, keep_going)
+        return run.train()
+
+
+def check_batches(flags: Flags, env: EnvDescription) -> None:
+    """Raises FlagError if streams of environments don't add up to batches."""
+    B, E = flags.batch_size, env.num_envs
+    if flags.sync and flags.num_actors * E % B:
         raise FlagError(
-            f"--batch_size {flags.batch_size}: the {env.num_envs} environments of a "
-            "stream are learned from together, so it must be a multiple of them"
+            f"--sync learns from all {flags.num_actors * E} environments in turn "
+            f"({flags.num_actors} streams of {E}): --batch_size must divide that, "
+            f"got {B}"
         )
-    batch_size = max(flags.batch_size, env.num_envs)
-    learner = monobeast.Learner(flags, env)
-    if saved:
-        learner.load_state_dict(saved)
-    device = actor_device(flags)
-    models = ActingModels(learner.model, device)
-    models.publish(learner.model, learner.version)
-    fields = rollout.row_spec(env.observation_space, learner.model.distribution)
-    if learner.device.type == "cpu":
-        torch.set_num_threads(flags.torch_threads)
-        monobeast.keep_freed_memory()
-
-    num_actors = flags.num_actors
-    queue = libtorchbeast.BatchingQueue(
-        minimum_batch_size=batch_size,
-        maximum_batch_size=batch_size,
-        maximum_queue_size=flags.max_learner_queue_size,
-    )
-    batcher = libtorchbeast.DynamicBatcher(maximum_batch_size=num_actors * env.num_envs)
-    pool = libtorchbeast.ActorPool(
-        flags.unroll_length,
-        queue,
-        batcher,
-        [addresses[i % len(addresses)] for i in range(num_actors)],
-        tuple(learner.model.initial_state(1)),
-        step_timeout_s=flags.actor_timeout,
-        maximum_downtime_s=flags.connect_timeout,
-        **security(flags),
-    )
-    learn_lock = threading.Lock()
-    errors: list[BaseException] = []
-    learner_timings = Timings()  # guarded by learn_lock
-    inference_timings = [Timings() for _ in range(flags.num_inference_threads)]
-    wake_reader, wake_writer = os.pipe()
-    os.set_blocking(wake_reader, False)
-    os.set_blocking(wake_writer, False)
-
-    def wake() -> None:
-        with contextlib.suppress(BlockingIOError):  # full: already awake
-            os.write(wake_writer, b"w")
-
-    def reporting(work: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                wake()
-
-        return run
-
-    def learn_from_queue() -> None:
-        for (env_outputs, agent_outputs), initial_state in queue:
-            rows = map_nested(to_learner, to_row(env_outputs) | agent_outputs)
-            state = map_nested(to_learner, initial_state)
-            with learn_lock:
-                if learner.step >= flags.total_steps:
-                    break
-                learner_timings.time("wait")
-                started = time.monotonic()
-                row = monobeast.learn(flags, learner, rows, state)
-                seconds = time.monotonic() - started
-                learner.longest_update = max(learner.longest_update, seconds)
-                models.publish(learner.model, learner.version)
-                lost = pool.stats()
-                row["reconnects"] = lost["num_reconnects"]
-                row["dropped_steps"] = lost["num_dropped_steps"]
-                writer.log(row)
-                if board:
-                    board.log(row)
-                learner_timings.time("learn")
-            wake()
-
-    def to_learner(x: torch.Tensor) -> torch.Tensor:
-        return x.to(learner.device, non_blocking=True)
-
-    def inference(index: int) -> Callable[[], None]:
-        generator = torch.Generator(device).manual_seed(
-            monobeast.derive_seed(flags.seed, index, learner.step)
+    if not flags.sync and B % E and E % B:
+        raise FlagError(
+            f"--batch_size {B}: the {E} environments of a stream are learned from "
+            "together, so one must be a multiple of the other"
         )
-        return lambda: infer(
-            batcher, models, fields, device, generator, inference_timings[index]
-        )
-
-    stop_signal, stopped_at = 0, 0.0
-    saved_version = learner.version
-
-    def on_signal(number: int, frame: Any) -> None:
-        nonlocal stop_signal, stopped_at
-        now = time.monotonic()
-        if stop_signal and now - stopped_at < monobeast.SAME_SIGNAL_SECONDS:
-            return
-        if stop_signal:
-            raise KeyboardInterrupt(number)  # the second time: don't wait, don't save
-        stop_signal, stopped_at = number, now
-        log.warning("%s: ending the run.", signal.Signals(number).name)
-
-    def save() -> bool:
-        """Saves a checkpoint; False if the run is to end in the middle of an update."""
-        nonlocal saved_version
-        if flags.disable_checkpoint or learner.version == saved_version:
-            return True
-        while not learn_lock.acquire(timeout=1.0):
-            if stop_signal:
-                return False
-        try:
-            state = learner.state_dict() | {"flags": flags.as_dict()}
-            checkpoint.save(checkpoint_path, state)
-            saved_version = learner.version
-        finally:
-            learn_lock.release()
-        log.info("Saved %s at step %d.", checkpoint_path, state["stats"]["step"])
-        return True
-
-    def end_threads() -> bool:
-        """Has all threads end; False if one is still busy."""
-        pool.close()
-        for closable in (batcher, queue):
-            if not closable.is_closed():
-                closable.close()
-        deadline = time.monotonic() + max(
-            monobeast.SHUTDOWN_SECONDS, 2 * learner.longest_update
-        )
-        for thread in threads:
-            if thread.is_alive():
-                thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
-
-    writer = FileWriter(
-        flags.savedir, flags.xpid, flags.as_dict(), learner.step if saved else None
-    )
-    stop_signals = monobeast.STOP_SIGNALS
-    old_handlers = {number: signal.signal(number, on_signal) for number in stop_signals}
-    old_wakeup = signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-    work = [("pool", pool.run)]
-    work += [
-        (f"inference-{i}", inference(i)) for i in range(flags.num_inference_threads)
-    ]
-    work += [
-        (f"learner-{i}", learn_from_queue) for i in range(flags.num_learner_threads)
-    ]
-    threads = [
-        threading.Thread(target=reporting(f), name=name, daemon=True)
-        for name, f in work
-    ]
-    board = None
-    status_line = Status(learner.step, flags.total_steps)
-    status = 1
-    worth_saving = False
-    try:
-        try:
-            log.info("Run %s; files in %s", flags.xpid, writer.path)
-            log.info(
-                "%d streams of %d environments; inference on %s, learning on %s",
-                *(num_actors, env.num_envs, device, learner.device),
-            )
-            if saved:
-                log.info("Resuming at step %d.", learner.step)
-            if flags.tensorboard:
-                board = Board(writer.path, learner.step)
-            learner_timings.reset()
-            for thread in threads:
-                thread.start()
-            worth_saving = True
-            last_save = time.monotonic()
-            while not stop_signal and learner.step < flags.total_steps:
-                monobeast.connection.wait([wake_reader], 1.0)
-                with contextlib.suppress(BlockingIOError):
-                    os.read(wake_reader, 4096)
-                if errors:
-                    raise errors[0]
-                keep_going()
-                if time.monotonic() - last_save > flags.checkpoint_interval and save():
-                    last_save = time.monotonic()
-                status_line.show(
-                    learner.step,
-                    learner.sps(),
-                    learner.mean_return(),
-                    learner.games,
-                    learner.policy_lag,
-                    queued=queue.size() * env.num_envs,
-                )
-            status = 0 if learner.step >= flags.total_steps else 128 + stop_signal
-        except BaseException as error:
-            status = report(error)
-            unwanted = isinstance(error, checkpoint.CheckpointError | KeyboardInterrupt)
-            worth_saving = worth_saving and not unwanted
-        try:
-            ended = end_threads()
-            if errors and status != 1:
-                status = report(errors[0])
-            if not ended:
-                log.error("A thread is still busy: its state is not saved.")
-                status = 1
-            elif worth_saving:
-                save()
-        except BaseException as error:
-            status = report(error)
-    finally:
-        for number in stop_signals:
-            signal.signal(number, signal.SIG_IGN)
-        status_line.close()
-        log.info(
-            "%s", who_waited(learner_timings, inference_timings, pool, batcher, queue)
-        )
-        if board:
-            board.close()
-        log.info(
-            "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
-            "Failed" if status == 1 else "Stopped" if status else "Finished",
-            learner.step,
-            learner.sps() or 0,
-            learner.games,
-            len(learner.game_returns),
-            format_return(learner.mean_return()),
-        )
-        writer.close(status == 0)
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(old_wakeup)
-        if not any(thread.is_alive() for thread in threads):
-            os.close(wake_reader)
-            os.close(wake_writer)
-    return status
-
-
-def who_waited(
-    learner: Timings, inference: list[Timings], pool: Any, batcher: Any, queue: Any
-) -> str:
-    """Where the time went: learner, inference, streams."""
-    seconds: dict[str, float] = {}
-    for timings in inference:
-        for name, s in timings.seconds.items():
-            seconds[name] = seconds.get(name, 0.0) + s
-    total = sum(seconds.values()) or 1.0
-    stats, batches = pool.stats(), batcher.stats()
-    waits = {
-        "environments": stats["env_wait_seconds"],
-        "inference": stats["inference_wait_seconds"],
-        "learner": stats["queue_wait_seconds"],
-    }
-    all_waits = sum(waits.values()) or 1.0
-    return (
-        f"Learner: {format_shares(learner.shares())}. "
-        f"Inference: {format_shares({k: s / total for k, s in seconds.items()})}, "
-        f"mean batch {batches['num_entries'] / max(1, batches['num_batches']):.1f}. "
-        "Streams wait for: "
-        f"{format_shares({k: s / all_waits for k, s in waits.items()})}. "
-        f"Reconnects {stats['num_reconnects']}, dropped steps "
-        f"{stats['num_dropped_steps']}."
-    )
 
 
 # --- Command line ---------------------------------------------------------------------
@@ -493,18 +632,16 @@ def security(flags: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def actor_device(flags: Flags) -> torch.device:
-    if flags.actor_device:
-        return torch.device(flags.actor_device)
-    return flags_lib.learner_device(flags)
-
-
 def add_learner_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(num_actors=None)
     add = parser.add_argument_group("PolyBeast").add_argument
     add(
         "--server_addresses",
         help="host:port,... of the servers, or @FILE with one a line",
+    )
+    add(
+        "--listen",
+        help="HOST:PORT or unix:PATH where environments dial the learner",
     )
     add("--tls_server_name", help="the name in the servers' certificates")
     add("--connect_timeout", type=float, default=60.0, help="seconds without a server")
@@ -514,11 +651,12 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         default=120.0,
         help="seconds that a step may take",
     )
+    add("--actor_device", help="of inference (default: the second GPU, if any)")
     add("--num_inference_threads", type=int, default=1)
     add("--num_learner_threads", "--num_threads", type=int, default=1)
     add("--max_learner_queue_size", type=int, help="rollouts of streams that may wait")
     add("--torch_threads", type=int, help="CPU threads of one operation")
-    add("--actor_device", help="of inference, such as cuda:1 (default: the learner's)")
+    add("--num_actions", type=int, help="checked; the environments tell it themselves")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -534,12 +672,20 @@ def resolve_layout(flags: Flags) -> Flags:
     Raises:
       FlagError: a value can't work.
     """
+    if flags.listen and flags.server_addresses:
+        raise FlagError(
+            "give --listen, to wait for environments, or --server_addresses, to dial "
+            "them, but not both"
+        )
     if flags.num_actors is None:
-        flags.num_actors = len(server_addresses(flags))
+        flags.num_actors = (
+            DIALLING_STREAMS if flags.listen else len(server_addresses(flags))
+        )
     if flags.torch_threads is None:
         flags.torch_threads = max(1, monobeast.num_cpus() // 2)
     if flags.max_learner_queue_size is None:
         flags.max_learner_queue_size = max(1, flags.batch_size)
+    flags_lib.actor_device(flags)  # is it there?
     for name in ("connect_timeout", "actor_timeout"):
         if not getattr(flags, name) > 0:
             raise FlagError(f"--{name} must be above 0, got {getattr(flags, name)}")
@@ -549,8 +695,19 @@ def resolve_layout(flags: Flags) -> Flags:
     ):
         if getattr(flags, name) < 1:
             raise FlagError(f"--{name} must be at least 1, got {getattr(flags, name)}")
-    if flags.sync:
-        raise FlagError("--sync is MonoBeast's so far")
+    if flags.sync and (
+        flags.listen or len(set(server_addresses(flags))) != flags.num_actors
+    ):
+        raise FlagError(
+            "--sync needs a server for each actor, so that the environments of each "
+            f"have known seeds: give --num_servers {flags.num_actors} for --num_actors "
+            f"{flags.num_actors}, and no --listen"
+        )
+    if flags.sync and not flags.disable_checkpoint:
+        raise FlagError(
+            "--sync can't resume exactly here, because the servers have the games in "
+            "progress: add --disable_checkpoint, or use MonoBeast, which saves them"
+        )
     return flags
 
 

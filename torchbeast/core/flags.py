@@ -83,8 +83,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 FREE_TO_CHANGE = {
     *("mode", "savedir", "preset", "allow_flag_changes", "disable_checkpoint"),
     *("tensorboard", "write_profiler_trace", "checkpoint_interval"),
-    *("actor_timeout", "video"),
-    *("num_test_episodes", "greedy"),
+    *("actor_timeout", "video", "num_test_episodes", "greedy"),
+    # Where things run, and how they find each other.
+    *("learner_device", "actor_device", "disable_cuda", "num_inference_threads"),
+    *("pipes_basename", "server_addresses", "listen", "bind", "join"),
+    *("tls_cert", "tls_key", "tls_ca", "tls_server_name", "token_file", "insecure"),
+    *("connect_timeout", "max_restarts", "num_actions"),
 }
 
 
@@ -170,7 +174,8 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--num_actors", type=int, default=2, help="actor processes")
     add("--batch_size", type=int, default=8, help="rollouts a learner batch")
     add("--unroll_length", type=int, default=20, help="steps a rollout")
-    add("--disable_cuda", action="store_true", help="learn on the CPU")
+    add("--disable_cuda", action="store_true", help="use no GPU")
+    add("--learner_device", help="such as cuda:1 (default: the first GPU, if any)")
 
     add = parser.add_argument_group("loss").add_argument
     add("--entropy_cost", type=float, default=0.01)
@@ -271,11 +276,44 @@ def resolve(flags: Flags) -> Flags:
 
 
 def learner_device(flags: Flags) -> torch.device:
-    """The first GPU, unless there is none or --disable_cuda."""
+    """--learner_device; by default the first GPU, unless there is none.
+
+    Raises:
+      FlagError: it is not there.
+    """
+    return _device(flags, "learner_device", 0)
+
+
+def actor_device(flags: Flags) -> torch.device:
+    """--actor_device; by default the second GPU, or else the learner's device.
+
+    Raises:
+      FlagError: it is not there.
+    """
+    return _device(flags, "actor_device", 1)
+
+
+def _device(flags: Flags, name: str, gpu: int) -> torch.device:
     import torch
 
-    gpu = torch.cuda.is_available() and not flags.disable_cuda
-    return torch.device("cuda" if gpu else "cpu")
+    given = getattr(flags, name, None)
+    gpus = 0 if flags.disable_cuda else torch.cuda.device_count()
+    if not given:
+        if name == "actor_device" and (gpus < 2 or flags.learner_device):
+            return learner_device(flags)
+        return torch.device("cuda", gpu) if gpus else torch.device("cpu")
+    try:
+        device = torch.device(given)
+    except RuntimeError as error:
+        raise FlagError(f"--{name} {given}: {error}") from error
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise FlagError(
+            f"--{name} {given}: there are {gpus} GPUs"
+            + (" with --disable_cuda" if flags.disable_cuda else "")
+        )
+    if device.type not in ("cuda", "cpu"):
+        raise FlagError(f"--{name} must be cpu, cuda or cuda:N, got {given}")
+    return device
 
 
 def fast_bf16(device: torch.device) -> bool:

@@ -80,11 +80,10 @@ def observation_spec(space: spaces.Space) -> Nested:
     return Spec(tuple(space.shape or ()), to_torch_dtype(space.dtype))
 
 
-def row_spec(
+def environment_spec(
     observation_space: spaces.Space, distribution: ActionDistribution
 ) -> dict[str, Nested]:
-    """The fields of one row of one environment."""
-    action = Spec(distribution.action_shape, distribution.action_dtype)
+    """The fields of one row of one environment that say what the environment said."""
     return {
         "observation": observation_spec(observation_space),
         "reward": Spec((), torch.float32),
@@ -95,16 +94,32 @@ def row_spec(
         "game_return": Spec((), torch.float32),
         "game_step": Spec((), torch.int64),
         "game_over": Spec((), torch.bool),
-        "last_action": action,
+        "last_action": Spec(distribution.action_shape, distribution.action_dtype),
         **{
             name: Spec(tuple(shape), to_torch_dtype(dtype))
             for name, (shape, dtype) in EXTRA_FIELDS.items()
         },
-        "action": action,
+    }
+
+
+def agent_spec(distribution: ActionDistribution) -> dict[str, Nested]:
+    """The fields of one row of one environment that say what the agent did."""
+    return {
+        "action": Spec(distribution.action_shape, distribution.action_dtype),
         "policy_logits": Spec((distribution.num_logits,), torch.float32),
         "baseline": Spec((), torch.float32),
         "truncation_value": Spec((), torch.float32),
         "policy_version": Spec((), torch.int64),
+    }
+
+
+def row_spec(
+    observation_space: spaces.Space, distribution: ActionDistribution
+) -> dict[str, Nested]:
+    """The fields of one row of one environment."""
+    return {
+        **environment_spec(observation_space, distribution),
+        **agent_spec(distribution),
     }
 
 
