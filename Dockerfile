@@ -1,0 +1,53 @@
+# MonoBeast and PolyBeast on Debian 12; no compiler and no root in the image.
+#
+#   docker build --tag torchbeast .
+#   docker run --rm -it -v torchbeast-logs:/home/torchbeast/logs torchbeast --env PongNoFrameskip-v4
+#
+# Runs PolyBeast with the arguments given; where the first of them is a module's name,
+# that module: `docker run ... --shm-size 2g torchbeast torchbeast.monobeast --env ...`.
+
+# --- Build: compiler and headers stay here ---
+FROM debian:bookworm-slim AS build
+RUN apt-get update && apt-get install --yes --no-install-recommends \
+        g++ make cmake pkg-config python3-dev python3-venv \
+        libgrpc++-dev libprotobuf-dev protobuf-compiler
+RUN python3 -m venv /opt/torchbeast
+ENV PATH=/opt/torchbeast/bin:$PATH
+
+# pip prefers the CPU build of PyTorch where an index has it; on PyPI it is the CUDA build.
+ARG TORCH=torch==2.13.0
+# Empty is not unset for pip: no defaults.
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+WORKDIR /source
+COPY requirements.txt ./
+RUN pip install --no-cache-dir "$TORCH" --requirement requirements.txt
+
+COPY CMakeLists.txt LICENSE README.md pyproject.toml setup.py ./
+COPY libtorchbeast libtorchbeast/
+COPY nest nest/
+COPY torchbeast torchbeast/
+# Extras of pyproject.toml, such as minatar,plot.
+ARG EXTRAS=
+RUN TORCHBEAST_NATIVE=require pip install --no-cache-dir ".${EXTRAS:+[$EXTRAS]}"
+
+# What only building against PyTorch and testing it needs: 180 MB.
+RUN cd /opt/torchbeast/lib/python3*/site-packages/torch && \
+    find bin -type f ! -name torch_shm_manager -delete && \
+    rm -rf include test
+
+# --- Run ---
+FROM debian:bookworm-slim
+# tini is process 1: it hands signals on and reaps the servers that lost their parent.
+RUN apt-get update && apt-get install --yes --no-install-recommends \
+        python3 libgrpc++1.51 libprotobuf32 tini && \
+    rm -rf /var/lib/apt/lists/*
+RUN useradd --create-home --uid 1000 torchbeast && \
+    install --directory --owner torchbeast --group torchbeast /home/torchbeast/logs
+COPY --from=build /opt/torchbeast /opt/torchbeast
+ENV PATH=/opt/torchbeast/bin:$PATH HOME=/home/torchbeast
+USER 1000
+WORKDIR /home/torchbeast
+# Runs lie in /home/torchbeast/logs/torchbeast, as without --savedir anywhere.
+VOLUME /home/torchbeast/logs
+ENTRYPOINT ["tini", "--", "sh", "-c", "case ${1--} in -*) set -- torchbeast.polybeast \"$@\" ;; esac; exec python -m \"$@\"", "sh"]
