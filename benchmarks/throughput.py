@@ -1,8 +1,9 @@
-"""How fast MonoBeast trains on this machine, and how fast it could.
+"""How fast MonoBeast and PolyBeast train on this machine, and how fast they could.
 
     python benchmarks/throughput.py
     python benchmarks/throughput.py --repeat 3 --json result.json
     python benchmarks/throughput.py --model deep -- --num_actors 2 --envs_per_actor 16
+    python benchmarks/throughput.py --variants monobeast polybeast --repeat 3
 
 For each precision in turn, and again for every repetition, this
 
@@ -10,8 +11,9 @@ For each precision in turn, and again for every repetition, this
    learning. The bound is what all cores could do if they did nothing else:
    cores / (environment + acting + learning). With a GPU, which learns beside the cores,
    it is the lower of cores / (environment + acting) and 1 / learning;
-2. runs `python -m torchbeast.monobeast` for a fixed time after a warm-up, ends it with
-   SIGINT, and reads from its logs.csv how many agent steps it learned from.
+2. runs `python -m torchbeast.monobeast`, or polybeast, or one after the other with the
+   same flags, for a fixed time after a warm-up, ends it with SIGINT, and reads from its
+   logs.csv how many agent steps it learned from.
 
 SPS are agent steps learned from per second. The time of the updates in logs.csv, not of
 this program's clock, gives the SPS of windows of --window seconds; median and quartiles
@@ -267,8 +269,10 @@ def windows_sps(
     return np.diff(steps) / seconds
 
 
-def run_monobeast(argv: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Runs MonoBeast and measures it after the warm-up.
+def run_variant(
+    variant: str, argv: Sequence[str], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Runs MonoBeast or PolyBeast and measures it after the warm-up.
 
     Raises:
       RuntimeError: it ended by itself, or not within END_SECONDS after SIGINT; the
@@ -277,7 +281,9 @@ def run_monobeast(argv: Sequence[str], args: argparse.Namespace) -> dict[str, An
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
         logs = Path(folder, "run", "logs.csv")
         output = Path(folder, "output.txt")
-        command = [sys.executable, "-m", "torchbeast.monobeast", *argv]
+        command = [sys.executable, "-m", f"torchbeast.{variant}", *argv]
+        if variant == "polybeast":
+            command += ["--pipes_basename", f"unix:{folder}/server"]
         command += ["--savedir", folder, "--xpid", "run", "--disable_checkpoint"]
         command += ["--total_steps", str(10**12)]
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -330,7 +336,9 @@ def run_monobeast(argv: Sequence[str], args: argparse.Namespace) -> dict[str, An
                 process.wait()
 
         ticks = read_ticks(logs)
-        waited = re.findall(r"Learner: .*Actors.*", output.read_text())
+        waited = re.findall(
+            r"(?:Learner: .*Actors|The whole run: ).*", output.read_text()
+        )
     sps = windows_sps(ticks, start, end, args.window)
     low, median, high = np.percentile(sps, [25, 50, 75]).tolist()
     used = {pid: cpu_end[pid] - cpu_start.get(pid, 0.0) for pid in cpu_end}
@@ -362,12 +370,12 @@ LINES = (
     ("learning", "learning, ms per step", "{:.3f}"),
     ("gathering", "(gathering, not in the bound)", "{:.3f}"),
     ("bound", "bound, SPS", "{:,.0f}"),
-    ("sps", "MonoBeast, SPS", "{:,.0f}"),
+    ("sps", "SPS", "{:,.0f}"),
     ("sps_low", "  lower quartile", "{:,.0f}"),
     ("sps_high", "  upper quartile", "{:,.0f}"),
     ("share", "  share of the bound, %", "{:.0f}"),
     ("learner_cpu", "learner, CPU ms per step", "{:.3f}"),
-    ("actors_cpu", "actors, CPU ms per step", "{:.3f}"),
+    ("actors_cpu", "actors or servers, CPU ms", "{:.3f}"),
     ("cores_used", "cores used", "{:.2f}"),
     ("others", "others, cores used", "{:.2f}"),
     ("memory", "peak memory (PSS), MiB", "{:,.0f}"),
@@ -375,11 +383,11 @@ LINES = (
 
 
 def print_table(columns: dict[str, dict[str, Any]]) -> None:
-    print(" " * 32 + "".join(f"{name:>10}" for name in columns))
+    print(" " * 32 + "".join(f"{name:>16}" for name in columns))
     for key, label, form in LINES:
         cells = [form.format(c[key]) if key in c else "" for c in columns.values()]
         if any(cells):
-            print(f"{label:32}" + "".join(f"{cell:>10}" for cell in cells))
+            print(f"{label:32}" + "".join(f"{cell:>16}" for cell in cells))
     print(flush=True)
 
 
@@ -411,8 +419,8 @@ def describe_machine() -> dict[str, Any]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Measures the parts of MonoBeast, the bound, and MonoBeast itself.",
-        usage="%(prog)s [options] [-- MonoBeast's flags]",
+        description="Measures the parts of an agent step, the bound, and whole runs.",
+        usage="%(prog)s [options] [-- flags of MonoBeast or PolyBeast]",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -424,13 +432,20 @@ def make_parser() -> argparse.ArgumentParser:
         choices=["fp32", "bf16"],
         help="measured in turn",
     )
-    add("--repeat", type=int, default=1, help="rounds over the precisions")
+    add(
+        "--variants",
+        nargs="+",
+        default=["monobeast"],
+        choices=["monobeast", "polybeast"],
+        help="run in turn",
+    )
+    add("--repeat", type=int, default=1, help="rounds over precisions and variants")
     add("--seconds", type=float, default=40.0, help="to measure a run for")
     add("--warm_up", type=float, default=10.0, help="seconds after the first update")
     add("--window", type=float, default=2.0, help="seconds of one measured SPS")
     add("--part_seconds", type=float, default=3.0, help="to time a part for; 0: don't")
     add("--json", type=Path, help="write all results to this file")
-    add("flags", nargs="*", help="flags of MonoBeast")
+    add("flags", nargs="*", help="of the variants")
     return parser
 
 
@@ -439,47 +454,53 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.seconds < 2 * args.window:
         parser.error(f"--seconds {args.seconds:g} hold less than two --window")
-    mono_argv = ["--model", args.model, "--batch_size", "8", "--unroll_length", "80"]
-    mono_argv += args.flags
+    common_argv = ["--model", args.model, "--batch_size", "8", "--unroll_length", "80"]
+    common_argv += args.flags
 
     machine = describe_machine()
     print(", ".join(f"{k} {v}" for k, v in machine.items() if v is not None))
-    print("MonoBeast's flags:", *mono_argv, "\n", flush=True)
-    results: dict[str, list[dict[str, Any]]] = {p: [] for p in args.precisions}
+    print("Flags:", *common_argv, "\n", flush=True)
+    names = [f"{v} {p}" for p in args.precisions for v in args.variants]
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for i in range(args.repeat):
-        for precision, runs in results.items():
-            run_argv = [*mono_argv, "--precision", precision]
+        for precision in args.precisions:
+            run_argv = [*common_argv, "--precision", precision]
+            # MonoBeast's layout, which PolyBeast gets too: the same actors, each with
+            # the same environments.
             flags = flags_lib.parse(monobeast.make_parser(), run_argv)
             flags = monobeast.resolve_layout(flags_lib.resolve(flags)).freeze()
-            if not i and not runs:
-                layout = {name: getattr(flags, name) for name in LAYOUT}
-            result = time_parts(flags, args.part_seconds) if args.part_seconds else {}
-            result |= run_monobeast(run_argv, args)
-            if args.part_seconds:
-                result["share"] = 100 * result["sps"] / result["bound"]
-            runs.append(result)
-            print_table({f"{precision} {i + 1}": result})
-            print(f"Who waited: {result['waited']}\n", flush=True)
+            layout = {name: getattr(flags, name) for name in LAYOUT}
+            for name in ("num_actors", "envs_per_actor"):
+                run_argv += [f"--{name}", str(layout[name])]
+            parts = time_parts(flags, args.part_seconds) if args.part_seconds else {}
+            for variant in args.variants:
+                result = parts | run_variant(variant, run_argv, args)
+                if parts:
+                    result["share"] = 100 * result["sps"] / parts["bound"]
+                name = f"{variant} {precision}"
+                results[name].append(result)
+                print_table({f"{name} {i + 1}": result})
+                print(f"Who waited: {result['waited']}\n", flush=True)
 
     columns = {name: medians(runs) for name, runs in results.items()}
     print("Layout:", ", ".join(f"{value} {name}" for name, value in layout.items()))
     print(f"Medians of {args.repeat}:")
-    ratio = None
-    if len(columns) == 2:
-        first, second = columns
-        ratio = columns[second]["sps"] / columns[first]["sps"]
-        print_table(columns)
-        print(f"{second} / {first}: {ratio:.2f} times the SPS")
-    else:
-        print_table(columns)
+    print_table(columns)
+    ratios = {
+        f"{name} / {first}": columns[name]["sps"] / columns[first]["sps"]
+        for i, first in enumerate(columns)
+        for name in list(columns)[i + 1 :]
+    }
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio:.2f} times the SPS")
     if args.json:
         report = {
             "machine": machine,
-            "flags": mono_argv,
+            "flags": common_argv,
             "layout": layout,
             "runs": results,
             "medians": columns,
-            "ratio": ratio,
+            "ratios": ratios,
         }
         args.json.write_text(json.dumps(report, indent=2) + "\n")
 

@@ -377,3 +377,43 @@ def test_nothing_is_written_before_the_servers_are_known(tmp_path, small):
     deadline = time.monotonic() + 20
     while processes_of_session(process.pid):
         assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("use_lstm", [None, True])
+@pytest.mark.parametrize("env", ["MountainCar-v0", "MinAtar/Breakout-v1"])
+def test_sync_gives_monobeasts_updates(tmp_path, env, use_lstm):
+    """Truncated episodes (MountainCar's after 200 steps) and the convolutions included.
+
+    Sums may be added up in another order where threads or the alignment of memory
+    differ, so floats may differ in their last digits, and the differences grow from
+    update to update: hence the tolerance. Steps, episodes and games may not differ: one
+    other action would change them.
+    """
+    flags = {
+        "env": env,
+        "use_lstm": use_lstm,
+        "num_actors": 2,
+        "envs_per_actor": 3,
+        "batch_size": 2,
+        "unroll_length": 7,
+        "total_steps": 6 * 7 * 40,
+        "precision": "fp32",
+        "torch_threads": 1,
+        "reward_clipping": "none",
+        "sync": True,
+        "disable_checkpoint": True,
+    }
+    runs.run(tmp_path, "mono", **flags)
+    flags |= {"module": POLYBEAST, "pipes_basename": f"unix:{tmp_path}/pipe"}
+    runs.run(tmp_path, "poly", **flags, num_servers=2)
+    mono = runs.without_time(runs.read_logs(tmp_path, "mono"))
+    poly = runs.without_time(runs.read_logs(tmp_path, "poly"))
+    assert len(mono) == len(poly) == 120
+    assert int(mono[-1]["episodes"]) > 5
+    for row, other in zip(mono, poly, strict=True):
+        for name, value in row.items():
+            if value == other[name]:
+                continue
+            assert float(other[name]) == pytest.approx(
+                float(value), rel=1e-3, abs=1e-5
+            ), (name, row["step"])

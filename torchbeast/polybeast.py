@@ -23,6 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     parser = polybeast_learner.make_parser()
     parser.description = "PolyBeast: IMPALA with environments in servers of their own."
+    parser.set_defaults(num_servers=None)  # one for each actor
     polybeast_env.add_server_flags(parser)
     return parser
 
@@ -30,12 +31,15 @@ def make_parser() -> argparse.ArgumentParser:
 def resolve_layout(flags: Flags) -> Flags:
     from torchbeast import polybeast_learner
 
-    if flags.server_addresses or flags.bind:
+    if flags.server_addresses or flags.bind or flags.listen or flags.join:
         raise FlagError(
             "this starts servers of its own, on this machine. For others, start "
             "torchbeast.polybeast_env with --bind there and "
-            "torchbeast.polybeast_learner with --server_addresses here"
+            "torchbeast.polybeast_learner with --server_addresses here; or that one "
+            "with --listen, and the environments with --join"
         )
+    if flags.num_servers is None:
+        flags.num_servers = flags.num_actors or polybeast_env.NUM_SERVERS
     polybeast_env.check(flags)
     return polybeast_learner.resolve_layout(flags)
 

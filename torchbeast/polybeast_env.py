@@ -39,6 +39,7 @@ from torchbeast.core.flags import FlagError, Flags
 
 log = logging.getLogger("torchbeast.polybeast_env")
 
+NUM_SERVERS = 4
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHUTDOWN_SECONDS = 5.0  # granted to servers to end by themselves
 START_SECONDS = 300.0  # granted to servers to import and to make an environment
@@ -295,6 +296,7 @@ def addresses(flags: Flags) -> list[str]:
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("environment servers").add_argument
     add("--bind", help="HOST:PORT of the first server, for learners elsewhere")
+    add("--join", help="HOST:PORT or unix:PATH of a learner with --listen to dial")
     add(
         "--max_restarts",
         type=int,
@@ -311,7 +313,7 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
         default="unix:/tmp/polybeast",
         help="the servers' sockets on one machine are this name with .0, .1, ...",
     )
-    add("--num_servers", type=int, default=4, help="server processes, or their sockets")
+    add("--num_servers", type=int, default=NUM_SERVERS, help="server processes")
     add("--envs_per_actor", type=int, default=8, help="environments of one stream")
     add("--tls_cert", help="PEM file of this side's certificate")
     add("--tls_key", help="PEM file of its key")

@@ -193,9 +193,7 @@ def to_row(env_outputs: tuple, spec: dict[str, Nested]) -> dict[str, Nested]:
     """
     observation, reward, done, episode_step, episode_return, *extra = env_outputs
     row = {
-        "observation": map_nested(
-            lambda x, field: x.to(field.dtype), observation, spec["observation"]
-        ),
+        "observation": map_nested(as_stored, observation, spec["observation"]),
         "reward": reward,
         "done": done,
         "episode_step": episode_step,
@@ -205,11 +203,15 @@ def to_row(env_outputs: tuple, spec: dict[str, Nested]) -> dict[str, Nested]:
         "game_return": episode_return,
         **(extra[0] if extra else {}),
     }
-    missing = {name: field for name, field in spec.items() if name not in row}
-    return row | map_nested(
-        lambda field: done.new_zeros((*done.shape, *field.shape), dtype=field.dtype),
-        missing,
-    )
+    for name, field in spec.items():
+        if name not in row:
+            row[name] = done.new_zeros((*done.shape, *field.shape), dtype=field.dtype)
+    return row
+
+
+def as_stored(x: torch.Tensor, field: rollout.Spec) -> torch.Tensor:
+    """In the dtype that MonoBeast's buffers have, see rollout.STORED_AS."""
+    return x if x.dtype == field.dtype else x.to(field.dtype)
 
 
 class Turns:
@@ -252,15 +254,17 @@ def infer(
 ) -> None:
     """Answers batches [1, n, ...] until the batcher is closed."""
 
-    def to_device(x: torch.Tensor) -> torch.Tensor:
-        return x.to(device, non_blocking=True)
+    def to_device(nested: Nested) -> Nested:
+        if device.type == "cpu":
+            return nested
+        return map_nested(lambda x: x.to(device, non_blocking=True), nested)
 
     timings = Timings()
     streams.inference_timings.append(timings)
     row_number = 0
     for batch in streams.batcher:
         timings.time("wait")
-        env_outputs, state = map_nested(to_device, batch.get_inputs())
+        env_outputs, state = to_device(batch.get_inputs())
         row = to_row(env_outputs, env_spec)
         if turns:
             turns.wait(row_number)
