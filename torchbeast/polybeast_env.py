@@ -2,10 +2,12 @@
 
     python -m torchbeast.polybeast_env --env PongNoFrameskip-v4 --num_servers 4
     python -m torchbeast.polybeast_env --bind 0.0.0.0:5000 --tls_cert ... --tls_key ...
+    python -m torchbeast.polybeast_env --join learner:5000 --tls_ca ...
 
 Server i listens at PIPES_BASENAME.i, or, with --bind HOST:PORT, at HOST:PORT+i. Each
-stream that a learner opens gets --envs_per_actor environments of its own. A server that
-dies is started again. SIGINT and SIGTERM end them all.
+stream that a learner opens gets --envs_per_actor environments of its own. With --join
+they dial a learner that listens, one stream each, and again whenever it is gone. A
+server that dies is started again. SIGINT and SIGTERM end them all.
 
 Nothing here imports torch: a machine for environments needs none.
 """
@@ -82,8 +84,10 @@ def serve(
         signal.signal(signal.SIGTERM, lambda number, frame: end(server))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         threading.Thread(target=end_after_parent, args=(server,), daemon=True).start()
-        server.start()
-        pipe.send(("ready", server.address, describe(flags)))
+        if not flags.join:
+            server.start()
+            address = server.address
+        pipe.send(("ready", address, describe(flags)))
         server.run()
     except EXPECTED_ERRORS as error:
         pipe.send(("error", f"{type(error).__name__}: {error}"))
@@ -95,6 +99,8 @@ def serve(
 
 def make_server(flags: Flags, index: int, address: str, first_stream: int) -> Any:
     """A libtorchbeast.Server whose streams get environments of their own.
+
+    With --join it is a libtorchbeast.Client, which has one stream.
 
     Stream n of server i steps environments number (n * num_servers + i) * E and on:
     those that actor i of MonoBeast would step, if every server has one stream.
@@ -123,9 +129,8 @@ def make_server(flags: Flags, index: int, address: str, first_stream: int) -> An
                 unused.append(self.stream)
             super().close()
 
-    return libtorchbeast.Server(
-        StreamEnvironment, address, name=flags.env, **security(flags)
-    )
+    make = libtorchbeast.Client if flags.join else libtorchbeast.Server
+    return make(StreamEnvironment, address, name=flags.env, **security(flags))
 
 
 def describe(flags: Flags) -> str:
@@ -265,7 +270,9 @@ class Servers:
                 process.join()
         for address in self.addresses:
             kind, _, path = address.partition(":")
-            if kind == "unix":  # one that was killed has left it
+            if (
+                kind == "unix" and not self.flags.join
+            ):  # one that was killed has left it
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
 
@@ -278,7 +285,9 @@ def how_it_ended(code: int | None) -> str:
 
 
 def addresses(flags: Flags) -> list[str]:
-    """Where the servers listen, one address each."""
+    """Where the servers listen, one each; with --join, where the learner does."""
+    if flags.join:
+        return [flags.join] * flags.num_servers
     if not flags.bind:
         return [f"{flags.pipes_basename}.{i}" for i in range(flags.num_servers)]
     host, _, port = flags.bind.rpartition(":")
@@ -357,6 +366,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check(flags: Flags) -> None:
+    if flags.bind and flags.join:
+        raise FlagError(
+            "give --bind, to wait for a learner, or --join, to dial one, but not both"
+        )
     for name, least in (
         ("num_servers", 1),
         ("envs_per_actor", 1),
