@@ -295,6 +295,13 @@ def test_addresses(tmp_path):
     for given in ("a:1,b:2", f"@{file}"):
         flags.server_addresses = given
         assert polybeast_learner.server_addresses(flags) == ["a:1", "b:2"]
+    flags.server_addresses = "a:1,[::1]:8-10"
+    assert polybeast_learner.server_addresses(flags) == [
+        *("a:1", "[::1]:8", "[::1]:9", "[::1]:10")
+    ]
+    flags.server_addresses = "a:9-8"
+    with pytest.raises(FlagError, match="a:9-8"):
+        polybeast_learner.server_addresses(flags)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import contextlib
 import copy
 import functools
 import logging
+import re
 import sys
 import threading
 import time
@@ -622,7 +623,18 @@ def server_addresses(flags: argparse.Namespace) -> list[str]:
             given = Path(given[1:]).read_text()
         except OSError as error:
             raise FlagError(f"--server_addresses: {error}") from error
-    addresses = given.replace(",", " ").split()
+    addresses = []
+    for word in given.replace(",", " ").split():
+        ports = re.fullmatch(r"(.+):(\d+)-(\d+)", word)  # host:5000-5007
+        if not ports or word.startswith("unix:"):
+            addresses.append(word)
+            continue
+        first, last = int(ports[2]), int(ports[3])
+        if last < first:
+            raise FlagError(
+                f"--server_addresses: {word} has no ports: {last} < {first}"
+            )
+        addresses += [f"{ports[1]}:{port}" for port in range(first, last + 1)]
     if not addresses:
         raise FlagError("--server_addresses names no address")
     return addresses
@@ -641,7 +653,7 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("PolyBeast").add_argument
     add(
         "--server_addresses",
-        help="host:port,... of the servers, or @FILE with one a line",
+        help="host:port or host:first-last,... of the servers, or @FILE of them",
     )
     add(
         "--listen",
