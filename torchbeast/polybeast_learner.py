@@ -300,7 +300,7 @@ class Streams:
       listener: takes in the streams of environments that dial.
       initial_state: of the model, for one environment.
       batch_size: environments of one learner batch.
-      capacity: environments of all streams.
+      num_envs: of a stream, and of all streams.
     """
 
     def __init__(
@@ -310,18 +310,19 @@ class Streams:
         listener: Any,
         initial_state: State,
         batch_size: int,
-        capacity: int,
+        num_envs: tuple[int, int],
         devices: tuple[torch.device, torch.device],
     ) -> None:
         acting, learning = devices
+        E, all_envs = num_envs
         self.queue = libtorchbeast.BatchingQueue(
             minimum_batch_size=batch_size,
             maximum_batch_size=batch_size,
-            maximum_queue_size=flags.max_learner_queue_size,
+            maximum_queue_size=-(-max(flags.max_learner_queue_size, batch_size) // E),
             allocator=pinned if learning.type == "cuda" else None,
         )
         self.batcher = libtorchbeast.DynamicBatcher(
-            maximum_batch_size=capacity,
+            maximum_batch_size=all_envs,
             allocator=pinned if acting.type == "cuda" else None,
         )
         self.pool = libtorchbeast.ActorPool(
@@ -386,7 +387,7 @@ class PolyRun(monobeast.Run):
                 environments.listener,
                 tuple(learner.model.initial_state(1)),
                 E if flags.sync else max(flags.batch_size, E),
-                (E if flags.sync else flags.num_actors * E),
+                (E, len(group) * E if group else flags.num_actors * E),
                 (self.device, learner.device),
             )
             for group in groups
@@ -670,7 +671,7 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
     add("--actor_device", help="of inference (default: the second GPU, if any)")
     add("--num_inference_threads", type=int, default=1)
     add("--num_learner_threads", "--num_threads", type=int, default=1)
-    add("--max_learner_queue_size", type=int, help="rollouts of streams that may wait")
+    add("--max_learner_queue_size", type=int, help="rollouts that may wait")
     add("--torch_threads", type=int, help="CPU threads of one operation")
     add("--num_actions", type=int, help="checked; the environments tell it themselves")
 
@@ -700,7 +701,7 @@ def resolve_layout(flags: Flags) -> Flags:
     if flags.torch_threads is None:
         flags.torch_threads = max(1, monobeast.num_cpus() // 2)
     if flags.max_learner_queue_size is None:
-        flags.max_learner_queue_size = max(1, flags.batch_size)
+        flags.max_learner_queue_size = flags.batch_size
     flags_lib.actor_device(flags)  # is it there?
     for name in ("connect_timeout", "actor_timeout"):
         if not getattr(flags, name) > 0:
