@@ -1,6 +1,7 @@
-// Runs environments on servers against batched inference, and makes rollouts.
+// Runs environments against batched inference, and makes rollouts.
 //
-// One thread for each stream:
+// Environments are dialled at their servers, or have joined at a Listener. One thread
+// for each stream runs its unroll (unroll.h):
 //
 //   env server --step--> row t of the rollout --inputs--> DynamicBatcher
 //   env server <-action------- row t of the rollout <--outputs--'
@@ -26,6 +27,7 @@
 
 #include "array.h"
 #include "batching.h"
+#include "listener.h"
 #include "sync.h"
 #include "transport.h"
 #include "wire.h"
@@ -37,11 +39,17 @@ struct ActorPoolOptions {
   // One stream for each entry; an address may occur several times.
   std::vector<std::string> addresses;
   Security security;
+  // Where environments may join, if not null; then there may be no addresses. It must
+  // have been started, and serves one pool at a time.
+  std::shared_ptr<Listener> listener;
   // How long an environment may take for a reset or a step before its stream counts as
   // lost.
   Milliseconds step_timeout{60'000};
   // A lost stream is dialled again, its unfinished rollout dropped. If it has been down
   // for this long, the first time included, the run ends with the last error.
+  // The unroll of a lost environment that had joined is kept for this long, so that it
+  // may come back and go on. If no environment at all has been connected for this long,
+  // the run ends.
   Milliseconds maximum_downtime{60'000};
 };
 
@@ -49,11 +57,14 @@ struct ActorPoolStats {
   uint64_t num_steps = 0;       // environment steps: E for each message after the first
   uint64_t num_rollouts = 0;    // rollouts enqueued, each of E environments
   uint64_t num_reconnects = 0;  // streams that were lost and came back
-  uint64_t num_dropped_steps = 0;  // environment steps of rollouts that were dropped
-  uint64_t num_connected = 0;      // streams now
+  // Environment steps of rollouts that were given up after a loss; those that a run
+  // leaves unfinished when it ends are not counted.
+  uint64_t num_dropped_steps = 0;
+  uint64_t num_connected = 0;  // streams now
   uint64_t bytes_received = 0;
   uint64_t bytes_copied = 0;
   uint64_t pool_bytes = 0;  // memory held for rollouts and messages
+  double env_seconds = 0;   // what environments have needed for steps and resets
   // Summed over threads: waiting for environments and wire, for inference, for room in
   // the learner's queue.
   double env_wait_seconds = 0;
@@ -76,7 +87,8 @@ class ActorPool {
   // once. Throws the first error that ends it, with its cause:
   //   std::invalid_argument  the agent's outputs or the state don't fit; says where
   //   TransportError         a stream was down for too long, or was refused for good
-  //   WireError              an environment broke the wire's rules
+  //   WireError              an environment server broke the wire's rules (who has
+  //                          joined and does, is refused)
   //   std::runtime_error     an environment raised; with its traceback
   //   AsyncError             inference failed
   //

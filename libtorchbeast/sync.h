@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <functional>
 #include <mutex>
+#include <string>
 
 #if defined(__clang__)
 #define TB_ATTRIBUTE(x) __attribute__((x))
@@ -21,6 +22,13 @@ namespace torchbeast {
 
 using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
+
+inline std::string in_seconds(Milliseconds time) {  // "0.3 s"
+  std::string text = std::to_string(static_cast<double>(time.count()) / 1000);
+  text.erase(text.find_last_not_of('0') + 1);
+  if (text.back() == '.') text.pop_back();
+  return text + " s";
+}
 
 // Called now and then by a thread that waits, with no lock held; may throw, which ends
 // the wait. The Python bindings look for signals here, so that Ctrl-C works.

@@ -15,6 +15,7 @@
 namespace torchbeast {
 
 const char kStreamMethod[] = "/torchbeast.wire.EnvServer/Stream";
+const char kJoinMethod[] = "/torchbeast.wire.Learner/Join";
 
 // --- Addresses
 // ------------------------------------------------------------------------
@@ -183,23 +184,27 @@ grpc::ChannelArguments channel_arguments() {
 // What protoc's gRPC plugin writes for a method of two streams, with the messages left
 // as bytes: wire.h reads and writes them in place.
 
-std::unique_ptr<AgentStream> open_stream(grpc::ChannelInterface* channel,
-                                         grpc::ClientContext* context) {
-  const grpc::internal::RpcMethod method(kStreamMethod,
-                                         grpc::internal::RpcMethod::BIDI_STREAMING);
-  return std::unique_ptr<AgentStream>(
-      grpc::internal::ClientReaderWriterFactory<
-          grpc::ByteBuffer, grpc::ByteBuffer>::Create(channel, method, context));
+std::unique_ptr<DialledStream> open_stream(grpc::ChannelInterface* channel,
+                                           grpc::ClientContext* context,
+                                           const char* method) {
+  const grpc::internal::RpcMethod rpc(method,
+                                      grpc::internal::RpcMethod::BIDI_STREAMING);
+  return std::unique_ptr<DialledStream>(
+      grpc::internal::ClientReaderWriterFactory<grpc::ByteBuffer,
+                                                grpc::ByteBuffer>::Create(channel, rpc,
+                                                                          context));
 }
 
-StreamService::StreamService(Handler handler) : handler_(std::move(handler)) {
+StreamService::StreamService(Handler handler, const char* method)
+    : handler_(std::move(handler)) {
   using Method = grpc::internal::BidiStreamingHandler<StreamService, grpc::ByteBuffer,
                                                       grpc::ByteBuffer>;
   AddMethod(new grpc::internal::RpcServiceMethod(
-      kStreamMethod, grpc::internal::RpcMethod::BIDI_STREAMING,
-      new Method([](StreamService* service, grpc::ServerContext* context,
-                    EnvStream* stream) { return service->handler_(context, stream); },
-                 this)));
+      method, grpc::internal::RpcMethod::BIDI_STREAMING,
+      new Method(
+          [](StreamService* service, grpc::ServerContext* context,
+             ServedStream* stream) { return service->handler_(context, stream); },
+          this)));
 }
 
 }  // namespace torchbeast

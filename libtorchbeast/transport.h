@@ -1,4 +1,4 @@
-// Addresses, credentials, and the service EnvServer of proto/torchbeast.proto.
+// Addresses, credentials, and the services of proto/torchbeast.proto.
 
 #pragma once
 
@@ -81,23 +81,27 @@ grpc::ChannelArguments channel_arguments();
 // The same for a builder of servers, as name and value.
 void for_each_argument(const std::function<void(const char*, int)>& f);
 
-// --- The service
-// ----------------------------------------------------------------------
+// --- The services
+// ---------------------------------------------------------------------
 
-extern const char kStreamMethod[];
+extern const char kStreamMethod[];  // of EnvServer
+extern const char kJoinMethod[];    // of Learner
 
-using AgentStream = grpc::ClientReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
-using EnvStream = grpc::ServerReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
+// What who dials has, and who was dialled. Which of them is the learner, the method
+// says.
+using DialledStream = grpc::ClientReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
+using ServedStream = grpc::ServerReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
 
 // Client side: opens one stream. The channel must outlive it.
-std::unique_ptr<AgentStream> open_stream(grpc::ChannelInterface* channel,
-                                         grpc::ClientContext* context);
+std::unique_ptr<DialledStream> open_stream(grpc::ChannelInterface* channel,
+                                           grpc::ClientContext* context,
+                                           const char* method = kStreamMethod);
 
 // Server side: calls `handler` in a thread of its own for each stream.
 class StreamService : public grpc::Service {
  public:
-  using Handler = std::function<grpc::Status(grpc::ServerContext*, EnvStream*)>;
-  explicit StreamService(Handler handler);
+  using Handler = std::function<grpc::Status(grpc::ServerContext*, ServedStream*)>;
+  explicit StreamService(Handler handler, const char* method = kStreamMethod);
 
  private:
   const Handler handler_;

@@ -28,6 +28,7 @@ static_assert(static_cast<int>(wire::BOOL) == static_cast<int>(DType::kBool) &&
 enum : uint32_t { kHelloField = 1, kStepField = 2, kErrorField = 3 };  // EnvMessage
 enum : uint32_t { kActionField = 2 };                                  // AgentMessage
 enum : uint32_t { kArraysField = 1, kFinalObservationField = 2 };  // EnvStep, and so on
+enum : uint32_t { kEnvNanosecondsField = 3 };                      // EnvStep
 enum : uint32_t { kDTypeField = 1, kShapeField = 2, kDataField = 3 };  // Array
 
 // The encoding's ways to write a field, as the low three bits of its tag say.
@@ -191,9 +192,15 @@ struct MessageSize {
   size_t total() const { return field_bytes(body); }
 };
 
+// Bytes of a number's field, which is left out where it is 0.
+size_t number_bytes(uint64_t number) {
+  return number == 0 ? 0 : 1 + io::CodedOutputStream::VarintSize64(number);
+}
+
 template <typename T>
 MessageSize message_size(const std::vector<T>& arrays,
-                         const std::vector<T>& final_observation) {
+                         const std::vector<T>& final_observation,
+                         uint64_t env_nanoseconds) {
   MessageSize size;
   for (const auto* list : {&arrays, &final_observation}) {
     for (const T& array : *list) {
@@ -205,6 +212,7 @@ MessageSize message_size(const std::vector<T>& arrays,
       }
     }
   }
+  size.body += number_bytes(env_nanoseconds);
   return size;
 }
 
@@ -212,7 +220,7 @@ MessageSize message_size(const std::vector<T>& arrays,
 template <typename T>
 MessageSize checked_message_size(const std::vector<T>& arrays,
                                  const std::vector<T>& final_observation,
-                                 const std::string& what) {
+                                 uint64_t env_nanoseconds, const std::string& what) {
   for (const auto* list : {&arrays, &final_observation}) {
     if (list->size() > static_cast<size_t>(kMaxArrays)) {
       refuse(what, std::to_string(list->size()) + " arrays, at most " +
@@ -222,7 +230,7 @@ MessageSize checked_message_size(const std::vector<T>& arrays,
       if (!fits_message(spec_of(array))) refuse(what, too_large(spec_of(array)));
     }
   }
-  const MessageSize size = message_size(arrays, final_observation);
+  const MessageSize size = message_size(arrays, final_observation, env_nanoseconds);
   if (size.total() > static_cast<size_t>(kMaxMessageBytes)) {
     refuse(what, "a message would have " + std::to_string(size.total()) +
                      " bytes, at most " + std::to_string(kMaxMessageBytes) +
@@ -406,6 +414,18 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello)
                         std::to_string(kWireVersion));
   }
   check_name(environment, "hello.environment");
+  if (hello.stream_id().size() > kMaxStreamIdBytes) {
+    refuse("hello.stream_id", std::to_string(hello.stream_id().size()) +
+                                  " bytes, at most " +
+                                  std::to_string(kMaxStreamIdBytes) + " are allowed");
+  }
+  // Steps are counted on from it.
+  constexpr uint64_t kMaxFirstStep = std::numeric_limits<int64_t>::max();
+  if (hello.first_step() > kMaxFirstStep) {
+    refuse("hello.first_step", "is " + std::to_string(hello.first_step()) +
+                                   ", at most " + std::to_string(kMaxFirstStep) +
+                                   " is allowed");
+  }
   if (num_envs < 1 || num_envs > kMaxEnvs) {
     refuse("hello", "num_envs is " + std::to_string(num_envs) + ", allowed are 1 to " +
                         std::to_string(kMaxEnvs));
@@ -456,13 +476,13 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello)
         arrays.begin(),
         arrays.begin() + static_cast<ptrdiff_t>(num_observation_arrays));
   }
-  checked_message_size(arrays, final_observation,
+  checked_message_size(arrays, final_observation, std::numeric_limits<uint64_t>::max(),
                        "a step of " + std::to_string(num_envs) + " environments");
 
   has_action = hello.has_action_space();
   if (has_action) {
     action = space_spec(hello.action_space(), num_envs, "action");
-    checked_message_size(action.flatten(), {},
+    checked_message_size(action.flatten(), {}, 0,
                          "an action of " + std::to_string(num_envs) + " environments");
   }
 }
@@ -717,11 +737,17 @@ struct ArrayList {
   size_t count = 0;
 };
 
-// Reads a message whose fields 1 to N are lists of arrays.
+// Reads a message whose fields 1 to N are lists of arrays, and field N + 1, if there is
+// one, a number.
 template <size_t N>
-void read_arrays(Reader& reader, ArrayList (&lists)[N]) {
+void read_arrays(Reader& reader, ArrayList (&lists)[N], uint64_t* number = nullptr) {
   while (!reader.at_end()) {
     const Tag tag = reader.tag();
+    if (tag.field == N + 1 && number != nullptr) {
+      check_type(tag, kVarint, [] { return std::string("step"); });
+      *number = reader.varint();
+      continue;
+    }
     if (tag.field > N) {
       reader.skip(tag);
       continue;
@@ -794,7 +820,8 @@ Decoded decode_env_message(io::ZeroCopyInputStream* in, int64_t num_bytes,
       result.kind = Decoded::kStep;
       ArrayList lists[] = {{"step.arrays", arrays},
                            {"step.final_observation", final_observation}};
-      reader.message(length, [&] { read_arrays(reader, lists); });
+      reader.message(length,
+                     [&] { read_arrays(reader, lists, &result.env_nanoseconds); });
       result.num_arrays = lists[0].count;
       result.num_final_arrays = lists[1].count;
     } else {
@@ -869,10 +896,14 @@ class Writer {
     varint(size);
   }
 
+  void number(uint32_t field, uint64_t value) {
+    varint(field << 3 | kVarint);
+    varint(value);
+  }
+
   void array(uint32_t field, const Array& array) {
     header(field, array_bytes(array.spec()));
-    varint(kDTypeField << 3 | kVarint);
-    varint(static_cast<uint64_t>(array.dtype()));
+    number(kDTypeField, static_cast<uint64_t>(array.dtype()));
     if (array.shape().size() > 0) {
       header(kShapeField, packed_bytes(array.shape()));
       for (int64_t dim : array.shape()) varint(static_cast<uint64_t>(dim));
@@ -900,10 +931,12 @@ grpc::ByteBuffer share(const Array& block, uint8_t* data, size_t size) {
   return grpc::ByteBuffer(&slice, 1);
 }
 
-// A message whose field `kind` has `arrays` as field 1, `final_observation` as field 2.
+// A message whose field `kind` has `arrays` as field 1, `final_observation` as field 2,
+// `env_nanoseconds` as field 3.
 grpc::ByteBuffer encode_arrays(uint32_t kind, const std::vector<Array>& arrays,
                                const std::vector<Array>& final_observation,
-                               MemoryPool& pool, const char* what) {
+                               uint64_t env_nanoseconds, MemoryPool& pool,
+                               const char* what) {
   for (const auto* list : {&arrays, &final_observation}) {
     for (const Array& array : *list) {
       if (array.data() == nullptr && array.num_bytes() > 0) {
@@ -912,7 +945,8 @@ grpc::ByteBuffer encode_arrays(uint32_t kind, const std::vector<Array>& arrays,
       }
     }
   }
-  const MessageSize size = checked_message_size(arrays, final_observation, what);
+  const MessageSize size =
+      checked_message_size(arrays, final_observation, env_nanoseconds, what);
   // The message begins in the block where its largest array comes to lie on a cache
   // line of its own: copying it then takes a sixth less time.
   constexpr size_t kLine = 64;
@@ -928,6 +962,7 @@ grpc::ByteBuffer encode_arrays(uint32_t kind, const std::vector<Array>& arrays,
   for (const Array& array : final_observation) {
     writer.array(kFinalObservationField, array);
   }
+  if (env_nanoseconds != 0) writer.number(kEnvNanosecondsField, env_nanoseconds);
   if (writer.position() != begin + size.total()) {
     throw std::logic_error("a message's size was computed wrongly");
   }
@@ -953,12 +988,13 @@ void check_hello_size(const MessageLite& hello) {
 
 grpc::ByteBuffer encode_step(const std::vector<Array>& arrays,
                              const std::vector<Array>& final_observation,
-                             MemoryPool& pool) {
-  return encode_arrays(kStepField, arrays, final_observation, pool, "a step");
+                             MemoryPool& pool, uint64_t env_nanoseconds) {
+  return encode_arrays(kStepField, arrays, final_observation, env_nanoseconds, pool,
+                       "a step");
 }
 
 grpc::ByteBuffer encode_action(const std::vector<Array>& arrays, MemoryPool& pool) {
-  return encode_arrays(kActionField, arrays, {}, pool, "an action");
+  return encode_arrays(kActionField, arrays, {}, 0, pool, "an action");
 }
 
 grpc::ByteBuffer encode_error(const std::string& text) {

@@ -36,6 +36,16 @@ constexpr int64_t kMaxMessageBytes = 256 << 20;
 constexpr int64_t kMaxHelloBytes = 4 << 20;
 constexpr int64_t kMaxErrorBytes = 1 << 20;
 constexpr size_t kMaxNameBytes = 1024;
+constexpr size_t kMaxStreamIdBytes = 64;
+
+// Where they stand among a step's arrays, behind the observation's.
+enum StandardField : size_t {
+  kRewardField = 0,
+  kDoneField = 1,
+  kEpisodeStepField = 2,
+  kEpisodeReturnField = 3,
+  kStandardFields = 4,
+};
 
 // A message that breaks the rules; the text says which.
 class WireError : public std::runtime_error {
@@ -87,6 +97,7 @@ struct Decoded {
   std::string error;             // kError
   size_t num_arrays = 0;         // kStep, kAction: how many came
   size_t num_final_arrays = 0;
+  uint64_t env_nanoseconds = 0;  // kStep
 };
 
 // Decode one EnvMessage or AgentMessage, the next `num_bytes` of `in`. Checks every
@@ -108,7 +119,7 @@ Decoded decode_agent_message(grpc::ByteBuffer* message, const Destination& array
 // the message exceeds a limit, std::invalid_argument on an array without memory.
 grpc::ByteBuffer encode_step(const std::vector<Array>& arrays,
                              const std::vector<Array>& final_observation,
-                             MemoryPool& pool);
+                             MemoryPool& pool, uint64_t env_nanoseconds = 0);
 grpc::ByteBuffer encode_action(const std::vector<Array>& arrays, MemoryPool& pool);
 // An EnvMessage.error. The text may be any bytes: what is not UTF-8 is replaced, and
 // from the middle of a long one some is left out.

@@ -68,7 +68,7 @@ double own_cpu_seconds() {
 }
 
 int serve(const std::string& address, size_t num_bytes) {
-  StreamService service([&](grpc::ServerContext*, EnvStream* stream) {
+  StreamService service([&](grpc::ServerContext*, ServedStream* stream) {
     MemoryPool pool;
     std::vector<uint8_t> bytes(num_bytes, 7), action(1 << 16);
     grpc::ByteBuffer message;

@@ -20,6 +20,8 @@
 
 #include "../actor_pool.h"
 #include "../batching.h"
+#include "../client.h"
+#include "../listener.h"
 #include "../server.h"
 #include "arrays.h"
 #include "gil.h"
@@ -117,6 +119,11 @@ BatchingOptions to_options(int64_t batch_dim, int64_t minimum_batch_size,
 
 // --- Results -------------------------------------------------------------------------
 
+// Text that a peer may have made up.
+py::object to_text(const std::string& text) {
+  return py::bytes(text).attr("decode")("utf-8", "replace");
+}
+
 py::dict to_dict(const BatchingStats& stats) {
   py::dict result;
   result["num_batches"] = stats.num_batches;
@@ -139,10 +146,30 @@ py::dict to_dict(const ActorPoolStats& stats) {
   result["bytes_received"] = stats.bytes_received;
   result["bytes_copied"] = stats.bytes_copied;
   result["pool_bytes"] = stats.pool_bytes;
+  result["env_seconds"] = stats.env_seconds;
   result["env_wait_seconds"] = stats.env_wait_seconds;
   result["inference_wait_seconds"] = stats.inference_wait_seconds;
   result["queue_wait_seconds"] = stats.queue_wait_seconds;
-  result["last_error"] = py::bytes(stats.last_error).attr("decode")("utf-8", "replace");
+  result["last_error"] = to_text(stats.last_error);
+  return result;
+}
+
+py::dict to_dict(const ListenerStats& stats) {
+  py::dict result;
+  result["num_streams"] = stats.num_streams;
+  result["num_refused"] = stats.num_refused;
+  result["last_refusal"] = to_text(stats.last_refusal);
+  return result;
+}
+
+py::dict to_dict(const EnvClientStats& stats) {
+  py::dict result;
+  result["connected"] = stats.connected;
+  result["num_steps"] = stats.num_steps;
+  result["num_episodes"] = stats.num_episodes;
+  result["num_reconnects"] = stats.num_reconnects;
+  result["bytes_sent"] = stats.bytes_sent;
+  result["last_error"] = to_text(stats.last_error);
   return result;
 }
 
@@ -181,8 +208,8 @@ py::dict to_dict(const wire::EnvHello& hello) {
 // --- Objects that wait for their threads when they end
 // --------------------------------
 
-// An ActorPool or EnvServer: it ends without the GIL, before the interpreter does, and
-// not in a fork of the process, where its threads are not.
+// An ActorPool, EnvServer, ...: it ends without the GIL, before the interpreter does,
+// and not in a fork of the process, where its threads are not.
 template <typename T>
 class Ending {
  public:
@@ -202,6 +229,7 @@ class Ending {
   Ending(const Ending&) = delete;
 
   T* operator->() const { return object_.get(); }
+  const std::shared_ptr<T>& share() const { return object_; }
 
  private:
   std::shared_ptr<T> object_;
@@ -210,6 +238,8 @@ class Ending {
 
 using Pool = Ending<ActorPool>;
 using Server = Ending<EnvServer>;
+using JoinListener = Ending<Listener>;
+using Client = Ending<EnvClient>;
 using Batch = DynamicBatcher::Batch;
 
 void bind_queue(py::module_& m) {
@@ -452,12 +482,16 @@ Args:
     learner_queue: a BatchingQueue with batch_dim 1.
     inference_batcher: a DynamicBatcher with batch_dim 1.
     env_server_addresses: one stream for each, such as "unix:/tmp/polybeast.0" or
-        "host:port"; an address may occur several times.
+        "host:port"; an address may occur several times. May be empty with a listener.
     initial_agent_state: nest of [layers, n, ...], n being 1 (the same for every
         environment) or E; () for none.
     step_timeout_s: seconds that an environment may take for a step.
     maximum_downtime_s: seconds that a stream may be down; until then it is dialled again,
-        and its unfinished rollout is dropped and counted.
+        and its unfinished rollout is dropped and counted. One that has joined may come
+        back within that time and goes on in its rollout. With a listener the run ends if
+        there is no stream at all for so long.
+    listener: a Listener that has been started, or None: environments that join there are
+        run, too. It serves one pool at a time.
     tls_ca: path of a PEM file: certificates that the server's must be signed by. With it,
         or with the next two, host:port addresses are dialled with TLS.
     tls_cert, tls_key: paths of PEM files: the certificate to show, and its key.
@@ -473,13 +507,14 @@ Raises:
                        std::shared_ptr<DynamicBatcher> inference_batcher,
                        std::vector<std::string> env_server_addresses,
                        const py::object& initial_agent_state, double step_timeout_s,
-                       double maximum_downtime_s, const Path& tls_ca,
-                       const Path& tls_cert, const Path& tls_key,
+                       double maximum_downtime_s, const JoinListener* listener,
+                       const Path& tls_ca, const Path& tls_cert, const Path& tls_key,
                        const std::optional<std::string>& tls_server_name,
                        const std::optional<std::string>& token, bool insecure) {
              ActorPoolOptions options;
              options.unroll_length = unroll_length;
              options.addresses = std::move(env_server_addresses);
+             if (listener != nullptr) options.listener = listener->share();
              options.security = to_security(tls_ca, tls_cert, tls_key, tls_server_name,
                                             token, insecure);
              options.step_timeout = positive_seconds(step_timeout_s, "step_timeout_s");
@@ -494,9 +529,10 @@ Raises:
            py::arg("inference_batcher").none(false), py::arg("env_server_addresses"),
            py::arg("initial_agent_state"), py::kw_only(),
            py::arg("step_timeout_s") = 60.0, py::arg("maximum_downtime_s") = 60.0,
-           py::arg("tls_ca") = py::none(), py::arg("tls_cert") = py::none(),
-           py::arg("tls_key") = py::none(), py::arg("tls_server_name") = py::none(),
-           py::arg("token") = py::none(), py::arg("insecure") = false)
+           py::arg("listener") = py::none(), py::arg("tls_ca") = py::none(),
+           py::arg("tls_cert") = py::none(), py::arg("tls_key") = py::none(),
+           py::arg("tls_server_name") = py::none(), py::arg("token") = py::none(),
+           py::arg("insecure") = false)
       .def(
           "run",
           [](Pool& self) {
@@ -509,7 +545,7 @@ Run until close() is called or the queue or the batcher is closed. To be called 
 Raises the first error that ends it:
     ValueError: the agent's outputs or the state don't fit; says where.
     RefusedError: a server says no, for example to the token.
-    TransportError: a stream was down for too long.
+    TransportError: a stream was down for too long, or there was none at all.
     WireError: a server broke the protocol's rules.
     RuntimeError: an environment raised; with its traceback.
     AsyncError: inference failed.
@@ -528,8 +564,8 @@ Raises the first error that ends it:
           "stats", [](const Pool& self) { return to_dict(self->stats()); }, R"(
 Counters since the beginning: num_steps, num_rollouts, num_reconnects, num_dropped_steps,
 num_connected (streams now), bytes_received, bytes_copied, pool_bytes, and, summed over
-streams, env_wait_seconds, inference_wait_seconds, queue_wait_seconds; last_error says why
-a stream was lost last.
+streams, env_seconds (what the environments needed for their steps), env_wait_seconds,
+inference_wait_seconds, queue_wait_seconds; last_error says why a stream was lost last.
 )");
 
   m.def(
@@ -695,11 +731,169 @@ bytes_sent, bytes_copied.
 )");
 }
 
+void bind_listener(py::module_& m) {
+  py::class_<JoinListener>(m, "Listener", R"(
+Lets environments dial the learner: those behind NAT, or such that come and go. Client is
+their side; any program that speaks libtorchbeast/proto/torchbeast.proto is another.
+
+An ActorPool that was given the listener runs them. Each has a place with an unroll. One
+that is lost may come back and goes on where it was; one that has left between episodes
+hands its unroll over to whoever joins next.
+
+Args:
+    address: "unix:/path" or "host:port"; port 0: a free one, see `address`.
+    max_streams: places; who finds them taken is told to try again later.
+    tls_cert, tls_key, tls_ca, token, insecure: as of Server.
+
+Raises:
+    ValueError: an argument that makes no sense, a file that cannot be read.
+)")
+      .def(py::init([](std::string address, int max_streams, const Path& tls_ca,
+                       const Path& tls_cert, const Path& tls_key,
+                       const std::optional<std::string>& token, bool insecure) {
+             ListenerOptions options;
+             options.address = std::move(address);
+             options.security =
+                 to_security(tls_ca, tls_cert, tls_key, std::nullopt, token, insecure);
+             options.max_streams = max_streams;
+             auto listener = std::make_shared<Listener>(std::move(options));
+             return std::make_unique<JoinListener>(std::move(listener),
+                                                   &Listener::close);
+           }),
+           py::arg("address"), py::kw_only(), py::arg("max_streams") = 256,
+           py::arg("tls_ca") = py::none(), py::arg("tls_cert") = py::none(),
+           py::arg("tls_key") = py::none(), py::arg("token") = py::none(),
+           py::arg("insecure") = false)
+      .def(
+          "start",
+          [](JoinListener& self) {
+            WithoutGil no_gil;
+            self->start();
+          },
+          R"(
+Listen from here on, without blocking; environments that join wait for a pool.
+
+Raises:
+    RuntimeError: it cannot listen there; says why.
+)")
+      .def(
+          "close",
+          [](JoinListener& self) {
+            WithoutGil no_gil;
+            self->close();
+          },
+          R"(
+End all streams and remove the unix socket. May be called from any thread, any number of
+times.
+)")
+      .def(
+          "probe",
+          [](JoinListener& self, double timeout_s) {
+            const Milliseconds timeout = positive_seconds(timeout_s, "timeout_s");
+            wire::EnvHello hello;
+            {
+              WithoutGil no_gil;
+              hello = self->probe(timeout, check_signals());
+            }
+            return to_dict(hello);
+          },
+          py::arg("timeout_s") = 60.0, R"(
+Wait until an environment has joined, and return what it is, as probe(); all others must
+be like it.
+
+Raises:
+    TransportError: none within timeout_s seconds.
+)")
+      .def_property_readonly(
+          "address", [](const JoinListener& self) { return self->address(); },
+          "Where it listens, with the port that it has found.")
+      .def(
+          "stats", [](const JoinListener& self) { return to_dict(self->stats()); }, R"(
+num_streams (now), num_refused (since the beginning), last_refusal (why; maybe empty).
+)");
+}
+
+void bind_client(py::module_& m) {
+  py::class_<Client>(m, "Client", R"(
+Dials the learner, which listens, and runs one environment (of E) there.
+
+Args:
+    env_class: called once, without arguments; gives an environment as Server describes.
+    learner_address: "unix:/path" or "host:port", where a Listener is.
+    name: what the learner is told that it is, such as the --env of a run.
+    maximum_downtime_s: seconds that there may be no learner, also at first; None: for
+        ever. Waiting for an action does not count.
+    The security arguments are those of ActorPool.
+
+Raises:
+    ValueError: an argument that makes no sense, a file that cannot be read.
+)")
+      .def(py::init([](py::object env_class, std::string learner_address,
+                       std::string name, std::optional<double> maximum_downtime_s,
+                       const Path& tls_ca, const Path& tls_cert, const Path& tls_key,
+                       const std::optional<std::string>& tls_server_name,
+                       const std::optional<std::string>& token, bool insecure) {
+             EnvClientOptions options;
+             options.address = std::move(learner_address);
+             options.security = to_security(tls_ca, tls_cert, tls_key, tls_server_name,
+                                            token, insecure);
+             options.maximum_downtime.reset();
+             if (maximum_downtime_s) {
+               options.maximum_downtime =
+                   milliseconds(*maximum_downtime_s, 1000, "maximum_downtime_s");
+             }
+             auto client = std::make_shared<EnvClient>(
+                 environment_factory(std::move(env_class), std::move(name)),
+                 std::move(options));
+             return std::make_unique<Client>(std::move(client), &EnvClient::stop);
+           }),
+           py::arg("env_class"), py::arg("learner_address"), py::arg("name") = "",
+           py::kw_only(), py::arg("maximum_downtime_s") = 60.0,
+           py::arg("tls_ca") = py::none(), py::arg("tls_cert") = py::none(),
+           py::arg("tls_key") = py::none(), py::arg("tls_server_name") = py::none(),
+           py::arg("token") = py::none(), py::arg("insecure") = false)
+      .def(
+          "run",
+          [](Client& self, std::optional<int64_t> num_episodes) {
+            std::optional<uint64_t> number;
+            if (num_episodes) number = to_size(*num_episodes, "num_episodes");
+            WithoutGil no_gil;
+            self->run(number, check_signals());
+          },
+          py::arg("num_episodes") = py::none(), R"(
+Make the environment, dial, and step as the learner says, until stop() is called or Ctrl-C
+comes; with num_episodes, until the episodes of all E have ended together so many times,
+and leave then. A lost connection is dialled again, and the environment goes on where it
+was. To be called once.
+
+Raises:
+    RefusedError: the learner says no, for example to the token.
+    TransportError: no learner for too long.
+    RuntimeError: the environment raised; with its traceback. The learner is told, too.
+)")
+      .def(
+          "stop",
+          [](Client& self) {
+            WithoutGil no_gil;
+            self->stop();
+          },
+          R"(
+End run(), once a step in progress is made. May be called from any thread, any number of
+times.
+)")
+      .def(
+          "stats", [](const Client& self) { return to_dict(self->stats()); }, R"(
+connected (now), and counters since the beginning: num_steps (E for each), num_episodes
+(steps in which those of all E have ended), num_reconnects, bytes_sent; last_error says
+why it was without a learner last.
+)");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(libtorchbeast, m) {
   m.doc() =
-      R"(The C++ core of PolyBeast: queues, batching, actor pool, environment server.
+      R"(The C++ core of PolyBeast: queues, batching, actor pool, environments.
 
 Nests are tuples, lists and dicts of leaves; leaves are torch tensors on the CPU or NumPy
 arrays. What comes out has tuples and dicts, and as leaves torch tensors where torch is
@@ -722,8 +916,10 @@ Calls that block let other threads run and can be interrupted by Ctrl-C.
 
   bind_queue(m);
   bind_batcher(m);
+  bind_listener(m);  // before what takes one
   bind_pool(m);
   bind_server(m);
+  bind_client(m);
   register_exit();
 }
 

@@ -1,4 +1,4 @@
-// Environments written in Python, for the server.
+// Environments written in Python, for servers and clients.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 #include <string>
 
-#include "../server.h"
+#include "../environment.h"
 
 namespace torchbeast::python {
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "array.h"
-#include "server.h"
+#include "environment.h"
 #include "wire.h"
 
 namespace torchbeast {

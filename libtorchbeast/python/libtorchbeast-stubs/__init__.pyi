@@ -65,6 +65,7 @@ class ActorPool:
         *,
         step_timeout_s: float = 60.0,
         maximum_downtime_s: float = 60.0,
+        listener: Listener | None = None,
         tls_ca: _Path = None,
         tls_cert: _Path = None,
         tls_key: _Path = None,
@@ -97,6 +98,44 @@ class Server:
     def stop(self) -> None: ...
     @property
     def address(self) -> str: ...
+    def stats(self) -> dict[str, Any]: ...
+
+class Listener:
+    def __init__(
+        self,
+        address: str,
+        *,
+        max_streams: int = 256,
+        tls_ca: _Path = None,
+        tls_cert: _Path = None,
+        tls_key: _Path = None,
+        token: str | None = None,
+        insecure: bool = False,
+    ) -> None: ...
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+    def probe(self, timeout_s: float = 60.0) -> dict[str, Any]: ...
+    @property
+    def address(self) -> str: ...
+    def stats(self) -> dict[str, Any]: ...
+
+class Client:
+    def __init__(
+        self,
+        env_class: Callable[[], Any],
+        learner_address: str,
+        name: str = "",
+        *,
+        maximum_downtime_s: float | None = 60.0,
+        tls_ca: _Path = None,
+        tls_cert: _Path = None,
+        tls_key: _Path = None,
+        tls_server_name: str | None = None,
+        token: str | None = None,
+        insecure: bool = False,
+    ) -> None: ...
+    def run(self, num_episodes: int | None = None) -> None: ...
+    def stop(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
 
 def probe(

@@ -1,0 +1,261 @@
+#include "client.h"
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <random>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "connection.h"
+#include "stepper.h"
+#include "wire.h"
+
+namespace torchbeast {
+
+namespace {
+
+constexpr Milliseconds kFirstBackoff{100};
+constexpr Milliseconds kLongestBackoff{1'000};
+
+// A name that nobody else has.
+std::string random_id() {
+  std::random_device random;
+  std::string id;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t bits = random();
+    for (int shift = 0; shift < 32; shift += 8) {
+      id += static_cast<char>(bits >> shift & 0xff);
+    }
+  }
+  return id;
+}
+
+// Ends the client's thread in peace.
+struct Stopped {};
+
+}  // namespace
+
+struct EnvClient::State {
+  State(EnvironmentFactory factory, EnvClientOptions options)
+      : factory(std::move(factory)),
+        options(std::move(options)),
+        address(this->options.address) {
+    client_credentials(address, this->options.security);  // checks both
+  }
+
+  // run() in a thread of its own, so that run() can look for signals.
+  void work(std::optional<uint64_t> num_episodes);
+  // From dialling until the episodes are done; throws TransportError if it is lost.
+  void run_stream(Stepper& stepper, const std::string& stream_id,
+                  std::optional<uint64_t> num_episodes);
+  void send_step(DialledConnection& connection, const Stepper& stepper);
+  void after_loss(const TransportError& error);
+
+  const EnvironmentFactory factory;
+  const EnvClientOptions options;
+  const Address address;
+
+  std::atomic<bool> started{false};
+  mutable Mutex mutex;
+  CondVar changed;
+  bool stopping TB_GUARDED_BY(mutex) = false;
+  bool done TB_GUARDED_BY(mutex) = false;
+  std::exception_ptr error TB_GUARDED_BY(mutex);
+  DialledConnection* connection TB_GUARDED_BY(mutex) = nullptr;
+  std::string last_error TB_GUARDED_BY(mutex);
+  // Whether the learner owes an answer soon; for an action it may take its time.
+  std::atomic<bool> in_a_hurry{true};
+
+  std::atomic<bool> connected{false};
+  std::atomic<uint64_t> num_steps{0};
+  std::atomic<uint64_t> num_episodes{0};
+  std::atomic<uint64_t> num_reconnects{0};
+  std::atomic<uint64_t> bytes_sent{0};
+
+  // Of the working thread alone.
+  uint64_t newest_number = 0;
+  bool lost_before = false;
+  Clock::duration downtime{};  // since the last action, without time connected
+  Clock::time_point down_since = Clock::now();
+  Milliseconds backoff = kFirstBackoff;
+};
+
+// --- The working thread
+// ---------------------------------------------------------------
+
+void EnvClient::State::work(std::optional<uint64_t> num_episodes) {
+  std::exception_ptr caught;
+  try {
+    const std::string stream_id = random_id();
+    Stepper stepper(factory);
+    down_since = Clock::now();
+    while (true) {
+      try {
+        run_stream(stepper, stream_id, num_episodes);
+        break;
+      } catch (const TransportError& error) {
+        after_loss(error);
+      }
+    }
+  } catch (const Stopped&) {
+  } catch (...) {
+    caught = std::current_exception();
+  }
+  {
+    MutexLock lock(mutex);
+    error = caught;
+    done = true;
+  }
+  changed.notify_all();
+}
+
+void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id,
+                                  std::optional<uint64_t> num_episodes) {
+  DialledConnection connection(address, options.security, kJoinMethod, "the learner");
+  // While it lives, others may cancel the connection.
+  struct Registration {
+    Registration(State* state, DialledConnection* connection) : state(*state) {
+      MutexLock lock(this->state.mutex);
+      if (this->state.stopping) throw Stopped();
+      this->state.in_a_hurry = true;
+      this->state.connection = connection;
+    }
+    ~Registration() {
+      if (state.connected.exchange(false)) state.down_since = Clock::now();
+      MutexLock lock(state.mutex);
+      state.connection = nullptr;
+    }
+    State& state;
+  };
+  const Registration registration(this, &connection);
+  connection.open();
+  const uint32_t version = connection.expect_agent_hello();
+  if (version != kWireVersion) {
+    throw RefusedError(connection.peer() + " speaks version " +
+                       std::to_string(version) + " of the protocol, and this side " +
+                       std::to_string(kWireVersion) +
+                       "; install the same torchbeast on both");
+  }
+  downtime += Clock::now() - down_since;
+  connected = true;
+  in_a_hurry = false;
+  wire::EnvMessage hello;
+  *hello.mutable_hello() = stepper.hello();
+  hello.mutable_hello()->set_stream_id(stream_id);
+  hello.mutable_hello()->set_first_step(newest_number);
+  connection.write(encode(hello));
+  send_step(connection, stepper);
+  grpc::ByteBuffer action;
+  while (!num_episodes || this->num_episodes < *num_episodes) {
+    connection.read(&action);
+    if (lost_before) ++num_reconnects;
+    lost_before = false;
+    downtime = {};
+    backoff = kFirstBackoff;
+    try {
+      stepper.step(&action);
+    } catch (const WireError&) {
+      throw;
+    } catch (const std::exception& error) {
+      in_a_hurry = true;
+      try {
+        connection.write(encode_error(error.what()));
+        connection.leave();
+      } catch (const TransportError&) {  // the learner can't be told
+      }
+      throw;
+    }
+    ++newest_number;
+    num_steps += static_cast<uint64_t>(stepper.num_envs());
+    if (stepper.is_between_episodes()) ++this->num_episodes;
+    send_step(connection, stepper);
+  }
+  in_a_hurry = true;
+  connection.leave();
+}
+
+void EnvClient::State::send_step(DialledConnection& connection,
+                                 const Stepper& stepper) {
+  bytes_sent += stepper.newest_step().Length();
+  connection.write(stepper.newest_step());
+}
+
+void EnvClient::State::after_loss(const TransportError& error) {
+  lost_before = true;
+  MutexLock lock(mutex);
+  last_error = error.what();
+  if (stopping) throw Stopped();
+  if (!error.may_pass) throw;  // the error that is being handled
+  const auto without_learner = downtime + (Clock::now() - down_since);
+  if (options.maximum_downtime && without_learner > *options.maximum_downtime) {
+    throw TransportError(
+        "no learner for " + in_seconds(*options.maximum_downtime) + ": " + error.what(),
+        false);
+  }
+  const auto end = Clock::now() + backoff;
+  while (!stopping && Clock::now() < end) changed.wait_until(mutex, end, nullptr);
+  if (stopping) throw Stopped();
+  backoff = std::min(2 * backoff, kLongestBackoff);
+}
+
+// --- The client
+// -----------------------------------------------------------------------
+
+EnvClient::EnvClient(EnvironmentFactory factory, EnvClientOptions options)
+    : state_(std::make_unique<State>(std::move(factory), std::move(options))) {}
+
+EnvClient::~EnvClient() { stop(); }
+
+void EnvClient::run(std::optional<uint64_t> num_episodes, const Interrupt& interrupt) {
+  State& state = *state_;
+  if (state.started.exchange(true)) throw std::runtime_error("a client runs once");
+  std::thread worker([&state, num_episodes] { state.work(num_episodes); });
+  std::exception_ptr error;
+  try {
+    MutexLock lock(state.mutex);
+    while (!state.done) {
+      if (state.connection != nullptr && state.in_a_hurry) {
+        state.connection->cancel_if_slow(state.options.hello_timeout,
+                                         "has not answered in time");
+      }
+      state.changed.wait_until(state.mutex, Clock::now() + kInterruptPeriod, interrupt);
+    }
+  } catch (...) {
+    error = std::current_exception();
+    stop();
+  }
+  worker.join();
+  if (error == nullptr) {
+    MutexLock lock(state.mutex);
+    error = state.error;
+  }
+  if (error != nullptr) std::rethrow_exception(error);
+}
+
+void EnvClient::stop() {
+  {
+    MutexLock lock(state_->mutex);
+    state_->stopping = true;
+    if (state_->connection != nullptr) {
+      state_->connection->cancel("is no longer wanted");
+    }
+  }
+  state_->changed.notify_all();
+}
+
+EnvClientStats EnvClient::stats() const {
+  const State& state = *state_;
+  EnvClientStats stats;
+  stats.connected = state.connected;
+  stats.num_steps = state.num_steps;
+  stats.num_episodes = state.num_episodes;
+  stats.num_reconnects = state.num_reconnects;
+  stats.bytes_sent = state.bytes_sent;
+  MutexLock lock(state.mutex);
+  stats.last_error = state.last_error;
+  return stats;
+}
+
+}  // namespace torchbeast

@@ -1,0 +1,174 @@
+#include "connection.h"
+
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
+
+#include <stdexcept>
+#include <utility>
+
+namespace torchbeast {
+
+namespace {
+
+// Dialling again does not help against a refusal that has a reason.
+bool is_final(grpc::StatusCode code) {
+  switch (code) {
+    case grpc::StatusCode::INVALID_ARGUMENT:
+    case grpc::StatusCode::FAILED_PRECONDITION:
+    case grpc::StatusCode::UNAUTHENTICATED:
+    case grpc::StatusCode::PERMISSION_DENIED:
+    case grpc::StatusCode::UNIMPLEMENTED:
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+// --- What both have in common
+// ---------------------------------------------------------
+
+void Connection::write(const grpc::ByteBuffer& message) {
+  const Waiting waiting(this);
+  if (!do_write(message)) throw_reason(false);
+}
+
+void Connection::read(grpc::ByteBuffer* message) {
+  const Waiting waiting(this);
+  if (!do_read(message)) throw_reason(true);
+}
+
+wire::EnvHello Connection::shake_hands() {
+  wire::AgentMessage hello;
+  hello.mutable_hello()->set_version(kWireVersion);
+  write(encode(hello));
+  grpc::ByteBuffer message;
+  read(&message);
+  const Destination none = [](size_t, const ArraySpec&) -> Array {
+    throw WireError("a step before the hello");
+  };
+  Decoded decoded = decode_env_message(&message, none, none);
+  if (decoded.kind == Decoded::kError) {
+    throw std::runtime_error(peer() + " failed:\n" + decoded.error);
+  }
+  if (decoded.kind != Decoded::kHello) throw WireError("no hello");
+  return std::move(decoded.env_hello);
+}
+
+void Connection::cancel(const char* reason) {
+  const char* none = nullptr;
+  cancel_reason_.compare_exchange_strong(none, reason);
+  do_cancel();
+}
+
+void Connection::cancel_if_slow(Milliseconds limit, const char* reason) {
+  const int64_t since = waiting_since_;
+  if (since == 0) return;
+  const Clock::time_point start{Clock::duration(since)};
+  if (Clock::now() - start > limit) cancel(reason);
+}
+
+// --- Dialled
+// --------------------------------------------------------------------------
+
+DialledConnection::DialledConnection(const Address& address, const Security& security,
+                                     const char* method, const std::string& peer)
+    : Connection(peer + " at " + address.to_string()), method_(method) {
+  grpc::ChannelArguments arguments = channel_arguments();
+  if (!security.server_name.empty()) {
+    arguments.SetSslTargetNameOverride(security.server_name);
+  }
+  channel_ = grpc::CreateCustomChannel(
+      address.to_string(), client_credentials(address, security), arguments);
+  if (!security.token.empty()) {
+    context_.AddMetadata("authorization", "Bearer " + security.token);
+  }
+}
+
+DialledConnection::~DialledConnection() {
+  context_.TryCancel();
+  if (stream_ != nullptr && !finished_) stream_->Finish();
+}
+
+void DialledConnection::open() {
+  const Waiting waiting(this);
+  stream_ = open_stream(channel_.get(), &context_, method_);
+}
+
+uint32_t DialledConnection::expect_agent_hello() {
+  grpc::ByteBuffer message;
+  read(&message);
+  const Destination none = [](size_t, const ArraySpec&) -> Array {
+    throw WireError("an action before the hello");
+  };
+  const Decoded decoded = decode_agent_message(&message, none);
+  if (decoded.kind != Decoded::kHello) throw WireError("no hello");
+  return decoded.agent_hello.version();
+}
+
+void DialledConnection::leave() {
+  const Waiting waiting(this);
+  stream_->WritesDone();
+  grpc::ByteBuffer message;
+  while (stream_->Read(&message)) {  // what was on its way
+  }
+  const grpc::Status status = stream_->Finish();
+  finished_ = true;
+  if (!status.ok()) {
+    throw TransportError(peer() + " is lost: " + status.error_message(), true);
+  }
+}
+
+bool DialledConnection::do_write(const grpc::ByteBuffer& message) {
+  return stream_->Write(message);
+}
+
+bool DialledConnection::do_read(grpc::ByteBuffer* message) {
+  return stream_->Read(message);
+}
+
+void DialledConnection::do_cancel() { context_.TryCancel(); }
+
+void DialledConnection::throw_reason(bool) {
+  // After a failed write there may be messages left, and the status waits for them.
+  grpc::ByteBuffer message;
+  while (stream_->Read(&message)) {
+  }
+  const grpc::Status status = stream_->Finish();
+  finished_ = true;
+  const char* reason = cancel_reason();
+  if (reason != nullptr) throw TransportError(peer() + " " + reason, true);
+  if (status.ok()) throw TransportError(peer() + " has ended the stream", true);
+  if (is_final(status.error_code())) {
+    throw RefusedError(peer() + " refuses: " + status.error_message());
+  }
+  throw TransportError(peer() + " is lost: " + status.error_message(), true);
+}
+
+// --- Joined
+// ---------------------------------------------------------------------------
+
+JoinedConnection::JoinedConnection(grpc::ServerContext* context, ServedStream* stream)
+    : Connection("the environment that has joined from " + context->peer()),
+      context_(*context),
+      stream_(*stream) {}
+
+bool JoinedConnection::do_write(const grpc::ByteBuffer& message) {
+  return stream_.Write(message);
+}
+
+bool JoinedConnection::do_read(grpc::ByteBuffer* message) {
+  return stream_.Read(message);
+}
+
+void JoinedConnection::do_cancel() { context_.TryCancel(); }
+
+void JoinedConnection::throw_reason(bool reading) {
+  const char* reason = cancel_reason();
+  if (reason != nullptr) throw TransportError(peer() + " " + reason, true);
+  if (reading && !is_lost()) throw Left();
+  throw TransportError(peer() + " is lost", true);
+}
+
+}  // namespace torchbeast

@@ -1,0 +1,121 @@
+// One stream, whoever has dialled.
+
+#pragma once
+
+#include <grpcpp/client_context.h>
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/byte_buffer.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "sync.h"
+#include "transport.h"
+#include "wire.h"
+
+namespace torchbeast {
+
+// Used by one thread; cancel() and cancel_if_slow() may be called by others.
+class Connection {
+ public:
+  virtual ~Connection() = default;
+  Connection(const Connection&) = delete;
+
+  // Throw TransportError if the stream is lost or cancelled, RefusedError if the other
+  // side says no, and read() Left if it has ended its side in peace.
+  void write(const grpc::ByteBuffer& message);
+  void read(grpc::ByteBuffer* message);
+  struct Left {};
+
+  // The learner's side: says hello, returns the environment's. Throws as read(), and
+  // WireError, and std::runtime_error with the environment's exception.
+  wire::EnvHello shake_hands();
+
+  // Makes a read or write fail that waits or is to come, with this reason, which must
+  // stay.
+  void cancel(const char* reason);
+  // The same if one has been waiting for so long.
+  void cancel_if_slow(Milliseconds limit, const char* reason);
+
+  // For messages: "the environment server at unix:/tmp/polybeast.0".
+  const std::string& peer() const { return peer_; }
+
+ protected:
+  explicit Connection(std::string peer) : peer_(std::move(peer)) {}
+
+  // While it lives, the stream waits for the other side.
+  class Waiting {
+   public:
+    explicit Waiting(Connection* connection) : since_(connection->waiting_since_) {
+      since_ = Clock::now().time_since_epoch().count();
+    }
+    ~Waiting() { since_ = 0; }
+
+   private:
+    std::atomic<int64_t>& since_;
+  };
+  // Null if nobody has cancelled.
+  const char* cancel_reason() const { return cancel_reason_; }
+
+ private:
+  virtual bool do_write(const grpc::ByteBuffer& message) = 0;
+  virtual bool do_read(grpc::ByteBuffer* message) = 0;
+  virtual void do_cancel() = 0;
+  // Says why a read (else a write) has failed.
+  [[noreturn]] virtual void throw_reason(bool reading) = 0;
+
+  const std::string peer_;
+  std::atomic<int64_t> waiting_since_{0};  // ticks of Clock; 0: not waiting
+  std::atomic<const char*> cancel_reason_{nullptr};
+};
+
+// By who dials: the learner to an environment server, or an environment to the learner.
+class DialledConnection : public Connection {
+ public:
+  // Throws std::invalid_argument if `security` does not suffice. `peer` goes before the
+  // address in messages.
+  DialledConnection(const Address& address, const Security& security,
+                    const char* method, const std::string& peer);
+  ~DialledConnection() override;
+
+  void open();  // dials; may be cancelled already
+
+  // The environment's side: waits for the learner's hello, returns its version.
+  uint32_t expect_agent_hello();
+  // Ends this side in peace and waits for the end of the other. Throws as read().
+  void leave();
+
+ private:
+  bool do_write(const grpc::ByteBuffer& message) override;
+  bool do_read(grpc::ByteBuffer* message) override;
+  void do_cancel() override;
+  [[noreturn]] void throw_reason(bool reading) override;
+
+  const char* const method_;
+  std::shared_ptr<grpc::Channel> channel_;
+  grpc::ClientContext context_;
+  std::unique_ptr<DialledStream> stream_;
+  bool finished_ = false;
+};
+
+// By an environment that has dialled this learner; it lives in the handler's thread.
+class JoinedConnection : public Connection {
+ public:
+  JoinedConnection(grpc::ServerContext* context, ServedStream* stream);
+
+  // Whether the other side is no longer there, without asking it for anything.
+  bool is_lost() const { return context_.IsCancelled(); }
+
+ private:
+  bool do_write(const grpc::ByteBuffer& message) override;
+  bool do_read(grpc::ByteBuffer* message) override;
+  void do_cancel() override;
+  [[noreturn]] void throw_reason(bool reading) override;
+
+  grpc::ServerContext& context_;
+  ServedStream& stream_;
+};
+
+}  // namespace torchbeast

@@ -1,0 +1,293 @@
+#include "listener.h"
+
+#include <optional>
+#include <utility>
+
+#include "stream_server.h"
+
+namespace torchbeast {
+
+namespace {
+
+// Clears the fields that are the same in both.
+void keep_differing(wire::EnvHello* a, wire::EnvHello* b) {
+  const auto same = [&](auto get) {
+    return get(*a).SerializeAsString() == get(*b).SerializeAsString();
+  };
+  if (a->environment() == b->environment()) {
+    a->clear_environment();
+    b->clear_environment();
+  }
+  if (a->num_envs() == b->num_envs()) {
+    a->clear_num_envs();
+    b->clear_num_envs();
+  }
+  a->clear_version();
+  b->clear_version();
+  if (same([](const wire::EnvHello& hello) { return hello.observation_space(); })) {
+    a->clear_observation_space();
+    b->clear_observation_space();
+  }
+  if (same([](const wire::EnvHello& hello) { return hello.action_space(); })) {
+    a->clear_action_space();
+    b->clear_action_space();
+  }
+}
+
+// Short enough for the status of a call.
+std::string difference(wire::EnvHello a, const std::string& peer_a, wire::EnvHello b,
+                       const std::string& peer_b) {
+  keep_differing(&a, &b);
+  const auto short_text = [](const wire::EnvHello& hello) {
+    constexpr size_t kMax = 1000;
+    const std::string text = hello.ShortDebugString();
+    return text.size() > kMax ? text.substr(0, kMax) + "..." : text;
+  };
+  return "Of " + peer_a + ": " + short_text(a) + ". Of " + peer_b + ": " +
+         short_text(b);
+}
+
+}  // namespace
+
+struct Listener::State {
+  explicit State(ListenerOptions options)
+      : max_streams(options.max_streams),
+        // An environment may come back before its old connection is gone.
+        server(kJoinMethod,
+               [this](grpc::ServerContext* context, ServedStream* stream) {
+                 return serve(context, stream);
+               },
+               {std::move(options.address), std::move(options.security),
+                2 * options.max_streams, options.hello_timeout}) {}
+
+  grpc::Status serve(grpc::ServerContext* context, ServedStream* stream)
+      TB_EXCLUDES(mutex);
+  grpc::Status run_stream(grpc::ServerContext* context, ServedStream* stream)
+      TB_EXCLUDES(mutex);
+  wire::EnvHello shake_hands(grpc::ServerContext* context, Connection* connection)
+      TB_EXCLUDES(mutex);
+  void refuse_if_over() TB_REQUIRES(mutex);
+
+  const int max_streams;
+  HelloCheck hellos;
+
+  Mutex mutex;
+  CondVar changed;
+  bool closing TB_GUARDED_BY(mutex) = false;
+  bool detached TB_GUARDED_BY(mutex) =
+      false;  // a pool has ended, and no other is there
+  Host host TB_GUARDED_BY(mutex);
+  int num_hosted TB_GUARDED_BY(mutex) = 0;  // streams in the host's hands
+  std::optional<wire::EnvHello> first_hello TB_GUARDED_BY(mutex);
+  std::string last_refusal TB_GUARDED_BY(mutex);
+
+  StreamServer server;  // the first to end
+};
+
+// --- One stream
+// -----------------------------------------------------------------------
+
+grpc::Status Listener::State::serve(grpc::ServerContext* context,
+                                    ServedStream* stream) {
+  const auto note = [this](const std::string& why) {
+    MutexLock lock(mutex);
+    last_refusal = why;
+  };
+  const std::string peer = context->peer();
+  try {
+    return run_stream(context, stream);
+  } catch (const Refusal& refusal) {
+    note(peer + ": " + refusal.status.error_message());
+    throw;
+  } catch (const WireError& error) {
+    note(peer + ": " + error.what());
+    throw;
+  } catch (const Connection::Left&) {
+    return grpc::Status::OK;
+  } catch (const TransportError& error) {  // it has gone, or was cut
+    return {grpc::StatusCode::UNAVAILABLE, error.what()};
+  } catch (const std::exception& error) {  // an exception in place of the hello
+    note(peer + ": " + error.what());
+    throw Refusal{{grpc::StatusCode::ABORTED, "the environment failed"}};
+  }
+}
+
+grpc::Status Listener::State::run_stream(grpc::ServerContext* context,
+                                         ServedStream* stream) {
+  JoinedConnection connection(context, stream);
+  const wire::EnvHello hello = shake_hands(context, &connection);
+
+  // While it lives, a stream is in the host's hands.
+  class Hosted {
+   public:
+    Hosted(State* state, const JoinedConnection& connection) : state_(*state) {
+      MutexLock lock(state_.mutex);
+      while (true) {
+        state_.refuse_if_over();
+        if (state_.host) break;
+        state_.changed.wait_until(state_.mutex, Clock::now() + kLookPeriod, [&] {
+          if (connection.is_lost()) {
+            throw TransportError(connection.peer() + " is lost", true);
+          }
+        });
+      }
+      host = state_.host;
+      ++state_.num_hosted;
+    }
+    ~Hosted() {
+      {
+        MutexLock lock(state_.mutex);
+        --state_.num_hosted;
+      }
+      state_.changed.notify_all();
+    }
+    Hosted(const Hosted&) = delete;
+    Host host;
+
+   private:
+    State& state_;
+  };
+  const Hosted hosted(this, connection);
+  return hosted.host(connection, hello);
+}
+
+wire::EnvHello Listener::State::shake_hands(grpc::ServerContext* context,
+                                            Connection* connection) {
+  {
+    MutexLock lock(mutex);
+    refuse_if_over();
+  }
+  wire::EnvHello hello;
+  {
+    const StreamServer::HelloDeadline deadline(&server, context);
+    hello = connection->shake_hands();
+  }
+  if (hello.version() != kWireVersion) {
+    throw Refusal{{grpc::StatusCode::FAILED_PRECONDITION,
+                   "this learner speaks version " + std::to_string(kWireVersion) +
+                       " of the protocol, and the environment version " +
+                       std::to_string(hello.version()) +
+                       "; install the same torchbeast on both"}};
+  }
+  const StreamSpec valid(hello);
+  try {
+    hellos.check(hello, connection->peer());
+  } catch (const TransportError& error) {
+    throw Refusal{{grpc::StatusCode::FAILED_PRECONDITION, error.what()}};
+  }
+  {
+    MutexLock lock(mutex);
+    if (!first_hello) first_hello = hello;
+  }
+  changed.notify_all();
+  return hello;
+}
+
+void Listener::State::refuse_if_over() {
+  if (closing || detached) {
+    throw Refusal{{grpc::StatusCode::UNAVAILABLE, "this learner is about to end"}};
+  }
+}
+
+// --- The listener
+// ---------------------------------------------------------------------
+
+Listener::Listener(ListenerOptions options)
+    : state_(std::make_unique<State>(std::move(options))) {}
+
+Listener::~Listener() { close(); }
+
+void Listener::start() { state_->server.start(); }
+
+void Listener::close() {
+  {
+    MutexLock lock(state_->mutex);
+    state_->closing = true;
+  }
+  state_->changed.notify_all();
+  state_->server.stop();
+}
+
+bool Listener::is_closed() const {
+  MutexLock lock(state_->mutex);
+  return state_->closing;
+}
+
+std::string Listener::address() const { return state_->server.address(); }
+
+int Listener::max_streams() const { return state_->max_streams; }
+
+ListenerStats Listener::stats() const {
+  ListenerStats stats;
+  stats.num_streams = state_->server.num_streams();
+  stats.num_refused = state_->server.num_refused();
+  MutexLock lock(state_->mutex);
+  stats.last_refusal = state_->last_refusal;
+  return stats;
+}
+
+wire::EnvHello Listener::probe(Milliseconds timeout, const Interrupt& interrupt) {
+  State& state = *state_;
+  const auto deadline = Clock::now() + timeout;
+  MutexLock lock(state.mutex);
+  while (!state.first_hello) {
+    if (state.closing) throw TransportError("the listener has been closed", false);
+    if (Clock::now() >= deadline) {
+      std::string text = "no environment has joined at " + state.server.address() +
+                         " within " + in_seconds(timeout);
+      if (!state.last_refusal.empty()) {
+        text += "; the last that was refused: " + state.last_refusal;
+      }
+      throw TransportError(text, true);
+    }
+    state.changed.wait_until(state.mutex, deadline, interrupt);
+  }
+  return *state.first_hello;
+}
+
+void Listener::attach(Host host) {
+  {
+    MutexLock lock(state_->mutex);
+    if (state_->host) {
+      throw std::invalid_argument("the listener at " + state_->server.address() +
+                                  " has a pool already");
+    }
+    state_->host = std::move(host);
+    state_->detached = false;
+  }
+  state_->changed.notify_all();
+}
+
+void Listener::detach() {
+  State& state = *state_;
+  MutexLock lock(state.mutex);
+  state.host = nullptr;
+  state.detached = true;
+  state.changed.notify_all();
+  while (state.num_hosted > 0) {
+    state.changed.wait_until(state.mutex, Clock::now() + kLookPeriod, nullptr);
+  }
+}
+
+// --- Hellos
+// ---------------------------------------------------------------------------
+
+void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
+  wire::EnvHello what = hello;  // who it is does not matter
+  what.clear_stream_id();
+  what.clear_first_step();
+  const std::string bytes = what.SerializeAsString();
+  MutexLock lock(mutex_);
+  if (first_.empty()) {
+    first_ = bytes;
+    first_peer_ = peer;
+  } else if (bytes != first_) {
+    wire::EnvHello first;
+    first.ParseFromString(first_);
+    throw TransportError("environments differ, and those of one run must not. " +
+                             difference(first, first_peer_, what, peer),
+                         false);
+  }
+}
+
+}  // namespace torchbeast

@@ -1,0 +1,86 @@
+// Offers the learner to environments that dial it: the service Learner of
+// proto/torchbeast.proto.
+//
+// One thread for each stream: it shakes hands, waits until there is a pool, and runs
+// the environment there.
+
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "connection.h"
+#include "sync.h"
+#include "transport.h"
+#include "wire.h"
+
+namespace torchbeast {
+
+struct ListenerOptions {
+  std::string address;  // port 0: a free one
+  Security security;
+  int max_streams = 256;  // places for environments; more are refused
+  // How long a peer that has connected may stay silent.
+  Milliseconds hello_timeout{10'000};
+};
+
+struct ListenerStats {
+  uint64_t num_streams = 0;  // now, also such that wait for a pool
+  uint64_t num_refused = 0;  // streams that were turned away
+  std::string last_refusal;  // why
+};
+
+class Listener {
+ public:
+  // Throws std::invalid_argument on a bad address or insufficient security.
+  explicit Listener(ListenerOptions options);
+  ~Listener();  // closes
+  Listener(const Listener&) = delete;
+
+  // Listens from here on. Throws std::runtime_error as EnvServer::start.
+  void start();
+  // Ends all streams, waits for their threads, removes the socket. May be called from
+  // any thread, any number of times, also before start.
+  void close();
+  bool is_closed() const;
+
+  // Where it listens, with the port that it has found.
+  std::string address() const;
+  int max_streams() const;
+  ListenerStats stats() const;
+
+  // What the first environment that has joined says about itself; all others must be
+  // like it. Waits for it; throws TransportError after `timeout`.
+  wire::EnvHello probe(Milliseconds timeout, const Interrupt& interrupt = nullptr);
+
+  // --- For pools
+
+  // Runs an environment that has shaken hands, in the stream's thread; returns how the
+  // stream ends, may throw Refusal and WireError.
+  using Host = std::function<grpc::Status(Connection&, const wire::EnvHello&)>;
+  // Streams run there from here on. Throws std::invalid_argument if there is one.
+  void attach(Host host);
+  // Waits until no stream runs there. Streams are refused from here on, until another
+  // attaches.
+  void detach();
+
+ private:
+  struct State;
+  const std::unique_ptr<State> state_;
+};
+
+// All environments of a run are alike: they have the spaces and fields of the first.
+class HelloCheck {
+ public:
+  // Throws TransportError, which says what differs. `peer` goes into messages.
+  void check(const wire::EnvHello& hello, const std::string& peer) TB_EXCLUDES(mutex_);
+
+ private:
+  Mutex mutex_;
+  std::string first_ TB_GUARDED_BY(mutex_);  // serialized
+  std::string first_peer_ TB_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchbeast

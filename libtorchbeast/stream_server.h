@@ -1,0 +1,75 @@
+// Listens at an address and runs a handler for each stream: what EnvServer and Listener
+// have in common.
+
+#pragma once
+
+#include <grpcpp/support/status.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "sync.h"
+#include "transport.h"
+
+namespace torchbeast {
+
+struct StreamServerOptions {
+  std::string address;  // port 0: a free one
+  Security security;
+  int max_streams = 256;  // at once; more are refused
+  // How long a peer that has connected may stay silent.
+  Milliseconds hello_timeout{10'000};
+};
+
+// Thrown by a handler to turn its stream away.
+struct Refusal {
+  grpc::Status status;
+};
+
+class StreamServer {
+ public:
+  // Calls `handler` in a thread of its own for each stream that shows the token. It may
+  // throw Refusal and WireError, which becomes INVALID_ARGUMENT; both are counted.
+  // Throws std::invalid_argument on a bad address or insufficient security.
+  StreamServer(const char* method, StreamService::Handler handler,
+               StreamServerOptions options);
+  ~StreamServer();  // stops
+  StreamServer(const StreamServer&) = delete;
+
+  // Listens from here on. Throws std::runtime_error, with the reason, if that can't be:
+  // no such directory, in use by a running server, ... A socket that a dead server has
+  // left is replaced; one that this server makes is the user's alone.
+  void start();
+  // Blocks until stop(). Starts if that has not been done.
+  void run(const Interrupt& interrupt = nullptr);
+  // Cancels all streams, waits for their handlers to return, removes the socket. May be
+  // called from any thread, any number of times, also before start.
+  void stop();
+
+  // Where it listens, with the port that it has found.
+  std::string address() const;
+  uint64_t num_streams() const;  // now
+  uint64_t num_refused() const;
+
+ private:
+  struct State;
+  const std::unique_ptr<State> state_;
+
+ public:
+  // While it lives, the peer of a stream owes its hello; if it does not come in time,
+  // the stream is cancelled.
+  class HelloDeadline {
+   public:
+    HelloDeadline(StreamServer* server, grpc::ServerContext* context);
+    ~HelloDeadline();
+    HelloDeadline(const HelloDeadline&) = delete;
+
+   private:
+    State& state_;
+    const Clock::time_point since_;
+    grpc::ServerContext* const context_;
+  };
+};
+
+}  // namespace torchbeast

@@ -1,0 +1,215 @@
+// An actor pool with queues and an agent, whose rollouts can be checked exactly: the
+// environments are those of counting_environment.h.
+
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <future>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "actor_pool.h"
+#include "counting_environment.h"
+#include "test_util.h"
+
+namespace torchbeast {
+
+inline std::string temporary_directory() {
+  char name[] = "/tmp/torchbeast_test_XXXXXX";
+  return mkdtemp(name);
+}
+
+inline BatchingOptions batching(int64_t minimum, int64_t maximum) {
+  BatchingOptions options;
+  options.minimum_batch_size = minimum;
+  options.maximum_batch_size = maximum;
+  return options;
+}
+
+// A pool with its queues and an agent, and what the agent does:
+//   action           (episode + 2 * step) % 7 of the position
+//   baseline         the position's step + 100
+//   state [2, n, 3]  counts the rows since the episode began
+class Session {
+ public:
+  explicit Session(ActorPoolOptions options, int64_t minimum = 1, int64_t maximum = 64)
+      : queue_(std::make_shared<BatchingQueue>([&] {
+          BatchingOptions o = batching(minimum, maximum);
+          o.maximum_queue_size = 4;
+          return o;
+        }())),
+        batcher_(std::make_shared<DynamicBatcher>(batching(1, 64))),
+        pool_(options, queue_, batcher_,
+              ArrayNest(make_array({2, 1, 3}, {0, 0, 0, 0, 0, 0}))) {
+    threads_.start([this] { infer(); });
+    done_ = std::async(std::launch::async, [this] {
+      try {
+        pool_.run();
+      } catch (...) {
+        queue_->close();  // wakes rollouts()
+        throw;
+      }
+    });
+  }
+
+  ~Session() {
+    pool_.close();
+    if (done_.valid()) done_.wait();
+    batcher_->close();
+    queue_->close();
+  }
+
+  // Ends the pool; throws what run() throws.
+  void end() {
+    pool_.close();
+    if (done_.valid()) done_.get();
+  }
+  // Waits until it has ended by itself.
+  void wait() { done_.get(); }
+
+  ArrayNest rollouts() {
+    std::optional<ArrayNest> item = queue_->dequeue();
+    if (!item) wait();
+    return std::move(item).value();
+  }
+  ActorPool& pool() { return pool_; }
+  BatchingQueue& queue() { return *queue_; }
+  DynamicBatcher& batcher() { return *batcher_; }
+
+  std::atomic<bool> as_tuple{false};  // outputs (action, baseline), not a dict
+
+ private:
+  void infer() {
+    while (auto batch = batcher_->next()) batch->set_outputs(act(batch->inputs()));
+  }
+
+  ArrayNest act(const ArrayNest& inputs) {
+    const auto& env = inputs.vector()[0].vector();
+    const Array& position = env[0].dict().at("position").leaf();
+    const Array& done = env[2].leaf();
+    const int64_t n = position.shape()[1];
+    const Array action = memory_.allocate({DType::kInt64, {1, n}});
+    const Array baseline = memory_.allocate({DType::kFloat32, {1, n}});
+    const Array zero = memory_.allocate({DType::kFloat32, {1, n}});
+    const Array state = memory_.allocate({DType::kInt32, {2, n, 3}});
+    const Array& state_before = inputs.vector()[1].leaf();
+    EXPECT_EQ(state_before.shape(), (Shape{2, n, 3}));
+    for (int64_t i = 0; i < n; ++i) {
+      const Position at = Position::decode(position.as<int64_t>()[i]);
+      action.as<int64_t>()[i] = (at.episode + 2 * at.step) % kNumActions;
+      baseline.as<float>()[i] = static_cast<float>(at.step + 100);
+      zero.as<float>()[i] = 0;
+      for (int64_t layer = 0; layer < 2; ++layer) {
+        for (int64_t j = 0; j < 3; ++j) {
+          const int64_t k = (layer * n + i) * 3 + j;
+          state.as<int32_t>()[k] =
+              done.data()[i] ? 1 : state_before.as<int32_t>()[k] + 1;
+        }
+      }
+    }
+    if (as_tuple) {
+      return ArrayNest(
+          ArrayNest::Vector{ArrayNest(ArrayNest::Vector{action, baseline}), state});
+    }
+    ArrayNest::Map outputs{
+        {"action", action}, {"baseline", baseline}, {"truncation_value", zero}};
+    return ArrayNest(ArrayNest::Vector{ArrayNest(std::move(outputs)), state});
+  }
+
+  MemoryPool memory_;
+  std::shared_ptr<BatchingQueue> queue_;
+  std::shared_ptr<DynamicBatcher> batcher_;
+  ActorPool pool_;
+  Threads threads_;
+  std::future<void> done_;
+};
+
+// Checks every row of every rollout against what must come after the row before.
+class Checker {
+ public:
+  Checker(int64_t T, bool with_truncation) : T_(T), with_truncation_(with_truncation) {}
+
+  void check(const ArrayNest& item) {
+    const auto& env = item.vector()[0].vector()[0].vector();
+    const auto& agent = item.vector()[0].vector()[1].dict();
+    ASSERT_EQ(env.size(), with_truncation_ ? 6u : 5u);
+    const Array& picture = env[0].dict().at("picture").leaf();
+    const Array& position = env[0].dict().at("position").leaf();
+    const int64_t n = position.shape()[1];
+    ASSERT_EQ(picture.spec(), (ArraySpec{DType::kUint8, {T_ + 1, n, 2, 3}}));
+    ASSERT_EQ(position.spec(), (ArraySpec{DType::kInt64, {T_ + 1, n}}));
+    const Array& state = item.vector()[1].leaf();
+    ASSERT_EQ(state.shape(), (Shape{2, n, 3}));
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t t = 0; t <= T_; ++t) {
+        const int64_t k = t * n + i;
+        Row row;
+        row.at = Position::decode(position.as<int64_t>()[k]);
+        row.reward = env[1].leaf().as<float>()[k];
+        row.done = env[2].leaf().data()[k];
+        row.episode_step = env[3].leaf().as<int64_t>()[k];
+        row.episode_return = env[4].leaf().as<float>()[k];
+        row.action = agent.at("action").leaf().as<int64_t>()[k];
+        row.truncated =
+            with_truncation_ && env[5].dict().at("truncated").leaf().data()[k];
+        ASSERT_EQ(picture.data()[k * 6 + 5], row.at.step);
+        ASSERT_EQ(row.action, (row.at.episode + 2 * row.at.step) % kNumActions);
+        const float truncation_value =
+            agent.at("truncation_value").leaf().as<float>()[k];
+        const auto key = std::make_pair(row.at.stream, row.at.env);
+        if (t == 0) {
+          const int32_t rows = state.as<int32_t>()[i * 3];
+          const auto last = last_.find(key);
+          if (last == last_.end()) {
+            ASSERT_EQ(rows, 0);
+            ASSERT_TRUE(row.done);
+            ASSERT_EQ(row.at.episode, 0);
+          } else {
+            ASSERT_EQ(last->second.at.encode(), row.at.encode()) << "row 0 is row T";
+            ASSERT_EQ(last->second.action, row.action);
+            // The state before this row: one for each row of the episode before it.
+            ASSERT_EQ(rows, row.done ? row.episode_step : row.at.step);
+          }
+        } else {
+          const Row& before = last_.at(key);
+          ASSERT_EQ(row.at.last_action, before.action);
+          ASSERT_EQ(row.reward, static_cast<float>(before.action));
+          ASSERT_EQ(row.done, before.at.step + 1 == 2 + row.at.env);
+          ASSERT_EQ(row.at.episode, before.at.episode + (row.done ? 1 : 0));
+          ASSERT_EQ(row.at.step, row.done ? 0 : before.at.step + 1);
+          ASSERT_EQ(row.episode_step, before.at.step + 1);
+          ASSERT_EQ(row.episode_return, static_cast<float>(10 * row.episode_step));
+          ASSERT_EQ(row.truncated,
+                    with_truncation_ && row.done && before.at.episode % 2 == 1);
+          // At the end of an episode of 2 + e steps the agent says 100 + 2 + e.
+          ASSERT_EQ(truncation_value,
+                    row.truncated ? static_cast<float>(102 + row.at.env) : 0.0f);
+        }
+        last_[key] = row;
+      }
+    }
+    ++num_rollouts;
+  }
+
+  int num_rollouts = 0;
+  size_t num_environments() const { return last_.size(); }
+
+ private:
+  struct Row {
+    Position at;
+    float reward, episode_return;
+    bool done, truncated;
+    int64_t episode_step, action;
+  };
+  const int64_t T_;
+  const bool with_truncation_;
+  std::map<std::pair<int64_t, int64_t>, Row> last_;
+};
+
+}  // namespace torchbeast
