@@ -13,13 +13,14 @@ Put your own simulator in the place of CartPole; the rest stays nearly as it is.
 """
 
 import argparse
-import asyncio
 import logging
 import math
 import os
+import queue
 import random
 import struct
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -268,31 +269,31 @@ class Simulator:
         if self.envs.all_done and self.episodes_left is not None:
             self.episodes_left -= 1
 
-    async def play(self) -> None:
+    def play(self) -> None:
         """Dials and steps until this side leaves or the learner ends the stream.
 
         Raises:
           Lost: the connection, or there was none.
           Refused: for good.
         """
-        async with self._channel() as channel:
-            metadata = []
-            if self.args.token_file:
-                token = Path(self.args.token_file).read_text().strip()
-                metadata = [("authorization", f"Bearer {token}")]
-            call = LearnerStub(channel).Join(metadata=metadata)
+        metadata = []
+        if self.args.token_file:
+            token = Path(self.args.token_file).read_text().strip()
+            metadata = [("authorization", f"Bearer {token}")]
+        with self._channel() as channel:
+            # gRPC has threads of its own for both directions.
+            outgoing: queue.SimpleQueue = queue.SimpleQueue()  # None: no more
+            incoming: queue.SimpleQueue = queue.SimpleQueue()
+            requests = iter(outgoing.get, None)
+            call = LearnerStub(channel).Join(requests, metadata=metadata)
+            threading.Thread(target=receive, args=(call, incoming), daemon=True).start()
             try:
-                await self._converse(call)
-            except asyncio.TimeoutError:
-                raise Lost(f"no answer within {self.args.timeout:g} s") from None
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                code, details = await call.code(), await call.details()
-                error = Refused if code in FINAL_REFUSALS else Lost
-                raise error(f"{code.name}: {details}") from None
+                self._converse(outgoing, incoming)
             finally:
+                outgoing.put(None)
                 call.cancel()
 
-    def _channel(self) -> grpc.aio.Channel:
+    def _channel(self) -> grpc.Channel:
         options = [
             # Notices a network that is cut. The learner takes pings 5 s apart.
             ("grpc.keepalive_time_ms", 15_000),
@@ -303,12 +304,14 @@ class Simulator:
         ]
         address = self.args.learner
         if not self.args.tls_ca:
-            return grpc.aio.insecure_channel(address, options)
+            return grpc.insecure_channel(address, options)
         credentials = grpc.ssl_channel_credentials(Path(self.args.tls_ca).read_bytes())
-        return grpc.aio.secure_channel(address, credentials, options)
+        return grpc.secure_channel(address, credentials, options)
 
-    async def _converse(self, call: grpc.aio.StreamStreamCall) -> None:
-        message = await self._read(call)
+    def _converse(
+        self, outgoing: queue.SimpleQueue, incoming: queue.SimpleQueue
+    ) -> None:
+        message = self._next(incoming)
         if message is None:
             return
         if message.WhichOneof("kind") != "hello":
@@ -319,14 +322,14 @@ class Simulator:
                 f"this program version {PROTOCOL_VERSION}"
             )
         hello = self.envs.hello(self.stream_id, self.number)
-        await self._write(call, wire.EnvMessage(hello=hello))
+        outgoing.put(wire.EnvMessage(hello=hello))
         while True:
             # After a loss the newest step goes out again, and its action comes again.
-            await self._write(call, wire.EnvMessage(step=self.newest))
+            outgoing.put(wire.EnvMessage(step=self.newest))
             if self.episodes_left == 0:
-                await self._leave(call)
+                self._leave(outgoing, incoming)
                 return
-            message = await self._read(call)
+            message = self._next(incoming)
             if message is None:
                 return
             if message.WhichOneof("kind") != "action":
@@ -335,27 +338,37 @@ class Simulator:
             try:
                 self.advance(actions)
             except Exception:
-                text = traceback.format_exc()[-65536:]
-                error = wire.EnvError(message=text)
-                await self._write(call, wire.EnvMessage(error=error))
-                await self._leave(call)
+                error = wire.EnvError(message=traceback.format_exc()[-65536:])
+                outgoing.put(wire.EnvMessage(error=error))
+                self._leave(outgoing, incoming)
                 raise
 
-    async def _leave(self, call: grpc.aio.StreamStreamCall) -> None:
-        """Returns when the learner has read all."""
-        await call.done_writing()
-        while await self._read(call) is not None:
+    def _leave(self, outgoing: queue.SimpleQueue, incoming: queue.SimpleQueue) -> None:
+        """Ends this side; returns when the learner has read all."""
+        outgoing.put(None)
+        while self._next(incoming) is not None:
             pass  # an action that is not needed any more
 
-    async def _write(
-        self, call: grpc.aio.StreamStreamCall, message: wire.EnvMessage
-    ) -> None:
-        await asyncio.wait_for(call.write(message), self.args.timeout)
-
-    async def _read(self, call: grpc.aio.StreamStreamCall) -> wire.AgentMessage | None:
+    def _next(self, incoming: queue.SimpleQueue) -> wire.AgentMessage | None:
         """The next message; None if the learner has ended the stream in peace."""
-        message = await asyncio.wait_for(call.read(), self.args.timeout)
-        return None if message is grpc.aio.EOF else message
+        try:
+            message = incoming.get(timeout=self.args.timeout)
+        except queue.Empty:
+            raise Lost(f"no answer within {self.args.timeout:g} s") from None
+        if isinstance(message, grpc.RpcError):
+            kind = Refused if message.code() in FINAL_REFUSALS else Lost
+            raise kind(f"{message.code().name}: {message.details()}")
+        return message
+
+
+def receive(call: grpc.Call, incoming: queue.SimpleQueue) -> None:
+    """A thread that hands on what comes, so that waiting for it can have an end."""
+    try:
+        for message in call:
+            incoming.put(message)
+        incoming.put(None)
+    except grpc.RpcError as error:
+        incoming.put(error)
 
 
 # --- Command line ---------------------------------------------------------------------
@@ -385,7 +398,7 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-async def main() -> int:
+def main() -> int:
     """Returns the exit status: 0 left or sent away, 1 refused or no learner."""
     args = parse_args()
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s %(name)s] %(message)s")
@@ -393,7 +406,7 @@ async def main() -> int:
     backoff, down_since, number = FIRST_BACKOFF, time.monotonic(), 0
     while True:
         try:
-            await simulator.play()
+            simulator.play()
             break
         except Refused as error:
             log.error("Refused by %s: %s", args.learner, error)
@@ -406,11 +419,11 @@ async def main() -> int:
                 log.error("No learner for %g s: %s", args.patience, error)
                 return 1
             log.info("%s; dialling again in about %.1f s.", error, backoff)
-            await asyncio.sleep(backoff * random.uniform(0.5, 1))
+            time.sleep(backoff * random.uniform(0.5, 1))
             backoff = min(2 * backoff, LONGEST_BACKOFF)
     log.info("The stream has ended after %d steps.", simulator.number)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    sys.exit(main())

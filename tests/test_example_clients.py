@@ -1,0 +1,568 @@
+"""The example clients, which know nothing of TorchBeast but torchbeast.proto.
+
+The learner here is the tests' own, written from torchbeast.proto alone: it looks at
+every message, and can lose connections when it wants to. At the end the real one.
+"""
+
+import contextlib
+import math
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent import futures
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+from certificates import Certificates
+
+grpc = pytest.importorskip("grpc", reason="needs grpcio and grpcio-tools")
+protoc = pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools")
+
+ROOT = Path(__file__).resolve().parent.parent
+CLIENTS = ROOT / "examples" / "clients"
+PROTO = ROOT / "libtorchbeast" / "proto"
+SECONDS = 30  # for what takes a moment
+EXTRA_FIELDS = ["game_over", "game_return", "game_step", "last_action", "truncated"]
+
+
+# --- The clients ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory):
+    """The folder of what protoc makes for Python, which is also imported here."""
+    folder = tmp_path_factory.mktemp("stubs")
+    arguments = [f"--proto_path={PROTO}", f"--python_out={folder}"]
+    arguments += [f"--grpc_python_out={folder}", "torchbeast.proto"]
+    assert protoc.main(["protoc", *arguments]) == 0
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def wire(stubs):
+    import torchbeast_pb2
+
+    return torchbeast_pb2
+
+
+@pytest.fixture(scope="module")
+def program():
+    """The C++ client."""
+    for tool in ("cmake", "c++", "pkg-config", "protoc", "grpc_cpp_plugin"):
+        if not shutil.which(tool):
+            pytest.skip(f"the C++ client needs {tool}")
+    if subprocess.run(["pkg-config", "grpc++", "protobuf"]).returncode != 0:
+        pytest.skip("the C++ client needs gRPC's and protobuf's C++ libraries")
+    folder = ROOT / "build" / "cartpole"
+    for command in (
+        ["cmake", "-S", CLIENTS / "cpp", "-B", folder],
+        ["cmake", "--build", folder],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "cartpole"
+
+
+@pytest.fixture(params=["python", "cpp"])
+def start(request, stubs):
+    """A function that starts a client with some arguments; all end with the test."""
+    if request.param == "python":
+        command = [sys.executable, "-s", CLIENTS / "python" / "cartpole.py"]
+    else:
+        command = [request.getfixturevalue("program")]
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments):
+            process = subprocess.Popen(
+                [*command, *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                # Nothing of this checkout can be imported.
+                env={**os.environ, "PYTHONPATH": str(stubs)},
+                cwd=stubs,
+            )
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def finish(process):
+    """What a client has printed; it ends by itself."""
+    output, _ = process.communicate(timeout=SECONDS)
+    return output
+
+
+# --- A learner ------------------------------------------------------------------------
+
+
+class Stream:
+    """One call of Join."""
+
+    def __init__(self, wire, requests, context):
+        self.wire = wire
+        self.context = context
+        self.metadata = dict(context.invocation_metadata())
+        self.incoming = queue.SimpleQueue()
+        self.outgoing = queue.SimpleQueue()
+        self.status = None
+        context.add_callback(lambda: self.outgoing.put(None))
+        threading.Thread(target=self._read, args=(requests,), daemon=True).start()
+
+    def _read(self, requests):
+        with contextlib.suppress(grpc.RpcError):
+            for message in requests:
+                self.incoming.put(message)
+        self.incoming.put(None)
+
+    def receive(self, kind):
+        """The next message, which must be of this kind; None: the end."""
+        message = self.incoming.get(timeout=SECONDS)
+        if message is None or kind is None:
+            assert message is None, message
+            assert kind is None, f"the stream has ended instead of a {kind}"
+            return None
+        assert message.WhichOneof("kind") == kind
+        # What this file does not know would be kept, and counted.
+        known = type(message)()
+        known.CopyFrom(message)
+        known.DiscardUnknownFields()
+        assert known.ByteSize() == message.ByteSize()
+        return getattr(message, kind)
+
+    def hello(self, version=1):
+        hello = self.wire.AgentHello(version=version)
+        self.outgoing.put(self.wire.AgentMessage(hello=hello))
+
+    def act(self, actions, dtype=9, shape=None):
+        array = self.wire.Array(
+            dtype=dtype,
+            shape=[len(actions)] if shape is None else shape,
+            data=np.array(actions, "<i8").tobytes(),
+        )
+        action = self.wire.AgentAction(arrays=[array])
+        self.outgoing.put(self.wire.AgentMessage(action=action))
+
+    def end(self, code=None, text=""):
+        """Ends it with a status, OK if there is none."""
+        self.status = (code, text)
+        self.outgoing.put(None)
+
+    def cut(self):
+        self.context.cancel()
+
+
+class Learner:
+    """Listens until stop(); accept() gives the streams of those who dial."""
+
+    def __init__(self, wire, address, credentials=None):
+        self.wire = wire
+        self.address = address
+        self.credentials = credentials
+        self.streams = queue.SimpleQueue()
+        self.start()
+
+    def start(self):
+        from torchbeast_pb2_grpc import add_LearnerServicer_to_server
+
+        self.server = grpc.server(futures.ThreadPoolExecutor(8))
+        add_LearnerServicer_to_server(self, self.server)
+        if self.credentials:
+            self.port = self.server.add_secure_port(self.address, self.credentials)
+        else:
+            self.port = self.server.add_insecure_port(self.address)
+        self.server.start()
+
+    def stop(self):
+        """As if it were killed: all connections are lost."""
+        self.server.stop(None).wait(SECONDS)
+
+    def Join(self, requests, context):
+        stream = Stream(self.wire, requests, context)
+        self.streams.put(stream)
+        yield from iter(stream.outgoing.get, None)
+        if stream.status and stream.status[0]:
+            context.abort(*stream.status)
+
+    def accept(self):
+        """The next stream, in which the learner has said hello."""
+        stream = self.streams.get(timeout=SECONDS)
+        stream.hello()
+        return stream
+
+    def assert_nobody_dialled(self):
+        assert self.streams.empty()
+
+
+@pytest.fixture
+def learner(wire, tmp_path):
+    learner = Learner(wire, f"unix:{tmp_path}/learner")
+    yield learner
+    learner.stop()
+
+
+# --- What the messages must be --------------------------------------------------------
+
+
+def expected_hello(wire, num_envs, stream_id, first_step):
+    """Of CartPole-v1, as Gymnasium describes it."""
+    space = gymnasium.make("CartPole-v1").observation_space
+    return wire.EnvHello(
+        version=1,
+        environment="CartPole-v1",
+        num_envs=num_envs,
+        observation_space={
+            "box": {
+                "dtype": "FLOAT32",
+                "shape": [4],
+                "low": space.low.tolist(),
+                "high": space.high.tolist(),
+            }
+        },
+        action_space={"discrete": {"n": 2}},
+        extra_fields=[
+            {"name": "game_over", "dtype": "BOOL"},
+            {"name": "game_return", "dtype": "FLOAT32"},
+            {"name": "game_step", "dtype": "INT64"},
+            {"name": "last_action", "dtype": "INT64"},
+            {"name": "truncated", "dtype": "BOOL"},
+        ],
+        stream_id=stream_id,
+        first_step=first_step,
+    )
+
+
+def receive_hello(stream, num_envs, first_step=0, stream_id=None):
+    hello = stream.receive("hello")
+    if stream_id is None:
+        stream_id = hello.stream_id
+        assert 0 < len(stream_id) <= 64
+    assert hello == expected_hello(stream.wire, num_envs, stream_id, first_step)
+    return stream_id
+
+
+def decode(array, dtype, shape):
+    assert (array.dtype, list(array.shape)) == (dtype, list(shape))
+    kind = {1: "?", 9: "<i8", 11: "<f4"}[dtype]
+    assert len(array.data) == math.prod(shape) * np.dtype(kind).itemsize
+    if dtype == 1:
+        assert set(array.data) <= {0, 1}
+    return np.frombuffer(array.data, kind).reshape(shape)
+
+
+class Follower:
+    """Sees whether the steps are those of E cart poles; Gymnasium's are the oracle."""
+
+    def __init__(self, num_envs):
+        self.E = num_envs
+        self.envs = [gymnasium.make("CartPole-v1").unwrapped for _ in range(num_envs)]
+        self.episode_step = np.zeros(num_envs, np.int64)
+        self.truncated = self.terminated = 0  # episodes
+
+    def decode(self, step):
+        E = self.E
+        observation, reward, done, steps, returns, *extra = step.arrays
+        extra = dict(zip(EXTRA_FIELDS, extra, strict=True))
+        self.observation = decode(observation, 11, [E, 4])
+        self.reward = decode(reward, 11, [E])
+        self.done = decode(done, 1, [E])
+        steps = decode(steps, 9, [E])
+        returns = decode(returns, 11, [E])
+        self.cut = decode(extra["truncated"], 1, [E])
+        self.last_action = decode(extra["last_action"], 9, [E])
+        np.testing.assert_array_equal(decode(extra["game_step"], 9, [E]), steps)
+        np.testing.assert_array_equal(decode(extra["game_return"], 11, [E]), returns)
+        self.game_over = decode(extra["game_over"], 1, [E])
+        np.testing.assert_array_equal(steps, self.episode_step)
+        np.testing.assert_array_equal(returns, self.episode_step)  # 1 a step
+
+    def first(self, step):
+        self.decode(step)
+        assert self.done.all()
+        for zero in (self.reward, self.cut, self.game_over, self.last_action):
+            assert not zero.any()
+        assert not step.final_observation
+        self.check_reset(range(self.E))
+
+    def check_reset(self, envs):
+        start = self.observation[list(envs)]
+        assert (abs(start) < 0.0501).all()
+        assert len(np.unique(start)) == start.size
+
+    def next(self, step, actions):
+        """`step` came as the answer to `actions`."""
+        self.episode_step[self.done] = 0
+        self.episode_step += 1
+        before = self.observation.astype(np.float64)
+        self.decode(step)
+        np.testing.assert_array_equal(self.last_action, actions)
+        np.testing.assert_array_equal(self.game_over, self.done)
+        np.testing.assert_array_equal(self.reward, 1)
+        if self.cut.any():
+            final = decode(step.final_observation[0], 11, [self.E, 4])
+        assert len(step.final_observation) == self.cut.any()
+        for e, env in enumerate(self.envs):
+            env.reset()
+            env.state = before[e]
+            expected, _, terminated, _, _ = env.step(int(actions[e]))
+            assert terminated == (self.done[e] and not self.cut[e])
+            assert self.cut[e] == (not terminated and self.episode_step[e] == 500)
+            shown = final if self.cut[e] else self.observation
+            if self.cut[e] or not self.done[e]:
+                np.testing.assert_allclose(shown[e], expected, rtol=1e-5, atol=1e-6)
+        self.check_reset(np.flatnonzero(self.done))
+        self.terminated += int((self.done & ~self.cut).sum())
+        self.truncated += int(self.cut.sum())
+
+    def policy(self):
+        """Keeps the first pole up, drops the others."""
+        keep = (self.observation @ [0.1, 0.3, 1, 1] > 0).astype(np.int64)
+        keep[1:] = np.arange(1, self.E) % 2
+        return keep
+
+
+def follow(stream, follower, num_steps):
+    """Plays on; returns the newest step."""
+    for _ in range(num_steps):
+        actions = follower.policy()
+        stream.act(actions)
+        step = stream.receive("step")
+        follower.next(step, actions)
+    return step
+
+
+# --- Tests ----------------------------------------------------------------------------
+
+
+def test_every_message_is_right(start, learner):
+    process = start(learner.address, "--num_envs", 3)
+    stream = learner.accept()
+    receive_hello(stream, 3)
+    follower = Follower(3)
+    follower.first(stream.receive("step"))
+    follow(stream, follower, 1010)
+    assert follower.truncated >= 2  # with final observations, before and after a reset
+    assert follower.terminated > 100
+    stream.end()
+    assert "after 1010 steps" in finish(process)
+    assert process.returncode == 0
+
+
+def test_two_streams_are_two_and_a_seed_repeats(start, learner):
+    seen = []
+    for seed in ([], [], ["--seed", 5], ["--seed", 5]):
+        start(learner.address, *seed)
+        stream = learner.accept()
+        stream_id = receive_hello(stream, 1)
+        step = stream.receive("step")
+        seen.append((stream_id, step.SerializeToString()))
+        stream.end()
+    assert len({stream_id for stream_id, _ in seen}) == 4
+    (_, a), (_, b), (_, c), (_, d) = seen
+    assert c == d
+    assert len({a, b, c}) == 3
+
+
+@pytest.mark.parametrize("how", ["cut", "unavailable", "full", "killed"])
+def test_goes_on_where_it_was_after_a_loss(start, learner, how):
+    def lose(stream):
+        if how == "cut":
+            stream.cut()
+        elif how == "killed":
+            learner.stop()
+            learner.start()
+        elif how == "full":
+            stream.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "no place")
+        else:
+            stream.end(grpc.StatusCode.UNAVAILABLE, "about to end")
+        return learner.accept()
+
+    process = start(learner.address, "--num_envs", 2)
+    stream = learner.streams.get(timeout=SECONDS)
+    stream = lose(stream)  # before anything was said
+    stream_id = receive_hello(stream, 2)
+    follower = Follower(2)
+    step = stream.receive("step")
+    follower.first(step)
+
+    stream = lose(stream)  # with the first step underway or read
+    receive_hello(stream, 2, 0, stream_id)
+    assert stream.receive("step") == step
+
+    step = follow(stream, follower, 40)
+    stream = lose(stream)
+    receive_hello(stream, 2, 40, stream_id)
+    assert stream.receive("step") == step
+
+    stream = lose(stream)  # again, with nothing learned in between
+    receive_hello(stream, 2, 40, stream_id)
+    assert stream.receive("step") == step
+
+    # The action may have come or not.
+    actions = follower.policy()
+    stream.act(actions)
+    stream = lose(stream)
+    hello = stream.receive("hello")
+    again = stream.receive("step")
+    assert hello.stream_id == stream_id
+    assert hello.first_step in (40, 41)
+    if hello.first_step == 40:
+        assert again == step
+        stream.act(actions)
+        again = stream.receive("step")
+    follower.next(again, actions)
+    follow(stream, follower, 20)
+    stream.end()
+    assert "after 61 steps" in finish(process)
+    assert process.returncode == 0
+
+
+def test_leaves_between_episodes(start, learner):
+    process = start(learner.address, "--episodes", 3)
+    stream = learner.accept()
+    receive_hello(stream, 1)
+    follower = Follower(1)
+    follower.first(stream.receive("step"))
+    while follower.terminated < 3:
+        stream.act([0])
+        step = stream.receive("step")
+        follower.next(step, [0])
+    assert follower.done.all()
+    stream.receive(None)
+    stream.end()
+    finish(process)
+    assert process.returncode == 0
+
+
+def test_sends_its_last_step_again_if_that_may_be_lost(start, learner):
+    process = start(learner.address, "--episodes", 1)
+    stream = learner.accept()
+    stream_id = receive_hello(stream, 1)
+    step = stream.receive("step")
+    number = 0
+    done = False
+    while not done:
+        stream.act([1])
+        step = stream.receive("step")
+        number += 1
+        done = bool(decode(step.arrays[2], 1, [1])[0])
+    stream.receive(None)
+    stream.end(grpc.StatusCode.UNAVAILABLE, "about to end")
+    stream = learner.accept()
+    receive_hello(stream, 1, number, stream_id)
+    assert stream.receive("step") == step
+    stream.act([1])  # which nobody waits for
+    stream.receive(None)
+    stream.end()
+    finish(process)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "code", ["UNAUTHENTICATED", "FAILED_PRECONDITION", "INVALID_ARGUMENT"]
+)
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_final_refusal_is_said_and_ends_it(start, learner, code, after):
+    process = start(learner.address)
+    stream = learner.streams.get(timeout=SECONDS)
+    if after:
+        stream.hello()
+        receive_hello(stream, 1)
+        for _ in range(after):
+            stream.receive("step")
+            stream.act([0])
+    stream.end(grpc.StatusCode[code], "this is why")
+    assert "this is why" in finish(process)
+    assert process.returncode == 1
+    learner.assert_nobody_dialled()
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        (lambda stream: stream.hello(version=2), "version 2"),
+        (lambda stream: stream.act([0]), "hello"),
+        (lambda stream: (stream.hello(), stream.hello()), "not an action"),
+        (lambda stream: (stream.hello(), stream.act([0, 1])), "INT64"),
+        (lambda stream: (stream.hello(), stream.act([0], dtype=12)), "INT64"),
+        (lambda stream: (stream.hello(), stream.act([0], shape=[])), "INT64"),
+        (lambda stream: (stream.hello(), stream.act([0], shape=[1, 1])), "INT64"),
+        (lambda stream: (stream.hello(), stream.act([], shape=[1])), "INT64"),
+        (lambda stream: (stream.hello(), stream.act([2])), "2"),
+        (lambda stream: (stream.hello(), stream.act([-1])), "-1"),
+    ],
+)
+def test_a_learner_that_breaks_the_rules_is_left(start, learner, says, why):
+    process = start(learner.address)
+    stream = learner.streams.get(timeout=SECONDS)
+    says(stream)
+    assert why in finish(process)
+    assert process.returncode == 1
+    stream.end()
+    learner.assert_nobody_dialled()
+
+
+def test_a_learner_that_says_nothing_is_dialled_again(start, learner):
+    start(learner.address, "--timeout", 0.5)
+    learner.streams.get(timeout=SECONDS)
+    stream = learner.accept()
+    stream_id = receive_hello(stream, 1)
+    stream.receive("step")  # and no answer
+    stream = learner.accept()
+    receive_hello(stream, 1, 0, stream_id)
+    stream.receive("step")
+
+
+def test_gives_up_where_nobody_listens(start, tmp_path):
+    process = start(f"unix:{tmp_path}/nobody", "--patience", 0.5)
+    assert "No learner for 0.5 s" in finish(process)
+    assert process.returncode == 1
+
+
+def test_token_and_certificate(start, wire, tmp_path):
+    certificates = Certificates(tmp_path)
+    certificates.make("learner", "DNS:localhost")
+    identity = certificates.identity("learner")
+    credentials = grpc.ssl_server_credentials(
+        [(identity["tls_key"].read_bytes(), identity["tls_cert"].read_bytes())]
+    )
+    learner = Learner(wire, "localhost:0", credentials)
+    address = f"localhost:{learner.port}"
+    (tmp_path / "token").write_text("open-sesame\n")
+    token = ["--token_file", tmp_path / "token"]
+    try:
+        process = start(address, *token, "--tls_ca", tmp_path / "ours.pem")
+        stream = learner.accept()
+        receive_hello(stream, 1)
+        assert stream.metadata["authorization"] == "Bearer open-sesame"
+        stream.end()
+        finish(process)
+        assert process.returncode == 0
+
+        foreign = ["--tls_ca", tmp_path / "foreign.pem", "--patience", 0.5]
+        process = start(address, *token, *foreign)
+        finish(process)
+        assert process.returncode == 1
+        learner.assert_nobody_dialled()
+    finally:
+        learner.stop()
+
+
+def test_flags_that_cannot_work_are_refused(start):
+    for arguments in ([], ["a:1", "--num_envs", 0], ["a:1", "--frog", 1]):
+        process = start(*arguments)
+        assert "usage" in finish(process)
+        assert process.returncode == 2
+    process = start("a:1", "--num_envs", 2, "--episodes", 1)
+    assert "--episodes" in finish(process)
+    assert process.returncode == 2
