@@ -487,7 +487,13 @@ wire::EnvHello ActorPool::probe(const std::string& address, const Security& secu
                                "the environment server");
   std::future<wire::EnvHello> hello = std::async(std::launch::async, [&] {
     connection.open();  // which may take long
-    return connection.shake_hands();
+    wire::EnvHello hello = connection.shake_hands();
+    try {
+      // The environment that was made to answer is gone afterwards.
+      connection.leave();
+    } catch (const TransportError&) {
+    }
+    return hello;
   });
   try {
     const auto deadline = Clock::now() + timeout;

@@ -177,7 +177,10 @@ def test_every_flag_that_is_read_is_declared():
 
 
 def test_free_to_change_are_flags():
-    assert actions().keys() >= FREE_TO_CHANGE
+    pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    from torchbeast import polybeast
+
+    assert actions().keys() | actions(polybeast.make_parser).keys() >= FREE_TO_CHANGE
 
 
 # --- Resolving ---
@@ -191,7 +194,7 @@ def test_resolving_fills_in_what_is_open(monkeypatch):
     assert flags.precision in ("fp32", "bf16")
     assert flags.num_buffers >= flags.num_actors * flags.envs_per_actor
     open_flags = {name for name, value in flags.as_dict().items() if value is None}
-    assert open_flags == {"preset", "video"}
+    assert open_flags == {"preset", "video", "learner_device"}
 
 
 def test_what_is_given_stays():
@@ -268,9 +271,30 @@ def test_the_learner_runs_on_the_cpu_where_there_is_no_gpu():
 
 
 def test_disable_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert flags_lib.learner_device(parse()) == torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert flags_lib.learner_device(parse()) == torch.device("cuda:0")
+    assert flags_lib.actor_device(parse()) == torch.device("cuda:1")
     assert flags_lib.learner_device(parse("--disable_cuda")) == torch.device("cpu")
+    assert flags_lib.actor_device(parse("--disable_cuda")) == torch.device("cpu")
+
+
+def test_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    flags = parse("--learner_device cuda:1")
+    assert flags_lib.learner_device(flags) == torch.device("cuda:1")
+    assert flags_lib.actor_device(flags) == torch.device("cuda:1"), "the learner's"
+    for given, words in (
+        ("cuda:2", "there are 2 GPUs"),
+        ("cuda:0 --disable_cuda", "there are 0 GPUs with --disable_cuda"),
+        ("meta", "must be cpu, cuda or cuda:N, got meta"),
+        ("nonsense", "--learner_device nonsense"),
+    ):
+        with pytest.raises(FlagError, match=words):
+            flags_lib.learner_device(parse(f"--learner_device {given}"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert flags_lib.actor_device(parse()) == torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert flags_lib.learner_device(parse()) == torch.device("cpu")
 
 
 # --- Frozen flags ---

@@ -786,8 +786,8 @@ class Run:
         return True
 
     def save_if_due(self) -> None:
-        seconds = time.monotonic() - self._last_save
-        if seconds > self.flags.checkpoint_interval and self.save():
+        flags, seconds = self.flags, time.monotonic() - self._last_save
+        if seconds > flags.checkpoint_interval and self.save():
             self._last_save = time.monotonic()
 
     def save(self) -> bool:

@@ -79,7 +79,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Flags that may differ when a run is resumed: they don't change what it learns.
+# Flags that may differ when a run is resumed: they don't change what it learns. Some
+# are of one variant only.
 FREE_TO_CHANGE = {
     *("mode", "savedir", "preset", "allow_flag_changes", "disable_checkpoint"),
     *("tensorboard", "write_profiler_trace", "checkpoint_interval"),
