@@ -18,6 +18,8 @@ from test_faults import processes_of_session, wait_until
 
 from torchbeast import monobeast, polybeast, polybeast_env, polybeast_learner
 from torchbeast.core import flags as flags_lib
+from torchbeast.core import rollout
+from torchbeast.core.distributions import make_distribution
 from torchbeast.core.flags import FlagError
 
 POLYBEAST = "torchbeast.polybeast"
@@ -119,6 +121,30 @@ def test_servers_load_no_torch(tmp_path, small):
     finally:
         process.send_signal(signal.SIGINT)
         runs.finish(process)
+
+
+def test_several_updates_from_one_stream(tmp_path, small):
+    small |= {"envs_per_actor": 6, "batch_size": 2}
+    runs.run(tmp_path, "a", **small)
+    rows = runs.read_logs(tmp_path, "a")
+    assert [int(row["step"]) for row in rows] == list(range(10, 901, 10))
+
+
+def test_a_trace_shows_inference_and_learning(tmp_path, small):
+    runs.run(tmp_path, "a", **small, write_profiler_trace=True)
+    trace = json.loads((tmp_path / "a" / "trace.json").read_text())
+    events = [e for e in trace["traceEvents"] if e.get("cat") == "cpu_op"]
+    learning = {e["tid"] for e in events if "Backward" in e["name"]}
+    acting = {e["tid"] for e in events if e["name"] == "aten::linear"}
+    assert learning
+    assert acting - learning
+
+
+@pytest.mark.parametrize("env", ["GridWorld", "Locks", "Steering", "Recall"])
+def test_spaces_of_all_kinds(tmp_path, small, env):
+    small |= {"env": f"environments:{env}", "total_steps": 300, "use_lstm": True}
+    runs.run(tmp_path, "a", **small)
+    assert runs.read_logs(tmp_path, "a")[-1]["step"] == "300"
 
 
 # --- Endings --------------------------------------------------------------------------
@@ -240,6 +266,35 @@ def test_no_server_at_all(tmp_path):
     assert not (tmp_path / "a").exists(), "nothing was written"
 
 
+def test_another_number_of_actions(tmp_path, small):
+    process = runs.start(tmp_path, "a", **small, num_actions=6)
+    output = runs.finish(process)
+    assert process.returncode == 1, output
+    assert "--num_actions is 6" in output
+    assert "Discrete(2)" in output
+    assert "Traceback" not in output
+    assert_nothing_left(process, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["unix:/no/such/folder/socket", "nowhere", "0.0.0.0:0"],  # the last is not secure
+)
+def test_a_place_where_the_learner_cannot_listen(tmp_path, address):
+    process = runs.start(
+        tmp_path,
+        "a",
+        module="torchbeast.polybeast_learner",
+        env="CartPole-v1",
+        listen=address,
+    )
+    output = runs.finish(process)
+    assert process.returncode == 1, output
+    assert "--listen: " in output
+    assert address.removeprefix("unix:") in output
+    assert "Traceback" not in output
+
+
 # --- Apart ----------------------------------------------------------------------------
 
 
@@ -274,6 +329,42 @@ def test_servers_and_learner_apart_with_a_token(tmp_path, small):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(servers.pid, signal.SIGKILL)
+
+
+def test_environments_dial_a_learner_and_the_next(tmp_path, small):
+    """One more comes than there is room for, and waits; nobody needs restarting."""
+    words = [
+        f"--env={small['env']}",
+        "--num_servers=3",
+        f"--envs_per_actor={small['envs_per_actor']}",
+        f"--join=unix:{tmp_path}/learner",
+    ]
+    environments = subprocess.Popen(
+        [sys.executable, "-m", "torchbeast.polybeast_env", *words],
+        env=runs.environment(),
+        start_new_session=True,
+    )
+    del small["num_servers"], small["pipes_basename"]
+    small |= {
+        "module": "torchbeast.polybeast_learner",
+        "listen": f"unix:{tmp_path}/learner",
+        "num_actors": 2,
+    }
+    try:
+        process = runs.start(tmp_path, "a", **small | {"total_steps": 10**9})
+        runs.wait_for_rows(process, tmp_path, "a", 5)
+        process.kill()  # saves nothing, leaves its socket
+        runs.finish(process)
+        output = runs.run(tmp_path, "b", **small)
+        assert "2 streams of 3 environments" in output
+        assert not (tmp_path / "learner").exists()
+        assert environments.poll() is None
+        environments.send_signal(signal.SIGTERM)
+        assert environments.wait(20) == 128 + signal.SIGTERM
+        assert_nothing_left(environments, tmp_path)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(environments.pid, signal.SIGKILL)
 
 
 def test_addresses(tmp_path):
@@ -348,6 +439,68 @@ def test_spaces_arrive_as_they_are(tmp_path, space):
     found = libtorchbeast.probe(f"unix:{tmp_path}/s")
     server.stop()
     assert polybeast_learner.make_space(found["observation_space"]) == space
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit"),
+    [
+        ({"learner_learn": 95, "learner_wait": 5}, "learner"),
+        ({"inference_infer": 95, "inference_wait": 5}, "inference"),
+        ({"env_seconds": 160, "env_wait_seconds": 190}, "environments"),
+        ({"env_seconds": 10, "env_wait_seconds": 190}, "wire"),
+        ({"inference_wait_seconds": 250, "inference_infer": 10}, "batcher"),
+        ({"queue_wait_seconds": 150}, "learner's queue"),
+    ],
+)
+def test_the_bottleneck(seconds, limit):
+    """Two streams for 100 s: 80 s with the environments and 120 s for inference."""
+    counts = {
+        "learner_learn": 30,
+        "learner_wait": 70,
+        "inference_infer": 60,
+        "inference_wait": 40,
+        "env_seconds": 30,
+        "env_wait_seconds": 80,
+        "inference_wait_seconds": 120,
+        "queue_wait_seconds": 0,
+        "num_batches": 1000,
+        "num_items": 1500,
+        "num_entries": 12000,
+        "queue_sum": 50,
+        "queue_samples": 20,
+        "num_reconnects": 3,
+        "num_dropped_steps": 17,
+    }
+    text = polybeast_learner.bottleneck(counts)
+    for part in (
+        *("Learner busy 30 %", "inference threads busy 60 %", "environments 15 %"),
+        *("wire 25 %", "batcher 15 %", "inference 45 %", "learner's queue 0 %"),
+        *("batch 12.0", "queue 2.5", "Reconnects 3, dropped steps 17"),
+        "The limit: inference.",
+    ):
+        assert part in text
+    assert f"The limit: {limit}." in polybeast_learner.bottleneck(counts | seconds)
+
+
+def test_fields_that_other_languages_leave_out():
+    space = spaces.Box(0, 9, (2,), np.float64)
+    distribution = make_distribution(spaces.MultiDiscrete([3, 4]))
+    spec = rollout.environment_spec(space, distribution)
+    done = torch.tensor([[True, False, False]])
+    step = torch.tensor([[5, 1, 2]])
+    returns = torch.tensor([[1.5, 0.0, 2.0]])
+    outputs = (torch.ones(1, 3, 2).double(), returns, done, step, returns)
+    row = polybeast_learner.to_row(outputs, spec)
+    assert row.keys() == spec.keys()
+    assert row["observation"].dtype == torch.float32
+    assert not row["truncated"].any()
+    assert row["game_over"] is done
+    assert row["game_step"] is step
+    assert row["game_return"] is returns
+    assert row["last_action"].shape == (1, 3, 2)
+    assert row["last_action"].dtype == torch.int64
+    told = polybeast_learner.to_row((*outputs, {"game_over": ~done}), spec)
+    assert torch.equal(told["game_over"], ~done)
 
 
 # --- The same algorithm ---------------------------------------------------------------

@@ -91,7 +91,8 @@ class Environments:
       listener: takes in environments that dial, or None.
 
     Raises:
-      ValueError, TransportError: the learner can't listen there.
+      FlagError: --listen is not an address.
+      ServerError: the learner can't listen there.
     """
 
     def __init__(self, flags: Flags) -> None:
@@ -99,18 +100,28 @@ class Environments:
         self.addresses: list[str] = []
         self.listener: Any = None
         if flags.listen:
-            self.listener = libtorchbeast.Listener(
-                flags.listen,
-                max_streams=flags.num_actors,
-                **polybeast_env.security(flags),
-            )
-            self.listener.start()
+            try:
+                self.listener = libtorchbeast.Listener(
+                    flags.listen,
+                    max_streams=flags.num_actors,
+                    **polybeast_env.security(flags),
+                )
+                self.listener.start()
+            except ValueError as error:
+                raise FlagError(f"--listen: {error}") from error
+            except RuntimeError as error:
+                raise polybeast_env.ServerError(f"--listen: {error}") from error
             log.info("Listening at %s", self.listener.address)
         else:
             servers = server_addresses(flags)
             self.addresses = [
                 servers[i % len(servers)] for i in range(flags.num_actors)
             ]
+            if len(servers) > flags.num_actors:
+                log.warning(
+                    "%d of %d servers are not used: --num_actors is %d",
+                    *(len(servers) - flags.num_actors, len(servers), flags.num_actors),
+                )
 
     def describe(self, keep_going: Callable[[], None]) -> EnvDescription:
         """Waits for the first environments and asks them what they are.
@@ -131,6 +142,8 @@ class Environments:
             try:
                 found = self._probe()
                 break
+            except ValueError as error:
+                raise FlagError(f"--server_addresses: {error}") from error
             except libtorchbeast.RefusedError:
                 raise
             except libtorchbeast.TransportError:
