@@ -5,9 +5,12 @@ every message, and can lose connections when it wants to. At the end the real on
 """
 
 import contextlib
+import functools
+import itertools
 import math
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +21,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
+import runs
 from certificates import Certificates
 
 grpc = pytest.importorskip("grpc", reason="needs grpcio and grpcio-tools")
@@ -27,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "examples" / "clients"
 PROTO = ROOT / "libtorchbeast" / "proto"
 SECONDS = 30  # for what takes a moment
-EXTRA_FIELDS = ["game_over", "game_return", "game_step", "last_action", "truncated"]
+EXTRA_FIELDS = ["last_action", "truncated"]
 
 
 # --- The clients ----------------------------------------------------------------------
@@ -70,16 +74,16 @@ def program():
     return folder / "cartpole"
 
 
-@pytest.fixture(params=["python", "cpp"])
-def start(request, stubs):
-    """A function that starts a client with some arguments; all end with the test."""
-    if request.param == "python":
-        command = [sys.executable, "-s", CLIENTS / "python" / "cartpole.py"]
-    else:
-        command = [request.getfixturevalue("program")]
+@pytest.fixture
+def start_client(request, stubs):
+    """A function that starts a client, "python" or "cpp"; all end with the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(*arguments):
+        def start(language, *arguments):
+            if language == "python":
+                command = [sys.executable, "-s", CLIENTS / "python" / "cartpole.py"]
+            else:
+                command = [request.getfixturevalue("program")]
             process = subprocess.Popen(
                 [*command, *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
@@ -95,6 +99,12 @@ def start(request, stubs):
             return process
 
         yield start
+
+
+@pytest.fixture(params=["python", "cpp"])
+def start(request, start_client):
+    """The same for each of both languages."""
+    return functools.partial(start_client, request.param)
 
 
 def finish(process):
@@ -231,9 +241,6 @@ def expected_hello(wire, num_envs, stream_id, first_step):
         },
         action_space={"discrete": {"n": 2}},
         extra_fields=[
-            {"name": "game_over", "dtype": "BOOL"},
-            {"name": "game_return", "dtype": "FLOAT32"},
-            {"name": "game_step", "dtype": "INT64"},
             {"name": "last_action", "dtype": "INT64"},
             {"name": "truncated", "dtype": "BOOL"},
         ],
@@ -260,12 +267,20 @@ def decode(array, dtype, shape):
     return np.frombuffer(array.data, kind).reshape(shape)
 
 
+def simulate(observation, action):
+    """What Gymnasium's cart pole does: (observation, terminated)."""
+    env = gymnasium.make("CartPole-v1").unwrapped
+    env.reset()
+    env.state = observation.astype(np.float64)
+    observation, _, terminated, _, _ = env.step(int(action))
+    return observation, terminated
+
+
 class Follower:
-    """Sees whether the steps are those of E cart poles; Gymnasium's are the oracle."""
+    """Sees whether the steps are those of E cart poles; Gymnasium's is the oracle."""
 
     def __init__(self, num_envs):
         self.E = num_envs
-        self.envs = [gymnasium.make("CartPole-v1").unwrapped for _ in range(num_envs)]
         self.episode_step = np.zeros(num_envs, np.int64)
         self.truncated = self.terminated = 0  # episodes
 
@@ -280,16 +295,13 @@ class Follower:
         returns = decode(returns, 11, [E])
         self.cut = decode(extra["truncated"], 1, [E])
         self.last_action = decode(extra["last_action"], 9, [E])
-        np.testing.assert_array_equal(decode(extra["game_step"], 9, [E]), steps)
-        np.testing.assert_array_equal(decode(extra["game_return"], 11, [E]), returns)
-        self.game_over = decode(extra["game_over"], 1, [E])
         np.testing.assert_array_equal(steps, self.episode_step)
         np.testing.assert_array_equal(returns, self.episode_step)  # 1 a step
 
     def first(self, step):
         self.decode(step)
         assert self.done.all()
-        for zero in (self.reward, self.cut, self.game_over, self.last_action):
+        for zero in (self.reward, self.cut, self.last_action):
             assert not zero.any()
         assert not step.final_observation
         self.check_reset(range(self.E))
@@ -303,18 +315,15 @@ class Follower:
         """`step` came as the answer to `actions`."""
         self.episode_step[self.done] = 0
         self.episode_step += 1
-        before = self.observation.astype(np.float64)
+        before = self.observation
         self.decode(step)
         np.testing.assert_array_equal(self.last_action, actions)
-        np.testing.assert_array_equal(self.game_over, self.done)
         np.testing.assert_array_equal(self.reward, 1)
         if self.cut.any():
             final = decode(step.final_observation[0], 11, [self.E, 4])
         assert len(step.final_observation) == self.cut.any()
-        for e, env in enumerate(self.envs):
-            env.reset()
-            env.state = before[e]
-            expected, _, terminated, _, _ = env.step(int(actions[e]))
+        for e in range(self.E):
+            expected, terminated = simulate(before[e], actions[e])
             assert terminated == (self.done[e] and not self.cut[e])
             assert self.cut[e] == (not terminated and self.episode_step[e] == 500)
             shown = final if self.cut[e] else self.observation
@@ -566,3 +575,113 @@ def test_flags_that_cannot_work_are_refused(start):
     process = start("a:1", "--num_envs", 2, "--episodes", 1)
     assert "--episodes" in finish(process)
     assert process.returncode == 2
+
+
+# --- The real learner -----------------------------------------------------------------
+
+
+@pytest.fixture
+def native():
+    """libtorchbeast, if it is built."""
+    try:
+        from libtorchbeast import Listener  # noqa: F401 # only whether it is there
+    except ImportError as error:
+        pytest.skip(str(error))
+    import libtorchbeast
+
+    return libtorchbeast
+
+
+def test_unrolls_span_those_who_come_and_go(start_client, native, tmp_path):
+    """One place, and several who have it one after the other: nothing is lost."""
+    from servers import Run
+
+    def push_right(inputs):
+        (observation, *_), state = inputs
+        return (np.ones((1, observation.shape[1]), np.int64),), state
+
+    certificates = Certificates(tmp_path)
+    certificates.make("learner", "DNS:localhost")
+    listener = native.Listener(
+        "localhost:0", max_streams=1, token="sesame", **certificates.identity("learner")
+    )
+    listener.start()
+    (tmp_path / "token").write_text("sesame\n")
+    (tmp_path / "wrong").write_text("sesam\n")
+    security = ["--tls_ca", tmp_path / "ours.pem", "--token_file"]
+    T, num_steps = 5, 0
+    with Run([], push_right, listener=listener, T=T) as run:
+        with futures.ThreadPoolExecutor(1) as executor:
+            rollouts = executor.submit(list, run.queue)
+            for language in ("python", "cpp", "cpp", "python"):
+                process = start_client(
+                    *(language, listener.address, "--episodes", 2),
+                    *(*security, tmp_path / "token"),
+                )
+                said = finish(process)
+                assert process.returncode == 0, said
+                num_steps += int(re.search(r"after (\d+) steps", said)[1])
+                process = start_client(
+                    language, listener.address, *security, tmp_path / "wrong"
+                )
+                assert "token" in finish(process)
+                assert process.returncode == 1
+            stats = run.pool.stats()
+            run.pool.close()
+        assert stats["num_steps"] == num_steps
+        assert stats["num_dropped_steps"] == 0
+        rollouts = rollouts.result(SECONDS)
+    listener.close()
+
+    assert len(rollouts) == num_steps // T
+    rows = []
+    for (env_outputs, (action,)), _ in rollouts:
+        *env_outputs, extra = env_outputs
+        fields = [*env_outputs, extra["last_action"], extra["truncated"], action]
+        new_rows = list(zip(*(np.asarray(x)[:, 0] for x in fields), strict=True))
+        assert len(new_rows) == T + 1
+        if rows:  # row 0 is the last one before, but for who came in between
+            first, last = new_rows[0], rows.pop()
+            came = slice(1, -1) if first[2] else slice(None)
+            np.testing.assert_equal(first[came], last[came])
+        rows += new_rows
+    episode_step = num_episodes = 0
+    for before, row in itertools.pairwise(rows):
+        observation, reward, done, steps, returns, last_action, truncated, _ = row
+        expected, terminated = simulate(before[0], before[-1])
+        assert (done, truncated) == (terminated, False)
+        if done:
+            assert (abs(observation) < 0.0501).all()
+        else:
+            np.testing.assert_allclose(observation, expected, rtol=1e-5, atol=1e-6)
+        episode_step += 1
+        assert (reward, last_action) == (1, 1)
+        assert steps == returns == episode_step
+        episode_step *= not done
+        num_episodes += done
+    assert num_episodes >= 7  # the eighth may end in an unroll that is not full
+
+
+def test_python_and_cpp_train_one_policy(start_client, native, tmp_path):
+    """It learns from both, in two runs, and plays well where Gymnasium plays."""
+    address = f"unix:{tmp_path}/learner"
+    clients = [
+        start_client(language, address, "--num_envs", 8, "--seed", 1)
+        for language in ("python", "cpp")
+    ]
+    run = functools.partial(
+        runs.run, tmp_path, "a", module="torchbeast.polybeast_learner"
+    )
+    flags = {"preset": "cartpole", "precision": "fp32", "torch_threads": 1}
+    flags |= {"listen": address, "num_actors": 2, "allow_flag_changes": True}
+    run(**flags, total_steps=20_000)
+    assert [client.poll() for client in clients] == [None, None]  # they dial again
+    run(**flags, total_steps=100_000)
+    rows = runs.read_logs(tmp_path, "a")
+    returns = [float(row["mean_game_return_100"] or 0) for row in rows]
+    assert max(returns) > 80  # a random policy: 20
+    assert rows[-1]["dropped_steps"] == "0"
+    output = run(mode="test", num_test_episodes=10)
+    mean = re.search(r"mean return ([-0-9.]+)", output)
+    assert mean, output
+    assert float(mean[1]) > 40

@@ -167,12 +167,9 @@ class CartPoles {
       box->add_high(bound);
     }
     hello.mutable_action_space()->mutable_discrete()->set_n(CartPole::kNumActions);
-    // "truncated" is the protocol's; the others are what torchbeast.polybeast_learner
-    // also reads, see README.md.
+    // Besides what every step has; README.md tells what the learner reads.
     for (const auto& [name, dtype] :
-         {std::pair("game_over", wire::BOOL), std::pair("game_return", wire::FLOAT32),
-          std::pair("game_step", wire::INT64), std::pair("last_action", wire::INT64),
-          std::pair("truncated", wire::BOOL)}) {
+         {std::pair("last_action", wire::INT64), std::pair("truncated", wire::BOOL)}) {
       wire::Field* field = hello.add_extra_fields();
       field->set_name(name);
       field->set_dtype(dtype);
@@ -201,7 +198,7 @@ class CartPoles {
       episode_return_[e] += static_cast<float>(result.reward);
       rows.rewards[e] = static_cast<float>(result.reward);
       rows.truncated[e] = result.truncated;
-      rows.done[e] = rows.game_over[e] = result.terminated || result.truncated;
+      rows.done[e] = result.terminated || result.truncated;
       envs_[e].append_observation(&rows.final_observations);
       // The row of an episode's end shows the start of the next.
       if (rows.done[e]) envs_[e].reset(rng_);
@@ -245,10 +242,9 @@ class CartPoles {
 
  private:
   struct Rows {
-    explicit Rows(size_t E)
-        : rewards(E), done(E), game_over(E), truncated(E), actions(E) {}
+    explicit Rows(size_t E) : rewards(E), done(E), truncated(E), actions(E) {}
     std::vector<float> observations, final_observations, rewards;
-    std::vector<uint8_t> done, game_over, truncated;
+    std::vector<uint8_t> done, truncated;
     std::vector<int64_t> actions;
   };
 
@@ -263,9 +259,6 @@ class CartPoles {
     make_array({E}, episode_step_, step.add_arrays());
     make_array({E}, episode_return_, step.add_arrays());
     // The extra fields as the hello has them.
-    make_array({E}, rows.game_over, step.add_arrays());
-    make_array({E}, episode_return_, step.add_arrays());
-    make_array({E}, episode_step_, step.add_arrays());
     make_array({E}, rows.actions, step.add_arrays());
     make_array({E}, rows.truncated, step.add_arrays());
     if (std::any_of(rows.truncated.begin(), rows.truncated.end(), is_true)) {

@@ -125,15 +125,8 @@ def to_float32(x: float) -> float:
 class CartPoles:
     """E of them in lockstep, as one stream carries them."""
 
-    # Besides what every step has. "truncated" is the protocol's; the others are what
-    # torchbeast.polybeast_learner also reads, see README.md.
-    EXTRA_FIELDS = (
-        ("game_over", wire.BOOL),
-        ("game_return", wire.FLOAT32),
-        ("game_step", wire.INT64),
-        ("last_action", wire.INT64),
-        ("truncated", wire.BOOL),
-    )
+    # Besides what every step has; README.md tells what the learner reads.
+    EXTRA_FIELDS = (("last_action", wire.INT64), ("truncated", wire.BOOL))
 
     def __init__(self, num_envs: int, seed: int | None) -> None:
         rng = random.Random(seed)
@@ -205,13 +198,7 @@ class CartPoles:
     ) -> wire.EnvStep:
         E = len(self.envs)
         self.all_done = all(done)
-        extra = {
-            "game_over": done if final else [False] * E,
-            "game_return": self.episode_return,
-            "game_step": self.episode_step,
-            "last_action": actions,
-            "truncated": truncated,
-        }
+        extra = {"last_action": actions, "truncated": truncated}
         step = wire.EnvStep(
             arrays=[
                 make_array(wire.FLOAT32, [E, 4], observations),
