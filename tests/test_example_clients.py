@@ -4,6 +4,7 @@ The learner here is the tests' own, written from torchbeast.proto alone: it look
 every message, and can lose connections when it wants to. At the end the real one.
 """
 
+import ast
 import contextlib
 import functools
 import itertools
@@ -90,7 +91,6 @@ def start_client(request, stubs):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                # Nothing of this checkout can be imported.
                 env={**os.environ, "PYTHONPATH": str(stubs)},
                 cwd=stubs,
             )
@@ -351,6 +351,23 @@ def follow(stream, follower, num_steps):
 
 
 # --- Tests ----------------------------------------------------------------------------
+
+
+def test_they_know_nothing_but_the_proto():
+    tree = ast.parse((CLIENTS / "python" / "cartpole.py").read_text())
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module)
+    assert modules - sys.stdlib_module_names == {
+        "grpc",
+        "torchbeast_pb2",
+        "torchbeast_pb2_grpc",
+    }
+    source = (CLIENTS / "cpp" / "cartpole.cc").read_text()
+    assert re.findall(r'#include "(.*)"', source) == ["torchbeast.grpc.pb.h"]
 
 
 def test_every_message_is_right(start, learner):
@@ -662,6 +679,7 @@ def test_unrolls_span_those_who_come_and_go(start_client, native, tmp_path):
     assert num_episodes >= 7  # the eighth may end in an unroll that is not full
 
 
+@pytest.mark.slow
 def test_python_and_cpp_train_one_policy(start_client, native, tmp_path):
     """It learns from both, in two runs, and plays well where Gymnasium plays."""
     address = f"unix:{tmp_path}/learner"
