@@ -401,6 +401,7 @@ class Simulator {
   // Dials and steps until this side leaves or the learner ends the stream. Throws Lost
   // or Refused.
   void play() {
+    met_learner_ = false;
     Call call(options_);
     converse(&call);
     const grpc::Status status = call.finish();
@@ -420,6 +421,8 @@ class Simulator {
   }
 
   uint64_t number() const { return number_; }
+  // In the newest connection.
+  bool met_learner() const { return met_learner_; }
 
  private:
   void converse(Call* call) {
@@ -431,6 +434,7 @@ class Simulator {
           "the learner speaks version " + std::to_string(message.hello().version()) +
           " of the protocol, this program version " + std::to_string(kProtocolVersion));
     }
+    met_learner_ = true;
     wire::EnvMessage hello;
     *hello.mutable_hello() = envs_.hello();
     hello.mutable_hello()->set_stream_id(stream_id_);
@@ -468,6 +472,7 @@ class Simulator {
   uint64_t number_ = 0;      // of the newest step
   wire::EnvMessage newest_;  // kept until its action has come
   int episodes_left_;        // counts where options_.episodes > 0
+  bool met_learner_ = false;
 };
 
 // --- Command line --------------------------------------------------------------------
@@ -537,9 +542,9 @@ int run(const Options& options) {
                 << std::endl;
       return 1;
     } catch (const Lost& error) {
+      if (simulator.met_learner()) down_since = Clock::now();
       if (simulator.number() > number) {  // it had worked
         backoff = kFirstBackoff;
-        down_since = Clock::now();
         number = simulator.number();
       }
       if (Clock::now() - down_since > options.patience) {

@@ -249,6 +249,7 @@ class Simulator:
         self.number = 0  # of the newest step
         self.newest = self.envs.first_step()  # kept until its action has come
         self.episodes_left = args.episodes  # None: no end
+        self.met_learner = False  # in the newest connection
 
     def advance(self, actions: list[int]) -> None:
         self.newest = self.envs.step(actions)
@@ -267,6 +268,7 @@ class Simulator:
         if self.args.token_file:
             token = Path(self.args.token_file).read_text().strip()
             metadata = [("authorization", f"Bearer {token}")]
+        self.met_learner = False
         with self._channel() as channel:
             # gRPC has threads of its own for both directions.
             outgoing: queue.SimpleQueue = queue.SimpleQueue()  # None: no more
@@ -308,6 +310,7 @@ class Simulator:
                 f"the learner speaks version {message.hello.version} of the protocol, "
                 f"this program version {PROTOCOL_VERSION}"
             )
+        self.met_learner = True
         hello = self.envs.hello(self.stream_id, self.number)
         outgoing.put(wire.EnvMessage(hello=hello))
         while True:
@@ -399,9 +402,10 @@ def main() -> int:
             log.error("Refused by %s: %s", args.learner, error)
             return 1
         except Lost as error:
+            if simulator.met_learner:
+                down_since = time.monotonic()
             if simulator.number > number:  # it had worked
-                backoff, down_since = FIRST_BACKOFF, time.monotonic()
-                number = simulator.number
+                backoff, number = FIRST_BACKOFF, simulator.number
             if time.monotonic() - down_since > args.patience:
                 log.error("No learner for %g s: %s", args.patience, error)
                 return 1
