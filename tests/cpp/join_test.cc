@@ -573,7 +573,7 @@ TEST_F(JoinTest, ALearnerThatComesBackIsFound) {
   }
   listener->close();
   listener = listen();
-  Session run(pool_options(listener));
+  Session run(pool_options(listener), 2, 2);  // one rollout at a time
   Position last{};
   for (int i = 0; i < 5; ++i) {
     // A new unroll, maybe from the middle of an episode; what comes is whole.
