@@ -172,7 +172,6 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
     if (stepper.is_between_episodes()) ++this->num_episodes;
     send_step(connection, stepper);
   }
-  in_a_hurry = true;
   connection.leave();
 }
 

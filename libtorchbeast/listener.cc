@@ -35,16 +35,10 @@ void keep_differing(wire::EnvHello* a, wire::EnvHello* b) {
 }
 
 // Short enough for the status of a call.
-std::string difference(wire::EnvHello a, const std::string& peer_a, wire::EnvHello b,
-                       const std::string& peer_b) {
-  keep_differing(&a, &b);
-  const auto short_text = [](const wire::EnvHello& hello) {
-    constexpr size_t kMax = 1000;
-    const std::string text = hello.ShortDebugString();
-    return text.size() > kMax ? text.substr(0, kMax) + "..." : text;
-  };
-  return "Of " + peer_a + ": " + short_text(a) + ". Of " + peer_b + ": " +
-         short_text(b);
+std::string short_text(const wire::EnvHello& hello) {
+  constexpr size_t kMax = 1000;
+  const std::string text = hello.ShortDebugString();
+  return text.size() > kMax ? text.substr(0, kMax) + "..." : text;
 }
 
 }  // namespace
@@ -284,8 +278,11 @@ void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
   } else if (bytes != first_) {
     wire::EnvHello first;
     first.ParseFromString(first_);
-    throw TransportError("environments differ, and those of one run must not. " +
-                             difference(first, first_peer_, what, peer),
+    keep_differing(&first, &what);
+    throw TransportError(first_peer_ + " and " + peer +
+                             " differ, and the environments of one run must not. The "
+                             "first: " +
+                             short_text(first) + ". The second: " + short_text(what),
                          false);
   }
 }

@@ -6,6 +6,7 @@
 #include <grpcpp/support/slice.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -922,10 +923,18 @@ class Writer {
 
 // A buffer of these bytes of `block`, which it keeps as long as the transport needs it.
 grpc::ByteBuffer share(const Array& block, uint8_t* data, size_t size) {
-  using Owner = std::shared_ptr<void>;
-  auto owner = std::make_unique<Owner>(block.owner());
-  const auto let_go = [](void* owner) {
-    std::unique_ptr<Owner>(static_cast<Owner*>(owner)).reset();
+  struct Owner {
+    std::shared_ptr<void> block;
+    // The transport's threads take turns by its own locks, which ThreadSanitizer does
+    // not see.
+    std::atomic<bool> given{false};
+  };
+  auto owner = std::make_unique<Owner>();
+  owner->block = block.owner();
+  owner->given.store(true, std::memory_order_release);
+  const auto let_go = [](void* pointer) {
+    const std::unique_ptr<Owner> owner(static_cast<Owner*>(pointer));
+    static_cast<void>(owner->given.load(std::memory_order_acquire));
   };
   const grpc::Slice slice(data, size, let_go, owner.release());
   return grpc::ByteBuffer(&slice, 1);

@@ -16,6 +16,7 @@ except ImportError as error:
         "test_batching_queue.py",
         "test_dynamic_batcher.py",
         "test_env_server.py",
+        "test_join.py",
         "test_libtorchbeast.py",
         "test_polybeast.py",
     ]

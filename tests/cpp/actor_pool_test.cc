@@ -618,7 +618,7 @@ TEST_F(ActorPoolTest, MemoryIsFlatOverAMillionSteps) {
 TEST_F(ActorPoolTest, CloseAtAnyMoment) {
   const char* scale = std::getenv("TB_STRESS_SCALE");
   const int repeats =
-      scale ? std::max(5, static_cast<int>(200 * std::atof(scale))) : 200;
+      scale ? std::max(5, static_cast<int>(1000 * std::atof(scale))) : 1000;
   EnvServer server(counting(2), server_options(unix_address()));
   server.start();
   for (int i = 0; i < repeats; ++i) {

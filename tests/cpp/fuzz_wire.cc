@@ -168,12 +168,15 @@ void check_env(const std::string& message, const Result& result) {
       CHECK(result.decoded.env_hello.SerializeAsString() ==
             oracle.hello().SerializeAsString());
       check_limits(StreamSpec(oracle.hello()));
+      CHECK(oracle.hello().stream_id().size() <= kMaxStreamIdBytes);
       return;
     case Decoded::kStep:
       CHECK(oracle.has_step());
       check_as_protobuf(result.arrays, oracle.step().arrays());
       check_as_protobuf(result.final_observation, oracle.step().final_observation());
-      again = bytes_of(encode_step(result.arrays, result.final_observation, pool()));
+      CHECK(result.decoded.env_nanoseconds == oracle.step().env_nanoseconds());
+      again = bytes_of(encode_step(result.arrays, result.final_observation, pool(),
+                                   result.decoded.env_nanoseconds));
       break;
     case Decoded::kError:
       CHECK(oracle.has_error());
@@ -187,6 +190,7 @@ void check_env(const std::string& message, const Result& result) {
   CHECK(second.decoded.kind == result.decoded.kind);
   check_equal(second.arrays, result.arrays);
   check_equal(second.final_observation, result.final_observation);
+  CHECK(second.decoded.env_nanoseconds == result.decoded.env_nanoseconds);
   // Texts are cut where they are long.
   CHECK(second.decoded.error == result.decoded.error || again.size() > 60000);
 }

@@ -182,6 +182,22 @@ TEST(Encode, StepIsByteForByteWhatProtobufWrites) {
   expect_equal(from_proto(parsed.step().final_observation()), final_observation);
 }
 
+TEST(Encode, TimesAreByteForByteWhatProtobufWrites) {
+  const auto arrays = all_kinds_of_arrays();
+  for (const uint64_t time : {uint64_t{0}, uint64_t{1}, uint64_t{127}, uint64_t{128},
+                              uint64_t{1} << 40, ~uint64_t{0}}) {
+    wire::EnvMessage message = step_proto(arrays, {arrays[0]});
+    message.mutable_step()->set_env_nanoseconds(time);
+    const std::string bytes = message.SerializeAsString();
+    EXPECT_EQ(bytes_of(encode_step(arrays, {arrays[0]}, pool(), time)), bytes);
+    for (size_t chunk : {1, 7, 1 << 20}) {
+      const Step step = decode(bytes, chunk);
+      EXPECT_EQ(step.decoded.env_nanoseconds, time);
+      expect_equal(step.arrays, arrays);
+    }
+  }
+}
+
 TEST(Encode, ActionIsByteForByteWhatProtobufWrites) {
   const auto arrays = all_kinds_of_arrays();
   wire::AgentMessage message;
@@ -357,6 +373,7 @@ TEST(Decode, RefusesWithAReason) {
       {bytes(2, number(1, 1)), "step.arrays[0]: field 1 has wire type 0, must be 2"},
       {bytes(2, bytes(1, good) + number(2, 1)),
        "step.final_observation[0]: field 2 has wire type 0, must be 2"},
+      {bytes(2, bytes(3, "a")), "step: field 3 has wire type 2, must be 0"},
       {step_of(bytes(1, "\x02") + kShape3 + kDataAbc),
        "step.arrays[0]: field 1 has wire type 2, must be 0"},
       {step_of(kDTypeUint8 + tag(2, 1) + "12345678" + kDataAbc),
@@ -912,6 +929,15 @@ TEST(StreamSpecTest, RefusesWithAReason) {
                 "...\" has 1025 bytes, at most 1024 are allowed");
   EXPECT_EQ(reason([](auto* hello) { hello->set_environment("a\n\xFF"); }),
             "hello.environment: the name \"a?\xEF\xBF\xBD\" is not UTF-8");
+  EXPECT_EQ(reason([](auto* hello) { hello->set_stream_id(std::string(64, '\0')); }),
+            "accepted");
+  EXPECT_EQ(reason([](auto* hello) { hello->set_stream_id(std::string(65, 'x')); }),
+            "hello.stream_id: 65 bytes, at most 64 are allowed");
+  EXPECT_EQ(reason([](auto* hello) { hello->set_first_step((uint64_t{1} << 63) - 1); }),
+            "accepted");
+  EXPECT_EQ(reason([](auto* hello) { hello->set_first_step(uint64_t{1} << 63); }),
+            "hello.first_step: is 9223372036854775808, at most 9223372036854775807 is "
+            "allowed");
   EXPECT_EQ(reason([](auto* hello) { hello->clear_observation_space(); }),
             "observation: a space without a kind; allowed are box, discrete, "
             "multi_discrete, multi_binary, tuple and dict");
