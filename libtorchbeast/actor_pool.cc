@@ -42,6 +42,12 @@ struct ActorPool::Shared {
     if (listener != nullptr) {
       places.emplace(static_cast<size_t>(listener->max_streams()), &num_dropped_steps);
     }
+    if (this->options.hello) {
+      const auto& addresses = this->options.addresses;
+      hellos.check(*this->options.hello,
+                   addresses.empty() ? "the first environment"
+                                     : "the environment server at " + addresses[0]);
+    }
   }
 
   void close() TB_EXCLUDES(mutex) {
@@ -487,7 +493,13 @@ wire::EnvHello ActorPool::probe(const std::string& address, const Security& secu
                                "the environment server");
   std::future<wire::EnvHello> hello = std::async(std::launch::async, [&] {
     connection.open();  // which may take long
-    wire::EnvHello hello = connection.shake_hands();
+    wire::EnvHello hello;
+    try {
+      hello = connection.shake_hands();
+      StreamSpec{hello};  // refuses what breaks the rules
+    } catch (const WireError& error) {
+      throw WireError(connection.peer() + " breaks the rules: " + error.what());
+    }
     try {
       // The environment that was made to answer is gone afterwards.
       connection.leave();

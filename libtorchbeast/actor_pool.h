@@ -22,6 +22,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -51,6 +52,9 @@ struct ActorPoolOptions {
   // may come back and go on. If no environment at all has been connected for this long,
   // the run ends.
   Milliseconds maximum_downtime{60'000};
+  // What all environments must be, as probe() found it at the first address or the
+  // listener. If not given, the first to connect is the measure.
+  std::optional<wire::EnvHello> hello;
 };
 
 struct ActorPoolStats {

@@ -19,6 +19,8 @@ except ImportError as error:
         "test_join.py",
         "test_libtorchbeast.py",
         "test_polybeast.py",
+        "test_polybeast_faults.py",
+        "test_two_hosts.py",
     ]
 else:
     NATIVE_ERROR = None

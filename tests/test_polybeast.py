@@ -509,7 +509,7 @@ def test_fields_that_other_languages_leave_out():
 def test_acting_weights_are_the_learners():
     space = spaces.Box(-1, 1, (3,), np.float32)
     flags = resolve("--precision", "fp32")
-    env = polybeast_learner.EnvDescription(space, spaces.Discrete(2), 1, 4)
+    env = polybeast_learner.EnvDescription(space, spaces.Discrete(2), 1, 4, b"")
     learner = monobeast.Learner(flags, env)
     models = polybeast_learner.ActingModels(learner.model, torch.device("cpu"))
     with torch.no_grad():

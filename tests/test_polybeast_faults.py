@@ -343,15 +343,9 @@ def test_another_environment_than_asked_for(serve, learn, pipes):
     servers.wait_for_end(143)
 
 
-OTHER_SPACES = pytest.param(
-    {"env": "environments:GridWorld"},
-    marks=pytest.mark.xfail(
-        strict=False, reason="inference fails if it meets the second server first"
-    ),
+@pytest.mark.parametrize(
+    "other", [{"env": "environments:GridWorld"}, {"envs_per_actor": 2}]
 )
-
-
-@pytest.mark.parametrize("other", [OTHER_SPACES, {"envs_per_actor": 2}])
 def test_servers_that_differ(serve, learn, pipes, other):
     both = [
         serve(pipes_basename=pipes),
@@ -437,14 +431,12 @@ def test_learner_meets_strange_peers(learn, tmp_path):
         assert_refused(learn, cases)
 
 
-@pytest.mark.xfail(strict=True, reason="probe() doesn't look at the version")
 def test_a_server_of_another_version(learn, tmp_path):
     with speaking(tmp_path / "socket", [ENV_HELLO_OF_VERSION_2]) as future:
         words = [future, "version 2", "version 1"]
         assert_refused(learn, {"future": ({"server_addresses": future}, words)})
 
 
-@pytest.mark.xfail(strict=True, reason="the error has no address, but a traceback")
 def test_a_server_that_sends_no_messages_of_the_protocol(learn, tmp_path):
     with speaking(tmp_path / "socket", [GARBAGE]) as lies:
         words = [lies, "WireError", "malformed message"]
@@ -531,13 +523,7 @@ def places(tmp_path):
     }
 
 
-FILE = pytest.param(
-    "file",
-    marks=pytest.mark.xfail(strict=True, reason="stop() raises, which hides the error"),
-)
-
-
-@pytest.mark.parametrize("name", ["directory", FILE, "closed", "long", "taken"])
+@pytest.mark.parametrize("name", ["directory", "file", "closed", "long", "taken"])
 def test_servers_cannot_listen(serve, tmp_path, name):
     path, words = places(tmp_path)[name]
     servers = serve(pipes_basename=f"unix:{path}")
@@ -548,7 +534,6 @@ def test_servers_cannot_listen(serve, tmp_path, name):
     assert words in servers.console
 
 
-@pytest.mark.xfail(strict=True, reason="stop() removes what is not its own")
 def test_servers_that_cannot_listen_remove_nothing(serve, learn, pipes, tmp_path):
     """Neither a file nor the socket of other servers."""
     file = tmp_path / "file.0"

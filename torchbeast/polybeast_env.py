@@ -20,6 +20,8 @@ import logging
 import multiprocessing as mp
 import os
 import signal
+import socket
+import stat
 import sys
 import threading
 import time
@@ -270,11 +272,19 @@ class Servers:
                 process.join()
         for address in self.addresses:
             kind, _, path = address.partition(":")
-            if (
-                kind == "unix" and not self.flags.join
-            ):  # one that was killed has left it
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+            if kind == "unix" and not self.flags.join:
+                remove_dead_socket(path)
+
+
+def remove_dead_socket(path: str) -> None:
+    """Removes the socket of a server that was killed, and nothing else of that name."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
 
 
 def how_it_ended(code: int | None) -> str:

@@ -43,7 +43,7 @@ from torchbeast.model import Net, State
 
 log = logging.getLogger("torchbeast.polybeast_learner")
 
-PROBE_SECONDS = 10.0  # granted to a server that is there to introduce itself
+PROBE_SECONDS = 60.0  # granted to a server that is there to make its environments
 REPORT_SECONDS = 60.0  # between two lines on what limits the speed
 ALWAYS_BUSY = 0.9  # of the time
 DIALLING_STREAMS = 4  # of environments, unless --num_actors says otherwise
@@ -59,6 +59,7 @@ class EnvDescription(NamedTuple):
     action_space: spaces.Space
     frames_per_step: int
     num_envs: int  # of one stream
+    hello: bytes  # all of it, for the pool to compare
 
 
 def make_space(description: dict[str, Any]) -> spaces.Space:
@@ -170,13 +171,14 @@ class Environments:
             action_space,
             flags.frame_skip if is_atari else 1,
             found["num_envs"],
+            found["hello"],
         )
 
     def _probe(self) -> dict[str, Any]:
         if self.listener:
             return self.listener.probe(1.0)
-        address = self.addresses[0]
-        return libtorchbeast.probe(address, PROBE_SECONDS, **security(self.flags))
+        seconds = min(PROBE_SECONDS, self.flags.connect_timeout)
+        return libtorchbeast.probe(self.addresses[0], seconds, **security(self.flags))
 
     def close(self) -> None:
         if self.listener:
@@ -314,6 +316,7 @@ class Streams:
       initial_state: of the model, for one environment.
       batch_size: environments of one learner batch.
       num_envs: of a stream, and of all streams.
+      hello: what all environments must be.
     """
 
     def __init__(
@@ -324,6 +327,7 @@ class Streams:
         initial_state: State,
         batch_size: int,
         num_envs: tuple[int, int],
+        hello: bytes,
         devices: tuple[torch.device, torch.device],
     ) -> None:
         acting, learning = devices
@@ -346,6 +350,7 @@ class Streams:
             initial_state,
             step_timeout_s=flags.actor_timeout,
             maximum_downtime_s=flags.connect_timeout,
+            hello=hello,
             **({"listener": listener} if listener else security(flags)),
         )
         self.inference_timings: list[Timings] = []
@@ -401,6 +406,7 @@ class PolyRun(monobeast.Run):
                 tuple(learner.model.initial_state(1)),
                 E if flags.sync else max(flags.batch_size, E),
                 (E, len(group) * E if group else flags.num_actors * E),
+                env.hello,
                 (self.device, learner.device),
             )
             for group in groups
@@ -757,7 +763,11 @@ def run(
 
 
 # What a person can put right: the message says it all, a traceback would only hide it.
-EXPECTED_ERRORS = (libtorchbeast.TransportError, polybeast_env.ServerError)
+EXPECTED_ERRORS = (
+    libtorchbeast.TransportError,
+    libtorchbeast.WireError,
+    polybeast_env.ServerError,
+)
 
 
 def report(error: BaseException) -> int:

@@ -202,6 +202,7 @@ py::dict to_dict(const wire::EnvHello& hello) {
   result["action_space"] =
       hello.has_action_space() ? space_to_python(hello.action_space()) : py::none();
   result["extra_fields"] = fields;
+  result["hello"] = py::bytes(hello.SerializeAsString());
   return result;
 }
 
@@ -490,6 +491,8 @@ Args:
         and its unfinished rollout is dropped and counted. One that has joined may come
         back within that time and goes on in its rollout. With a listener the run ends if
         there is no stream at all for so long.
+    hello: "hello" of what probe() returned: what all environments must be. None: as the
+        first that connects.
     listener: a Listener that has been started, or None: environments that join there are
         run, too. It serves one pool at a time.
     tls_ca: path of a PEM file: certificates that the server's must be signed by. With it,
@@ -507,8 +510,9 @@ Raises:
                        std::shared_ptr<DynamicBatcher> inference_batcher,
                        std::vector<std::string> env_server_addresses,
                        const py::object& initial_agent_state, double step_timeout_s,
-                       double maximum_downtime_s, const JoinListener* listener,
-                       const Path& tls_ca, const Path& tls_cert, const Path& tls_key,
+                       double maximum_downtime_s, const std::optional<py::bytes>& hello,
+                       const JoinListener* listener, const Path& tls_ca,
+                       const Path& tls_cert, const Path& tls_key,
                        const std::optional<std::string>& tls_server_name,
                        const std::optional<std::string>& token, bool insecure) {
              ActorPoolOptions options;
@@ -520,6 +524,9 @@ Raises:
              options.step_timeout = positive_seconds(step_timeout_s, "step_timeout_s");
              options.maximum_downtime =
                  milliseconds(maximum_downtime_s, 1000, "maximum_downtime_s");
+             if (hello && !options.hello.emplace().ParseFromString(*hello)) {
+               throw py::value_error("hello is not what probe() has returned");
+             }
              auto pool = std::make_shared<ActorPool>(
                  std::move(options), std::move(learner_queue),
                  std::move(inference_batcher), nest_from_python(initial_agent_state));
@@ -529,10 +536,10 @@ Raises:
            py::arg("inference_batcher").none(false), py::arg("env_server_addresses"),
            py::arg("initial_agent_state"), py::kw_only(),
            py::arg("step_timeout_s") = 60.0, py::arg("maximum_downtime_s") = 60.0,
-           py::arg("listener") = py::none(), py::arg("tls_ca") = py::none(),
-           py::arg("tls_cert") = py::none(), py::arg("tls_key") = py::none(),
-           py::arg("tls_server_name") = py::none(), py::arg("token") = py::none(),
-           py::arg("insecure") = false)
+           py::arg("hello") = py::none(), py::arg("listener") = py::none(),
+           py::arg("tls_ca") = py::none(), py::arg("tls_cert") = py::none(),
+           py::arg("tls_key") = py::none(), py::arg("tls_server_name") = py::none(),
+           py::arg("token") = py::none(), py::arg("insecure") = false)
       .def(
           "run",
           [](Pool& self) {

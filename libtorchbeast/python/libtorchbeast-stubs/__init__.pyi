@@ -65,6 +65,7 @@ class ActorPool:
         *,
         step_timeout_s: float = 60.0,
         maximum_downtime_s: float = 60.0,
+        hello: bytes | None = None,
         listener: Listener | None = None,
         tls_ca: _Path = None,
         tls_cert: _Path = None,
