@@ -88,7 +88,8 @@ class BuildNative(build_ext):
                     "(pip install . or bash scripts/setup)."
                 )
                 substitute.write_text(
-                    f"raise ImportError({message!r})\n", encoding="utf-8"
+                    f"raise ImportError({message!r}, name={module!r})\n",
+                    encoding="utf-8",
                 )
 
 

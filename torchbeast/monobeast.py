@@ -699,7 +699,7 @@ class Run:
             torch.set_num_threads(flags.torch_threads)
             keep_freed_memory()
         self.errors: list[BaseException] = []
-        self.stop_signal, self._stopped_at = 0, 0.0
+        self.stop_signal, self._stopped_at, self._told = 0, 0.0, False
         self.timings = Timings()
         self.threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -815,8 +815,13 @@ class Run:
             return
         if self.stop_signal:
             raise KeyboardInterrupt(number)  # the second time: don't wait, don't save
+        # Nothing is logged here: the signal may have come in the middle of a log line.
         self.stop_signal, self._stopped_at = number, now
-        log.warning("%s: ending the run.", signal.Signals(number).name)
+
+    def _tell_signal(self) -> None:
+        if self.stop_signal and not self._told:
+            self._told = True
+            log.warning("%s: ending the run.", signal.Signals(self.stop_signal).name)
 
     def _end_threads(self) -> bool:
         """Has all threads end; False if one is still busy."""
@@ -858,6 +863,7 @@ class Run:
                 worth_saving = True
                 self._last_save = time.monotonic()
                 while self.turn():
+                    self._tell_signal()
                     with contextlib.suppress(BlockingIOError):
                         os.read(self.wake_reader, 4096)
                     if self.errors:
@@ -871,6 +877,7 @@ class Run:
                         learner.policy_lag,
                         self.queued(),
                     )
+                self._tell_signal()
                 finished = learner.step >= flags.total_steps
                 status = 0 if finished else 128 + self.stop_signal
             except BaseException as error:

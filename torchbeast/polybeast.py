@@ -73,7 +73,12 @@ def look_at(servers: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
-    from torchbeast import polybeast_learner
+    try:
+        from torchbeast import polybeast_learner
+    except ImportError as error:
+        if error.name != "libtorchbeast":
+            raise
+        sys.exit(str(error))  # which says what to do
 
     return polybeast_learner.run(argv, make_parser(), resolve_layout, train)
 
