@@ -287,6 +287,9 @@ grpc::Status ActorPool::Shared::serve(Connection& connection,
   } catch (const ClosedBatchingQueue&) {
     close();
     return over;
+  } catch (const EnvironmentError&) {
+    fail(std::current_exception());
+    return grpc::Status::OK;  // it knows, and all was read
   } catch (...) {
     fail(std::current_exception());
     return {grpc::StatusCode::ABORTED, "the run has failed"};

@@ -50,7 +50,7 @@ wire::EnvHello Connection::shake_hands() {
   };
   Decoded decoded = decode_env_message(&message, none, none);
   if (decoded.kind == Decoded::kError) {
-    throw std::runtime_error(peer() + " failed:\n" + decoded.error);
+    throw EnvironmentError(peer() + " failed:\n" + decoded.error);
   }
   if (decoded.kind != Decoded::kHello) throw WireError("no hello");
   return std::move(decoded.env_hello);

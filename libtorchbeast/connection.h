@@ -9,13 +9,20 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "sync.h"
 #include "transport.h"
 #include "wire.h"
 
 namespace torchbeast {
+
+// An environment on the other side has raised; with its traceback.
+class EnvironmentError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 // Used by one thread; cancel() and cancel_if_slow() may be called by others.
 class Connection {
@@ -30,7 +37,7 @@ class Connection {
   struct Left {};
 
   // The learner's side: says hello, returns the environment's. Throws as read(), and
-  // WireError, and std::runtime_error with the environment's exception.
+  // WireError, EnvironmentError.
   wire::EnvHello shake_hands();
 
   // Makes a read or write fail that waits or is to come, with this reason, which must

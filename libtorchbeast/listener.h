@@ -29,7 +29,7 @@ struct ListenerOptions {
 struct ListenerStats {
   uint64_t num_streams = 0;  // now, also such that wait for a pool
   uint64_t num_refused = 0;  // streams that were turned away
-  std::string last_refusal;  // why
+  std::string last_refusal;  // why, or what was raised in place of a hello
 };
 
 class Listener {

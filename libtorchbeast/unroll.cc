@@ -99,7 +99,7 @@ EnvRow read_row(Connection& connection, const StreamSpec& spec, UnrollContext& c
   const Decoded decoded =
       decode_env_message(&message, expect(spec.arrays, row.arrays, "step"), into_final);
   if (decoded.kind == Decoded::kError) {
-    throw std::runtime_error(connection.peer() + " failed:\n" + decoded.error);
+    throw EnvironmentError(connection.peer() + " failed:\n" + decoded.error);
   }
   if (decoded.kind != Decoded::kStep) throw WireError("a second hello");
   if (decoded.num_arrays != row.arrays.size()) {

@@ -58,8 +58,7 @@ struct EnvRow {
 };
 
 // Reads a stream's next step into `arrays`, or into new memory if there are none.
-// Throws as Connection::read, WireError, and std::runtime_error with the environment's
-// exception.
+// Throws as Connection::read, WireError, EnvironmentError.
 EnvRow read_row(Connection& connection, const StreamSpec& spec, UnrollContext& context,
                 std::vector<Array> arrays = {});
 
