@@ -151,15 +151,6 @@ std::shared_ptr<grpc::ServerCredentials> server_credentials(const Address& addre
 // -------------------------------------------------------------------------
 
 void for_each_argument(const std::function<void(const char*, int)>& f) {
-  // The whole of a message is on its way at once; the defaults have it wait for the
-  // receiver several times.
-  f(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 4 << 20);
-  f(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, 1 << 20);
-  f(GRPC_ARG_HTTP2_WRITE_BUFFER_SIZE, 1 << 20);
-  f(GRPC_ARG_HTTP2_BDP_PROBE, 0);
-  f(GRPC_ARG_TCP_MIN_READ_CHUNK_SIZE, 64 << 10);
-  f(GRPC_ARG_TCP_MAX_READ_CHUNK_SIZE, 1 << 20);
-  f(GRPC_ARG_TCP_READ_CHUNK_SIZE, 64 << 10);
   f(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, 256 << 20);
   f(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, 256 << 20);
   f(GRPC_ARG_KEEPALIVE_TIME_MS, 15000);

@@ -75,8 +75,9 @@ std::shared_ptr<grpc::ChannelCredentials> client_credentials(const Address& addr
 std::shared_ptr<grpc::ServerCredentials> server_credentials(const Address& address,
                                                             const Security& security);
 
-// Settings of both sides: sizes of frames and windows that fit messages of some 100 kB,
-// and pings that notice a cut network within half a minute.
+// Settings of both sides: the longest message, and pings that notice a cut network
+// within half a minute. gRPC's own sizes of frames and windows are as fast as larger
+// ones.
 grpc::ChannelArguments channel_arguments();
 // The same for a builder of servers, as name and value.
 void for_each_argument(const std::function<void(const char*, int)>& f);
