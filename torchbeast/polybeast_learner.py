@@ -603,6 +603,9 @@ def train(flags: Flags, keep_going: Callable[[], None] = lambda: None) -> int:
     Args:
       keep_going: is called at least once a second; ends the run by raising.
     """
+    if flags_lib.learner_device(flags).type == "cpu":
+        # Before there are other threads: they would have memory arenas of their own.
+        monobeast.keep_freed_memory()
     saved = monobeast.load_checkpoint(flags)
     with contextlib.ExitStack() as stack:
         environments = Environments(flags)
