@@ -81,6 +81,7 @@ def serve(
     """
     signal.signal(signal.SIGINT, lambda number, frame: None)  # the parent decides
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck server
+    os.nice(5)  # where cores are short, the learner comes first
     try:
         server = make_server(flags, index, address, first_stream)
         signal.signal(signal.SIGTERM, lambda number, frame: end(server))
