@@ -405,7 +405,9 @@ TEST_F(JoinTest, WhoComesNextTakesOver) {
         EXPECT_EQ(at.episode, step / (2 + e));
         EXPECT_EQ(at.step, step % (2 + e));
         EXPECT_EQ(seen.actions[i], (at.episode + 2 * at.step) % kNumActions);
-        if (i > t) EXPECT_EQ(at.last_action, seen.actions[i - 1]);
+        if (i > t) {
+          EXPECT_EQ(at.last_action, seen.actions[i - 1]);
+        }
       }
       for (size_t i = 0; i < t; ++i) EXPECT_EQ(seen.positions[i].stream, 1);
       // The state before row 0.
