@@ -178,7 +178,9 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
             f"Memory of {name}: first {memory[0]:.0f} MiB, last {memory[-1]:.0f}, "
             f"most {memory.max():.0f}; growth {growth(whole[:, 0], memory):+.1f} MiB/h"
         )
-    print("Its last words:", output.read_text().splitlines()[-4:], sep="\n")
+    lines = output.read_text().splitlines()
+    errors = [line for line in lines if "[ERROR " in line]
+    print("Errors and last words:", *errors, *lines[-4:], sep="\n")
     expected = 128 + signal.SIGINT
     return 0 if run.returncode == expected and not ended_early else 1
 
