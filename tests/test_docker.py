@@ -5,7 +5,6 @@ scripts/bare_system_trial carries it out whole (docs/bare_system_trial.md).
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +82,6 @@ def test_image_has_no_compiler_and_runs_as_an_ordinary_user(stages):
     assert instructions(run, "USER")[-1] not in ("0", "root")
 
 
-@pytest.mark.skipif(not shutil.which("sh"), reason="needs a shell")
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

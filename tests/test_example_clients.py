@@ -615,13 +615,7 @@ def test_flags_that_cannot_work_are_refused(start):
 @pytest.fixture
 def native():
     """libtorchbeast, if it is built."""
-    try:
-        from libtorchbeast import Listener  # noqa: F401 # only whether it is there
-    except ImportError as error:
-        pytest.skip(str(error))
-    import libtorchbeast
-
-    return libtorchbeast
+    return pytest.importorskip("libtorchbeast", exc_type=ImportError)
 
 
 def test_unrolls_span_those_who_come_and_go(start_client, native, tmp_path):

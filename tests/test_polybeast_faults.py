@@ -169,7 +169,7 @@ def test_servers_killed_in_turn(serve, learn, pipes):
         (victim, *_) = servers.children()  # the one that has lived longest
         os.kill(victim, signal.SIGKILL)
         run.wait_for(
-            lambda: int(rows_of(run)[-1]["reconnects"]) == 2 * kills,  # noqa: B023
+            lambda kills=kills: int(rows_of(run)[-1]["reconnects"]) == 2 * kills,
             "both streams of the server came back",
         )
         run.wait_for_updates(5)

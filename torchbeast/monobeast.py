@@ -30,6 +30,7 @@ import threading
 import time
 import traceback
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
@@ -666,7 +667,7 @@ def learn(
 # --- Training -------------------------------------------------------------------------
 
 
-class Run:
+class Run(ABC):
     """What surrounds the loop of a training run: files, signals, threads, the end.
 
     A variant adds how rollouts are made: what to start, what to do in a turn of the
@@ -713,16 +714,19 @@ class Run:
 
     # What a variant defines.
 
+    @abstractmethod
     def start(self) -> None:
         """Starts processes; threads are started after it."""
 
+    @abstractmethod
     def turn(self) -> bool:
         """One turn of the main loop, which waits a second at most. False: the end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end_work(self) -> None:
         """Has the threads end, but for those that are busy."""
 
+    @abstractmethod
     def close(self) -> None:
         """Ends what else was started."""
 
@@ -738,8 +742,9 @@ class Run:
         """What else to save."""
         return {}
 
+    @abstractmethod
     def who_waited(self) -> str:
-        raise NotImplementedError
+        """What to say at the end of where the time went."""
 
     def report(self, error: BaseException) -> int:
         return report(error)

@@ -21,8 +21,8 @@
 namespace torchbeast {
 
 inline std::string temporary_directory() {
-  char name[] = "/tmp/torchbeast_test_XXXXXX";
-  return mkdtemp(name);
+  std::string name = testing::TempDir() + "torchbeast_test_XXXXXX";
+  return mkdtemp(name.data());
 }
 
 inline BatchingOptions batching(int64_t minimum, int64_t maximum) {
