@@ -367,6 +367,19 @@ def test_environments_dial_a_learner_and_the_next(tmp_path, small):
             os.killpg(environments.pid, signal.SIGKILL)
 
 
+def test_servers_unless_a_flag_says_how_many(monkeypatch):
+    monkeypatch.setattr(monobeast, "num_cpus", lambda: 3)
+    for words, actors, servers in [
+        ([], 4, 3),
+        (["--num_actors", "2"], 2, 2),
+        (["--num_actors", "7"], 7, 3),
+        (["--num_actors", "5", "--num_servers", "1"], 5, 1),
+        (["--num_actors", "5", "--sync", "--disable_checkpoint"], 5, 5),
+    ]:
+        flags = resolve(*words, "--batch_size", "8")
+        assert (flags.num_actors, flags.num_servers) == (actors, servers)
+
+
 def test_addresses(tmp_path):
     flags = resolve("--num_servers", "3", "--pipes_basename", "unix:/tmp/x")
     there = [f"unix:/tmp/x.{i}" for i in range(3)]

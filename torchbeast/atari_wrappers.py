@@ -17,7 +17,6 @@ from typing import Any
 
 import ale_py
 import ale_py.roms
-import cv2
 import gymnasium
 import numpy as np
 from ale_py.env import AtariEnv
@@ -159,6 +158,8 @@ class ResizeFrame(gymnasium.ObservationWrapper):
         self.observation_space = spaces.Box(0, 255, (FRAME_SIZE, FRAME_SIZE), np.uint8)
 
     def observation(self, observation: np.ndarray) -> np.ndarray:
+        import cv2  # not above: most processes never need its 16 MB
+
         size = (FRAME_SIZE, FRAME_SIZE)
         return cv2.resize(observation, size, interpolation=cv2.INTER_AREA)
 

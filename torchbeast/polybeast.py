@@ -23,13 +23,13 @@ def make_parser() -> argparse.ArgumentParser:
 
     parser = polybeast_learner.make_parser()
     parser.description = "PolyBeast: IMPALA with environments in servers of their own."
-    parser.set_defaults(num_servers=None)  # one for each actor
+    parser.set_defaults(num_servers=None)
     polybeast_env.add_server_flags(parser)
     return parser
 
 
 def resolve_layout(flags: Flags) -> Flags:
-    from torchbeast import polybeast_learner
+    from torchbeast import monobeast, polybeast_learner
 
     if flags.server_addresses or flags.bind or flags.listen or flags.join:
         raise FlagError(
@@ -39,7 +39,10 @@ def resolve_layout(flags: Flags) -> Flags:
             "with --listen, and the environments with --join"
         )
     if flags.num_servers is None:
-        flags.num_servers = flags.num_actors or polybeast_env.NUM_SERVERS
+        flags.num_actors = flags.num_actors or polybeast_env.NUM_SERVERS
+        # A core can't do more than one process's work; more would only take memory.
+        cores = flags.num_actors if flags.sync else monobeast.num_cpus()
+        flags.num_servers = min(flags.num_actors, cores)
     polybeast_env.check(flags)
     return polybeast_learner.resolve_layout(flags)
 
