@@ -73,6 +73,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "entropy_cost": 0.01,
         "baseline_cost": 0.05,
         "learning_rate": 0.002,
+        "alpha": 0.95,
         "reward_clipping": "none",
         "total_steps": 500_000,
     },
