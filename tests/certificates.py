@@ -3,7 +3,7 @@
 import pathlib
 import subprocess
 
-import pytest
+import runs
 
 
 class Certificates:
@@ -59,4 +59,4 @@ class Certificates:
                 capture_output=True,
             )
         except FileNotFoundError:
-            pytest.skip("openssl is not installed")
+            runs.skip("openssl is not installed")

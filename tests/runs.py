@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,6 +25,13 @@ SMALL = {
     "torch_threads": 1,
     "reward_clipping": "none",
 }
+
+
+def skip(reason: str) -> NoReturn:
+    """Skips a test for want of a tool; fails it where none may be missing, as in CI."""
+    if os.environ.get("TORCHBEAST_NATIVE") == "require":
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 def command(

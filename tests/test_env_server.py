@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import stat
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import servers
 import torch
+from certificates import Certificates
 from gymnasium import spaces
 from servers import Run, ServerProcess
 
@@ -767,33 +767,11 @@ def test_token(address):
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory):
     """A directory with certificates of our own and of a foreign authority."""
-    path = tmp_path_factory.mktemp("tls")
-
-    def openssl(*arguments):
-        command = ["openssl", *arguments]
-        try:
-            subprocess.run(command, cwd=path, check=True, capture_output=True)
-        except FileNotFoundError:
-            pytest.skip("openssl is not installed")
-
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    certificates = Certificates(tmp_path_factory.mktemp("tls"))
     for authority in ("ours", "foreign"):
-        openssl(
-            *("req", "-x509", *key, "-days", "2", "-subj", f"/CN={authority}"),
-            *("-keyout", f"{authority}.key", "-out", f"{authority}.pem"),
-        )
-        for name, alt in (("server", "DNS:beast.example"), ("client", "DNS:me")):
-            out = f"{authority}-{name}"
-            openssl(
-                *("req", *key, "-subj", f"/CN={name}", "-keyout", f"{out}.key"),
-                *("-addext", f"subjectAltName={alt}", "-out", f"{out}.csr"),
-            )
-            openssl(
-                *("x509", "-req", "-in", f"{out}.csr", "-out", f"{out}.pem"),
-                *("-CA", f"{authority}.pem", "-CAkey", f"{authority}.key"),
-                *("-CAcreateserial", "-copy_extensions", "copy", "-days", "2"),
-            )
-    return path
+        certificates.make(f"{authority}-server", "DNS:beast.example", authority)
+        certificates.make(f"{authority}-client", "DNS:me", authority)
+    return certificates.folder
 
 
 NAME = {"tls_server_name": "beast.example"}

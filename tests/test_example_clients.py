@@ -62,9 +62,9 @@ def program():
     """The C++ client."""
     for tool in ("cmake", "c++", "pkg-config", "protoc", "grpc_cpp_plugin"):
         if not shutil.which(tool):
-            pytest.skip(f"the C++ client needs {tool}")
+            runs.skip(f"the C++ client needs {tool}")
     if subprocess.run(["pkg-config", "grpc++", "protobuf"]).returncode != 0:
-        pytest.skip("the C++ client needs gRPC's and protobuf's C++ libraries")
+        runs.skip("the C++ client needs gRPC's and protobuf's C++ libraries")
     folder = ROOT / "build" / "cartpole"
     for command in (
         ["cmake", "-S", CLIENTS / "cpp", "-B", folder],

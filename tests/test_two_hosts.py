@@ -85,7 +85,7 @@ class Hosts:
 @pytest.fixture
 def hosts():
     if not shutil.which("ip"):
-        pytest.skip("the program ip (iproute2) is not installed")
+        runs.skip("the program ip (iproute2) is not installed")
     if os.geteuid() != 0:
         pytest.skip("only root can make network namespaces")
     try:
