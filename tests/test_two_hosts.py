@@ -11,6 +11,7 @@ import subprocess
 import time
 
 import pytest
+import runs
 import test_faults
 from certificates import Certificates
 from test_polybeast_faults import (
