@@ -87,10 +87,12 @@ def serve(
         signal.signal(signal.SIGTERM, lambda number, frame: end(server))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         threading.Thread(target=end_after_parent, args=(server,), daemon=True).start()
+        # Before anyone can dial: those would be told of the error, too.
+        description = describe(flags)
         if not flags.join:
             server.start()
             address = server.address
-        pipe.send(("ready", address, describe(flags)))
+        pipe.send(("ready", address, description))
         server.run()
     except EXPECTED_ERRORS as error:
         pipe.send(("error", f"{type(error).__name__}: {error}"))
