@@ -28,7 +28,11 @@ SMALL = {
 
 
 def skip(reason: str) -> NoReturn:
-    """Skips a test for want of a tool; fails it where none may be missing, as in CI."""
+    """Skips a test for want of a tool; fails it where none may be missing, as in CI.
+
+    Who has installed the Python part alone has no use for openssl, iproute2 or a C++
+    compiler, and can run all other tests.
+    """
     if os.environ.get("TORCHBEAST_NATIVE") == "require":
         pytest.fail(reason)
     pytest.skip(reason)

@@ -21,6 +21,7 @@
 namespace torchbeast {
 
 inline std::string temporary_directory() {
+  // mkdtemp wants a name that ends in six X, and puts others in their place.
   std::string name = testing::TempDir() + "torchbeast_test_XXXXXX";
   return mkdtemp(name.data());
 }
