@@ -110,7 +110,10 @@ def make_server(flags: Flags, index: int, address: str, first_stream: int) -> An
     Stream n of server i steps environments number (n * num_servers + i) * E and on:
     those that actor i of MonoBeast would step, if every server has one stream.
     """
-    import libtorchbeast
+    try:
+        import libtorchbeast
+    except ImportError as error:
+        raise MissingPackageError(str(error)) from error
 
     numbers = itertools.count(first_stream)
     unused: list[int] = []  # of streams that asked what is served, and left

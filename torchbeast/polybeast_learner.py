@@ -33,7 +33,13 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-import libtorchbeast
+try:
+    import libtorchbeast
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(str(error))  # which says what to do
+
 from torchbeast import atari_wrappers, monobeast, polybeast_env
 from torchbeast.core import flags as flags_lib
 from torchbeast.core import rollout

@@ -44,7 +44,7 @@ class UnknownEnvironmentError(ValueError):
 
 
 class MissingPackageError(ImportError):
-    """An environment needs a package that is not installed; says which."""
+    """A package that an environment or its server needs is missing; says which."""
 
 
 class UnsupportedSpaceError(ValueError):
