@@ -28,12 +28,12 @@ from pathlib import Path
 import numpy as np
 from throughput import (
     END_SECONDS,
-    ROOT,
     START_SECONDS,
     describe_machine,
     process_tree,
     proportional_set_size,
     read_stat,
+    start_run,
 )
 
 COLUMNS = (
@@ -84,22 +84,7 @@ def growth(seconds: np.ndarray, memory: np.ndarray) -> float:
 
 
 def soak(args: argparse.Namespace, folder: Path) -> int:
-    logs, output = folder / "soak" / "logs.csv", folder / "output.txt"
-    command = [sys.executable, "-m", "torchbeast.polybeast", *args.flags]
-    command += ["--savedir", str(folder), "--xpid", "soak"]
-    command += ["--pipes_basename", f"unix:{folder}/server"]
-    command += ["--total_steps", str(10**12)]
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with output.open("w") as file:
-        run = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+    run, logs, output = start_run("polybeast", args.flags, folder)
     kills, samples = 0, []
     try:
         deadline = time.monotonic() + START_SECONDS

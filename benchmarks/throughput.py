@@ -269,6 +269,34 @@ def windows_sps(
     return np.diff(steps) / seconds
 
 
+def start_run(
+    variant: str, argv: Sequence[str], folder: Path
+) -> tuple[subprocess.Popen, Path, Path]:
+    """Starts a run without end, in a session of its own.
+
+    Returns:
+      The process, its logs.csv, and the file that what it prints goes to.
+    """
+    command = [sys.executable, "-m", f"torchbeast.{variant}", *argv]
+    if variant == "polybeast":
+        command += ["--pipes_basename", f"unix:{folder}/server"]
+    command += ["--savedir", str(folder), "--xpid", "run"]
+    command += ["--total_steps", str(10**12)]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    output = folder / "output.txt"
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    return process, folder / "run" / "logs.csv", output
+
+
 def run_variant(
     variant: str, argv: Sequence[str], args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -279,28 +307,13 @@ def run_variant(
         message ends with what it printed last.
     """
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
-        logs = Path(folder, "run", "logs.csv")
-        output = Path(folder, "output.txt")
-        command = [sys.executable, "-m", f"torchbeast.{variant}", *argv]
-        if variant == "polybeast":
-            command += ["--pipes_basename", f"unix:{folder}/server"]
-        command += ["--savedir", folder, "--xpid", "run", "--disable_checkpoint"]
-        command += ["--total_steps", str(10**12)]
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        with output.open("w") as file:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+        process, logs, output = start_run(
+            variant, [*argv, "--disable_checkpoint"], Path(folder)
+        )
 
         def fail(what: str) -> RuntimeError:
             return RuntimeError(
-                f"{' '.join(command)} {what}. Its last words:\n"
+                f"{' '.join(process.args)} {what}. Its last words:\n"
                 + output.read_text()[-4000:]
             )
 

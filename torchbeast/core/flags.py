@@ -69,7 +69,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "envs_per_actor": 8,
         "unroll_length": 20,
         "batch_size": 8,
-        "discounting": 0.98,
         "entropy_cost": 0.01,
         "baseline_cost": 0.05,
         "learning_rate": 0.002,
