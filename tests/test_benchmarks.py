@@ -6,7 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-import idle_cores
 import numpy as np
 import pytest
 import throughput
@@ -127,17 +126,3 @@ def test_transport_measures_a_bare_stream(tmp_path):
         pytest.skip("bare_stream is not built; scripts/test_native does")
     result = transport.measure_bare(programs[0], "tcp", 2, 3, 0.5, str(tmp_path))
     assert min(result.values()) > 0
-
-
-def test_idle_cores_counts_the_work_of_all_processes():
-    # One that hardly sleeps; three of which each is busy for a third of the time.
-    one = idle_cores.measure(1, work_ms=5.0, sleep_ms=0.001, seconds=0.3)
-    assert 0.5 < one < 1.1
-    three = idle_cores.measure(3, work_ms=5.0, sleep_ms=10.0, seconds=0.3)
-    assert 0.5 < three < 1.2
-
-
-def test_idle_cores_refuses_what_can_not_be(capsys):
-    with pytest.raises(SystemExit):
-        idle_cores.main(["--work_ms", "0"])
-    assert "--work_ms must be above 0, got 0.0" in capsys.readouterr().err
