@@ -408,50 +408,102 @@ def test_addresses(tmp_path):
         polybeast_learner.server_addresses(flags)
 
 
-@pytest.mark.parametrize(
-    "space",
-    [
-        spaces.Box(-2, 3, (2, 3), np.float32),
-        spaces.Box(np.array([0.0, -1.0]), np.array([1.0, np.inf]), dtype=np.float64),
-        spaces.Box(0, 255, (4, 5, 3), np.uint8),
-        spaces.Discrete(7),
-        spaces.MultiDiscrete([3, 4]),
-        spaces.MultiBinary((2, 2)),
-        spaces.Tuple([spaces.Discrete(2), spaces.Dict({"b": spaces.Discrete(3)})]),
-    ],
-)
-def test_spaces_arrive_as_they_are(tmp_path, space):
+INF = np.inf
+INT64 = np.iinfo(np.int64)
+BOXES = {
+    "finite": spaces.Box(-2, 3, (2, 3), np.float32),
+    "bytes": spaces.Box(0, 255, (4, 5, 3), np.uint8),
+    "scalar": spaces.Box(-0.1, 0.1, (), np.float64),
+    "none": spaces.Box(-INF, INF, (3,), np.float32),  # as most of MuJoCo has
+    "none, float64": spaces.Box(-INF, INF, (3,), np.float64),
+    "none, float16": spaces.Box(-INF, INF, (3,), np.float16),
+    "none, scalar": spaces.Box(-INF, INF, (), np.float32),
+    "none, int32": spaces.Box(-INF, INF, (2,), np.int32),
+    "from 0": spaces.Box(0, INF, (2,), np.float64),
+    "to 1": spaces.Box(-INF, 1, (2,), np.float32),
+    "all int64": spaces.Box(INT64.min, INT64.max, (2,), np.int64),
+    "all uint64": spaces.Box(0, 2**64 - 1, (2,), np.uint64),
+    "largest float64": spaces.Box(-1.7e308, 1.7e308, (2,), np.float64),
+    "bools": spaces.Box(0, 1, (2,), np.bool_),
+    "each its own": spaces.Box(
+        np.array([0.0, -INF, -0.3]), np.array([1.0, 0.7, INF]), dtype=np.float64
+    ),
+    "high ends differ": spaces.Box(
+        np.full(2, -INF), np.array([0.1, 1]), dtype=np.float32
+    ),
+    "int64 ends differ": spaces.Box(
+        np.array([INT64.min, -5]), np.array([7, INT64.max]), dtype=np.int64
+    ),
+    "one element": spaces.Box(np.array([-INF]), np.array([0.5]), dtype=np.float32),
+}
+
+
+def test_spaces_arrive_as_they_are(tmp_path):
+    """From Gymnasium over the wire to Gymnasium."""
+    from gymnasium.vector.utils import create_empty_array
+
     import libtorchbeast
 
-    class Vector:
-        num_envs = 2
-        observation_space = space
-        action_space = spaces.Discrete(2)
+    each = np.arange(70_000)  # too many different bounds for the wire
+    others = {
+        "Discrete": spaces.Discrete(7, start=-2),
+        "MultiDiscrete": spaces.MultiDiscrete([3, 4], start=[1, 0]),
+        "MultiBinary": spaces.MultiBinary((2, 2)),
+        "nested": spaces.Tuple(
+            [
+                BOXES["from 0"],
+                spaces.Dict({"b": spaces.Tuple([BOXES["none"]]), "a": BOXES["to 1"]}),
+            ]
+        ),
+    }
+    many = {
+        "many floats": spaces.Box(-each - 0.5, each + 0.5, dtype=np.float32),
+        "many bytes": spaces.Box(each * 0, (each % 256), dtype=np.uint8),
+        "many int64": spaces.Box(-each, each, dtype=np.int64),
+    }
+
+    class Many:
+        num_envs = 1
+        observation_space = spaces.Dict({**BOXES, **others, **many})
+        action_space = spaces.Dict({**BOXES, **others})
         final_observation = None
 
         def initial(self):
-            batched = [space.sample() for _ in range(2)]
-            empty = np.zeros(2)
-            from gymnasium.vector.utils import concatenate, create_empty_array
-
             return {
-                "observation": concatenate(
-                    space, batched, create_empty_array(space, 2)
-                ),
-                "reward": empty.astype(np.float32),
-                "done": np.ones(2, bool),
-                "episode_step": empty.astype(np.int64),
-                "episode_return": empty.astype(np.float32),
+                "observation": create_empty_array(self.observation_space, 1),
+                "reward": np.zeros(1, np.float32),
+                "done": np.ones(1, bool),
+                "episode_step": np.zeros(1, np.int64),
+                "episode_return": np.zeros(1, np.float32),
             }
 
         def step(self, actions):
             raise AssertionError("nobody steps")
 
-    server = libtorchbeast.Server(Vector, f"unix:{tmp_path}/s")
+    server = libtorchbeast.Server(Many, f"unix:{tmp_path}/s")
     server.start()
     found = libtorchbeast.probe(f"unix:{tmp_path}/s")
     server.stop()
-    assert polybeast_learner.make_space(found["observation_space"]) == space
+
+    made = polybeast_learner.make_space(found["observation_space"])
+    for key, space in {**BOXES, **others}.items():
+        assert made[key] == space, key
+    # Bounds that were left out are the dtype's own, and hold all values.
+    assert made["many floats"] == spaces.Box(-INF, INF, (70_000,), np.float32)
+    assert made["many bytes"] == spaces.Box(0, 255, (70_000,), np.uint8)
+    assert made["many int64"] == spaces.Box(INT64.min, INT64.max, (70_000,), np.int64)
+
+    # A policy writes float32.
+    made = polybeast_learner.make_space(found["action_space"])
+    for key, space in BOXES.items():
+        if space.dtype.kind == "f":
+            with np.errstate(over="ignore"):
+                low, high = (x.astype(np.float32) for x in (space.low, space.high))
+            space = spaces.Box(low, high, dtype=np.float32)
+        assert made[key] == space, key
+    for key, space in others.items():
+        if key != "nested":
+            assert made[key] == space, key
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def make_space(description: dict[str, Any]) -> spaces.Space:
     if kind == "Box":
         shape, dtype = description["shape"], np.dtype(description["dtype"])
         low, high = (
-            np.broadcast_to(np.asarray(description[end], dtype), shape)
+            np.broadcast_to(make_bound(description[end], end, dtype), shape)
             for end in ("low", "high")
         )
         return spaces.Box(low, high, shape, dtype=dtype.type)
@@ -89,6 +89,27 @@ def make_space(description: dict[str, Any]) -> spaces.Space:
         return spaces.Tuple([make_space(item) for item in description["spaces"]])
     items = description["spaces"].items()
     return spaces.Dict({key: make_space(item) for key, item in items})
+
+
+def make_bound(bound: Any, end: str, dtype: np.dtype) -> np.ndarray:
+    """A Box's low or high in its own dtype. The wire has float64, and no infinite ends.
+
+    Args:
+      bound: None (no bound), a float for all elements, or a float64 array.
+      end: "low" or "high".
+    """
+    if bound is None:
+        bound = -np.inf if end == "low" else np.inf
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):  # beyond the dtype's range: unbounded
+            return np.asarray(bound, dtype)
+    if dtype.kind == "b":
+        return np.asarray(np.clip(bound, 0, 1), dtype)
+    limits = np.iinfo(dtype)
+    bound = np.clip(bound, float(limits.min), float(limits.max))
+    with np.errstate(invalid="ignore"):  # float64 rounds int64's largest up, beyond it
+        inside = bound.astype(dtype)
+    return np.where(bound < float(limits.max), inside, dtype.type(limits.max))
 
 
 class Environments:
