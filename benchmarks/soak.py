@@ -1,17 +1,17 @@
-"""Trains for long with PolyBeast while its environment servers are killed in turn.
+"""Trains with PolyBeast for a long time and kills its environment servers in turn.
 
     python benchmarks/soak.py --seconds 3600 --kill_every 60 --csv soak.csv -- \
         --preset minatar --num_servers 4
 
-Starts `python -m torchbeast.polybeast` with the flags behind `--`, kills one of its
-servers with SIGKILL every --kill_every seconds, ends the run with SIGINT, and says how
-it fared: exit status, updates, the longest pause between two of them, reconnects, steps
-dropped, the return of the games, and whether memory grew. The CSV file has a line every
+Starts `python -m torchbeast.polybeast` with the flags after `--`. Every --kill_every
+seconds it kills one of the servers with SIGKILL. It ends the run with SIGINT. Then it
+prints exit status, number of updates, longest pause between two updates, reconnects,
+dropped steps, returns, and the growth of memory. The CSV file has a line every
 --sample_every seconds. Needs Linux.
 
-Memory is the proportional set size of the whole tree of processes. Its growth is the
-slope of a straight line through the samples of the last three quarters of the run, in
-which only those with all servers alive count.
+Memory is the proportional set size of the whole process tree. Its growth is the slope
+of a straight line through the samples of the last three quarters of the run. Samples
+while a server is missing don't count.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def server_pids(learner: int) -> list[int]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             grandparent = read_stat(parent)[0] if parent > 1 else 0
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
+            continue  # the process has ended
         if grandparent == learner and b"spawn_main" in command:
             pids.append(pid)
     return sorted(pids)
@@ -65,7 +65,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def last_row(path: Path) -> dict[str, str]:
-    """The newest whole row, read from the end: the file grows long."""
+    """The newest complete row, read from the end because the file grows long."""
     if not path.exists():
         return {}
     with path.open("rb") as file:
@@ -78,7 +78,7 @@ def last_row(path: Path) -> dict[str, str]:
 
 
 def growth(seconds: np.ndarray, memory: np.ndarray) -> float:
-    """MiB an hour: least squares over the last three quarters."""
+    """MiB per hour: least squares over the last three quarters."""
     late = seconds >= seconds[-1] / 4
     return float(np.polyfit(seconds[late] / 3600, memory[late], 1)[0])
 
@@ -132,7 +132,7 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
         try:
             run.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            print(f"It did not end within {END_SECONDS:g} s after SIGINT.")
+            print(f"The run did not end within {END_SECONDS:g} s after SIGINT.")
             return 1
     finally:
         if run.poll() is None:
@@ -144,13 +144,12 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
     whole = np.array([s[:4] for s in samples if s[1] == count], float)
     returns = [float(s[5]) for s in samples if s[5]]
     quarter = max(1, len(returns) // 4)
-    print(f"Exit status {run.returncode}{', before its time' if ended_early else ''}")
+    print(f"Exit status {run.returncode}{', ended early' if ended_early else ''}")
     print(f"Seconds {samples[-1][0]:.0f}, servers {count}, killed {kills} times")
     print(f"Updates {len(rows)}, steps {rows[-1]['step']}")
     print(f"Longest pause between updates {np.diff(times).max():.1f} s")
-    print(
-        f"Reconnects {rows[-1]['reconnects']}, steps {rows[-1]['dropped_steps']} lost"
-    )
+    last = rows[-1]
+    print(f"Reconnects {last['reconnects']}, dropped steps {last['dropped_steps']}")
     print(
         "Mean return of the last 100 games, by quarter: "
         + ", ".join(
@@ -165,22 +164,22 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
         )
     lines = output.read_text().splitlines()
     errors = [line for line in lines if "[ERROR " in line]
-    print("Errors and last words:", *errors, *lines[-4:], sep="\n")
+    print("Errors and last lines:", *errors, *lines[-4:], sep="\n")
     expected = 128 + signal.SIGINT
     return 0 if run.returncode == expected and not ended_early else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Trains for long while environment servers are killed.",
+        description="Trains for a long time while environment servers are killed.",
         usage="%(prog)s [options] [-- PolyBeast's flags]",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--seconds", type=float, default=3600.0, help="from the first update on")
-    add("--kill_every", type=float, default=60.0, help="seconds")
-    add("--sample_every", type=float, default=10.0, help="seconds")
-    add("--csv", type=Path, default=Path("soak.csv"), help="where the samples go")
+    add("--seconds", type=float, default=3600.0, help="counted from the first update")
+    add("--kill_every", type=float, default=60.0, help="seconds between kills")
+    add("--sample_every", type=float, default=10.0, help="seconds between samples")
+    add("--csv", type=Path, default=Path("soak.csv"), help="file of the samples")
     add("flags", nargs="*", help="flags of PolyBeast")
     args = parser.parse_args(argv)
     print(", ".join(f"{k} {v}" for k, v in describe_machine().items() if v is not None))

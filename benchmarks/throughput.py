@@ -1,27 +1,27 @@
-"""How fast MonoBeast and PolyBeast train on this machine, and how fast they could.
+"""Measures how fast MonoBeast and PolyBeast train here, and the bound for this machine.
 
     python benchmarks/throughput.py
     python benchmarks/throughput.py --repeat 3 --json result.json
     python benchmarks/throughput.py --model deep -- --num_actors 2 --envs_per_actor 16
     python benchmarks/throughput.py --variants monobeast polybeast --repeat 3
 
-For each precision in turn, and again for every repetition, this
+Every repetition does this for each precision in turn:
 
-1. times the parts of an agent step, each alone on one core: the environment, acting,
-   learning. The bound is what all cores could do if they did nothing else:
-   cores / (environment + acting + learning). With a GPU, which learns beside the cores,
-   it is the lower of cores / (environment + acting) and 1 / learning;
-2. runs `python -m torchbeast.monobeast`, or polybeast, or one after the other with the
-   same flags, for a fixed time after a warm-up, ends it with SIGINT, and reads from its
-   logs.csv how many agent steps it learned from.
+1. It times the parts of an agent step, each alone on one core: the environment, acting,
+   learning. The bound is the SPS of all cores if they did only this work:
+   cores / (environment + acting + learning). A GPU learns beside the cores, so with a
+   GPU the bound is the lower of cores / (environment + acting) and 1 / learning.
+2. It runs each of --variants (`python -m torchbeast.monobeast` or polybeast), with the
+   same flags, for a fixed time after a warm-up. It ends the run with SIGINT and reads
+   from logs.csv how many agent steps the run learned from.
 
-SPS are agent steps learned from per second. The time of the updates in logs.csv, not of
-this program's clock, gives the SPS of windows of --window seconds; median and quartiles
-are over these windows. Memory is the proportional set size (PSS) of the run and all its
-descendants, where memory shared by n processes counts 1/n in each, sampled from
-/proc/PID/smaps_rollup. Needs Linux.
+SPS means agent steps learned from per second. It is computed for windows of --window
+seconds, from the times of the updates in logs.csv. Median and quartiles are over these
+windows. Memory is the proportional set size (PSS) of the run and all its descendants,
+sampled from /proc/PID/smaps_rollup: memory shared by n processes counts 1/n in each.
+Needs Linux.
 
-What else runs on the machine falsifies all this. The line "others" says how many cores
+Other work on the machine falsifies all figures. The line "others" shows how many cores
 other processes used during the run.
 """
 
@@ -64,7 +64,7 @@ MEMORY_SECONDS = 1.0  # between two samples
 
 
 def pin() -> None:
-    """Confines this process, and the threads that it will start, to one core."""
+    """Confines this process and its future threads to one core."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     monobeast.keep_freed_memory()  # as MonoBeast does
@@ -78,8 +78,8 @@ def milliseconds(
 ) -> float:
     """Milliseconds per agent step of a call that does `steps` of them.
 
-    The average of chunks of many calls. The median leaves disturbances from outside
-    out; where rare calls cost far more than others, only the mean is right.
+    The result is the average over chunks of many calls. The median leaves out outside
+    disturbances. If rare calls cost far more than others, only the mean is right.
     """
     call()
     chunks: list[float] = []
@@ -111,7 +111,7 @@ def time_environment(flags: Flags, seconds: float) -> float:
         env.step(many_actions[calls % len(many_actions)])
         calls += 1
 
-    # The mean, because of the resets.
+    # The mean, because resets are rare and expensive.
     result = milliseconds(step, E, seconds, statistics.fmean)
     env.close()
     return result
@@ -135,7 +135,7 @@ def time_acting(flags: Flags, seconds: float) -> float:
 def time_learning(flags: Flags, seconds: float) -> dict[str, float]:
     """One update from a batch, and gathering the batch, both in ms per agent step.
 
-    The batch holds what an environment says under random actions.
+    The batch comes from an environment under random actions.
     """
     T, B = flags.unroll_length, flags.batch_size
     env = Environment(flags, B)
@@ -160,7 +160,7 @@ def time_learning(flags: Flags, seconds: float) -> dict[str, float]:
     )
     buffers = {"rows": rows, "initial_state": initial_state}
 
-    # In turn, so that the slots are not still in the cache when they are gathered.
+    # Two sets of slots in turn, so that the gathered slots are not in the cache.
     orders = [list(range(B)), list(range(B, 2 * B))]
     calls = 0
 
@@ -197,11 +197,11 @@ def time_parts(flags: Flags, seconds: float) -> dict[str, float]:
     return {**parts, "bound": 1e3 * bound}
 
 
-# --- What Linux says about processes --------------------------------------------------
+# --- Figures from /proc ---------------------------------------------------------------
 
 
 def read_stat(pid: int) -> tuple[int, float]:
-    """The parent and the CPU seconds of a process."""
+    """Parent and CPU seconds of a process."""
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     ticks = int(words[11]) + int(words[12])  # in user and in kernel mode
     return int(words[1]), ticks / os.sysconf("SC_CLK_TCK")
@@ -214,7 +214,7 @@ def process_tree(root: int) -> dict[int, float]:
         try:
             stats[int(path.name)] = read_stat(int(path.name))
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
+            continue  # the process has ended
     tree, size = {root}, 0
     while len(tree) > size:
         size = len(tree)
@@ -223,7 +223,7 @@ def process_tree(root: int) -> dict[int, float]:
 
 
 def proportional_set_size(pids: Sequence[int]) -> float:
-    """MiB, with memory that n processes share counted 1/n in each."""
+    """Sum in MiB; memory that n processes share counts 1/n in each."""
     total = 0
     for pid in pids:
         try:
@@ -236,7 +236,7 @@ def proportional_set_size(pids: Sequence[int]) -> float:
 
 
 def machine_busy() -> float:
-    """CPU seconds for which cores have been busy, or taken away by the host."""
+    """CPU seconds for which cores were busy, or were taken away by the host."""
     words = Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
     user, nice, system, _, _, irq, softirq, steal = map(int, words)
     busy = user + nice + system + irq + softirq + steal
@@ -247,7 +247,7 @@ def machine_busy() -> float:
 
 
 def read_ticks(path: Path) -> np.ndarray:
-    """Time [s] and steps of every update so far, [updates, 2] float64."""
+    """Time in s and steps of every update so far, [updates, 2] float64."""
     if not path.exists():
         return np.empty((0, 2))
     whole_lines = path.read_text().rpartition("\n")[0].splitlines()
@@ -259,10 +259,10 @@ def read_ticks(path: Path) -> np.ndarray:
 def windows_sps(
     ticks: np.ndarray, start: float, end: float, seconds: float
 ) -> np.ndarray:
-    """SPS of the windows of some seconds that fit between start and end.
+    """SPS of the windows of `seconds` seconds that fit between start and end.
 
-    The steps at the edge of a window are interpolated between the updates around it, so
-    that an update of many steps doesn't make the windows jump.
+    The steps at the edge of a window are interpolated between the two updates around
+    it. So an update of many steps doesn't make the windows jump.
     """
     edges = np.arange(start, end + 1e-6, seconds)
     steps = np.interp(edges, ticks[:, 0], ticks[:, 1])
@@ -272,10 +272,10 @@ def windows_sps(
 def start_run(
     variant: str, argv: Sequence[str], folder: Path
 ) -> tuple[subprocess.Popen, Path, Path]:
-    """Starts a run without end, in a session of its own.
+    """Starts an endless run in its own session.
 
     Returns:
-      The process, its logs.csv, and the file that what it prints goes to.
+      The process, its logs.csv, and the file with its output.
     """
     command = [sys.executable, "-m", f"torchbeast.{variant}", *argv]
     if variant == "polybeast":
@@ -303,8 +303,8 @@ def run_variant(
     """Runs MonoBeast or PolyBeast and measures it after the warm-up.
 
     Raises:
-      RuntimeError: it ended by itself, or not within END_SECONDS after SIGINT; the
-        message ends with what it printed last.
+      RuntimeError: the run ended by itself, or did not end within END_SECONDS after
+        SIGINT; the message ends with the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
         process, logs, output = start_run(
@@ -313,7 +313,7 @@ def run_variant(
 
         def fail(what: str) -> RuntimeError:
             return RuntimeError(
-                f"{' '.join(process.args)} {what}. Its last words:\n"
+                f"{' '.join(process.args)} {what}. The end of its output:\n"
                 + output.read_text()[-4000:]
             )
 
@@ -443,22 +443,22 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["fp32", "bf16"],
         choices=["fp32", "bf16"],
-        help="measured in turn",
+        help="precisions to measure in turn",
     )
     add(
         "--variants",
         nargs="+",
         default=["monobeast"],
         choices=["monobeast", "polybeast"],
-        help="run in turn",
+        help="variants to run in turn",
     )
     add("--repeat", type=int, default=1, help="rounds over precisions and variants")
-    add("--seconds", type=float, default=40.0, help="to measure a run for")
+    add("--seconds", type=float, default=40.0, help="seconds to measure per run")
     add("--warm_up", type=float, default=10.0, help="seconds after the first update")
-    add("--window", type=float, default=2.0, help="seconds of one measured SPS")
-    add("--part_seconds", type=float, default=3.0, help="to time a part for; 0: don't")
+    add("--window", type=float, default=2.0, help="seconds per window")
+    add("--part_seconds", type=float, default=3.0, help="seconds per part; 0: skip")
     add("--json", type=Path, help="write all results to this file")
-    add("flags", nargs="*", help="of the variants")
+    add("flags", nargs="*", help="flags of the variants")
     return parser
 
 
@@ -466,7 +466,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     if args.seconds < 2 * args.window:
-        parser.error(f"--seconds {args.seconds:g} hold less than two --window")
+        parser.error(
+            f"--seconds is {args.seconds:g}; it must be at least twice --window "
+            f"({args.window:g})"
+        )
     common_argv = ["--model", args.model, "--batch_size", "8", "--unroll_length", "80"]
     common_argv += args.flags
 
@@ -478,8 +481,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for i in range(args.repeat):
         for precision in args.precisions:
             run_argv = [*common_argv, "--precision", precision]
-            # MonoBeast's layout, which PolyBeast gets too: the same actors, each with
-            # the same environments.
+            # PolyBeast gets MonoBeast's layout: the same actors, each with the same
+            # environments.
             flags = flags_lib.parse(monobeast.make_parser(), run_argv)
             flags = monobeast.resolve_layout(flags_lib.resolve(flags)).freeze()
             layout = {name: getattr(flags, name) for name in LAYOUT}

@@ -1,23 +1,23 @@
-"""How fast steps come through libtorchbeast, beside a bare gRPC stream.
+"""Measures how fast steps pass through libtorchbeast, compared to a bare gRPC stream.
 
     python benchmarks/transport.py
     python benchmarks/transport.py --streams 2 --envs 8 --sockets unix --repeat 5
 
-In every cell, bare stream and libtorchbeast in turn, --repeat times:
+Each cell measures the bare stream and libtorchbeast in turn, --repeat times:
 
-- bare: the program bare_stream (libtorchbeast/benchmarks), built here with CMake.
-  One thread a stream sends as many bytes as an action and gets as many as a step, and
-  copies them once on each side. No environment, no batch, no Python.
-- ours: one server process a stream with E mock environments in Python, whose
-  observation is 84x84x4 uint8 and which do nothing; ActorPool, DynamicBatcher and an
-  inference thread in Python that always answers the same; rollouts of 20 steps to a
-  BatchingQueue, and a learner thread in Python that takes batches of 8 rollouts, or of
-  E if that is more.
+- bare: the program bare_stream (libtorchbeast/benchmarks), built here with CMake. Per
+  stream, one thread sends the bytes of an action and receives the bytes of a step. Each
+  side copies them once. No environment, no batch, no Python.
+- ours: one server process per stream, with E mock environments in Python that do
+  nothing and whose observation is 84x84x4 uint8. On the learner's side: ActorPool,
+  DynamicBatcher, and an inference thread in Python that always gives the same answer.
+  Rollouts of 20 steps go to a BatchingQueue. A learner thread in Python takes batches
+  of 8 rollouts, or of E if E is larger.
 
-A step is one step of one environment. Medians over the repetitions; "share" is
-ours / bare. CPU time is that of all threads of a side, user and system. Copied bytes
-are what each part counted, divided by the steps. Needs Linux, and a machine that does
-nothing else.
+A step is one step of one environment. The table has medians over the repetitions;
+"share" is ours / bare. CPU time is user and system time of all threads of a side.
+Copied bytes are the counts of each part, divided by the steps. Needs Linux, and a
+machine that does nothing else.
 """
 
 import argparse
@@ -52,7 +52,7 @@ WARM_UP_SECONDS = 1.0
 
 
 class MockEnvironments:
-    """E environments that have their rows ready."""
+    """E environments with rows prepared in advance."""
 
     observation_space = spaces.Box(0, 255, FRAME, np.uint8)
     action_space = spaces.Discrete(NUM_ACTIONS)
@@ -164,7 +164,7 @@ def measure_ours(
 
     while pool.count() == 0:
         if not threads[2].is_alive():
-            raise SystemExit("the actor pool has ended; see the error above")
+            raise SystemExit("the actor pool ended early; see the error above")
         time.sleep(0.01)
     time.sleep(WARM_UP_SECONDS)
     before = counters()
@@ -202,7 +202,9 @@ def build_bare_stream() -> Path:
     for command in (configure, compile_it):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
-            raise SystemExit(f"bare_stream was not built:\n{done.stdout}{done.stderr}")
+            raise SystemExit(
+                f"building bare_stream failed:\n{done.stdout}{done.stderr}"
+            )
     return build / "bare_stream"
 
 
@@ -272,17 +274,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--sockets", nargs="+", choices=["unix", "tcp"], default=["unix", "tcp"]
     )
-    parser.add_argument("--seconds", type=float, default=2.0, help="of one measurement")
-    parser.add_argument("--repeat", type=int, default=3, help="A B A B ... times")
-    parser.add_argument("--json", type=Path, help="write all measurements here")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="seconds per measurement"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="how often to measure both, in turn"
+    )
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
     flags = parser.parse_args(argv)
 
     program = build_bare_stream()
     print(f"{hardware()}; commit {commit()}\n")
     print(
         "| socket | streams × environments | bare, steps/s | **ours, steps/s** "
-        "| share | CPU µs a step: learner, servers | bare | mean inference batch |"
-        " bytes copied a step: server, pool, batcher, queue |\n"
+        "| share | CPU µs per step: learner, servers | bare | mean inference batch |"
+        " bytes copied per step: server, pool, batcher, queue |\n"
         "|---|---|---|---|---|---|---|---|---|"
     )
     everything: list[dict[str, Any]] = []

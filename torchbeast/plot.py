@@ -2,9 +2,9 @@
 
     python -m torchbeast.plot XPID [XPID ...]
 
-A curve is a moving average over the values that a run's logs.csv has, with the values
-themselves faintly behind. With --group, runs that differ by a seed at the end of their
-name (pong-seed1, pong-seed2; pong_1, pong_2) are drawn as mean and standard deviation.
+A curve is a moving average over the values in a run's logs.csv; the values themselves
+are drawn faintly behind it. With --group, runs whose names differ only by a seed at the
+end (pong-seed1, pong-seed2; pong_1, pong_2) are drawn as mean and standard deviation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Where a run's curve is, and what opens it; a log that is kept may be compressed.
+# File with a run's values → function that opens it. Archived logs may be compressed.
 LOGS: dict[str, Callable[..., Any]] = {"logs.csv": open, "logs.csv.gz": gzip.open}
 # Flag → (column, label of the axis).
 X_AXES = {
@@ -27,19 +27,19 @@ X_AXES = {
     "frames": ("frames", "frames"),
     "time": ("_time", "hours since the first line"),
 }
-GRID_POINTS = 400  # Points in x at which the runs of a group are compared.
-MOST_NAMES = 20  # In an error that lists what exists.
+GRID_POINTS = 400  # points in x at which the runs of a group are averaged
+MOST_NAMES = 20  # names listed in an error
 
 
 class Run(NamedTuple):
-    """One run: its name and the columns of its logs.csv, [N] float64, NaN: empty."""
+    """One run: its name and the columns of its logs.csv, [N] float64; NaN if empty."""
 
     name: str
     columns: dict[str, np.ndarray]
 
 
 class Curve(NamedTuple):
-    """One line of the picture, all [N] float64; low and high bound a band, if any."""
+    """One line of the picture, all [N] float64; low and high bound an optional band."""
 
     label: str
     x: np.ndarray
@@ -50,7 +50,7 @@ class Curve(NamedTuple):
 
 
 def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
-    """The folder of the run: savedir/xpid, or xpid itself where it is a path.
+    """The folder of the run: savedir/xpid, or xpid itself if it is a path.
 
     Raises:
         ValueError: neither has a logs.csv; the message lists the runs of savedir.
@@ -67,14 +67,14 @@ def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
 
 
 def read_run(folder: pathlib.Path) -> Run:
-    """Read logs.csv; a line that is being written, and text, count as empty cells."""
+    """Read logs.csv. An unfinished line is skipped; text counts as an empty cell."""
     path, open_text = next(
         (folder / name, function)
         for name, function in LOGS.items()
         if (folder / name).is_file()
     )
     with open_text(path, "rt", encoding="utf-8", newline="") as file:
-        # A power cut can leave zeros, which csv refuses before Python 3.11.
+        # A power cut can leave zero bytes, which csv refuses before Python 3.11.
         lines = (line.replace("\0", "\ufffd") for line in file)
         header, *rows = list(csv.reader(lines)) or [[]]
     rows = [row for row in rows if len(row) == len(header)]
@@ -84,7 +84,7 @@ def read_run(folder: pathlib.Path) -> Run:
 
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:
-    """[N] → [N]: mean over each value and the `window` - 1 before it, as far as any."""
+    """[N] → [N]: mean of each value and up to `window` - 1 values before it."""
     sums = np.cumsum(np.concatenate([[0.0], values]))
     last = np.arange(1, len(values) + 1)
     first = np.maximum(last - window, 0)
@@ -92,10 +92,10 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def curve(run: Run, x: str, y: str, smooth: int) -> Curve | None:
-    """The curve of column `y` over `x` (a key of X_AXES); None where it has no value.
+    """The curve of column `y` over `x` (a key of X_AXES); None if it has no value.
 
     Raises:
-        ValueError: the run lacks a column; the message lists those it has.
+        ValueError: the run lacks a column; the message lists its columns.
     """
     for name in (X_AXES[x][0], y):
         if name not in run.columns:
@@ -119,9 +119,10 @@ def group_name(name: str) -> str:
 
 
 def group_curves(curves: Sequence[Curve]) -> list[Curve]:
-    """Join the curves of each group to one: mean ± standard deviation over its runs.
+    """Join the curves of each group into one: mean ± standard deviation over its runs.
 
-    They are compared where all runs of the group have values, linearly interpolated.
+    The result covers the x range that all runs of the group share. Values are
+    interpolated linearly.
     """
     groups: dict[str, list[Curve]] = {}
     for one in curves:
@@ -144,13 +145,13 @@ def group_curves(curves: Sequence[Curve]) -> list[Curve]:
 def draw(
     panels: dict[str, Sequence[Curve]], xlabel: str, title: str, out: pathlib.Path
 ) -> None:
-    """Draw one panel per column of `panels`, one below the other, to the file `out`.
+    """Draw one panel per entry of `panels`, one below the other, to the file `out`.
 
     Raises:
         ImportError: matplotlib is missing.
         OSError, ValueError: the file cannot be written, or has an unknown ending.
     """
-    # A Figure of its own needs no display and leaves pyplot's state alone.
+    # A Figure made directly needs no display and leaves pyplot's state alone.
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -177,7 +178,7 @@ def draw(
         elif len(labels) > 1:
             axes.legend(frameon=False, fontsize="small")
     all_axes[-1].set_xlabel(xlabel)
-    if xlabel != X_AXES["time"][1]:  # 0.05 hours would read 50m.
+    if xlabel != X_AXES["time"][1]:  # It would print 0.05 hours as 50m.
         all_axes[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.suptitle(title)
     figure.savefig(out, dpi=120)
@@ -189,7 +190,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Draw learning curves of one or several runs to a PNG.",
     )
     parser.add_argument(
-        "xpids", nargs="+", metavar="XPID", help="a run of savedir, or a run's folder"
+        "xpids",
+        nargs="+",
+        metavar="XPID",
+        help="name of a run in savedir, or a run's folder",
     )
     parser.add_argument("--savedir", type=pathlib.Path, default="~/logs/torchbeast")
     parser.add_argument("--x", choices=X_AXES, default="step")
@@ -210,14 +214,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--group",
         action="store_true",
-        help="mean and standard deviation over runs that differ by a seed in their "
-        "name: pong-seed1, pong-seed2",
+        help="mean and standard deviation over runs whose names differ only by a seed "
+        "at the end: pong-seed1, pong-seed2",
     )
     parser.add_argument(
         "--out",
         type=pathlib.Path,
         metavar="FILE.png",
-        help="default: plot.png in the run's folder, in this one for several runs",
+        help="default: plot.png in the run's folder; for several runs, in the "
+        "current folder",
     )
     flags = parser.parse_args(argv)
     if flags.smooth < 1:
@@ -227,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folders = list(dict.fromkeys(find_run(xpid, savedir) for xpid in flags.xpids))
         runs = [read_run(folder) for folder in folders]
         names = [run.name for run in runs]
-        if len(set(names)) < len(names):  # Same name, different folders: tell apart.
+        if len(set(names)) < len(names):  # Same name, different folders.
             runs = [
                 Run(str(folder), run.columns)
                 for folder, run in zip(folders, runs, strict=True)

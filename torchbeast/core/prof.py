@@ -10,7 +10,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-PROFILE_AFTER, PROFILE_UPDATES = 10, 20  # updates before a trace, and in it
+PROFILE_AFTER, PROFILE_UPDATES = 10, 20  # updates before the trace, and in it
 
 
 class Timings:
@@ -24,10 +24,10 @@ class Timings:
             learn(batch)
             timings.time("learn")
 
-    `time` credits the section with what passed since the last `reset` or `time`. The
-    work between the last `time` and the next `reset` is not counted. Each call costs
-    well under a microsecond. On a GPU it is the time until the work was queued, unless
-    the section waits for it.
+    `time` adds the time since the last `reset` or `time` to the section. The time
+    between the last `time` and the next `reset` is not counted. Each call costs well
+    under a microsecond. Work on a GPU counts only until it is queued, unless the
+    section waits for its result.
 
     Attributes:
         seconds: total seconds per section, in the order of their first use.
@@ -38,23 +38,23 @@ class Timings:
         self.reset()
 
     def reset(self) -> None:
-        """Start the clock: what passed before it belongs to no section."""
+        """Start the clock. The time before this call belongs to no section."""
         self._last = time.perf_counter()
 
     def time(self, name: str) -> None:
-        """Credit section `name` with the time since the last `reset` or `time`."""
+        """Add the time since the last `reset` or `time` to section `name`."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
 
     def shares(self) -> dict[str, float]:
-        """Each section's share of the time of all; the shares add up to 1."""
+        """Each section's share of the total time; the shares add up to 1."""
         total = sum(self.seconds.values()) or 1.0
         return {name: s / total for name, s in self.seconds.items()}
 
 
 def format_shares(shares: dict[str, float]) -> str:
-    """Shares as a person reads them: wait 20 %, learn 80 %."""
+    """Shares as text: wait 20 %, learn 80 %."""
     parts = (f"{name} {100 * share:.0f} %" for name, share in shares.items())
     return ", ".join(parts) or "nothing timed"
 
@@ -62,11 +62,11 @@ def format_shares(shares: dict[str, float]) -> str:
 class Profile:
     """Writes FOLDER/trace.json for --write_profiler_trace, with torch.profiler.
 
-    The trace holds PROFILE_UPDATES updates after the first PROFILE_AFTER, of all
-    threads of this process; chrome://tracing and Perfetto show it.
+    The trace skips PROFILE_AFTER updates, then records PROFILE_UPDATES updates of all
+    threads of this process. chrome://tracing and Perfetto show it.
 
     Args:
-      version: number of updates at which the run begins.
+      version: number of updates when the run begins.
     """
 
     def __init__(self, flags: argparse.Namespace, version: int) -> None:
@@ -74,11 +74,11 @@ class Profile:
         self.profiler: Any = None
 
     def update(self, version: int, folder: Path) -> None:
-        """Begins or ends the trace, if it is time to."""
+        """Begins or ends the trace if this update is its first or last."""
         if self.begin is None:
             return
         if self.profiler is None and version >= self.begin:
-            # Not above: servers, which load no torch, use the rest of this file.
+            # Imported here: servers use the rest of this file and load no torch.
             from torch import profiler
             from torch._C._profiler import _ExperimentalConfig
 
@@ -92,7 +92,7 @@ class Profile:
             self.close(folder)
 
     def close(self, folder: Path) -> None:
-        """Writes the trace, also one that the run's end has cut short."""
+        """Writes the trace, even if the run ended before the trace was complete."""
         if self.profiler is None:
             return
         self.profiler.stop()

@@ -1,4 +1,4 @@
-"""Showing and recording what an agent does."""
+"""Shows and records an agent's games."""
 
 import os
 import sys
@@ -10,13 +10,13 @@ from torchbeast.core.flags import FlagError
 
 
 def has_display() -> bool:
-    """Whether a window can be seen."""
+    """Whether a window can be opened."""
     names = ("DISPLAY", "WAYLAND_DISPLAY")
     return sys.platform != "linux" or any(os.environ.get(name) for name in names)
 
 
 class Video:
-    """An .mp4 file, one frame a step; needs OpenCV."""
+    """An .mp4 file with one frame per step; needs OpenCV."""
 
     FRAMES_PER_SECOND = 15
 
