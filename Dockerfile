@@ -3,10 +3,11 @@
 #   docker build --tag torchbeast .
 #   docker run --rm -it -v torchbeast-logs:/home/torchbeast/logs torchbeast --env PongNoFrameskip-v4
 #
-# Runs PolyBeast with the arguments given; where the first of them is a module's name,
-# that module: `docker run ... --shm-size 2g torchbeast torchbeast.monobeast --env ...`.
+# The container runs PolyBeast with the given arguments. If the first argument is the name
+# of a module, it runs that module:
+# `docker run ... --shm-size 2g torchbeast torchbeast.monobeast --env ...`.
 
-# --- Build: compiler and headers stay here ---
+# --- Build: the compiler and headers stay in this stage ---
 FROM debian:bookworm-slim AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends \
         g++ make cmake pkg-config python3-dev python3-venv \
@@ -14,9 +15,9 @@ RUN apt-get update && apt-get install --yes --no-install-recommends \
 RUN python3 -m venv /opt/torchbeast
 ENV PATH=/opt/torchbeast/bin:$PATH
 
-# pip prefers the CPU build of PyTorch where an index has it; on PyPI it is the CUDA build.
+# pip prefers PyTorch's CPU build if an index has it; PyPI has the CUDA build.
 ARG TORCH=torch==2.13.0
-# Empty is not unset for pip: no defaults.
+# No defaults here: pip does not treat an empty value as unset.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /source
@@ -31,14 +32,14 @@ COPY torchbeast torchbeast/
 ARG EXTRAS=
 RUN TORCHBEAST_NATIVE=require pip install --no-cache-dir ".${EXTRAS:+[$EXTRAS]}"
 
-# What only building against PyTorch and testing it needs: 180 MB.
+# Remove files that only serve to build against PyTorch or to test it: 180 MB.
 RUN cd /opt/torchbeast/lib/python3*/site-packages/torch && \
     find bin -type f ! -name torch_shm_manager -delete && \
     rm -rf include test
 
 # --- Run ---
 FROM debian:bookworm-slim
-# tini is process 1: it hands signals on and reaps the servers that lost their parent.
+# tini is process 1: it forwards signals and reaps servers that lost their parent.
 RUN apt-get update && apt-get install --yes --no-install-recommends \
         python3 libgrpc++1.51 libprotobuf32 tini && \
     rm -rf /var/lib/apt/lists/*
@@ -48,6 +49,6 @@ COPY --from=build /opt/torchbeast /opt/torchbeast
 ENV PATH=/opt/torchbeast/bin:$PATH HOME=/home/torchbeast
 USER 1000
 WORKDIR /home/torchbeast
-# Runs lie in /home/torchbeast/logs/torchbeast, as without --savedir anywhere.
+# The default --savedir is /home/torchbeast/logs/torchbeast.
 VOLUME /home/torchbeast/logs
 ENTRYPOINT ["tini", "--", "sh", "-c", "case ${1--} in -*) set -- torchbeast.polybeast \"$@\" ;; esac; exec python -m \"$@\"", "sh"]

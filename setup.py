@@ -1,12 +1,11 @@
 """Builds the C++ modules `nest` and `libtorchbeast`; the rest is in pyproject.toml.
 
-A module that can't be built does not keep torchbeast from being installed: in its place
-comes one whose import raises an ImportError that says what is missing. Settings, as
-environment variables:
+If a module can't be built, torchbeast is installed without it. A Python file takes its
+place and raises an ImportError that names what is missing. Environment variables:
 
-TORCHBEAST_NATIVE        auto (that; the default), require (fail instead), skip
+TORCHBEAST_NATIVE        auto (default: as above), require (fail instead), skip
 TORCHBEAST_CMAKE_ARGS    more arguments for cmake, such as -DCMAKE_CXX_COMPILER=clang++
-CMAKE_BUILD_PARALLEL_LEVEL    compilers at once; all cores if not given
+CMAKE_BUILD_PARALLEL_LEVEL    number of compilers at once; default: one per core
 """
 
 import os
@@ -26,9 +25,9 @@ ROOT = Path(__file__).resolve().parent
 
 
 def build_folder() -> Path:
-    """Where cmake works: kept, so that the next build compiles only what has changed.
+    """The folder of cmake's build. It is kept, so the next build compiles only changes.
 
-    One for each Python and for each setting that cmake remembers from its first run.
+    There is one per Python and per value of the settings that cmake reads only once.
     """
     names = "TORCHBEAST_CMAKE_ARGS CXX CXXFLAGS LDFLAGS CMAKE_PREFIX_PATH CONDA_PREFIX"
     settings = [sys.base_prefix, *map(os.environ.get, names.split())]
@@ -39,7 +38,7 @@ def build_folder() -> Path:
 
 BUILD = build_folder()
 MODULES = ("nest", "libtorchbeast")
-LINES_SHOWN = 25  # of a failed command's output
+LINES_SHOWN = 25  # lines of a failed command's output
 
 
 class NotBuilt(Exception):
@@ -54,8 +53,8 @@ class BuildNative(build_ext):
                 f"TORCHBEAST_NATIVE is {choice!r}; it may be auto, require or skip"
             )
         if self.editable_mode:
-            # Into the environment, not into the checkout, where several Pythons
-            # would meet and a folder named nest, such as ours, could hide them.
+            # Install into the environment. In the checkout, several Pythons would
+            # share the modules, and the folder nest/ could hide one.
             self.inplace = False
             self.build_lib = self.get_finalized_command("install").install_lib
         failure = None
@@ -70,7 +69,7 @@ class BuildNative(build_ext):
             library = Path(self.get_ext_fullpath(module)).absolute()
             substitute = library.with_name(f"{module}.py")
             library.parent.mkdir(parents=True, exist_ok=True)
-            # Not overwritten: a process may be running the old one.
+            # Remove instead of overwriting: a process may run the old library.
             library.unlink(missing_ok=True)
             substitute.unlink(missing_ok=True)
             try:
@@ -94,7 +93,7 @@ class BuildNative(build_ext):
 
 
 def configure() -> None:
-    """Run cmake's first half.
+    """Run cmake's configure step.
 
     Raises:
       NotBuilt: there is no cmake, or it fails.
@@ -115,7 +114,7 @@ def configure() -> None:
     try:
         run(cmake, *arguments)
     except NotBuilt:
-        # What an earlier build left may not fit: a moved checkout, another generator.
+        # An earlier build may not fit: a moved checkout, another generator. Clear it.
         shutil.rmtree(BUILD)
         pybind11_directory()
         run(cmake, *arguments)
@@ -138,8 +137,8 @@ def build(module: str, filename: str) -> Path:
 def pybind11_directory() -> str | None:
     """The folder of pybind11's CMake configuration, or None if pip did not bring it.
 
-    pip installs pybind11 into another temporary folder for each build. A copy at a
-    path that stays spares the compiler from starting all over.
+    pip installs pybind11 into a new temporary folder for each build. A copy at a fixed
+    path avoids a full rebuild.
     """
     try:
         import pybind11
@@ -185,7 +184,7 @@ def find_cmake() -> str | None:
 
 
 def build_requirements() -> list[str]:
-    """What pip must get for the build: what the system lacks, if it has a compiler."""
+    """The build tools that pip must get: none if there is no compiler to use them."""
     compilers = (os.environ.get("CXX", "c++").split()[0], "g++", "clang++")
     if os.environ.get("TORCHBEAST_NATIVE") == "skip" or not any(
         map(shutil.which, compilers)

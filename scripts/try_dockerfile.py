@@ -1,15 +1,16 @@
-"""Carries out the Dockerfile without a Docker engine, in folders that hold a Debian.
+"""Carries out the Dockerfile without a Docker engine, in folders with a Debian system.
 
     python3 scripts/try_dockerfile.py stages
-    python3 scripts/try_dockerfile.py build CONTEXT ROOT...   a root folder for a stage
+    python3 scripts/try_dockerfile.py build CONTEXT ROOT...   one root folder per stage
     python3 scripts/try_dockerfile.py run [--stop-at TEXT] ROOT [ARGUMENT...]
 
-`build` runs each instruction by chroot, as root, with the variables that Docker would
-set; pip's settings and the proxies of this process go along, as a base image's would.
-`run` starts the last stage as `docker run IMAGE ARGUMENT...` would: its user, its
-folder, and as process 1. With --stop-at, process 1 gets SIGTERM, as from `docker stop`,
-once a line of output holds TEXT. scripts/bare_system_trial makes the roots. An
-instruction that the Dockerfile has not used so far is an error.
+`build` runs each instruction with chroot, as root, with the variables that Docker would
+set. It also passes on pip's settings and the proxies of this process. `run` starts the
+last stage as `docker run IMAGE ARGUMENT...` does: with its user, in its folder, as
+process 1. With --stop-at, process 1 gets SIGTERM, as from `docker stop`, as soon as a
+line of output contains TEXT. scripts/bare_system_trial makes the root folders. The
+program handles only the kinds of instructions that the Dockerfile uses; others are
+errors.
 """
 
 import fnmatch
@@ -30,7 +31,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass
 class Stage:
-    """A FROM and what follows it; the settings are those in effect so far."""
+    """A FROM and its instructions, with the settings in effect so far."""
 
     image: str
     name: str
@@ -58,13 +59,13 @@ def parse(text: str) -> list[Stage]:
 
 
 def copies(rest: str) -> tuple[str, list[str], str]:
-    """What COPY names: the stage copied from or '', the sources, the destination."""
+    """The arguments of COPY: source stage or '', sources, destination."""
     stage, *words = rest.split() if rest.startswith("--from=") else ("", *rest.split())
     return stage.removeprefix("--from="), words[:-1], words[-1]
 
 
 def ignored(name: str, dockerignore: str) -> bool:
-    """Whether a file or folder at the top is kept from Docker; the last fit decides."""
+    """Whether .dockerignore excludes a top-level name; its last match decides."""
     answer = False
     for line in dockerignore.splitlines():
         if fnmatch.fnmatch(name, line.removeprefix("!")):
@@ -73,7 +74,7 @@ def ignored(name: str, dockerignore: str) -> bool:
 
 
 def setting(stage: Stage, arguments: dict[str, str], word: str, rest: str) -> bool:
-    """Carry out an instruction that only sets something; False if it is another."""
+    """Carry out an instruction that only changes settings; False for any other."""
     known = {**arguments, **stage.env}
     if word == "ENV":
         for assignment in shlex.split(rest):
@@ -123,10 +124,10 @@ def build(stages: list[Stage], context: str, roots: dict[str, str]) -> None:
                 origin, sources, destination = copies(rest)
                 for name in sources:
                     if not origin and ignored(name, dockerignore):
-                        sys.exit(f"COPY: .dockerignore leaves {name} out")
+                        sys.exit(f"COPY {name}: .dockerignore excludes it")
                 top = roots[origin] if origin else context
                 paths = [os.path.join(top, name.lstrip("/")) for name in sources]
-                # Of a folder, Docker copies what it holds.
+                # Docker copies the contents of a folder.
                 paths = [f"{p}/." if os.path.isdir(p) else p for p in paths]
                 target = root + os.path.join(stage.folder, destination)
                 if os.path.isdir(paths[0]):
@@ -134,13 +135,13 @@ def build(stages: list[Stage], context: str, roots: dict[str, str]) -> None:
                 command = ["cp", "--archive", "--no-preserve=ownership", *paths, target]
                 environment = dict(os.environ)
             else:
-                sys.exit(f"not understood: {word} {rest}")
+                sys.exit(f"this program does not handle the instruction {word} {rest}")
             subprocess.run(command, env=environment, check=True)
             print(f"[{stage.name}] {time.monotonic() - started:.1f} s", flush=True)
 
 
 def run(stage: Stage, root: str, stop_at: str | None, arguments: list[str]) -> int:
-    """Start what the last stage starts; returns its exit status."""
+    """Run the last stage's entry point; returns its exit status."""
     for word, rest in stage.instructions:
         setting(stage, {}, word, rest)
     own_processes = ["unshare", "--pid", "--fork", "--kill-child"]
