@@ -1,4 +1,4 @@
-"""Builds the C++ module `nest`; the metadata stands in pyproject.toml."""
+"""Builds the C++ module `nest`; the metadata is in pyproject.toml."""
 
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup

@@ -20,8 +20,8 @@ PyNest read(py::handle object) {
   return nest::from_python<py::object>(object, hold);
 }
 
-// `nest` with the container types of `like`, from which it was read. Only the
-// user's function can have changed `like` in the meantime; that is an error.
+// Converts `nest` to Python with the container types of `like`, from which it was
+// read. Throws if the user's function has changed `like` since.
 py::object write(const PyNest& nest, py::handle like) {
   auto check_unchanged = [](bool unchanged) {
     if (!unchanged) throw nest::StructureError("f changed the nest");
@@ -48,7 +48,7 @@ py::object write(const PyNest& nest, py::handle like) {
   const size_t size = nest.vector().size();
   py::list result;
   for (size_t i = 0; i < size; ++i) {
-    // In every round: building a child may run Python code (_make, below).
+    // Check in every round: building a child may run Python code (_make, below).
     check_unchanged(static_cast<size_t>(Py_SIZE(like.ptr())) == size);
     auto old = py::reinterpret_borrow<py::object>(
         is_list ? PyList_GET_ITEM(like.ptr(), i) : PyTuple_GET_ITEM(like.ptr(), i));
@@ -107,34 +107,34 @@ py::object front(const py::object& n) { return read(n).front(); }
 PYBIND11_MODULE(nest, m) {
   m.doc() = R"(Functions on nested tuples, lists and dicts.
 
-A nest is a leaf, or a tuple, list or dict of nests. Whatever is none of these
-three is a leaf: arrays, strings, None, sets, other mappings.
+A nest is a leaf, or a tuple, list or dict of nests. Every other object is a leaf,
+such as an array, string, None, set or other mapping.
 
-Dicts are visited in key order, and results have it. Results have the containers
-of the (first) nest that was given: tuple, list, dict, or the same namedtuple.
-Other subclasses are read as what they derive from, and give plain ones: an
+Functions visit dicts in key order, and the dicts of results have key order. A
+result has the containers of the (first) nest given: tuple, list, dict, or the
+same namedtuple. An instance of another subclass becomes its plain base type: an
 OrderedDict becomes a dict, a torch.Size a tuple.
 
-Raises ValueError where structures differ (the text names the place, as in
-`at [0]["reward"]`) and where more than 64 containers lie inside one another or a
-container holds itself; TypeError for a dict key that is not a str.)";
+Raises ValueError if structures differ (the text names the place, as in
+`at [0]["reward"]`), or if containers are nested more than 64 deep or a container
+holds itself. Raises TypeError for a dict key that is not a str.)";
 
   m.def("map", &map, py::arg("f"), py::arg("n"),
         R"(The nest of the results of f(leaf).)");
   m.def("map_many", &map_many, py::arg("f"),
         R"(The nest of the results of f(leaves).
 
-leaves is a list: the leaf of each nest at this place. ValueError, before f is
-called, without a nest or where a structure is not that of the first.)");
+leaves is a list with the leaf of each nest at this place. Raises ValueError, before
+it calls f, if no nest is given or a structure differs from the first.)");
   m.def("map_many2", &map_many2, py::arg("f"), py::arg("n1"), py::arg("n2"),
         R"(The nest of the results of f(leaf of n1, leaf of n2).
 
-ValueError, before f is called, where the structures differ.)");
+Raises ValueError, before it calls f, if the structures differ.)");
   m.def("flatten", &flatten, py::arg("n"), R"(The list of the leaves, in order.)");
   m.def("pack_as", &pack_as, py::arg("n"), py::arg("sequence"),
         R"(The leaves in sequence, in the structure of n.
 
-ValueError unless there are as many as leaves in n.)");
+Raises ValueError if their number differs from the number of leaves in n.)");
   m.def("front", &front, py::arg("n"),
-        R"(The first leaf; ValueError where there is none.)");
+        R"(The first leaf. Raises ValueError if there is none.)");
 }

@@ -1,8 +1,8 @@
 // Cart poles that join a PolyBeast learner, in C++.
 //
-// Nothing of TorchBeast is used but its protocol, torchbeast.proto, from which protoc
-// makes the classes below; CMakeLists.txt tells how to build and run this. Put your own
-// simulator in the place of CartPole; the rest stays nearly as it is.
+// Of TorchBeast this uses only the protocol, torchbeast.proto, from which protoc makes
+// the namespace torchbeast::wire. CMakeLists.txt explains how to build and run it. To
+// use your own simulator, replace CartPole; the rest stays nearly as it is.
 
 #include <grpcpp/grpcpp.h>
 
@@ -30,8 +30,7 @@
 #include "torchbeast.grpc.pb.h"
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error \
-    "make_array() and read_action() have to swap bytes here: arrays are little-endian"
+#error "arrays are little-endian: make_array() and read_action() must swap bytes here"
 #endif
 
 namespace {
@@ -41,14 +40,14 @@ using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
 constexpr uint32_t kProtocolVersion = 1;
-constexpr Seconds kFirstBackoff(0.1), kLongestBackoff(10);  // before dialling again
+constexpr Seconds kFirstBackoff(0.1), kLongestBackoff(10);  // before connecting again
 
-// The connection is gone; dialling again may help.
+// The connection is lost; connecting again may help.
 struct Lost : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The learner says no, or says what we don't understand; dialling again would not help.
+// The learner refuses us, or sends an invalid message; connecting again would not help.
 struct Refused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -66,9 +65,9 @@ struct Options {
 
 // --- The simulator -------------------------------------------------------------------
 
-// A pole on a cart that is pushed left (0) or right (1), as CartPole-v1 has it. Reward
-// 1 a step. The episode is over where the cart leaves the track or the pole falls, and
-// is cut off after kMaxSteps. Equations: Barto, Sutton and Anderson 1983.
+// CartPole-v1: a pole on a cart that is pushed left (0) or right (1). The reward is 1
+// per step. The episode ends if the cart leaves the track or the pole falls, and is cut
+// off after kMaxSteps. Equations: Barto, Sutton and Anderson 1983.
 class CartPole {
  public:
   static constexpr int kNumActions = 2;
@@ -98,7 +97,7 @@ class CartPole {
     constexpr double kCartMass = 1.0, kPoleMass = 0.1;  // kg
     constexpr double kHalfLength = 0.5;                 // m, of the pole
     constexpr double kForce = 10.0;                     // N
-    constexpr double kSeconds = 0.02;                   // a step
+    constexpr double kSeconds = 0.02;                   // per step
     constexpr double kMass = kCartMass + kPoleMass;
     const double force = action == 1 ? kForce : -kForce;
     const double cos = std::cos(angle_), sin = std::sin(angle_);
@@ -129,7 +128,7 @@ class CartPole {
   int steps_ = 0;
 };
 
-// --- Its messages --------------------------------------------------------------------
+// --- The messages --------------------------------------------------------------------
 
 wire::DType dtype_of(float) { return wire::FLOAT32; }
 wire::DType dtype_of(int64_t) { return wire::INT64; }
@@ -143,7 +142,7 @@ void make_array(std::initializer_list<uint64_t> shape, const std::vector<T>& val
   array->set_data(values.data(), values.size() * sizeof(T));
 }
 
-// E of them in lockstep, as one stream carries them.
+// E cart poles in lockstep, the environments of one stream.
 class CartPoles {
  public:
   CartPoles(int num_envs, uint64_t seed)
@@ -167,7 +166,7 @@ class CartPoles {
       box->add_high(bound);
     }
     hello.mutable_action_space()->mutable_discrete()->set_n(CartPole::kNumActions);
-    // Besides what every step has; README.md tells what the learner reads.
+    // Besides the fields of every step; README.md lists those that the learner reads.
     for (const auto& [name, dtype] :
          {std::pair("last_action", wire::INT64), std::pair("truncated", wire::BOOL)}) {
       wire::Field* field = hello.add_extra_fields();
@@ -177,7 +176,7 @@ class CartPoles {
     return hello;
   }
 
-  // New episodes. No action has led here, so that all else is zero.
+  // New episodes. No action has led here, so all else is zero.
   wire::EnvStep first_step() {
     Rows rows(envs_.size());
     for (CartPole& env : envs_) {
@@ -200,7 +199,7 @@ class CartPoles {
       rows.truncated[e] = result.truncated;
       rows.done[e] = result.terminated || result.truncated;
       envs_[e].append_observation(&rows.final_observations);
-      // The row of an episode's end shows the start of the next.
+      // The last row of an episode has the first observation of the next.
       if (rows.done[e]) envs_[e].reset(rng_);
       envs_[e].append_observation(&rows.observations);
     }
@@ -218,7 +217,7 @@ class CartPoles {
   // Whether each row of the newest step is the first of an episode.
   bool all_done() const { return all_done_; }
 
-  // The learner is not trusted more than it must be.
+  // Checks the message: do not trust the learner more than necessary.
   std::vector<int64_t> read_action(const wire::AgentAction& action) const {
     const size_t E = envs_.size();
     if (action.arrays_size() != 1) throw Refused("an action is one array");
@@ -233,8 +232,8 @@ class CartPoles {
     std::memcpy(actions.data(), array.data().data(), array.data().size());
     for (int64_t a : actions) {
       if (a < 0 || a >= CartPole::kNumActions) {
-        throw Refused("action " + std::to_string(a) + ", of which there are " +
-                      std::to_string(CartPole::kNumActions));
+        throw Refused("action " + std::to_string(a) + "; allowed are 0 to " +
+                      std::to_string(CartPole::kNumActions - 1));
       }
     }
     return actions;
@@ -258,7 +257,7 @@ class CartPoles {
     make_array({E}, rows.done, step.add_arrays());
     make_array({E}, episode_step_, step.add_arrays());
     make_array({E}, episode_return_, step.add_arrays());
-    // The extra fields as the hello has them.
+    // The extra fields, in the order of the hello.
     make_array({E}, rows.actions, step.add_arrays());
     make_array({E}, rows.truncated, step.add_arrays());
     if (std::any_of(rows.truncated.begin(), rows.truncated.end(), is_true)) {
@@ -284,11 +283,11 @@ std::string read_file(const std::string& path) {
 
 std::shared_ptr<grpc::Channel> make_channel(const Options& options) {
   grpc::ChannelArguments arguments;
-  // Notices a network that is cut. The learner takes pings 5 s apart.
+  // Detects a dead network. The learner allows a ping every 5 s.
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 15000);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
-  // main() waits before it dials again; gRPC need not, too.
+  // run() waits before it connects again; gRPC need not wait as well.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   std::shared_ptr<grpc::ChannelCredentials> credentials;
   if (options.tls_ca.empty()) {
@@ -301,7 +300,7 @@ std::shared_ptr<grpc::Channel> make_channel(const Options& options) {
   return grpc::CreateCustomChannel(options.learner, credentials, arguments);
 }
 
-// One call of Join. Its methods wait until they are done, or until the deadline.
+// One call of Join. Its methods return when they are done or at the deadline.
 class Call {
  public:
   explicit Call(const Options& options)
@@ -315,7 +314,7 @@ class Call {
     }
     stream_ = stub_->PrepareAsyncJoin(&context_, &queue_);
     stream_->StartCall(this);
-    wait();  // if it fails, so will the first read
+    wait();  // if this fails, the first read fails too
   }
 
   ~Call() {
@@ -330,7 +329,7 @@ class Call {
     }
   }
 
-  // These two return false at the end of the stream; finish() knows why.
+  // These two return false at the end of the stream; finish() returns the reason.
   bool read(wire::AgentMessage* message) {
     stream_->Read(message, this);
     return wait();
@@ -340,12 +339,12 @@ class Call {
     return wait();
   }
 
-  // Ends this side and waits until the learner has read all.
+  // Ends this side and waits until the learner has read everything.
   void leave() {
     stream_->WritesDone(this);
     wait();
     wire::AgentMessage message;
-    while (read(&message)) {  // an action that is not needed any more
+    while (read(&message)) {  // an action that is no longer needed
     }
   }
 
@@ -361,7 +360,7 @@ class Call {
   bool timed_out() const { return timed_out_; }
 
  private:
-  // For the one operation that has been started.
+  // Waits for the operation in progress.
   bool wait() {
     void* tag;
     bool ok = false;
@@ -386,7 +385,7 @@ class Call {
   bool finished_ = false;
 };
 
-// What outlives a connection: the environments and their newest step.
+// The state that outlives a connection: the environments and their newest step.
 class Simulator {
  public:
   explicit Simulator(const Options& options)
@@ -398,8 +397,8 @@ class Simulator {
     *newest_.mutable_step() = envs_.first_step();
   }
 
-  // Dials and steps until this side leaves or the learner ends the stream. Throws Lost
-  // or Refused.
+  // Connects and steps until this side leaves or the learner ends the stream. Throws
+  // Lost or Refused.
   void play() {
     met_learner_ = false;
     Call call(options_);
@@ -412,7 +411,7 @@ class Simulator {
     switch (status.error_code()) {
       case grpc::StatusCode::UNAUTHENTICATED:      // the token
       case grpc::StatusCode::FAILED_PRECONDITION:  // the version, or other spaces
-      case grpc::StatusCode::INVALID_ARGUMENT:     // a message of ours breaks the rules
+      case grpc::StatusCode::INVALID_ARGUMENT:     // our message breaks a rule
       case grpc::StatusCode::UNIMPLEMENTED:        // not a learner that listens
         throw Refused(text);
       default:
@@ -421,14 +420,16 @@ class Simulator {
   }
 
   uint64_t number() const { return number_; }
-  // In the newest connection.
+  // Whether the newest connection has received the learner's hello.
   bool met_learner() const { return met_learner_; }
 
  private:
   void converse(Call* call) {
     wire::AgentMessage message;
     if (!call->read(&message)) return;
-    if (!message.has_hello()) throw Refused("the learner's first message is no hello");
+    if (!message.has_hello()) {
+      throw Refused("the learner's first message is not a hello");
+    }
     if (message.hello().version() != kProtocolVersion) {
       throw Refused(
           "the learner speaks version " + std::to_string(message.hello().version()) +
@@ -440,14 +441,16 @@ class Simulator {
     hello.mutable_hello()->set_stream_id(stream_id_);
     hello.mutable_hello()->set_first_step(number_);
     if (!call->write(hello)) return;
-    // After a loss the newest step goes out again, and its action comes again.
+    // After a lost connection, the newest step and its action are sent again.
     while (call->write(newest_)) {
       if (options_.episodes > 0 && episodes_left_ == 0) {
         call->leave();
         return;
       }
       if (!call->read(&message)) return;
-      if (!message.has_action()) throw Refused("a message that is not an action");
+      if (!message.has_action()) {
+        throw Refused("the learner sent a message that is not an action");
+      }
       const std::vector<int64_t> actions = envs_.read_action(message.action());
       try {
         advance(actions);
@@ -470,8 +473,8 @@ class Simulator {
   CartPoles envs_;
   std::string stream_id_;
   uint64_t number_ = 0;      // of the newest step
-  wire::EnvMessage newest_;  // kept until its action has come
-  int episodes_left_;        // counts where options_.episodes > 0
+  wire::EnvMessage newest_;  // kept until its action has arrived
+  int episodes_left_;        // used if options_.episodes > 0
   bool met_learner_ = false;
 };
 
@@ -480,12 +483,12 @@ class Simulator {
 constexpr char kUsage[] =
     "usage: cartpole HOST:PORT|unix:PATH [flags]\n"
     "  --num_envs N       cart poles in lockstep (1)\n"
-    "  --episodes N       leave after so many; needs --num_envs 1\n"
+    "  --episodes N       leave after N episodes; needs --num_envs 1\n"
     "  --seed N\n"
-    "  --token_file FILE  of the secret that the learner asks for\n"
-    "  --tls_ca FILE      PEM file of who signed the learner's certificate\n"
+    "  --token_file FILE  file with the learner's secret\n"
+    "  --tls_ca FILE      PEM certificate of the authority that signed the learner's\n"
     "  --timeout S        seconds to wait for an answer (120)\n"
-    "  --patience S       seconds without a learner (60)\n";
+    "  --patience S       give up after S seconds without a learner (60)\n";
 
 Options parse(int argc, char** argv) {
   Options options;
@@ -513,20 +516,21 @@ Options parse(int argc, char** argv) {
     } else if (flag == "--patience") {
       options.patience = Seconds(std::stod(value));
     } else {
-      throw std::invalid_argument("no flag is named " + flag);
+      throw std::invalid_argument("unknown flag " + flag);
     }
   }
   if (options.learner.empty()) throw std::invalid_argument("the learner is missing");
   if (options.num_envs < 1) throw std::invalid_argument("--num_envs is below 1");
   if (options.episodes > 0 && options.num_envs != 1) {
     throw std::invalid_argument(
-        "--episodes needs --num_envs 1: a stream can be left where all its "
+        "--episodes needs --num_envs 1: a client can leave only when all its "
         "environments have just ended an episode");
   }
   return options;
 }
 
-// Returns the exit status: 0 left or sent away, 1 refused or no learner.
+// Returns the exit status: 0 if it left or the learner ended the stream, 1 if it was
+// refused or found no learner.
 int run(const Options& options) {
   Simulator simulator(options);
   std::mt19937 jitter{std::random_device()()};
@@ -543,7 +547,7 @@ int run(const Options& options) {
       return 1;
     } catch (const Lost& error) {
       if (simulator.met_learner()) down_since = Clock::now();
-      if (simulator.number() > number) {  // it had worked
+      if (simulator.number() > number) {  // the connection had worked
         backoff = kFirstBackoff;
         number = simulator.number();
       }
@@ -552,7 +556,7 @@ int run(const Options& options) {
                   << " s: " << error.what() << std::endl;
         return 1;
       }
-      std::cerr << error.what() << "; dialling again in about " << backoff.count()
+      std::cerr << error.what() << "; connecting again in about " << backoff.count()
                 << " s." << std::endl;
       std::uniform_real_distribution<double> factor(0.5, 1);
       std::this_thread::sleep_for(backoff * factor(jitter));

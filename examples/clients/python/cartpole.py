@@ -1,7 +1,7 @@
 """Cart poles that join a PolyBeast learner, in plain Python.
 
-Nothing of TorchBeast is used but its protocol, libtorchbeast/proto/torchbeast.proto,
-from which protoc makes the modules torchbeast_pb2 and torchbeast_pb2_grpc:
+Of TorchBeast this uses only the protocol, libtorchbeast/proto/torchbeast.proto, from
+which protoc makes the modules torchbeast_pb2 and torchbeast_pb2_grpc:
 
     pip install grpcio grpcio-tools
     mkdir -p build/wire
@@ -9,7 +9,7 @@ from which protoc makes the modules torchbeast_pb2 and torchbeast_pb2_grpc:
         --python_out=build/wire --grpc_python_out=build/wire torchbeast.proto
     PYTHONPATH=build/wire python examples/clients/python/cartpole.py localhost:5000
 
-Put your own simulator in the place of CartPole; the rest stays nearly as it is.
+To use your own simulator, replace CartPole; the rest stays nearly as it is.
 """
 
 import argparse
@@ -32,32 +32,32 @@ from torchbeast_pb2_grpc import LearnerStub
 log = logging.getLogger("cartpole")
 
 PROTOCOL_VERSION = 1
-FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before dialling again
+FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before connecting again
 
-# Dialling again would not help.
+# After these, connecting again would not help.
 FINAL_REFUSALS = (
     grpc.StatusCode.UNAUTHENTICATED,  # the token
     grpc.StatusCode.FAILED_PRECONDITION,  # the protocol's version, or other spaces
-    grpc.StatusCode.INVALID_ARGUMENT,  # a message of ours breaks the rules
+    grpc.StatusCode.INVALID_ARGUMENT,  # our message breaks a rule
     grpc.StatusCode.UNIMPLEMENTED,  # not a learner that listens
 )
 
 
 class Lost(Exception):
-    """The connection is gone; dialling again may help."""
+    """The connection is lost; connecting again may help."""
 
 
 class Refused(Exception):
-    """The learner says no, or says what we don't understand."""
+    """The learner refuses us, or sends an invalid message."""
 
 
 # --- The simulator --------------------------------------------------------------------
 
 
 class CartPole:
-    """A pole on a cart that is pushed left (0) or right (1), as CartPole-v1 has it.
+    """CartPole-v1: a pole on a cart that is pushed left (0) or right (1).
 
-    Reward 1 a step. The episode is over where the cart leaves the track or the pole
+    The reward is 1 per step. The episode ends if the cart leaves the track or the pole
     falls, and is cut off after MAX_STEPS. Equations: Barto, Sutton and Anderson 1983.
     """
 
@@ -69,7 +69,7 @@ class CartPole:
     CART_MASS, POLE_MASS = 1.0, 0.1  # kg
     HALF_LENGTH = 0.5  # m, of the pole
     FORCE = 10.0  # N
-    SECONDS = 0.02  # a step
+    SECONDS = 0.02  # per step
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -106,9 +106,9 @@ class CartPole:
         return self.state, 1.0, terminated, truncated
 
 
-# --- Its messages ---------------------------------------------------------------------
+# --- The messages ---------------------------------------------------------------------
 
-# Little-endian, without padding, as `struct` writes them.
+# Codes of `struct`, which writes them little-endian and without padding.
 STRUCT_CODES = {wire.BOOL: "?", wire.INT64: "q", wire.FLOAT32: "f"}
 
 
@@ -123,9 +123,9 @@ def to_float32(x: float) -> float:
 
 
 class CartPoles:
-    """E of them in lockstep, as one stream carries them."""
+    """E cart poles in lockstep, the environments of one stream."""
 
-    # Besides what every step has; README.md tells what the learner reads.
+    # Besides the fields of every step; README.md lists those that the learner reads.
     EXTRA_FIELDS = (("last_action", wire.INT64), ("truncated", wire.BOOL))
 
     def __init__(self, num_envs: int, seed: int | None) -> None:
@@ -133,7 +133,7 @@ class CartPoles:
         self.envs = [CartPole(rng) for _ in range(num_envs)]
         self.episode_step = [0] * num_envs
         self.episode_return = [0.0] * num_envs
-        self.all_done = True  # each row is the first of an episode
+        self.all_done = True  # each row of the newest step is the first of an episode
 
     def hello(self, stream_id: bytes, first_step: int) -> wire.EnvHello:
         bound = [
@@ -156,7 +156,7 @@ class CartPoles:
         )
 
     def first_step(self) -> wire.EnvStep:
-        """New episodes. No action has led here, so that all else is zero."""
+        """New episodes. No action has led here, so all else is zero."""
         E = len(self.envs)
         return self._make_step(
             observations=[x for env in self.envs for x in env.reset()],
@@ -178,7 +178,7 @@ class CartPoles:
             rewards.append(reward)
             truncated.append(was_cut)
             done.append(terminated or was_cut)
-            # The row of an episode's end shows the start of the next.
+            # The last row of an episode has the first observation of the next.
             observations += env.reset() if done[e] else observation
         step = self._make_step(observations, rewards, done, truncated, actions, final)
         for e in range(len(self.envs)):
@@ -214,7 +214,7 @@ class CartPoles:
         return step
 
     def read_action(self, action: wire.AgentAction) -> list[int]:
-        """The learner is not trusted more than it must be."""
+        """Checks the message: do not trust the learner more than necessary."""
         E = len(self.envs)
         if len(action.arrays) != 1:
             raise Refused(f"an action of {len(action.arrays)} arrays instead of one")
@@ -231,7 +231,7 @@ class CartPoles:
         actions = [*struct.unpack(f"<{E}q", array.data)]
         if not all(0 <= a < CartPole.NUM_ACTIONS for a in actions):
             raise Refused(
-                f"actions {actions}, of which there are {CartPole.NUM_ACTIONS}"
+                f"actions {actions}; allowed are 0 to {CartPole.NUM_ACTIONS - 1}"
             )
         return actions
 
@@ -240,14 +240,14 @@ class CartPoles:
 
 
 class Simulator:
-    """What outlives a connection: the environments and their newest step."""
+    """The state that outlives a connection: the environments and their newest step."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.envs = CartPoles(args.num_envs, args.seed)
         self.stream_id = os.urandom(16)
         self.number = 0  # of the newest step
-        self.newest = self.envs.first_step()  # kept until its action has come
+        self.newest = self.envs.first_step()  # kept until its action has arrived
         self.episodes_left = args.episodes  # None: no end
         self.met_learner = False  # in the newest connection
 
@@ -258,11 +258,11 @@ class Simulator:
             self.episodes_left -= 1
 
     def play(self) -> None:
-        """Dials and steps until this side leaves or the learner ends the stream.
+        """Connects and steps until this side leaves or the learner ends the stream.
 
         Raises:
-          Lost: the connection, or there was none.
-          Refused: for good.
+          Lost: the connection is lost, or there was none.
+          Refused: the learner refuses us for good.
         """
         metadata = []
         if self.args.token_file:
@@ -270,8 +270,8 @@ class Simulator:
             metadata = [("authorization", f"Bearer {token}")]
         self.met_learner = False
         with self._channel() as channel:
-            # gRPC has threads of its own for both directions.
-            outgoing: queue.SimpleQueue = queue.SimpleQueue()  # None: no more
+            # gRPC uses its own threads for both directions.
+            outgoing: queue.SimpleQueue = queue.SimpleQueue()  # None ends it
             incoming: queue.SimpleQueue = queue.SimpleQueue()
             requests = iter(outgoing.get, None)
             call = LearnerStub(channel).Join(requests, metadata=metadata)
@@ -284,11 +284,11 @@ class Simulator:
 
     def _channel(self) -> grpc.Channel:
         options = [
-            # Notices a network that is cut. The learner takes pings 5 s apart.
+            # Detects a dead network. The learner allows a ping every 5 s.
             ("grpc.keepalive_time_ms", 15_000),
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.http2.max_pings_without_data", 0),
-            # main() waits before it dials again; gRPC need not, too.
+            # main() waits before it connects again; gRPC need not wait as well.
             ("grpc.use_local_subchannel_pool", 1),
         ]
         address = self.args.learner
@@ -314,7 +314,7 @@ class Simulator:
         hello = self.envs.hello(self.stream_id, self.number)
         outgoing.put(wire.EnvMessage(hello=hello))
         while True:
-            # After a loss the newest step goes out again, and its action comes again.
+            # After a lost connection, the newest step and its action are sent again.
             outgoing.put(wire.EnvMessage(step=self.newest))
             if self.episodes_left == 0:
                 self._leave(outgoing, incoming)
@@ -323,7 +323,7 @@ class Simulator:
             if message is None:
                 return
             if message.WhichOneof("kind") != "action":
-                raise Refused("a message that is not an action")
+                raise Refused("the learner sent a message that is not an action")
             actions = self.envs.read_action(message.action)
             try:
                 self.advance(actions)
@@ -334,13 +334,13 @@ class Simulator:
                 raise
 
     def _leave(self, outgoing: queue.SimpleQueue, incoming: queue.SimpleQueue) -> None:
-        """Ends this side; returns when the learner has read all."""
+        """Ends this side; returns when the learner has read everything."""
         outgoing.put(None)
         while self._next(incoming) is not None:
-            pass  # an action that is not needed any more
+            pass  # an action that is no longer needed
 
     def _next(self, incoming: queue.SimpleQueue) -> wire.AgentMessage | None:
-        """The next message; None if the learner has ended the stream in peace."""
+        """The next message; None if the learner has ended the stream with status OK."""
         try:
             message = incoming.get(timeout=self.args.timeout)
         except queue.Empty:
@@ -352,7 +352,7 @@ class Simulator:
 
 
 def receive(call: grpc.Call, incoming: queue.SimpleQueue) -> None:
-    """A thread that hands on what comes, so that waiting for it can have an end."""
+    """Runs in a thread and queues what arrives, so that waiting can have a timeout."""
     try:
         for message in call:
             incoming.put(message)
@@ -371,25 +371,28 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("learner", help="HOST:PORT or unix:PATH")
     add("--num_envs", type=int, default=1, help="cart poles in lockstep (default 1)")
-    add("--episodes", type=int, help="leave after so many; needs --num_envs 1")
+    add("--episodes", type=int, help="leave after this many; needs --num_envs 1")
     add("--seed", type=int)
-    add("--token_file", help="file of the secret that the learner asks for")
-    add("--tls_ca", help="PEM file of who signed the learner's certificate")
+    add("--token_file", help="file with the learner's secret")
+    add("--tls_ca", help="PEM certificate of the authority that signed the learner's")
     add("--timeout", type=float, default=120.0, help="seconds to wait for an answer")
-    add("--patience", type=float, default=60.0, help="seconds without a learner")
+    add("--patience", type=float, default=60.0, help="seconds to try to connect")
     args = parser.parse_args()
     if args.num_envs < 1:
         parser.error(f"--num_envs must be at least 1, got {args.num_envs}")
     if args.episodes is not None and (args.episodes < 1 or args.num_envs != 1):
         parser.error(
-            "--episodes must be at least 1 and needs --num_envs 1: a stream can be "
-            "left where all its environments have just ended an episode"
+            "--episodes must be at least 1 and needs --num_envs 1: a client can leave "
+            "only when all its environments have just ended an episode"
         )
     return args
 
 
 def main() -> int:
-    """Returns the exit status: 0 left or sent away, 1 refused or no learner."""
+    """Returns the exit status.
+
+    0: it left, or the learner ended the stream. 1: it was refused, or found no learner.
+    """
     args = parse_args()
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s %(name)s] %(message)s")
     simulator = Simulator(args)
@@ -404,12 +407,12 @@ def main() -> int:
         except Lost as error:
             if simulator.met_learner:
                 down_since = time.monotonic()
-            if simulator.number > number:  # it had worked
+            if simulator.number > number:  # the connection had worked
                 backoff, number = FIRST_BACKOFF, simulator.number
             if time.monotonic() - down_since > args.patience:
                 log.error("No learner for %g s: %s", args.patience, error)
                 return 1
-            log.info("%s; dialling again in about %.1f s.", error, backoff)
+            log.info("%s; connecting again in about %.1f s.", error, backoff)
             time.sleep(backoff * random.uniform(0.5, 1))
             backoff = min(2 * backoff, LONGEST_BACKOFF)
     log.info("The stream has ended after %d steps.", simulator.number)

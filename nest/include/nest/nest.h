@@ -5,8 +5,8 @@
 //   n.flatten();                              // 1, 2, 3
 //   n.map([](int x) { return x / 2.0; });     // Nest<double>, same structure
 //
-// Leaves are visited in order: a vector's by index, a map's by key. Every walk
-// recurses, so whoever builds a nest from foreign data bounds its depth.
+// Walks visit the leaves of a vector by index and the leaves of a map by key. Every
+// walk recurses, so code that builds a nest from foreign data must bound its depth.
 #pragma once
 
 #include <algorithm>
@@ -23,15 +23,15 @@
 
 namespace nest {
 
-// A structure is not the one that is needed. In Python it is a ValueError.
+// A nest has the wrong structure. In Python this is a ValueError.
 class StructureError : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
 };
 
-// Where a walk stands in a structure. It is a chain of steps on the walk's own
-// stack: it costs next to nothing until an error prints it.
-// REQUIRES: the parent and the key outlive it.
+// The current position of a walk in a structure. It is a chain of steps on the
+// walk's stack, so it costs almost nothing until an error prints it.
+// REQUIRES: the parent and the key outlive the Place.
 class Place {
  public:
   Place() = default;  // the root
@@ -67,7 +67,7 @@ class Place {
 
 // A leaf of type T, a vector of nests, or a map from names to nests.
 //
-// T may be a move-only type; what copies leaves does not compile then.
+// T may be a move-only type; functions that copy leaves then don't compile.
 template <typename T>
 class Nest {
  public:
@@ -83,7 +83,7 @@ class Nest {
   bool is_vector() const { return value_.index() == 1; }
   bool is_map() const { return value_.index() == 2; }
 
-  // What is inside; a StructureError if it is of another kind.
+  // The content. Throws StructureError if the nest is of another kind.
   const T& leaf() const& { return get<0>(*this, "a leaf"); }
   T& leaf() & { return get<0>(*this, "a leaf"); }
   const Vector& vector() const& { return get<1>(*this, "a vector"); }
@@ -127,14 +127,14 @@ class Nest {
     return leaves;
   }
 
-  // The first leaf; a StructureError where there is none.
+  // The first leaf. Throws StructureError if there is none.
   const T& front() const& {
     const T* leaf = find_first();
     if (leaf == nullptr) throw StructureError("front() of a nest without leaves");
     return *leaf;
   }
 
-  // Whether there is no leaf. A vector of empty nests is empty, too.
+  // Whether there is no leaf. A vector of empty nests is also empty.
   bool empty() const { return find_first() == nullptr; }
 
   size_t num_leaves() const {
@@ -227,7 +227,7 @@ std::string missing_keys(const MapA& a, const MapB& b) {
   return keys.str();
 }
 
-// How two nests differ. `number` counts from 1 and names b among several nests.
+// Text on how two nests differ. `number` is the position of b, counted from 1.
 template <typename A, typename B>
 std::string describe_difference(const Nest<A>& a, const Nest<B>& b, size_t number) {
   const std::string name =
@@ -291,15 +291,15 @@ void walk2(F& f, NestA& a, const Nest<B>& b) {
 
 }  // namespace internal
 
-// A StructureError that names the first place where the structures differ, as
-// in `at [0]["reward"]: a leaf in the first, a vector of 2 in the second`.
+// Throws StructureError if the structures differ. The text names the first place,
+// as in `at [0]["reward"]: a leaf in the first, a vector of 2 in the second`.
 template <typename A, typename B>
 void check_same_structure(const Nest<A>& a, const Nest<B>& b) {
   internal::check_same_structure(a, b, 2, Place());
 }
 
-// `leaves`, moved, in the structure of another nest; a StructureError unless
-// there are as many leaves as in that nest.
+// A nest with the structure of another nest, into which `leaves` are moved. Throws
+// StructureError if the number of leaves differs.
 template <typename U, typename T>
 Nest<T> pack_as(const Nest<U>& structure, std::vector<T> leaves) {
   const size_t needed = structure.num_leaves();
@@ -312,7 +312,7 @@ Nest<T> pack_as(const Nest<U>& structure, std::vector<T> leaves) {
 }
 
 // Calls f(leaf of a, leaf of b) for every pair, after check_same_structure(a,
-// b). In a nest `a` that is not const, f may change the leaf.
+// b). If `a` is not const, f may change its leaves.
 template <typename F, typename A, typename B>
 void for_each2(F&& f, const Nest<A>& a, const Nest<B>& b) {
   check_same_structure(a, b);
@@ -336,8 +336,8 @@ auto map2(F&& f, const Nest<A>& a, const Nest<B>& b) {
 }
 
 // One nest whose leaves are vectors of the leaves of several nests: [x0, x1,
-// ...] with x0 moved from the first nest, x1 from the second. A StructureError
-// unless there is at least one nest and all have the structure of the first.
+// ...] with x0 moved from the first nest, x1 from the second. Throws StructureError
+// if there is no nest, or if a nest differs in structure from the first.
 template <typename T>
 Nest<std::vector<T>> zip(std::vector<Nest<T>> nests) {
   if (nests.empty()) throw StructureError("zip() of no nests");
@@ -350,7 +350,7 @@ Nest<std::vector<T>> zip(std::vector<Nest<T>> nests) {
     auto column = columns.begin();
     nest.for_each([&column](T& leaf) { (column++)->push_back(std::move(leaf)); });
   }
-  // The leaves have moved out of the first nest; its structure is still there.
+  // The leaves have moved out of the first nest, but its structure remains.
   return pack_as(nests[0], std::move(columns));
 }
 

@@ -1,8 +1,8 @@
-// Between Python's tuples, lists and dicts and nest::Nest.
+// Converts between Python's tuples, lists and dicts and nest::Nest.
 //
-// Structure is what is a tuple, list or dict, or an instance of a subclass. All
-// else is a leaf: arrays, strings, None, sets and other mappings, too.
-// REQUIRES, of both functions: the GIL is held.
+// Tuples, lists and dicts, and instances of their subclasses, are containers. Every
+// other object is a leaf, such as an array, string, None, set or other mapping.
+// REQUIRES (both functions): the GIL is held.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,13 +14,12 @@
 
 namespace nest {
 
-// A list that contains itself must end in an error, and far from the end of the
-// stack.
+// A list that contains itself must give an error long before the stack overflows.
 constexpr size_t kMaxDepth = 64;
 
 namespace internal {
 
-// A str as UTF-8, whose order by bytes is Python's order of str.
+// A str as UTF-8. Its byte order is Python's order of str.
 inline std::string key_from_python(pybind11::handle key, const Place& place) {
   if (!PyUnicode_Check(key.ptr())) {
     throw pybind11::type_error(
@@ -36,11 +35,11 @@ inline std::string key_from_python(pybind11::handle key, const Place& place) {
 }  // namespace internal
 
 // The nest of leaf_from_python(handle object, const Place& place) -> T for each
-// leaf. In the errors of leaf_from_python, place.str() tells which leaf it is.
+// leaf. leaf_from_python can name the leaf in its errors with place.str().
 //
-// Throws StructureError (ValueError in Python) for more than kMaxDepth
-// containers inside one another, type_error for a dict key that is not a str,
-// and whatever leaf_from_python throws.
+// Throws StructureError (ValueError in Python) if containers are nested more than
+// kMaxDepth deep, type_error for a dict key that is not a str, and any error of
+// leaf_from_python.
 template <typename T, typename F>
 Nest<T> from_python(pybind11::handle object, F&& leaf_from_python,
                     const Place& place = Place()) {
@@ -56,8 +55,8 @@ Nest<T> from_python(pybind11::handle object, F&& leaf_from_python,
                          " deep; does a container hold itself?");
   }
 
-  // Lists and dicts are copied, which is cheap: leaf_from_python may run Python
-  // code that changes them.
+  // leaf_from_python may run Python code that changes the list or dict. So work on
+  // a copy, which is cheap.
   if (is_dict) {
     auto items = py::reinterpret_steal<py::dict>(PyDict_Copy(object.ptr()));
     if (!items) throw py::error_already_set();
@@ -83,8 +82,8 @@ Nest<T> from_python(pybind11::handle object, F&& leaf_from_python,
   return Nest<T>(std::move(vector));
 }
 
-// Tuples for vectors, dicts in key order for maps, and leaf_to_python(const T&)
-// for leaves.
+// A vector becomes a tuple, a map becomes a dict in key order, and a leaf becomes
+// leaf_to_python(const T&).
 template <typename T, typename F>
 pybind11::object to_python(const Nest<T>& nest, F&& leaf_to_python) {
   namespace py = pybind11;
