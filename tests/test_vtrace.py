@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -91,6 +93,36 @@ def test_trailing_log_rhos():
     vs, pg_advantages = ground_truth(**inputs)
     np.testing.assert_allclose(returns.vs, vs, rtol=1e-12)
     np.testing.assert_allclose(returns.pg_advantages, pg_advantages, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["rewards", "discounts", "log_rhos"])
+def test_trailing_dimensions_are_broadcast(name):
+    """One reward, discount or weight for several value heads."""
+    inputs = make_inputs((2, 4))
+    inputs["log_rhos"] = np.random.default_rng(2).normal(size=(T, B, 2, 4))
+    for narrow in ((..., slice(0, 1)), (..., slice(1, 2), slice(None))):
+        given = {**inputs, name: inputs[name][narrow]}
+        assert given[name].size < inputs[name].size
+        returns = vtrace.from_importance_weights(**tensors(given))
+        wide = np.broadcast_to(given[name], (T, B, 2, 4))
+        vs, pg_advantages = ground_truth(**{**given, name: wide})
+        np.testing.assert_allclose(returns.vs, vs, rtol=1e-12)
+        np.testing.assert_allclose(returns.pg_advantages, pg_advantages, rtol=1e-12)
+
+
+def test_value_heads_share_rewards_and_discounts():
+    inputs = make_inputs((3,))
+    inputs["rewards"] = inputs["rewards"][..., :1]
+    inputs["discounts"] = inputs["discounts"][..., :1]
+    returns = vtrace.from_importance_weights(**tensors(inputs))
+    assert returns.vs.shape == returns.pg_advantages.shape == (T, B, 3)
+    for c in range(3):
+        head = {name: x[..., min(c, x.shape[-1] - 1)] for name, x in inputs.items()}
+        vs, pg_advantages = ground_truth(**{**head, "log_rhos": inputs["log_rhos"]})
+        np.testing.assert_allclose(returns.vs[..., c], vs, rtol=1e-12)
+        np.testing.assert_allclose(
+            returns.pg_advantages[..., c], pg_advantages, rtol=1e-12
+        )
 
 
 def test_on_policy_is_the_n_step_bellman_target():
@@ -220,6 +252,16 @@ def test_shapes_that_do_not_fit(name, shape, message):
     inputs = tensors(make_inputs())
     inputs[name] = torch.zeros(shape, dtype=torch.float64)
     with pytest.raises(ValueError, match=message):
+        vtrace.from_importance_weights(**inputs)
+
+
+@pytest.mark.parametrize("name", ["rewards", "discounts", "log_rhos"])
+@pytest.mark.parametrize("shape", [(T, B, 3), (T, 1, 2), (1, B, 2), (T, B, 1, 2)])
+def test_only_trailing_dimensions_are_broadcast(name, shape):
+    inputs = tensors(make_inputs((2,)))
+    inputs[name] = torch.zeros(shape, dtype=torch.float64)
+    got = re.escape(str(list(shape)))
+    with pytest.raises(ValueError, match=rf"{name}.* got .*{got}"):
         vtrace.from_importance_weights(**inputs)
 
 

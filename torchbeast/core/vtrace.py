@@ -4,7 +4,8 @@ Espeholt et al., "IMPALA: Scalable Distributed Deep-RL with Importance Weighted
 Actor-Learner Architectures", 2018, section 4.1. https://arxiv.org/abs/1802.01561
 
 T is the unroll length, B the batch, A the number of actions. C stands for any number of
-extra trailing dimensions, for instance one per value head.
+extra trailing dimensions, for instance one per value head. The values have all of them;
+elsewhere each may be 1 and is broadcast, so that value heads share rewards [T, B, 1].
 """
 
 from typing import NamedTuple
@@ -32,7 +33,8 @@ def action_log_probs(
     """Log-probabilities of the actions under softmax(policy_logits).
 
     Args:
-      policy_logits: [..., A] float, unnormalised log-probabilities.
+      policy_logits: [..., A] float, unnormalised log-probabilities; -inf masks an
+        action, whose log-probability is -inf.
       actions: [...] integer in [0, A).
 
     Returns:
@@ -49,6 +51,14 @@ def action_log_probs(
         )
     log_policy = F.log_softmax(policy_logits, dim=-1)
     return log_policy.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
+
+
+def finite(log_probs: torch.Tensor) -> torch.Tensor:
+    """The lowest finite number in place of -inf, without a gradient there.
+
+    For products with 0, which stay 0 instead of becoming NaN.
+    """
+    return log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
 
 
 def from_logits(
@@ -121,9 +131,9 @@ def from_importance_weights(
     """V-trace from log importance weights (equation 1 of the paper, c̄ = 1, λ = 1).
 
     Args:
-      log_rhos: [T, B] or [T, B, C...] float, log π(a|x) - log μ(a|x).
-      discounts: [T, B, C...] float, γ, or 0 where the step ended the episode.
-      rewards: [T, B, C...] float, the reward of the step's action.
+      log_rhos: [T, B] or [T, B, C... or 1...] float, log π(a|x) - log μ(a|x).
+      discounts: [T, B, C... or 1...] float, γ, or 0 if the step ended the episode.
+      rewards: [T, B, C... or 1...] float, the reward of the step's action.
       values: [T, B, C...] float, V(x_t) of the learner.
       bootstrap_value: [B, C...] float, V(x_T).
       clip_rho_threshold: ρ̄, clips the weights of the temporal differences; None: no
@@ -137,25 +147,26 @@ def from_importance_weights(
       ValueError: ranks or shapes don't fit together.
     """
     for name, tensor in (("discounts", discounts), ("rewards", rewards)):
-        if tensor.shape != values.shape:
+        if not _broadcasts(tensor, values):
             raise ValueError(
                 f"{name} need the shape of the values {list(values.shape)}, got "
-                f"{list(tensor.shape)}"
+                f"{list(tensor.shape)}; dimensions after the first two may be 1"
             )
-    if values.dim() < 2 or log_rhos.shape != values.shape[: log_rhos.dim()]:
+    if log_rhos.dim() < 2:
+        raise ValueError(f"log_rhos need rank 2 or more, got {list(log_rhos.shape)}")
+    if log_rhos.dim() == 2 < values.dim():
+        log_rhos = log_rhos.reshape(*log_rhos.shape, *[1] * (values.dim() - 2))
+    if values.dim() < 2 or not _broadcasts(log_rhos, values):
         raise ValueError(
             "expected values [T, B, C...] and log_rhos [T, B] or of the same shape, "
             f"got {list(values.shape)} and {list(log_rhos.shape)}"
         )
-    if log_rhos.dim() < 2:
-        raise ValueError(f"log_rhos need rank 2 or more, got {list(log_rhos.shape)}")
     if bootstrap_value.shape != values.shape[1:]:
         raise ValueError(
             f"bootstrap_value needs the shape {list(values.shape[1:])} (the values "
             f"without time), got {list(bootstrap_value.shape)}"
         )
-    trailing = values.dim() - log_rhos.dim()
-    rhos = log_rhos.exp().reshape(*log_rhos.shape, *[1] * trailing)  # [T, B, 1...]
+    rhos = log_rhos.exp()  # [T, B, C... or 1...]
     clipped_rhos = _clip(rhos, clip_rho_threshold)
     cs = rhos.clamp(max=1.0)
 
@@ -174,6 +185,18 @@ def from_importance_weights(
     pg_rhos = _clip(rhos, clip_pg_rho_threshold)
     pg_advantages = pg_rhos * (rewards + discounts * next_vs - values)
     return VTraceReturns(vs=vs, pg_advantages=pg_advantages)
+
+
+def _broadcasts(tensor: torch.Tensor, values: torch.Tensor) -> bool:
+    """True if [T, B, ...] is of the shape of the values, or has 1 for some of C."""
+    return (
+        tensor.dim() == values.dim()
+        and tensor.shape[:2] == values.shape[:2]
+        and all(
+            n in (1, wanted)
+            for n, wanted in zip(tensor.shape[2:], values.shape[2:], strict=True)
+        )
+    )
 
 
 def _clip(rhos: torch.Tensor, threshold: float | None) -> torch.Tensor:
