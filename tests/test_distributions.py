@@ -176,6 +176,86 @@ def test_multi_discrete_samples_follow_the_probabilities():
     assert chi_square(counts, joint.flatten()) < 66.2
 
 
+# --- Masks ---
+
+
+def allowed_actions(name):
+    """[T, B, P] bool with a choice of at least one in every part, often of just one."""
+    rng = np.random.default_rng(5)
+    sizes = [A] if name == "discrete" else SIZES
+    parts = []
+    for n in sizes:
+        part = rng.random((T, B, n)) < 0.4
+        np.put_along_axis(part, rng.integers(n, size=(T, B, 1)), True, -1)
+        parts.append(part)
+    return torch.from_numpy(np.concatenate(parts, axis=-1))
+
+
+def oracle_of_the_allowed(name, logits, allowed):
+    """Per row, the parts' distributions over what is allowed: {action: probability}."""
+    sizes = [A] if name == "discrete" else list(SIZES)
+    parts = zip(logits.split(sizes, -1), allowed.split(sizes, -1), strict=True)
+    return [
+        dict(zip(np.flatnonzero(ok), x[ok].softmax(-1), strict=True)) for x, ok in parts
+    ]
+
+
+@pytest.mark.parametrize("name", ["discrete", "multi_discrete"])
+def test_masked_actions(name):
+    """Logits of -inf: as if the policy had no such actions, gradients included."""
+    distribution = make_distribution(SPACES[name])
+    free = 2 * torch.randn(T, B, distribution.num_logits, dtype=torch.float64)
+    free.requires_grad_()
+    allowed = allowed_actions(name)
+    logits = free.masked_fill(~allowed, -INF)
+    action = distribution.sample(logits.detach())
+    log_prob, entropy = (
+        distribution.log_prob(logits, action),
+        distribution.entropy(logits),
+    )
+    (gradient,) = torch.autograd.grad((log_prob + 0.7 * entropy).sum(), free)
+
+    expected_log_prob, expected_entropy = [], []
+    for t, b in np.ndindex(T, B):
+        parts = oracle_of_the_allowed(name, free[t, b], allowed[t, b])
+        chosen = action[t, b].reshape(-1).tolist()
+        chosen = [p[a] for p, a in zip(parts, chosen, strict=True)]
+        expected_log_prob.append(sum(p.log() for p in chosen))
+        expected_entropy.append(
+            -sum(p * p.log() for part in parts for p in part.values())
+        )
+    expected_log_prob = torch.stack(expected_log_prob).view(T, B)
+    expected_entropy = torch.stack(expected_entropy).view(T, B)
+    torch.testing.assert_close(log_prob, expected_log_prob)
+    torch.testing.assert_close(entropy, expected_entropy)
+    (expected,) = torch.autograd.grad(
+        (expected_log_prob + 0.7 * expected_entropy).sum(), free
+    )
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("name", ["discrete", "multi_discrete"])
+def test_masked_actions_are_never_chosen(name):
+    distribution = make_distribution(SPACES[name])
+    allowed = allowed_actions(name)
+    # Even if what is allowed is unlikely by its logits.
+    logits = torch.where(allowed, torch.tensor(-1e30), torch.tensor(-INF))
+    generator = torch.Generator().manual_seed(1)
+    draws = distribution.sample(logits.expand(2000, *logits.shape), generator)
+    for action in (draws, distribution.mode(logits)):
+        chosen = distribution.features(action).bool()
+        assert (chosen <= allowed).all()
+
+
+def test_log_probability_of_a_masked_action():
+    logits = torch.tensor([0.0, -INF, 1.0])
+    discrete = make_distribution(spaces.Discrete(3))
+    assert discrete.log_prob(logits, torch.tensor(1)).item() == -INF
+    multi = make_distribution(spaces.MultiDiscrete([3, 3]))
+    both = torch.cat([logits, torch.zeros(3)])
+    assert multi.log_prob(both, torch.tensor([1, 0])).item() == -INF
+
+
 # --- Box ---
 
 

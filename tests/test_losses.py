@@ -279,6 +279,53 @@ def test_auxiliary_losses_are_added_and_logged():
     assert auxiliary["a_loss"].grad == 1.0
 
 
+def test_masked_actions_are_no_actions():
+    """A policy over 7 actions, 3 of them masked, learns as one over the other 4."""
+    batch, outputs = make_batch()
+    left = np.array([0, 2, 3, 6])
+    flags = argparse.Namespace(**FLAGS)
+    few = {**batch, "action": batch["action"] % len(left)}
+    few["policy_logits"] = batch["policy_logits"][..., left]
+    learned = torch.tensor(outputs["policy_logits"][..., left]).requires_grad_()
+    baseline = torch.tensor(outputs["baseline"])
+    expected, expected_stats = impala_loss(
+        {name: torch.as_tensor(x) for name, x in few.items()},
+        {"policy_logits": learned, "baseline": baseline},
+        make_distribution(spaces.Discrete(len(left))),
+        flags,
+    )
+    expected.backward()
+
+    masked = np.isin(np.arange(A), left, invert=True)
+    batch["action"] = left[few["action"]]
+    batch["policy_logits"][..., masked] = -np.inf
+    free = torch.tensor(outputs["policy_logits"]).requires_grad_()
+    logits = free.masked_fill(torch.as_tensor(masked), -np.inf)
+    loss, stats = loss_of(batch, {"policy_logits": logits, "baseline": baseline})
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, value in expected_stats.items():
+        torch.testing.assert_close(stats[name], value, msg=name)
+    torch.testing.assert_close(free.grad[..., left], learned.grad)
+    assert not free.grad[..., masked].any()
+
+
+def test_an_action_that_the_learner_masks_has_no_weight():
+    """Its importance weight is 0, as in the limit; nothing becomes NaN."""
+    batch, outputs = make_batch()
+    grads, losses = [], []
+    for logit in (-1e4, -np.inf):
+        logits = torch.tensor(outputs["policy_logits"])
+        logits[1, 1, batch["action"][1, 1]] = logit
+        logits.requires_grad_()
+        loss, stats = loss_of(batch, {**outputs, "policy_logits": logits})
+        loss.backward()
+        grads.append(logits.grad)
+        losses.append(stats)
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(grads[1], grads[0])
+
+
 @pytest.mark.parametrize(
     "action_space", [spaces.MultiDiscrete([2, 5, 3]), spaces.Box(-1.0, 3.0, (2, 2))]
 )

@@ -3,6 +3,9 @@
 An action distribution has no parameters of its own. It turns the flat logits
 [..., num_logits] of the model into actions, log-probabilities and entropies, so that
 model, loss and actors never ask which action space they serve.
+
+To mask actions, set their logits to -inf (`logits.masked_fill(~allowed, -inf)`). They are
+never drawn and add nothing to the entropy. One action at least has to be left.
 """
 
 import math
@@ -77,7 +80,8 @@ class Categorical(ActionDistribution):
 
     def entropy(self, logits: torch.Tensor) -> torch.Tensor:
         log_policy = F.log_softmax(logits, dim=-1)
-        return -(log_policy.exp() * log_policy).sum(-1)
+        # The limit of p log p is 0, but 0 * -inf would be NaN, in the gradient too.
+        return -(log_policy.exp() * vtrace.finite(log_policy)).sum(-1)
 
     def features(self, action: torch.Tensor) -> torch.Tensor:
         return F.one_hot(action.long(), self.num_logits).float()

@@ -52,7 +52,8 @@ def impala_loss(
     )
     entropy = distribution.entropy(target_logits)
 
-    pg_loss = -(log_probs * targets.pg_advantages).sum()
+    # An action that the learner's policy masks has importance weight and advantage 0.
+    pg_loss = -(vtrace.finite(log_probs) * targets.pg_advantages).sum()
     baseline_loss = flags.baseline_cost * 0.5 * (targets.vs - values).pow(2).sum()
     entropy_loss = -flags.entropy_cost * entropy.sum()
     auxiliary_losses = auxiliary_losses or {}
