@@ -435,12 +435,43 @@ def test_encoders_stored_in_bf16_equal_autocast(observation, torso):
     acting = Net(space, ACTION_SPACES["discrete"], torso, use_lstm=True, bf16=True)
     acting.encoders_to(torch.bfloat16)
     acting.load_state_dict(weights)
-    encoders = [*acting.images, *([acting.vector] if acting.vector else [])]
-    for encoder in encoders:
+    for encoder in acting.images:
         assert {p.dtype for p in encoder.parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in acting.core.parameters()} == {torch.float32}
+    for part in filter(None, (acting.core, acting.vector)):
+        assert {p.dtype for p in part.parameters()} == {torch.float32}
     with torch.inference_mode():
         assert_same(acting(rows, state)[0], net(rows, state)[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("acting", [False, True])
+def test_bf16_does_not_round_vectors(acting):
+    """bfloat16 has no 257: integers beside an image must not merge."""
+    numbers = spaces.Box(0, 10_000, (3,), np.int32)
+    space = spaces.Dict({"map": MINATAR, "numbers": numbers})
+    net = Net(space, ACTION_SPACES["discrete"], bf16=True)
+    rows = make_rows(space, ACTION_SPACES["discrete"])
+    rows["observation"]["numbers"][:] = torch.tensor([256, 5000, 9999])
+    near = with_leaf(
+        rows, ("observation", "numbers"), rows["observation"]["numbers"] + 1
+    )
+    expected, expected_near = (net.eval()(x)[0] for x in (rows, near))
+    if acting:
+        net.encoders_to(torch.bfloat16)
+    outputs, outputs_near = (net(x)[0] for x in (rows, near))
+    assert_same(outputs, expected, rtol=0, atol=0)
+    assert_same(outputs_near, expected_near, rtol=0, atol=0)
+    for name, x in outputs.items():
+        assert not torch.equal(x, outputs_near[name])
+
+
+def test_bf16_changes_nothing_without_images():
+    net = Net(VECTOR, ACTION_SPACES["discrete"])
+    rows = make_rows(VECTOR, ACTION_SPACES["discrete"])
+    expected = net(rows)[0]
+    net.bf16 = True
+    assert_same(net(rows)[0], expected, rtol=0, atol=0)
+    net.encoders_to(torch.bfloat16)
+    assert_same(net(rows)[0], expected, rtol=0, atol=0)
 
 
 def test_bf16_learns_in_fp32():

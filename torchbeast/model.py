@@ -120,8 +120,7 @@ class VectorEncoder(nn.Module):
         vectors = [
             flatten_leaf(part, x) for part, x in zip(self.parts, xs, strict=True)
         ]
-        dtype = next(self.mlp.parameters()).dtype
-        return self.mlp(torch.cat(vectors, dim=-1).to(dtype))
+        return self.mlp(torch.cat(vectors, dim=-1))
 
 
 class Net(nn.Module):
@@ -133,7 +132,8 @@ class Net(nn.Module):
       action_space: Discrete, MultiDiscrete or Box.
       torso: a name in TORSOS.
       use_lstm: put a recurrent core (LSTM, 256) behind the encoders.
-      bf16: run the encoders in bfloat16; core and heads stay in float32.
+      bf16: run the encoders of images in bfloat16; all else stays in float32. bfloat16
+        rounds integers above 256, which vectors may hold.
     """
 
     def __init__(
@@ -171,10 +171,11 @@ class Net(nn.Module):
         nn.init.zeros_(self.policy.bias)
 
     def encoders_to(self, dtype: torch.dtype) -> None:
-        """Stores the encoders' weights in a dtype, for acting without casts."""
+        """Stores the weights that --precision is about in a dtype, to act without casts.
+
+        Those are the image encoders'.
+        """
         self.images.to(dtype)
-        if self.vector:
-            self.vector.to(dtype)
         self.bf16 = False  # nothing is left to cast
 
     def initial_state(self, batch_size: int) -> State:
@@ -210,10 +211,10 @@ class Net(nn.Module):
             features = [
                 encode(x) for encode, x in zip(self.images, images, strict=True)
             ]
-            if self.vector:
-                is_vector = [not image for image in self.is_image]
-                vectors = list(itertools.compress(leaves, is_vector))
-                features.append(self.vector(vectors))
+        if self.vector:
+            is_vector = [not image for image in self.is_image]
+            vectors = list(itertools.compress(leaves, is_vector))
+            features.append(self.vector(vectors))
         goes_on = (~rows["done"]).reshape(T * B, 1)
         features += [
             goes_on * rows["reward"].clamp(-1, 1).reshape(T * B, 1),

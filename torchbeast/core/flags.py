@@ -167,7 +167,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         "--precision",
         default="auto",
         choices=["auto", "fp32", "bf16"],
-        help="of the encoders; auto: bf16 where the hardware computes in it",
+        help="of the image encoders; auto: bf16 if the hardware computes in it",
     )
 
     add = parser.add_argument_group("layout").add_argument
