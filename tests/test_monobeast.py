@@ -11,6 +11,8 @@ import pytest
 import runs
 import torch
 
+from torchbeast.core.status import Board
+
 SYNC = {**runs.SMALL, "sync": True}
 
 
@@ -130,17 +132,29 @@ def test_test_mode_tells_the_returns(savedir, use_lstm):
     assert f"min {min(returns):.2f}, max {max(returns):.2f}" in output
 
 
-def test_tensorboard_gets_the_scalars(savedir):
+def test_tensorboard_gets_the_scalars_of_a_resumed_run(savedir):
+    """Every step of logs.csv once, those of updates after the checkpoint included."""
     events = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     )
+    process = runs.start(savedir, "a", **runs.SMALL, tensorboard=True)
+    runs.wait_for_rows(process, savedir, "a", 7)
+    process.send_signal(signal.SIGINT)
+    runs.finish(process)
+    before = runs.read_logs(savedir, "a")
+    # Points beyond the checkpoint, as a run leaves them that is killed: written again.
+    lost = Board(savedir / "a", int(before[-1]["step"]))
+    lost.log({"step": int(before[-1]["step"]) + 10, "total_loss": 1e9})
+    lost.close()
     runs.run(savedir, "a", **runs.SMALL, tensorboard=True)
     accumulator = events.EventAccumulator(str(savedir / "a"))
     accumulator.Reload()
     losses = accumulator.Scalars("total_loss")
     rows = runs.read_logs(savedir, "a")
+    assert 7 <= len(before) < len(rows) == 60
     assert [event.step for event in losses] == [int(row["step"]) for row in rows]
-    assert losses[-1].value == pytest.approx(float(rows[-1]["total_loss"]), rel=1e-5)
+    for event, row in zip(losses, rows, strict=True):
+        assert event.value == pytest.approx(float(row["total_loss"]), rel=1e-5)
 
 
 @pytest.fixture

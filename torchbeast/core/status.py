@@ -89,7 +89,8 @@ class Board:
 
     Args:
       path: the folder.
-      step: at which the run begins or goes on; what was written beyond is hidden.
+      step: at which the run begins or goes on; points beyond it are hidden, because
+        the run writes them again.
 
     Raises:
       FlagError: the package is missing.
@@ -102,7 +103,8 @@ class Board:
             raise FlagError(
                 "--tensorboard needs the package tensorboard: pip install tensorboard"
             ) from error
-        self.writer = SummaryWriter(str(path), purge_step=step)
+        # TensorBoard hides purge_step itself too, which was learned before.
+        self.writer = SummaryWriter(str(path), purge_step=step + 1)
 
     def log(self, row: dict[str, Any]) -> None:
         """Writes the numbers of a row of logs.csv."""
