@@ -12,6 +12,7 @@ from gymnasium import spaces
 from torchbeast.core import environment
 from torchbeast.core.environment import (
     Environment,
+    MissingPackageError,
     OldGymAdapter,
     UnknownEnvironmentError,
     UnsupportedSpaceError,
@@ -528,6 +529,18 @@ def test_unknown_name(env, match):
         create_env(env_flags(env))
 
 
+def test_deprecated_version_names_the_new_one():
+    gymnasium.register("OutOfDate-v2", entry_point=Counter)
+    with pytest.raises(UnknownEnvironmentError, match=r"v1.* Please use .OutOfDate-v2"):
+        create_env(env_flags("OutOfDate-v1"))
+
+
+def test_environment_has_moved_to_another_package():
+    """Gymnasium's old MuJoCo environments raise ImportError, which says where to."""
+    with pytest.raises(MissingPackageError, match=r"Hopper-v3: .* gymnasium-robotics"):
+        create_env(env_flags("Hopper-v3"))
+
+
 @pytest.mark.parametrize("env", ["missing_package.envs:Env", "missing_package:Env-v0"])
 def test_missing_package(env):
     with pytest.raises(ImportError, match="pip install missing_package"):
@@ -548,7 +561,10 @@ def bad_action():
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (bad_observation, r"observation\['b'\]\[1\] .*Text.*allowed are Box, Discrete"),
+        (
+            bad_observation,
+            r"observation\['b'\]\[1\] .*Text.*allowed are Box, .*environments.md",
+        ),
         (bad_action, r"action .*Dict.*allowed are Discrete, MultiDiscrete"),
     ],
 )

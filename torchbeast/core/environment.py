@@ -104,8 +104,11 @@ def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
         raise UnknownEnvironmentError(
             f"--env {name}: no environment goes by this name.{hint} Allowed are Atari "
             "and other Gymnasium ids, package.module:Id-v0 for those that a package "
-            "registers, and package.module:Class."
+            "registers (such as minigrid:MiniGrid-Empty-5x5-v0), and "
+            "package.module:Class."
         ) from error
+    except gymnasium.error.DeprecatedEnv as error:  # names the version to take
+        raise UnknownEnvironmentError(f"--env {name}: {error}") from error
     except gymnasium.error.DependencyNotInstalled as error:
         raise MissingPackageError(f"--env {name} needs a package: {error}") from error
     except ModuleNotFoundError as error:
@@ -113,6 +116,8 @@ def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
         raise MissingPackageError(
             f"--env {name}: {error} Try: pip install {package}"
         ) from error
+    except ImportError as error:  # a name that has moved, a system library
+        raise MissingPackageError(f"--env {name}: {error}") from error
 
 
 class MinAtarGame(gymnasium.Wrapper):
@@ -278,7 +283,8 @@ def check_observation_space(space: spaces.Space, place: str = "observation") -> 
         raise UnsupportedSpaceError(
             f"{place} has the unsupported space {space}; allowed are Box, Discrete, "
             "MultiDiscrete, MultiBinary, and Dict and Tuple of those. Wrap the "
-            "environment in a gymnasium.ObservationWrapper."
+            "environment in a gymnasium.ObservationWrapper; docs/environments.md "
+            "shows how."
         )
 
 
