@@ -380,6 +380,11 @@ def test_servers_unless_a_flag_says_how_many(monkeypatch):
         assert (flags.num_actors, flags.num_servers) == (actors, servers)
 
 
+def test_two_runs_on_one_machine_have_servers_of_their_own():
+    first, second = (polybeast_env.addresses(resolve()) for _ in range(2))
+    assert not set(first) & set(second)
+
+
 def test_addresses(tmp_path):
     flags = resolve("--num_servers", "3", "--pipes_basename", "unix:/tmp/x")
     there = [f"unix:/tmp/x.{i}" for i in range(3)]

@@ -10,6 +10,7 @@ or the failure of either.
 # Not the learner, and so not torch: the servers' processes import this file too.
 import argparse
 import multiprocessing as mp
+import secrets
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.description = "PolyBeast: IMPALA with environments in servers of their own."
     parser.set_defaults(num_servers=None)
     polybeast_env.add_server_flags(parser)
+    # By default a name that no other run on this machine has.
+    parser.set_defaults(pipes_basename=None)
     return parser
 
 
@@ -38,6 +41,9 @@ def resolve_layout(flags: Flags) -> Flags:
             "torchbeast.polybeast_learner with --server_addresses here; or that one "
             "with --listen, and the environments with --join"
         )
+    if flags.pipes_basename is None:
+        name = f"{polybeast_env.PIPES_BASENAME}-{secrets.token_hex(4)}"
+        flags.pipes_basename = name
     if flags.num_servers is None:
         flags.num_actors = flags.num_actors or polybeast_env.NUM_SERVERS
         # A core can't do more than one process's work; more would only take memory.

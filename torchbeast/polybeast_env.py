@@ -44,6 +44,7 @@ from torchbeast.core.flags import FlagError, Flags
 log = logging.getLogger("torchbeast.polybeast_env")
 
 NUM_SERVERS = 4
+PIPES_BASENAME = "unix:/tmp/polybeast"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHUTDOWN_SECONDS = 5.0  # granted to servers to end by themselves
 START_SECONDS = 300.0  # granted to servers to import and to make an environment
@@ -335,8 +336,9 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("connection").add_argument
     add(
         "--pipes_basename",
-        default="unix:/tmp/polybeast",
-        help="the servers' sockets on one machine are this name with .0, .1, ...",
+        default=PIPES_BASENAME,
+        help="the servers' sockets on one machine are this name with .0, .1, ... "
+        "(torchbeast.polybeast: a new name per run)",
     )
     add("--num_servers", type=int, default=NUM_SERVERS, help="server processes")
     add("--envs_per_actor", type=int, default=8, help="environments of one stream")
