@@ -216,7 +216,9 @@ def test_resolving_fills_in_what_is_open(monkeypatch):
     monkeypatch.setenv("HOME", "/nowhere")
     flags = resolve()
     assert flags.savedir == os.path.join("/nowhere", "logs", "torchbeast")
-    assert re.fullmatch(r"torchbeast-\d{8}-\d{6}", flags.xpid)
+    assert re.fullmatch(r"torchbeast-\d{8}-\d{6}-[0-9a-f]{6}", flags.xpid)
+    # A shell loop starts several runs in a second.
+    assert len({resolve().xpid for _ in range(3)}) == 3
     assert flags.precision in ("fp32", "bf16")
     assert flags.num_buffers >= flags.num_actors * flags.envs_per_actor
     open_flags = {name for name, value in flags.as_dict().items() if value is None}

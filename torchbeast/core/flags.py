@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -249,7 +250,10 @@ def resolve(flags: Flags) -> Flags:
       FlagError: a value can't work; the message says what is allowed.
     """
     flags.savedir = os.path.expanduser(flags.savedir)
-    flags.xpid = flags.xpid or time.strftime("torchbeast-%Y%m%d-%H%M%S")
+    if not flags.xpid:  # random digits: a script may start several runs in a second
+        flags.xpid = (
+            f"{time.strftime('torchbeast-%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        )
     if os.sep in flags.xpid or flags.xpid in (".", "..", "latest"):
         raise FlagError(f"--xpid names a folder in --savedir, got {flags.xpid!r}")
     at_least_one = (
