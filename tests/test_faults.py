@@ -167,6 +167,10 @@ class Run:
         before = lines()
         self.wait_for(lambda: lines() >= before + number, f"{number} updates")
 
+    def has_updates(self) -> bool:
+        logs = self.path / "logs.csv"
+        return logs.exists() and logs.read_bytes().count(b"\n") > 2
+
     def wait_for_a_checkpoint(self) -> None:
         """Waits for one of learned weights; the first can come before an update."""
 
@@ -295,6 +299,9 @@ def test_actor_is_killed(start):
     run.wait_for_end(1)
     run.assert_error(f"actor 1 (pid {pid}) died by signal SIGKILL")
     run.assert_files()
+    (entry,) = json.loads((run.path / "meta.json").read_text())["starts"]
+    assert entry["error"].startswith(f"ActorError: actor 1 (pid {pid}) died by signal")
+    assert (entry["exit_status"], entry["signal"]) == (1, None)
 
 
 def test_actor_is_stopped(start):
@@ -386,6 +393,35 @@ def test_learner_is_killed(start):
     run.assert_no_error()
     saved = torch.load(run.checkpoint, weights_only=True)
     assert saved["stats"]["step"] >= before["stats"]["step"]
+
+
+def test_learner_is_killed_before_its_first_checkpoint(start):
+    """The same command begins the run anew; meta.json tells of both starts."""
+    first = start(checkpoint_interval=600)
+    first.wait_for_updates(3)
+    first.process.kill()
+    first.process.wait()
+    first.assert_nothing_left()
+    assert not first.checkpoint.exists()
+    second = start(checkpoint_interval=600)
+    second.wait_for(
+        lambda: "Starting anew: " in second.console and second.has_updates(),
+        "updates of the second start",
+    )
+    second.process.send_signal(signal.SIGINT)
+    second.wait_for_end(130)
+    second.assert_no_error()
+    assert "died before its first checkpoint" in second.console
+    saved = second.assert_files()
+    rows = runs.read_logs(second.savedir, second.xpid)
+    assert [int(row["_tick"]) for row in rows] == list(range(len(rows)))
+    assert int(rows[0]["step"]) == 2 * 50
+    killed, ended = json.loads((second.path / "meta.json").read_text())["starts"]
+    assert killed["date_start"]
+    assert killed["date_end"] is killed["exit_status"] is killed["signal"] is None
+    assert (ended["exit_status"], ended["signal"]) == (130, "SIGINT")
+    assert ended["error"] is None
+    assert ended["last_step"] == saved["stats"]["step"]
 
 
 # --- Signals --------------------------------------------------------------------------
@@ -581,19 +617,6 @@ def test_checkpoint_is_truncated(start, stopped_run, tmp_path):
     )
     assert (path / "model.tar").read_bytes() == half
     torch.load(path / "model.previous.tar", weights_only=True)
-
-
-def test_flags_differ_from_those_of_the_checkpoint(start, stopped_run, tmp_path):
-    shutil.copytree(stopped_run / "run", tmp_path / "run")
-    run = start(discounting=0.9, batch_size=3)
-    run.wait_for_end(1)
-    run.assert_error(
-        *("--discounting 0.99 -> 0.9", "--batch_size 2 -> 3", "--allow_flag_changes"),
-        begun=False,
-    )
-    for name in ("model.tar", "logs.csv", "meta.json"):
-        before = (stopped_run / "run" / name).read_bytes()
-        assert (run.path / name).read_bytes() == before, name
 
 
 def test_run_is_running_already(start):

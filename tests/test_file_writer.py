@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from torchbeast.core import file_writer
-from torchbeast.core.file_writer import FileWriter
+from torchbeast.core.file_writer import FileWriter, RunFileError, RunFolder
 
 ROOT = pathlib.Path(__file__).parents[1]
 ARGS = {"env": "CartPole-v1", "seed": 3, "reward_clipping": None, "discounting": 0.99}
@@ -190,7 +190,13 @@ def test_meta(tmp_path, monkeypatch):
     assert meta["versions"]["torch"].startswith(torch.__version__.split("+")[0])
     writer.close(successful=True)
     ended = read_meta(writer.path)
-    assert ended == meta | {"successful": True, "date_end": ended["date_end"]}
+    [entry] = meta["starts"]
+    end = {"successful": True, "date_end": ended["date_end"]}
+    assert ended == meta | end | {"starts": [entry | end]}
+    assert entry["flags"] == meta["args"]
+    assert (entry["first_step"], entry["date_start"]) == (0, meta["date_start"])
+    for name in ("git", "slurm", "env", "versions"):
+        assert entry[name] == meta[name]
     start, end = (
         datetime.datetime.fromisoformat(ended[f"date_{n}"]) for n in ("start", "end")
     )
@@ -214,7 +220,8 @@ def make_checkout(folder):
     package = folder / "torchbeast" / "core"
     package.mkdir(parents=True)
     source = pathlib.Path(file_writer.__file__)
-    (package / "file_writer.py").write_bytes(source.read_bytes())
+    for name in ("file_writer.py", "errors.py"):
+        (package / name).write_bytes(source.with_name(name).read_bytes())
     (package / "__init__.py").touch()
     (package.parent / "__init__.py").touch()
     (folder / "README").write_text("one\n")
@@ -447,11 +454,70 @@ def test_resume_completes_fields_csv(started):
     assert fields == "_tick,_time,step\n_tick,_time,step,total_loss\n"
 
 
-def test_resume_with_a_damaged_meta(started, caplog):
-    (started / "meta.json").write_text("{")
+@pytest.mark.parametrize("damaged", ["{", "", "[1]", '{"starts": 3}'])
+def test_resume_with_a_damaged_meta(started, caplog, damaged):
+    (started / "meta.json").write_text(damaged)
     FileWriter(str(started.parent), "run", ARGS, 90).close(successful=True)
     assert read_meta(started)["successful"] is True
     assert "is damaged and begun anew" in caplog.text
+
+
+def test_meta_tells_of_every_start(started):
+    """Also of those that were killed, and of one that begins anew."""
+    savedir = str(started.parent)
+    FileWriter(savedir, "run", ARGS | {"seed": 4}, resume_step=90).close(
+        False, last_step=105, exit_status=130, signal="SIGINT"
+    )
+    killed = FileWriter(savedir, "run", ARGS | {"seed": 5}, resume_step=105)
+    killed._resources.close()  # without what close() would write
+    FileWriter(savedir, "run", ARGS, anew=True).close(
+        False, last_step=0, exit_status=1, error="ValueError: " + 5000 * "x"
+    )
+    meta = read_meta(started)
+    assert meta["args"] == ARGS
+    first, second, third, fourth = meta["starts"]
+    assert [start["flags"]["seed"] for start in meta["starts"]] == [3, 4, 5, 3]
+    assert first["date_end"]
+    assert (second["first_step"], second["last_step"]) == (90, 105)
+    assert (second["exit_status"], second["signal"]) == (130, "SIGINT")
+    assert third["first_step"] == 105
+    assert third["date_start"]
+    assert third["date_end"] is third["exit_status"] is third["last_step"] is None
+    assert fourth["exit_status"] == 1
+    assert fourth["error"].startswith("ValueError: xxx")
+    assert len(fourth["error"]) == 1000
+    assert meta["resumed"] == []
+
+
+def test_starting_anew_cuts_all_lines(started, info_level):
+    writer = FileWriter(str(started.parent), "run", ARGS, anew=True)
+    writer.log({"step": 5, "total_loss": 1.0})
+    writer.close(successful=True)
+    assert [(row["_tick"], row["step"]) for row in read_rows(started)] == [("0", "5")]
+    assert "Starting anew: 7 lines" in (started / "out.log").read_text()
+
+
+def test_a_locked_folder(tmp_path):
+    with RunFolder(str(tmp_path), "run") as folder:
+        for _ in range(2):
+            with pytest.raises(BlockingIOError, match="Another process"):
+                FileWriter(str(tmp_path), "run", ARGS)
+        FileWriter(str(tmp_path), "run", ARGS, folder=folder).close(successful=True)
+        with pytest.raises(BlockingIOError):
+            RunFolder(str(tmp_path), "run")
+    RunFolder(str(tmp_path), "run").close()
+    assert (tmp_path / "run" / "meta.json").exists()
+    RunFolder(str(tmp_path), "unused").close()
+    assert names(tmp_path) == ["latest", "run"], "nothing was put into the other"
+
+
+@pytest.mark.parametrize("savedir", ["a file", "a file/below", "/proc/nothing"])
+def test_a_folder_that_can_not_be_made(tmp_path, savedir):
+    (tmp_path / "a file").write_text("mine")
+    with pytest.raises(RunFileError, match="choose another --savedir") as error:
+        FileWriter(str(tmp_path / savedir), "run", ARGS)
+    assert savedir in str(error.value)
+    assert (tmp_path / "a file").read_text() == "mine"
 
 
 # Logs until the files may grow no further, as on a full disk.

@@ -64,12 +64,52 @@ def test_an_explicit_default_wins_over_the_preset():
 
 
 def test_a_checkpoint_stands_between_command_line_and_preset():
-    saved = {"batch_size": 6, "unroll_length": 9, "a flag of long ago": 1}
-    flags = parse("--preset minatar --unroll_length 7", defaults=saved)
-    assert flags.batch_size == 6
-    assert flags.unroll_length == 7
-    assert flags.learning_rate == PRESETS["minatar"]["learning_rate"]
-    assert "a flag of long ago" not in flags.as_dict()
+    saved = {"preset": "minatar", "batch_size": 6, "unroll_length": 9, "old": 1}
+    for line in ("--unroll_length 7", "--preset minatar --unroll_length 7"):
+        flags = parse(line, saved=saved)
+        assert flags.preset == "minatar"
+        assert flags.batch_size == 6
+        assert flags.unroll_length == 7
+        assert flags.learning_rate == PRESETS["minatar"]["learning_rate"]
+        assert "old" not in flags.as_dict()
+
+
+def test_another_preset_counts_as_typed():
+    saved = {"preset": "minatar", "batch_size": 6, "unroll_length": 9, "seed": 7}
+    flags = parse("--preset cartpole --unroll_length 7", saved=saved)
+    assert flags.batch_size == PRESETS["cartpole"]["batch_size"]
+    assert flags.env == PRESETS["cartpole"]["env"]
+    assert (flags.unroll_length, flags.seed) == (7, 7)
+    assert flags.typed == {"preset", "unroll_length"} | PRESETS["cartpole"].keys()
+
+
+def test_which_flags_were_typed():
+    default = monobeast.make_parser().get_default("batch_size")
+    assert parse().typed == frozenset()
+    flags = parse(f"--num_threads 1 --batch_size={default} --no-life_loss --sync")
+    assert flags.typed == {"num_learner_threads", "batch_size", "life_loss", "sync"}
+    assert pickle.loads(pickle.dumps(flags.freeze())).typed == flags.typed
+    assert flags.replace(seed=3).typed == flags.typed
+
+
+def test_what_one_start_does_is_not_taken_from_a_checkpoint():
+    saved = {"mode": "test", "savedir": "/b", "xpid": "b", "video": "/etc/passwd"}
+    flags = parse(saved=saved)
+    for name, value in saved.items():
+        assert getattr(flags, name) != value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("batch_size", "6"), ("batch_size", True), ("learning_rate", [1.0])),
+        *(("env", 5), ("model", "none"), ("life_loss", 1)),
+    ],
+)
+def test_a_checkpoint_with_a_flag_of_a_wrong_type(name, value):
+    with pytest.raises(FlagError, match=f"flag {name} is ") as error:
+        parse(saved={name: value})
+    assert repr(value) in str(error.value)
 
 
 def test_a_preset_leaves_nothing_behind():
@@ -165,8 +205,8 @@ def flags_read():
 
 
 def test_every_flag_is_read():
-    # parse() reads the preset before there are flags.
-    assert actions().keys() - flags_read() == {"preset"}
+    # It only has to be accepted, for old command lines.
+    assert actions().keys() - flags_read() == {"allow_flag_changes"}
 
 
 def test_every_flag_that_is_read_is_declared():
@@ -253,7 +293,25 @@ def test_resolving_twice_changes_nothing():
         ("--learning_rate -0.1", ["--learning_rate", "at least 0", "got -0.1"]),
         ("--learning_rate nan", ["--learning_rate", "at least 0", "got nan"]),
         ("--epsilon -1", ["--epsilon", "at least 0", "got -1"]),
-        ("--momentum -1", ["--momentum", "at least 0", "got -1"]),
+        ("--momentum -1", ["--momentum", "in [0, 1)", "got -1"]),
+        ("--momentum 1", ["--momentum", "in [0, 1)", "got 1"]),
+        ("--momentum inf", ["--momentum", "in [0, 1)", "got inf"]),
+        ("--learning_rate inf", ["--learning_rate", "finite", "got inf"]),
+        ("--entropy_cost nan", ["--entropy_cost", "finite", "got nan"]),
+        ("--entropy_cost=-inf", ["--entropy_cost", "finite", "got -inf"]),
+        ("--baseline_cost inf", ["--baseline_cost", "finite", "got inf"]),
+        ("--baseline_cost -1", ["--baseline_cost", "at least 0", "got -1"]),
+        ("--epsilon inf", ["--epsilon", "finite", "got inf"]),
+        ("--alpha nan", ["--alpha", "[0, 1]", "got nan"]),
+        ("--grad_norm_clipping nan", ["--grad_norm_clipping", "got nan"]),
+        (f"--seed {2**64}", ["--seed", f"below {2**64}", f"got {2**64}"]),
+        (f"--total_steps {2**63}", ["--total_steps", f"got {2**63}"]),
+        ("--checkpoint_interval -1", ["--checkpoint_interval", "at least 0"]),
+        ("--actor_timeout inf", ["--actor_timeout", "(0, 1e+06]", "got inf"]),
+        (
+            "--batch_size 4 --unroll_length 30 --total_steps 119",
+            ["120 steps", "--batch_size 4", "--unroll_length 30", "--total_steps 119"],
+        ),
         ("--alpha 1.5", ["--alpha", "[0, 1]", "got 1.5"]),
         ("--sticky_actions 1.5", ["--sticky_actions", "[0, 1]", "got 1.5"]),
         ("--discounting -0.1", ["--discounting", "[0, 1]", "got -0.1"]),
@@ -287,7 +345,12 @@ def test_values_that_cannot_work(line, words):
 
 
 @pytest.mark.parametrize(
-    "line", ["--seed 0", "--noop_max 0", "--grad_norm_clipping inf"]
+    "line",
+    [
+        *("--seed 0", f"--seed {2**64 - 1}", "--noop_max 0"),
+        *("--grad_norm_clipping inf", "--checkpoint_interval inf"),
+        "--batch_size 4 --unroll_length 30 --total_steps 120",
+    ],
 )
 def test_values_at_the_edge(line):
     resolve(line)
@@ -323,6 +386,15 @@ def test_devices(monkeypatch):
     assert flags_lib.actor_device(parse()) == torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert flags_lib.learner_device(parse()) == torch.device("cpu")
+
+
+def test_every_number_has_a_range():
+    pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    from torchbeast import polybeast
+
+    declared = actions() | actions(polybeast.make_parser)
+    numbers = {name for name, x in declared.items() if x.type in (int, float)}
+    assert flags_lib.RANGES.keys() == numbers
 
 
 # --- Frozen flags ---

@@ -101,15 +101,29 @@ def test_sync_refuses_games_that_it_could_not_save(savedir):
     assert not (savedir / "a").exists()
 
 
-def test_asynchronous_run_goes_on_where_it_was(savedir):
-    runs.run(savedir, "a", **runs.SMALL)
-    more = {**runs.SMALL, "total_steps": 900}
-    process = runs.start(savedir, "a", **more)
+def fails(savedir, xpid, **flags):
+    """A run that has to fail with one message; returns what it printed."""
+    process = runs.start(savedir, xpid, **flags)
     output = runs.finish(process)
-    assert process.returncode == 1
-    assert "--total_steps 600 -> 900" in output
-    more["learning_rate"] = 0.0003
-    runs.run(savedir, "a", **more, allow_flag_changes=True)
+    assert process.returncode == 1, output
+    assert "Traceback" not in output
+    assert output.count("[ERROR ") == 1, output
+    return output
+
+
+def test_a_run_goes_on_where_it_was(savedir):
+    """Without its flags; those that are typed win."""
+    runs.run(savedir, "a", **runs.SMALL, preset="cartpole")
+    before = (savedir / "a" / "logs.csv").read_bytes()
+    output = runs.run(savedir, "a")
+    assert "The run a is at step 600 of --total_steps 600 already" in output
+    assert "Finished" not in output
+    output = runs.run(
+        *(savedir, "a"), preset="cartpole", total_steps=900, learning_rate=0.0003
+    )
+    assert "--learning_rate 0.002 -> 0.0003, --total_steps 600 -> 900." in output
+    assert "--learning_rate 0.002" in (savedir / "a" / "out.log").read_text()
+    assert (savedir / "a" / "logs.csv").read_bytes().startswith(before)
     rows = runs.read_logs(savedir, "a")
     assert [int(row["_tick"]) for row in rows] == list(range(90))
     assert int(rows[-1]["step"]) == 900
@@ -118,6 +132,62 @@ def test_asynchronous_run_goes_on_where_it_was(savedir):
     assert saved["scheduler_state_dict"]["last_epoch"] == 90
     # The new rate and the new end count from where the run was.
     assert float(rows[60]["learning_rate"]) == pytest.approx(0.0003 * (1 - 600 / 900))
+
+    first, second = json.loads((savedir / "a" / "meta.json").read_text())["starts"]
+    assert first["flags"] == {**second["flags"], "total_steps": 600} | {
+        "learning_rate": 0.002
+    }
+    assert (first["first_step"], first["last_step"]) == (0, 600)
+    assert (second["first_step"], second["last_step"]) == (600, 900)
+    assert second["flags"]["env"] == "CartPole-v1"
+    assert second["exit_status"] == 0
+    assert second["signal"] is second["error"] is None
+
+
+def edit_checkpoint(path, **changes):
+    saved = torch.load(path, weights_only=True)
+    for name, change in changes.items():
+        saved[name] |= change
+    torch.save(saved, path)
+
+
+def test_flags_that_a_checkpoint_lacks_has_or_can_not_have(savedir):
+    """Of forks, and of another machine."""
+    runs.run(savedir, "a", **runs.SMALL, num_buffers=7)
+    path = savedir / "a" / "model.tar"
+    saved = torch.load(path, weights_only=True)
+    assert {"learner_device", "max_restarts"}.isdisjoint(saved["flags_left_open"])
+    del saved["flags"]["noop_max"]
+    saved["flags"] |= {"curiosity": 0.5, "learner_device": "cuda:7"}
+    # Typed, but the environments alone need 9 buffers now.
+    torch.save(saved, path)
+    output = runs.run(savedir, "a", num_actors=3, total_steps=700)
+    assert "--curiosity 0.5" in output
+    assert "--noop_max 30" in output
+    assert "--learner_device cuda:7: there are " in output
+    assert "--num_actors 2 -> 3" in output
+    assert "--num_buffers 7 -> 12" in output
+    assert runs.read_logs(savedir, "a")[-1]["step"] == "700"
+
+    before = path.read_bytes()
+    output = fails(savedir, "a", use_lstm=True, total_steps=800)
+    assert "core.weight_ih_l0 [1024, 131] is not in the checkpoint" in output
+    assert "policy.weight is [2, 131] in the checkpoint, but [2, 256] here" in output
+    output = fails(savedir, "a", env="environments:GridWorld", total_steps=800)
+    assert "is [2, 131] in the checkpoint, but [" in output
+    assert path.read_bytes() == before
+
+
+def test_sync_refuses_flags_that_break_the_promise(savedir):
+    flags = {**SYNC, "total_steps": 60}
+    runs.run(savedir, "a", **flags)
+    output = fails(savedir, "a", num_actors=3, total_steps=120)
+    assert "--num_actors 2 -> 3 is not possible" in output
+    runs.run(savedir, "a", total_steps=120)
+    assert len(runs.read_logs(savedir, "a")) == 12
+    runs.run(savedir, "b", **{**runs.SMALL, "total_steps": 60})
+    output = fails(savedir, "b", sync=True, total_steps=120)
+    assert "saved without --sync" in output
 
 
 @pytest.mark.parametrize("use_lstm", [None, True])

@@ -80,11 +80,9 @@ def test_trains_finishes_and_resumes(tmp_path, small, use_lstm):
     meta = json.loads((tmp_path / "a" / "meta.json").read_text())
     assert meta["successful"]
 
-    small["total_steps"] = 1200
-    output = runs.run(
-        tmp_path, "a", **small, use_lstm=use_lstm, allow_flag_changes=True
-    )
+    output = runs.run(tmp_path, "a", module=POLYBEAST, total_steps=1200)
     assert "Resuming at step 900" in output
+    assert "--total_steps 900 -> 1200." in output
     rows = runs.read_logs(tmp_path, "a")
     assert [int(row["step"]) for row in rows] == list(range(30, 1201, 30))
 

@@ -220,7 +220,6 @@ def test_an_environment_raises(serve, learn, pipes, tmp_path):
         pipes_basename=pipes,
         num_servers=1,
         total_steps=step + 10 * 2 * E * T,
-        allow_flag_changes=True,
         **env,
     )
     run.wait_for_end(0)
@@ -249,7 +248,6 @@ def test_learner_killed_and_resumed(serve, learn, pipes):
         pipes_basename=pipes,
         num_servers=2,
         total_steps=step + 20 * 2 * E * T,
-        allow_flag_changes=True,
     )
     run.wait_for_end(0)
     run.assert_no_error()

@@ -42,7 +42,7 @@ import torch.multiprocessing as mp
 from gymnasium import spaces
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from torchbeast.core import checkpoint, rollout
+from torchbeast.core import checkpoint, resume, rollout
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.environment import (
     Environment,
@@ -50,7 +50,8 @@ from torchbeast.core.environment import (
     UnknownEnvironmentError,
     UnsupportedSpaceError,
 )
-from torchbeast.core.file_writer import FileWriter
+from torchbeast.core.errors import UserError
+from torchbeast.core.file_writer import FileWriter, RunFolder
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.losses import impala_loss
 from torchbeast.core.optim import make_optimizer
@@ -573,6 +574,21 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint, which has to fit the model.
+
+        Raises:
+          CheckpointError: it does not.
+        """
+        checkpoint.check_fit(state["model_state_dict"], self.model)
+        try:
+            self._load_state_dict(state)
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise checkpoint.CheckpointError(
+                "the checkpoint does not fit this model and optimizer: "
+                f"{type(error).__name__}: {error}. Choose another --xpid"
+            ) from error
+
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model_state_dict"])
         checkpoint.set_rng_state(state["rng"])
         stats = state["stats"]
@@ -675,7 +691,7 @@ class Run(ABC):
     then, meta.json tells of it, and a checkpoint is saved where that makes sense.
 
     Args:
-      saved: the checkpoint to go on from.
+      beginning: flags, folder and checkpoint.
       weights: those to act with.
 
     Attributes:
@@ -685,21 +701,19 @@ class Run(ABC):
     """
 
     def __init__(
-        self,
-        flags: Flags,
-        learner: Learner,
-        saved: dict[str, Any] | None,
-        weights: Weights,
+        self, beginning: resume.Beginning, learner: Learner, weights: Weights
     ) -> None:
-        self.flags, self.learner, self.weights = flags, learner, weights
-        self.resumed = saved is not None
-        if saved:
-            learner.load_state_dict(saved)
+        self.beginning, self.learner, self.weights = beginning, learner, weights
+        self.flags = flags = beginning.flags
+        self.resumed = beginning.saved is not None
+        if beginning.saved:
+            learner.load_state_dict(beginning.saved)
         weights.publish(learner.model, learner.version)
         if learner.device.type == "cpu":
             torch.set_num_threads(flags.torch_threads)
             keep_freed_memory()
         self.errors: list[BaseException] = []
+        self._error: str | None = None  # what ended the run, for meta.json
         self.stop_signal, self._stopped_at, self._told = 0, 0.0, False
         self.timings = Timings()
         self.threads: list[threading.Thread] = []
@@ -750,6 +764,11 @@ class Run(ABC):
         return report(error)
 
     # What is common.
+
+    def _report(self, error: BaseException) -> int:
+        if self._error is None and not isinstance(error, KeyboardInterrupt):
+            self._error = f"{type(error).__name__}: {error}"
+        return self.report(error)
 
     def add_thread(self, name: str, work: Callable[[], None]) -> None:
         """Has a thread do the work; what it raises ends the run."""
@@ -804,9 +823,12 @@ class Run(ABC):
             if self.stop_signal:
                 return False
         try:
-            state = learner.state_dict() | {"flags": self.flags.as_dict()}
+            state = learner.state_dict() | {
+                "flags": self.flags.as_dict(),
+                "flags_left_open": self.beginning.left_open,
+            }
             state |= self.state_dict()
-            path = checkpoint_path(self.flags)
+            path = self.beginning.folder.path / "model.tar"
             checkpoint.save(path, state)
             self._saved_version = learner.version
         finally:
@@ -849,8 +871,14 @@ class Run(ABC):
           What keeps the run from starting, before anything is written to its folder.
         """
         flags, learner = self.flags, self.learner
-        step = learner.step if self.resumed else None
-        self.writer = FileWriter(flags.savedir, flags.xpid, flags.as_dict(), step)
+        self.writer = FileWriter(
+            flags.savedir,
+            flags.xpid,
+            flags.as_dict(),
+            resume_step=learner.step if self.resumed else None,
+            folder=self.beginning.folder,
+            anew=self.beginning.anew,
+        )
         old_handlers = {n: signal.signal(n, self._on_signal) for n in STOP_SIGNALS}
         old_wakeup = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         status = 1
@@ -860,6 +888,10 @@ class Run(ABC):
                 log.info("Run %s; files in %s", flags.xpid, self.writer.path)
                 if self.resumed:
                     log.info("Resuming at step %d.", learner.step)
+                elif self.beginning.anew:
+                    log.warning("%s died before its first checkpoint.", flags.xpid)
+                for note in self.beginning.notes:
+                    log.info("%s", note)
                 if flags.tensorboard:
                     self._board = Board(self.writer.path, learner.step)
                 self.start()
@@ -886,7 +918,7 @@ class Run(ABC):
                 finished = learner.step >= flags.total_steps
                 status = 0 if finished else 128 + self.stop_signal
             except BaseException as error:
-                status = self.report(error)
+                status = self._report(error)
                 # In sync mode only whole turns resume; a save that failed would again.
                 unwanted = isinstance(
                     error, checkpoint.CheckpointError | KeyboardInterrupt
@@ -895,15 +927,16 @@ class Run(ABC):
             try:
                 ended = self._end_threads()
                 if self.errors and status != 1:  # after the last turn
-                    status = self.report(self.errors[0])
+                    status = self._report(self.errors[0])
                 if not ended:
                     busy = [t.name for t in self.threads if t.is_alive()]
-                    log.error("%s still busy: nothing is saved.", ", ".join(busy))
+                    self._error = f"{', '.join(busy)} still busy: nothing is saved."
+                    log.error("%s", self._error)
                     status = 1
                 elif worth_saving:
                     self.save()
             except BaseException as error:
-                status = self.report(error)
+                status = self._report(error)
         finally:
             for number in STOP_SIGNALS:  # what comes now has its limits
                 signal.signal(number, signal.SIG_IGN)
@@ -922,7 +955,13 @@ class Run(ABC):
                 len(learner.game_returns),
                 format_return(learner.mean_return()),
             )
-            self.writer.close(status == 0)
+            self.writer.close(
+                status == 0,
+                last_step=learner.step,
+                exit_status=status,
+                signal=signal.Signals(status - 128).name if status > 128 else None,
+                error=self._error if status == 1 else None,
+            )
             for number, handler in old_handlers.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(old_wakeup)
@@ -937,14 +976,15 @@ class MonoRun(Run):
 
     def __init__(
         self,
-        flags: Flags,
+        beginning: resume.Beginning,
         learner: Learner,
-        saved: dict[str, Any] | None,
         observation_space: spaces.Space,
     ) -> None:
         self.shared_weights = SharedWeights(learner.model)
-        super().__init__(flags, learner, saved, self.shared_weights)
-        self.saved_actors = (saved or {}).get("actors")
+        super().__init__(beginning, learner, self.shared_weights)
+        flags = self.flags
+        saved = beginning.saved
+        self.saved_actors = saved["actors"] if saved and flags.sync else None
         spec = rollout.row_spec(observation_space, learner.model.distribution)
         states = [
             rollout.Spec((x.shape[0], *x.shape[2:]), x.dtype)
@@ -1042,9 +1082,10 @@ class MonoRun(Run):
         return f"Learner: {learner}. Actors: {format_shares(mean)}."
 
 
-def train(flags: Flags) -> int:
+def train(beginning: resume.Beginning) -> int:
     """Trains until flags.total_steps, or until SIGINT or SIGTERM; see Run.train."""
-    saved = load_checkpoint(flags)
+    flags = beginning.flags
+    resume.announce_environment(flags, beginning.saved)
     with contextlib.closing(Environment(flags, 1)) as env:  # for its spaces
         if flags.sync and not flags.disable_checkpoint and not env.exact_resume:
             raise FlagError(
@@ -1052,39 +1093,8 @@ def train(flags: Flags) -> int:
                 "can't do: add --envs python, or --disable_checkpoint"
             )
         learner = Learner(flags, env)
-        run = MonoRun(flags, learner, saved, env.observation_space)
+        run = MonoRun(beginning, learner, env.observation_space)
     return run.train()
-
-
-def checkpoint_path(flags: Flags) -> Path:
-    return Path(flags.savedir, flags.xpid, "model.tar")
-
-
-def load_checkpoint(flags: Flags) -> dict[str, Any] | None:
-    """The checkpoint of the run to resume, if there is one and its flags allow to.
-
-    Raises:
-      CheckpointError: it can't be read.
-      FlagError: it was made with other flags, and --allow_flag_changes is not given.
-    """
-    path = checkpoint_path(flags)
-    if flags.disable_checkpoint or not path.exists():
-        return None
-    saved = checkpoint.load(path)
-    changes = flags_lib.changed(saved["flags"], flags)
-    if changes and not flags.allow_flag_changes:
-        listed = ", ".join(f"--{k} {a} -> {b}" for k, (a, b) in changes.items())
-        raise FlagError(
-            f"the run {flags.xpid} was started with other flags: {listed}. Give the "
-            "same flags, another --xpid, or --allow_flag_changes"
-        )
-    if flags.sync and len(saved.get("actors") or ()) != flags.num_actors:
-        raise FlagError(
-            f"the checkpoint of {flags.xpid} holds the state of "
-            f"{len(saved.get('actors') or ())} actors, --sync needs that of "
-            f"{flags.num_actors}: resume with the --num_actors and --sync it began with"
-        )
-    return saved
 
 
 # --- Testing --------------------------------------------------------------------------
@@ -1108,6 +1118,7 @@ def test(flags: Flags, model_state: dict[str, torch.Tensor]) -> list[float]:
     flags = flags.replace(seed=derive_seed(flags.seed, TEST_STREAM))
     env = Environment(flags, num_envs, render_mode=render_mode)
     model = make_model(flags, env, torch.device("cpu"))
+    checkpoint.check_fit(model_state, model)
     model.load_state_dict(model_state)
     model.eval()
     prepare_to_act(model)
@@ -1197,11 +1208,6 @@ def resolve_layout(flags: Flags) -> Flags:
     if flags.torch_threads is None:
         # The actors need the other half.
         flags.torch_threads = max(1, num_cpus() // 2)
-    if not flags.actor_timeout > 0:
-        raise FlagError(f"--actor_timeout must be above 0, got {flags.actor_timeout}")
-    for name in ("envs_per_actor", "num_learner_threads", "torch_threads"):
-        if getattr(flags, name) < 1:
-            raise FlagError(f"--{name} must be at least 1, got {getattr(flags, name)}")
     least = A * E if flags.sync else max(A * E, E + B - 1)
     if flags.num_buffers < least:
         raise FlagError(
@@ -1226,7 +1232,7 @@ def run(
     argv: Sequence[str] | None,
     parser: argparse.ArgumentParser,
     resolve_layout: Callable[[Flags], Flags],
-    train: Callable[[Flags], int],
+    train: Callable[[resume.Beginning], int],
     report: Callable[[BaseException], int],
 ) -> int:
     """What the flags ask for: trains or tests; `report` tells what went wrong."""
@@ -1236,33 +1242,46 @@ def run(
     flags = flags_lib.parse(parser, argv)
     try:
         with logging_redirect_tqdm():
-            if flags.mode == "train":
-                flags = resolve_layout(flags_lib.resolve(flags)).freeze()
-                status = train(flags)
+            if flags.mode != "train":
+                evaluate(parser, argv, flags)
+                return 0
+            flags_lib.resolve_folder(flags)
+            with RunFolder(flags.savedir, flags.xpid) as folder:
+                beginning = resume.begin(
+                    *(parser, argv, folder),
+                    lambda flags: resolve_layout(flags_lib.resolve(flags)),
+                )
+                status = 0 if beginning.is_finished() else train(beginning)
                 if any(t.name.startswith(THREADS) for t in threading.enumerate()):
                     # Python can't end cleanly under a thread that is inside of torch.
                     logging.shutdown()
                     os._exit(status)
-                return status
-            xpid = flags.xpid or "latest"
-            path = Path(os.path.expanduser(flags.savedir), xpid, "model.tar")
-            saved = checkpoint.load(path)
-            flags = flags_lib.parse(parser, argv, defaults=saved["flags"])
-            flags.xpid = None
-            test(flags_lib.resolve(flags).freeze(), saved["model_state_dict"])
-            return 0
+            return status
     except (Exception, KeyboardInterrupt) as error:
         return report(error)
 
 
+def evaluate(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, flags: Flags
+) -> None:
+    """Tests the checkpoint that the flags name, with the flags that it has."""
+    xpid = flags.xpid or "latest"
+    path = Path(os.path.expanduser(flags.savedir), xpid, "model.tar")
+    saved = checkpoint.load(path)
+    checkpoint.check(saved, path, for_test=True)
+    flags = flags_lib.parse(parser, argv, saved["flags"])
+    flags.xpid = None  # nothing is written there
+    resume.announce_environment(flags, saved)
+    test(flags_lib.resolve(flags).freeze(), saved["model_state_dict"])
+
+
 # What a person can put right: the message says it all, a traceback would only hide it.
 EXPECTED_ERRORS = (
-    FlagError,
+    UserError,
     UnknownEnvironmentError,
     UnsupportedSpaceError,
     MissingPackageError,
     ActorError,
-    checkpoint.CheckpointError,
     rollout.SharedMemoryError,
     FileExistsError,  # of a run's folder
     BlockingIOError,

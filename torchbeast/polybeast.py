@@ -8,15 +8,20 @@ or the failure of either.
 """
 
 # Not the learner, and so not torch: the servers' processes import this file too.
+from __future__ import annotations
+
 import argparse
 import multiprocessing as mp
 import secrets
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchbeast import polybeast_env
 from torchbeast.core.flags import FlagError, Flags
+
+if TYPE_CHECKING:
+    from torchbeast.core import resume
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,6 +39,9 @@ def make_parser() -> argparse.ArgumentParser:
 def resolve_layout(flags: Flags) -> Flags:
     from torchbeast import monobeast, polybeast_learner
 
+    for name in ("server_addresses", "bind", "listen", "join"):
+        if name not in flags.typed:  # of a checkpoint, made with other scripts
+            setattr(flags, name, None)
     if flags.server_addresses or flags.bind or flags.listen or flags.join:
         raise FlagError(
             "this starts servers of its own, on this machine. For others, start "
@@ -53,10 +61,13 @@ def resolve_layout(flags: Flags) -> Flags:
     return polybeast_learner.resolve_layout(flags)
 
 
-def train(flags: Flags) -> int:
+def train(beginning: resume.Beginning) -> int:
     """Trains until flags.total_steps, or until SIGINT or SIGTERM; see the learner's."""
     from torchbeast import polybeast_learner
+    from torchbeast.core import resume
 
+    flags = beginning.flags
+    resume.announce_environment(flags, beginning.saved)
     # Not forked: gRPC could not be used in the child.
     context = mp.get_context("spawn")
     servers = context.Process(
@@ -64,7 +75,7 @@ def train(flags: Flags) -> int:
     )
     servers.start()
     try:
-        return polybeast_learner.train(flags, keep_going=lambda: look_at(servers))
+        return polybeast_learner.train(beginning, keep_going=lambda: look_at(servers))
     finally:
         servers.terminate()
         servers.join(2 * polybeast_env.SHUTDOWN_SECONDS)

@@ -39,6 +39,7 @@ from torchbeast.core.environment import (
     UnknownEnvironmentError,
     UnsupportedSpaceError,
 )
+from torchbeast.core.errors import UserError
 from torchbeast.core.flags import FlagError, Flags
 
 log = logging.getLogger("torchbeast.polybeast_env")
@@ -54,7 +55,7 @@ FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before a restart
 
 # What a person can put right.
 EXPECTED_ERRORS = (
-    FlagError,
+    UserError,
     UnknownEnvironmentError,
     UnsupportedSpaceError,
     MissingPackageError,
@@ -346,7 +347,12 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     add("--tls_key", help="PEM file of its key")
     add("--tls_ca", help="PEM file of who signed the other side's certificate")
     add("--token_file", help="file of a secret that both sides know")
-    add("--insecure", action="store_true", help="allow plain TCP beyond this machine")
+    add(
+        "--insecure",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="allow plain TCP beyond this machine",
+    )
 
 
 def security(flags: argparse.Namespace) -> dict[str, Any]:
@@ -388,16 +394,7 @@ def check(flags: Flags) -> None:
         raise FlagError(
             "give --bind, to wait for a learner, or --join, to dial one, but not both"
         )
-    for name, least in (
-        ("num_servers", 1),
-        ("envs_per_actor", 1),
-        ("max_restarts", 0),
-        ("seed", 0),
-    ):
-        if getattr(flags, name) < least:
-            raise FlagError(
-                f"--{name} must be at least {least}, got {getattr(flags, name)}"
-            )
+    flags_lib.check_ranges(flags)
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ except ImportError as error:
 
 from torchbeast import atari_wrappers, monobeast, polybeast_env
 from torchbeast.core import flags as flags_lib
-from torchbeast.core import rollout
+from torchbeast.core import resume, rollout
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.prof import Timings, format_shares
 from torchbeast.core.rollout import Nested, map_nested
@@ -408,16 +408,16 @@ class PolyRun(monobeast.Run):
 
     def __init__(
         self,
-        flags: Flags,
+        beginning: resume.Beginning,
         learner: monobeast.Learner,
-        saved: dict[str, Any] | None,
         env: EnvDescription,
         environments: "Environments",
         keep_going: Callable[[], None],
     ) -> None:
+        flags = beginning.flags
         self.device = flags_lib.actor_device(flags)
         models = ActingModels(learner.model, self.device)
-        super().__init__(flags, learner, saved, models)
+        super().__init__(beginning, learner, models)
         self.env, self.environments = env, environments
         self.keep_going = keep_going
         self.env_spec = rollout.environment_spec(
@@ -627,23 +627,25 @@ def bottleneck(counts: dict[str, float]) -> str:
     )
 
 
-def train(flags: Flags, keep_going: Callable[[], None] = lambda: None) -> int:
+def train(
+    beginning: resume.Beginning, keep_going: Callable[[], None] = lambda: None
+) -> int:
     """Trains until flags.total_steps, or until SIGINT or SIGTERM; see Run.train.
 
     Args:
       keep_going: is called at least once a second; ends the run by raising.
     """
+    flags = beginning.flags
     if flags_lib.learner_device(flags).type == "cpu":
         # Before there are other threads: they would have memory arenas of their own.
         monobeast.keep_freed_memory()
-    saved = monobeast.load_checkpoint(flags)
     with contextlib.ExitStack() as stack:
         environments = Environments(flags)
         stack.callback(environments.close)
         env = environments.describe(keep_going)
         check_batches(flags, env)
         learner = monobeast.Learner(flags, env)
-        run = PolyRun(flags, learner, saved, env, environments, keep_going)
+        run = PolyRun(beginning, learner, env, environments, keep_going)
         return run.train()
 
 
@@ -742,6 +744,14 @@ def resolve_layout(flags: Flags) -> Flags:
       FlagError: a value can't work.
     """
     if flags.listen and flags.server_addresses:
+        # A checkpoint's way to the environments gives way to one that is typed.
+        for name, other in (
+            ("listen", "server_addresses"),
+            ("server_addresses", "listen"),
+        ):
+            if name in flags.typed and other not in flags.typed:
+                setattr(flags, other, None)
+    if flags.listen and flags.server_addresses:
         raise FlagError(
             "give --listen, to wait for environments, or --server_addresses, to dial "
             "them, but not both"
@@ -755,15 +765,6 @@ def resolve_layout(flags: Flags) -> Flags:
     if flags.max_learner_queue_size is None:
         flags.max_learner_queue_size = flags.batch_size
     flags_lib.actor_device(flags)  # is it there?
-    for name in ("connect_timeout", "actor_timeout"):
-        if not getattr(flags, name) > 0:
-            raise FlagError(f"--{name} must be above 0, got {getattr(flags, name)}")
-    for name in (
-        *("num_servers", "envs_per_actor", "num_inference_threads"),
-        *("num_learner_threads", "max_learner_queue_size", "torch_threads"),
-    ):
-        if getattr(flags, name) < 1:
-            raise FlagError(f"--{name} must be at least 1, got {getattr(flags, name)}")
     if flags.sync and (
         flags.listen or len(set(server_addresses(flags))) != flags.num_actors
     ):
@@ -789,7 +790,7 @@ def run(
     argv: Sequence[str] | None,
     parser: argparse.ArgumentParser,
     resolve_layout: Callable[[Flags], Flags],
-    train: Callable[[Flags], int],
+    train: Callable[[resume.Beginning], int],
 ) -> int:
     """What the flags ask for: trains with `train`, or tests as MonoBeast does."""
     return monobeast.run(argv, parser, resolve_layout, train, report)

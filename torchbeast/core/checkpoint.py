@@ -16,12 +16,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from torchbeast.core.errors import UserError
 from torchbeast.core.file_writer import atomic_write
 
 log = logging.getLogger(__name__)
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be saved or loaded; the message says what to do."""
 
 
@@ -95,21 +96,120 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
         return _read_file(path, map_location)
     except Exception as error:
         message = f"Cannot load the checkpoint {path}: {_reason(error)}"
-        cause = error
+    raise CheckpointError(f"{message} {_way_back(path)}")
+
+
+def _way_back(path: pathlib.Path) -> str:
+    """How to go on from the checkpoint before a bad one, if that is good."""
     previous = previous_path(path)
     try:
         _read_file(previous, "meta")
     except FileNotFoundError:
-        message += f" There is no {previous.name} to go back to."
+        return f"There is no {previous.name} to go back to."
     except Exception as error:
-        message += f" Nor can {previous.name} be loaded: {_reason(error)}"
-    else:
-        command = shlex.join(["cp", str(previous), str(path)])
-        message += (
-            f" The checkpoint before it, {previous.name}, is good. To go on from it:\n"
-            f"    {command}\nand start again with the same --xpid."
+        return f"Nor can {previous.name} be loaded: {_reason(error)}"
+    command = shlex.join(["cp", str(previous), str(path)])
+    return (
+        f"The checkpoint before it, {previous.name}, is good. To go on from it:\n"
+        f"    {command}\nand start again with the same --xpid."
+    )
+
+
+def check(
+    state: dict[str, Any], path: str | os.PathLike[str], for_test: bool = False
+) -> None:
+    """Checks that a checkpoint has what a run goes on from.
+
+    Args:
+        state: what `load` gave.
+        path: where from, for the message.
+        for_test: only the model and the flags are needed.
+
+    Raises:
+        CheckpointError: something is missing, has another type, is negative, or a
+            weight is not finite.
+    """
+    wrong = _find_wrong(state, for_test)
+    if wrong:
+        raise CheckpointError(
+            f"The checkpoint {path} can't be used: {wrong}. It was written by another "
+            f"program, or changed by one. {_way_back(pathlib.Path(path))}"
         )
-    raise CheckpointError(message) from cause
+
+
+_PARTS = ("model_state_dict", "flags")
+_PARTS_TO_RESUME = ("optimizer_state_dict", "scheduler_state_dict", "rng", "stats")
+_COUNTERS = ("step", "version", "episodes", "games")
+
+
+def _find_wrong(state: dict[str, Any], for_test: bool) -> str | None:
+    for name in _PARTS if for_test else _PARTS + _PARTS_TO_RESUME:
+        if not isinstance(state.get(name), dict):
+            return f"{name} {_seen(state, name)}, expected a dict"
+    for name, weight in state["model_state_dict"].items():
+        if not isinstance(weight, torch.Tensor):
+            return f"the weight {name} is a {type(weight).__name__}, expected a tensor"
+        if weight.is_floating_point() and not weight.isfinite().all():
+            return f"the weight {name} is not finite"
+    if for_test:
+        return None
+    stats = state["stats"]
+    for name in _COUNTERS:
+        value = stats.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            return f"stats: {name} {_seen(stats, name)}, expected a number from 0 on"
+    returns = stats.get("game_returns")
+    if not isinstance(returns, list) or not all(
+        isinstance(x, int | float) for x in returns
+    ):
+        return f"stats: game_returns {_seen(stats, 'game_returns')}, expected numbers"
+    return None
+
+
+def _seen(values: dict[str, Any], name: str) -> str:
+    return f"is {values[name]!r:.60}" if name in values else "is missing"
+
+
+def check_fit(found: dict[str, Any], model: torch.nn.Module) -> None:
+    """Checks that a checkpoint's weights are those of a model.
+
+    Args:
+        found: the model_state_dict of the checkpoint.
+
+    Raises:
+        CheckpointError: names and shapes differ; the message has them.
+    """
+    wanted = model.state_dict()
+
+    def shape(x: torch.Tensor) -> str:
+        return str(list(x.shape))
+
+    differences = [
+        *(
+            f"{name} is {shape(found[name])} in the checkpoint, but {shape(x)} here"
+            for name, x in wanted.items()
+            if name in found and found[name].shape != x.shape
+        ),
+        *(
+            f"{name} {shape(x)} is not in the checkpoint"
+            for name, x in wanted.items()
+            if name not in found
+        ),
+        *(
+            f"{name} {shape(x)} is in the checkpoint only"
+            for name, x in found.items()
+            if name not in wanted
+        ),
+    ]
+    if differences:
+        shown = 6
+        rest = len(differences) - shown
+        more = f"; and {rest} more" if rest > 0 else ""
+        raise CheckpointError(
+            "the checkpoint's weights don't fit the model that the flags and the "
+            f"environment's spaces ask for: {'; '.join(differences[:shown])}{more}. "
+            "Give --env, --model and --use_lstm as they were, or another --xpid"
+        )
 
 
 def rng_state() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import datetime
+import errno
 import fcntl
 import importlib.metadata
 import io
@@ -21,7 +22,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any, BinaryIO
+
+from torchbeast.core.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +55,8 @@ SLURM_VARIABLES = (
     "SLURM_NTASKS",
     "SLURM_RESTART_COUNT",
 )
+ERROR_LENGTH = 1000  # characters of an error that meta.json keeps; out.log has all
+ROOM_FOR_THE_END = 2048  # bytes of meta.json that its end may need on a full disk
 PACKAGES = ("torchbeast", "torch", "numpy", "gymnasium", "ale-py", "minatar")
 
 
@@ -85,13 +91,95 @@ def sync_folder(folder: pathlib.Path) -> None:
         os.close(descriptor)
 
 
+class RunFileError(UserError, OSError):
+    """A file or folder of a run cannot be made or written; the message names it."""
+
+
+@contextlib.contextmanager
+def writing(path: pathlib.Path) -> Iterator[None]:
+    """Turns an OSError into a RunFileError that names the place.
+
+    Args:
+        path: the place, if the error does not name one.
+    """
+    try:
+        yield
+    except (RunFileError, BlockingIOError, FileExistsError):  # these say all
+        raise
+    except OSError as error:
+        raise RunFileError(
+            f"Cannot write {error.filename or path}: {error.strerror or error}. What "
+            "was there before is untouched. Free some space or make it writable, then "
+            "start the same command again; or choose another --savedir."
+        ) from None
+
+
+class RunFolder:
+    """The folder savedir/xpid, which one process at a time may have open.
+
+    It is made if it is missing, and removed by `close` if nothing was put into it.
+
+    Args:
+        savedir: the folder of all runs; `~` is expanded.
+        xpid: the run's name, one path component.
+
+    Raises:
+        ValueError: xpid is not a plain name.
+        BlockingIOError: another process has it open.
+        RunFileError: it cannot be made.
+    """
+
+    def __init__(self, savedir: str, xpid: str) -> None:
+        if xpid in ("", ".", "..", "latest") or "/" in xpid or "\0" in xpid:
+            raise ValueError(
+                f"xpid is {xpid!r}; it names a folder in {savedir}, so it must be one "
+                'plain name without "/" and other than "latest".'
+            )
+        self.path = pathlib.Path(os.path.abspath(os.path.expanduser(savedir)), xpid)
+        self._descriptor = -1
+        with writing(self.path):
+            while self._descriptor < 0:
+                try:
+                    self.path.mkdir(parents=True, exist_ok=True)
+                except FileExistsError:  # as a file
+                    raise NotADirectoryError(
+                        errno.ENOTDIR, "it is not a folder", str(self.path)
+                    ) from None
+                descriptor = _lock_folder(self.path)
+                # Another process may have removed the folder just before the lock.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(descriptor), self.path.stat()):
+                        self._descriptor = descriptor
+                if self._descriptor < 0:
+                    os.close(descriptor)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()  # fails if there is anything in it
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
 class FileWriter:
     """The files of one run, in the folder savedir/xpid.
 
     out.log     what the root logger got while this object was open, appended
     logs.csv    one line per call of `log`; the first line names the columns
     fields.csv  one line per set of columns that logs.csv has had, the last is valid
-    meta.json   args, git state, Slurm ids, versions, dates, and how the run ended
+    meta.json   args, git state, Slurm ids, versions, dates, and how the run ended, of
+                the newest start; `starts` has the same of every start
     savedir/latest is a link to the run that was started last.
 
     One process writes to a run at a time: the folder is locked until `close`.
@@ -104,12 +192,14 @@ class FileWriter:
             step of the checkpoint: lines of logs.csv from the first larger step on are
             cut away, as is an unfinished last line, and _tick goes on from the last
             line kept.
+        folder: the run's folder, if the caller has locked it; the caller closes it.
+        anew: cut all lines of a run that was started before, if resume_step is None.
 
     Raises:
         ValueError: xpid is not a plain name, or logs.csv cannot be understood.
-        FileExistsError: logs.csv has content and resume_step is None.
+        FileExistsError: logs.csv has content, resume_step is None and anew is False.
         BlockingIOError: another process writes to this run.
-        OSError: a file cannot be written.
+        RunFileError: a file cannot be written.
     """
 
     path: pathlib.Path
@@ -120,38 +210,34 @@ class FileWriter:
         xpid: str,
         args: Mapping[str, Any],
         resume_step: int | None = None,
+        folder: RunFolder | None = None,
+        anew: bool = False,
     ) -> None:
-        if xpid in ("", ".", "..", "latest") or "/" in xpid or "\0" in xpid:
-            raise ValueError(
-                f"xpid is {xpid!r}; it names a folder in {savedir}, so it must be one "
-                'plain name without "/" and other than "latest".'
-            )
-        root = pathlib.Path(savedir).expanduser().resolve()
-        self.path = root / xpid
         self._lock = threading.Lock()
         self._closed = False
         self._columns: list[str] = []
         self._tick = 0
-        self._logs = self.path / "logs.csv"
-        self._meta_path = self.path / "meta.json"
-
-        self.path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            stack.callback(os.close, _lock_folder(self.path))
-            started = self._logs.exists() and self._logs.stat().st_size > 0
-            if started and resume_step is None:
+            if folder is None:
+                folder = stack.enter_context(RunFolder(savedir, xpid))
+            self.path = folder.path
+            self._logs = self.path / "logs.csv"
+            self._meta_path = self.path / "meta.json"
+            started = has_content(self._logs)
+            if started and resume_step is None and not anew:
                 raise FileExistsError(
                     f"{self._logs} exists: a run {xpid!r} was started before. Resume "
                     "it from its checkpoint, choose another --xpid, or remove "
                     f"{self.path}."
                 )
-            stack.callback(_detach, _attach(self.path / "out.log"))
-            if started and resume_step is not None:
-                self._cut_logs(resume_step)
-            self._file = stack.enter_context(self._logs.open("ab", buffering=0))
-            self._meta = self._start_meta(xpid, args, resume_step)
-            self._write_meta()
-            _link_latest(root / "latest", xpid)
+            with writing(self.path):
+                stack.callback(_detach, _attach(self.path / "out.log"))
+                if started:
+                    self._cut_logs(resume_step)
+                self._file = stack.enter_context(self._logs.open("ab", buffering=0))
+                self._meta = self._start_meta(xpid, args, resume_step)
+                self._write_meta(reserve=ROOM_FOR_THE_END)
+                _link_latest(self.path.with_name("latest"), xpid)
             self._resources = stack.pop_all()
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -164,11 +250,11 @@ class FileWriter:
         Raises:
             ValueError: `row` has a key _tick or _time.
             RuntimeError: the writer is closed.
-            OSError: the line cannot be written; then logs.csv is as it was.
+            RunFileError: the line cannot be written; then logs.csv is as it was.
         """
         if "_tick" in row or "_time" in row:
             raise ValueError(f"_tick and _time are added by log(); got {list(row)}.")
-        with self._lock:
+        with self._lock, writing(self._logs):
             if self._closed:
                 raise RuntimeError(f"log() after close() on the run {self.path}.")
             full = {"_tick": self._tick, "_time": time.time(), **row}
@@ -178,24 +264,46 @@ class FileWriter:
             self._append(_csv([[_cell(full.get(name)) for name in self._columns]]))
             self._tick += 1
 
-    def close(self, successful: bool) -> None:
+    def close(
+        self,
+        successful: bool,
+        last_step: int | None = None,
+        exit_status: int | None = None,
+        signal: str | None = None,
+        error: str | None = None,
+    ) -> None:
         """Write how and when the run ended to meta.json, and release the files.
 
         A second call does nothing. A full disk does not raise, so that the error which
         ended the run is not hidden by one from here: it is logged.
+
+        Args:
+            successful: whether the run got to its end.
+            last_step: where it got to.
+            exit_status: of the process.
+            signal: the name of the signal that asked for the end.
+            error: what ended the run, if it failed.
         """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self._meta |= {"successful": successful, "date_end": _now()}
+            end = {"successful": successful, "date_end": _now()}
+            self._meta |= end
+            self._meta["starts"][-1] |= end | {
+                "last_step": last_step,
+                "exit_status": exit_status,
+                "signal": signal,
+                "error": error[:ERROR_LENGTH] if error else error,
+            }
             try:
                 self._write_meta()
-            except OSError as error:
-                log.error("Cannot write the end of the run to meta.json: %s", error)
+            except OSError as failure:
+                log.warning("Cannot write the end of the run to meta.json: %s", failure)
             self._resources.close()
 
-    def _cut_logs(self, resume_step: int) -> None:
+    def _cut_logs(self, resume_step: int | None) -> None:
+        """Keeps the lines up to a step; none if it is None."""
         columns, rows, complete = _read_csv(self._logs)
         if columns and columns[:2] != ["_tick", "_time"]:
             raise ValueError(
@@ -215,16 +323,18 @@ class FileWriter:
                         f"({row}: {error}). Repair it or move the file away."
                     ) from error
                 break  # A power cut can leave rubbish in the last line only.
-            if step > resume_step:
+            if resume_step is None or step > resume_step:
                 break
             kept.append(row)
         if not complete or len(kept) < len(rows):
-            log.info(
-                "Resuming at step %d: %d of %d lines of logs.csv are kept.",
-                resume_step,
-                len(kept),
-                len(rows) + (not complete),
-            )
+            lines = len(rows) + (not complete)
+            if resume_step is None:
+                log.info("Starting anew: %d lines of logs.csv are cut.", lines)
+            else:
+                log.info(
+                    "Resuming at step %d: %d of %d lines of logs.csv are kept.",
+                    *(resume_step, len(kept), lines),
+                )
             with atomic_write(self._logs) as file:
                 file.write(_csv([columns, *kept] if columns else []))
         self._columns = columns
@@ -264,28 +374,44 @@ class FileWriter:
     def _start_meta(
         self, xpid: str, args: Mapping[str, Any], resume_step: int | None
     ) -> dict[str, Any]:
-        old: dict[str, Any] = {}
-        if resume_step is not None and self._meta_path.exists():
-            try:
-                old = dict(json.loads(self._meta_path.read_text(encoding="utf-8")))
-            except ValueError as error:
-                log.warning("%s is damaged and begun anew: %s", self._meta_path, error)
-        resumed = old.get("resumed", [])
-        return {
-            "xpid": xpid,
+        old = read_meta(self.path)
+        first = old if resume_step is not None else {}
+        now = _now()
+        start = {
             "args": dict(args),
-            "date_start": old.get("date_start", _now()),
-            "date_end": None,
-            "resumed": resumed if resume_step is None else [*resumed, _now()],
-            "successful": False,
             "git": _git_state(),
             "slurm": _environment(SLURM_VARIABLES) or None,
             "env": _environment(ENVIRONMENT_VARIABLES),
             "versions": _versions(),
         }
+        # Of a start that is killed, the entry stays as it is here.
+        entry = {
+            "date_start": now,
+            "date_end": None,
+            "first_step": resume_step or 0,
+            "last_step": None,
+            "successful": False,
+            "exit_status": None,
+            "signal": None,
+            "error": None,
+            "flags": start["args"],
+            **{name: value for name, value in start.items() if name != "args"},
+        }
+        resumed = first.get("resumed", [])
+        return {
+            "xpid": xpid,
+            **start,
+            "date_start": first.get("date_start", now),
+            "date_end": None,
+            "resumed": resumed if resume_step is None else [*resumed, now],
+            "successful": False,
+            "starts": [*old.get("starts", []), entry],
+        }
 
-    def _write_meta(self) -> None:
-        data = (json.dumps(self._meta, indent=2, default=str) + "\n").encode()
+    def _write_meta(self, reserve: int = 0) -> None:
+        """Args: reserve: bytes to fill up with spaces, which JSON allows."""
+        text = json.dumps(self._meta, indent=2, default=str)
+        data = f"{text}{' ' * reserve}\n".encode()
         try:
             with atomic_write(self._meta_path) as file:
                 file.write(data)
@@ -301,6 +427,26 @@ class FileWriter:
                 file.truncate()
 
 
+def has_content(path: pathlib.Path) -> bool:
+    """Whether there is a file that is not empty."""
+    return path.exists() and path.stat().st_size > 0
+
+
+def read_meta(folder: pathlib.Path) -> dict[str, Any]:
+    """What the meta.json of a run says; {} if there is none, or none to be read."""
+    path = folder / "meta.json"
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(meta, dict) or not isinstance(meta.get("starts", []), list):
+            raise ValueError(f"it holds {str(meta)[:80]!r}")
+        return meta
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        log.warning("%s is damaged and begun anew: %s", path, error)
+        return {}
+
+
 class _OutLog(logging.FileHandler):
     """A log file that says once, not at every line, that it cannot be written."""
 
@@ -309,7 +455,10 @@ class _OutLog(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._failed:
             self._failed = True
-            sys.stderr.write(f"Cannot write {self.baseFilename}: {sys.exc_info()[1]}\n")
+            if sys.stderr:
+                sys.stderr.write(
+                    f"Cannot write {self.baseFilename}: {sys.exc_info()[1]}\n"
+                )
 
 
 def _attach(path: pathlib.Path) -> logging.Handler:

@@ -1,7 +1,8 @@
 """Command-line flags: declared once, resolved once, then frozen.
 
 A preset is a named set of flags. The order of precedence: the command line, then the
-preset, then the defaults.
+checkpoint that a run goes on from, then the preset, then the defaults. A preset on the
+command line that is not the checkpoint's counts as if its flags were typed.
 
 Importing this loads no torch: environment servers parse flags too.
 """
@@ -9,11 +10,14 @@ Importing this loads no torch: environment servers parse flags too.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import secrets
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchbeast.core.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -79,12 +83,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Flags that may differ when a run is resumed: they don't change what it learns. Some
-# are of one variant only.
-FREE_TO_CHANGE = {
-    *("mode", "savedir", "preset", "allow_flag_changes", "disable_checkpoint"),
-    *("tensorboard", "write_profiler_trace", "checkpoint_interval"),
-    *("actor_timeout", "video", "num_test_episodes", "greedy"),
+# These say what one start does, not what the run is: a checkpoint's are not taken over.
+OF_ONE_START = {
+    *("mode", "savedir", "xpid", "allow_flag_changes", "disable_checkpoint"),
+    *("write_profiler_trace", "video", "num_test_episodes", "greedy"),
+    "trust_checkpoint_env",
+}
+
+# Flags that don't change what a run learns. Some are of one variant only.
+FREE_TO_CHANGE = OF_ONE_START | {
+    *("preset", "tensorboard", "checkpoint_interval", "actor_timeout"),
     # Where things run, and how they find each other.
     *("learner_device", "actor_device", "disable_cuda", "num_inference_threads"),
     *("pipes_basename", "server_addresses", "listen", "bind", "join"),
@@ -92,36 +100,135 @@ FREE_TO_CHANGE = {
     *("connect_timeout", "max_restarts", "num_actions"),
 }
 
+# What a run with --sync may change when it is resumed: how it learns from here on. The
+# rest shapes the games in progress and the order of updates.
+FREE_TO_CHANGE_IN_SYNC = FREE_TO_CHANGE | {
+    *("total_steps", "learning_rate", "alpha", "momentum", "epsilon"),
+    *("grad_norm_clipping", "entropy_cost", "baseline_cost", "discounting"),
+    *("reward_clipping", "sync"),
+}
 
-class FlagError(ValueError):
+
+class Range(NamedTuple):
+    """The values that a flag may have."""
+
+    low: float
+    high: float
+    low_included: bool = True
+    high_included: bool = True
+
+    def __contains__(self, x: object) -> bool:
+        assert isinstance(x, int | float)
+        return (  # false for NaN
+            (self.low <= x if self.low_included else self.low < x)
+            and (x <= self.high if self.high_included else x < self.high)
+        )
+
+    def __str__(self) -> str:
+        if self.high < LARGEST_COUNT:
+            left, right = "(["[self.low_included], ")]"[self.high_included]
+            return f"in {left}{self.low:g}, {self.high:g}{right}"
+        words = []
+        if self.low > -math.inf:
+            least = "at least" if self.low_included else "more than"
+            words.append(f"{least} {self.low:g}")
+        if self.high == math.inf:
+            words += [] if self.high_included else ["finite"]
+        elif self.high not in (LARGEST_COUNT, LARGEST_STEP):
+            words.append(f"below {self.high}")
+        return " and ".join(words)
+
+
+LARGEST_COUNT, LARGEST_STEP = 2**31 - 1, 2**63 - 1
+
+COUNT = Range(1, LARGEST_COUNT)
+STEPS = Range(1, LARGEST_STEP)
+FINITE = Range(-math.inf, math.inf, False, False)
+AT_LEAST_ZERO = Range(0, math.inf, True, False)
+SHARE = Range(0, 1)
+SECONDS = Range(0, 1e6, False)
+
+# The values that can work, for every flag that is a number.
+RANGES: dict[str, Range] = {
+    "total_steps": STEPS,
+    # What torch.manual_seed takes.
+    "seed": Range(0, 2**64, True, False),
+    "checkpoint_interval": Range(0, math.inf),
+    "frame_skip": COUNT,
+    "noop_max": Range(0, LARGEST_COUNT),
+    "sticky_actions": SHARE,
+    "max_episode_frames": COUNT,
+    "num_actors": COUNT,
+    "batch_size": COUNT,
+    "unroll_length": COUNT,
+    "envs_per_actor": COUNT,
+    "num_buffers": COUNT,
+    "num_learner_threads": COUNT,
+    "torch_threads": COUNT,
+    "actor_timeout": SECONDS,
+    "entropy_cost": FINITE,
+    "baseline_cost": AT_LEAST_ZERO,
+    "discounting": SHARE,
+    "learning_rate": AT_LEAST_ZERO,
+    "alpha": SHARE,
+    "momentum": Range(0, 1, True, False),
+    "epsilon": AT_LEAST_ZERO,
+    "grad_norm_clipping": Range(0, math.inf, False),  # inf: no clipping
+    "num_test_episodes": COUNT,
+    # PolyBeast's.
+    "num_servers": COUNT,
+    "max_restarts": Range(0, LARGEST_COUNT),
+    "connect_timeout": SECONDS,
+    "num_inference_threads": COUNT,
+    "max_learner_queue_size": COUNT,
+    "num_actions": COUNT,
+}
+
+
+class FlagError(UserError, ValueError):
     """A flag has a value that can't work."""
 
 
 class Flags(argparse.Namespace):
-    """Flags that can't be changed once freeze() was called."""
+    """Flags that can't be changed once freeze() was called.
+
+    Names with an underscore before them are no flags.
+
+    Attributes:
+      typed: the flags that the command line gave, itself or by a preset that is new.
+    """
+
+    _frozen = False
+    _typed: frozenset[str] = frozenset()
+
+    @property
+    def typed(self) -> frozenset[str]:
+        return self._typed
 
     def freeze(self) -> Flags:
-        self.__dict__["frozen"] = True
+        self.__dict__["_frozen"] = True
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self.__dict__.get("frozen"):
+        if self._frozen:
             raise AttributeError(
                 f"flags are frozen: {name} can't become {value!r} during the run"
             )
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if self.__dict__.get("frozen"):
+        if self._frozen:
             raise AttributeError(f"flags are frozen: {name} can't go during the run")
         super().__delattr__(name)
 
     def replace(self, **changes: Any) -> Flags:
         """A frozen copy with other values."""
-        return Flags(**{**self.as_dict(), **changes}).freeze()
+        copied = Flags(**{**self.as_dict(), **changes})
+        copied._typed = self._typed
+        return copied.freeze()
 
     def as_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in sorted(vars(self).items()) if k != "frozen"}
+        return {k: v for k, v in sorted(vars(self).items()) if not k.startswith("_")}
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -139,20 +246,40 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--savedir", default="~/logs/torchbeast", help="where the runs lie")
     add("--seed", type=int, default=1)
     add("--total_steps", type=int, default=100_000, help="environment steps to train")
-    add("--sync", action="store_true", help="reproducible: actors and learner in turn")
+    add(
+        "--sync",
+        action=toggle,
+        default=False,
+        help="reproducible: actors and learner in turn",
+    )
     add(
         "--allow_flag_changes",
         action="store_true",
-        help="resume a run although its flags differ",
+        help="not needed any more: what is typed wins over what was saved",
     )
-    add("--disable_checkpoint", action="store_true", help="save no checkpoint")
+    add(
+        "--trust_checkpoint_env",
+        action=toggle,
+        default=True,
+        help="import the module that a checkpoint names as --env module:Class",
+    )
+    add(
+        "--disable_checkpoint",
+        action="store_true",
+        help="save no checkpoint, and go on from none",
+    )
     add(
         "--checkpoint_interval",
         type=float,
         default=600.0,
         help="seconds between checkpoints",
     )
-    add("--tensorboard", action="store_true", help="write TensorBoard event files too")
+    add(
+        "--tensorboard",
+        action=toggle,
+        default=False,
+        help="write TensorBoard event files too",
+    )
     add(
         "--write_profiler_trace",
         action="store_true",
@@ -175,7 +302,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--num_actors", type=int, default=2, help="actor processes")
     add("--batch_size", type=int, default=8, help="rollouts a learner batch")
     add("--unroll_length", type=int, default=20, help="steps a rollout")
-    add("--disable_cuda", action="store_true", help="use no GPU")
+    add("--disable_cuda", action=toggle, default=False, help="use no GPU")
     add("--learner_device", help="such as cuda:1 (default: the first GPU, if any)")
 
     add = parser.add_argument_group("loss").add_argument
@@ -230,17 +357,100 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
 def parse(
     parser: argparse.ArgumentParser,
     argv: Sequence[str] | None = None,
-    defaults: dict[str, Any] | None = None,
+    saved: dict[str, Any] | None = None,
 ) -> Flags:
-    """Parses argv; defaults (of a checkpoint) win over the parser's and the preset's.
+    """Parses argv.
 
     The result is not frozen yet, so that the caller can resolve what depends on others.
+
+    Args:
+      saved: flags of a checkpoint, which win over the defaults and over the preset that
+        the checkpoint has too.
+
+    Raises:
+      FlagError: a saved flag has a value that it can't have.
     """
-    preset = parser.parse_known_args(argv)[0].preset
-    known = {action.dest for action in parser._actions}
-    parser.set_defaults(**PRESETS.get(preset, {}))
-    parser.set_defaults(**{k: v for k, v in (defaults or {}).items() if k in known})
-    return parser.parse_args(argv, namespace=Flags())
+    flags = parser.parse_args(argv, Flags())
+    typed = _parse_typed(parser, argv)
+    preset = PRESETS.get(flags.preset, {}) if flags.preset else {}
+    saved = {k: v for k, v in (saved or {}).items() if k not in OF_ONE_START}
+    for action in parser._actions:
+        name = action.dest
+        if name in saved and not _fits(action, saved[name]):
+            raise FlagError(
+                f"the checkpoint's flag {name} is {saved[name]!r}, which can't be: the "
+                "file was written by another program, or is damaged"
+            )
+    if saved and "preset" in typed and flags.preset != saved.get("preset"):
+        typed = preset | typed  # a new preset is as good as typed
+    elif saved:
+        preset = PRESETS.get(saved.get("preset") or "", {})
+    known = flags.as_dict()
+    for values in (preset, saved, typed):
+        for name, value in values.items():
+            if name in known:
+                setattr(flags, name, value)
+    flags._typed = frozenset(typed)
+    return flags
+
+
+def _parse_typed(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> dict[str, Any]:
+    """The flags that argv has, without any defaults."""
+    defaults = [(action, action.default) for action in parser._actions]
+    others, parser._defaults = parser._defaults, {}
+    for action, _ in defaults:
+        action.default = argparse.SUPPRESS
+    try:
+        return vars(parser.parse_args(argv))
+    finally:
+        parser._defaults = others
+        for action, default in defaults:
+            action.default = default
+
+
+def _fits(action: argparse.Action, value: Any) -> bool:
+    """Whether a flag can have this value, of a checkpoint."""
+    if value is None:
+        return True
+    if action.choices is not None:
+        return value in action.choices
+    if action.nargs == 0:  # a switch
+        return isinstance(value, bool)
+    if action.type in (int, float):
+        numbers = int if action.type is int else (int, float)
+        return isinstance(value, numbers) and not isinstance(value, bool)
+    return action.type is not None or isinstance(value, str)
+
+
+def resolve_folder(flags: Flags) -> None:
+    """Fills in --savedir and --xpid, and checks them.
+
+    Raises:
+      FlagError: they name no folder.
+    """
+    savedir = os.path.expanduser(flags.savedir)
+    if savedir.startswith("~"):
+        raise FlagError(
+            f"--savedir {flags.savedir}: the home folder is not known. Set HOME, or "
+            "give another --savedir"
+        )
+    flags.savedir = savedir
+    if not flags.xpid:  # random digits: a script may start several runs in a second
+        flags.xpid = (
+            f"{time.strftime('torchbeast-%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        )
+    if os.sep in flags.xpid or flags.xpid in (".", "..", "latest"):
+        raise FlagError(f"--xpid names a folder in --savedir, got {flags.xpid!r}")
+
+
+def check_ranges(flags: argparse.Namespace) -> None:
+    """Raises FlagError if a number is out of its range; None stays open."""
+    for name, value in vars(flags).items():
+        allowed = RANGES.get(name)
+        if allowed and value is not None and value not in allowed:
+            raise FlagError(f"--{name} must be {allowed}, got {value}")
 
 
 def resolve(flags: Flags) -> Flags:
@@ -249,30 +459,15 @@ def resolve(flags: Flags) -> Flags:
     Raises:
       FlagError: a value can't work; the message says what is allowed.
     """
-    flags.savedir = os.path.expanduser(flags.savedir)
-    if not flags.xpid:  # random digits: a script may start several runs in a second
-        flags.xpid = (
-            f"{time.strftime('torchbeast-%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        )
-    if os.sep in flags.xpid or flags.xpid in (".", "..", "latest"):
-        raise FlagError(f"--xpid names a folder in --savedir, got {flags.xpid!r}")
-    at_least_one = (
-        *("total_steps", "num_actors", "batch_size", "unroll_length", "frame_skip"),
-        *("num_test_episodes", "max_episode_frames"),
-    )
-    at_least_zero = ("seed", "noop_max", "learning_rate", "epsilon", "momentum")
-    for least, names in ((1, at_least_one), (0, at_least_zero)):
-        for name in names:
-            value = getattr(flags, name)
-            if value is not None and not value >= least:  # also refuses NaN
-                raise FlagError(f"--{name} must be at least {least}, got {value}")
-    for name in ("sticky_actions", "discounting", "alpha"):
-        if not 0 <= getattr(flags, name) <= 1:
-            raise FlagError(f"--{name} must be in [0, 1], got {getattr(flags, name)}")
-    if not flags.grad_norm_clipping > 0:
+    resolve_folder(flags)
+    check_ranges(flags)
+    steps = flags.batch_size * flags.unroll_length
+    if flags.mode == "train" and steps > flags.total_steps:
         raise FlagError(
-            "--grad_norm_clipping must be more than 0 (inf: no clipping), got "
-            f"{flags.grad_norm_clipping}"
+            f"one batch has {steps:,} steps (--batch_size {flags.batch_size} times "
+            f"--unroll_length {flags.unroll_length}), more than --total_steps "
+            f"{flags.total_steps:,}: there is nothing to learn from. Raise "
+            "--total_steps or make the batch smaller"
         )
     if flags.precision == "auto":
         flags.precision = "bf16" if fast_bf16(learner_device(flags)) else "fp32"
@@ -330,13 +525,30 @@ def fast_bf16(device: torch.device) -> bool:
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
-def changed(saved: dict[str, Any], flags: Flags) -> dict[str, tuple[Any, Any]]:
+def left_open(before: dict[str, Any], flags: Flags) -> list[str]:
+    """The flags that were filled in: they follow from the machine and from others.
+
+    Args:
+      before: the flags as they were before they were resolved.
+    """
+    return sorted(
+        name
+        for name, value in flags.as_dict().items()
+        if before.get(name) in (None, "auto") and value != before.get(name)
+    )
+
+
+def changed(
+    saved: dict[str, Any], flags: Flags, free: set[str] = FREE_TO_CHANGE
+) -> dict[str, tuple[Any, Any]]:
     """Flags that differ from those of a checkpoint: {name: (then, now)}."""
     now = flags.as_dict()
-    # The number of threads depends on the machine, and changes how sums are rounded.
-    free = FREE_TO_CHANGE if flags.sync else FREE_TO_CHANGE | {"torch_threads"}
     return {
         name: (saved.get(name), now.get(name))
         for name in sorted((saved.keys() | now.keys()) - free)
         if saved.get(name) != now.get(name)
     }
+
+
+def describe_changes(changes: dict[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"--{name} {a} -> {b}" for name, (a, b) in changes.items())
