@@ -405,13 +405,13 @@ def test_learner_is_killed_before_its_first_checkpoint(start):
     assert not first.checkpoint.exists()
     second = start(checkpoint_interval=600)
     second.wait_for(
-        lambda: "Starting anew: " in second.console and second.has_updates(),
+        lambda: "died before its first" in second.console and second.has_updates(),
         "updates of the second start",
     )
     second.process.send_signal(signal.SIGINT)
     second.wait_for_end(130)
     second.assert_no_error()
-    assert "died before its first checkpoint" in second.console
+    assert "Starting anew: " in second.console
     saved = second.assert_files()
     rows = runs.read_logs(second.savedir, second.xpid)
     assert [int(row["_tick"]) for row in rows] == list(range(len(rows)))

@@ -187,7 +187,7 @@ class TestSharedMemoryFileSystem:
         with pytest.raises(SharedMemoryError) as error:
             rollout.create_buffers(spec, (slots,))
         message = str(error.value)
-        assert f"need {slots * 14 / 2**20:,.0f} MiB" in message
+        assert f"need {slots * 14 / 2**20:,.1f} MiB" in message
         for word in ("MiB free", "--shm-size", "--num_buffers", rollout.SHARED_MEMORY):
             assert word in message
 

@@ -51,13 +51,15 @@ from torchbeast.core.environment import (
     UnsupportedSpaceError,
 )
 from torchbeast.core.errors import UserError
-from torchbeast.core.file_writer import FileWriter, RunFolder
+from torchbeast.core.file_writer import FileWriter, RunFolder, join_columns
+from torchbeast.core.finite import all_finite, find_cause
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.losses import impala_loss
 from torchbeast.core.optim import make_optimizer
 from torchbeast.core.prof import Profile, Timings, format_shares
 from torchbeast.core.rollout import Nested, map_nested
 from torchbeast.core.status import Board, Status, format_return
+from torchbeast.core.streams import open_missing_streams
 from torchbeast.core.video import Video, has_display
 from torchbeast.model import Net, State
 
@@ -324,7 +326,12 @@ class SharedWeights(Weights):
             offset += -(-x.nbytes // 64) * 64  # aligned for every dtype
         if memory is None:
             spec = rollout.Spec((max(offset, 1),), torch.uint8)
-            memory = rollout.create_buffers(spec, (self.NUM_BANKS,))
+            memory = rollout.create_buffers(
+                spec,
+                (self.NUM_BANKS,),
+                what=f"{self.NUM_BANKS} copies of the model's weights",
+                lower="take a smaller --model",
+            )
         self.memory = memory  # [banks, bytes] uint8, shared
         super().__init__(
             [
@@ -548,6 +555,7 @@ class Learner:
         self.model = make_model(flags, env, self.device)
         self.optimizer, self.scheduler = make_optimizer(self.model, flags)
         self.frames_per_step = env.frames_per_step
+        self.diverged = False  # the weights are not finite
         self.step = 0  # environment steps learned from
         self.version = 0  # updates made
         self.episodes = 0
@@ -629,31 +637,40 @@ def learn(
     """One update from one batch [T + 1, B, ...]. Returns a row for logs.csv.
 
     Raises:
-      FloatingPointError: loss or gradient are not finite; the model is left as it was.
+      FloatingPointError: loss or gradient are not finite, and the model is left as it
+        was; or the new weights are not, and the learner can't be used any more.
     """
     learning_rate = learner.scheduler.get_last_lr()[0]
     outputs, _ = learner.model(batch, initial_state)
+    auxiliary_losses = learner.model.auxiliary_losses(batch, outputs)
     loss, stats = impala_loss(
-        batch,
-        outputs,
-        learner.model.distribution,
-        flags,
-        learner.model.auxiliary_losses(batch, outputs),
+        batch, outputs, learner.model.distribution, flags, auxiliary_losses
     )
     learner.optimizer.zero_grad()
     loss.backward()
-    stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(
+    grad_norm = torch.nn.utils.clip_grad_norm_(
         learner.model.parameters(), flags.grad_norm_clipping
     )
     lag = learner.version - batch["policy_version"][:-1].float().mean()
-    stats["policy_lag"] = lag
+    stats = join_columns(stats, {"grad_norm": grad_norm, "policy_lag": lag})
     values = torch.stack([x.float() for x in stats.values()]).tolist()  # one transfer
     scalars = dict(zip(stats, values, strict=True))
     if not all(np.isfinite([scalars["total_loss"], scalars["grad_norm"]])):
+        cause = find_cause(batch, flags.reward_clipping == "abs_one")
         raise FloatingPointError(
-            f"loss or gradient are not finite at step {learner.step}: {scalars}"
+            f"loss or gradient are not finite at step {learner.step}: {scalars}. "
+            f"{cause}"
         )
     learner.optimizer.step()
+    if not all_finite(learner.model):
+        learner.diverged = True
+        raise FloatingPointError(
+            f"the update at step {learner.step} made weights that are not finite, "
+            "from a finite loss and gradient. They are neither saved nor acted with: "
+            "the run goes on from its last checkpoint, if there is one. Lower "
+            f"--learning_rate (now {learning_rate:g}), or raise --epsilon (now "
+            f"{flags.epsilon:g})"
+        )
     learner.scheduler.step()
 
     learner.version += 1
@@ -667,17 +684,19 @@ def learn(
     means = {
         f"mean_{name}": statistics.fmean(x) if x else None for name, x in ends.items()
     }
-    return {
+    before = {
         "step": learner.step,
         "frames": learner.step * learner.frames_per_step,
         "sps": learner.sps(),
-        **scalars,
+    }
+    after = {
         **means,
         "mean_game_return_100": learner.mean_return(),
         "episodes": learner.episodes,
         "games": learner.games,
         "learning_rate": learning_rate,
     }
+    return join_columns(before, scalars, after)
 
 
 # --- Training -------------------------------------------------------------------------
@@ -748,6 +767,10 @@ class Run(ABC):
         """The rollouts that wait to be learned from."""
         return 0
 
+    @abstractmethod
+    def acted(self) -> int:
+        """The environment steps taken since the start."""
+
     def columns(self) -> dict[str, Any]:
         """What else to log of an update."""
         return {}
@@ -792,7 +815,8 @@ class Run(ABC):
         """One update, published and logged; False if the run has enough of them."""
         learner = self.learner
         with self._lock:
-            if learner.step >= self.flags.total_steps and not self.flags.sync:
+            enough = learner.step >= self.flags.total_steps and not self.flags.sync
+            if enough or learner.diverged:
                 return False
             if not self.timings.seconds:
                 self.timings.reset()  # the start of the actors is not counted
@@ -802,7 +826,7 @@ class Run(ABC):
             seconds = time.monotonic() - started
             learner.longest_update = max(learner.longest_update, seconds)
             self.weights.publish(learner.model, learner.version)
-            row |= self.columns()
+            row = join_columns(row, self.columns())
             self.writer.log(row)
             if self._board:
                 self._board.log(row)
@@ -823,6 +847,8 @@ class Run(ABC):
             if self.stop_signal:
                 return False
         try:
+            if learner.diverged:
+                return True  # the last checkpoint is better
             state = learner.state_dict() | {
                 "flags": self.flags.as_dict(),
                 "flags_left_open": self.beginning.left_open,
@@ -913,6 +939,7 @@ class Run(ABC):
                         learner.games,
                         learner.policy_lag,
                         self.queued(),
+                        self.acted(),
                     )
                 self._tell_signal()
                 finished = learner.step >= flags.total_steps
@@ -1053,6 +1080,10 @@ class MonoRun(Run):
 
     def queued(self) -> int:
         return len(self.filled) + self.batches.qsize() * self.flags.batch_size
+
+    def acted(self) -> int:
+        turns = int(self.actors.progress.sum()) if self.actors else 0
+        return turns * self.flags.envs_per_actor
 
     def state_dict(self) -> dict[str, Any]:
         if self.flags.sync and self.actors:
@@ -1236,6 +1267,7 @@ def run(
     report: Callable[[BaseException], int],
 ) -> int:
     """What the flags ask for: trains or tests; `report` tells what went wrong."""
+    open_missing_streams()
     logging.basicConfig(
         level=logging.INFO, format="[%(levelname)s %(asctime)s %(name)s] %(message)s"
     )

@@ -41,6 +41,7 @@ from torchbeast.core.environment import (
 )
 from torchbeast.core.errors import UserError
 from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.streams import open_missing_streams
 
 log = logging.getLogger("torchbeast.polybeast_env")
 
@@ -457,6 +458,7 @@ def run_for_learner(flags: Flags) -> None:
 
 def guarded(work: Callable[[], int]) -> int:
     """The exit status of `work`; errors that tell all are logged without traceback."""
+    open_missing_streams()
     logging.basicConfig(
         level=logging.INFO, format="[%(levelname)s %(asctime)s %(name)s] %(message)s"
     )

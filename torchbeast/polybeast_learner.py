@@ -529,6 +529,9 @@ class PolyRun(monobeast.Run):
     def queued(self) -> int:
         return sum(s.queue.size() for s in self.streams) * self.env.num_envs
 
+    def acted(self) -> int:
+        return sum(s.pool.count() for s in self.streams)
+
     def columns(self) -> dict[str, Any]:
         stats = [streams.pool.stats() for streams in self.streams]
         queued = self.queued()

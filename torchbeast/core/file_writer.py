@@ -95,6 +95,28 @@ class RunFileError(UserError, OSError):
     """A file or folder of a run cannot be made or written; the message names it."""
 
 
+class ColumnError(UserError, ValueError):
+    """Two columns of logs.csv have one name."""
+
+
+def join_columns(*rows: Mapping[str, Any]) -> dict[str, Any]:
+    """One row of logs.csv from several, whose names have to differ.
+
+    Raises:
+        ColumnError: two have the same name.
+    """
+    joined: dict[str, Any] = {}
+    for row in rows:
+        if twice := sorted(joined.keys() & row.keys()):
+            raise ColumnError(
+                f"logs.csv would have two columns named {', '.join(twice)}: give an "
+                "auxiliary loss (Net.auxiliary_losses), or what else a fork logs, a "
+                "name of its own"
+            )
+        joined |= row
+    return joined
+
+
 @contextlib.contextmanager
 def writing(path: pathlib.Path) -> Iterator[None]:
     """Turns an OSError into a RunFileError that names the place.
@@ -248,12 +270,12 @@ class FileWriter:
         becomes a new last column. May be called from several threads.
 
         Raises:
-            ValueError: `row` has a key _tick or _time.
+            ColumnError: `row` has a key _tick or _time.
             RuntimeError: the writer is closed.
             RunFileError: the line cannot be written; then logs.csv is as it was.
         """
         if "_tick" in row or "_time" in row:
-            raise ValueError(f"_tick and _time are added by log(); got {list(row)}.")
+            raise ColumnError(f"_tick and _time are added by log(); got {list(row)}.")
         with self._lock, writing(self._logs):
             if self._closed:
                 raise RuntimeError(f"log() after close() on the run {self.path}.")

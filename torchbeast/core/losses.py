@@ -7,6 +7,7 @@ import torch
 
 from torchbeast.core import vtrace
 from torchbeast.core.distributions import ActionDistribution
+from torchbeast.core.file_writer import join_columns
 
 
 def impala_loss(
@@ -60,13 +61,14 @@ def impala_loss(
     total_loss = sum(
         auxiliary_losses.values(), start=pg_loss + baseline_loss + entropy_loss
     )
-    return total_loss, {
+    stats = {
         "total_loss": total_loss.detach(),
         "pg_loss": pg_loss.detach(),
         "baseline_loss": baseline_loss.detach(),
         "entropy_loss": entropy_loss.detach(),
-        **{name: loss.detach() for name, loss in auxiliary_losses.items()},
         "entropy": entropy.detach().mean(),  # nats a step
         "mean_value": values.detach().mean(),
         "clipped_rho_share": (log_rhos > 0).float().mean(),
     }
+    auxiliary_stats = {name: loss.detach() for name, loss in auxiliary_losses.items()}
+    return total_loss, join_columns(stats, auxiliary_stats)

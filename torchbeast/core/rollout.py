@@ -25,6 +25,7 @@ from gymnasium import spaces
 
 from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.environment import EXTRA_FIELDS
+from torchbeast.core.errors import UserError
 
 SHARED_MEMORY = "/dev/shm"  # where Linux keeps it
 
@@ -123,16 +124,27 @@ def row_spec(
     }
 
 
-class SharedMemoryError(RuntimeError):
+class SharedMemoryError(UserError, RuntimeError):
     """The machine's shared memory can't hold the buffers."""
 
 
-def create_buffers(spec: Nested, leading: tuple[int, ...]) -> Nested:
+def create_buffers(
+    spec: Nested,
+    leading: tuple[int, ...],
+    what: str = "the rollout buffers",
+    lower: str = (
+        "lower --num_buffers, --unroll_length, --num_actors or --envs_per_actor"
+    ),
+) -> Nested:
     """Zeroed tensors [*leading, *shape] in shared memory, in the structure of the spec.
 
     Their files are unlinked as soon as they are made, so nothing is left behind however
     the processes end. All pages are touched here: memory that runs out later would kill
     a process with SIGBUS.
+
+    Args:
+      what: the tensors' name in messages.
+      lower: what to do to need less memory.
 
     Raises:
       SharedMemoryError: less shared memory is free than the buffers need.
@@ -147,11 +159,10 @@ def create_buffers(spec: Nested, leading: tuple[int, ...]) -> Nested:
         free = stat.f_bavail * stat.f_frsize
         if needed > free:
             raise SharedMemoryError(
-                f"the rollout buffers need {needed / 2**20:,.0f} MiB of shared memory, "
-                f"but {SHARED_MEMORY} has {free / 2**20:,.0f} MiB free. Enlarge it "
+                f"{what} need {needed / 2**20:,.1f} MiB of shared memory, but "
+                f"{SHARED_MEMORY} has {free / 2**20:,.1f} MiB free. Enlarge it "
                 f"(mount -o remount,size=... {SHARED_MEMORY}; in Docker --shm-size) or "
-                "lower --num_buffers, --unroll_length, --num_actors or "
-                "--envs_per_actor"
+                f"{lower}"
             )
 
     def create(s: Spec) -> torch.Tensor:

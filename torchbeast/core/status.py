@@ -1,5 +1,6 @@
 """What a person sees of a run while it goes on."""
 
+import contextlib
 import datetime
 import logging
 import sys
@@ -28,7 +29,7 @@ class Status:
         self.total_steps = total_steps
         self.last = time.monotonic()
         self.bar = None
-        if sys.stderr.isatty():
+        if sys.stderr and sys.stderr.isatty():
             self.bar = tqdm(
                 total=total_steps, initial=step, unit=" steps", unit_scale=True
             )
@@ -41,21 +42,27 @@ class Status:
         games: int,
         policy_lag: float,
         queued: int,
+        acted: int = 0,
     ) -> None:
         """Shows the state of the run, if it is time to.
 
         Args:
           step: environment steps learned from.
-          sps: steps a second; None: not known yet, nothing is shown.
+          sps: steps per second; None: not known yet.
           mean_return: of the last games; None before the first.
           games: that ended.
           policy_lag: updates between acting and learning.
           queued: rollouts that wait to be learned from.
+          acted: environment steps that the actors have taken since the start; shown
+            until the speed is known.
         """
         interval = 0.2 if self.bar else STATUS_SECONDS
-        if sps is None or time.monotonic() - self.last < interval:
+        if time.monotonic() - self.last < interval:
             return
         self.last = time.monotonic()
+        if sps is None:
+            self._show_start(step, acted)
+            return
         numbers = {
             "SPS": f"{sps:,.0f}",
             "return": format_return(mean_return),
@@ -65,7 +72,7 @@ class Status:
         }
         if self.bar:
             self.bar.n = min(step, self.total_steps)
-            self.bar.set_postfix(numbers)
+            self._show_on_bar(numbers)
             return
         left = max(0, self.total_steps - step) / sps
         log.info(
@@ -75,9 +82,28 @@ class Status:
             datetime.timedelta(seconds=int(left)),
         )
 
+    def _show_start(self, step: int, acted: int) -> None:
+        """Shows that the actors work, although nothing is learned yet."""
+        if self.bar:
+            self._show_on_bar({"actors' steps": f"{acted:,}"})
+        else:
+            log.info(
+                "Step %s of %s: waiting for the first updates, actors have taken %s "
+                "steps",
+                *(f"{step:,}", f"{self.total_steps:,}", f"{acted:,}"),
+            )
+
+    def _show_on_bar(self, numbers: dict[str, str]) -> None:
+        assert self.bar
+        try:
+            self.bar.set_postfix(numbers)
+        except OSError:  # the terminal is gone; the run is not
+            self.bar = None
+
     def close(self) -> None:
         if self.bar:
-            self.bar.close()
+            with contextlib.suppress(OSError):
+                self.bar.close()
 
 
 def format_return(mean_return: float | None) -> str:
