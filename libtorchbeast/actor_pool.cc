@@ -37,7 +37,9 @@ struct ActorPool::Shared {
          std::shared_ptr<DynamicBatcher> inference_batcher, ArrayNest initial_state)
       : options(std::move(options)),
         unrolls(this->options.unroll_length, std::move(learner_queue),
-                std::move(inference_batcher), std::move(initial_state)) {
+                std::move(inference_batcher), std::move(initial_state)),
+        hellos(this->options.expected),
+        num_seeded(this->options.addresses.size()) {
     const Listener* listener = this->options.listener.get();
     if (listener != nullptr) {
       places.emplace(static_cast<size_t>(listener->max_streams()), &num_dropped_steps);
@@ -92,6 +94,9 @@ struct ActorPool::Shared {
   }
   void check_downtime() TB_EXCLUDES(mutex);
 
+  // Of the next stream of the server at address `index`.
+  std::optional<wire::Seeding> next_seeding(size_t index, bool is_first);
+
   // An environment that has joined, in its stream's thread.
   grpc::Status serve(Connection& connection, const wire::EnvHello& hello);
   void unroll_joined(Connection& connection, const wire::EnvHello& hello);
@@ -111,6 +116,7 @@ struct ActorPool::Shared {
   uint64_t num_connected TB_GUARDED_BY(mutex) = 0;  // those that have sent a step
   Clock::time_point down_since TB_GUARDED_BY(mutex) = Clock::now();
 
+  std::atomic<uint64_t> num_seeded;  // streams
   std::atomic<uint64_t> num_reconnects{0};
   std::atomic<uint64_t> num_dropped_steps{0};
 };
@@ -165,8 +171,9 @@ class Connected {
 
 class ActorPool::Actor {
  public:
-  Actor(Shared* shared, const std::string& address)
-      : shared_(*shared), address_(address) {}
+  // Of the address with this index.
+  Actor(Shared* shared, size_t index)
+      : shared_(*shared), index_(index), address_(shared->options.addresses[index]) {}
 
   // The thread.
   void run() {
@@ -221,7 +228,10 @@ class ActorPool::Actor {
                                  "the environment server");
     const Registration registration(&shared_, &connection);
     connection.open();
-    const wire::EnvHello hello = connection.shake_hands();
+    if (!seeding_) seeding_ = shared_.next_seeding(index_, !answered_before_);
+    const wire::EnvHello hello = connection.shake_hands(seeding_);
+    seeding_.reset();  // used
+    answered_before_ = true;
     shared_.hellos.check(hello, connection.peer());
     const StreamSpec spec(hello);
     const EnvRow first = read_row(connection, spec, shared_.unrolls);
@@ -253,9 +263,12 @@ class ActorPool::Actor {
   }
 
   Shared& shared_;
+  const size_t index_;
   const Address address_;
 
   // Of this thread alone.
+  std::optional<wire::Seeding> seeding_;  // of the next stream
+  bool answered_before_ = false;
   bool lost_before_ = false;
   bool connected_ = false;
   int fruitless_ = 0;
@@ -350,6 +363,17 @@ void ActorPool::Shared::unroll_joined(Connection& connection,
   }
 }
 
+std::optional<wire::Seeding> ActorPool::Shared::next_seeding(size_t index,
+                                                             bool is_first) {
+  if (options.listener != nullptr) return options.listener->next_seeding();
+  if (!options.seed) return std::nullopt;
+  const uint64_t number = is_first ? index : num_seeded++;
+  wire::Seeding seeding;
+  seeding.set_seed(*options.seed);
+  seeding.set_stream(options.first_stream + number * options.stream_stride);
+  return seeding;
+}
+
 // With a listener, environments come and go; some must be there.
 void ActorPool::Shared::check_downtime() {
   places->expire(options.maximum_downtime);
@@ -423,8 +447,8 @@ void ActorPool::run(const Interrupt& interrupt) {
       MutexLock lock(shared.mutex);
       shared.down_since = Clock::now();
     }
-    for (const std::string& address : shared.options.addresses) {
-      actors.push_back(std::make_unique<Actor>(&shared, address));
+    for (size_t i = 0; i < shared.options.addresses.size(); ++i) {
+      actors.push_back(std::make_unique<Actor>(&shared, i));
       threads.emplace_back([actor = actors.back().get()] { actor->run(); });
     }
     if (listener != nullptr) {
@@ -491,14 +515,16 @@ ActorPoolStats ActorPool::stats() const {
 }
 
 wire::EnvHello ActorPool::probe(const std::string& address, const Security& security,
-                                Milliseconds timeout, const Interrupt& interrupt) {
+                                Milliseconds timeout,
+                                const ExpectedEnvironment& expected,
+                                const Interrupt& interrupt) {
   DialledConnection connection(Address(address), security, kStreamMethod,
                                "the environment server");
   std::future<wire::EnvHello> hello = std::async(std::launch::async, [&] {
     connection.open();  // which may take long
     wire::EnvHello hello;
     try {
-      hello = connection.shake_hands();
+      hello = connection.shake_hands(std::nullopt);
       StreamSpec{hello};  // refuses what breaks the rules
     } catch (const WireError& error) {
       throw WireError(connection.peer() + " breaks the rules: " + error.what());
@@ -508,6 +534,7 @@ wire::EnvHello ActorPool::probe(const std::string& address, const Security& secu
       connection.leave();
     } catch (const TransportError&) {
     }
+    expected.check(hello, connection.peer());
     return hello;
   });
   try {

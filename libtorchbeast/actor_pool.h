@@ -28,6 +28,7 @@
 
 #include "array.h"
 #include "batching.h"
+#include "expected.h"
 #include "listener.h"
 #include "sync.h"
 #include "transport.h"
@@ -55,6 +56,13 @@ struct ActorPoolOptions {
   // What all environments must be, as probe() found it at the first address or the
   // listener. If not given, the first to connect is the measure.
   std::optional<wire::EnvHello> hello;
+  ExpectedEnvironment expected;  // others are refused
+  // Of the run; none: dialled streams get no seeding. The first stream of address i is
+  // number first_stream + i * stream_stride; each stream after a loss has the next
+  // number that is unused. With a listener it says seeds and numbers.
+  std::optional<uint64_t> seed;
+  uint64_t first_stream = 0;
+  uint64_t stream_stride = 1;
 };
 
 struct ActorPoolStats {
@@ -115,9 +123,11 @@ class ActorPool {
   ActorPoolStats stats() const;
 
   // What an environment server says about itself: dials, shakes hands, leaves. Throws
-  // TransportError after `timeout`, WireError.
+  // TransportError after `timeout`, WireError, and RefusedError if it is not as
+  // expected.
   static wire::EnvHello probe(const std::string& address, const Security& security,
                               Milliseconds timeout,
+                              const ExpectedEnvironment& expected = {},
                               const Interrupt& interrupt = nullptr);
 
  private:

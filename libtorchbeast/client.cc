@@ -51,6 +51,9 @@ struct EnvClient::State {
   void run_stream(Stepper& stepper, const std::string& stream_id,
                   std::optional<uint64_t> num_episodes);
   void send_step(DialledConnection& connection, const Stepper& stepper);
+  // Calls f, and sends the learner what the environment raises in it.
+  template <typename F>
+  void tell_what_it_raises(DialledConnection& connection, F&& f);
   void after_loss(const TransportError& error);
 
   const EnvironmentFactory factory;
@@ -131,16 +134,19 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
   };
   const Registration registration(this, &connection);
   connection.open();
-  const uint32_t version = connection.expect_agent_hello();
-  if (version != kWireVersion) {
-    throw RefusedError(connection.peer() + " speaks version " +
-                       std::to_string(version) + " of the protocol, and this side " +
-                       std::to_string(kWireVersion) +
-                       "; install the same torchbeast on both");
+  const wire::AgentHello agent = connection.expect_agent_hello();
+  if (agent.version() != kWireVersion) {
+    throw RefusedError(
+        connection.peer() + " speaks version " + std::to_string(agent.version()) +
+        " of the protocol, and this side " + std::to_string(kWireVersion) +
+        "; install the same torchbeast on both");
   }
   downtime += Clock::now() - down_since;
   connected = true;
   in_a_hurry = false;
+  if (!stepper.has_begun()) {
+    tell_what_it_raises(connection, [&] { stepper.begin(agent); });
+  }
   wire::EnvMessage hello;
   *hello.mutable_hello() = stepper.hello();
   hello.mutable_hello()->set_stream_id(stream_id);
@@ -154,25 +160,30 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
     lost_before = false;
     downtime = {};
     backoff = kFirstBackoff;
-    try {
-      stepper.step(&action);
-    } catch (const WireError&) {
-      throw;
-    } catch (const std::exception& error) {
-      in_a_hurry = true;
-      try {
-        connection.write(encode_error(error.what()));
-        connection.leave();
-      } catch (const TransportError&) {  // the learner can't be told
-      }
-      throw;
-    }
+    tell_what_it_raises(connection, [&] { stepper.step(&action); });
     ++newest_number;
     num_steps += static_cast<uint64_t>(stepper.num_envs());
     if (stepper.is_between_episodes()) ++this->num_episodes;
     send_step(connection, stepper);
   }
   connection.leave();
+}
+
+template <typename F>
+void EnvClient::State::tell_what_it_raises(DialledConnection& connection, F&& f) {
+  try {
+    f();
+  } catch (const WireError&) {
+    throw;
+  } catch (const std::exception& error) {
+    in_a_hurry = true;
+    try {
+      connection.write(encode_error(error.what()));
+      connection.leave();
+    } catch (const TransportError&) {  // the learner can't be told
+    }
+    throw;
+  }
 }
 
 void EnvClient::State::send_step(DialledConnection& connection,

@@ -40,7 +40,8 @@ class EnvClient {
   ~EnvClient();  // stops
   EnvClient(const EnvClient&) = delete;
 
-  // Makes the environment, dials, and steps as the learner says, until stop(); with
+  // Makes the environment, dials, resets it once there is a learner, which says what
+  // games it plays, and steps as the learner says, until stop(); with
   // `num_episodes`, until the episodes of all E have ended together so many times, and
   // leaves then. A lost connection is dialled again, and the
   // environment goes on where it was. To be called once. Throws

@@ -39,9 +39,10 @@ void Connection::read(grpc::ByteBuffer* message) {
   if (!do_read(message)) throw_reason(true);
 }
 
-wire::EnvHello Connection::shake_hands() {
+wire::EnvHello Connection::shake_hands(const std::optional<wire::Seeding>& seeding) {
   wire::AgentMessage hello;
   hello.mutable_hello()->set_version(kWireVersion);
+  if (seeding) *hello.mutable_hello()->mutable_seeding() = *seeding;
   write(encode(hello));
   grpc::ByteBuffer message;
   read(&message);
@@ -96,15 +97,15 @@ void DialledConnection::open() {
   stream_ = open_stream(channel_.get(), &context_, method_);
 }
 
-uint32_t DialledConnection::expect_agent_hello() {
+wire::AgentHello DialledConnection::expect_agent_hello() {
   grpc::ByteBuffer message;
   read(&message);
   const Destination none = [](size_t, const ArraySpec&) -> Array {
     throw WireError("an action before the hello");
   };
-  const Decoded decoded = decode_agent_message(&message, none);
+  Decoded decoded = decode_agent_message(&message, none);
   if (decoded.kind != Decoded::kHello) throw WireError("no hello");
-  return decoded.agent_hello.version();
+  return std::move(decoded.agent_hello);
 }
 
 void DialledConnection::leave() {

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -38,7 +39,7 @@ class Connection {
 
   // The learner's side: says hello, returns the environment's. Throws as read(), and
   // WireError, EnvironmentError.
-  wire::EnvHello shake_hands();
+  wire::EnvHello shake_hands(const std::optional<wire::Seeding>& seeding);
 
   // Makes a read or write fail that waits or is to come, with this reason, which must
   // stay.
@@ -89,8 +90,8 @@ class DialledConnection : public Connection {
 
   void open();  // dials; may be cancelled already
 
-  // The environment's side: waits for the learner's hello, returns its version.
-  uint32_t expect_agent_hello();
+  // The environment's side: waits for the learner's hello.
+  wire::AgentHello expect_agent_hello();
   // Ends this side in peace and waits for the end of the other. Throws as read().
   void leave();
 

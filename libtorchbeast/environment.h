@@ -21,6 +21,8 @@ class Environment {
   };
 
   virtual ~Environment() = default;
+  // Which games it plays; called before the first reset() or not at all.
+  virtual void seed(const wire::Seeding&) {}
   // Starts new episodes; the hello describes the row, and is valid from here on.
   virtual Row reset() = 0;
   virtual const wire::EnvHello& hello() const = 0;

@@ -1,5 +1,6 @@
 #include "listener.h"
 
+#include <atomic>
 #include <optional>
 #include <utility>
 
@@ -46,6 +47,8 @@ std::string short_text(const wire::EnvHello& hello) {
 struct Listener::State {
   explicit State(ListenerOptions options)
       : max_streams(options.max_streams),
+        seed(options.seed),
+        hellos(std::move(options.expected)),
         // An environment may come back before its old connection is gone.
         server(kJoinMethod,
                [this](grpc::ServerContext* context, ServedStream* stream) {
@@ -61,8 +64,11 @@ struct Listener::State {
   wire::EnvHello shake_hands(grpc::ServerContext* context, Connection* connection)
       TB_EXCLUDES(mutex);
   void refuse_if_over() TB_REQUIRES(mutex);
+  std::optional<wire::Seeding> next_seeding();
 
   const int max_streams;
+  const std::optional<uint64_t> seed;
+  std::atomic<uint64_t> num_seeded{0};
   HelloCheck hellos;
 
   Mutex mutex;
@@ -154,7 +160,7 @@ wire::EnvHello Listener::State::shake_hands(grpc::ServerContext* context,
   wire::EnvHello hello;
   {
     const StreamServer::HelloDeadline deadline(&server, context);
-    hello = connection->shake_hands();
+    hello = connection->shake_hands(next_seeding());
   }
   if (hello.version() != kWireVersion) {
     throw Refusal{{grpc::StatusCode::FAILED_PRECONDITION,
@@ -181,6 +187,14 @@ void Listener::State::refuse_if_over() {
   if (closing || detached) {
     throw Refusal{{grpc::StatusCode::UNAVAILABLE, "this learner is about to end"}};
   }
+}
+
+std::optional<wire::Seeding> Listener::State::next_seeding() {
+  if (!seed) return std::nullopt;
+  wire::Seeding seeding;
+  seeding.set_seed(*seed);
+  seeding.set_stream(num_seeded++);
+  return seeding;
 }
 
 // --- The listener
@@ -239,6 +253,8 @@ wire::EnvHello Listener::probe(Milliseconds timeout, const Interrupt& interrupt)
   return *state.first_hello;
 }
 
+std::optional<wire::Seeding> Listener::next_seeding() { return state_->next_seeding(); }
+
 void Listener::attach(Host host) {
   {
     MutexLock lock(state_->mutex);
@@ -267,7 +283,9 @@ void Listener::detach() {
 // ---------------------------------------------------------------------------
 
 void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
+  expected_.check(hello, peer);
   wire::EnvHello what = hello;  // who it is does not matter
+  what.clear_settings();        // which were expected
   what.clear_stream_id();
   what.clear_first_step();
   const std::string bytes = what.SerializeAsString();

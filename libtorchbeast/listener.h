@@ -9,9 +9,12 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "connection.h"
+#include "expected.h"
 #include "sync.h"
 #include "transport.h"
 #include "wire.h"
@@ -22,8 +25,12 @@ struct ListenerOptions {
   std::string address;  // port 0: a free one
   Security security;
   int max_streams = 256;  // places for environments; more are refused
-  // How long a peer that has connected may stay silent.
-  Milliseconds hello_timeout{10'000};
+  // How long an environment that has connected may take for its hello, which may need
+  // its first reset.
+  Milliseconds hello_timeout{60'000};
+  // Of the run; none: streams get no seeding.
+  std::optional<uint64_t> seed;
+  ExpectedEnvironment expected;  // others are refused
 };
 
 struct ListenerStats {
@@ -57,6 +64,9 @@ class Listener {
 
   // --- For pools
 
+  // With the next number, for a stream that does not come through this listener.
+  std::optional<wire::Seeding> next_seeding();
+
   // Runs an environment that has shaken hands, in the stream's thread; returns how the
   // stream ends, may throw Refusal and WireError.
   using Host = std::function<grpc::Status(Connection&, const wire::EnvHello&)>;
@@ -71,13 +81,17 @@ class Listener {
   const std::unique_ptr<State> state_;
 };
 
-// All environments of a run are alike: they have the spaces and fields of the first.
+// All environments of a run are as expected, and alike: they have the spaces and fields
+// of the first.
 class HelloCheck {
  public:
+  explicit HelloCheck(ExpectedEnvironment expected) : expected_(std::move(expected)) {}
+
   // Throws TransportError, which says what differs. `peer` goes into messages.
   void check(const wire::EnvHello& hello, const std::string& peer) TB_EXCLUDES(mutex_);
 
  private:
+  const ExpectedEnvironment expected_;
   Mutex mutex_;
   std::string first_ TB_GUARDED_BY(mutex_);  // serialized
   std::string first_peer_ TB_GUARDED_BY(mutex_);

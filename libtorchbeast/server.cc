@@ -3,6 +3,7 @@
 #include <grpcpp/server_context.h>
 
 #include <atomic>
+#include <optional>
 #include <utility>
 
 #include "stepper.h"
@@ -22,7 +23,8 @@ struct EnvServer::State {
 
   grpc::Status serve(grpc::ServerContext* context, ServedStream* stream);
   grpc::Status run_stream(grpc::ServerContext* context, ServedStream* stream);
-  bool read_hello(grpc::ServerContext* context, ServedStream* stream);
+  std::optional<wire::AgentHello> read_hello(grpc::ServerContext* context,
+                                             ServedStream* stream);
 
   const EnvironmentFactory factory;
   std::atomic<uint64_t> num_steps{0};
@@ -46,15 +48,16 @@ grpc::Status EnvServer::State::serve(grpc::ServerContext* context,
   }
 }
 
-// Whether the learner has said hello, not just gone.
-bool EnvServer::State::read_hello(grpc::ServerContext* context, ServedStream* stream) {
+// The learner's; none if it has just gone.
+std::optional<wire::AgentHello> EnvServer::State::read_hello(
+    grpc::ServerContext* context, ServedStream* stream) {
   const StreamServer::HelloDeadline deadline(&server, context);
   grpc::ByteBuffer message;
-  if (!stream->Read(&message)) return false;
+  if (!stream->Read(&message)) return std::nullopt;
   const Destination none = [](size_t, const ArraySpec&) -> Array {
     throw WireError("an action before the hello");
   };
-  const Decoded decoded = decode_agent_message(&message, none);
+  Decoded decoded = decode_agent_message(&message, none);
   if (decoded.kind != Decoded::kHello) throw WireError("no hello");
   if (decoded.agent_hello.version() != kWireVersion) {
     throw Refusal{{grpc::StatusCode::FAILED_PRECONDITION,
@@ -63,13 +66,15 @@ bool EnvServer::State::read_hello(grpc::ServerContext* context, ServedStream* st
                        std::to_string(decoded.agent_hello.version()) +
                        "; install the same torchbeast on both"}};
   }
-  return true;
+  return std::move(decoded.agent_hello);
 }
 
 grpc::Status EnvServer::State::run_stream(grpc::ServerContext* context,
                                           ServedStream* stream) {
-  if (!read_hello(context, stream)) return grpc::Status::CANCELLED;
+  const std::optional<wire::AgentHello> agent = read_hello(context, stream);
+  if (!agent) return grpc::Status::CANCELLED;
   Stepper stepper(factory);
+  stepper.begin(*agent);
   const auto write_step = [&] {
     bytes_sent += stepper.newest_step().Length();
     bytes_copied += stepper.newest_bytes_copied();

@@ -8,7 +8,8 @@
 
 namespace torchbeast {
 
-Stepper::Stepper(const EnvironmentFactory& factory) : environment_(factory()) {
+void Stepper::begin(const wire::AgentHello& agent) {
+  if (agent.has_seeding()) environment_->seed(agent.seeding());
   const auto start = Clock::now();
   row_ = environment_->reset();
   try {

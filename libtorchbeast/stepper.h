@@ -17,8 +17,13 @@ namespace torchbeast {
 // Used by one thread at a time. What the environment throws comes through.
 class Stepper {
  public:
-  // Makes an environment and resets it.
-  explicit Stepper(const EnvironmentFactory& factory);
+  // Makes an environment.
+  explicit Stepper(const EnvironmentFactory& factory) : environment_(factory()) {}
+
+  // Seeds the environment, if `agent` says how, and resets it. What follows is only for
+  // one that has begun.
+  void begin(const wire::AgentHello& agent);
+  bool has_begun() const { return !spec_.arrays.empty(); }
 
   const wire::EnvHello& hello() const { return environment_->hello(); }
   int64_t num_envs() const { return spec_.num_envs; }

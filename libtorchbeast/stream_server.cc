@@ -22,6 +22,8 @@ namespace torchbeast {
 
 namespace {
 
+constexpr Milliseconds kHandshakeTimeout{10'000};  // for TLS
+
 // Looks the same whatever the guess, so that its time tells nothing about the token.
 bool equal_secrets(const std::string& a, const std::string& b) {
   unsigned char difference = a.size() == b.size() ? 0 : 1;
@@ -228,8 +230,10 @@ void StreamServer::start() {
   });
   // Two servers must not share a port: each would get some of the streams.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
-  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS,
-                             static_cast<int>(state.options.hello_timeout.count()));
+  builder.AddChannelArgument(
+      GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS,
+      static_cast<int>(
+          std::min(state.options.hello_timeout, kHandshakeTimeout).count()));
   int port = 0;
   builder.AddListeningPort(address.to_string(), state.credentials, &port);
   builder.RegisterService(&state.service);

@@ -407,6 +407,25 @@ SpecNest space_spec(const wire::Space& space, int64_t num_envs,
   return spec;
 }
 
+namespace {
+
+void check_settings(const wire::EnvHello& hello) {
+  if (hello.settings_size() > kMaxSettings) {
+    refuse("hello", std::to_string(hello.settings_size()) + " settings, at most " +
+                        std::to_string(kMaxSettings) + " are allowed");
+  }
+  std::set<std::string> names;
+  for (const wire::Setting& setting : hello.settings()) {
+    const std::string place = "setting " + quoted(setting.name());
+    check_name(setting.name(), "setting");
+    if (setting.name().empty()) refuse(place, "the name is empty");
+    if (!names.insert(setting.name()).second) refuse(place, "the name comes twice");
+    check_name(setting.value(), place + ": the value");
+  }
+}
+
+}  // namespace
+
 StreamSpec::StreamSpec(const wire::EnvHello& hello)
     : environment(hello.environment()), num_envs(hello.num_envs()) {
   if (hello.version() != kWireVersion) {
@@ -431,6 +450,7 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello)
     refuse("hello", "num_envs is " + std::to_string(num_envs) + ", allowed are 1 to " +
                         std::to_string(kMaxEnvs));
   }
+  check_settings(hello);
 
   observation = space_spec(hello.observation_space(), num_envs, "observation");
   arrays = observation.flatten();

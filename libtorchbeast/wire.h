@@ -36,6 +36,7 @@ constexpr int64_t kMaxMessageBytes = 256 << 20;
 constexpr int64_t kMaxHelloBytes = 4 << 20;
 constexpr int64_t kMaxErrorBytes = 1 << 20;
 constexpr size_t kMaxNameBytes = 1024;
+constexpr int kMaxSettings = 1024;
 constexpr size_t kMaxStreamIdBytes = 64;
 
 // Where they stand among a step's arrays, behind the observation's.

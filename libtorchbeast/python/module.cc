@@ -32,6 +32,7 @@ namespace torchbeast::python {
 namespace {
 
 using Path = std::optional<std::filesystem::path>;
+using Expected = std::optional<py::dict>;
 
 // --- Arguments -----------------------------------------------------------------------
 
@@ -97,6 +98,25 @@ Security to_security(const Path& tls_ca, const Path& tls_cert, const Path& tls_k
   security.token = token.value_or("");
   security.insecure = insecure;
   return security;
+}
+
+// From a dict of name, num_envs and settings, each of which may be missing.
+ExpectedEnvironment to_expected(const std::optional<py::dict>& given) {
+  ExpectedEnvironment expected;
+  if (!given) return expected;
+  for (const auto& [key, value] : *given) {
+    const auto name = py::cast<std::string>(key);
+    if (name == "name") {
+      expected.name = py::cast<std::string>(value);
+    } else if (name == "num_envs") {
+      expected.num_envs = py::cast<int64_t>(value);
+    } else if (name == "settings") {
+      expected.settings = py::cast<Settings>(value);
+    } else {
+      throw py::value_error("expected has name, num_envs and settings, but no " + name);
+    }
+  }
+  return expected;
 }
 
 BatchingOptions to_options(int64_t batch_dim, int64_t minimum_batch_size,
@@ -195,6 +215,10 @@ py::dict to_dict(const wire::EnvHello& hello) {
     description["shape"] = shape;
     fields[py::str(field.name())] = description;
   }
+  py::dict settings;
+  for (const wire::Setting& setting : hello.settings()) {
+    settings[py::str(setting.name())] = setting.value();
+  }
   py::dict result;
   result["name"] = hello.environment();
   result["num_envs"] = hello.num_envs();
@@ -202,6 +226,7 @@ py::dict to_dict(const wire::EnvHello& hello) {
   result["action_space"] =
       hello.has_action_space() ? space_to_python(hello.action_space()) : py::none();
   result["extra_fields"] = fields;
+  result["settings"] = settings;
   result["hello"] = py::bytes(hello.SerializeAsString());
   return result;
 }
@@ -493,6 +518,13 @@ Args:
         there is no stream at all for so long.
     hello: "hello" of what probe() returned: what all environments must be. None: as the
         first that connects.
+    expected: what environments must be, as the learner's flags say: a dict of name (str),
+        num_envs (int) and settings (dict of str), each of which may be missing. Others
+        are refused by name of what differs.
+    seed: of the run; each stream gets it, with a number that no other stream has had,
+        see Server. None: they get neither. With a listener, its own seed counts.
+    first_stream, stream_stride: the first stream of address i gets the number
+        first_stream + i * stream_stride, later ones those that follow.
     listener: a Listener that has been started, or None: environments that join there are
         run, too. It serves one pool at a time.
     tls_ca: path of a PEM file: certificates that the server's must be signed by. With it,
@@ -511,8 +543,10 @@ Raises:
                        std::vector<std::string> env_server_addresses,
                        const py::object& initial_agent_state, double step_timeout_s,
                        double maximum_downtime_s, const std::optional<py::bytes>& hello,
-                       const JoinListener* listener, const Path& tls_ca,
-                       const Path& tls_cert, const Path& tls_key,
+                       const JoinListener* listener, const Expected& expected,
+                       std::optional<uint64_t> seed, uint64_t first_stream,
+                       uint64_t stream_stride, const Path& tls_ca, const Path& tls_cert,
+                       const Path& tls_key,
                        const std::optional<std::string>& tls_server_name,
                        const std::optional<std::string>& token, bool insecure) {
              ActorPoolOptions options;
@@ -527,6 +561,10 @@ Raises:
              if (hello && !options.hello.emplace().ParseFromString(*hello)) {
                throw py::value_error("hello is not what probe() has returned");
              }
+             options.expected = to_expected(expected);
+             options.seed = seed;
+             options.first_stream = first_stream;
+             options.stream_stride = stream_stride;
              auto pool = std::make_shared<ActorPool>(
                  std::move(options), std::move(learner_queue),
                  std::move(inference_batcher), nest_from_python(initial_agent_state));
@@ -537,6 +575,8 @@ Raises:
            py::arg("initial_agent_state"), py::kw_only(),
            py::arg("step_timeout_s") = 60.0, py::arg("maximum_downtime_s") = 60.0,
            py::arg("hello") = py::none(), py::arg("listener") = py::none(),
+           py::arg("expected") = py::none(), py::arg("seed") = py::none(),
+           py::arg("first_stream") = 0, py::arg("stream_stride") = 1,
            py::arg("tls_ca") = py::none(), py::arg("tls_cert") = py::none(),
            py::arg("tls_key") = py::none(), py::arg("tls_server_name") = py::none(),
            py::arg("token") = py::none(), py::arg("insecure") = false)
@@ -577,24 +617,27 @@ inference_wait_seconds, queue_wait_seconds; last_error says why a stream was los
 
   m.def(
       "probe",
-      [](const std::string& address, double timeout_s, const Path& tls_ca,
-         const Path& tls_cert, const Path& tls_key,
+      [](const std::string& address, double timeout_s, const Expected& expected,
+         const Path& tls_ca, const Path& tls_cert, const Path& tls_key,
          const std::optional<std::string>& tls_server_name,
          const std::optional<std::string>& token, bool insecure) {
         const Security security =
             to_security(tls_ca, tls_cert, tls_key, tls_server_name, token, insecure);
         const Milliseconds timeout = positive_seconds(timeout_s, "timeout_s");
+        const ExpectedEnvironment must_be = to_expected(expected);
         wire::EnvHello hello;
         {
           WithoutGil no_gil;
-          hello = ActorPool::probe(address, security, timeout, check_signals());
+          hello =
+              ActorPool::probe(address, security, timeout, must_be, check_signals());
         }
         return to_dict(hello);
       },
       py::arg("address"), py::arg("timeout_s") = 10.0, py::kw_only(),
-      py::arg("tls_ca") = py::none(), py::arg("tls_cert") = py::none(),
-      py::arg("tls_key") = py::none(), py::arg("tls_server_name") = py::none(),
-      py::arg("token") = py::none(), py::arg("insecure") = false, R"(
+      py::arg("expected") = py::none(), py::arg("tls_ca") = py::none(),
+      py::arg("tls_cert") = py::none(), py::arg("tls_key") = py::none(),
+      py::arg("tls_server_name") = py::none(), py::arg("token") = py::none(),
+      py::arg("insecure") = false, R"(
 Ask an environment server what it serves; makes one environment there and ends it.
 
 Returns a dict:
@@ -610,11 +653,12 @@ Returns a dict:
         Dict           spaces (dict of such dicts)
     action_space: such a dict of what the policy writes, or None: any actions are taken
     extra_fields: dict from name to a dict of dtype and shape, in the order of a step
+    settings: dict of str, the flags that the environments were made with; maybe empty
 
-The security arguments are those of ActorPool.
+`expected` and the security arguments are those of ActorPool.
 
 Raises:
-    RefusedError: the server says no, for example to the token.
+    RefusedError: the server says no, for example to the token, or is not as expected.
     TransportError: no answer within timeout_s seconds.
     WireError: the answer breaks the protocol's rules.
     RuntimeError: the environment raised; with its traceback.
@@ -649,6 +693,12 @@ the last observations of truncated episodes. step() gets what the policy wrote, 
 nested as the action space is. torchbeast.core.environment.Environment is such an object.
 Arrays of a row must keep their contents until the next call.
 
+Both may have a method begin_stream(seed, stream), which is called before the first reset()
+or initial(): seed is the run's, and stream the number of this stream, which no other
+stream of the run has had. A single environment without it gets a seed made from both, if
+its reset() takes one or it has seed() of the old Gym. There may be no call at all: if the
+learner does not say these numbers, or only asks what is served.
+
 If it has close(), that is called when the stream ends. What it raises travels to the
 learner as text, with its traceback.
 
@@ -657,6 +707,8 @@ Args:
     server_address: "unix:/path" or "host:port"; port 0: a free one, see `address`.
     max_streams: at once; more are refused.
     name: what probe() says it is, such as the --env of a run.
+    settings: dict of str, the flags that the environments are made with. A learner that
+        has others refuses them.
     tls_cert, tls_key: paths of PEM files: the server's certificate and its key. With them
         a host:port address speaks TLS.
     tls_ca: path of a PEM file: only clients whose certificates these have signed may
@@ -669,8 +721,8 @@ Raises:
     ValueError: an argument that makes no sense, a file that cannot be read.
 )")
       .def(py::init([](py::object env_class, std::string server_address,
-                       int max_streams, std::string name, const Path& tls_ca,
-                       const Path& tls_cert, const Path& tls_key,
+                       int max_streams, std::string name, const Settings& settings,
+                       const Path& tls_ca, const Path& tls_cert, const Path& tls_key,
                        const std::optional<std::string>& tls_server_name,
                        const std::optional<std::string>& token, bool insecure) {
              EnvServerOptions options;
@@ -679,15 +731,16 @@ Raises:
                                             token, insecure);
              options.max_streams = max_streams;
              auto server = std::make_shared<EnvServer>(
-                 environment_factory(std::move(env_class), std::move(name)),
+                 environment_factory(std::move(env_class), std::move(name), settings),
                  std::move(options));
              return std::make_unique<Server>(std::move(server), &EnvServer::stop);
            }),
            py::arg("env_class"), py::arg("server_address") = "unix:/tmp/polybeast",
            py::kw_only(), py::arg("max_streams") = 256, py::arg("name") = "",
-           py::arg("tls_ca") = py::none(), py::arg("tls_cert") = py::none(),
-           py::arg("tls_key") = py::none(), py::arg("tls_server_name") = py::none(),
-           py::arg("token") = py::none(), py::arg("insecure") = false)
+           py::arg("settings") = Settings(), py::arg("tls_ca") = py::none(),
+           py::arg("tls_cert") = py::none(), py::arg("tls_key") = py::none(),
+           py::arg("tls_server_name") = py::none(), py::arg("token") = py::none(),
+           py::arg("insecure") = false)
       .def(
           "run",
           [](Server& self) {
@@ -750,15 +803,23 @@ hands its unroll over to whoever joins next.
 Args:
     address: "unix:/path" or "host:port"; port 0: a free one, see `address`.
     max_streams: places; who finds them taken is told to try again later.
+    expected, seed: as of ActorPool; streams get numbers in the order in which they come.
+    hello_timeout_s: seconds that an environment may take for its hello, which may need its
+        first reset.
     tls_cert, tls_key, tls_ca, token, insecure: as of Server.
 
 Raises:
     ValueError: an argument that makes no sense, a file that cannot be read.
 )")
-      .def(py::init([](std::string address, int max_streams, const Path& tls_ca,
-                       const Path& tls_cert, const Path& tls_key,
+      .def(py::init([](std::string address, int max_streams, const Expected& expected,
+                       std::optional<uint64_t> seed, double hello_timeout_s,
+                       const Path& tls_ca, const Path& tls_cert, const Path& tls_key,
                        const std::optional<std::string>& token, bool insecure) {
              ListenerOptions options;
+             options.expected = to_expected(expected);
+             options.seed = seed;
+             options.hello_timeout =
+                 positive_seconds(hello_timeout_s, "hello_timeout_s");
              options.address = std::move(address);
              options.security =
                  to_security(tls_ca, tls_cert, tls_key, std::nullopt, token, insecure);
@@ -768,9 +829,10 @@ Raises:
                                                    &Listener::close);
            }),
            py::arg("address"), py::kw_only(), py::arg("max_streams") = 256,
-           py::arg("tls_ca") = py::none(), py::arg("tls_cert") = py::none(),
-           py::arg("tls_key") = py::none(), py::arg("token") = py::none(),
-           py::arg("insecure") = false)
+           py::arg("expected") = py::none(), py::arg("seed") = py::none(),
+           py::arg("hello_timeout_s") = 60.0, py::arg("tls_ca") = py::none(),
+           py::arg("tls_cert") = py::none(), py::arg("tls_key") = py::none(),
+           py::arg("token") = py::none(), py::arg("insecure") = false)
       .def(
           "start",
           [](JoinListener& self) {
@@ -828,6 +890,7 @@ Args:
     env_class: called once, without arguments; gives an environment as Server describes.
     learner_address: "unix:/path" or "host:port", where a Listener is.
     name: what the learner is told that it is, such as the --env of a run.
+    settings: as of Server.
     maximum_downtime_s: seconds that there may be no learner, also at first; None: for
         ever. Waiting for an action does not count.
     The security arguments are those of ActorPool.
@@ -837,7 +900,8 @@ Raises:
 )")
       .def(py::init([](py::object env_class, std::string learner_address,
                        std::string name, std::optional<double> maximum_downtime_s,
-                       const Path& tls_ca, const Path& tls_cert, const Path& tls_key,
+                       const Settings& settings, const Path& tls_ca,
+                       const Path& tls_cert, const Path& tls_key,
                        const std::optional<std::string>& tls_server_name,
                        const std::optional<std::string>& token, bool insecure) {
              EnvClientOptions options;
@@ -850,15 +914,16 @@ Raises:
                    milliseconds(*maximum_downtime_s, 1000, "maximum_downtime_s");
              }
              auto client = std::make_shared<EnvClient>(
-                 environment_factory(std::move(env_class), std::move(name)),
+                 environment_factory(std::move(env_class), std::move(name), settings),
                  std::move(options));
              return std::make_unique<Client>(std::move(client), &EnvClient::stop);
            }),
            py::arg("env_class"), py::arg("learner_address"), py::arg("name") = "",
            py::kw_only(), py::arg("maximum_downtime_s") = 60.0,
-           py::arg("tls_ca") = py::none(), py::arg("tls_cert") = py::none(),
-           py::arg("tls_key") = py::none(), py::arg("tls_server_name") = py::none(),
-           py::arg("token") = py::none(), py::arg("insecure") = false)
+           py::arg("settings") = Settings(), py::arg("tls_ca") = py::none(),
+           py::arg("tls_cert") = py::none(), py::arg("tls_key") = py::none(),
+           py::arg("tls_server_name") = py::none(), py::arg("token") = py::none(),
+           py::arg("insecure") = false)
       .def(
           "run",
           [](Client& self, std::optional<int64_t> num_episodes) {
@@ -868,8 +933,8 @@ Raises:
             self->run(number, check_signals());
           },
           py::arg("num_episodes") = py::none(), R"(
-Make the environment, dial, and step as the learner says, until stop() is called or Ctrl-C
-comes; with num_episodes, until the episodes of all E have ended together so many times,
+Make the environment, dial, reset it once the learner has answered, and step as the
+learner says, until stop() is called or Ctrl-C comes; with num_episodes, until the episodes of all E have ended together so many times,
 and leave then. A lost connection is dialled again, and the environment goes on where it
 was. To be called once.
 

@@ -189,28 +189,11 @@ const std::string kEpisodeStep = "episode_step";
 const std::string kEpisodeReturn = "episode_return";
 const std::string kTruncated = "truncated";
 const std::string kFinalObservation = "final_observation";
+constexpr char kBeginStream[] = "begin_stream";
 
 // What both kinds of environments share. Made, used and destroyed in one thread.
 class PythonEnvironment : public Environment {
- public:
-  ~PythonEnvironment() override {
-    WithGil gil;
-    try {
-      if (py::hasattr(env_, "close")) env_.attr("close")();
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable(env_);
-    }
-    env_ = py::object();
-    thread_state_.reset();
-  }
-
-  const wire::EnvHello& hello() const override { return hello_; }
-
  protected:
-  explicit PythonEnvironment(py::object env) : env_(std::move(env)) {
-    thread_state_.emplace();
-  }
-
   // Calls f with the GIL; Python's exceptions become text.
   template <typename F>
   static auto with_python(F&& f) {
@@ -225,9 +208,41 @@ class PythonEnvironment : public Environment {
     }
   }
 
-  void begin_hello(const std::string& name, int64_t num_envs) {
-    hello_.set_version(kWireVersion);
-    hello_.set_environment(name);
+ public:
+  ~PythonEnvironment() override {
+    WithGil gil;
+    try {
+      if (py::hasattr(env_, "close")) env_.attr("close")();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable(env_);
+    }
+    env_ = py::object();
+    thread_state_.reset();
+  }
+
+  const wire::EnvHello& hello() const override { return hello_; }
+
+  void seed(const wire::Seeding& seeding) override {
+    with_python([&] {
+      if (py::hasattr(env_, kBeginStream)) {
+        env_.attr(kBeginStream)(seeding.seed(), seeding.stream());
+      } else {
+        seed_without_method(seeding);
+      }
+    });
+  }
+
+ protected:
+  // `described`: the hello, as far as it does not come from the environment.
+  PythonEnvironment(py::object env, const wire::EnvHello& described)
+      : env_(std::move(env)), hello_(described) {
+    thread_state_.emplace();
+  }
+
+  // For environments that have no begin_stream().
+  virtual void seed_without_method(const wire::Seeding&) {}
+
+  void begin_hello(int64_t num_envs) {
     if (num_envs < 1 || num_envs > kMaxEnvs) {
       throw std::invalid_argument("num_envs must be 1 to " + std::to_string(kMaxEnvs) +
                                   ", not " + std::to_string(num_envs));
@@ -248,14 +263,14 @@ class PythonEnvironment : public Environment {
 // reset() and step(action) of a single environment.
 class SingleEnvironment : public PythonEnvironment {
  public:
-  SingleEnvironment(py::object env, const std::string& name)
-      : PythonEnvironment(std::move(env)), reader_(true) {
+  SingleEnvironment(py::object env, const wire::EnvHello& described)
+      : PythonEnvironment(std::move(env), described), reader_(true) {
     python_ = Python{env_.attr("reset"),
                      env_.attr("step"),
                      py::getattr(env_, "observation_space", py::none()),
                      {},
                      {}};
-    begin_hello(name, 1);
+    begin_hello(1);
     if (hello_.has_action_space())
       python_->action = action_nest(env_.attr("action_space"));
   }
@@ -327,9 +342,40 @@ class SingleEnvironment : public PythonEnvironment {
     return truth > 0;
   }
 
+  // By a seed that is made from both numbers: reset() or the old Gym's seed() takes it.
+  void seed_without_method(const wire::Seeding& seeding) override {
+    py::list numbers;
+    numbers.append(seeding.seed());
+    numbers.append(seeding.stream());
+    const py::object words =
+        py::module_::import("numpy").attr("random").attr("SeedSequence")(numbers).attr(
+            "generate_state")(1);
+    // Some environments take 31 bits only.
+    const int64_t seed = py::cast<int64_t>(words.attr("item")(0)) >> 1;
+    bool reset_takes_it = false;
+    try {
+      const py::object signature =
+          py::module_::import("inspect").attr("signature")(python_->reset);
+      reset_takes_it = signature.attr("parameters").contains("seed");
+    } catch (const py::error_already_set&) {  // written in C: nothing to inspect
+    }
+    if (reset_takes_it) {
+      first_seed_ = seed;
+    } else if (py::hasattr(env_, "seed")) {
+      env_.attr("seed")(seed);
+    }
+  }
+
+  py::object call_reset() {
+    if (!first_seed_) return python_->reset();
+    const int64_t seed = *first_seed_;
+    first_seed_.reset();
+    return python_->reset(py::arg("seed") = seed);
+  }
+
   // The observation alone, whether an info comes with it or not.
   py::object reset_env() {
-    py::object result = python_->reset();
+    py::object result = call_reset();
     PyObject* const pair = result.ptr();
     if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
         !PyDict_Check(PyTuple_GET_ITEM(pair, 1))) {
@@ -384,6 +430,7 @@ class SingleEnvironment : public PythonEnvironment {
 
   std::optional<Python> python_;
   RowReader reader_;
+  std::optional<int64_t> first_seed_;  // of the first reset
 
   double reward_ = 0;
   bool done_ = true;
@@ -397,10 +444,10 @@ class SingleEnvironment : public PythonEnvironment {
 // initial() and step(actions) of E environments, which reset themselves.
 class VectorEnvironment : public PythonEnvironment {
  public:
-  VectorEnvironment(py::object env, const std::string& name)
-      : PythonEnvironment(std::move(env)), reader_(false) {
+  VectorEnvironment(py::object env, const wire::EnvHello& described)
+      : PythonEnvironment(std::move(env), described), reader_(false) {
     python_ = Python{env_.attr("initial"), env_.attr("step"), {}, {}, {}};
-    begin_hello(name, py::cast<int64_t>(env_.attr("num_envs")));
+    begin_hello(py::cast<int64_t>(env_.attr("num_envs")));
     *hello_.mutable_observation_space() =
         torchbeast::python::observation_space(env_.attr("observation_space"));
   }
@@ -566,7 +613,7 @@ class VectorEnvironment : public PythonEnvironment {
 };
 
 std::unique_ptr<Environment> make_environment(py::handle env_class,
-                                              const std::string& name) {
+                                              const wire::EnvHello& described) {
   py::object env = env_class();
   for (py::handle type : py::type::of(env).attr("__mro__")) {
     if (py::cast<std::string>(type.attr("__name__")) == "VectorEnv") {
@@ -577,7 +624,7 @@ std::unique_ptr<Environment> make_environment(py::handle env_class,
     }
   }
   if (py::hasattr(env, "initial") && py::hasattr(env, "num_envs")) {
-    return std::make_unique<VectorEnvironment>(std::move(env), name);
+    return std::make_unique<VectorEnvironment>(std::move(env), described);
   }
   for (const char* method : {"reset", "step"}) {
     if (!py::hasattr(env, method)) {
@@ -586,22 +633,31 @@ std::unique_ptr<Environment> make_environment(py::handle env_class,
                                   "()");
     }
   }
-  return std::make_unique<SingleEnvironment>(std::move(env), name);
+  return std::make_unique<SingleEnvironment>(std::move(env), described);
 }
 
 }  // namespace
 
-EnvironmentFactory environment_factory(py::object env_class, std::string name) {
+EnvironmentFactory environment_factory(py::object env_class, std::string name,
+                                       const Settings& settings) {
   if (PyCallable_Check(env_class.ptr()) == 0) {
     throw py::type_error(
         "env_class must be a class or function without arguments, not " +
         std::string(py::repr(env_class)));
   }
   const std::shared_ptr<void> kept = keep(std::move(env_class));
-  return [kept, name = std::move(name)]() -> std::unique_ptr<Environment> {
+  wire::EnvHello described;
+  described.set_version(kWireVersion);
+  described.set_environment(std::move(name));
+  for (const auto& [flag, value] : settings) {
+    wire::Setting* setting = described.add_settings();
+    setting->set_name(flag);
+    setting->set_value(value);
+  }
+  return [kept, described = std::move(described)]() -> std::unique_ptr<Environment> {
     WithGil gil;
     try {
-      return make_environment(static_cast<PyObject*>(kept.get()), name);
+      return make_environment(static_cast<PyObject*>(kept.get()), described);
     } catch (const py::error_already_set& error) {
       throw std::runtime_error(describe(error));
     }

@@ -4,6 +4,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <map>
 #include <string>
 
 #include "../environment.h"
@@ -12,9 +13,12 @@ namespace torchbeast::python {
 
 namespace py = pybind11;
 
+using Settings = std::map<std::string, std::string>;
+
 // A factory that calls env_class() for each stream. What Server's docstring says about
-// environments is what it does. The hello gets the name `name`.
+// environments is what it does. The hello gets the name and the settings.
 // REQUIRES: the GIL is held. The factory and its environments take it themselves.
-EnvironmentFactory environment_factory(py::object env_class, std::string name);
+EnvironmentFactory environment_factory(py::object env_class, std::string name,
+                                       const Settings& settings);
 
 }  // namespace torchbeast::python

@@ -30,7 +30,9 @@ class HandMade {
     connection_.open();
   }
 
-  void expect_hello() { EXPECT_EQ(connection_.expect_agent_hello(), kWireVersion); }
+  void expect_hello() {
+    EXPECT_EQ(connection_.expect_agent_hello().version(), kWireVersion);
+  }
   void say_hello(const wire::EnvHello& hello) {
     wire::EnvMessage message;
     *message.mutable_hello() = hello;

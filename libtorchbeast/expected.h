@@ -1,0 +1,26 @@
+// What a run's environments must be, as the learner's flags say.
+
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "wire.h"
+
+namespace torchbeast {
+
+struct ExpectedEnvironment {
+  std::string name;      // empty: any
+  int64_t num_envs = 0;  // E; 0: any
+  // Those of the hello, all of them; empty: any.
+  std::map<std::string, std::string> settings;
+
+  // What is different in the environments of this hello, as flags with both values;
+  // empty if nothing is. A name or settings that the hello leaves out may be anything.
+  std::string differences(const wire::EnvHello& hello) const;
+  // Throws RefusedError, which names `peer` and all differences.
+  void check(const wire::EnvHello& hello, const std::string& peer) const;
+};
+
+}  // namespace torchbeast
