@@ -150,7 +150,7 @@ grpc::Status StreamServer::State::serve(grpc::ServerContext* context,
   try {
     if (!has_token(*context)) {
       throw Refusal{{grpc::StatusCode::UNAUTHENTICATED,
-                     "this server wants a token, and the one given is missing or "
+                     "it wants a token, and the one given is missing or "
                      "wrong"}};
     }
     if (count.now > options.max_streams) {

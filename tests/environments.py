@@ -3,6 +3,7 @@
 Each has a short best policy and a known best return, so that they can be learned too.
 """
 
+import os
 from typing import Any
 
 import gymnasium as gym
@@ -177,3 +178,31 @@ class Recall(gym.Env):
     def _observation(self, shown: int) -> tuple[Any, ...]:
         left = np.arange(self.LENGTH) < self.LENGTH - self.steps
         return shown, left.astype(np.int8)
+
+
+class SeedLog(gym.Env):
+    """Says the seed of each game that is played; its own file, named by SEED_FILE.
+
+    A game is played if a step of it is made.
+    """
+
+    LENGTH = 3
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
+        self.action_space = spaces.Discrete(2)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.seed = seed
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        if self.steps == 0:
+            with open(os.environ["SEED_FILE"], "a", encoding="utf-8") as file:
+                file.write(f"{self.seed}\n")
+        self.steps += 1
+        return np.zeros(2, np.float32), 0.0, self.steps == self.LENGTH, False, {}

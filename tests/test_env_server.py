@@ -132,6 +132,7 @@ def test_spaces_are_told(space, expected, address):
         "observation_space": expected,
         "action_space": expected,
         "extra_fields": {},
+        "settings": {},
     }
 
 

@@ -150,8 +150,8 @@ class Stream:
         assert known.ByteSize() == message.ByteSize()
         return getattr(message, kind)
 
-    def hello(self, version=1):
-        hello = self.wire.AgentHello(version=version)
+    def hello(self, version=1, seeding=None):
+        hello = self.wire.AgentHello(version=version, seeding=seeding)
         self.outgoing.put(self.wire.AgentMessage(hello=hello))
 
     def act(self, actions, dtype=9, shape=None):
@@ -204,10 +204,10 @@ class Learner:
         if stream.status and stream.status[0]:
             context.abort(*stream.status)
 
-    def accept(self):
+    def accept(self, **hello):
         """The next stream, in which the learner has said hello."""
         stream = self.streams.get(timeout=SECONDS)
-        stream.hello()
+        stream.hello(**hello)
         return stream
 
     def assert_nobody_dialled(self):
@@ -397,6 +397,24 @@ def test_two_streams_are_two_and_a_seed_repeats(start, learner):
     (_, a), (_, b), (_, c), (_, d) = seen
     assert c == d
     assert len({a, b, c}) == 3
+
+
+def test_the_learner_says_which_games(start, learner):
+    seen = []
+    large = 2**64 - 1
+    for seed, stream_number, *words in (
+        *((5, 0), (5, 0), (5, 1), (6, 0), (large, large), (large, large)),
+        *((5, 0, "--seed", 7), (6, 1, "--seed", 7)),
+    ):
+        client = start(learner.address, *words)
+        stream = learner.accept(seeding={"seed": seed, "stream": stream_number})
+        receive_hello(stream, 1)
+        seen.append(stream.receive("step").SerializeToString())
+        stream.end()
+        finish(client)
+    a, b, c, d, e, f, g, h = seen
+    assert (a, e, g) == (b, f, h)
+    assert len({a, c, d, e, g}) == 5
 
 
 @pytest.mark.parametrize("how", ["cut", "unavailable", "full", "killed"])

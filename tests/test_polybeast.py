@@ -145,6 +145,18 @@ def test_spaces_of_all_kinds(tmp_path, small, env):
     assert runs.read_logs(tmp_path, "a")[-1]["step"] == "300"
 
 
+def test_a_resumed_run_plays_other_games(tmp_path, small, monkeypatch):
+    played = tmp_path / "seeds"
+    monkeypatch.setenv("SEED_FILE", str(played))
+    small |= {"env": "environments:SeedLog", "total_steps": 300}
+    runs.run(tmp_path, "a", **small)
+    small["total_steps"] = 600
+    runs.run(tmp_path, "a", **small, allow_flag_changes=True)
+    seeds = played.read_text().split()
+    assert len(seeds) >= 600 / 3
+    assert len(set(seeds)) == len(seeds), "some games came twice"
+
+
 # --- Endings --------------------------------------------------------------------------
 
 

@@ -290,37 +290,45 @@ def test_tokens_and_certificates(serve, learn, tmp_path):
     bind = {"bind": "127.0.0.1:0", "token_file": token}
     servers = serve(**bind, **ours, **certificates.identity("server"))
     expired = serve(**bind, **certificates.identity("expired-server"))
-    here = {"server_addresses": servers.addresses()[0], "connect_timeout": 1}
-    there = {"server_addresses": expired.addresses()[0], "connect_timeout": 1}
+    # None of these is waited for: they are refused for good.
+    here = {"server_addresses": servers.addresses()[0], "connect_timeout": 600}
+    there = {"server_addresses": expired.addresses()[0], "connect_timeout": 600}
     us = {**ours, **certificates.identity("client"), "token_file": token}
 
     run = learn("good", **us, **here)
     run.wait_for_updates(3)
-    at_once = {"connect_timeout": 60}  # not waited for: refused for good
     refused = ["RefusedError", "wants a token", servers.addresses()[0]]
-    lost = ["TransportError", "is lost", servers.addresses()[0]]
-    untrusted = [*lost[:2], there["server_addresses"], "certificate verify failed"]
-    # After TLS 1.3's handshake the server says why not, to deaf ears.
+    never = ["TransportError", "no connection with", servers.addresses()[0]]
+    there_never = [*never[:2], there["server_addresses"]]
     assert_refused(
         learn,
         {
-            "wrong-token": ({**us, **here, **at_once, "token_file": wrong}, refused),
-            "no-token": ({**us, **here, **at_once, "token_file": None}, refused),
-            "no-certificate": ({**here, **ours, "token_file": token}, lost),
+            "wrong-token": ({**us, **here, "token_file": wrong}, refused),
+            "no-token": ({**us, **here, "token_file": None}, refused),
+            "no-certificate": (
+                {**here, **ours, "token_file": token},
+                [*never, "wants a certificate of this side"],
+            ),
             "expired-client": (
                 {**us, **here, **certificates.identity("expired-client")},
-                lost,
+                [*never, "expired-client.pem; certificate has expired"],
             ),
             "foreign-client": (
                 {**us, **here, **certificates.identity("foreign-client")},
-                lost,
+                [*never, "foreign-client.pem; its signer is not"],
             ),
             "foreign-ca": (
                 {**us, **here, **foreign},
-                [*lost, "certificate verify failed"],
+                [*never, "its signer is not in --tls_ca"],
             ),
-            "expired-server": ({**us, **there}, untrusted),
-            "no-tls": ({**here, "token_file": token}, lost),
+            "expired-server": (
+                {**us, **there},
+                [*there_never, "certificate has expired"],
+            ),
+            "no-tls": (
+                {**here, "token_file": token},
+                [*never, "the other side speaks TLS"],
+            ),
         },
     )
     run.wait_for_updates(3)  # the others are none of its business
@@ -335,8 +343,28 @@ def test_tokens_and_certificates(serve, learn, tmp_path):
 def test_another_environment_than_asked_for(serve, learn, pipes):
     servers = serve(pipes_basename=pipes, env="environments:GridWorld")
     (address,) = servers.addresses()
-    words = ["FlagError: --env is CartPole-v1, but", address, "environments:GridWorld"]
+    words = ["--env environments:GridWorld (this learner: CartPole-v1)", address]
     assert_refused(learn, {"run": ({"server_addresses": address}, words)})
+    servers.process.send_signal(signal.SIGTERM)
+    servers.wait_for_end(143)
+
+
+def test_servers_with_another_preset(serve, learn, pipes):
+    """They are refused by name of each flag, and taken by who has the preset, too."""
+    both = {"env": "PongNoFrameskip-v4", "envs_per_actor": 1}
+    servers = serve(pipes_basename=pipes, preset="sticky", **both)
+    (address,) = servers.addresses()
+    both |= {"server_addresses": address, "batch_size": 1}
+    words = [
+        *("RefusedError", address, "--sticky_actions 0.25 (this learner: 0.0)"),
+        *("--noop_max 0 (this learner: 30)", "--life_loss False (this learner: True)"),
+        *("--full_action_space True (this learner: False)", "same flags"),
+    ]
+    assert_refused(learn, {"plain": (both, words)})
+    run = learn("sticky", preset="sticky", **both)
+    run.wait_for_updates(1)
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for_end(130)
     servers.process.send_signal(signal.SIGTERM)
     servers.wait_for_end(143)
 
@@ -355,7 +383,7 @@ def test_servers_that_differ(serve, learn, pipes, other):
     for servers in both:
         servers.process.send_signal(signal.SIGTERM)
         servers.wait_for_end(143)
-    assert_says(run, "TransportError", *addresses, "differ")
+    assert_says(run, "RefusedError", addresses[1], "(this learner: ")
 
 
 # --- Strange peers --------------------------------------------------------------------

@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     parser = polybeast_learner.make_parser()
     parser.description = "PolyBeast: IMPALA with environments in servers of their own."
-    parser.set_defaults(num_servers=None)
+    parser.set_defaults(num_servers=None, envs_per_actor=polybeast_env.ENVS_PER_ACTOR)
     polybeast_env.add_server_flags(parser)
     # By default a name that no other run on this machine has.
     parser.set_defaults(pipes_basename=None)

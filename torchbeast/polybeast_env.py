@@ -30,8 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
-import numpy as np
-
+from torchbeast.core import env_connection
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.environment import (
     Environment,
@@ -47,12 +46,15 @@ log = logging.getLogger("torchbeast.polybeast_env")
 
 NUM_SERVERS = 4
 PIPES_BASENAME = "unix:/tmp/polybeast"
+ENVS_PER_ACTOR = 8
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHUTDOWN_SECONDS = 5.0  # granted to servers to end by themselves
 START_SECONDS = 300.0  # granted to servers to import and to make an environment
 # A server that has lived for so long was not started in vain.
 HEALTHY_SECONDS = 10.0
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before a restart
+WATCH_SECONDS = 0.5  # between two looks at a client
+REPEAT_SECONDS = 60.0  # until it is said again that a client waits
 
 # What a person can put right.
 EXPECTED_ERRORS = (
@@ -64,7 +66,15 @@ EXPECTED_ERRORS = (
 
 
 class ServerError(RuntimeError):
-    """An environment server did not start, or died too often."""
+    """An environment server did not start, died too often, or is refused for good."""
+
+
+class RefusedForGood(RuntimeError):
+    """To dial the learner again would not help."""
+
+
+class EnvironmentFailed(RuntimeError):
+    """The environment of a client raised; the text has its traceback."""
 
 
 # --- A server process -----------------------------------------------------------------
@@ -75,16 +85,17 @@ def serve(
     index: int,
     address: str,
     first_stream: int,
-    pipe: connection.Connection,
+    pipe: Any,
 ) -> None:
     """The process: serves until SIGTERM, or until its parent is gone.
 
-    Its streams are numbered from first_stream; no two streams of all servers have the
-    same number, and so no two environments the same seed.
+    The learner numbers its streams; one that does not finds streams numbered from
+    first_stream, no two of this command alike.
     """
     signal.signal(signal.SIGINT, lambda number, frame: None)  # the parent decides
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck server
     os.nice(5)  # where cores are short, the learner comes first
+    pipe = SharedPipe(pipe)
     try:
         server = make_server(flags, index, address, first_stream)
         signal.signal(signal.SIGTERM, lambda number, frame: end(server))
@@ -95,14 +106,94 @@ def serve(
         if not flags.join:
             server.start()
             address = server.address
-        pipe.send(("ready", address, description))
-        server.run()
+        pipe.send("ready", address, description)
+        if flags.join:
+            run_client(flags, server, pipe)
+        else:
+            server.run()
+    except RefusedForGood as error:
+        pipe.send("refused", str(error))
+        sys.exit(1)
     except EXPECTED_ERRORS as error:
-        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        pipe.send("error", f"{type(error).__name__}: {error}")
         sys.exit(1)
     except BaseException:
-        pipe.send(("error", traceback.format_exc()))
+        pipe.send("error", traceback.format_exc())
         sys.exit(1)
+
+
+class SharedPipe:
+    """The pipe to the supervisor; threads may send at once."""
+
+    def __init__(self, pipe: connection.Connection) -> None:
+        self.pipe = pipe
+        self.lock = threading.Lock()
+
+    def send(self, kind: str, *rest: str) -> None:
+        # A supervisor that has ended needs to hear nothing.
+        with self.lock, contextlib.suppress(OSError):
+            self.pipe.send((kind, *rest))
+
+
+def run_client(flags: Flags, client: Any, pipe: SharedPipe) -> None:
+    """Steps environments for the learner until SIGTERM, however long it takes to come.
+
+    Raises:
+      RefusedForGood: the learner says no, or no connection with it can ever work.
+      EnvironmentFailed: the environment raised.
+    """
+    import libtorchbeast
+
+    faults: list[str] = []
+    over = threading.Event()
+    watcher = threading.Thread(
+        target=watch_client, args=(flags, client, pipe, over, faults)
+    )
+    watcher.start()
+    try:
+        client.run()
+    except (libtorchbeast.TransportError, libtorchbeast.WireError) as error:
+        raise RefusedForGood(str(error)) from error
+    except RuntimeError as error:  # with the traceback in its text
+        raise EnvironmentFailed(str(error)) from error
+    finally:
+        over.set()
+        watcher.join()
+    if faults:
+        raise RefusedForGood(faults[0])
+
+
+def watch_client(
+    flags: Flags,
+    client: Any,
+    pipe: SharedPipe,
+    over: threading.Event,
+    faults: list[str],
+) -> None:
+    """A thread: says what the client waits for, and stops one that waits in vain.
+
+    Why goes into `faults`.
+    """
+    said, said_at, steps = "", 0.0, 0
+    while not over.wait(WATCH_SECONDS):
+        stats = client.stats()
+        if stats["num_steps"] > steps:
+            steps = stats["num_steps"]
+            if said:
+                pipe.send("joined", flags.join)
+            said = ""
+            continue
+        error = stats["last_error"]
+        if stats["connected"] or not error:
+            continue
+        if error != said or time.monotonic() - said_at > REPEAT_SECONDS:
+            fault = env_connection.tls_fault(flags.join, flags)
+            if fault:
+                faults.append(f"the learner at {flags.join}: {fault}")
+                client.stop()
+                return
+            pipe.send("waiting", env_connection.plain_reason(error))
+            said, said_at = error, time.monotonic()
 
 
 def make_server(flags: Flags, index: int, address: str, first_stream: int) -> Any:
@@ -110,38 +201,35 @@ def make_server(flags: Flags, index: int, address: str, first_stream: int) -> An
 
     With --join it is a libtorchbeast.Client, which has one stream.
 
-    Stream n of server i steps environments number (n * num_servers + i) * E and on:
-    those that actor i of MonoBeast would step, if every server has one stream.
+    Stream n of the learner steps environments number n * E and on: those that actor n
+    of MonoBeast would step.
     """
     try:
         import libtorchbeast
     except ImportError as error:
         raise MissingPackageError(str(error)) from error
 
+    E = flags.envs_per_actor
     numbers = itertools.count(first_stream)
-    unused: list[int] = []  # of streams that asked what is served, and left
 
     class StreamEnvironment(Environment):
         """The environments of one stream."""
 
         def __init__(self) -> None:
-            self.stream = unused.pop() if unused else next(numbers)
-            self.stepped = False
-            place = self.stream * flags.num_servers + index
-            E = flags.envs_per_actor
+            # For a learner that does not number its streams.
+            place = next(numbers) * flags.num_servers + index
             super().__init__(flags, E, first_index=place * E)
 
-        def step(self, actions: np.ndarray) -> dict[str, Any]:
-            self.stepped = True
-            return super().step(actions)
+        def begin_stream(self, seed: int, stream: int) -> None:
+            self.set_seed(seed, stream * E)
 
-        def close(self) -> None:
-            if not self.stepped:
-                unused.append(self.stream)
-            super().close()
-
-    make = libtorchbeast.Client if flags.join else libtorchbeast.Server
-    return make(StreamEnvironment, address, name=flags.env, **security(flags))
+    settings = env_connection.environment_settings(flags)
+    shared = {"name": flags.env, "settings": settings, **security(flags)}
+    if flags.join:
+        return libtorchbeast.Client(
+            StreamEnvironment, address, maximum_downtime_s=None, **shared
+        )
+    return libtorchbeast.Server(StreamEnvironment, address, **shared)
 
 
 def describe(flags: Flags) -> str:
@@ -186,6 +274,7 @@ class Servers:
         self.in_vain = [0] * count  # deaths in a row, each soon after the start
         self.restarts = 0
         self.ever_ready = False
+        self.said: dict[str, float] = {}  # when; what servers wait for
 
     def start(self) -> None:
         for index in range(len(self.addresses)):
@@ -212,7 +301,7 @@ class Servers:
         alive = [i for i, process in enumerate(self.processes) if process is not None]
         objects = list(wake_up)
         objects += [self.processes[i].sentinel for i in alive]
-        objects += [self.pipes[i] for i in alive if not self.ready[i]]
+        objects += [self.pipes[i] for i in alive]
         connection.wait(objects, timeout)
         for index in alive:
             self._look_at(index)
@@ -236,13 +325,20 @@ class Servers:
         lived = time.monotonic() - self.started[index]
         error = ""
         with contextlib.suppress(EOFError, OSError):
-            while not self.ready[index] and pipe.poll():
+            while pipe.poll():
                 kind, *rest = pipe.recv()
-                if kind == "error":
+                if kind == "ready":
+                    self.ready[index] = self.ever_ready = True
+                    log.info("Server %d at %s: %s", index, *rest)
+                elif kind == "waiting":
+                    self._say_waiting(*rest)
+                elif kind == "joined":
+                    log.info("Server %d has joined the learner at %s.", index, *rest)
+                elif kind == "refused":
+                    self._raise(index, f"can't join: {rest[0]}")
+                else:
                     (error,) = rest
                     break
-                self.ready[index] = self.ever_ready = True
-                log.info("Server %d at %s: %s", index, *rest)
         if error and not self.ever_ready:
             self._raise(index, f"cannot start: {error}")
         if process.is_alive() and not error:
@@ -250,7 +346,11 @@ class Servers:
                 self._raise(index, f"was not ready after {START_SECONDS:g} s")
             return
         process.join(SHUTDOWN_SECONDS)
-        how = error or f"has died, {how_it_ended(process.exitcode)}"
+        how = (
+            f"has failed: {error}"
+            if error
+            else f"has died, {how_it_ended(process.exitcode)}"
+        )
         self.in_vain[index] = 0 if lived > HEALTHY_SECONDS else self.in_vain[index] + 1
         if self.in_vain[index] > self.flags.max_restarts:
             self._raise(
@@ -264,6 +364,13 @@ class Servers:
         pipe.close()
         self.processes[index] = None
         self.due[index] = time.monotonic() + backoff
+
+    def _say_waiting(self, why: str) -> None:
+        """Once a minute, though each of many servers says it."""
+        now = time.monotonic()
+        if now - self.said.get(why, -REPEAT_SECONDS) >= REPEAT_SECONDS:
+            self.said[why] = now
+            log.info("Waiting for a learner at %s: %s", self.flags.join, why)
 
     def _raise(self, index: int, why: str) -> None:
         raise ServerError(f"environment server {index} {why}")
@@ -343,7 +450,13 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
         "(torchbeast.polybeast: a new name per run)",
     )
     add("--num_servers", type=int, default=NUM_SERVERS, help="server processes")
-    add("--envs_per_actor", type=int, default=8, help="environments of one stream")
+    add(
+        "--envs_per_actor",
+        type=int,
+        default=ENVS_PER_ACTOR,
+        help="environments of one stream; a learner by itself takes any, by default",
+    )
+    add("--tls_server_name", help="for who dials: the name in the other's certificate")
     add("--tls_cert", help="PEM file of this side's certificate")
     add("--tls_key", help="PEM file of its key")
     add("--tls_ca", help="PEM file of who signed the other side's certificate")
@@ -372,6 +485,7 @@ def security(flags: argparse.Namespace) -> dict[str, Any]:
         "tls_key": flags.tls_key,
         "tls_ca": flags.tls_ca,
         "token": token,
+        "tls_server_name": flags.tls_server_name,
         "insecure": flags.insecure,
     }
 
@@ -383,7 +497,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     presets = sorted(flags_lib.PRESETS)
     parser.add_argument("--preset", choices=presets, help="a named set of flags")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1,
+        help="of the environments, if the learner gives none: one of an older version",
+    )
     flags_lib.add_environment_flags(parser)
     add_server_flags(parser)
     add_connection_flags(parser)

@@ -43,6 +43,7 @@ except ImportError as error:
 from torchbeast import atari_wrappers, monobeast, polybeast_env
 from torchbeast.core import flags as flags_lib
 from torchbeast.core import resume, rollout
+from torchbeast.core.env_connection import environment_settings, tls_fault
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.prof import Timings, format_shares
 from torchbeast.core.rollout import Nested, map_nested
@@ -118,22 +119,31 @@ class Environments:
     Attributes:
       addresses: of servers, one for each stream.
       listener: takes in environments that dial, or None.
+      seed: of the environments; each stream gets it, with a number of its own.
+      expected: what environments must be, as libtorchbeast takes it.
 
     Raises:
       FlagError: --listen is not an address.
       ServerError: the learner can't listen there.
     """
 
-    def __init__(self, flags: Flags) -> None:
+    def __init__(self, flags: Flags, seed: int) -> None:
         self.flags = flags
+        self.seed = seed
+        self.expected = expected_environment(flags)
         self.addresses: list[str] = []
         self.listener: Any = None
         if flags.listen:
             try:
+                security = polybeast_env.security(flags)
+                del security["tls_server_name"]  # only for who dials
                 self.listener = libtorchbeast.Listener(
                     flags.listen,
                     max_streams=flags.num_actors,
-                    **polybeast_env.security(flags),
+                    expected=self.expected,
+                    seed=seed,
+                    hello_timeout_s=flags.actor_timeout,
+                    **security,
                 )
                 self.listener.start()
             except ValueError as error:
@@ -159,8 +169,10 @@ class Environments:
           keep_going: is called again and again; may raise to end the wait.
 
         Raises:
-          TransportError: there are none within --connect_timeout seconds.
-          FlagError: they are others than --env.
+          TransportError: there are none within --connect_timeout seconds, or no
+            connection with them can work.
+          RefusedError: they say no, or are others than the flags say.
+          FlagError: --num_actions is not theirs.
         """
         flags = self.flags
         where = self.addresses[0] if self.addresses else self.listener.address
@@ -175,15 +187,18 @@ class Environments:
                 raise FlagError(f"--server_addresses: {error}") from error
             except libtorchbeast.RefusedError:
                 raise
-            except libtorchbeast.TransportError:
+            except libtorchbeast.TransportError as error:
+                fault = None if self.listener else tls_fault(where, flags)
+                if fault:
+                    raise libtorchbeast.TransportError(
+                        f"no connection with the environment server at {where}: {fault}"
+                    ) from error
                 if time.monotonic() > deadline:
                     raise
             if not said:
                 log.info("Waiting for environments at %s.", where)
                 said = True
             time.sleep(0.2)
-        if found["name"] and found["name"] != flags.env:
-            raise FlagError(f"--env is {flags.env}, but {where} has {found['name']}")
         if found["action_space"] is None:
             raise FlagError(f"the environments at {where} don't tell their actions")
         action_space = make_space(found["action_space"])
@@ -206,11 +221,25 @@ class Environments:
         if self.listener:
             return self.listener.probe(1.0)
         seconds = min(PROBE_SECONDS, self.flags.connect_timeout)
-        return libtorchbeast.probe(self.addresses[0], seconds, **security(self.flags))
+        return libtorchbeast.probe(
+            self.addresses[0],
+            seconds,
+            expected=self.expected,
+            **polybeast_env.security(self.flags),
+        )
 
     def close(self) -> None:
         if self.listener:
             self.listener.close()
+
+
+def expected_environment(flags: Flags) -> dict[str, Any]:
+    """What environments must be, by the flags; their spaces come from the first."""
+    return {
+        "name": flags.env,
+        "num_envs": flags.envs_per_actor or 0,  # 0: as the first have it
+        "settings": environment_settings(flags),
+    }
 
 
 # --- Inference ------------------------------------------------------------------------
@@ -342,7 +371,8 @@ class Streams:
 
     Args:
       addresses: of servers, one for each stream.
-      listener: takes in the streams of environments that dial.
+      environments: which these streams are of.
+      numbers: of the first stream, and the distance to the next.
       initial_state: of the model, for one environment.
       batch_size: environments of one learner batch.
       num_envs: of a stream, and of all streams.
@@ -353,7 +383,8 @@ class Streams:
         self,
         flags: Flags,
         addresses: Sequence[str],
-        listener: Any,
+        environments: Environments,
+        numbers: tuple[int, int],
         initial_state: State,
         batch_size: int,
         num_envs: tuple[int, int],
@@ -362,6 +393,7 @@ class Streams:
     ) -> None:
         acting, learning = devices
         E, all_envs = num_envs
+        listener = environments.listener
         self.queue = libtorchbeast.BatchingQueue(
             minimum_batch_size=batch_size,
             maximum_batch_size=batch_size,
@@ -381,7 +413,12 @@ class Streams:
             step_timeout_s=flags.actor_timeout,
             maximum_downtime_s=flags.connect_timeout,
             hello=hello,
-            **({"listener": listener} if listener else security(flags)),
+            expected=environments.expected,
+            seed=environments.seed,
+            first_stream=numbers[0],
+            stream_stride=numbers[1],
+            listener=listener,
+            **({} if listener else polybeast_env.security(flags)),
         )
         self.inference_timings: list[Timings] = []
 
@@ -432,14 +469,15 @@ class PolyRun(monobeast.Run):
             Streams(
                 flags,
                 group,
-                environments.listener,
+                environments,
+                (i, len(groups)),
                 tuple(learner.model.initial_state(1)),
                 E if flags.sync else max(flags.batch_size, E),
                 (E, len(group) * E if group else flags.num_actors * E),
                 env.hello,
                 (self.device, learner.device),
             )
-            for group in groups
+            for i, group in enumerate(groups)
         ]
         for i, streams in enumerate(self.streams):
             self.add_thread(f"pool-{i}", streams.pool.run)
@@ -643,7 +681,10 @@ def train(
         # Before there are other threads: they would have memory arenas of their own.
         monobeast.keep_freed_memory()
     with contextlib.ExitStack() as stack:
-        environments = Environments(flags)
+        seed = flags.seed
+        if beginning.saved:  # no game comes twice
+            seed = monobeast.derive_seed(seed, beginning.saved["stats"]["step"])
+        environments = Environments(flags, seed)
         stack.callback(environments.close)
         env = environments.describe(keep_going)
         check_batches(flags, env)
@@ -698,14 +739,6 @@ def server_addresses(flags: argparse.Namespace) -> list[str]:
     return addresses
 
 
-def security(flags: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of libtorchbeast that the connection flags stand for."""
-    return {
-        **polybeast_env.security(flags),
-        "tls_server_name": flags.tls_server_name,
-    }
-
-
 def add_learner_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(num_actors=None)
     add = parser.add_argument_group("PolyBeast").add_argument
@@ -717,7 +750,6 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         "--listen",
         help="HOST:PORT or unix:PATH where environments dial the learner",
     )
-    add("--tls_server_name", help="the name in the servers' certificates")
     add("--connect_timeout", type=float, default=60.0, help="seconds without a server")
     add(
         "--actor_timeout",
@@ -737,6 +769,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = flags_lib.make_parser("PolyBeast's learner.")
     add_learner_flags(parser)
     polybeast_env.add_connection_flags(parser)
+    parser.set_defaults(envs_per_actor=None)  # as the environments have it
     return parser
 
 

@@ -428,6 +428,7 @@ class Environment:
         """
         self.flags = flags
         self.num_envs = num_envs
+        self.seed = flags.seed
         self.indices = range(first_index, first_index + num_envs)
         self.log_actions = getattr(flags, "sync", False)
         if flags.envs not in ("native", "python"):
@@ -453,14 +454,20 @@ class Environment:
 
     def _create(self, index: int, render_mode: str | None) -> SeededGames:
         env = create_env(self.flags, render_mode)
-        return SeededGames(env, self.flags.seed, index, self.log_actions)
+        return SeededGames(env, self.seed, index, self.log_actions)
+
+    def set_seed(self, seed: int, first_index: int) -> None:
+        """Take another seed and other numbers; only before the first `initial()`."""
+        self.seed = seed
+        self.indices = range(first_index, first_index + self.num_envs)
+        if self.exact_resume:
+            for env, index in zip(self.envs.envs, self.indices, strict=True):
+                env.seed, env.index = seed, index
 
     def initial(self) -> dict[str, Any]:
         """Start new games and return the first row."""
         # SeededGames finds its own seeds; the native path takes these.
-        seeds = [
-            game_seed(self.flags.seed, i, self._initial_calls) for i in self.indices
-        ]
+        seeds = [game_seed(self.seed, i, self._initial_calls) for i in self.indices]
         self._initial_calls += 1
         observation, _ = self.envs.reset(seed=seeds)
         self._zero_counts()

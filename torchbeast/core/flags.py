@@ -325,11 +325,18 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+ATARI = "Atari"  # the title of the flags that other environments ignore
+
+
 def add_environment_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say which environments there are and how they behave."""
+    """The flags that say which environments there are and how they behave.
+
+    PolyBeast's learner refuses environment servers that were started with others.
+    """
     toggle = argparse.BooleanOptionalAction
     add = parser.add_argument_group("environment").add_argument
     add("--env", default="PongNoFrameskip-v4", help="a Gymnasium id or module:Class")
+    add = parser.add_argument_group(ATARI).add_argument
     add(
         "--envs",
         default="native",
@@ -352,6 +359,14 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
         default=108_000,
         help="Atari: frames after which a game is truncated",
     )
+
+
+def environment_flags(is_atari: bool) -> list[argparse.Action]:
+    """What add_environment_flags declares, without Atari's if it has no effect."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_environment_flags(parser)
+    groups = [g for g in parser._action_groups if is_atari or g.title != ATARI]
+    return [action for group in groups for action in group._group_actions]
 
 
 def parse(

@@ -19,6 +19,7 @@
 #include <limits>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <sstream>
 #include <stdexcept>
@@ -55,8 +56,8 @@ struct Refused : std::runtime_error {
 struct Options {
   std::string learner;
   int num_envs = 1;
-  int episodes = 0;  // 0: no end
-  uint64_t seed = std::random_device()();
+  int episodes = 0;              // 0: no end
+  std::optional<uint64_t> seed;  // none: as the learner says
   std::string token_file;
   std::string tls_ca;
   Seconds timeout{120};
@@ -145,11 +146,27 @@ void make_array(std::initializer_list<uint64_t> shape, const std::vector<T>& val
 // E cart poles in lockstep, the environments of one stream.
 class CartPoles {
  public:
-  CartPoles(int num_envs, uint64_t seed)
-      : rng_(seed),
+  explicit CartPoles(int num_envs)
+      : rng_(std::random_device()()),
         envs_(num_envs),
         episode_step_(num_envs),
         episode_return_(num_envs) {}
+
+  // From --seed, or from the numbers of the learner, which no other stream has.
+  void seed(const std::optional<uint64_t>& seed, const wire::AgentHello& learner) {
+    if (seed) {
+      rng_.seed(*seed);
+    } else if (learner.has_seeding()) {
+      const uint64_t numbers[] = {learner.seeding().seed(), learner.seeding().stream()};
+      std::vector<uint32_t> words;
+      for (uint64_t number : numbers) {
+        words.push_back(static_cast<uint32_t>(number));
+        words.push_back(static_cast<uint32_t>(number >> 32));
+      }
+      std::seed_seq sequence(words.begin(), words.end());
+      rng_.seed(sequence);
+    }
+  }
 
   wire::EnvHello hello() const {
     wire::EnvHello hello;
@@ -389,12 +406,9 @@ class Call {
 class Simulator {
  public:
   explicit Simulator(const Options& options)
-      : options_(options),
-        envs_(options.num_envs, options.seed),
-        episodes_left_(options.episodes) {
+      : options_(options), envs_(options.num_envs), episodes_left_(options.episodes) {
     std::random_device random;
     for (int i = 0; i < 16; ++i) stream_id_ += static_cast<char>(random());
-    *newest_.mutable_step() = envs_.first_step();
   }
 
   // Connects and steps until this side leaves or the learner ends the stream. Throws
@@ -436,6 +450,10 @@ class Simulator {
           " of the protocol, this program version " + std::to_string(kProtocolVersion));
     }
     met_learner_ = true;
+    if (!newest_.has_step()) {
+      envs_.seed(options_.seed, message.hello());
+      *newest_.mutable_step() = envs_.first_step();
+    }
     wire::EnvMessage hello;
     *hello.mutable_hello() = envs_.hello();
     hello.mutable_hello()->set_stream_id(stream_id_);
@@ -484,7 +502,7 @@ constexpr char kUsage[] =
     "usage: cartpole HOST:PORT|unix:PATH [flags]\n"
     "  --num_envs N       cart poles in lockstep (1)\n"
     "  --episodes N       leave after N episodes; needs --num_envs 1\n"
-    "  --seed N\n"
+    "  --seed N           of all games (as the learner says)\n"
     "  --token_file FILE  file with the learner's secret\n"
     "  --tls_ca FILE      PEM certificate of the authority that signed the learner's\n"
     "  --timeout S        seconds to wait for an answer (120)\n"

@@ -128,12 +128,19 @@ class CartPoles:
     # Besides the fields of every step; README.md lists those that the learner reads.
     EXTRA_FIELDS = (("last_action", wire.INT64), ("truncated", wire.BOOL))
 
-    def __init__(self, num_envs: int, seed: int | None) -> None:
-        rng = random.Random(seed)
-        self.envs = [CartPole(rng) for _ in range(num_envs)]
+    def __init__(self, num_envs: int) -> None:
+        self.rng = random.Random()
+        self.envs = [CartPole(self.rng) for _ in range(num_envs)]
         self.episode_step = [0] * num_envs
         self.episode_return = [0.0] * num_envs
         self.all_done = True  # each row of the newest step is the first of an episode
+
+    def seed(self, seed: int | None, learner: wire.AgentHello) -> None:
+        """From --seed, or from the learner's numbers, which no other stream has."""
+        if seed is not None:
+            self.rng.seed(seed)
+        elif learner.HasField("seeding"):
+            self.rng.seed(f"{learner.seeding.seed} {learner.seeding.stream}")
 
     def hello(self, stream_id: bytes, first_step: int) -> wire.EnvHello:
         bound = [
@@ -244,10 +251,10 @@ class Simulator:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.envs = CartPoles(args.num_envs, args.seed)
+        self.envs = CartPoles(args.num_envs)
         self.stream_id = os.urandom(16)
         self.number = 0  # of the newest step
-        self.newest = self.envs.first_step()  # kept until its action has arrived
+        self.newest: wire.EnvStep | None = None  # kept until its action has arrived
         self.episodes_left = args.episodes  # None: no end
         self.met_learner = False  # in the newest connection
 
@@ -311,6 +318,9 @@ class Simulator:
                 f"this program version {PROTOCOL_VERSION}"
             )
         self.met_learner = True
+        if self.newest is None:
+            self.envs.seed(self.args.seed, message.hello)
+            self.newest = self.envs.first_step()
         hello = self.envs.hello(self.stream_id, self.number)
         outgoing.put(wire.EnvMessage(hello=hello))
         while True:
@@ -372,7 +382,7 @@ def parse_args() -> argparse.Namespace:
     add("learner", help="HOST:PORT or unix:PATH")
     add("--num_envs", type=int, default=1, help="cart poles in lockstep (default 1)")
     add("--episodes", type=int, help="leave after this many; needs --num_envs 1")
-    add("--seed", type=int)
+    add("--seed", type=int, help="of all games (default: as the learner says)")
     add("--token_file", help="file with the learner's secret")
     add("--tls_ca", help="PEM certificate of the authority that signed the learner's")
     add("--timeout", type=float, default=120.0, help="seconds to wait for an answer")

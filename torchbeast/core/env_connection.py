@@ -1,0 +1,179 @@
+"""What PolyBeast's two sides say of themselves, and why a connection can't work.
+
+Environment machines import this, so it loads no torch.
+"""
+
+import argparse
+import contextlib
+import re
+import socket
+import ssl
+
+from torchbeast import atari_wrappers
+from torchbeast.core import flags as flags_lib
+
+DIAL_SECONDS = 5.0  # granted to each step of a handshake
+
+
+def environment_settings(flags: argparse.Namespace) -> dict[str, str]:
+    """The flags that shape the environments, as text: {name: value}.
+
+    A learner refuses environments with others. Flags for Atari are left out if the
+    environment is another one.
+    """
+    is_atari = atari_wrappers.atari_game(flags.env) is not None
+    return {
+        action.dest: _as_text(action, getattr(flags, action.dest))
+        for action in flags_lib.environment_flags(is_atari)
+    }
+
+
+def _as_text(flag: argparse.Action, value: object) -> str:
+    # A preset may give 0 if the command line gives 0.0.
+    convert = flag.type if callable(flag.type) else str
+    return str(value if value is None else convert(str(value)))
+
+
+# --- Why a connection can't work ------------------------------------------------------
+
+
+def plain_reason(error: str) -> str:
+    """The reason in a transport's error, without its long way there."""
+    for pattern, reason in (
+        ("Connection refused", "connection refused"),
+        ("No such file or directory", "there is no such socket"),
+        ("Domain name not found|DNS resolution failed", "the host name is not known"),
+        ("No route to host|[Nn]etwork is unreachable", "the host can't be reached"),
+        ("has not answered in time|[Tt]imed? ?out", "no answer in time"),
+    ):
+        if re.search(pattern, error):
+            return reason
+    return error
+
+
+def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
+    """Why TLS with who listens at `address` can't work, however often it is tried.
+
+    gRPC does not say, so this makes a handshake of its own.
+
+    Args:
+      address: as in host:port.
+      flags: those of the side that dials: tls_ca, tls_cert, tls_key, tls_server_name.
+
+    Returns:
+      None if a handshake works, nobody is there, or the reason is another.
+    """
+    host, _, port = address.rpartition(":")
+    if address.startswith("unix:") or not port.isdigit():
+        return None
+    host = host.strip("[]")
+    uses_tls = bool(flags.tls_ca or flags.tls_cert or flags.tls_key)
+    with contextlib.suppress(OSError):
+        for _ in range(2):  # a side that is about to end hangs up, too, but not twice
+            plain = socket.create_connection((host, int(port)), DIAL_SECONDS)
+            with plain:
+                if not uses_tls:
+                    return _tls_unwanted(plain)
+                try:
+                    name = flags.tls_server_name or host
+                    with _context(flags).wrap_socket(plain, server_hostname=name) as s:
+                        if s.recv(1):  # it begins to speak HTTP/2
+                            return None
+                except ssl.SSLCertVerificationError as error:
+                    return _bad_certificate(error, flags)
+                except ssl.SSLError as error:
+                    return _failed_handshake(error)
+        # With TLS 1.3 our own certificate is refused only after our handshake, and gRPC
+        # does not say why.
+        return _refused_certificate(flags)
+    return None
+
+
+def _context(flags: argparse.Namespace) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if flags.tls_ca:
+        context.load_verify_locations(flags.tls_ca)
+    else:
+        context.load_default_certs()
+    if flags.tls_cert and flags.tls_key:
+        context.load_cert_chain(flags.tls_cert, flags.tls_key)
+    context.set_alpn_protocols(["h2"])  # gRPC ends the handshake without it
+    return context
+
+
+def _tls_unwanted(plain: socket.socket) -> str | None:
+    """Why plain TCP can't work: the other side speaks TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with context.wrap_socket(plain):
+            pass
+    except ssl.SSLError as error:
+        if "ALERT" not in (error.reason or ""):
+            return None
+    return (
+        "the other side speaks TLS, and this side plain TCP; give --tls_ca with who "
+        "signed its certificate"
+    )
+
+
+def _bad_certificate(
+    error: ssl.SSLCertVerificationError, flags: argparse.Namespace
+) -> str:
+    why = error.verify_message.rstrip(".")
+    if "mismatch" in why:
+        help = "give the name in it with --tls_server_name"
+    elif "expired" in why:
+        help = "the side that listens needs a new one"
+    else:
+        ca = flags.tls_ca or "(here: the system's)"
+        help = f"its signer is not in --tls_ca {ca}"
+    return f"the certificate of the other side does not hold: {why}; {help}"
+
+
+def _refused_certificate(flags: argparse.Namespace) -> str:
+    if not flags.tls_cert:
+        return (
+            "the other side ends the connection after the TLS handshake: it wants a "
+            "certificate of this side, too; give --tls_cert and --tls_key"
+        )
+    why = (
+        _why_invalid(flags) or "its signer is not in --tls_ca there, or it has expired"
+    )
+    return (
+        "the other side ends the connection after the TLS handshake: it refuses "
+        f"--tls_cert {flags.tls_cert}; {why}"
+    )
+
+
+def _why_invalid(flags: argparse.Namespace) -> str:
+    """What is wrong with our own certificate, whoever has signed it: its age."""
+    shows = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    shows.load_cert_chain(flags.tls_cert, flags.tls_key)
+    checks = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    checks.check_hostname = False
+    checks.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    checks.load_verify_locations(flags.tls_cert)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = checks.wrap_bio(to_client, to_server)
+    server = shows.wrap_bio(to_server, to_client, server_side=True)
+    for side in (client, server, client):
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLCertVerificationError as error:
+            return error.verify_message
+    return ""
+
+
+def _failed_handshake(error: ssl.SSLError) -> str | None:
+    reason = error.reason or ""
+    if reason in ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST"):
+        return (
+            "the other side speaks plain TCP, and this side TLS; give --tls_cert and "
+            "--tls_key there, or no --tls_ca here"
+        )
+    return None
