@@ -484,6 +484,10 @@ def resolve(flags: Flags) -> Flags:
             f"{flags.total_steps:,}: there is nothing to learn from. Raise "
             "--total_steps or make the batch smaller"
         )
+    if flags.mode == "train" and flags.video:
+        raise FlagError(
+            f"--video {flags.video} records a test, not the training: add --mode test"
+        )
     if flags.precision == "auto":
         flags.precision = "bf16" if fast_bf16(learner_device(flags)) else "fp32"
     return flags
