@@ -114,6 +114,9 @@ def serve(
     except RefusedForGood as error:
         pipe.send("refused", str(error))
         sys.exit(1)
+    except EnvironmentFailed as error:
+        pipe.send("error", str(error))
+        sys.exit(1)
     except EXPECTED_ERRORS as error:
         pipe.send("error", f"{type(error).__name__}: {error}")
         sys.exit(1)
@@ -146,10 +149,9 @@ def run_client(flags: Flags, client: Any, pipe: SharedPipe) -> None:
 
     faults: list[str] = []
     over = threading.Event()
-    watcher = threading.Thread(
-        target=watch_client, args=(flags, client, pipe, over, faults)
-    )
-    watcher.start()
+    threading.Thread(
+        target=watch_client, args=(flags, client, pipe, over, faults), daemon=True
+    ).start()
     try:
         client.run()
     except (libtorchbeast.TransportError, libtorchbeast.WireError) as error:
@@ -158,7 +160,6 @@ def run_client(flags: Flags, client: Any, pipe: SharedPipe) -> None:
         raise EnvironmentFailed(str(error)) from error
     finally:
         over.set()
-        watcher.join()
     if faults:
         raise RefusedForGood(faults[0])
 

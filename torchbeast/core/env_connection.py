@@ -48,7 +48,7 @@ def plain_reason(error: str) -> str:
     ):
         if re.search(pattern, error):
             return reason
-    return error
+    return error.partition(" is lost: ")[2] or error
 
 
 def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
