@@ -335,6 +335,7 @@ class Servers:
                     self._say_waiting(*rest)
                 elif kind == "joined":
                     log.info("Server %d has joined the learner at %s.", index, *rest)
+                    self.said.clear()
                 elif kind == "refused":
                     self._raise(index, f"can't join: {rest[0]}")
                 else:
