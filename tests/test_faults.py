@@ -354,18 +354,34 @@ def test_environment_ends_its_process(start):
 # --- Learner --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["nan_reward", "nan_observation"])
-def test_loss_is_nan(start, fault):
+@pytest.mark.parametrize(
+    ("fault", "field"), [("nan_reward", "reward"), ("nan_observation", "observation")]
+)
+def test_loss_is_nan(start, fault, field):
     run = start()
     run.wait_for_a_checkpoint()
     run.cause(fault)
     run.wait_for_end(1)
     run.assert_error(
         *("FloatingPointError: ", "'total_loss': nan", "'baseline_loss': nan"),
+        f"The cause is the environment: the {field} is nan in ",
         tracebacks=1,
     )
     saved = run.assert_files()
     assert f"at step {saved['stats']['step']}:" in run.console
+
+
+def test_weights_are_nan(start):
+    """Without a smoothed square and ε, a gradient of 0 is divided by 0."""
+    run = start(alpha=0, epsilon=0, num_learner_threads=2)
+    run.wait_for_end(1, 2 * END_SECONDS)
+    run.assert_error(
+        "the update at step 0 made weights that are not finite",
+        *("--learning_rate (now 0.0006)", "--epsilon (now 0)"),
+        tracebacks=1,
+    )
+    assert run.assert_files() == {}
+    assert not run.checkpoint.exists()
 
 
 def test_learner_thread_raises(start):
@@ -519,21 +535,37 @@ def test_disk_is_full(start, tmp_path, leave):
     if leave:
         run.assert_error("CheckpointError: Cannot save a checkpoint of")
     else:  # also what learns can't write then
-        assert "[ERROR " in run.console
         expected = ("No space left on device", "File too large")
         assert any(words in run.console for words in expected), run.console
+        assert "Cannot write " in run.console or "Cannot save " in run.console
+        assert "Traceback" not in run.console
+        assert run.console.count("[ERROR ") == 1, run.console
+    for name in ("meta.json", "logs.csv", "fields.csv", "out.log", "model.tar"):
+        assert (run.path / name).stat().st_size > 0, name
     run.assert_files(saved_at_end=False)
 
 
 def test_shared_memory_is_too_small(start):
     """A real small /dev/shm where one can be mounted, else buffers beyond the real."""
     if mount_namespace():
-        run = start(prefix=small_disk(SHARED_MEMORY, "64k"))
+        weights = start(xpid="a", prefix=small_disk(SHARED_MEMORY, "64k"))
+        buffers = start(
+            xpid="b", prefix=small_disk(SHARED_MEMORY, "1m"), num_buffers=10_000
+        )
+        weights.wait_for_end(1, 2 * END_SECONDS)
+        weights.assert_error(
+            *("SharedMemoryError", "3 copies of the model's weights need 0.2 MiB"),
+            *("/dev/shm has 0.1 MiB", "a smaller --model"),
+        )
+        assert not weights.path.exists()
     else:
-        run = start(num_buffers=10**9)
-    run.wait_for_end(1)
-    run.assert_error("SharedMemoryError", "/dev/shm has ", "--num_buffers")
-    assert not run.path.exists()
+        buffers = start(num_buffers=10**9)
+    buffers.wait_for_end(1, 2 * END_SECONDS)
+    buffers.assert_error(
+        *("SharedMemoryError", "the rollout buffers need ", "/dev/shm has "),
+        "--num_buffers",
+    )
+    assert not buffers.path.exists()
 
 
 @pytest.mark.skipif(not mount_namespace(), reason="no right to mount a small /dev/shm")
@@ -586,6 +618,16 @@ def test_no_size_of_shared_memory_kills():
     results = result.stdout.strip().split(",")
     assert results == sorted(results, reverse=True)
     assert set(results) == {"fits", "too small"}
+
+
+def test_stderr_is_closed(start):
+    """The run goes on without it, and no file takes its place."""
+    run = start(prefix=("sh", "-c", 'exec "$@" 2>&-', "sh"), total_steps=1000)
+    run.wait_for_end(0, 2 * END_SECONDS)
+    assert run.console == ""
+    assert "Finished at step 1000" in (run.path / "out.log").read_text()
+    saved = torch.load(run.checkpoint, weights_only=True)
+    assert saved["stats"]["step"] == 1000
 
 
 # --- Mistakes at the start ------------------------------------------------------------

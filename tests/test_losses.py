@@ -7,6 +7,7 @@ from gymnasium import spaces
 from test_vtrace import ground_truth
 
 from torchbeast.core.distributions import make_distribution
+from torchbeast.core.file_writer import ColumnError
 from torchbeast.core.losses import impala_loss
 
 T, B, A = 5, 3, 7
@@ -350,3 +351,13 @@ def test_other_action_spaces(action_space):
     )
     assert (after[:T] > before[:T]).all()
     assert torch.equal(after[T], before[T])
+
+
+@pytest.mark.parametrize("name", ["entropy", "total_loss"])
+def test_an_auxiliary_loss_named_like_a_column_is_refused(name):
+    batch, outputs = make_batch()
+    batch = {key: torch.as_tensor(x) for key, x in batch.items()}
+    outputs = {key: torch.as_tensor(x) for key, x in outputs.items()}
+    losses = {"mine": torch.tensor(1.0), name: torch.tensor(2.0)}
+    with pytest.raises(ColumnError, match=f"two columns named {name}: .*auxiliary"):
+        impala_loss(batch, outputs, DISTRIBUTION, argparse.Namespace(**FLAGS), losses)

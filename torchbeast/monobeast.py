@@ -962,6 +962,11 @@ class Run(ABC):
                     status = 1
                 elif worth_saving:
                     self.save()
+            except checkpoint.CheckpointError as error:
+                if status == 1:  # after another failure, of the same disk perhaps
+                    log.warning("%s", error)
+                else:
+                    status = self._report(error)
             except BaseException as error:
                 status = self._report(error)
         finally:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from torchbeast.core.file_writer import writing
 from torchbeast.core.flags import FlagError
 
 log = logging.getLogger(__name__)
@@ -129,14 +130,21 @@ class Board:
             raise FlagError(
                 "--tensorboard needs the package tensorboard: pip install tensorboard"
             ) from error
-        # TensorBoard hides purge_step itself too, which was learned before.
-        self.writer = SummaryWriter(str(path), purge_step=step + 1)
+        self.path = path
+        with writing(path):
+            # TensorBoard hides purge_step itself too, which was learned before.
+            self.writer = SummaryWriter(str(path), purge_step=step + 1)
 
     def log(self, row: dict[str, Any]) -> None:
-        """Writes the numbers of a row of logs.csv."""
-        for name, value in row.items():
-            if value is not None and name != "step":
-                self.writer.add_scalar(name, value, row["step"])
+        """Writes the numbers of a row of logs.csv.
+
+        Raises:
+          RunFileError: the disk is full.
+        """
+        with writing(self.path):
+            for name, value in row.items():
+                if value is not None and name != "step":
+                    self.writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
         """Does not raise on a full disk, so that the end of the run is still told."""

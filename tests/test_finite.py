@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from torchbeast.core.finite import all_finite, find_cause
+
+T, B = 5, 3
+
+
+def make_batch():
+    return {
+        "reward": torch.ones(T + 1, B),
+        "observation": {
+            "map": torch.zeros(T + 1, B, 4, 7, dtype=torch.uint8),
+            "vector": (torch.zeros(T + 1, B, 2),),
+        },
+    }
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_found(value):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.BatchNorm1d(7))
+    assert all_finite(model)
+    for x in (model[0].bias, model[1].running_var):
+        old = x.detach().clone()
+        x.data[2] = value
+        assert not all_finite(model)
+        x.data.copy_(old)
+    assert all_finite(model)
+    assert all_finite(torch.nn.Identity())
+
+
+def test_the_cause_of_a_loss_that_is_not_finite():
+    batch = make_batch()
+    assert "The cause is the update" in find_cause(batch, False)
+    batch["reward"][2, 1] = float("nan")
+    batch["reward"][3, 1] = float("inf")
+    assert "the reward is nan in 2 of 18 steps" in find_cause(batch, False)
+    assert "observation" not in find_cause(batch, False)
+    batch = make_batch()
+    batch["observation"]["vector"][0][1, 2, :] = -float("inf")
+    cause = find_cause(batch, False)
+    assert "the observation['vector'][0] is -inf in 1 of 18 steps" in cause
+    assert "reward" not in cause
+
+
+def test_values_that_are_too_large():
+    batch = make_batch()
+    batch["reward"][2, 1] = 1e38
+    assert "the reward reaches 1e+38" in find_cause(batch, False)
+    assert "The cause is the update" in find_cause(batch, reward_is_clipped=True)
+    batch["observation"]["vector"][0][1, 2, 1] = -1e30
+    assert "vector'][0] reaches 1e+30" in find_cause(batch, True)

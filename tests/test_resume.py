@@ -1,0 +1,206 @@
+"""What a start makes of the folder and the checkpoint that it finds.
+
+MonoBeast's main() runs in this process, as far as it gets without actors.
+"""
+
+import logging
+import pathlib
+import shlex
+import shutil
+
+import pytest
+import runs
+import torch
+
+from torchbeast import monobeast
+from torchbeast.core.file_writer import RunFolder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The savedir of a run of faulty:Environment, finished at step 20, saved twice."""
+    savedir = tmp_path_factory.mktemp("finished")
+    flags = {**runs.SMALL, "env": "faulty:Environment"}
+    runs.run(savedir, "a", **{**flags, "total_steps": 20})
+    path = savedir / "a" / "model.tar"
+    shutil.copy(path, path.with_name("model.previous.tar"))
+    return savedir
+
+
+@pytest.fixture
+def savedir(finished, tmp_path):
+    """A copy of it."""
+    shutil.copytree(finished / "a", tmp_path / "a")
+    return tmp_path
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def main(caplog):
+    """Runs main(); gives its exit status and what it logged."""
+    caplog.set_level(logging.INFO)
+
+    def run_main(savedir, line):
+        caplog.clear()
+        argv = [*shlex.split(line), "--savedir", str(savedir)]
+        status = monobeast.main(argv)
+        return status, caplog.text
+
+    return run_main
+
+
+@pytest.fixture
+def fails(main, caplog):
+    """Runs main(), which has to fail with one message and to change no run."""
+
+    def run_main(savedir, line):
+        run = pathlib.Path(savedir, "a")
+        before = content(run) if run.is_dir() else None
+        status, text = main(savedir, line)
+        assert status == 1
+        errors = [x for x in caplog.records if x.levelno >= logging.ERROR]
+        assert len(errors) == 1, text
+        assert errors[0].exc_info is None, text
+        if before is not None:
+            assert content(run) == before
+        return errors[0].getMessage()
+
+    return run_main
+
+
+# --- Checkpoints that can't be used ---
+
+
+def change(*names, to):
+    def do(saved):
+        *path, last = names
+        for name in path:
+            saved = saved[name]
+        if to is None:
+            del saved[last]
+        else:
+            saved[last] = to
+
+    return do
+
+
+def break_a_weight(saved):
+    saved["model_state_dict"]["policy.bias"][0] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (change("rng", to=None), "rng is missing, expected a dict"),
+        (change("stats", to=[3]), "stats is [3], expected a dict"),
+        (change("stats", "step", to=-3), "step is -3, expected a number from 0 on"),
+        (change("stats", "step", to="7"), "step is '7', expected a number"),
+        (change("stats", "games", to=None), "games is missing, expected a number"),
+        (change("stats", "game_returns", to=3), "game_returns is 3, expected numbers"),
+        (change("model_state_dict", "policy.bias", to=[1.0]), "policy.bias is a list"),
+        (break_a_weight, "the weight policy.bias is not finite"),
+        (change("flags", "batch_size", to="2"), "flag batch_size is '2'"),
+        (
+            change("model_state_dict", "policy.bias", to=torch.zeros(9)),
+            "policy.bias is [9] in the checkpoint, but [5] here",
+        ),
+        (change("optimizer_state_dict", "state", to=None), "does not fit this model"),
+    ],
+)
+def test_a_checkpoint_that_can_not_be_used(savedir, fails, edit, words):
+    path = savedir / "a" / "model.tar"
+    saved = torch.load(path, weights_only=True)
+    edit(saved)
+    torch.save(saved, path)
+    message = fails(savedir, "--xpid a --total_steps 40 --env faulty:Environment")
+    assert words in message
+    if "The checkpoint" in message:
+        assert f"{path} can't be used" in message
+        assert f"cp {path.with_name('model.previous.tar')} {path}" in message
+
+
+def test_the_test_mode_refuses_them_too(savedir, fails):
+    path = savedir / "a" / "model.tar"
+    saved = torch.load(path, weights_only=True)
+    torch.save({"flags": saved["flags"]}, path)
+    message = fails(savedir, "--xpid a --mode test")
+    assert "model_state_dict is missing" in message
+    torch.save(saved, path)
+    message = fails(savedir, "--xpid a --mode test --use_lstm")
+    assert "core.weight_ih_l0 [1024, 134] is not in the checkpoint" in message
+
+
+# --- Environments that a checkpoint names ---
+
+
+def test_an_environment_that_a_checkpoint_names(savedir, fails, main):
+    for mode in ("--mode test", "--total_steps 40"):
+        message = fails(savedir, f"--xpid a {mode} --no-trust_checkpoint_env")
+        assert "--env faulty:Environment" in message
+        assert "refuses to import the module faulty" in message
+    said = "the module faulty will be imported"
+    for line in ("", "--no-trust_checkpoint_env --env faulty:Environment"):
+        status, text = main(savedir, f"--xpid a --mode test {line}")
+        assert status == 0, text
+        assert "10 games: mean return" in text
+        assert (said in text) == (line == "")
+        assert ("--no-trust_checkpoint_env" in text) == (line == "")
+
+
+# --- Folders ---
+
+
+def test_a_run_that_is_at_its_end_says_so(savedir, main):
+    before = content(savedir / "a")
+    status, text = main(savedir, "--xpid a")
+    assert status == 0
+    assert "is at step 20 of --total_steps 20 already" in text
+    assert "Finished" not in text
+    assert content(savedir / "a") == before
+
+
+def test_the_folder_is_locked_before_the_checkpoint_is_read(savedir, fails):
+    (savedir / "a" / "model.tar").write_text("half of one")
+    with RunFolder(str(savedir), "a"):
+        message = fails(savedir, "--xpid a --total_steps 40")
+    assert "Another process writes to this run" in message
+    message = fails(savedir, "--xpid a --total_steps 40")
+    assert "Cannot load the checkpoint" in message
+
+
+def test_a_run_without_its_checkpoint(savedir, fails):
+    """Its lines of logs.csv are not cut, unless it died before its first checkpoint."""
+    path = savedir / "a" / "model.tar"
+    message = fails(savedir, "--xpid a --total_steps 40 --disable_checkpoint")
+    assert "With --disable_checkpoint it can't go on" in message
+    path.unlink()
+    message = fails(savedir, "--xpid a --total_steps 40")
+    assert f"cp {path.with_name('model.previous.tar')} {path}" in message
+    path.with_name("model.previous.tar").unlink()
+    message = fails(savedir, "--xpid a --total_steps 40")
+    assert "It has no checkpoint to go on from" in message
+
+
+@pytest.mark.parametrize("below", ["", "runs"])
+def test_a_savedir_that_is_a_file(tmp_path, fails, below):
+    (tmp_path / "mine").write_text("text")
+    message = fails(tmp_path / "mine" / below, "--xpid b --env CartPole-v1")
+    assert str(tmp_path / "mine" / below) in message
+    assert "choose another --savedir" in message
+    assert (tmp_path / "mine").read_text() == "text"
+
+
+def test_a_home_that_can_not_be_used(monkeypatch, fails, tmp_path):
+    monkeypatch.setenv("HOME", "/proc/nobody")
+    message = fails("~/runs", "--xpid b --env CartPole-v1")
+    assert "Cannot write /proc/nobody" in message
+    assert "choose another --savedir" in message
+
+
+def test_nothing_is_left_of_a_start_that_fails(tmp_path, fails):
+    fails(tmp_path, "--xpid b --env CartPole-v1 --num_buffers 1")
+    fails(tmp_path, "--xpid b --env NoSuchEnvironment-v1")
+    assert not (tmp_path / "b").exists()

@@ -1,0 +1,75 @@
+"""The live line, on a real terminal and without one."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+
+import pytest
+import runs
+
+from torchbeast.core import status
+
+
+@pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
+def test_until_the_first_update_it_shows_the_actors_steps(tmp_path, module):
+    # One unroll takes far longer than this test.
+    flags = {**runs.SMALL, "unroll_length": 50_000, "total_steps": 10**9}
+    if module.endswith("polybeast"):
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+        flags |= {"batch_size": 3, "num_servers": 1}
+    terminal, inside = pty.openpty()
+    size = struct.pack("HHHH", 40, 160, 0, 0)  # rows and columns
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, size)
+    run = subprocess.Popen(
+        runs.command(tmp_path, "a", module, **flags),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=inside,
+        env=runs.environment(),
+        start_new_session=True,
+    )
+    os.close(inside)
+    text = ""
+    try:
+        deadline = time.monotonic() + 100
+        shown: set[int] = set()
+        while len(shown - {0}) < 3:
+            assert time.monotonic() < deadline, text
+            if select.select([terminal], [], [], 1.0)[0]:
+                text += os.read(terminal, 65536).decode(errors="replace")
+            found = re.findall(r"actors' steps=([\d,]+)[,\]]", text)
+            shown = {int(x.replace(",", "")) for x in found}
+        assert not (tmp_path / "a" / "logs.csv").read_text(), "an update came first"
+        run.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # EIO: all have closed it
+            while os.read(terminal, 65536):
+                pass
+        assert run.wait(60) == 130
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+        os.close(terminal)
+
+
+def test_without_a_terminal(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(status, "STATUS_SECONDS", 0.0)
+    line = status.Status(40, 1000)
+    line.show(40, None, None, 0, 0.0, 0, acted=1234)
+    assert "Step 40 of 1,000: waiting for the first updates, actors" in caplog.text
+    assert "have taken 1,234 steps" in caplog.text
+    caplog.clear()
+    line.show(60, 50.0, 2.5, 3, 1.5, 4, acted=2345)
+    assert "Step 60 of 1,000, SPS 50, return 2.50, games 3" in caplog.text
+    assert "2,345" not in caplog.text
+    line.close()
