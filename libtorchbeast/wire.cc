@@ -420,7 +420,12 @@ void check_settings(const wire::EnvHello& hello) {
     check_name(setting.name(), "setting");
     if (setting.name().empty()) refuse(place, "the name is empty");
     if (!names.insert(setting.name()).second) refuse(place, "the name comes twice");
-    check_name(setting.value(), place + ": the value");
+    if (setting.value().size() > kMaxNameBytes) {
+      refuse(place, "the value has " + std::to_string(setting.value().size()) +
+                        " bytes, at most " + std::to_string(kMaxNameBytes) +
+                        " are allowed");
+    }
+    if (!is_utf8(setting.value())) refuse(place, "the value is not UTF-8");
   }
 }
 

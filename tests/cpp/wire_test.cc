@@ -780,9 +780,17 @@ wire::Field* add_field(wire::EnvHello* hello, const std::string& name,
   return field;
 }
 
+void add_setting(wire::EnvHello* hello, const std::string& name,
+                 const std::string& value) {
+  wire::Setting* setting = hello->add_settings();
+  setting->set_name(name);
+  setting->set_value(value);
+}
+
 TEST(Hello, GoesThrough) {
   wire::EnvMessage env;
   *env.mutable_hello() = hello_of(discrete(7));
+  add_setting(env.mutable_hello(), "sticky_actions", "0.25");
   grpc::ByteBuffer buffer = encode(env);
   const Decoded from_env = decode_env_message(&buffer, {}, {});
   EXPECT_EQ(from_env.kind, Decoded::kHello);
@@ -790,10 +798,31 @@ TEST(Hello, GoesThrough) {
 
   wire::AgentMessage agent;
   agent.mutable_hello()->set_version(5);
+  agent.mutable_hello()->mutable_seeding()->set_seed(~uint64_t{0});
+  agent.mutable_hello()->mutable_seeding()->set_stream(3);
   buffer = encode(agent);
   const Decoded from_agent = decode_agent_message(&buffer, {});
   EXPECT_EQ(from_agent.kind, Decoded::kHello);
-  EXPECT_EQ(from_agent.agent_hello.version(), 5u);
+  EXPECT_EQ(from_agent.agent_hello.SerializeAsString(),
+            agent.hello().SerializeAsString());
+}
+
+TEST(Hello, SettingsKeepTheRules) {
+  const auto reason = [](const std::string& name, const std::string& value, int times) {
+    wire::EnvHello hello = hello_of(discrete(7));
+    for (int i = 0; i < times; ++i) {
+      add_setting(&hello, name + (i > 1 ? std::to_string(i) : ""), value);
+    }
+    return refusal([&] { const StreamSpec spec(hello); });
+  };
+  EXPECT_EQ(reason("a", "", 1), "accepted");
+  EXPECT_NE(reason("a", "", 2).find("the name comes twice"), std::string::npos);
+  EXPECT_NE(reason("", "1", 1).find("the name is empty"), std::string::npos);
+  EXPECT_EQ(reason("a", std::string(1024, 'x'), 1), "accepted");
+  EXPECT_EQ(reason("a", std::string(1025, 'x'), 1),
+            "setting \"a\": the value has 1025 bytes, at most 1024 are allowed");
+  EXPECT_EQ(reason("a", "\xff", 1), "setting \"a\": the value is not UTF-8");
+  EXPECT_EQ(reason("a", "1", 1025), "hello: 1025 settings, at most 1024 are allowed");
 }
 
 TEST(Hello, IsNotEncodedIfNobodyWouldTakeIt) {
