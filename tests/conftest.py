@@ -15,6 +15,7 @@ except ImportError as error:
         "test_actor_pool.py",
         "test_batching_queue.py",
         "test_dynamic_batcher.py",
+        "test_env_connection.py",
         "test_env_server.py",
         "test_join.py",
         "test_libtorchbeast.py",
