@@ -2,6 +2,7 @@ import argparse
 import logging
 import subprocess
 import sys
+from typing import ClassVar
 
 import gymnasium
 import numpy as np
@@ -539,6 +540,27 @@ def test_environment_has_moved_to_another_package():
     """Gymnasium's old MuJoCo environments raise ImportError, which says where to."""
     with pytest.raises(MissingPackageError, match=r"Hopper-v3: .* gymnasium-robotics"):
         create_env(env_flags("Hopper-v3"))
+
+
+class NoOpenGL(Counter):
+    """As MuJoCo on a machine without a display."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, render_mode=None):
+        super().__init__()
+        self.render_mode = render_mode
+
+    def render(self):
+        raise OSError("no OpenGL platform library")
+
+
+def test_a_picture_that_can_not_be_drawn():
+    env = Environment(env_flags(here(NoOpenGL)), 2, render_mode="rgb_array")
+    env.initial()
+    with pytest.raises(RuntimeError, match=r"NoOpenGL .*MUJOCO_GL=egl") as error:
+        env.render()
+    assert isinstance(error.value.__cause__, OSError)
 
 
 @pytest.mark.parametrize("env", ["missing_package.envs:Env", "missing_package:Env-v0"])

@@ -595,7 +595,14 @@ class Environment:
 
     def render(self) -> np.ndarray | None:
         """The first environment's picture [H, W, 3] uint8; None if it has a window."""
-        return self.envs.render()[0]
+        try:
+            return self.envs.render()[0]
+        except Exception as error:
+            raise RuntimeError(
+                f"--env {self.flags.env} can't draw its picture, see the error above. "
+                "Without a display, MuJoCo and DeepMind Control need MUJOCO_GL=egl or "
+                "MUJOCO_GL=osmesa (docs/environments.md)"
+            ) from error
 
     def close(self) -> None:
         self.envs.close()
