@@ -206,3 +206,36 @@ class SeedLog(gym.Env):
                 file.write(f"{self.seed}\n")
         self.steps += 1
         return np.zeros(2, np.float32), 0.0, self.steps == self.LENGTH, False, {}
+
+
+class Goals(gym.Env):
+    """A goal per episode, told in the observation and in each info.
+
+    The observation is [goal, steps so far]; episodes take 3 to 6 steps, by their goal.
+    Those with an even goal are truncated. What reset() says of "count" is wrong.
+    """
+
+    GOALS = 100
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Box(0, self.GOALS, (2,), np.float32)
+        self.action_space = spaces.Discrete(3)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.goal = int(self.np_random.integers(1, self.GOALS))
+        self.steps = 0
+        return self._observation(), {"goal": self.goal, "count": -1}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        over = self.steps == 3 + self.goal % 4
+        info = {"goal": self.goal, "count": self.steps}
+        reward = float(action == self.goal % 3)
+        even = self.goal % 2 == 0
+        return self._observation(), reward, over and not even, over and even, info
+
+    def _observation(self) -> np.ndarray:
+        return np.array([self.goal, self.steps], np.float32)

@@ -13,6 +13,7 @@ from gymnasium import spaces
 from torchbeast.core import environment
 from torchbeast.core.environment import (
     Environment,
+    ExtraField,
     MissingPackageError,
     OldGymAdapter,
     UnknownEnvironmentError,
@@ -41,6 +42,11 @@ def env_flags(env, **changes):
 def here(definition):
     """The --env of something defined in this file."""
     return f"{__name__}:{definition.__name__}"
+
+
+def declare(monkeypatch, **fields):
+    for name, field in fields.items():
+        monkeypatch.setitem(environment.EXTRA_FIELDS, name, field)
 
 
 def leaves(tree):
@@ -152,6 +158,7 @@ def test_rows_against_one_environment_at_a_time():
         "game_step": np.int64,
         "game_over": np.bool_,
         "last_action": np.int64,
+        "env_warnings": np.int64,
         "observation": np.float32,
     }
     for row in rows:
@@ -188,8 +195,8 @@ def test_rows_against_one_environment_at_a_time():
 
 
 def test_nested_observations_and_extra_fields(monkeypatch):
-    monkeypatch.setitem(environment.EXTRA_FIELDS, "goal", ((2,), np.int32))
-    monkeypatch.setitem(environment.EXTRA_FIELDS, "absent", ((), np.float32))
+    declare(monkeypatch, goal=ExtraField((2,), np.int32, of="step"))
+    declare(monkeypatch, absent=ExtraField((), np.float32, of="step"))
     envs = Environment(env_flags(here(Counter)), 2)
     rows = [envs.initial()]
     for _ in range(5):
@@ -213,8 +220,76 @@ def test_nested_observations_and_extra_fields(monkeypatch):
     np.testing.assert_array_equal(box, np.full((2, 2, 3), 5, np.float32))
 
 
+def test_extra_fields_belong_to_the_step_or_to_the_observation(monkeypatch):
+    """The goal is that of the observation in the row, the count that of the step."""
+    declare(monkeypatch, goal=ExtraField((), np.int32, of="observation"))
+    declare(monkeypatch, count=ExtraField((), np.int64, of="step"))
+    envs = Environment(env_flags("environments:Goals"), 3)
+    starts = truncated = 0
+    for _game in range(2):  # initial() may be called again
+        rows = [envs.initial()]
+        for _ in range(40):
+            row = envs.step(np.zeros(3, np.int64))
+            rows.append(row)
+            cut = row["truncated"]
+            assert cut.any() == (envs.final_observation is not None)
+            if cut.any():
+                final = np.where(cut, envs.final_observation[:, 0], 0)
+                np.testing.assert_array_equal(row["final_goal"], final)
+            else:
+                assert not row["final_goal"].any()
+            truncated += cut.sum()
+        for row in rows:
+            np.testing.assert_array_equal(row["goal"], row["observation"][:, 0])
+            np.testing.assert_array_equal(row["count"], row["episode_step"])
+            starts += row["done"].sum()
+    assert starts > 30
+    assert truncated > 10
+
+
+def test_atari_fields_at_a_truncation(monkeypatch):
+    """Lives at the end and at the next start, the same on both paths."""
+    declare(monkeypatch, lives=ExtraField((), np.int64, of="observation"))
+    flags = env_flags("BreakoutNoFrameskip-v4", noop_max=0, max_episode_frames=300)
+    found = {}
+    for path in ("python", "native"):
+        flags.envs = path
+        envs = Environment(flags, 2)
+        row, lives = envs.initial(), []
+        for t in range(75):
+            row = envs.step(np.array([1, 2 + t % 2]))
+            lives.append((row["lives"].tolist(), row["final_lives"].tolist()))
+        assert row["truncated"].all()
+        found[path] = lives
+    assert found["python"] == found["native"]
+    now, final = found["python"][-1]
+    assert now == [5, 5]
+    assert min(final) < 5
+    assert not np.array([final for _, final in found["python"][:-1]]).any()
+
+
+def test_a_field_says_what_it_belongs_to():
+    with pytest.raises(TypeError, match="of"):
+        ExtraField((), np.int64)
+    with pytest.raises(ValueError, match='"step" or "observation", got \'row\''):
+        ExtraField((), np.int64, of="row")
+
+
+def test_a_field_of_the_observation_that_reset_lacks(monkeypatch, caplog):
+    """Counter's reset() gives no info: the first rows can't be right."""
+    declare(monkeypatch, goal=ExtraField((2,), np.int32, of="observation"))
+    monkeypatch.setattr(environment, "_logged", set())
+    with caplog.at_level(logging.WARNING):
+        row = Environment(env_flags(here(Counter)), 2).initial()
+    assert not row["goal"].any()
+    assert row["env_warnings"].tolist() == [1, 1]
+    (message,) = caplog.messages
+    assert "'goal'" in message
+    assert "reset() lacks it" in message
+
+
 def test_extra_field_of_another_shape(monkeypatch):
-    monkeypatch.setitem(environment.EXTRA_FIELDS, "goal", ((3,), np.int32))
+    declare(monkeypatch, goal=ExtraField((3,), np.int32, of="step"))
     envs = Environment(env_flags(here(Counter)), 1)
     envs.initial()
     with pytest.raises(ValueError, match=r"'goal' with shape \(3,\).* shape \(2,\)"):
@@ -231,7 +306,7 @@ def test_extra_field_of_another_shape(monkeypatch):
 )
 def test_actions(monkeypatch, make, actions, received):
     shape = actions.shape[1:]
-    monkeypatch.setitem(environment.EXTRA_FIELDS, "echo", (shape, np.float32))
+    declare(monkeypatch, echo=ExtraField(shape, np.float32, of="step"))
     envs = Environment(env_flags(here(make)), 2)
     first = envs.initial()["last_action"]
     assert first.shape == actions.shape
@@ -253,10 +328,11 @@ def test_wrong_actions():
         envs.step(np.array([0, 3]))
 
 
+@pytest.mark.parametrize("of", ["step", "observation"])
 @pytest.mark.parametrize("path", ["native", "python"])
-def test_atari_lives_and_games(monkeypatch, path):
+def test_atari_lives_and_games(monkeypatch, path, of):
     """A Breakout game is five training episodes; its return is counted over all."""
-    monkeypatch.setitem(environment.EXTRA_FIELDS, "lives", ((), np.int64))
+    declare(monkeypatch, lives=ExtraField((), np.int64, of=of))
     envs = Environment(env_flags("BreakoutNoFrameskip-v4", envs=path), 2)
     assert envs.frames_per_step == 4
     assert envs.exact_resume == (path == "python")
@@ -268,6 +344,7 @@ def test_atari_lives_and_games(monkeypatch, path):
     envs.close()
     for row, observation in zip(rows[1:], kept, strict=True):
         np.testing.assert_array_equal(row["observation"], observation)
+    assert (rows[0]["lives"] == (5 if of == "observation" else 0)).all()
 
     for e in range(2):
         episode_return = game_return = episode_step = game_step = 0
@@ -282,7 +359,10 @@ def test_atari_lives_and_games(monkeypatch, path):
             assert row["episode_step"][e] == episode_step
             assert row["game_step"][e] == game_step
             assert not row["truncated"][e]
-            assert row["lives"][e] == 5 - lives_lost - row["done"][e]
+            left = 5 - lives_lost - row["done"][e]
+            # At the end of a game the observation is of the next, which has 5.
+            shown = left or 5 if of == "observation" else left
+            assert row["lives"][e] == shown
             if row["done"][e]:
                 episode_return, episode_step = 0, 0
                 lives_lost += 1

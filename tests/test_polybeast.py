@@ -619,37 +619,29 @@ def test_nothing_is_written_before_the_servers_are_known(tmp_path, small):
         assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize("use_lstm", [None, True])
-@pytest.mark.parametrize("env", ["MountainCar-v0", "MinAtar/Breakout-v1"])
-def test_sync_gives_monobeasts_updates(tmp_path, env, use_lstm):
-    """Truncated episodes (MountainCar's after 200 steps) and the convolutions included.
+SYNC = {
+    "num_actors": 2,
+    "envs_per_actor": 3,
+    "batch_size": 2,
+    "unroll_length": 7,
+    "total_steps": 6 * 7 * 40,
+    "precision": "fp32",
+    "torch_threads": 1,
+    "reward_clipping": "none",
+    "sync": True,
+    "disable_checkpoint": True,
+}
+
+
+def assert_logs_agree(mono, poly):
+    """Steps, episodes and games are equal, floats nearly.
 
     Sums may be added up in another order where threads or the alignment of memory
     differ, so floats may differ in their last digits, and the differences grow from
     update to update: hence the tolerance. Steps, episodes and games may not differ: one
     other action would change them.
     """
-    flags = {
-        "env": env,
-        "use_lstm": use_lstm,
-        "num_actors": 2,
-        "envs_per_actor": 3,
-        "batch_size": 2,
-        "unroll_length": 7,
-        "total_steps": 6 * 7 * 40,
-        "precision": "fp32",
-        "torch_threads": 1,
-        "reward_clipping": "none",
-        "sync": True,
-        "disable_checkpoint": True,
-    }
-    runs.run(tmp_path, "mono", **flags)
-    flags |= {"module": POLYBEAST, "pipes_basename": f"unix:{tmp_path}/pipe"}
-    runs.run(tmp_path, "poly", **flags, num_servers=2)
-    mono = runs.without_time(runs.read_logs(tmp_path, "mono"))
-    poly = runs.without_time(runs.read_logs(tmp_path, "poly"))
-    assert len(mono) == len(poly) == 120
-    assert int(mono[-1]["episodes"]) > 5
+    assert len(mono) == len(poly)
     for row, other in zip(mono, poly, strict=True):
         for name, value in row.items():
             if value == other[name]:
@@ -657,3 +649,42 @@ def test_sync_gives_monobeasts_updates(tmp_path, env, use_lstm):
             assert float(other[name]) == pytest.approx(
                 float(value), rel=1e-3, abs=1e-5
             ), (name, row["step"])
+
+
+@pytest.mark.parametrize("use_lstm", [None, True])
+@pytest.mark.parametrize("env", ["MountainCar-v0", "MinAtar/Breakout-v1"])
+def test_sync_gives_monobeasts_updates(tmp_path, env, use_lstm):
+    """With truncated episodes (MountainCar's, after 200 steps) and convolutions."""
+    flags = {**SYNC, "env": env, "use_lstm": use_lstm}
+    runs.run(tmp_path, "mono", **flags)
+    flags |= {"module": POLYBEAST, "pipes_basename": f"unix:{tmp_path}/pipe"}
+    runs.run(tmp_path, "poly", **flags, num_servers=2)
+    mono = runs.without_time(runs.read_logs(tmp_path, "mono"))
+    poly = runs.without_time(runs.read_logs(tmp_path, "poly"))
+    assert len(mono) == 120
+    assert int(mono[-1]["episodes"]) > 5
+    assert_logs_agree(mono, poly)
+
+
+def test_a_forks_fields_and_dropout_are_the_same_in_both(tmp_path, monkeypatch):
+    """See edited.py, which raises if a row has the field of another episode.
+
+    With Dropout, only a model that acts in eval mode and learns in train mode gives the
+    same updates in both variants.
+    """
+    flags = {
+        **SYNC,
+        "module": "edited",
+        "env": "environments:Goals",
+        "use_lstm": True,
+        "total_steps": 6 * 7 * 10,
+    }
+    runs.run(tmp_path, "mono", **flags)
+    monkeypatch.setenv("VARIANT", POLYBEAST)
+    flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "num_servers": 2}
+    runs.run(tmp_path, "poly", **flags)
+    mono = runs.without_time(runs.read_logs(tmp_path, "mono"))
+    poly = runs.without_time(runs.read_logs(tmp_path, "poly"))
+    assert len(mono) == 30
+    assert sum(float(row["starts"]) for row in mono) > 50
+    assert_logs_agree(mono, poly)

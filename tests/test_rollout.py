@@ -9,6 +9,7 @@ from gymnasium import spaces
 
 from torchbeast.core import environment, rollout
 from torchbeast.core.distributions import make_distribution
+from torchbeast.core.environment import ExtraField
 from torchbeast.core.rollout import SharedMemoryError, Spec
 
 T, B, A = 5, 3, 7
@@ -23,6 +24,7 @@ ENVIRONMENT_FIELDS = {
     "game_return": Spec((), torch.float32),
     "game_step": Spec((), torch.int64),
     "game_over": Spec((), torch.bool),
+    "env_warnings": Spec((), torch.int64),
 }
 AGENT_FIELDS = {
     "baseline": Spec((), torch.float32),
@@ -72,12 +74,32 @@ def test_row_spec(action_space, action, num_logits):
 
 
 def test_extra_fields_are_part_of_a_row(monkeypatch):
-    fields = {"lives": ((), np.int64), "goal": ((2, 3), np.float64)}
+    fields = {
+        "lives": ExtraField((), np.int64, of="step"),
+        "goal": ExtraField((2, 3), np.float64, of="observation"),
+    }
     for name, field in fields.items():
         monkeypatch.setitem(environment.EXTRA_FIELDS, name, field)
     spec = rollout.row_spec(OBSERVATION_SPACE, make_distribution(spaces.Discrete(A)))
     assert spec["lives"] == Spec((), torch.int64)
     assert spec["goal"] == Spec((2, 3), torch.float32)
+    assert "final_goal" not in spec
+
+
+def test_fields_of_the_observation_at_the_end_of_a_truncated_episode(monkeypatch):
+    """Only a row that shows a final observation, truncated and not done, has them."""
+    field = ExtraField((2,), np.int64, of="observation")
+    monkeypatch.setitem(environment.EXTRA_FIELDS, "goal", field)
+    row = {
+        "truncated": torch.tensor([[True, True, False]]),
+        "done": torch.tensor([[False, True, False]]),
+        "goal": torch.arange(6).view(1, 3, 2),
+        "final_goal": 10 + torch.arange(6).view(1, 3, 2),
+    }
+    shown = rollout.show_final_fields(row)
+    assert shown["goal"].tolist() == [[[10, 11], [2, 3], [4, 5]]]
+    assert shown.keys() == row.keys() - {"final_goal"}
+    assert row["goal"].tolist() == [[[0, 1], [2, 3], [4, 5]]]  # left as it was
 
 
 @pytest.mark.parametrize(
@@ -140,7 +162,7 @@ def test_buffers_have_slots_and_rows_and_are_zero():
     assert buffers["done"].dtype == torch.bool
     assert isinstance(buffers["observation"]["body"], tuple)
     leaves = rollout.flatten(buffers)
-    assert len(leaves) == 5 + 8 + 3 + 3
+    assert len(leaves) == 5 + 9 + 3 + 3
     assert all(x.is_shared() for x in leaves)
     assert not any(x.any() for x in leaves)
 

@@ -171,10 +171,7 @@ class Net(nn.Module):
         nn.init.zeros_(self.policy.bias)
 
     def encoders_to(self, dtype: torch.dtype) -> None:
-        """Stores the weights that --precision is about in a dtype, to act without casts.
-
-        Those are the image encoders'.
-        """
+        """Stores the image encoders' weights in a dtype, to act without casts."""
         self.images.to(dtype)
         self.bf16 = False  # nothing is left to cast
 

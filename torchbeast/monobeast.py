@@ -44,6 +44,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchbeast.core import checkpoint, resume, rollout
 from torchbeast.core import flags as flags_lib
+from torchbeast.core.env_checks import InvalidEnvironmentError
 from torchbeast.core.environment import (
     Environment,
     MissingPackageError,
@@ -99,7 +100,11 @@ def act(
     try:
         env = Environment(flags, flags.envs_per_actor, index * flags.envs_per_actor)
         with contextlib.closing(env):
+            env.on_warning = lambda *warning: pipe.send(("warning", *warning))
             run_actor(flags, index, env, pipe, buffers, weights_memory, progress, saved)
+    except InvalidEnvironmentError as error:
+        with contextlib.suppress(OSError):
+            pipe.send(("error", str(error)))
     except BaseException:
         # Nobody hears it where the learner is gone or has closed the pipe, which is how
         # it ends this process.
@@ -147,6 +152,7 @@ def run_actor(
             final = map_nested(to_tensor, env.final_observation)
             not_done = torch.zeros(1, E, dtype=torch.bool)
             over = {**inputs, "observation": final, "done": not_done}
+            over = rollout.show_final_fields(over)
             truncation_value = model(over, state)[0]["baseline"] * inputs["truncated"]
         outputs, state = model(inputs, state)
         outputs["action"] = distribution.sample(outputs["policy_logits"], generator)
@@ -237,7 +243,8 @@ def make_model(flags: Flags, env: HasSpaces, device: torch.device) -> Net:
 
 
 def prepare_to_act(model: Net) -> None:
-    """Casts the encoders for acting on the CPU: once an unroll, not once a step."""
+    """Sets the model up to act on the CPU: no dropout, encoders cast once for all."""
+    model.eval()
     bf16 = model.bf16 and flags_lib.fast_bf16(torch.device("cpu"))
     model.encoders_to(torch.bfloat16 if bf16 else torch.float32)
 
@@ -382,6 +389,7 @@ class Actors:
         self.processes: list[Any] = []
         self.idle = list(range(flags.num_actors))  # who waits longest comes first
         self.timings: list[dict[str, float]] = [{} for _ in self.idle]
+        self._warned: set[str] = set()  # of what about the environments
         self._seen = [(-1, 0.0)] * flags.num_actors  # progress, and when it was new
         self._awake = 0.0  # seconds; stands still while the whole run is suspended
         self._looked = time.monotonic()
@@ -479,12 +487,20 @@ class Actors:
                     raise ActorError(f"actor {index} failed:\n{message[1]}")
                 if message[0] == "loaded":
                     self.weights.take_back(message[1])
+                elif message[0] == "warning":
+                    self._warn_once(*message[1:])
                 else:
                     yield message
         except (EOFError, OSError):
             self._raise_dead(index)
         if not self.processes[index].is_alive():
             self._raise_dead(index)
+
+    def _warn_once(self, key: str, message: str) -> None:
+        """Logs what an actor's environment said, unless another's said it before."""
+        if key not in self._warned:
+            self._warned.add(key)
+            log.warning("%s. logs.csv counts it in env_warnings.", message)
 
     def _raise_dead(self, index: int) -> None:
         process = self.processes[index]
@@ -652,7 +668,9 @@ def learn(
         learner.model.parameters(), flags.grad_norm_clipping
     )
     lag = learner.version - batch["policy_version"][:-1].float().mean()
-    stats = join_columns(stats, {"grad_norm": grad_norm, "policy_lag": lag})
+    suspect = batch["env_warnings"][1:].sum()
+    more = {"grad_norm": grad_norm, "policy_lag": lag, "env_warnings": suspect}
+    stats = join_columns(stats, more)
     values = torch.stack([x.float() for x in stats.values()]).tolist()  # one transfer
     scalars = dict(zip(stats, values, strict=True))
     if not all(np.isfinite([scalars["total_loss"], scalars["grad_norm"]])):
@@ -1156,7 +1174,6 @@ def test(flags: Flags, model_state: dict[str, torch.Tensor]) -> list[float]:
     model = make_model(flags, env, torch.device("cpu"))
     checkpoint.check_fit(model_state, model)
     model.load_state_dict(model_state)
-    model.eval()
     prepare_to_act(model)
     generator = torch.Generator().manual_seed(derive_seed(flags.seed))
     quota = [len(range(i, flags.num_test_episodes, num_envs)) for i in range(num_envs)]

@@ -234,8 +234,9 @@ def make_server(flags: Flags, index: int, address: str, first_stream: int) -> An
 
 
 def describe(flags: Flags) -> str:
-    """What is served; makes an environment to see that it can be made."""
+    """What is served; tries an environment, so that faults show before the start."""
     with contextlib.closing(Environment(flags, 1)) as env:
+        env.try_out()
         return (
             f"{flags.envs_per_actor} x {flags.env} a stream, observation "
             f"{env.observation_space}, action {env.action_space}"

@@ -44,6 +44,7 @@ from torchbeast import atari_wrappers, monobeast, polybeast_env
 from torchbeast.core import flags as flags_lib
 from torchbeast.core import resume, rollout
 from torchbeast.core.env_connection import environment_settings, tls_fault
+from torchbeast.core.environment import EXTRA_FIELDS
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.prof import Timings, format_shares
 from torchbeast.core.rollout import Nested, map_nested
@@ -276,6 +277,9 @@ def to_row(env_outputs: tuple, spec: dict[str, Nested]) -> dict[str, Nested]:
         "game_return": episode_return,
         **(extra[0] if extra else {}),
     }
+    row = rollout.show_final_fields(row)
+    for name in row.keys() & EXTRA_FIELDS:
+        row[name] = as_stored(row[name], spec[name])
     for name, field in spec.items():
         if name not in row:
             row[name] = done.new_zeros((*done.shape, *field.shape), dtype=field.dtype)

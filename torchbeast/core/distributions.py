@@ -4,8 +4,8 @@ An action distribution has no parameters of its own. It turns the flat logits
 [..., num_logits] of the model into actions, log-probabilities and entropies, so that
 model, loss and actors never ask which action space they serve.
 
-To mask actions, set their logits to -inf (`logits.masked_fill(~allowed, -inf)`). They are
-never drawn and add nothing to the entropy. One action at least has to be left.
+To mask actions, set their logits to -inf (`logits.masked_fill(~allowed, -inf)`). They
+are never drawn and add nothing to the entropy. One action at least has to be left.
 """
 
 import math

@@ -7,15 +7,18 @@ manual.
 
 import argparse
 import copy
+import dataclasses
 import difflib
 import importlib
 import inspect
 import logging
+import math
 import operator
 import re
+import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
@@ -23,13 +26,51 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast import atari_wrappers
+from torchbeast.core.env_checks import (
+    Checker,
+    InvalidEnvironmentError,
+    check_interface,
+    describe,
+    raised_by_call,
+)
 
 log = logging.getLogger(__name__)
 
-# Per-step fields taken from the environment's info, declared here and nowhere else:
-# name -> (shape of one environment's value, NumPy dtype). They are part of every row,
-# zero where info lacks them. Example: {"lives": ((), np.int64)}
-EXTRA_FIELDS: dict[str, tuple[tuple[int, ...], Any]] = {}
+
+@dataclasses.dataclass(frozen=True)
+class ExtraField:
+    """A field of every row that is taken from the environment's info.
+
+    Where an episode ends, the row shows the first observation of the next one, so the
+    field has to say what it belongs to:
+
+        "step"         the step that led to the row, as the reward does: a cost, lives
+                       left. From step()'s info; where an episode ends, from its last
+                       step. Zero in the row of initial().
+        "observation"  the observation in the row: a goal, a task number, a mask. Where
+                       an episode begins, from reset()'s info; else from step()'s.
+    """
+
+    shape: tuple[int, ...]  # of one environment's value
+    dtype: Any  # NumPy's
+    of: Literal["step", "observation"]
+
+    def __post_init__(self) -> None:
+        if self.of not in ("step", "observation"):
+            raise ValueError(f'of must be "step" or "observation", got {self.of!r}')
+
+
+# Per-step fields taken from the environment's info, declared here and nowhere else.
+# They are part of every row, zero if the info lacks them. Examples:
+# {"lives": ExtraField((), np.int64, of="step")}
+# {"goal": ExtraField((2,), np.float32, of="observation")}
+EXTRA_FIELDS: dict[str, ExtraField] = {}
+
+
+def final_name(name: str) -> str:
+    """What rows call a field of the observation at the end of truncated episodes."""
+    return f"final_{name}"
+
 
 _ELEMENTARY_SPACES = (
     spaces.Box,
@@ -69,6 +110,7 @@ def create_env(
         UnknownEnvironmentError: nothing goes by this name; lists close matches.
         MissingPackageError: a package is missing; says what to install.
         UnsupportedSpaceError: names the offending part of the space.
+        InvalidEnvironmentError: what the name makes can't be used as an environment.
     """
     name = flags.env
     if atari_wrappers.atari_game(name):
@@ -77,6 +119,7 @@ def create_env(
         env = _from_python_path(name, render_mode)
     else:
         env = _from_gymnasium(name, render_mode)
+    check_interface(name, env)
     try:
         check_observation_space(env.observation_space)
         check_action_space(env.action_space)
@@ -96,7 +139,9 @@ def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
             ) from error
         minatar.register_envs()
     try:
-        env = gymnasium.make(name, render_mode=render_mode, disable_env_checker=True)
+        # Some take no render_mode, not even None.
+        mode: dict[str, Any] = {"render_mode": render_mode} if render_mode else {}
+        env = gymnasium.make(name, disable_env_checker=True, **mode)
         return MinAtarGame(env) if name.startswith("MinAtar/") else env
     except gymnasium.error.UnregisteredEnv as error:
         close = _close_matches(name)
@@ -112,12 +157,54 @@ def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
     except gymnasium.error.DependencyNotInstalled as error:
         raise MissingPackageError(f"--env {name} needs a package: {error}") from error
     except ModuleNotFoundError as error:
-        package = (error.name or name.partition(":")[0]).partition(".")[0]
-        raise MissingPackageError(
-            f"--env {name}: {error} Try: pip install {package}"
-        ) from error
+        raise _missing_module(name, error) from error
     except ImportError as error:  # a name that has moved, a system library
         raise MissingPackageError(f"--env {name}: {error}") from error
+    except (TypeError, gymnasium.error.Error) as error:
+        if render_mode is not None and "render" in str(error):
+            raise _cannot_render(name, str(error)) from error
+        if raised_by_call(error.__context__ or error):
+            raise InvalidEnvironmentError(
+                f"--env {name} can't be made: {error}. If it needs arguments, write a "
+                "function that gives them, and name that: package.module:function"
+            ) from error
+        raise
+
+
+# Modules whose package has another name.
+_PACKAGES = {
+    "cv2": "opencv-python-headless",
+    "OpenGL": "PyOpenGL",
+    "PIL": "pillow",
+    "pkg_resources": "'setuptools<81'",
+    "yaml": "pyyaml",
+}
+
+
+def _missing_module(name: str, error: BaseException) -> MissingPackageError:
+    """Names the module that is missing, which may be one that the named one needs."""
+    named = missing = name.partition(":")[0]
+    cause: BaseException | None = error
+    while cause is not None:  # Gymnasium raises one of its own without a name
+        missing = getattr(cause, "name", None) or missing
+        cause = cause.__cause__ or cause.__context__
+    package = missing.partition(".")[0]
+    if named == missing or named.startswith(f"{missing}."):
+        what = f"there is no module {missing}"
+        hint = "; for a file of your own: run in its directory or set PYTHONPATH"
+    else:
+        what, hint = f"it needs the module {missing}, which is missing", ""
+    return MissingPackageError(
+        f"--env {name}: {what}. For a package: pip install "
+        f"{_PACKAGES.get(package, package)}{hint}."
+    )
+
+
+def _cannot_render(name: str, why: str) -> InvalidEnvironmentError:
+    return InvalidEnvironmentError(
+        f"--env {name} can't be shown: {why}. --video and --mode test_render need an "
+        "environment that takes render_mode and gives pictures"
+    )
 
 
 class MinAtarGame(gymnasium.Wrapper):
@@ -150,11 +237,7 @@ def _from_python_path(name: str, render_mode: str | None) -> gymnasium.Env:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        raise MissingPackageError(
-            f"--env {name}: {error}. For a package: pip install {package}; for a file "
-            "of your own: run in its directory or set PYTHONPATH."
-        ) from error
+        raise _missing_module(name, error) from error
     try:
         make = operator.attrgetter(path)(module)
     except AttributeError as error:
@@ -163,9 +246,43 @@ def _from_python_path(name: str, render_mode: str | None) -> gymnasium.Env:
         raise UnknownEnvironmentError(
             f"--env {name}: module {module_name} has no {path}.{hint}"
         ) from error
-    takes_mode = render_mode is not None and _takes(make, "render_mode")
-    env = make(render_mode=render_mode) if takes_mode else make()
-    return OldGymAdapter(env, render_mode) if _has_old_api(env) else env
+    arguments = {}
+    if render_mode is not None and _takes(make, "render_mode"):
+        arguments["render_mode"] = render_mode
+    _check_arguments(name, make, arguments)
+    env = make(**arguments)
+    check_interface(name, env)
+    if _has_old_api(env):
+        return OldGymAdapter(env, render_mode, name)
+    if render_mode is not None and env.render_mode != render_mode:
+        raise _cannot_render(
+            name,
+            f"its render_mode is {env.render_mode!r}, not {render_mode!r}"
+            if arguments
+            else f"{path} takes no argument render_mode",
+        )
+    return env
+
+
+def _check_arguments(name: str, make: Any, arguments: dict[str, Any]) -> None:
+    """Raise InvalidEnvironmentError unless make(**arguments) can be called."""
+    if not callable(make):
+        raise InvalidEnvironmentError(
+            f"--env {name} names {describe(make)}, not a class or function that makes "
+            "an environment"
+        )
+    try:
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):  # written in C: nothing to inspect
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise InvalidEnvironmentError(
+            f"--env {name} is called without arguments, but its own are {signature}: "
+            f"{error}. Write a function that makes one, def make(): return "
+            f"{name.rpartition(':')[2]}(...), and name that"
+        ) from None
 
 
 def _takes(function: Callable, parameter: str) -> bool:
@@ -203,8 +320,9 @@ class OldGymAdapter(gymnasium.Env):
     spaces of the gym package (which is not imported here).
     """
 
-    def __init__(self, env: Any, render_mode: str | None = None):
+    def __init__(self, env: Any, render_mode: str | None = None, name: str = ""):
         self.env = env
+        self.name = name
         self.render_mode = render_mode
         self.metadata = {"render_modes": [render_mode] if render_mode else []}
         self.observation_space = convert_space(env.observation_space)
@@ -228,9 +346,21 @@ class OldGymAdapter(gymnasium.Env):
         if isinstance(self.action_space, spaces.Discrete):
             action = int(action)  # some check the type
         result = self.env.step(action)
-        if len(result) == 5:
-            return result
+        count = len(result) if isinstance(result, tuple | list) else 0
+        if count == 5:
+            return tuple(result)
+        if count != 4:
+            raise InvalidEnvironmentError(
+                f"--env {self.name}: step() returned {describe(result)}. step(action) "
+                "must return observation, reward, terminated, truncated, info, or, in "
+                "the old Gym API, observation, reward, done, info"
+            )
         observation, reward, done, info = result
+        if not isinstance(info, dict):
+            raise InvalidEnvironmentError(
+                f"--env {self.name}: step() returned {describe(info)} as info; it must "
+                "be a dict"
+            )
         truncated = bool(info.get("TimeLimit.truncated", False))
         return observation, reward, bool(done) and not truncated, truncated, info
 
@@ -311,20 +441,40 @@ def game_seed(seed: int, index: int, game: int) -> int:
     return int(np.random.SeedSequence([seed, index, game]).generate_state(1)[0] >> 1)
 
 
+_logged: set[str] = set()  # keys, of all environments of this process
+
+
+def log_warning(key: str, message: str) -> None:
+    """Logs a warning about an environment, unless one with this key was logged."""
+    if key not in _logged:
+        _logged.add(key)
+        log.warning("%s", message)
+
+
 class SeededGames(gymnasium.Wrapper):
     """Seeds each game, so that it is a function of (seed, index, game, actions).
 
     Every reset() starts the next game, except the one after a step with
     info["game_over"] False, which goes on with the game (a lost life). Logs the actions
     of the current game if asked to, for `replay`. Of each info it keeps the fields in
-    EXTRA_FIELDS and, where an episode ends, "game_over".
+    EXTRA_FIELDS and, where an episode ends, "game_over". Checks what the environment
+    returns, at the first calls and then at some.
     """
 
-    def __init__(self, env: gymnasium.Env, seed: int, index: int, log_actions: bool):
+    def __init__(
+        self,
+        env: gymnasium.Env,
+        seed: int,
+        index: int,
+        log_actions: bool,
+        checker: Checker,
+    ):
         super().__init__(env)
         self.seed = seed
         self.index = index
         self.log_actions = log_actions
+        self.checker = checker
+        self.until_check = 0  # calls; counted here, because each step passes here
         self.game = -1
         self.actions: list[np.ndarray] = []
         self.game_goes_on = False
@@ -332,20 +482,40 @@ class SeededGames(gymnasium.Wrapper):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        if self.game_goes_on:
-            observation, _ = self.env.reset(options=options)
-        else:
+        arguments: dict[str, Any] = {"options": options}
+        if not self.game_goes_on:
             self.game += 1
             self.actions = []
-            seed = game_seed(self.seed, self.index, self.game)
-            observation, _ = self.env.reset(seed=seed, options=options)
+            arguments["seed"] = game_seed(self.seed, self.index, self.game)
         self.game_goes_on = False
-        return observation, {}
+        self.until_check -= 1
+        if self.until_check < 0:
+            observation, info = self.checker.call("reset", self.env.reset, **arguments)
+            self.until_check = self.checker.until_next()
+            self._check_fields(info)
+        else:
+            observation, info = self.env.reset(**arguments)
+        return observation, _extra_fields(info, "observation")
+
+    def _check_fields(self, info: dict[str, Any]) -> None:
+        for name, field in EXTRA_FIELDS.items():
+            if field.of == "observation" and name not in info:
+                self.checker.warn(
+                    f"EXTRA_FIELDS {name}",
+                    f"EXTRA_FIELDS declares {name!r} as of the observation, but the "
+                    "info of reset() lacks it: rows that begin an episode hold 0",
+                )
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         if self.log_actions:
             self.actions.append(np.array(action))
-        observation, reward, terminated, truncated, info = self.env.step(action)
+        self.until_check -= 1
+        if self.until_check < 0:
+            result = self.checker.call("step", self.env.step, action)
+            self.until_check = self.checker.until_next()
+        else:
+            result = self.env.step(action)
+        observation, reward, terminated, truncated, info = result
         kept: dict[str, Any] = _extra_fields(info)
         self.game_goes_on = False
         if terminated or truncated:
@@ -367,14 +537,17 @@ class SeededGames(gymnasium.Wrapper):
         return observation
 
 
-def _extra_fields(info: dict[str, Any]) -> dict[str, np.ndarray]:
+def _extra_fields(
+    info: dict[str, Any], of: Literal["step", "observation"] | None = None
+) -> dict[str, np.ndarray]:
+    """The values in an info of EXTRA_FIELDS, or of those of one kind."""
     kept = {}
-    for name, (shape, dtype) in EXTRA_FIELDS.items():
-        if name in info:
-            value = np.asarray(info[name], dtype)
-            if value.shape != shape:
-                raise ValueError(
-                    f"EXTRA_FIELDS declares {name!r} with shape {shape}, but the "
+    for name, field in EXTRA_FIELDS.items():
+        if name in info and of in (None, field.of):
+            value = np.asarray(info[name], field.dtype)
+            if value.shape != field.shape:
+                raise InvalidEnvironmentError(
+                    f"EXTRA_FIELDS declares {name!r} with shape {field.shape}, but the "
                     f"environment's info holds one of shape {value.shape}"
                 )
             kept[name] = value
@@ -397,14 +570,24 @@ class Environment:
         game_step         int64    episodes where a lost life ends one
         game_over         bool, done by the end of a game, not by a lost life
         last_action       the action of the step that led here, as given to step()
-        ...               EXTRA_FIELDS; where done, from the end of the ended episode
+        env_warnings      int64, how many suspect values the checks found in this step
+        ...               EXTRA_FIELDS; where done, those of the step are from the end
+                          of the ended episode, those of the observation from the reset
+        final_...         fields of the observation at the end of truncated episodes;
+                          zero elsewhere
 
     Environments reset in the step that ends an episode. In the row of `initial()` done
-    is true and all else but the observation is zero: no episode has ended there.
+    is true, and all else but the observation and the fields that belong to it is zero:
+    no episode has ended there.
 
     After a step with truncated environments, `final_observation` holds the real last
     observations before the reset, nested [E, ...] and valid where the row is truncated;
     otherwise it is None.
+
+    What an environment returns is checked by core/env_checks.py: at its first calls,
+    and then at some. Rewards are checked at every step. What is suspect is counted in
+    env_warnings, and `on_warning(key, message)` is called once for every key. It logs
+    the message, unless you replace it.
 
     Actions are int64 [E] (Discrete), int64 [E, K] (MultiDiscrete) or float32
     [E, *shape] (Box). Integers count from 0, whatever the `start` of the space; floats
@@ -429,6 +612,12 @@ class Environment:
         self.flags = flags
         self.num_envs = num_envs
         self.seed = flags.seed
+        self._everywhere = np.ones(num_envs, np.bool_)
+        self._no_warnings = np.zeros(num_envs, np.int64)
+        self._warnings = self._no_warnings.copy()  # since the last row
+        self._has_warnings = False
+        self._warned: set[str] = set()
+        self.on_warning: Callable[[str, str], None] = log_warning
         self.indices = range(first_index, first_index + num_envs)
         self.log_actions = getattr(flags, "sync", False)
         if flags.envs not in ("native", "python"):
@@ -454,7 +643,9 @@ class Environment:
 
     def _create(self, index: int, render_mode: str | None) -> SeededGames:
         env = create_env(self.flags, render_mode)
-        return SeededGames(env, self.seed, index, self.log_actions)
+        warn = partial(self._warn, index - self.indices.start)
+        checker = Checker(self.flags.env, env.observation_space, warn)
+        return SeededGames(env, self.seed, index, self.log_actions, checker)
 
     def set_seed(self, seed: int, first_index: int) -> None:
         """Take another seed and other numbers; only before the first `initial()`."""
@@ -464,23 +655,30 @@ class Environment:
             for env, index in zip(self.envs.envs, self.indices, strict=True):
                 env.seed, env.index = seed, index
 
+    def _warn(self, e: int, key: str, message: str) -> None:
+        self._warnings[e] += 1
+        self._has_warnings = True
+        if key not in self._warned:
+            self._warned.add(key)
+            self.on_warning(key, message)
+
     def initial(self) -> dict[str, Any]:
         """Start new games and return the first row."""
         # SeededGames finds its own seeds; the native path takes these.
         seeds = [game_seed(self.seed, i, self._initial_calls) for i in self.indices]
         self._initial_calls += 1
-        observation, _ = self.envs.reset(seed=seeds)
+        observation, infos = self.envs.reset(seed=seeds)
         self._zero_counts()
         action_shape, action_dtype = self._action_shape_and_dtype()
         none = np.zeros(self.num_envs, np.bool_)
         self._row = self._make_row(
             observation=observation,
-            reward=np.zeros(self.num_envs),
+            reward=np.zeros(self.num_envs, np.float32),
             done=~none,
             truncated=none,
             game_over=none.copy(),
             last_action=np.zeros(action_shape, action_dtype),
-            infos={},
+            infos=infos,
         )
         self.final_observation = None
         return self._row
@@ -493,19 +691,18 @@ class Environment:
         )
         done = terminated | truncated
         truncated = truncated & ~terminated
-        game_over = (
-            done & infos["final_info"]["game_over"] if done.any() else done.copy()
-        )
-
-        self.final_observation = (
-            self._stack_final(infos["final_obs"], truncated)
-            if truncated.any()
-            else None
-        )
-        self._episode_return += reward.astype(np.float32)
+        reward = reward.astype(np.float32)
+        self._episode_return += reward
         self._episode_step += 1
-        self._game_return += reward.astype(np.float32)
+        self._game_return += reward
         self._game_step += 1
+        if not math.isfinite(sum(reward.tolist())):
+            self._warn_of_rewards(reward)
+        game_over, self.final_observation = done.copy(), None
+        if done.any():
+            game_over &= infos["final_info"]["game_over"]
+        if truncated.any():
+            self.final_observation = self._stack_final(infos["final_obs"], truncated)
         self._row = self._make_row(
             observation, reward, done, truncated, game_over, actions.copy(), infos
         )
@@ -531,9 +728,13 @@ class Environment:
         last_action: np.ndarray,
         infos: dict[str, Any],
     ) -> dict[str, Any]:
+        warnings = self._no_warnings
+        if self._has_warnings:
+            warnings, self._warnings = self._warnings, warnings.copy()
+            self._has_warnings = False
         return {
             "observation": observation,
-            "reward": reward.astype(np.float32),
+            "reward": reward,
             "done": done,
             "truncated": truncated,
             "episode_return": self._episode_return.copy(),
@@ -542,20 +743,41 @@ class Environment:
             "game_step": self._game_step.copy(),
             "game_over": game_over,
             "last_action": last_action,
-            **{name: self._extra_field(name, infos, done) for name in EXTRA_FIELDS},
+            "env_warnings": warnings,
+            **(self._extra_fields(infos, done, truncated) if EXTRA_FIELDS else {}),
         }
 
-    def _extra_field(
-        self, name: str, infos: dict[str, Any], done: np.ndarray
+    def _extra_fields(
+        self, infos: dict[str, Any], done: np.ndarray, truncated: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        # If a step ended an episode, infos are from the reset that came after it.
+        ended = infos.get("final_info", {})
+        fields = {}
+        for name, field in EXTRA_FIELDS.items():
+            if field.of == "step":
+                fields[name] = self._field(name, (infos, ~done), (ended, done))
+            else:
+                fields[name] = self._field(name, (infos, self._everywhere))
+                fields[final_name(name)] = self._field(name, (ended, truncated))
+        return fields
+
+    def _field(
+        self, name: str, *sources: tuple[dict[str, Any], np.ndarray]
     ) -> np.ndarray:
-        shape, dtype = EXTRA_FIELDS[name]
-        field = np.zeros((self.num_envs, *shape), dtype)
-        for source, valid in ((infos, ~done), (infos.get("final_info", {}), done)):
-            if name in source:
+        """From infos, each with a mask [E] of the environments that it is asked for."""
+        field = EXTRA_FIELDS[name]
+        values = np.zeros((self.num_envs, *field.shape), field.dtype)
+        for infos, valid in sources:
+            if name in infos:
                 # Gymnasium marks by "_name" which environments' info has the name.
-                valid = valid & source.get(f"_{name}", True)
-                field[valid] = source[name][valid]
-        return field
+                valid = valid & infos.get(f"_{name}", True)
+                values[valid] = infos[name][valid]
+        return values
+
+    def _warn_of_rewards(self, reward: np.ndarray) -> None:
+        for e in np.flatnonzero(~np.isfinite(reward)):
+            message = f"--env {self.flags.env}: step() returned the reward {reward[e]}"
+            self._warn(int(e), "reward", message)
 
     def _stack_final(self, final: np.ndarray, truncated: np.ndarray) -> Any:
         if final.dtype != object:  # native: [E, ...] already
@@ -592,6 +814,19 @@ class Environment:
                 f"actions must be in 0 to {sizes} - 1, got {actions.tolist()}"
             )
         return (actions + space.start).astype(space.dtype)
+
+    def try_out(self) -> None:
+        """Reset and step each environment once, which shows most of what is wrong.
+
+        The games are none of the run's. Raises what the environments raise, or
+        InvalidEnvironmentError.
+        """
+        if self.exact_resume:  # the native path is known to be right
+            self.on_warning = lambda key, message: None  # those who act will say it
+            self.set_seed(secrets.randbits(31), self.indices.start)
+            self.initial()
+            shape, dtype = self._action_shape_and_dtype()
+            self.step(np.zeros(shape, dtype))
 
     def render(self) -> np.ndarray | None:
         """The first environment's picture [H, W, 3] uint8; None if it has a window."""

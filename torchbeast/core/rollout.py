@@ -5,7 +5,8 @@ last row of the rollout before it. A row joins what the environment said with wh
 agent then did:
 
     environment   observation, reward, done, truncated, episode_return, episode_step,
-                  game_return, game_step, game_over, last_action, EXTRA_FIELDS
+                  game_return, game_step, game_over, last_action, env_warnings,
+                  EXTRA_FIELDS
     agent         action, policy_logits, baseline, truncation_value, policy_version
 
 done[t] means that row t is the first of a new episode; reward[t] and the returns then
@@ -24,7 +25,7 @@ import torch
 from gymnasium import spaces
 
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.core.environment import EXTRA_FIELDS
+from torchbeast.core.environment import EXTRA_FIELDS, final_name
 from torchbeast.core.errors import UserError
 
 SHARED_MEMORY = "/dev/shm"  # where Linux keeps it
@@ -96,9 +97,10 @@ def environment_spec(
         "game_step": Spec((), torch.int64),
         "game_over": Spec((), torch.bool),
         "last_action": Spec(distribution.action_shape, distribution.action_dtype),
+        "env_warnings": Spec((), torch.int64),
         **{
-            name: Spec(tuple(shape), to_torch_dtype(dtype))
-            for name, (shape, dtype) in EXTRA_FIELDS.items()
+            name: Spec(tuple(field.shape), to_torch_dtype(field.dtype))
+            for name, field in EXTRA_FIELDS.items()
         },
     }
 
@@ -122,6 +124,22 @@ def row_spec(
         **environment_spec(observation_space, distribution),
         **agent_spec(distribution),
     }
+
+
+def show_final_fields(row: dict[str, Nested]) -> dict[str, Nested]:
+    """The row with which an agent values the end of truncated episodes, or any other.
+
+    There, truncated and not done, the row shows the final observation. EXTRA_FIELDS
+    that belong to the observation then come from the end of the episode, too.
+    """
+    shown = dict(row)
+    for name in EXTRA_FIELDS:
+        final = shown.pop(final_name(name), None)
+        if final is not None:
+            ended = row["truncated"] & ~row["done"]
+            ended = ended.reshape(*ended.shape, *[1] * (final.dim() - ended.dim()))
+            shown[name] = torch.where(ended, final, row[name])
+    return shown
 
 
 class SharedMemoryError(UserError, RuntimeError):

@@ -1,0 +1,59 @@
+"""A fork's edits, made at import: fields of the info, a model with Dropout.
+
+`python -m edited ...` runs MonoBeast with them, or the module that VARIANT names.
+--env environments:Goals tells in its observations what the fields should be, and the
+model raises if they differ.
+"""
+
+import importlib
+import os
+import sys
+
+import numpy as np
+
+from torchbeast.core.environment import EXTRA_FIELDS, ExtraField
+
+EXTRA_FIELDS["goal"] = ExtraField((), np.float64, of="observation")
+EXTRA_FIELDS["count"] = ExtraField((), np.int64, of="step")
+
+
+def edit_model() -> None:
+    import torch
+    from torch import nn
+
+    from torchbeast import model
+
+    class VectorEncoder(model.VectorEncoder):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.mlp = nn.Sequential(nn.Dropout(0.5), *self.mlp)
+
+    class Net(model.Net):
+        def forward(self, rows, state=()):
+            shown = rows["observation"][..., 0] == rows["goal"]
+            # The agent asks for the value of a final observation; in other rows of that
+            # question nothing is meant.
+            ended = rows["truncated"] & ~rows["done"]
+            if not (shown | (ended.any() & ~ended)).all():
+                raise ValueError(f"goals of other episodes: {rows}")
+            return super().forward(rows, state)
+
+        def auxiliary_losses(self, batch, outputs):
+            if not torch.equal(batch["count"], batch["episode_step"]):
+                raise ValueError(f"counts of other episodes: {batch}")
+            if not self.training:
+                raise ValueError("the learner's model is in eval mode")
+            starts = batch["done"] & (batch["episode_step"] > 0)
+            return {"starts": starts[1:].sum().float()}
+
+    model.VectorEncoder = VectorEncoder
+    model.Net = Net
+
+
+# Environment servers import this file too, and need no torch.
+if __name__ == "__main__" or "torch" in sys.modules:
+    edit_model()
+
+if __name__ == "__main__":
+    variant = importlib.import_module(os.environ.get("VARIANT", "torchbeast.monobeast"))
+    sys.exit(variant.main())

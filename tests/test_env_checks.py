@@ -1,0 +1,271 @@
+"""What environments return is checked: errors name the field, warnings are counted."""
+
+import re
+
+import gymnasium
+import misbehaving
+import numpy as np
+import pytest
+import runs
+from test_environment import env_flags
+
+from torchbeast.core.env_checks import CHECK_EVERY, FIRST_CALLS, InvalidEnvironmentError
+from torchbeast.core.environment import Environment, MissingPackageError, create_env
+
+
+def make(name, num_envs=2, **changes):
+    """An Environment, and the messages of its warnings by key."""
+    envs = Environment(env_flags(name, **changes), num_envs)
+    warnings = {}
+
+    def note(key, message):
+        assert key not in warnings, "named twice"
+        warnings[key] = message
+
+    envs.on_warning = note
+    return envs, warnings
+
+
+def play(envs, steps):
+    """The rows of initial() and of some steps."""
+    rows = [envs.initial()]
+    rows += [envs.step(np.zeros(envs.num_envs, np.int64)) for _ in range(steps)]
+    return rows
+
+
+def test_nothing_is_said_of_an_environment_as_it_should_be():
+    envs, warnings = make("misbehaving:Fine")
+    rows = play(envs, 300)
+    assert warnings == {}
+    assert not any(row["env_warnings"].any() for row in rows)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Acrobot-v1", "MinAtar/Breakout-v1"])
+def test_nothing_is_said_of_known_environments(name):
+    if name.startswith("MinAtar"):
+        pytest.importorskip("minatar")
+    envs, warnings = make(name)
+    play(envs, 300)
+    assert warnings == {}
+
+
+@pytest.mark.parametrize("path", ["native", "python"])
+def test_nothing_is_said_of_atari(path):
+    envs, warnings = make("BreakoutNoFrameskip-v4", envs=path)
+    rows = play(envs, 200)
+    assert warnings == {}
+    assert not any(row["env_warnings"].any() for row in rows)
+
+
+# --- Errors at the first reset and step -----------------------------------------------
+
+AT_RESET = {
+    "WrongShape": r"uint8 \[8, 9, 3\] as observation\['image'\], but shape \[8, 9, 2\]",
+    "WrongDtype": r"float64 \[8, 9, 2\] as observation\['image'\], but uint8 is decl",
+    "WrongKeys": r"a dict of \['picture', 'vector'\] as observation, but 'image' is",
+    "NoDict": r"float64 \[3\] as observation, but a dict is declared .* Dict\(",
+    "TooFewNumbers": r"a tuple of 1 values as observation\['numbers'\], but 2 values",
+    "NoSuchNumber": r"3 as observation\['numbers'\]\[0\], but .* Discrete\(4, start=-1",
+    "Ragged": r"a list of 2 values as observation, but shape \[3\] is declared",
+    "Many": r"float32 \[4, 3\] as observation, .* vector environment .*envs_per_actor",
+    "ThreeFromReset": r"a tuple of 3 values, .* must return two values",
+    "NoOptions": r"reset\(\) can't be called .* unexpected keyword argument 'options'",
+}
+AT_STEP = {
+    "WrongInStep": r"step\(\) returned float64 \[3\] as observation, but a dict is",
+    "RewardInAList": r"float64 \[1\] as reward; it must be one number",
+    "RewardNone": r"None as reward; it must be one number",
+    "TerminatedInAList": r"a list of 1 values as terminated; it must be one bool",
+    "ThreeValues": r"a tuple of 3 values. step\(action\) must return five values",
+    "SixValues": r"a tuple of 6 values. step\(action\) must return five values",
+    "FourValues": r"a tuple of 4 values. step\(action\) must return five values",
+    "InfoIsNone": r"step\(\) returned None as info; it must be a dict",
+}
+
+
+@pytest.mark.parametrize("name", AT_RESET)
+def test_first_reset(name):
+    envs, _ = make(f"misbehaving:{name}")
+    with pytest.raises(InvalidEnvironmentError, match=AT_RESET[name]) as error:
+        envs.initial()
+    assert str(error.value).startswith(f"--env misbehaving:{name}: reset() ")
+
+
+@pytest.mark.parametrize("name", AT_STEP)
+def test_first_step(name):
+    envs, _ = make(f"misbehaving:{name}")
+    envs.initial()
+    with pytest.raises(InvalidEnvironmentError, match=AT_STEP[name]) as error:
+        envs.step(np.zeros(2, np.int64))
+    assert str(error.value).startswith(f"--env misbehaving:{name}: step() ")
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "match"),
+    [
+        (
+            misbehaving.FourValues,
+            r"step\(\) can't be called .*expected 5, got 4.*old Gy",
+        ),
+        (misbehaving.NoOptions, r"reset\(\) can't be called .*argument 'options'"),
+        (misbehaving.RewardInAList, r"float64 \[1\] as reward"),
+        (misbehaving.NeedsArguments, r"can't be made: .*missing .*'size'.* function"),
+    ],
+)
+def test_registered_environments(entry_point, match):
+    """Gymnasium's own wrappers fail first, and name neither field nor environment."""
+    gymnasium.register("Misbehaving-v0", entry_point=entry_point, max_episode_steps=9)
+    try:
+        with pytest.raises(InvalidEnvironmentError, match=f"--env Misb.*{match}"):
+            play(make("Misbehaving-v0")[0], 1)
+    finally:
+        del gymnasium.registry["Misbehaving-v0"]
+
+
+class RaisesInStep(misbehaving.Fine):
+    def step(self, action):
+        raise ValueError("not enough values to unpack (expected 5, got 4)")
+
+
+def test_an_environments_own_errors_stay_as_they_are():
+    envs, _ = make(f"{__name__}:RaisesInStep")
+    envs.initial()
+    with pytest.raises(ValueError, match=r"^not enough values") as error:
+        envs.step(np.zeros(2, np.int64))
+    assert type(error.value) is ValueError
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("NeedsArguments", r"missing .*'size'.* def make\(\): return NeedsArguments\("),
+        ("several", r"vector environment \(CartPoleVectorEnv\).*--envs_per_actor"),
+        ("nothing", r"made None, which is no environment: it has no observation_space"),
+        ("NoSpaces", r"it has no observation_space, action_space$"),
+        ("AN_OBJECT", r"names a value of type misbehaving.Only, not a class or func"),
+    ],
+)
+def test_what_makes_no_environment(name, match):
+    with pytest.raises(InvalidEnvironmentError, match=f"^--env misb.*{match}"):
+        create_env(env_flags(f"misbehaving:{name}"))
+
+
+def test_video_of_a_class_without_render_mode():
+    with pytest.raises(
+        InvalidEnvironmentError, match=r"Fine takes no argument render_"
+    ):
+        create_env(env_flags("misbehaving:Fine"), render_mode="rgb_array")
+    gymnasium.register("Misbehaving-v0", entry_point=misbehaving.Fine)
+    try:
+        with pytest.raises(
+            InvalidEnvironmentError, match=r"can't be shown: .*render_mo"
+        ):
+            create_env(env_flags("Misbehaving-v0"), render_mode="rgb_array")
+    finally:
+        del gymnasium.registry["Misbehaving-v0"]
+
+
+@pytest.mark.parametrize("name", ["pixel_game:Game", "pixel_game:Game-v0"])
+def test_the_module_that_is_missing_is_named(name, tmp_path, monkeypatch):
+    """Not the package that was asked for, which is there."""
+    (tmp_path / "pixel_game.py").write_text("import pixel_game_engine.sprites\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingPackageError, match=f"--env {name}") as error:
+        create_env(env_flags(name))
+    assert "needs the module pixel_game_engine" in str(error.value)
+    assert "pip install pixel_game_engine" in str(error.value)
+    (tmp_path / "pixel_game.py").write_text("raise ImportError('libGL.so.1: no file')")
+    with pytest.raises(ImportError, match="libGL"):
+        create_env(env_flags(name))
+
+
+# --- Warnings -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "FarOut",
+            [
+                r"observation\['numbers'\]\[1\] holds -2.0, far .*, 0.0 to inf",
+                r"observation\['vector'\] holds -187.5 at \[1\], far .*, -1.0 to 1.0",
+            ],
+        ),
+        ("NotFinite", [r"observation\['vector'\] holds nan at \[2\], .* not finite"]),
+        ("Integers", [r"observation\['vector'\] holds integers .* but float32 is"]),
+        ("TerminatedNone", [r"step\(\) returned terminated=None, taken as False"]),
+        ("InfiniteReward", [r"step\(\) returned the reward inf"]),
+    ],
+)
+def test_suspect_values(name, expected):
+    envs, warnings = make(f"misbehaving:{name}")
+    rows = play(envs, 30)
+    assert len(warnings) == len(expected)
+    for message, match in zip(sorted(warnings.values()), expected, strict=True):
+        assert re.search(match, message), message
+        assert message.startswith(f"--env misbehaving:{name}: ")
+    counts = np.array([row["env_warnings"] for row in rows])
+    assert (counts.sum(0) >= 3).all()
+    assert (counts[:, 0] == counts[:, 1]).all()
+
+
+def test_every_infinite_reward_is_counted():
+    envs, _ = make("misbehaving:InfiniteReward")
+    rows = play(envs, 200)
+    for row in rows:
+        assert (row["env_warnings"] == np.isinf(row["reward"])).all()
+    assert sum(row["env_warnings"].sum() for row in rows) == 2 * (200 // 9)
+
+
+def test_later_calls_are_checked_at_a_low_rate():
+    envs, warnings = make("misbehaving:LateFarOut")
+    counts = np.array([row["env_warnings"] for row in play(envs, 5 * CHECK_EVERY)])
+    assert len(warnings) == 1
+    assert not counts[:130].any()
+    # With an episode's end, a step takes two calls.
+    assert counts.sum(0).tolist() == [5, 5]
+    assert FIRST_CALLS < 130
+
+
+# --- Both variants --------------------------------------------------------------------
+
+VARIANTS = ["torchbeast.monobeast", "torchbeast.polybeast"]
+
+
+def flags_of(variant, tmp_path):
+    flags = {**runs.SMALL, "module": variant, "num_actors": 2, "total_steps": 300}
+    if variant == "torchbeast.polybeast":
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+        flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "batch_size": 6}
+    return flags
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_wrong_environment_ends_the_run_with_one_message(tmp_path, variant):
+    flags = flags_of(variant, tmp_path) | {"env": "misbehaving:RewardInAList"}
+    process = runs.start(tmp_path, "a", **flags)
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert "--env misbehaving:RewardInAList: step() returned float64 [1] as" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_suspect_values_are_named_once_and_counted(tmp_path, variant):
+    flags = flags_of(variant, tmp_path) | {
+        "env": "misbehaving:Suspect",
+        "reward_clipping": "abs_one",
+        "num_servers": 1 if variant == "torchbeast.polybeast" else None,
+    }
+    output = runs.run(tmp_path, "a", **flags)
+    for what in (
+        "observation['vector'] holds -187.5 at [1], far outside of its bounds",
+        "observation['numbers'][1] holds -2.0, far outside of its bounds",
+        "observation['vector'] holds integers",
+        "step() returned terminated=None",
+        "step() returned the reward inf",
+    ):
+        assert output.count(what) == 1, what
+    counts = [float(row["env_warnings"]) for row in runs.read_logs(tmp_path, "a")]
+    assert sum(counts) > 30

@@ -1,0 +1,326 @@
+"""What environments return, checked against what they declare.
+
+The first calls of reset() and step() are checked, and then a few of all: what can't be
+stored is an error, what would be trained on silently is a warning.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from torchbeast.core.errors import UserError
+
+FIRST_CALLS = 10  # of each environment that are checked
+CHECK_EVERY = 1009  # later, one call in so many; prime, so that all steps come up
+
+# Who calls an environment's methods: this package and Gymnasium's wrappers.
+_CALLERS = (
+    *("torchbeast.core.", "gymnasium.wrappers", "gymnasium.core"),
+    "gymnasium.envs.registration",
+)
+
+
+class InvalidEnvironmentError(UserError, ValueError):
+    """An environment can't be used as it is; says what is wrong with it."""
+
+
+class Checker:
+    """Checks what one environment returns.
+
+    Args:
+      name: --env, for messages.
+      observation_space: what the environment declares.
+      warn: is called with a key and a message for each value that is suspect.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        observation_space: spaces.Space,
+        warn: Callable[[str, str], None],
+    ) -> None:
+        self.name = name
+        self.space = observation_space
+        self._warn = warn
+        self._far = {
+            place: far_bounds(space)
+            for place, space in leaves_of(observation_space)
+            if isinstance(space, spaces.Box)
+        }
+        self._calls = 0  # that were checked
+
+    def until_next(self) -> int:
+        """How many calls may pass before the next one that is to be checked."""
+        return 0 if self._calls < FIRST_CALLS else CHECK_EVERY - 1
+
+    def call(self, method: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Calls reset() or step() and checks what it returns.
+
+        Raises:
+          InvalidEnvironmentError: it takes other arguments, or returns another number
+            of values, or such that can't be stored.
+        """
+        self._calls += 1
+        try:
+            result = function(*args, **kwargs)
+        except InvalidEnvironmentError:
+            raise
+        except (TypeError, ValueError) as error:
+            if not raised_by_call(error):
+                raise  # an error inside of the environment
+            self._fail(
+                f"{method}() can't be called as Gymnasium says: {error}. {_API[method]}"
+            )
+        if method == "reset":
+            self._check_reset(result)
+        else:
+            self._check_step(result)
+        return result
+
+    def _fail(self, message: str) -> None:
+        raise InvalidEnvironmentError(f"--env {self.name}: {message}") from None
+
+    def warn(self, key: str, message: str) -> None:
+        self._warn(key, f"--env {self.name}: {message}")
+
+    def _check_reset(self, result: Any) -> None:
+        if not isinstance(result, tuple) or len(result) != 2:
+            self._fail(f"reset() returned {describe(result)}. {_API['reset']}")
+        observation, info = result
+        is_leaf = not isinstance(self.space, spaces.Dict | spaces.Tuple)
+        if is_leaf and isinstance(observation, tuple):
+            self._fail(
+                f"reset() returned {describe(observation)}, but the observation is "
+                f"declared as {self.space}. {_API['reset']}"
+            )
+        self._check_info("reset", info)
+        self._check_observation("reset", self.space, observation, "observation")
+
+    def _check_step(self, result: Any) -> None:
+        if not isinstance(result, tuple) or len(result) != 5:
+            self._fail(f"step() returned {describe(result)}. {_API['step']}")
+        observation, reward, terminated, truncated, info = result
+        self._check_info("step", info)
+        self._check_observation("step", self.space, observation, "observation")
+        if not _is_number(reward):
+            self._fail(
+                f"step() returned {describe(reward)} as reward; it must be one number"
+            )
+        for field, value in (("terminated", terminated), ("truncated", truncated)):
+            if isinstance(value, bool | np.bool_):
+                continue
+            if value is None:
+                self.warn(field, f"step() returned {field}=None, taken as False")
+            elif not _is_number(value):
+                self._fail(
+                    f"step() returned {describe(value)} as {field}; it must be one bool"
+                )
+            elif value not in (0, 1):
+                self.warn(field, f"step() returned {field}={value}, taken as True")
+
+    def _check_info(self, method: str, info: Any) -> None:
+        if not isinstance(info, dict):
+            self._fail(
+                f"{method}() returned {describe(info)} as info; it must be a dict. "
+                f"{_API[method]}"
+            )
+
+    def _check_observation(
+        self, method: str, space: spaces.Space, value: Any, place: str
+    ) -> None:
+        if isinstance(space, spaces.Dict):
+            if not isinstance(value, Mapping):
+                self._refuse(method, place, describe(value), "a dict", space)
+            for key, part in space.spaces.items():
+                if key not in value:
+                    keys = sorted(map(str, value))
+                    self._refuse(method, place, f"a dict of {keys}", f"{key!r}", space)
+                self._check_observation(method, part, value[key], f"{place}[{key!r}]")
+        elif isinstance(space, spaces.Tuple):
+            count = len(space.spaces)
+            if not isinstance(value, tuple | list) or len(value) != count:
+                self._refuse(method, place, describe(value), f"{count} values", space)
+            for i, (part, item) in enumerate(zip(space.spaces, value, strict=True)):
+                self._check_observation(method, part, item, f"{place}[{i}]")
+        else:
+            self._check_leaf(method, space, value, place)
+
+    def _check_leaf(
+        self, method: str, space: spaces.Space, value: Any, place: str
+    ) -> None:
+        assert space.shape is not None
+        assert space.dtype is not None
+        try:
+            array = np.asarray(value)
+        except ValueError:  # rows of unequal length
+            array = np.empty((), object)
+        if array.shape != space.shape or array.dtype == object:
+            hint = ""
+            if array.shape[1:] == space.shape and array.ndim:
+                hint = (
+                    ". If this is a vector environment (EnvPool, make_vec): name one "
+                    "environment; --envs_per_actor says how many are stepped together"
+                )
+            wanted = f"shape {list(space.shape)}"
+            self._refuse(method, place, describe(value), wanted, space, hint)
+        if not np.can_cast(array.dtype, space.dtype, "same_kind"):
+            self._refuse(method, place, describe(value), f"{space.dtype}", space)
+        if isinstance(space, spaces.Box):
+            self._check_values(array, space, place)
+        elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+            sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
+            if ((array < space.start) | (array >= space.start + sizes)).any():
+                wanted = "integers that the space holds"
+                self._refuse(method, place, str(array.tolist()), wanted, space)
+        elif not np.isin(array, (0, 1)).all():  # MultiBinary
+            self._refuse(method, place, str(array.tolist()), "zeros and ones", space)
+
+    def _refuse(
+        self,
+        method: str,
+        place: str,
+        seen: str,
+        wanted: str,
+        space: spaces.Space,
+        hint: str = "",
+    ) -> None:
+        self._fail(
+            f"{method}() returned {seen} as {place}, but {wanted} is declared by "
+            f"observation_space: {space}{hint}"
+        )
+
+    def _check_values(self, array: np.ndarray, space: spaces.Box, place: str) -> None:
+        is_float = space.dtype.kind == "f"
+        if is_float and array.dtype.kind in "iu":
+            self.warn(
+                f"integers in {place}",
+                f"{place} holds integers ({array.dtype}), but {space.dtype} is "
+                "declared: are they scaled as the space says?",
+            )
+        if is_float and not np.isfinite(array).all():
+            self._warn_of(array, ~np.isfinite(array), place, "which is not finite")
+        bounds = self._far[place]
+        if bounds is not None:
+            low, high = bounds
+            with np.errstate(invalid="ignore"):
+                far = (array < low) | (array > high)
+            if far.any():
+                at = tuple(np.argwhere(far)[0])
+                own = f"{space.low[at]} to {space.high[at]}"
+                self._warn_of(array, far, place, f"far outside of its bounds, {own}")
+
+    def _warn_of(
+        self, array: np.ndarray, wrong: np.ndarray, place: str, what: str
+    ) -> None:
+        at = tuple(np.argwhere(wrong)[0])
+        where = f" at {[int(i) for i in at]}" if at else ""
+        kind = what.partition(",")[0]
+        self.warn(f"{place}: {kind}", f"{place} holds {array[at]}{where}, {what}")
+
+
+_API = {
+    "reset": (
+        "reset(seed=None, options=None) must return two values: observation, info. An "
+        "environment of the old Gym API is adapted if --env names its class: "
+        "package.module:Class"
+    ),
+    "step": (
+        "step(action) must return five values: observation, reward, terminated, "
+        "truncated, info. An environment of the old Gym API is adapted if --env names "
+        "its class: package.module:Class"
+    ),
+}
+
+
+def raised_by_call(error: BaseException) -> bool:
+    """True if calling an environment failed, or reading what it returned.
+
+    False if the error comes from the environment's own code.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    caller = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
+    return caller.startswith(_CALLERS)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        return False
+    return array.ndim == 0 and array.dtype.kind in "biuf"
+
+
+def describe(value: Any) -> str:
+    """A value of an environment in a few words: type, or dtype and shape."""
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)} values"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {list(value.shape)}"
+    if isinstance(value, bool | int | float | str | np.generic) or value is None:
+        return f"{value!r}"
+    return f"a value of type {type(value).__module__}.{type(value).__qualname__}"
+
+
+def leaves_of(
+    space: spaces.Space, place: str = "observation"
+) -> list[tuple[str, spaces.Space]]:
+    """The parts of a nested space that are not nested, each with its place."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = (
+            space.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+        )
+        return [
+            leaf for key, part in parts for leaf in leaves_of(part, f"{place}[{key!r}]")
+        ]
+    return [(place, space)]
+
+
+def far_bounds(space: spaces.Box) -> tuple[np.ndarray, np.ndarray] | None:
+    """Below the first and above the second, a value is far outside of its bounds.
+
+    That is by more than the width of the bounds, or, if one is infinite, by more than
+    the size of the other and 1. None if the dtype can't hold such values.
+    """
+    if space.dtype == np.bool_:
+        return None
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    if space.dtype.kind in "iu":
+        limits = np.iinfo(space.dtype.name)
+        if (low <= limits.min).all() and (high >= limits.max).all():
+            return None
+    with np.errstate(invalid="ignore", over="ignore"):
+        width = high - low
+        lone = np.maximum(1.0, np.where(np.isfinite(low), np.abs(low), np.abs(high)))
+        margin = np.where(np.isfinite(width), width, lone)
+        return low - margin, high + margin
+
+
+def check_interface(name: str, env: Any) -> None:
+    """Raise InvalidEnvironmentError unless `env` looks like one environment."""
+    if isinstance(env, gymnasium.vector.VectorEnv) or hasattr(
+        env, "single_observation_space"
+    ):
+        raise InvalidEnvironmentError(
+            f"--env {name} is a vector environment ({type(env).__name__}). Name one "
+            "environment; --envs_per_actor says how many are stepped together"
+        )
+    missing = [
+        attribute
+        for attribute in ("observation_space", "action_space", "reset", "step")
+        if not hasattr(env, attribute)
+    ]
+    if missing:
+        raise InvalidEnvironmentError(
+            f"--env {name} made {describe(env)}, which is no environment: it has no "
+            f"{', '.join(missing)}"
+        )
+    for attribute in ("observation_space", "action_space"):
+        if getattr(env, attribute) is None:
+            raise InvalidEnvironmentError(
+                f"--env {name}: its {attribute} is None; it must be a space"
+            )
