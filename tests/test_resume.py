@@ -13,6 +13,8 @@ import runs
 import torch
 
 from torchbeast import monobeast
+from torchbeast.core import flags as flags_lib
+from torchbeast.core import resume
 from torchbeast.core.file_writer import RunFolder
 
 
@@ -204,3 +206,37 @@ def test_nothing_is_left_of_a_start_that_fails(tmp_path, fails):
     fails(tmp_path, "--xpid b --env CartPole-v1 --num_buffers 1")
     fails(tmp_path, "--xpid b --env NoSuchEnvironment-v1")
     assert not (tmp_path / "b").exists()
+
+
+# --- From script to script ---
+
+
+def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch):
+    """A run of one script goes on with another, on a machine with other servers."""
+    pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    from torchbeast import polybeast, polybeast_learner
+
+    path = savedir / "a" / "model.tar"
+    saved = torch.load(path, weights_only=True)
+    saved["flags"] |= {"listen": "0.0.0.0:5000", "insecure": True, "num_servers": 7}
+    saved["flags_left_open"] += ["num_servers"]
+    torch.save(saved, path)
+
+    def begin(script, line):
+        def resolve(flags):
+            return script.resolve_layout(flags_lib.resolve(flags))
+
+        with RunFolder(str(savedir), "a") as folder:
+            argv = ["--total_steps", "40", *shlex.split(line)]
+            return resume.begin(script.make_parser(), argv, folder, resolve).flags
+
+    monkeypatch.setattr(monobeast, "num_cpus", lambda: 2)
+    flags = begin(polybeast, "")
+    assert (flags.listen, flags.num_servers, flags.num_actors) == (None, 2, 2)
+    assert flags.env == "faulty:Environment"
+    flags = begin(polybeast_learner, "")
+    assert (flags.listen, flags.insecure) == ("0.0.0.0:5000", True)
+    flags = begin(polybeast_learner, "--server_addresses a:1,b:2 --no-insecure")
+    assert (flags.listen, flags.server_addresses) == (None, "a:1,b:2")
+    assert flags.insecure is False
+    assert begin(monobeast, "").num_buffers == saved["flags"]["num_buffers"]
