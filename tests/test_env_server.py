@@ -355,10 +355,19 @@ def test_actions_out_of_range(action, address):
     [
         ((0, 1.0, False), "4-tuple|tuple of 3"),
         (None, "NoneType"),
-        ((np.zeros(3, np.float32), "much", False, {}), "TypeError"),
+        ((np.zeros(3, np.float32), "much", False, {}), "'much' as reward.*one number"),
+        ((np.zeros(3, np.float32), None, False, {}), "None as reward.*one number"),
+        (
+            (np.zeros(3, np.float32), 0.0, np.array([True, False]), {}),
+            "array.* as done, which must be one bool",
+        ),
+        (
+            (np.zeros(3, np.float32), 0.0, False, np.zeros(2), {}),
+            "array.* as truncated, which must be one bool",
+        ),
     ],
 )
-def test_step_must_return_four_or_five_values(result, match, address):
+def test_what_step_must_return(result, match, address):
     class Odd(Env):
         def step(self, action):
             return result

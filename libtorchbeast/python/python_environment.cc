@@ -314,10 +314,12 @@ class SingleEnvironment : public PythonEnvironment {
             (size == 0 ? std::string(py::repr(py::type::of(result)))
                        : "a tuple of " + std::to_string(size)));
       }
-      reward_ = PyFloat_AsDouble(PyTuple_GET_ITEM(result.ptr(), 1));
-      if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-      done_ = is_true(PyTuple_GET_ITEM(result.ptr(), 2));
-      if (size == 5) done_ = is_true(PyTuple_GET_ITEM(result.ptr(), 3)) || done_;
+      reward_ = number(PyTuple_GET_ITEM(result.ptr(), 1));
+      done_ =
+          is_true(PyTuple_GET_ITEM(result.ptr(), 2), size == 5 ? "terminated" : "done");
+      if (size == 5) {
+        done_ = is_true(PyTuple_GET_ITEM(result.ptr(), 3), "truncated") || done_;
+      }
       episode_step_ += 1;
       episode_return_ += reward_;
       return make_row(done_ ? reset_env()
@@ -336,9 +338,24 @@ class SingleEnvironment : public PythonEnvironment {
     py::object observation;  // keeps the last row's memory
   };
 
-  static bool is_true(PyObject* object) {
+  // The error is Python's; REQUIRES: one is set.
+  [[noreturn]] static void refuse(PyObject* object, const std::string& field,
+                                  const std::string& wanted) {
+    const py::error_already_set error;
+    throw std::invalid_argument(
+        "step() returned " + std::string(py::repr(py::handle(object))) + " as " +
+        field + ", which must be one " + wanted + " (" + error.what() + ")");
+  }
+
+  static double number(PyObject* object) {
+    const double value = PyFloat_AsDouble(object);
+    if (PyErr_Occurred() != nullptr) refuse(object, "reward", "number");
+    return value;
+  }
+
+  static bool is_true(PyObject* object, const std::string& field) {
     const int truth = PyObject_IsTrue(object);
-    if (truth < 0) throw py::error_already_set();
+    if (truth < 0) refuse(object, field, "bool");
     return truth > 0;
   }
 
