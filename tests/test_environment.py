@@ -601,6 +601,8 @@ def test_resume_refuses():
         ("MinAtar/Brekout-v1", "Did you mean MinAtar/Breakout-v1"),
         ("Zzyzx/Qqq-v0", "no environment goes by this name. Allowed are"),
         (f"{__name__}:Countr", "has no Countr. Did you mean Counter"),
+        (":Counter", "needs the full name of a module"),
+        (".tests:Counter", "needs the full name of a module"),
     ],
 )
 def test_unknown_name(env, match):
@@ -660,6 +662,14 @@ def bad_action():
     return Echo(spaces.Dict({"move": spaces.Discrete(3)}))
 
 
+def no_choice():
+    return Echo(spaces.MultiDiscrete(np.zeros(0, np.int64)))
+
+
+def no_dimension():
+    return Echo(spaces.Box(-1, 1, (0,)))
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
@@ -668,6 +678,8 @@ def bad_action():
             r"observation\['b'\]\[1\] .*Text.*allowed are Box, .*environments.md",
         ),
         (bad_action, r"action .*Dict.*allowed are Discrete, MultiDiscrete"),
+        (no_choice, r"action .*MultiDiscrete\(\[\]\).*none of them empty"),
+        (no_dimension, r"action .*Box.*none of them empty"),
     ],
 )
 def test_unsupported_space(make, match):

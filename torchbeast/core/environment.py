@@ -234,6 +234,10 @@ def _close_matches(name: str) -> list[str]:
 
 def _from_python_path(name: str, render_mode: str | None) -> gymnasium.Env:
     module_name, _, path = name.partition(":")
+    if not module_name or module_name.startswith("."):
+        raise UnknownEnvironmentError(
+            f"--env {name}: package.module:Class needs the full name of a module"
+        )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -422,14 +426,14 @@ def check_action_space(space: spaces.Space) -> None:
     """Raise UnsupportedSpaceError unless a policy can act in `space`."""
     if isinstance(space, spaces.Discrete):
         return
-    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
-        return
-    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+    is_vector = isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1
+    is_real = isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
+    if (is_vector or is_real) and 0 not in (space.shape or ()):
         return
     raise UnsupportedSpaceError(
         f"action has the unsupported space {space}; allowed are Discrete, "
-        "MultiDiscrete of one dimension, and Box of floats. Wrap the environment in a "
-        "gymnasium.ActionWrapper."
+        "MultiDiscrete of one dimension, and Box of floats, none of them empty. Wrap "
+        "the environment in a gymnasium.ActionWrapper."
     )
 
 
