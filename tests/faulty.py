@@ -7,18 +7,22 @@ decides when a fault comes, in all environments at once.
 `python faulty.py ...` runs MonoBeast with a loss that does the same.
 """
 
+if __name__ == "__main__":
+    from torchbeast.core import processes
+
+    processes.exit_on_stop_signals()
+
 import contextlib
+import ctypes
 import os
 import pathlib
-import sys
+import subprocess
 import time
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-
-LEARNER_FAULTS = ("raise_in_loss", "hang_in_loss")
 
 
 def wanted_fault() -> str:
@@ -49,7 +53,7 @@ class Environment(gymnasium.Env):
         self.steps += 1
         self.observation, self.reward = self._observation(), float(action == 2)
         fault = wanted_fault()
-        if fault and fault not in LEARNER_FAULTS:
+        if fault and hasattr(self, fault):
             getattr(self, fault)()
         over = self.steps == self.LENGTH
         return self.observation, self.reward, over, False, {}
@@ -70,11 +74,41 @@ class Environment(gymnasium.Env):
         while True:
             time.sleep(0.1)
 
+    def hold_the_lock(self) -> None:
+        """Hangs in C and holds Python's lock: no other thread, no handler runs."""
+        ctypes.PyDLL(None).sleep(1000)
+
     def nan_reward(self) -> None:
         self.reward = float("nan")
 
     def nan_observation(self) -> None:
         self.observation[1] = np.nan
+
+
+class WithProgram(Environment):
+    """Starts a program of its own, as simulators do, and never ends it.
+
+    The program inherits whatever this process did not mark as its own.
+    """
+
+    def __init__(self) -> None:
+        self.program = subprocess.Popen(["sleep", "1000"], close_fds=False)
+
+
+class SlowToMake(WithProgram):
+    """Starts its program, and is never ready."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pathlib.Path(os.environ["FAULT_FILE"] + f".{os.getpid()}").touch()
+        self.hold_the_lock()
+
+
+class SlowToClose(WithProgram):
+    """Is never closed."""
+
+    def close(self) -> None:
+        self.hold_the_lock()
 
 
 class TextInDict(Environment):
@@ -92,6 +126,7 @@ class BinaryActions(Environment):
 def main() -> int:
     """MonoBeast with a loss that fails when FAULT_FILE says so."""
     from torchbeast import monobeast
+    from torchbeast.core import checkpoint
 
     impala_loss = monobeast.impala_loss
 
@@ -104,9 +139,18 @@ def main() -> int:
             time.sleep(0.1)
         return impala_loss(*arguments)
 
+    save = checkpoint.save
+
+    def faulty_save(*arguments: Any) -> None:
+        while wanted_fault() == "save_slowly":
+            pathlib.Path(os.environ["FAULT_FILE"] + ".saves").touch()
+            time.sleep(0.1)
+        save(*arguments)
+
     monobeast.impala_loss = faulty_loss
+    checkpoint.save = faulty_save
     return monobeast.main()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    processes.run_script(main)

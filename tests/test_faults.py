@@ -5,15 +5,20 @@ at what is left: exit status, messages, processes, shared memory, run files.
 """
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
 import pathlib
 import resource
+import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -96,6 +101,11 @@ def small_disk(folder: pathlib.Path, size: str) -> tuple[str, ...]:
     return (*(mount_namespace() or ()), "sh", "-c", script, size, str(folder))
 
 
+def own_terminal() -> None:
+    """Makes standard input the terminal of this session."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Run:
     """A run in a session of its own, and what can be seen of it from outside."""
 
@@ -106,6 +116,7 @@ class Run:
         faulty_learner: bool = False,
         prefix: Sequence[str] = (),
         savedir: pathlib.Path | None = None,
+        terminal: bool = False,
         **flags: Any,
     ) -> None:
         self.savedir = savedir or folder
@@ -118,16 +129,39 @@ class Run:
             words[1:3] = [str(FAULTY)]
         self.shared_memory_before = set(os.listdir(SHARED_MEMORY))
         self._console = folder / f"console-{time.monotonic_ns()}"
-        with self._console.open("wb") as console:
-            self.process = subprocess.Popen(
-                [*prefix, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                env={**runs.environment(), "FAULT_FILE": str(self.fault_file)},
-                start_new_session=True,
-            )
+        self._console.touch()
+        if terminal:
+            self._terminal, screen = os.openpty()
+            self._terminal_closed = False
+            size = struct.pack("4H", 24, 200, 0, 0)  # lines and columns
+            fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, size)
+            self._reader = threading.Thread(target=self._read_terminal)
+            self._reader.start()
+        else:
+            screen = os.open(self._console, os.O_WRONLY)
+        self.process = subprocess.Popen(
+            [*prefix, *words],
+            stdin=screen if terminal else subprocess.DEVNULL,
+            stdout=screen,
+            stderr=screen,
+            env={**runs.environment(), "FAULT_FILE": str(self.fault_file)},
+            start_new_session=True,
+            preexec_fn=own_terminal if terminal else None,
+        )
+        os.close(screen)
         self.pid = self.process.pid
+
+    def _read_terminal(self) -> None:
+        with contextlib.suppress(OSError), self._console.open("ab", 0) as console:
+            while not self._terminal_closed:
+                if select.select([self._terminal], [], [], 0.05)[0]:
+                    console.write(os.read(self._terminal, 4096))
+
+    def close_terminal(self) -> None:
+        """As closing the window does, or the end of an ssh session."""
+        self._terminal_closed = True
+        self._reader.join()
+        os.close(self._terminal)
 
     @property
     def path(self) -> pathlib.Path:
@@ -184,13 +218,16 @@ class Run:
 
     def actors(self) -> list[int]:
         """Pids of the actors: children of the fork server, which is the learner's."""
+        servers = self.fork_servers()
         processes = processes_of_session(self.pid)
-        servers = [
+        return [process.pid for process in processes if process.parent in servers]
+
+    def fork_servers(self) -> list[int]:
+        return [
             process.pid
-            for process in processes
+            for process in processes_of_session(self.pid)
             if process.parent == self.pid and "forkserver" in process.command
         ]
-        return [process.pid for process in processes if process.parent in servers]
 
     def cause(self, fault: str) -> None:
         """Has environments or the learner of faulty.py fail."""
@@ -200,12 +237,27 @@ class Run:
 
     def hang_in_loss(self) -> None:
         self.cause("hang_in_loss")
-        hangs = self.fault_file.with_name(self.fault_file.name + ".hangs")
-        self.wait_for(hangs.exists, "the learner to hang")
+        self.wait_for(lambda: self.marks("hangs"), "the learner to hang")
+
+    def marks(self, suffix: str) -> list[pathlib.Path]:
+        """The files by which faulty.py says that it does what was asked for."""
+        return list(self.fault_file.parent.glob(f"{self.fault_file.name}.{suffix}"))
+
+    def maps(self) -> str:
+        """What the learner's process has loaded."""
+        with contextlib.suppress(OSError):
+            return pathlib.Path(f"/proc/{self.pid}/maps").read_text()
+        return ""
 
     def signal_group(self, number: int) -> None:
-        """What a terminal does at Ctrl-C, and a batch system at the time limit."""
+        """What a terminal does at Ctrl-C."""
         os.killpg(self.pid, number)
+
+    def signal_all(self, number: int) -> None:
+        """What a batch system or a container does at its end."""
+        for process in processes_of_session(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
     def wait_for_end(self, status: int, seconds: float = END_SECONDS) -> None:
         """Waits for the end in time, with this status and nothing left behind."""
@@ -292,7 +344,8 @@ def start(tmp_path: pathlib.Path) -> Iterator[Callable[..., Run]]:
 
 
 def test_actor_is_killed(start):
-    run = start()
+    """The programs that its environments have started end, too."""
+    run = start(env="faulty:WithProgram")
     run.wait_for_a_checkpoint()
     pid = run.actors()[1]
     os.kill(pid, signal.SIGKILL)
@@ -351,6 +404,37 @@ def test_environment_ends_its_process(start):
     run.assert_files()
 
 
+def test_fork_server_is_killed(start):
+    """Python takes all actors for dead then, but they are not."""
+    run = start(env="faulty:WithProgram")
+    run.wait_for_a_checkpoint()
+    run.cause("hang")
+    (server,) = run.fork_servers()
+    os.kill(server, signal.SIGKILL)
+    run.wait_for_end(1)
+    run.assert_error(
+        "the process that starts actors (fork server) died by signal SIGKILL"
+    )
+    run.assert_files()
+
+
+def test_environment_is_never_made(start):
+    """The learner waits so long for the one that it asks for its spaces, too."""
+    run = start(env="faulty:SlowToMake", actor_timeout=1)
+    run.wait_for_end(1, 3 * END_SECONDS)
+    assert "Making one environment of faulty:SlowToMake" in run.console
+    run.assert_error("ProcessError: faulty:SlowToMake was not made within 1 s")
+    assert "in hold_the_lock" in run.console, "where it hangs"
+    assert not run.path.exists()
+
+
+def test_environment_is_never_closed(start):
+    run = start(env="faulty:SlowToClose", total_steps=600)
+    run.wait_for_end(0, 3 * END_SECONDS)
+    assert run.console.count("SlowToClose is not closed after 5 s") == 1
+    run.assert_no_error()
+
+
 # --- Learner --------------------------------------------------------------------------
 
 
@@ -398,11 +482,13 @@ def test_learner_thread_raises(start):
 
 
 def test_learner_is_killed(start):
-    run = start()
+    """Nothing is left, even if no thread of the actors can run any more."""
+    run = start(env="faulty:WithProgram")
     run.wait_for_a_checkpoint()
     before = torch.load(run.checkpoint, weights_only=True)
-    run.cause("hang")  # Even actors that can't look at their pipes notice.
-    run.process.kill()
+    run.cause("hold_the_lock")
+    time.sleep(0.2)
+    run.signal_group(signal.SIGKILL)
     run.process.wait()
     wait_until(lambda: not processes_of_session(run.pid), "no process left", 10.0)
     run.assert_nothing_left()
@@ -444,7 +530,7 @@ def test_learner_is_killed_before_its_first_checkpoint(start):
 
 
 def test_signal_saves_and_ends(start):
-    """SIGINT ends a run, SIGTERM the resumed one, where all its processes get it."""
+    """SIGINT ends a run, SIGTERM the resumed one, even if all processes get it."""
     first = start(checkpoint_interval=600)
     first.wait_for_updates(3)
     first.process.send_signal(signal.SIGINT)
@@ -456,24 +542,56 @@ def test_signal_saves_and_ends(start):
     second = start(checkpoint_interval=600)
     second.wait_for_updates(3)
     assert f"Resuming at step {step}." in second.console
-    second.signal_group(signal.SIGTERM)
+    second.signal_all(signal.SIGTERM)
     second.wait_for_end(143)
     second.assert_no_error()
     assert second.console.count("SIGTERM: ending the run.") == 1
     assert second.assert_files()["stats"]["step"] > step
 
 
-def test_sigint_while_actors_start(start):
+def test_sigint_during_the_start(start):
+    """While it imports, while it makes an environment, while actors start."""
     run = start()
-    run.wait_for(
-        lambda: any("forkserver" in p.command for p in processes_of_session(run.pid)),
-        "the start of the fork server",
-    )
+    run.wait_for(lambda: "libtorch_cpu" in run.maps(), "the import of torch")
+    run.signal_group(signal.SIGINT)
+    run.wait_for_end(130)
+    assert run.console == "SIGINT during the start: nothing was begun.\n"
+
+    run = start()
+    run.wait_for(run.fork_servers, "the start of the fork server")
+    run.signal_group(signal.SIGINT)
+    run.wait_for_end(130)
+    run.assert_no_error()
+    assert run.console.count("SIGINT: ends without saving.") == 1
+    assert not run.path.exists()
+
+    run = start()
+    run.wait_for((run.path / "meta.json").exists, "the start of the run")
     run.signal_group(signal.SIGINT)
     run.wait_for_end(130)
     run.assert_no_error()
     assert run.console.count("SIGINT: ending the run.") == 1
     run.assert_files()
+
+
+def test_the_terminal_is_closed(start):
+    """SIGHUP ends a run; one that ignores it goes on without its terminal."""
+    run = start(terminal=True)
+    ignore = ("sh", "-c", 'trap "" HUP && exec "$@"', "sh")
+    deaf = start(xpid="deaf", prefix=ignore, terminal=True)
+    for each in (run, deaf):
+        each.wait_for_updates(3)
+        each.wait_for(lambda x=each: "SPS" in x.console, "the status line")
+        each.close_terminal()
+    run.wait_for_end(129)
+    assert "SIGHUP: ending the run." in (run.path / "out.log").read_text()
+    run.assert_files()
+    deaf.wait_for_updates(3)
+    time.sleep(0.5)  # the status line was written to again
+    deaf.process.send_signal(signal.SIGTERM)
+    deaf.wait_for_end(143)
+    assert "SIGTERM: ending the run." in (deaf.path / "out.log").read_text()
+    deaf.assert_files()
 
 
 def test_second_sigint_does_not_wait(start):
@@ -489,6 +607,26 @@ def test_second_sigint_does_not_wait(start):
     run.wait_for_end(130)
     run.assert_no_error()
     run.assert_files(saved_at_end=False)
+
+
+def test_sigint_again_and_again(start):
+    """Whoever is impatient has the checkpoint and the exit status all the same."""
+    run = start(faulty_learner=True, checkpoint_interval=600)
+    run.wait_for_updates(3)
+    run.cause("save_slowly")
+    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for(lambda: run.marks("saves"), "the learner to save")
+    time.sleep(1.1)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    run.cause("nothing more")
+    while run.process.poll() is None:
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(0.005)
+    run.wait_for_end(130)
+    run.assert_no_error()
+    run.assert_files()
 
 
 def test_sigint_while_the_learner_hangs(start):

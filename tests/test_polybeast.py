@@ -178,23 +178,74 @@ def test_a_signal_saves_and_ends_all(tmp_path, small, number):
     assert saved["stats"]["step"] == int(last["step"])
 
 
-def test_servers_end_with_a_learner_that_was_killed(tmp_path, small):
-    small["total_steps"] = 10**9
+def test_servers_end_with_a_learner_that_was_killed(tmp_path, small, monkeypatch):
+    """And with their supervisor, even if none of their threads can run any more."""
+    fault = tmp_path / "fault"
+    monkeypatch.setenv("FAULT_FILE", str(fault))
+    small |= {"total_steps": 10**9, "env": "faulty:WithProgram"}
     process = runs.start(tmp_path, "a", **small)
     runs.wait_for_rows(process, tmp_path, "a", 3)
-    process.kill()
+    fault.write_text("hold_the_lock")
+    time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGKILL)
     runs.finish(process)
+    wait_until(lambda: not processes_of_session(process.pid), "all processes ended")
+
+
+def test_sigint_during_the_start(tmp_path, small, monkeypatch):
+    """While both sides import, and while servers make their environments."""
+    monkeypatch.setenv("FAULT_FILE", str(tmp_path / "fault"))
+    small["env"] = "faulty:SlowToMake"
+    process = runs.start(tmp_path, "a", **small)
+    wait_until(lambda: loaded(process, "libtorch_cpu"), "the import of torch")
+    os.killpg(process.pid, signal.SIGINT)
+    assert runs.finish(process) == "SIGINT during the start: nothing was begun.\n"
+    assert process.returncode == 130
     assert_nothing_left(process, tmp_path)
+
+    process = runs.start(tmp_path, "a", **small)
+    wait_until(lambda: processes_of_session(process.pid)[1:], "the servers' start")
+    os.killpg(process.pid, signal.SIGINT)
+    output = runs.finish(process)
+    assert process.returncode == 130, output
+    assert output.count("SIGINT: ends without saving.") == 1
+    assert "Traceback" not in output
+    assert_nothing_left(process, tmp_path)
+
+    process = runs.start(tmp_path, "a", **small)
+    wait_until(lambda: len(list(tmp_path.glob("fault.*"))) == 2, "two environments")
+    os.killpg(process.pid, signal.SIGINT)
+    output = runs.finish(process)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert_nothing_left(process, tmp_path)
+
+
+def loaded(process, library):
+    with contextlib.suppress(OSError):
+        return library in pathlib.Path(f"/proc/{process.pid}/maps").read_text()
+    return False
 
 
 # --- Faults ---------------------------------------------------------------------------
 
 
 def test_a_killed_server_comes_back(tmp_path, small):
-    small |= {"total_steps": 10**9, "unroll_length": 50}
+    """And the programs that its environments have started end."""
+    small |= {
+        "total_steps": 10**9,
+        "unroll_length": 50,
+        "env": "faulty:WithProgram",
+    }
     process = runs.start(tmp_path, "a", **small)
     runs.wait_for_rows(process, tmp_path, "a", 3)
     before = servers_of(process)
+    programs = [
+        p.pid
+        for p in processes_of_session(process.pid)
+        if p.parent == before[0].pid and "sleep" in p.command
+    ]
+    assert programs
     os.kill(before[0].pid, signal.SIGKILL)
     wait_until(
         lambda: len({p.pid for p in servers_of(process)} - {p.pid for p in before}),
@@ -204,6 +255,8 @@ def test_a_killed_server_comes_back(tmp_path, small):
         lambda: runs.read_logs(tmp_path, "a")[-1].get("reconnects") == "1",
         "its stream came back",
     )
+    alive = {p.pid for p in processes_of_session(process.pid)}
+    assert not alive.intersection(programs)
     rows = runs.read_logs(tmp_path, "a")
     assert int(rows[-1]["dropped_steps"]) < 3 * 50, "of less than one rollout"
     runs.wait_for_rows(process, tmp_path, "a", len(rows) + 10)

@@ -28,6 +28,7 @@ from servers import Run as PoolRun
 from test_faults import END_SECONDS, processes_of_session, wait_until
 
 import libtorchbeast
+from torchbeast import polybeast_env
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="looks at processes through /proc"
@@ -226,6 +227,44 @@ def test_an_environment_raises(serve, learn, pipes, tmp_path):
     assert f"Resuming at step {step}." in run.console
     servers.process.send_signal(signal.SIGINT)
     servers.wait_for_end(130)
+
+
+def test_servers_end_while_they_make_environments(serve, pipes, tmp_path):
+    """And what these have started, even if they hold Python's lock."""
+    both = {}
+    for name in ("interrupted", "killed"):
+        fault = tmp_path / name
+        both[name] = serve(
+            pipes_basename=f"{pipes}-{name}",
+            env="faulty:SlowToMake",
+            num_servers=2,
+            env_vars={"FAULT_FILE": str(fault)},
+        )
+    for name in both:
+        making = f"{name}.*"
+        wait_until(lambda x=making: len(list(tmp_path.glob(x))) == 2, "environments")
+    both["killed"].process.kill()
+    os.killpg(both["interrupted"].pid, signal.SIGINT)
+    both["interrupted"].wait_for_end(130)
+    assert "Traceback" not in both["interrupted"].console
+    both["killed"].wait_for_end(-signal.SIGKILL)
+
+
+def test_sigint_while_servers_start(serve, pipes):
+    """While they import, in one line each time."""
+    servers = serve(pipes_basename=pipes)
+    wait_until(servers.children, "the start of a server")
+    os.killpg(servers.pid, signal.SIGINT)
+    servers.wait_for_end(130)
+    (line,) = servers.console.splitlines()
+    assert "SIGINT: all servers have ended." in line
+
+    servers = serve(pipes_basename=pipes)
+    maps = pathlib.Path(f"/proc/{servers.pid}/maps")
+    wait_until(lambda: "_multiarray_umath" in maps.read_text(), "the import of NumPy")
+    os.killpg(servers.pid, signal.SIGINT)
+    servers.wait_for_end(130)
+    assert servers.console == "SIGINT during the start: nothing was begun.\n"
 
 
 # --- The learner dies -----------------------------------------------------------------
@@ -558,6 +597,77 @@ def test_servers_cannot_listen(serve, tmp_path, name):
     assert "environment server 0 cannot start" in servers.console
     assert f"{path}.0" in servers.console
     assert words in servers.console
+    assert "Traceback" not in servers.console
+
+
+def bad_flags(tmp_path):
+    """Flags of polybeast_env that can't work, and words of the message."""
+    certificates = Certificates(tmp_path)
+    certificates.make("one", "IP:127.0.0.1")
+    certificates.make("other", "IP:127.0.0.1")
+    one, other = certificates.identity("one"), certificates.identity("other")
+    missing, empty, text = (tmp_path / x for x in ("missing", "empty", "text"))
+    binary, half = tmp_path / "binary", tmp_path / "half"
+    empty.touch()
+    text.write_text("not a certificate")
+    half.write_text("-----BEGIN CERTIFICATE-----\nhalf")
+    binary.write_bytes(b"\xff\xfe")
+    here = "127.0.0.1:0"
+    return [
+        ({"bind": "127.0.0.1:http"}, "--bind must be HOST:PORT"),
+        ({"bind": "127.0.0.1"}, "--bind must be HOST:PORT"),
+        ({"bind": "127.0.0.1:99999"}, "--bind must be HOST:PORT"),
+        ({"bind": "127.0.0.1:65534", "num_servers": 3}, "with 3 ports from PORT on"),
+        ({"bind": "192.0.2.1:0"}, "192.0.2.1:0: Cannot assign requested address"),
+        ({"bind": "nobody.invalid:0"}, "--bind nobody.invalid: "),
+        ({"bind": ""}, "--bind is empty"),
+        ({"join": ""}, "--join is empty"),
+        ({"bind": here, "tls_cert": missing, "tls_key": missing}, "No such file"),
+        ({"bind": here, "tls_cert": text, "tls_key": text}, "is not a PEM file"),
+        ({"bind": here, **one, "tls_cert": half}, "can't be used: "),
+        ({"bind": here, **one, "tls_key": other["tls_key"]}, "key values mismatch"),
+        ({"bind": here, "tls_cert": one["tls_cert"]}, "of no use without --tls_key"),
+        ({"bind": here, "tls_key": one["tls_key"]}, "of no use without --tls_cert"),
+        ({"bind": here, **one, "tls_ca": text}, "--tls_ca"),
+        ({"join": here, "tls_ca": missing}, f"--tls_ca {missing}: No such file"),
+        ({"token_file": missing}, f"--token_file {missing}: No such file"),
+        ({"token_file": empty}, "is empty"),
+        ({"token_file": binary}, "is not text in UTF-8"),
+        ({"token_file": tmp_path}, "Is a directory"),
+    ]
+
+
+def test_flags_of_servers_that_cannot_work(tmp_path, caplog):
+    """They are refused before a process is started, in one line."""
+    for flags, words in bad_flags(tmp_path):
+        caplog.clear()
+        argv = [f"--{name}={value}" for name, value in flags.items()]
+        assert polybeast_env.main(argv) == 1
+        (record,) = caplog.records
+        message = record.getMessage()
+        assert message.startswith("FlagError: ")
+        assert words in message
+        assert "\n" not in message
+        assert not record.exc_info
+
+
+def test_flags_that_a_server_process_refuses(serve, tmp_path):
+    """Or another program, or two servers of one port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = [
+            ({"bind": f"127.0.0.1:{port}"}, "Address already in use"),
+            ({"bind": "0.0.0.0:0"}, "can be reached from other machines"),
+            ({"join": "127.0.0.1"}, "no port. Allowed are unix:"),
+            ({"join": f"unix:{tmp_path}/{'x' * 110}"}, "and the system allows 107"),
+            ({"pipes_basename": f"{tmp_path}/pipe"}, "no port. Allowed are unix:"),
+        ]
+        started = [serve(**flags) for flags, _ in cases]
+        for servers, (_, words) in zip(started, cases, strict=True):
+            servers.wait_for_end(1)
+            (line,) = servers.console.splitlines()
+            assert "[ERROR " in line
+            assert words in line
 
 
 def test_servers_that_cannot_listen_remove_nothing(serve, learn, pipes, tmp_path):

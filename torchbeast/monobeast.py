@@ -14,6 +14,11 @@ the model in torchbeast/model.py.
     python -m torchbeast.monobeast --mode test --xpid NAME
 """
 
+if __name__ == "__main__":
+    from torchbeast.core import processes
+
+    processes.exit_on_stop_signals()  # the imports below take seconds
+
 import argparse
 import collections
 import contextlib
@@ -32,7 +37,7 @@ import traceback
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,9 +47,10 @@ import torch.multiprocessing as mp
 from gymnasium import spaces
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from torchbeast.core import checkpoint, resume, rollout
+from torchbeast.core import checkpoint, processes, resume, rollout
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.env_checks import InvalidEnvironmentError
+from torchbeast.core.env_spec import find_env_spec
 from torchbeast.core.environment import (
     Environment,
     MissingPackageError,
@@ -67,10 +73,7 @@ from torchbeast.model import Net, State
 log = logging.getLogger("torchbeast.monobeast")
 
 SHUTDOWN_SECONDS = 5.0  # granted to actors and learner threads to end by themselves
-# Programs such as timeout signal the process and then its group: that is one wish.
-SAME_SIGNAL_SECONDS = 1.0
 TEST_STREAM = 2**31  # apart from every actor's number, so that test games are new ones
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 THREADS = ("learner-", "inference-", "pool-")  # what the names of a run's begin with
 
 
@@ -87,14 +90,8 @@ def act(
     saved: bytes | None,
 ) -> None:
     """The actor process: does what the learner says, until the learner is gone."""
-    # A Ctrl-C reaches every process of the terminal, a batch system's SIGTERM too; the
-    # learner decides what they mean. They come blocked, see Actors.
-    for number in STOP_SIGNALS:
-        # Not SIG_IGN, which programs that an environment starts would inherit.
-        signal.signal(number, lambda number, frame: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    processes.begin_child()
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck actor
-    threading.Thread(target=end_after_learner, daemon=True).start()
     torch.set_num_threads(1)
     os.nice(5)  # where cores are short, the learner comes first
     try:
@@ -110,15 +107,6 @@ def act(
         # it ends this process.
         with contextlib.suppress(OSError):
             pipe.send(("error", traceback.format_exc()))
-
-
-def end_after_learner() -> None:
-    """Ends this actor some time after the learner, even if its environment hangs."""
-    learner = mp.parent_process()
-    assert learner is not None
-    connection.wait([learner.sentinel])
-    time.sleep(SHUTDOWN_SECONDS / 2)
-    os._exit(1)
 
 
 @torch.inference_mode()
@@ -357,8 +345,19 @@ class SharedWeights(Weights):
         model.load_state_dict(self.banks[bank])
 
 
-class ActorError(RuntimeError):
+class ActorError(processes.ProcessError):
     """An actor process died, raised or got stuck."""
+
+
+def actor_context() -> Any:
+    """How processes that run environments are started.
+
+    Never by a fork of a process that has threads: the copy can inherit a locked lock.
+    """
+    methods = mp.get_all_start_methods()
+    context: Any = mp.get_context("forkserver" if "forkserver" in methods else "spawn")
+    context.set_forkserver_preload(["torchbeast.model", "torchbeast.core.rollout"])
+    return context
 
 
 class Actors:
@@ -375,12 +374,7 @@ class Actors:
         weights: SharedWeights,
         saved: Sequence[dict[str, Any]] | None,
     ) -> None:
-        # Never fork a process that has threads: the copy can inherit a locked lock.
-        methods = mp.get_all_start_methods()
-        context: Any = mp.get_context(
-            "forkserver" if "forkserver" in methods else "spawn"
-        )
-        context.set_forkserver_preload(["torchbeast.model", "torchbeast.core.rollout"])
+        context = actor_context()
         self.timeout = flags.actor_timeout
         self.weights = weights
         spec = rollout.Spec((), torch.int64)
@@ -393,10 +387,7 @@ class Actors:
         self._seen = [(-1, 0.0)] * flags.num_actors  # progress, and when it was new
         self._awake = 0.0  # seconds; stands still while the whole run is suspended
         self._looked = time.monotonic()
-        # What is started here inherits which signals are blocked: a Ctrl-C would kill
-        # processes that are not yet far enough to ignore it.
-        resource_tracker.ensure_running()  # unblocks them, so it has to come first
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        self._guardian = processes.Guardian(SHUTDOWN_SECONDS / 2)
         try:
             for index in range(flags.num_actors):
                 pipe, actor_pipe = context.Pipe()
@@ -415,14 +406,12 @@ class Actors:
                     ),
                     daemon=True,
                 )
-                process.start()
+                self._guardian.start(process)
                 self.processes.append(process)
                 actor_pipe.close()
         except BaseException:
             self.stop()
             raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def unroll(self, index: int, slots: list[int]) -> None:
         """Has an idle actor fill the slots, acting with the newest weights."""
@@ -460,15 +449,14 @@ class Actors:
         return states
 
     def stop(self) -> None:
-        """Ends all processes: those that don't obey in time are killed."""
+        """Ends all processes and what their environments have started.
+
+        Those that don't end in time are killed.
+        """
         for pipe in self.pipes:
             pipe.close()
-        deadline = time.monotonic() + SHUTDOWN_SECONDS / 2
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+        self._guardian.end(self.processes, SHUTDOWN_SECONDS / 2)
+        self._guardian.close()
 
     def _send(self, index: int, message: tuple) -> None:
         try:
@@ -506,16 +494,11 @@ class Actors:
         process = self.processes[index]
         process.join(1.0)
         code = process.exitcode
-        how = f"with exit status {code}"
-        if code is not None and code < 0:
-            how = f"by signal {signal.Signals(-code).name}"
-        hints = {
-            -signal.SIGKILL: " (out of memory? see dmesg)",
-            -signal.SIGBUS: f" (is {rollout.SHARED_MEMORY} full?)",
-        }
-        raise ActorError(
-            f"actor {index} (pid {process.pid}) died {how}{hints.get(code, '')}"
-        )
+        if code == processes.FORK_SERVER_IS_GONE:  # or the actor's own exit code
+            processes.check_fork_server()
+        how = processes.how_it_ended(code)
+        hint = f" (is {rollout.SHARED_MEMORY} full?)" if code == -signal.SIGBUS else ""
+        raise ActorError(f"actor {index} (pid {process.pid}) died {how}{hint}")
 
     def _check_stuck(self) -> None:
         now = time.monotonic()
@@ -752,6 +735,7 @@ class Run(ABC):
         self.errors: list[BaseException] = []
         self._error: str | None = None  # what ended the run, for meta.json
         self.stop_signal, self._stopped_at, self._told = 0, 0.0, False
+        self._saving = False  # then a second signal does not end the run at once
         self.timings = Timings()
         self.threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -867,6 +851,7 @@ class Run(ABC):
         try:
             if learner.diverged:
                 return True  # the last checkpoint is better
+            self._saving = True
             state = learner.state_dict() | {
                 "flags": self.flags.as_dict(),
                 "flags_left_open": self.beginning.left_open,
@@ -876,13 +861,15 @@ class Run(ABC):
             checkpoint.save(path, state)
             self._saved_version = learner.version
         finally:
+            self._saving = False
             self._lock.release()
         log.info("Saved %s at step %d.", path, state["stats"]["step"])
         return True
 
     def _on_signal(self, number: int, frame: Any) -> None:
         now = time.monotonic()
-        if self.stop_signal and now - self._stopped_at < SAME_SIGNAL_SECONDS:
+        same = now - self._stopped_at < processes.SAME_REQUEST_SECONDS
+        if self.stop_signal and (same or self._saving):
             return
         if self.stop_signal:
             raise KeyboardInterrupt(number)  # the second time: don't wait, don't save
@@ -906,7 +893,9 @@ class Run(ABC):
         return not any(thread.is_alive() for thread in self.threads)
 
     def train(self) -> int:
-        """Runs until flags.total_steps, or until SIGINT or SIGTERM.
+        """Runs until flags.total_steps, or until a stop signal (see core/processes.py).
+
+        It leaves the stop signals ignored.
 
         Returns:
           The exit status: 0 finished, 1 failed (the log says why), 128 + n by signal n.
@@ -923,7 +912,8 @@ class Run(ABC):
             folder=self.beginning.folder,
             anew=self.beginning.anew,
         )
-        old_handlers = {n: signal.signal(n, self._on_signal) for n in STOP_SIGNALS}
+        for number in processes.handled_signals():
+            signal.signal(number, self._on_signal)
         old_wakeup = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         status = 1
         worth_saving = False
@@ -988,7 +978,8 @@ class Run(ABC):
             except BaseException as error:
                 status = self._report(error)
         finally:
-            for number in STOP_SIGNALS:  # what comes now has its limits
+            # The end is bounded in time. The caller restores the handlers.
+            for number in processes.STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             self._status_line.close()
             self.close()
@@ -1012,8 +1003,6 @@ class Run(ABC):
                 signal=signal.Signals(status - 128).name if status > 128 else None,
                 error=self._error if status == 1 else None,
             )
-            for number, handler in old_handlers.items():
-                signal.signal(number, handler)
             signal.set_wakeup_fd(old_wakeup)
             if not any(thread.is_alive() for thread in self.threads):
                 os.close(self.wake_reader)
@@ -1137,17 +1126,17 @@ class MonoRun(Run):
 
 
 def train(beginning: resume.Beginning) -> int:
-    """Trains until flags.total_steps, or until SIGINT or SIGTERM; see Run.train."""
+    """Trains until flags.total_steps, or until a stop signal; see Run.train."""
     flags = beginning.flags
     resume.announce_environment(flags, beginning.saved)
-    with contextlib.closing(Environment(flags, 1)) as env:  # for its spaces
-        if flags.sync and not flags.disable_checkpoint and not env.exact_resume:
-            raise FlagError(
-                "--sync saves the games in progress, which native Atari environments "
-                "can't do: add --envs python, or --disable_checkpoint"
-            )
-        learner = Learner(flags, env)
-        run = MonoRun(beginning, learner, env.observation_space)
+    env = find_env_spec(flags, actor_context(), flags.actor_timeout)
+    if flags.sync and not flags.disable_checkpoint and not env.exact_resume:
+        raise FlagError(
+            "--sync saves the games in progress, which native Atari environments "
+            "can't do: add --envs python, or --disable_checkpoint"
+        )
+    learner = Learner(flags, env)
+    run = MonoRun(beginning, learner, env.observation_space)
     return run.train()
 
 
@@ -1281,6 +1270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(argv, make_parser(), resolve_layout, train, report)
 
 
+@processes.raise_on_stop_signals()  # until a run handles them itself
 def run(
     argv: Sequence[str] | None,
     parser: argparse.ArgumentParser,
@@ -1335,7 +1325,7 @@ EXPECTED_ERRORS = (
     UnknownEnvironmentError,
     UnsupportedSpaceError,
     MissingPackageError,
-    ActorError,
+    processes.ProcessError,
     rollout.SharedMemoryError,
     FileExistsError,  # of a run's folder
     BlockingIOError,
@@ -1345,8 +1335,9 @@ EXPECTED_ERRORS = (
 def report(error: BaseException) -> int:
     """Says in the log what ended the run; returns the exit status for it."""
     if isinstance(error, KeyboardInterrupt):
-        log.warning("Interrupted: nothing is saved any more.")
-        return 128 + (error.args[0] if error.args else signal.SIGINT)
+        number = error.args[0] if error.args else signal.SIGINT
+        log.warning("%s: ends without saving.", signal.Signals(number).name)
+        return 128 + number
     if isinstance(error, EXPECTED_ERRORS):
         log.error("%s: %s", type(error).__name__, error)
     else:
@@ -1355,4 +1346,4 @@ def report(error: BaseException) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    processes.run_script(main)

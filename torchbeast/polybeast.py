@@ -7,9 +7,14 @@ this one (polybeast_learner.py). Ctrl-C saves and ends both; so does the end of 
 or the failure of either.
 """
 
-# Not the learner, and so not torch: the servers' processes import this file too.
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from torchbeast.core import processes
+
+    processes.exit_on_stop_signals()  # the learner's imports take seconds
+
+# Not the learner, and so not torch: the servers' processes import this file too.
 import argparse
 import multiprocessing as mp
 import secrets
@@ -18,6 +23,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchbeast import polybeast_env
+from torchbeast.core import processes
 from torchbeast.core.flags import FlagError, Flags
 
 if TYPE_CHECKING:
@@ -62,7 +68,7 @@ def resolve_layout(flags: Flags) -> Flags:
 
 
 def train(beginning: resume.Beginning) -> int:
-    """Trains until flags.total_steps, or until SIGINT or SIGTERM; see the learner's."""
+    """Trains until flags.total_steps, or until a stop signal; see the learner's."""
     from torchbeast import polybeast_learner
     from torchbeast.core import resume
 
@@ -73,21 +79,23 @@ def train(beginning: resume.Beginning) -> int:
     servers = context.Process(
         target=polybeast_env.run_for_learner, args=(flags,), name="servers"
     )
-    servers.start()
     try:
+        with processes.starting_children():
+            servers.start()
         return polybeast_learner.train(beginning, keep_going=lambda: look_at(servers))
     finally:
-        servers.terminate()
-        servers.join(2 * polybeast_env.SHUTDOWN_SECONDS)
-        if servers.is_alive():
-            servers.kill()
-            servers.join()
+        if servers.pid is not None:
+            servers.terminate()
+            servers.join(2 * polybeast_env.SHUTDOWN_SECONDS)
+            if servers.is_alive():
+                servers.kill()
+                servers.join()
 
 
 def look_at(servers: Any) -> None:
     """Raises ServerError if the servers are gone."""
     if not servers.is_alive():
-        how = polybeast_env.how_it_ended(servers.exitcode)
+        how = processes.how_it_ended(servers.exitcode)
         raise polybeast_env.ServerError(f"the environment servers ended {how}")
 
 
@@ -104,4 +112,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    processes.run_script(main)

@@ -12,6 +12,11 @@ server that dies is started again. SIGINT and SIGTERM end them all.
 Nothing here imports torch: a machine for environments needs none.
 """
 
+if __name__ == "__main__":
+    from torchbeast.core import processes
+
+    processes.exit_on_stop_signals()  # the imports below take a moment
+
 import argparse
 import contextlib
 import faulthandler
@@ -30,7 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
-from torchbeast.core import env_connection
+from torchbeast.core import env_connection, processes
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.environment import (
     Environment,
@@ -47,7 +52,6 @@ log = logging.getLogger("torchbeast.polybeast_env")
 NUM_SERVERS = 4
 PIPES_BASENAME = "unix:/tmp/polybeast"
 ENVS_PER_ACTOR = 8
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHUTDOWN_SECONDS = 5.0  # granted to servers to end by themselves
 START_SECONDS = 300.0  # granted to servers to import and to make an environment
 # A server that has lived for so long was not started in vain.
@@ -92,19 +96,21 @@ def serve(
     The learner numbers its streams; one that does not finds streams numbered from
     first_stream, no two of this command alike.
     """
-    signal.signal(signal.SIGINT, lambda number, frame: None)  # the parent decides
+    processes.begin_child(ends_by=[signal.SIGTERM])
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck server
     os.nice(5)  # where cores are short, the learner comes first
     pipe = SharedPipe(pipe)
     try:
-        server = make_server(flags, index, address, first_stream)
-        signal.signal(signal.SIGTERM, lambda number, frame: end(server))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        threading.Thread(target=end_after_parent, args=(server,), daemon=True).start()
+        with user_errors():
+            server = make_server(flags, index, address, first_stream)
+        processes.end_after_parent(lambda: end(server), SHUTDOWN_SECONDS)
         # Before anyone can dial: those would be told of the error, too.
         description = describe(flags)
+        # Until here SIGTERM has ended this process at once, whatever hangs.
+        signal.signal(signal.SIGTERM, lambda number, frame: end(server))
         if not flags.join:
-            server.start()
+            with user_errors():
+                server.start()
             address = server.address
         pipe.send("ready", address, description)
         if flags.join:
@@ -114,7 +120,7 @@ def serve(
     except RefusedForGood as error:
         pipe.send("refused", str(error))
         sys.exit(1)
-    except EnvironmentFailed as error:
+    except (EnvironmentFailed, ServerError) as error:
         pipe.send("error", str(error))
         sys.exit(1)
     except EXPECTED_ERRORS as error:
@@ -248,13 +254,13 @@ def end(server: Any) -> None:
     threading.Thread(target=server.stop, daemon=True).start()
 
 
-def end_after_parent(server: Any) -> None:
-    parent = mp.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    end(server)
-    time.sleep(SHUTDOWN_SECONDS)
-    os._exit(1)  # an environment hangs
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """What libtorchbeast says of addresses and certificates needs no traceback."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise ServerError(str(error)) from None
 
 
 # --- All of them ----------------------------------------------------------------------
@@ -266,6 +272,7 @@ class Servers:
     def __init__(self, flags: Flags) -> None:
         self.flags = flags
         self.context = mp.get_context("spawn")  # gRPC can't be forked
+        self.guardian = processes.Guardian(SHUTDOWN_SECONDS)
         self.addresses = addresses(flags)
         count = len(self.addresses)
         self.processes: list[Any] = [None] * count
@@ -278,8 +285,11 @@ class Servers:
         self.ever_ready = False
         self.said: dict[str, float] = {}  # when; what servers wait for
 
-    def start(self) -> None:
+    def start(self, enough: Callable[[], Any]) -> None:
+        """Starts all servers; `enough` may end that early."""
         for index in range(len(self.addresses)):
+            if enough():
+                break
             self._start(index, 0)
 
     def watch(self, timeout: float, wake_up: Sequence[Any]) -> None:
@@ -316,7 +326,7 @@ class Servers:
             args=(self.flags, index, self.addresses[index], first_stream, child),
             daemon=True,
         )
-        process.start()
+        self.guardian.start(process)
         child.close()
         self.processes[index] = process
         self.started[index] = time.monotonic()
@@ -348,11 +358,11 @@ class Servers:
             if not self.ready[index] and lived > START_SECONDS:
                 self._raise(index, f"was not ready after {START_SECONDS:g} s")
             return
-        process.join(SHUTDOWN_SECONDS)
+        self.guardian.end([process], SHUTDOWN_SECONDS)
         how = (
             f"has failed: {error}"
             if error
-            else f"has died, {how_it_ended(process.exitcode)}"
+            else f"has died, {processes.how_it_ended(process.exitcode)}"
         )
         self.in_vain[index] = 0 if lived > HEALTHY_SECONDS else self.in_vain[index] + 1
         if self.in_vain[index] > self.flags.max_restarts:
@@ -379,16 +389,12 @@ class Servers:
         raise ServerError(f"environment server {index} {why}")
 
     def stop(self) -> None:
-        """Ends all processes and removes their sockets."""
-        processes = [process for process in self.processes if process is not None]
-        for process in processes:
+        """Ends all processes and what they have started, and removes their sockets."""
+        alive = [process for process in self.processes if process is not None]
+        for process in alive:
             process.terminate()
-        deadline = time.monotonic() + SHUTDOWN_SECONDS
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+        self.guardian.end(alive, SHUTDOWN_SECONDS)
+        self.guardian.close()
         for address in self.addresses:
             kind, _, path = address.partition(":")
             if kind == "unix" and not self.flags.join:
@@ -404,13 +410,6 @@ def remove_dead_socket(path: str) -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
-
-
-def how_it_ended(code: int | None) -> str:
-    if code is not None and code < 0:
-        hint = " (out of memory? see dmesg)" if code == -signal.SIGKILL else ""
-        return f"by signal {signal.Signals(-code).name}{hint}"
-    return f"with exit status {code}"
 
 
 def addresses(flags: Flags) -> list[str]:
@@ -473,16 +472,27 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def security(flags: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of libtorchbeast that the connection flags stand for."""
+    """Arguments of libtorchbeast that the connection flags stand for.
+
+    Raises:
+      FlagError: one of the files can't be used.
+    """
     token = None
     if flags.token_file:
         try:
-            with open(flags.token_file) as file:
+            with open(flags.token_file, encoding="utf-8") as file:
                 token = file.read().strip()
         except OSError as error:
-            raise FlagError(f"--token_file: {error}") from error
+            raise FlagError(
+                f"--token_file {flags.token_file}: {error.strerror}"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise FlagError(
+                f"--token_file {flags.token_file} is not text in UTF-8: {error}"
+            ) from error
         if not token:
             raise FlagError(f"--token_file {flags.token_file} is empty")
+    check_certificates(flags)
     return {
         "tls_cert": flags.tls_cert,
         "tls_key": flags.tls_key,
@@ -491,6 +501,68 @@ def security(flags: argparse.Namespace) -> dict[str, Any]:
         "tls_server_name": flags.tls_server_name,
         "insecure": flags.insecure,
     }
+
+
+def check_certificates(flags: argparse.Namespace) -> None:
+    """Raises FlagError for TLS files that can't be used; gRPC would not say why."""
+    names = ("tls_cert", "tls_key", "tls_ca")
+    if not any(getattr(flags, name) for name in names):
+        return
+    import ssl  # slow
+
+    for name in names:
+        path = getattr(flags, name)
+        if path:
+            try:
+                with open(path, "rb") as file:
+                    found = b"-----BEGIN " in file.read()
+            except OSError as error:
+                raise FlagError(f"--{name} {path}: {error.strerror}") from error
+            if not found:
+                raise FlagError(
+                    f"--{name} {path} is not a PEM file: it has no line with -----BEGIN"
+                )
+    if bool(flags.tls_cert) != bool(flags.tls_key):
+        given, missing = ("cert", "key") if flags.tls_cert else ("key", "cert")
+        raise FlagError(f"--tls_{given} is of no use without --tls_{missing}")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # weak ones are not our business
+    checking = ""
+    try:
+        if flags.tls_cert:
+            checking = f"--tls_cert {flags.tls_cert} and --tls_key {flags.tls_key}"
+            # A password: gRPC can't ask for one, and this must not.
+            context.load_cert_chain(flags.tls_cert, flags.tls_key, lambda: "")
+        if flags.tls_ca:
+            checking = f"--tls_ca {flags.tls_ca}"
+            context.load_verify_locations(flags.tls_ca)
+    except ssl.SSLError as error:
+        reason = (error.reason or str(error)).lower().replace("_", " ")
+        raise FlagError(f"{checking} can't be used: {reason}") from error
+
+
+def check_ports(flags: Flags) -> None:
+    """Raises FlagError if servers can't listen at --bind; gRPC would not say why."""
+    for address in addresses(flags) if flags.bind else ():
+        host, _, port = address.rpartition(":")
+        problem: OSError | None = None
+        try:
+            found = socket.getaddrinfo(
+                host.strip("[]"), int(port), type=socket.SOCK_STREAM
+            )
+        except OSError as error:
+            raise FlagError(f"--bind {host}: {error.strerror}") from error
+        for family, kind, protocol, _, place in found:
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(place)
+                break
+            except OSError as error:
+                problem = error
+        else:
+            assert problem
+            raise FlagError(f"--bind: can't listen at {address}: {problem.strerror}")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -513,6 +585,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check(flags: Flags) -> None:
+    for name in ("bind", "join"):
+        if getattr(flags, name) == "":
+            raise FlagError(f"--{name} is empty; give an address, or leave it out")
     if flags.bind and flags.join:
         raise FlagError(
             "give --bind, to wait for a learner, or --join, to dial one, but not both"
@@ -520,59 +595,43 @@ def check(flags: Flags) -> None:
     flags_lib.check_ranges(flags)
 
 
-@contextlib.contextmanager
-def noting(signals: Sequence[int], wake_writer: int) -> Iterator[Callable[[], int]]:
-    """Notes signals instead of dying; yields a function that gives the first, or 0."""
-    got = 0
-
-    def note(number: int, frame: Any) -> None:
-        nonlocal got
-        got = got or number
-
-    old_handlers = {number: signal.signal(number, note) for number in signals}
-    old_wakeup = signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-    try:
-        yield lambda: got
-    finally:
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(old_wakeup)
-
-
 def run(flags: Flags, until: Sequence[Any] = ()) -> int:
-    """Serves until SIGINT or SIGTERM, or until one of the sentinels `until` is ready.
+    """Serves until a stop signal, or until one of the sentinels `until` is ready.
 
     Returns:
       128 + the signal's number; 0 if there was none.
 
     Raises:
+      FlagError: the flags can't work.
       ServerError: a server can't start, or dies again and again.
     """
-    wake_reader, wake_writer = os.pipe()
-    os.set_blocking(wake_reader, False)
-    os.set_blocking(wake_writer, False)
-    with noting(STOP_SIGNALS, wake_writer) as signal_number:
+    security(flags)
+    check_ports(flags)
+    with processes.StopSignals() as signals:
         servers = Servers(flags)
+
+        def enough() -> bool:
+            return bool(signals.number or connection.wait(until, 0))
+
         try:
-            servers.start()
-            while not signal_number() and not connection.wait(until, 0):
-                servers.watch(1.0, [wake_reader, *until])
+            servers.start(enough)
+            while not enough():
+                servers.watch(1.0, [signals.wake_reader, *until])
         finally:
             servers.stop()
-    os.close(wake_reader)
-    os.close(wake_writer)
-    if not signal_number():
+    if not signals.number:
         return 0
-    log.info("%s: all servers have ended.", signal.Signals(signal_number()).name)
-    return 128 + signal_number()
+    log.info("%s: all servers have ended.", signal.Signals(signals.number).name)
+    return 128 + signals.number
 
 
 def run_for_learner(flags: Flags) -> None:
     """A child process of torchbeast.polybeast, which ends it with SIGTERM.
 
-    A Ctrl-C reaches every process of the terminal; the learner decides what it means.
+    A Ctrl-C or the end of a terminal reaches this process, too; the learner decides
+    what it means.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT, signal.SIGHUP])
     learner = mp.parent_process()
     assert learner is not None
     sys.exit(guarded(lambda: run(flags, [learner.sentinel])))
@@ -603,4 +662,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    processes.run_script(main)

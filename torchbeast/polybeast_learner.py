@@ -14,6 +14,11 @@ The algorithm is MonoBeast's: learn, test, checkpoints and run files are the sam
     python -m torchbeast.polybeast_learner --num_servers 2
 """
 
+if __name__ == "__main__":
+    from torchbeast.core import processes
+
+    processes.exit_on_stop_signals()  # the imports below take seconds
+
 import argparse
 import collections
 import contextlib
@@ -675,7 +680,7 @@ def bottleneck(counts: dict[str, float]) -> str:
 def train(
     beginning: resume.Beginning, keep_going: Callable[[], None] = lambda: None
 ) -> int:
-    """Trains until flags.total_steps, or until SIGINT or SIGTERM; see Run.train.
+    """Trains until flags.total_steps, or until a stop signal; see Run.train.
 
     Args:
       keep_going: is called at least once a second; ends the run by raising.
@@ -853,4 +858,4 @@ def report(error: BaseException) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    processes.run_script(main)

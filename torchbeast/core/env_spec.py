@@ -1,0 +1,124 @@
+"""What a learner has to know of its environment, found out in a process of its own.
+
+The learner's process never runs an environment: one that hangs, crashes its process or
+leaves programs behind would do it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import time
+import traceback
+from multiprocessing import connection
+from typing import Any, NamedTuple
+
+from gymnasium import spaces
+
+from torchbeast.core import processes
+from torchbeast.core.environment import (
+    Environment,
+    MissingPackageError,
+    UnknownEnvironmentError,
+    UnsupportedSpaceError,
+)
+from torchbeast.core.errors import UserError
+from torchbeast.core.flags import Flags
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 300.0  # granted to the process to import its modules
+CLOSE_SECONDS = 5.0  # granted to the environment's close()
+
+# Their messages say all; of other errors the traceback is shown.
+USER_ERRORS = (
+    UserError,
+    UnknownEnvironmentError,
+    UnsupportedSpaceError,
+    MissingPackageError,
+)
+
+
+class EnvSpec(NamedTuple):
+    """What a learner has to know of its environment."""
+
+    observation_space: spaces.Space
+    action_space: spaces.Space
+    frames_per_step: int
+    exact_resume: bool
+
+
+def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
+    """Makes the environment of the flags, in a child process, and closes it again.
+
+    Args:
+      context: of multiprocessing, which starts the child.
+      timeout: seconds that making the environment may take.
+
+    Raises:
+      ProcessError: it failed with an exception, took too long, or its process died.
+      FlagError and the other USER_ERRORS: the flags name no usable environment.
+    """
+    log.info("Making one environment of %s, for its spaces.", flags.env)
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_describe, args=(flags, writer), daemon=True)
+    with contextlib.closing(processes.Guardian(CLOSE_SECONDS)) as guardian:
+        guardian.start(process)
+        try:
+            writer.close()
+            _receive(process, reader, flags, START_SECONDS)
+            spec = EnvSpec(*_receive(process, reader, flags, timeout))
+            process.join(CLOSE_SECONDS)
+            if process.is_alive():
+                log.warning(
+                    "%s is not closed after %g s: its process is killed. Is its "
+                    "close() stuck?",
+                    *(flags.env, CLOSE_SECONDS),
+                )
+            return spec
+        finally:
+            guardian.end([process], 0)
+
+
+def _receive(process: Any, reader: Any, flags: Flags, timeout: float) -> tuple:
+    ready = connection.wait([reader, process.sentinel], timeout)
+    if not ready:
+        with contextlib.suppress(OSError):
+            os.kill(process.pid, signal.SIGUSR1)  # prints its stack
+            time.sleep(0.5)
+        raise processes.ProcessError(
+            f"{flags.env} was not made within {timeout:g} s. Where it hangs is printed "
+            "above. If it needs that long, raise --actor_timeout"
+        )
+    try:
+        kind, *rest = reader.recv()
+    except EOFError:
+        process.join()
+        raise processes.ProcessError(
+            f"the process that made an environment of {flags.env} died "
+            f"{processes.how_it_ended(process.exitcode)}"
+        ) from None
+    if kind == "error":
+        (error,) = rest
+        raise error
+    return tuple(rest)
+
+
+def _describe(flags: Flags, pipe: connection.Connection) -> None:
+    """The child process."""
+    processes.begin_child()
+    faulthandler.register(signal.SIGUSR1)
+    try:
+        pipe.send(("begun",))
+        with contextlib.closing(Environment(flags, 1)) as env:
+            spec = (env.observation_space, env.action_space)
+            pipe.send(("spec", *spec, env.frames_per_step, env.exact_resume))
+    except USER_ERRORS as error:
+        pipe.send(("error", error))
+    except BaseException:
+        text = f"{flags.env} can't be made:\n{traceback.format_exc()}"
+        with contextlib.suppress(OSError):  # the learner has ended
+            pipe.send(("error", processes.ProcessError(text)))
