@@ -904,6 +904,9 @@ class Run(ABC):
           What keeps the run from starting, before anything is written to its folder.
         """
         flags, learner = self.flags, self.learner
+        # From here on a signal is noted, so that meta.json tells how the run ended.
+        for number in processes.handled_signals():
+            signal.signal(number, self._on_signal)
         self.writer = FileWriter(
             flags.savedir,
             flags.xpid,
@@ -912,8 +915,6 @@ class Run(ABC):
             folder=self.beginning.folder,
             anew=self.beginning.anew,
         )
-        for number in processes.handled_signals():
-            signal.signal(number, self._on_signal)
         old_wakeup = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         status = 1
         worth_saving = False
