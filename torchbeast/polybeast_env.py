@@ -7,7 +7,7 @@
 Server i listens at PIPES_BASENAME.i, or, with --bind HOST:PORT, at HOST:PORT+i. Each
 stream that a learner opens gets --envs_per_actor environments of its own. With --join
 they dial a learner that listens, one stream each, and again whenever it is gone. A
-server that dies is started again. SIGINT and SIGTERM end them all.
+server that dies is started again. Ctrl-C or SIGTERM ends them all.
 
 Nothing here imports torch: a machine for environments needs none.
 """
