@@ -1,8 +1,10 @@
 #include "actor_pool.h"
 
 #include <algorithm>
+#include <deque>
 #include <exception>
 #include <future>
+#include <new>
 #include <optional>
 #include <set>
 #include <thread>
@@ -17,10 +19,12 @@ namespace torchbeast {
 
 namespace {
 
-constexpr Milliseconds kFirstBackoff{100};
+constexpr Milliseconds kFirstBackoff{50};  // doubled before each wait
 constexpr Milliseconds kLongestBackoff{1'000};
-// So many connections in a row that end before a rollout is finished are not bad luck.
-constexpr int kMaximumFruitless = 10;
+constexpr Milliseconds kLongestBackoffAfterRefusal{10'000};
+// A server that is not there yet is no event before so long.
+constexpr Milliseconds kQuietStart{5'000};
+constexpr Milliseconds kMinute{60'000};
 constexpr char kStuck[] = "has not answered within the step timeout";
 constexpr char kUnwanted[] = "is no longer wanted";
 
@@ -76,9 +80,9 @@ struct ActorPool::Shared {
     while (!closing && Clock::now() < end) changed.wait_until(mutex, end, nullptr);
   }
 
-  void note(const std::exception& error) TB_EXCLUDES(mutex) {
+  void note(const std::string& error) TB_EXCLUDES(mutex) {
     MutexLock lock(mutex);
-    last_error = error.what();
+    last_error = error;
   }
 
   // From run()'s thread.
@@ -93,6 +97,8 @@ struct ActorPool::Shared {
     }
   }
   void check_downtime() TB_EXCLUDES(mutex);
+  // REQUIRES: `error` is being handled.
+  void count_failure(const EnvironmentError& error) TB_EXCLUDES(mutex);
 
   // Of the next stream of the server at address `index`.
   std::optional<wire::Seeding> next_seeding(size_t index, bool is_first);
@@ -114,11 +120,17 @@ struct ActorPool::Shared {
   std::string last_error TB_GUARDED_BY(mutex);
   std::set<Connection*> connections TB_GUARDED_BY(mutex);
   uint64_t num_connected TB_GUARDED_BY(mutex) = 0;  // those that have sent a step
+  uint64_t num_present TB_GUARDED_BY(mutex) = 0;    // see Presence
+  uint64_t num_final TB_GUARDED_BY(mutex) = 0;      // servers that refuse for good
   Clock::time_point down_since TB_GUARDED_BY(mutex) = Clock::now();
+  std::deque<Clock::time_point> failures TB_GUARDED_BY(mutex);  // of the last minute
+  EventLog events;
 
   std::atomic<uint64_t> num_seeded;  // streams
   std::atomic<uint64_t> num_reconnects{0};
   std::atomic<uint64_t> num_dropped_steps{0};
+  std::atomic<uint64_t> num_refused{0};
+  std::atomic<uint64_t> num_env_failures{0};
 };
 
 namespace {
@@ -145,23 +157,47 @@ class Registration {
   Connection* const connection_;
 };
 
-// While it lives, the stream counts as connected.
+// One connection of a stream. While one is present, the run does not end for lack of
+// environments: one that has made a step, or that has the benefit of the doubt.
 template <typename Shared>
-class Connected {
+class Presence {
  public:
-  explicit Connected(Shared* shared) : shared_(*shared) {
+  Presence(Shared* shared, bool has_benefit) : shared_(*shared) {
+    if (has_benefit) come();
+  }
+  ~Presence() {
+    MutexLock lock(shared_.mutex);
+    if (is_connected_) --shared_.num_connected;
+    if (is_present_) --shared_.num_present;
+    if (is_proven_) shared_.down_since = Clock::now();
+  }
+  Presence(const Presence&) = delete;
+
+  // Its first row is there.
+  void connect() {
     MutexLock lock(shared_.mutex);
     ++shared_.num_connected;
+    is_connected_ = true;
   }
-  ~Connected() {
-    MutexLock lock(shared_.mutex);
-    --shared_.num_connected;
-    shared_.down_since = Clock::now();
+  // It has made a step.
+  void prove() {
+    if (is_proven_) return;
+    if (!is_present_) come();
+    is_proven_ = true;
   }
-  Connected(const Connected&) = delete;
+  bool is_proven() const { return is_proven_; }
 
  private:
+  void come() {
+    MutexLock lock(shared_.mutex);
+    ++shared_.num_present;
+    is_present_ = true;
+  }
+
   Shared& shared_;
+  bool is_connected_ = false;
+  bool is_present_ = false;
+  bool is_proven_ = false;
 };
 
 }  // namespace
@@ -179,85 +215,121 @@ class ActorPool::Actor {
   void run() {
     try {
       while (true) {
-        try {
-          run_stream();
-        } catch (const TransportError& error) {
-          if (shared_.closing) throw Stopped();
-          after_loss(error);
-        }
+        try_stream();
+        shared_.check_downtime();
+        shared_.sleep(backoff_);
+        if (shared_.closing) throw Stopped();
       }
     } catch (const Stopped&) {
       shared_.close();
     } catch (const ClosedBatchingQueue&) {
       shared_.close();
-    } catch (const WireError& error) {
-      shared_.fail(std::make_exception_ptr(
-          WireError("the environment server at " + address_.to_string() +
-                    " breaks the rules: " + error.what())));
     } catch (...) {
       shared_.fail(std::current_exception());
     }
   }
 
  private:
-  void after_loss(const TransportError& error) {
-    const auto& options = shared_.options;
-    shared_.note(error);
-    if (!error.may_pass) throw;  // the error that is being handled
-    if (connected_ && ++fruitless_ >= kMaximumFruitless) {
-      throw TransportError(std::to_string(fruitless_) +
-                               " connections in a row have not lasted for a rollout; "
-                               "the last: " +
-                               error.what(),
-                           false);
+  // Until the stream ends by the other side's fault; what is thrown is this side's.
+  void try_stream() {
+    was_connected_ = was_cancelled_ = false;
+    num_dropped_ = 0;
+    try {
+      run_stream();
+    } catch (const EnvironmentError& error) {
+      after(Event::kEnvError, error.what(), false);
+      shared_.count_failure(error);
+    } catch (const WireError& error) {
+      after(Event::kRefused,
+            "the environment server at " + address_.to_string() +
+                " breaks the rules: " + error.what(),
+            false);
+    } catch (const std::bad_alloc&) {
+      after(Event::kRefused,
+            "there is no memory for a rollout of the environment server at " +
+                address_.to_string(),
+            false);
+    } catch (const TransportError& error) {
+      after(error.may_pass ? Event::kLost : Event::kRefused, error.what(),
+            !error.may_pass);
     }
-    if (Clock::now() - down_since_ > options.maximum_downtime) {
-      throw TransportError("no connection for " + in_seconds(options.maximum_downtime) +
-                               ": " + error.what(),
-                           false);
-    }
-    shared_.sleep(backoff_);
-    if (shared_.closing) throw Stopped();
-    backoff_ = std::min(2 * backoff_, kLongestBackoff);
   }
 
-  // From dialling until the stream is lost, which is a TransportError.
+  // `is_final`: the server refuses this learner; rethrown if all do.
+  void after(Event::Kind kind, std::string text, bool is_final) {
+    if (shared_.closing) throw Stopped();
+    // Dialling in vain again and again is one event.
+    const bool is_news = was_connected_ || (text != last_text_ &&
+                                            (kind != Event::kLost || was_cancelled_ ||
+                                             Clock::now() - began_ > kQuietStart));
+    if (is_news) last_text_ = text;
+    shared_.note(text);
+    if (kind == Event::kRefused) ++shared_.num_refused;
+    if (num_dropped_ > 0) {
+      text += "\n" + std::to_string(num_dropped_) + " steps are dropped";
+    }
+    if (is_news) shared_.events.add(kind, std::move(text));
+    set_final(is_final);
+    backoff_ =
+        std::min(2 * backoff_, kind == Event::kRefused ? kLongestBackoffAfterRefusal
+                                                       : kLongestBackoff);
+  }
+
+  // REQUIRES: an error is being handled, if `is_final`.
+  void set_final(bool is_final) {
+    if (is_final_ == is_final) return;
+    is_final_ = is_final;
+    bool all;
+    {
+      MutexLock lock(shared_.mutex);
+      shared_.num_final += is_final ? 1 : -1;
+      all = shared_.num_final == shared_.options.addresses.size();
+    }
+    if (is_final && all && shared_.options.listener == nullptr) throw;
+  }
+
+  // From dialling until the stream is lost.
   void run_stream() {
-    connected_ = false;
     DialledConnection connection(address_, shared_.options.security, kStreamMethod,
                                  "the environment server");
     const Registration registration(&shared_, &connection);
-    connection.open();
-    if (!seeding_) seeding_ = shared_.next_seeding(index_, !answered_before_);
-    const wire::EnvHello hello = connection.shake_hands(seeding_);
-    seeding_.reset();  // used
-    answered_before_ = true;
-    shared_.hellos.check(hello, connection.peer());
-    const StreamSpec spec(hello);
-    const EnvRow first = read_row(connection, spec, shared_.unrolls);
-    if (lost_before_) ++shared_.num_reconnects;
-    connected_ = lost_before_ = true;
-    const Connected connected(&shared_);
+    Presence presence(&shared_, has_benefit_);
     std::optional<Unroll> unroll;
     try {
+      connection.open();
+      if (!seeding_) seeding_ = shared_.next_seeding(index_, !answered_before_);
+      const wire::EnvHello hello = connection.shake_hands(seeding_);
+      seeding_.reset();  // used
+      answered_before_ = true;
+      shared_.hellos.check(hello, connection.peer());
+      const StreamSpec spec(hello);
+      const EnvRow first = read_row(connection, spec, shared_.unrolls);
+      presence.connect();
+      was_connected_ = true;
+      set_final(false);
+      if (connected_before_) {
+        ++shared_.num_reconnects;
+        shared_.events.add(Event::kReturned, connection.peer());
+      }
+      connected_before_ = true;
       unroll.emplace(&shared_.unrolls, spec, first, hello.first_step(), [this] {
         if (shared_.closing) throw Stopped();
       });
       while (true) {
         const bool finished = unroll->step(connection);
-        down_since_ = Clock::now();
-        backoff_ = kFirstBackoff;
-        if (finished) fruitless_ = 0;
+        presence.prove();
+        if (finished) backoff_ = kFirstBackoff;
       }
     } catch (const ClosedBatchingQueue&) {
       throw;
     } catch (...) {
-      down_since_ = Clock::now();
+      // One that hangs, or never makes a step, gets no benefit of the doubt again.
+      was_cancelled_ = connection.is_cancelled();
+      const bool was_in_vain = was_connected_ || was_cancelled_;
+      has_benefit_ = presence.is_proven() || (has_benefit_ && !was_in_vain);
       // What a run leaves unfinished when it ends was not lost.
-      if (unroll && !shared_.closing) {
-        shared_.num_dropped_steps +=
-            static_cast<uint64_t>(unroll->num_unfinished_steps());
-      }
+      if (unroll && !shared_.closing) num_dropped_ = unroll->num_unfinished_steps();
+      shared_.num_dropped_steps += static_cast<uint64_t>(num_dropped_);
       throw;
     }
   }
@@ -269,11 +341,16 @@ class ActorPool::Actor {
   // Of this thread alone.
   std::optional<wire::Seeding> seeding_;  // of the next stream
   bool answered_before_ = false;
-  bool lost_before_ = false;
-  bool connected_ = false;
-  int fruitless_ = 0;
-  Clock::time_point down_since_ = Clock::now();
+  const Clock::time_point began_ = Clock::now();
+  bool connected_before_ = false;
+  bool has_benefit_ = true;
+  bool is_final_ = false;
+  std::string last_text_;
   Milliseconds backoff_ = kFirstBackoff;
+  // Of the last connection.
+  bool was_connected_ = false;
+  bool was_cancelled_ = false;  // because it hung
+  int64_t num_dropped_ = 0;
 };
 
 // --- An environment that has joined
@@ -289,19 +366,29 @@ grpc::Status ActorPool::Shared::serve(Connection& connection,
     return grpc::Status::OK;  // it has left
   } catch (const Refusal&) {
     throw;
-  } catch (const WireError& error) {
-    note(error);
+  } catch (const WireError& error) {  // the listener notes the event
+    note(error.what());
     throw;
+  } catch (const std::bad_alloc&) {
+    throw Refusal{{grpc::StatusCode::RESOURCE_EXHAUSTED,
+                   "this learner has no memory for a rollout of it"}};
   } catch (const TransportError& error) {
-    if (!closing) note(error);
+    if (!closing) {
+      note(error.what());
+      events.add(Event::kLost, error.what());
+    }
     return {grpc::StatusCode::UNAVAILABLE, error.what()};
   } catch (const Stopped&) {
     return over;
   } catch (const ClosedBatchingQueue&) {
     close();
     return over;
-  } catch (const EnvironmentError&) {
-    fail(std::current_exception());
+  } catch (const EnvironmentError& error) {
+    if (!closing) {
+      note(error.what());
+      events.add(Event::kEnvError, error.what());
+      count_failure(error);
+    }
     return grpc::Status::OK;  // it knows, and all was read
   } catch (...) {
     fail(std::current_exception());
@@ -330,7 +417,9 @@ void ActorPool::Shared::unroll_joined(Connection& connection,
   }
   Places::Seat seat(&*places, &connection, hello.stream_id(),
                     is_between_episodes(spec, newest), interrupt);
-  const Connected connected(this);
+  Presence presence(this, true);
+  presence.connect();
+  presence.prove();
   std::unique_ptr<Unroll>& unroll = seat.unroll();
   try {
     switch (seat.arrival()) {
@@ -342,6 +431,7 @@ void ActorPool::Shared::unroll_joined(Connection& connection,
         break;
       case Places::Arrival::kGoesOn:
         ++num_reconnects;
+        events.add(Event::kReturned, connection.peer());
         if (number == unroll->newest_number() + 1) {
           unroll->take(newest);
         } else if (number != unroll->newest_number()) {
@@ -360,6 +450,9 @@ void ActorPool::Shared::unroll_joined(Connection& connection,
   } catch (const WireError&) {
     seat.departure = Places::Departure::kLost;
     throw;
+  } catch (const EnvironmentError&) {
+    seat.departure = Places::Departure::kFailed;
+    throw;
   }
 }
 
@@ -374,23 +467,45 @@ std::optional<wire::Seeding> ActorPool::Shared::next_seeding(size_t index,
   return seeding;
 }
 
-// With a listener, environments come and go; some must be there.
+void ActorPool::Shared::count_failure(const EnvironmentError& error) {
+  ++num_env_failures;
+  bool too_many;
+  {
+    MutexLock lock(mutex);
+    const auto now = Clock::now();
+    failures.push_back(now);
+    while (now - failures.front() > kMinute) failures.pop_front();
+    too_many = failures.size() > static_cast<size_t>(options.max_env_failures);
+  }
+  if (!too_many) return;
+  if (options.max_env_failures == 0) return fail(std::current_exception());
+  fail(std::make_exception_ptr(EnvironmentError(
+      "more than " + std::to_string(options.max_env_failures) +
+      " environments have raised within a minute. The last: " + error.what())));
+}
+
+// Some environment must be there.
 void ActorPool::Shared::check_downtime() {
-  places->expire(options.maximum_downtime);
+  const Listener* listener = options.listener.get();
+  if (places) places->expire(options.maximum_downtime);
   std::string why;
   {
     MutexLock lock(mutex);
-    if (num_connected > 0 || Clock::now() - down_since <= options.maximum_downtime) {
+    if (num_present > 0 || Clock::now() - down_since <= options.maximum_downtime) {
       return;
     }
     why = last_error;
   }
-  if (why.empty()) why = options.listener->stats().last_refusal;
-  fail(std::make_exception_ptr(
-      TransportError("no environment has joined at " + options.listener->address() +
-                         " for " + in_seconds(options.maximum_downtime) +
-                         (why.empty() ? "" : "; the last error: " + why),
-                     false)));
+  if (listener != nullptr && why.empty()) why = listener->stats().last_refusal;
+  // Servers are dialled at least once.
+  if (listener == nullptr && why.empty()) return;
+  const std::string time = in_seconds(options.maximum_downtime);
+  const std::string text = listener == nullptr
+                               ? "no connection for " + time + ": " + why
+                               : "no environment has joined at " + listener->address() +
+                                     " for " + time +
+                                     (why.empty() ? "" : "; the last error: " + why);
+  fail(std::make_exception_ptr(TransportError(text, false)));
 }
 
 // --- The pool
@@ -414,6 +529,10 @@ ActorPool::ActorPool(ActorPoolOptions options,
   if (options.step_timeout.count() <= 0 || options.maximum_downtime.count() < 0) {
     throw std::invalid_argument(
         "the step timeout must be above 0 and the maximum downtime not negative");
+  }
+  if (options.max_env_failures < 0) {
+    throw std::invalid_argument("max_env_failures must be at least 0, got " +
+                                std::to_string(options.max_env_failures));
   }
   MemoryPool pool;  // what comes in may be Python's; actors want memory of their own
   ArrayNest state = initial_agent_state.map([&pool](const Array& array) {
@@ -452,9 +571,11 @@ void ActorPool::run(const Interrupt& interrupt) {
       threads.emplace_back([actor = actors.back().get()] { actor->run(); });
     }
     if (listener != nullptr) {
-      listener->attach([&shared](Connection& connection, const wire::EnvHello& hello) {
-        return shared.serve(connection, hello);
-      });
+      listener->attach(
+          [&shared](Connection& connection, const wire::EnvHello& hello) {
+            return shared.serve(connection, hello);
+          },
+          [&shared](const EnvironmentError& error) { shared.count_failure(error); });
       attached = true;
     }
     while (!shared.closing) {
@@ -466,7 +587,7 @@ void ActorPool::run(const Interrupt& interrupt) {
         }
       }
       shared.cancel_stuck();
-      if (listener != nullptr) shared.check_downtime();
+      shared.check_downtime();
       if (interrupt) interrupt();
       if (shared.unrolls.learner_queue->is_closed() ||
           shared.unrolls.inference_batcher->is_closed()) {
@@ -489,6 +610,8 @@ void ActorPool::run(const Interrupt& interrupt) {
 
 void ActorPool::close() { shared_->close(); }
 
+EventLog& ActorPool::events() { return shared_->events; }
+
 uint64_t ActorPool::count() const { return shared_->unrolls.num_steps; }
 
 ActorPoolStats ActorPool::stats() const {
@@ -510,6 +633,8 @@ ActorPoolStats ActorPool::stats() const {
   stats.queue_wait_seconds = seconds(unrolls.queue_wait_ns);
   MutexLock lock(shared.mutex);
   stats.num_connected = shared.num_connected;
+  stats.num_refused = shared.num_refused;
+  stats.num_env_failures = shared.num_env_failures;
   stats.last_error = shared.last_error;
   return stats;
 }

@@ -28,6 +28,7 @@
 
 #include "array.h"
 #include "batching.h"
+#include "events.h"
 #include "expected.h"
 #include "listener.h"
 #include "sync.h"
@@ -47,12 +48,14 @@ struct ActorPoolOptions {
   // How long an environment may take for a reset or a step before its stream counts as
   // lost.
   Milliseconds step_timeout{60'000};
-  // A lost stream is dialled again, its unfinished rollout dropped. If it has been down
-  // for this long, the first time included, the run ends with the last error.
-  // The unroll of a lost environment that had joined is kept for this long, so that it
-  // may come back and go on. If no environment at all has been connected for this long,
-  // the run ends.
+  // A stream that is lost, refused or breaks the rules is dialled again, its unfinished
+  // rollout dropped. The unroll of a lost environment that had joined is kept for this
+  // long, so that it may come back and go on. If no environment at all has been
+  // connected for this long, the run ends with the last error.
   Milliseconds maximum_downtime{60'000};
+  // An environment that raises costs its stream. If more than so many do within a
+  // minute, the run ends with the last one's traceback.
+  int64_t max_env_failures = 10;
   // What all environments must be, as probe() found it at the first address or the
   // listener. If not given, the first to connect is the measure.
   std::optional<wire::EnvHello> hello;
@@ -72,7 +75,9 @@ struct ActorPoolStats {
   // Environment steps of rollouts that were given up after a loss; those that a run
   // leaves unfinished when it ends are not counted.
   uint64_t num_dropped_steps = 0;
-  uint64_t num_connected = 0;  // streams now
+  uint64_t num_connected = 0;     // streams now
+  uint64_t num_refused = 0;       // dialled streams whose peers broke a rule or refused
+  uint64_t num_env_failures = 0;  // environments that have raised
   uint64_t bytes_received = 0;
   uint64_t bytes_copied = 0;
   uint64_t pool_bytes = 0;  // memory held for rollouts and messages
@@ -96,13 +101,13 @@ class ActorPool {
   ActorPool(const ActorPool&) = delete;
 
   // Runs until close() is called or the queue or the batcher is closed. To be called
-  // once. Throws the first error that ends it, with its cause:
+  // once. Whatever goes wrong with one peer costs its stream only. Throws the first
+  // error that ends the run, with its cause:
   //   std::invalid_argument  the agent's outputs or the state don't fit; says where
-  //   TransportError         a stream was down for too long, or was refused for good
-  //   WireError              an environment server broke the wire's rules (who has
-  //                          joined and does, is refused)
-  //   std::runtime_error     an environment raised; with its traceback
-  //   AsyncError             inference failed
+  //   TransportError         there was no stream at all for too long, or all servers
+  //                          refuse for good
+  //   EnvironmentError       environments raised too often; with the last one's
+  //   traceback AsyncError             inference failed
   //
   // Hands the batcher ((observation, reward, done, episode_step, episode_return),
   // agent_state), arrays [1, E, ...]; where the environment has extra fields, a dict of
@@ -121,6 +126,8 @@ class ActorPool {
 
   uint64_t count() const;  // num_steps
   ActorPoolStats stats() const;
+  // What has happened to streams, but for the refusals that the listener has noted.
+  EventLog& events();
 
   // What an environment server says about itself: dials, shakes hands, leaves. Throws
   // TransportError after `timeout`, WireError, and RefusedError if it is not as

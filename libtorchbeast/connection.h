@@ -46,6 +46,7 @@ class Connection {
   void cancel(const char* reason);
   // The same if one has been waiting for so long.
   void cancel_if_slow(Milliseconds limit, const char* reason);
+  bool is_cancelled() const { return cancel_reason_ != nullptr; }
 
   // For messages: "the environment server at unix:/tmp/polybeast.0".
   const std::string& peer() const { return peer_; }

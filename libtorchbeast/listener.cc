@@ -35,6 +35,14 @@ void keep_differing(wire::EnvHello* a, wire::EnvHello* b) {
   }
 }
 
+// What it is, without who it is and without its settings, which are as expected.
+std::string without_identity(wire::EnvHello hello) {
+  hello.clear_settings();
+  hello.clear_stream_id();
+  hello.clear_first_step();
+  return hello.SerializeAsString();
+}
+
 // Short enough for the status of a call.
 std::string short_text(const wire::EnvHello& hello) {
   constexpr size_t kMax = 1000;
@@ -48,14 +56,17 @@ struct Listener::State {
   explicit State(ListenerOptions options)
       : max_streams(options.max_streams),
         seed(options.seed),
-        hellos(std::move(options.expected)),
+        expected(std::move(options.expected)),
         // An environment may come back before its old connection is gone.
         server(kJoinMethod,
                [this](grpc::ServerContext* context, ServedStream* stream) {
                  return serve(context, stream);
                },
                {std::move(options.address), std::move(options.security),
-                2 * options.max_streams, options.hello_timeout}) {}
+                2 * options.max_streams, options.hello_timeout,
+                [this](const std::string& peer, const grpc::Status& status) {
+                  note(Event::kRefused, peer + ": " + status.error_message());
+                }}) {}
 
   grpc::Status serve(grpc::ServerContext* context, ServedStream* stream)
       TB_EXCLUDES(mutex);
@@ -65,11 +76,19 @@ struct Listener::State {
       TB_EXCLUDES(mutex);
   void refuse_if_over() TB_REQUIRES(mutex);
   std::optional<wire::Seeding> next_seeding();
+  // For probe(), or a refusal.
+  void propose(const wire::EnvHello& hello) TB_REQUIRES(mutex);
+  void note(Event::Kind kind, const std::string& text) TB_EXCLUDES(mutex) {
+    events.add(kind, text);
+    MutexLock lock(mutex);
+    last_refusal = text;
+  }
 
   const int max_streams;
   const std::optional<uint64_t> seed;
+  const ExpectedEnvironment expected;
   std::atomic<uint64_t> num_seeded{0};
-  HelloCheck hellos;
+  EventLog events;
 
   Mutex mutex;
   CondVar changed;
@@ -77,8 +96,11 @@ struct Listener::State {
   bool detached TB_GUARDED_BY(mutex) =
       false;  // a pool has ended, and no other is there
   Host host TB_GUARDED_BY(mutex);
+  OnError on_error TB_GUARDED_BY(mutex);
   int num_hosted TB_GUARDED_BY(mutex) = 0;  // streams in the host's hands
-  std::optional<wire::EnvHello> first_hello TB_GUARDED_BY(mutex);
+  std::optional<wire::EnvHello> first_hello TB_GUARDED_BY(mutex);  // for probe()
+  std::string unusable TB_GUARDED_BY(mutex);  // the last that refuse() got
+  std::string why_unusable TB_GUARDED_BY(mutex);
   std::string last_refusal TB_GUARDED_BY(mutex);
 
   StreamServer server;  // the first to end
@@ -89,25 +111,28 @@ struct Listener::State {
 
 grpc::Status Listener::State::serve(grpc::ServerContext* context,
                                     ServedStream* stream) {
-  const auto note = [this](const std::string& why) {
-    MutexLock lock(mutex);
-    last_refusal = why;
-  };
-  const std::string peer = context->peer();
   try {
     return run_stream(context, stream);
-  } catch (const Refusal& refusal) {
-    note(peer + ": " + refusal.status.error_message());
-    throw;
-  } catch (const WireError& error) {
-    note(peer + ": " + error.what());
-    throw;
   } catch (const Connection::Left&) {
     return grpc::Status::OK;
   } catch (const TransportError& error) {  // it has gone, or was cut
     return {grpc::StatusCode::UNAVAILABLE, error.what()};
   } catch (const EnvironmentError& error) {  // in place of the hello
-    note(peer + ": " + error.what());
+    note(Event::kEnvError, error.what());
+    OnError tell;
+    {
+      MutexLock lock(mutex);
+      tell = on_error;
+      if (tell) ++num_hosted;
+    }
+    if (tell) {
+      tell(error);
+      {
+        MutexLock lock(mutex);
+        --num_hosted;
+      }
+      changed.notify_all();
+    }
     return grpc::Status::OK;
   }
 }
@@ -120,10 +145,13 @@ grpc::Status Listener::State::run_stream(grpc::ServerContext* context,
   // While it lives, a stream is in the host's hands.
   class Hosted {
    public:
-    Hosted(State* state, const JoinedConnection& connection) : state_(*state) {
+    Hosted(State* state, const JoinedConnection& connection,
+           const wire::EnvHello& hello)
+        : state_(*state) {
       MutexLock lock(state_.mutex);
       while (true) {
         state_.refuse_if_over();
+        state_.propose(hello);
         if (state_.host) break;
         state_.changed.wait_until(state_.mutex, Clock::now() + kLookPeriod, [&] {
           if (connection.is_lost()) {
@@ -147,7 +175,7 @@ grpc::Status Listener::State::run_stream(grpc::ServerContext* context,
    private:
     State& state_;
   };
-  const Hosted hosted(this, connection);
+  const Hosted hosted(this, connection, hello);
   return hosted.host(connection, hello);
 }
 
@@ -171,16 +199,20 @@ wire::EnvHello Listener::State::shake_hands(grpc::ServerContext* context,
   }
   const StreamSpec valid(hello);
   try {
-    hellos.check(hello, connection->peer());
+    expected.check(hello, connection->peer());
   } catch (const TransportError& error) {
     throw Refusal{{grpc::StatusCode::FAILED_PRECONDITION, error.what()}};
   }
-  {
-    MutexLock lock(mutex);
-    if (!first_hello) first_hello = hello;
-  }
-  changed.notify_all();
   return hello;
+}
+
+void Listener::State::propose(const wire::EnvHello& hello) {
+  if (!unusable.empty() && without_identity(hello) == unusable) {
+    throw Refusal{{grpc::StatusCode::FAILED_PRECONDITION, why_unusable}};
+  }
+  if (first_hello) return;
+  first_hello = hello;
+  changed.notify_all();
 }
 
 void Listener::State::refuse_if_over() {
@@ -255,7 +287,19 @@ wire::EnvHello Listener::probe(Milliseconds timeout, const Interrupt& interrupt)
 
 std::optional<wire::Seeding> Listener::next_seeding() { return state_->next_seeding(); }
 
-void Listener::attach(Host host) {
+void Listener::refuse(const wire::EnvHello& hello, const std::string& reason) {
+  {
+    MutexLock lock(state_->mutex);
+    state_->unusable = without_identity(hello);
+    state_->why_unusable = reason;
+    state_->first_hello.reset();
+  }
+  state_->changed.notify_all();
+}
+
+EventLog& Listener::events() { return state_->events; }
+
+void Listener::attach(Host host, OnError on_error) {
   {
     MutexLock lock(state_->mutex);
     if (state_->host) {
@@ -263,6 +307,7 @@ void Listener::attach(Host host) {
                                   " has a pool already");
     }
     state_->host = std::move(host);
+    state_->on_error = std::move(on_error);
     state_->detached = false;
   }
   state_->changed.notify_all();
@@ -272,6 +317,7 @@ void Listener::detach() {
   State& state = *state_;
   MutexLock lock(state.mutex);
   state.host = nullptr;
+  state.on_error = nullptr;
   state.detached = true;
   state.changed.notify_all();
   while (state.num_hosted > 0) {
@@ -284,18 +330,16 @@ void Listener::detach() {
 
 void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
   expected_.check(hello, peer);
-  wire::EnvHello what = hello;  // who it is does not matter
-  what.clear_settings();        // which were expected
-  what.clear_stream_id();
-  what.clear_first_step();
-  const std::string bytes = what.SerializeAsString();
+  const std::string bytes = without_identity(hello);
   MutexLock lock(mutex_);
   if (first_.empty()) {
     first_ = bytes;
     first_peer_ = peer;
   } else if (bytes != first_) {
     wire::EnvHello first;
+    wire::EnvHello what;
     first.ParseFromString(first_);
+    what.ParseFromString(bytes);
     keep_differing(&first, &what);
     throw TransportError(first_peer_ + " and " + peer +
                              " differ, and the environments of one run must not. The "

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "connection.h"
+#include "events.h"
 #include "expected.h"
 #include "sync.h"
 #include "transport.h"
@@ -58,9 +59,15 @@ class Listener {
   int max_streams() const;
   ListenerStats stats() const;
 
-  // What the first environment that has joined says about itself; all others must be
-  // like it. Waits for it; throws TransportError after `timeout`.
+  // What an environment that has joined says about itself; it is the first whose hello
+  // keeps the rules. Waits for it; throws TransportError after `timeout`.
   wire::EnvHello probe(Milliseconds timeout, const Interrupt& interrupt = nullptr);
+  // What probe() returned is of no use: environments that wait for a pool and have this
+  // hello are refused with the reason, and so are others that come with it. probe()
+  // then waits for another.
+  void refuse(const wire::EnvHello& hello, const std::string& reason);
+  // Who was refused, and which environments have raised in place of a hello.
+  EventLog& events();
 
   // --- For pools
 
@@ -70,8 +77,10 @@ class Listener {
   // Runs an environment that has shaken hands, in the stream's thread; returns how the
   // stream ends, may throw Refusal and WireError.
   using Host = std::function<grpc::Status(Connection&, const wire::EnvHello&)>;
+  // Called if an environment has raised in place of its hello.
+  using OnError = std::function<void(const EnvironmentError&)>;
   // Streams run there from here on. Throws std::invalid_argument if there is one.
-  void attach(Host host);
+  void attach(Host host, OnError on_error);
   // Waits until no stream runs there. Streams are refused from here on, until another
   // attaches.
   void detach();

@@ -115,6 +115,8 @@ Places::Seat::~Seat() {
     if (place.unroll == nullptr || departure == Departure::kOver) {
       place.stream_id.clear();
       dropped = std::move(place.unroll);
+    } else if (departure == Departure::kFailed) {
+      dropped = places_.drop(&place);
     } else {
       const bool comes_back = departure == Departure::kLost && !place.stream_id.empty();
       place.handed_over = !comes_back && place.unroll->is_between_episodes();

@@ -39,9 +39,10 @@ class Places {
     kBegins  // a new one
   };
   enum class Departure {
-    kLost,  // may come back
-    kLeft,  // will not
-    kOver   // nobody will: the run ends
+    kLost,    // may come back
+    kLeft,    // will not
+    kFailed,  // will not, and its unroll is dropped
+    kOver     // nobody will: the run ends
   };
   class Seat {
    public:

@@ -19,7 +19,7 @@ struct EnvServer::State {
                  return serve(context, stream);
                },
                {std::move(options.address), std::move(options.security),
-                options.max_streams, options.hello_timeout}) {}
+                options.max_streams, options.hello_timeout, nullptr}) {}
 
   grpc::Status serve(grpc::ServerContext* context, ServedStream* stream);
   grpc::Status run_stream(grpc::ServerContext* context, ServedStream* stream);

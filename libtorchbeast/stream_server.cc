@@ -165,6 +165,7 @@ grpc::Status StreamServer::State::serve(grpc::ServerContext* context,
     status = {grpc::StatusCode::INVALID_ARGUMENT, error.what()};
   }
   ++num_refused;
+  if (options.on_refusal) options.on_refusal(context->peer(), status);
   return status;
 }
 

@@ -6,6 +6,7 @@
 #include <grpcpp/support/status.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -20,6 +21,8 @@ struct StreamServerOptions {
   int max_streams = 256;  // at once; more are refused
   // How long a peer that has connected may stay silent.
   Milliseconds hello_timeout{10'000};
+  // Called with the peer and the status, if not null, in the stream's thread.
+  std::function<void(const std::string&, const grpc::Status&)> on_refusal;
 };
 
 // Thrown by a handler to turn its stream away.

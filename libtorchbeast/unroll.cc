@@ -59,6 +59,7 @@ void copy_arrays(const std::vector<Array>& from, const std::vector<Array>& to) {
   for (size_t i = 0; i < to.size(); ++i) copy(from[i], to[i]);
 }
 
+// Also gives the other environments' rows, which may be anything, their observations.
 void check_final_observation(const StreamSpec& spec, const EnvRow& row) {
   const Array* field = truncated(spec, row.arrays);
   const size_t wanted =
@@ -68,6 +69,19 @@ void check_final_observation(const StreamSpec& spec, const EnvRow& row) {
                     " arrays of final_observation, where " + std::to_string(wanted) +
                     " are due: all of the observation if an episode was truncated, "
                     "else none");
+  }
+  for (size_t i = 0; i < row.final_observation.size(); ++i) {
+    const Array &from = row.arrays[i], &to = row.final_observation[i];
+    const size_t bytes = to.num_bytes() / static_cast<size_t>(spec.num_envs);
+    for (size_t e = 0; e < static_cast<size_t>(spec.num_envs) && bytes > 0; ++e) {
+      if (field->data()[e] != 0) continue;
+      std::memcpy(to.data() + e * bytes, from.data() + e * bytes, bytes);
+    }
+  }
+  try {
+    check_values(spec, row.final_observation);
+  } catch (const WireError& error) {
+    throw WireError(std::string("final_observation: ") + error.what());
   }
 }
 
@@ -107,6 +121,7 @@ EnvRow read_row(Connection& connection, const StreamSpec& spec, UnrollContext& c
                     " arrays, where the hello announced " +
                     std::to_string(row.arrays.size()));
   }
+  check_values(spec, row.arrays);
   check_final_observation(spec, row);
   for (const Array& array : row.arrays) context.bytes_copied += array.num_bytes();
   row.env_nanoseconds = decoded.env_nanoseconds;

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <memory>
 #include <set>
 #include <utility>
@@ -261,7 +262,11 @@ ArraySpec batched(DType dtype, const Shape& shape, int64_t num_envs,
 
 class SpaceReader {
  public:
-  explicit SpaceReader(int64_t num_envs) : num_envs_(num_envs) {}
+  SpaceReader(int64_t num_envs, SpaceOf what) : num_envs_(num_envs), what_(what) {}
+
+  // In the order of the arrays.
+  std::vector<std::string> names;
+  std::vector<ValueRule> rules;
 
   SpecNest read(const wire::Space& space, const std::string& place, int level) {
     if (level > kMaxDepth) {
@@ -272,14 +277,12 @@ class SpaceReader {
       case wire::Space::kBox:
         return read_box(space.box(), place);
       case wire::Space::kDiscrete:
-        check_range(space.discrete().n(), space.discrete().start(),
-                    [&] { return place; });
-        return leaf(DType::kInt64, Shape(), place);
+        return read_discrete(space.discrete(), place);
       case wire::Space::kMultiDiscrete:
         return read_multi_discrete(space.multi_discrete(), place);
       case wire::Space::kMultiBinary:
         return leaf(DType::kInt8, space_shape(space.multi_binary().shape(), place),
-                    place);
+                    place, {ValueRule::kBinary, 0, {}, {}});
       case wire::Space::kTuple:
         return read_tuple(space.tuple(), place, level);
       case wire::Space::kDict:
@@ -300,15 +303,91 @@ class SpaceReader {
     }
   }
 
-  SpecNest leaf(DType dtype, const Shape& shape, const std::string& place) {
+  SpecNest leaf(DType dtype, const Shape& shape, const std::string& place,
+                ValueRule rule) {
     count(place);
-    return SpecNest(batched(dtype, shape, num_envs_, place));
+    const ArraySpec spec = batched(dtype, shape, num_envs_, place);
+    count_elements(static_cast<int64_t>(spec.num_elements()) / num_envs_, place);
+    names.push_back(place);
+    rules.push_back(std::move(rule));
+    return SpecNest(spec);
+  }
+
+  void count_elements(int64_t number, const std::string& place) {
+    num_elements_ += number;
+    const int64_t most =
+        what_ == SpaceOf::kObservation ? kMaxElements : kMaxActionNumbers;
+    if (num_elements_ > most) {
+      refuse(place, "the space has " + std::to_string(num_elements_) +
+                        " elements or more, at most " + std::to_string(most) +
+                        " are allowed");
+    }
+  }
+
+  void count_choices(int64_t n, const std::string& place) {
+    const int64_t most =
+        what_ == SpaceOf::kObservation ? kMaxChoices : kMaxActionNumbers;
+    if (n > most - num_choices_) {
+      refuse(place, "n is " + std::to_string(n) +
+                        ", and all n of a space together may "
+                        "be at most " +
+                        std::to_string(most));
+    }
+    num_choices_ += n;
+  }
+
+  SpecNest read_discrete(const wire::Space::Discrete& space, const std::string& place) {
+    check_range(space.n(), space.start(), place);
+    count_choices(space.n(), place);
+    return leaf(DType::kInt64, Shape(), place,
+                range_rule({space.n()}, {space.start()}));
+  }
+
+  // An action counts from 0.
+  ValueRule range_rule(const std::vector<int64_t>& n,
+                       const std::vector<int64_t>& start) const {
+    ValueRule rule;
+    rule.kind = ValueRule::kRange;
+    for (size_t i = 0; i < n.size(); ++i) {
+      const int64_t low = what_ == SpaceOf::kAction ? 0 : start[i];
+      rule.low.push_back(low);
+      rule.high.push_back(low + (n[i] - 1));
+    }
+    return rule;
+  }
+
+  // Whether an array of this dtype can hold a bound; infinite ones are none.
+  static bool holds(DType dtype, double bound) {
+    switch (dtype) {
+      case DType::kBool:
+        return bound >= 0 && bound <= 1;
+      case DType::kUint8:
+        return bound >= 0 && bound <= 0xFF;
+      case DType::kInt8:
+        return std::abs(bound + 0.5) <= 127.5;
+      case DType::kUint16:
+        return bound >= 0 && bound <= 0xFFFF;
+      case DType::kInt16:
+        return std::abs(bound + 0.5) <= 32767.5;
+      case DType::kUint32:
+        return bound >= 0 && bound <= 0xFFFFFFFF;
+      case DType::kInt32:
+        return std::abs(bound + 0.5) <= 2147483647.5;
+      // float64 has their ends rounded.
+      case DType::kUint64:
+        return bound >= 0 && bound <= 0x1p64;
+      case DType::kInt64:
+        return std::abs(bound) <= 0x1p63;
+      default:
+        return true;  // a float beyond the dtype's largest is no bound either
+    }
   }
 
   SpecNest read_box(const wire::Space::Box& box, const std::string& place) {
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
     const ArraySpec one{checked_dtype(box.dtype(), place),
                         space_shape(box.shape(), place)};
-    SpecNest result = leaf(one.dtype, one.shape, place);
+    batched(one.dtype, one.shape, num_envs_, place);  // not too large to be counted
     const size_t size = one.num_elements();
     const auto low = static_cast<size_t>(box.low_size());
     const auto high = static_cast<size_t>(box.high_size());
@@ -319,29 +398,43 @@ class SpaceReader {
                           ", the number of elements");
       }
     }
-    // A bound that is not given is taken as infinite.
+    ValueRule rule;
+    const bool is_float = one.dtype == DType::kFloat16 ||
+                          one.dtype == DType::kFloat32 || one.dtype == DType::kFloat64;
+    const bool is_wide = one.dtype == DType::kInt64 || one.dtype == DType::kUint64;
+    if (is_float || is_wide) rule = {ValueRule::kMagnitude, kMaxMagnitude, {}, {}};
     for (size_t i = 0; i < std::max(low, high); ++i) {
-      constexpr double kInfinity = std::numeric_limits<double>::infinity();
+      // A bound that is not given is infinite.
       const double from =
           low == 0 ? -kInfinity : box.low(static_cast<int>(low == 1 ? 0 : i));
       const double to =
           high == 0 ? kInfinity : box.high(static_cast<int>(high == 1 ? 0 : i));
-      if (!(from <= to)) {  // also where one is NaN
+      const auto bad = [&](const std::string& why) {
         refuse(place, "Box with bounds " + std::to_string(from) + " to " +
                           std::to_string(to) + " of element " + std::to_string(i) +
-                          "; low must be at most high");
+                          "; " + why);
+      };
+      if (!(from <= to)) bad("low must be at most high");  // also where one is NaN
+      if (from == kInfinity || to == -kInfinity) bad("nothing lies between");
+      for (const double bound : {from, to}) {
+        if (!std::isinf(bound) && !holds(one.dtype, bound)) {
+          bad(std::string("one is outside of the dtype, ") + dtype_name(one.dtype));
+        }
+        // Wide integers may be as large as a bound says that is exact.
+        if (is_wide && std::abs(bound) <= 0x1p53) {
+          rule.magnitude = std::max(rule.magnitude, std::abs(bound));
+        }
       }
     }
-    return result;
+    return leaf(one.dtype, one.shape, place, std::move(rule));
   }
 
-  template <typename Place>
-  static void check_range(int64_t n, int64_t start, const Place& place) {
-    if (n < 1) refuse(place(), "n is " + std::to_string(n) + ", must be 1 or more");
+  static void check_range(int64_t n, int64_t start, const std::string& place) {
+    if (n < 1) refuse(place, "n is " + std::to_string(n) + ", must be 1 or more");
     int64_t last;
     if (__builtin_add_overflow(start, n - 1, &last)) {
-      refuse(place(), "start " + std::to_string(start) + " and n " + std::to_string(n) +
-                          " exceed int64");
+      refuse(place, "start " + std::to_string(start) + " and n " + std::to_string(n) +
+                        " exceed int64");
     }
   }
 
@@ -352,11 +445,15 @@ class SpaceReader {
                         " values in start; allowed are 0 or " +
                         std::to_string(space.n_size()) + ", as many as in n");
     }
-    for (int i = 0; i < space.n_size(); ++i) {
-      check_range(space.n(i), space.start_size() == 0 ? 0 : space.start(i),
-                  [&] { return place + "[" + std::to_string(i) + "]"; });
+    const std::vector<int64_t> n(space.n().begin(), space.n().end());
+    std::vector<int64_t> start(space.start().begin(), space.start().end());
+    start.resize(n.size(), 0);
+    for (size_t i = 0; i < n.size(); ++i) {
+      const std::string at = place + "[" + std::to_string(i) + "]";
+      check_range(n[i], start[i], at);
+      count_choices(n[i], at);
     }
-    return leaf(DType::kInt64, Shape{space.n_size()}, place);
+    return leaf(DType::kInt64, Shape{space.n_size()}, place, range_rule(n, start));
   }
 
   SpecNest read_tuple(const wire::Space::Tuple& tuple, const std::string& place,
@@ -378,32 +475,42 @@ class SpaceReader {
                         " values; there must be as many of both");
     }
     if (dict.keys_size() == 0) count(place);
-    SpecNest::Map items;
+    std::map<std::string, const wire::Space*> values;  // in the order of the arrays
     for (int i = 0; i < dict.keys_size(); ++i) {
       const std::string& key = dict.keys(i);
       check_name(key, place);
-      SpecNest value = read(dict.values(i), place + "[" + quoted(key) + "]", level + 1);
-      if (!items.emplace(key, std::move(value)).second) {
+      if (!values.emplace(key, &dict.values(i)).second) {
         refuse(place, "the key " + quoted(key) + " comes twice");
       }
+    }
+    SpecNest::Map items;
+    for (const auto& [key, value] : values) {
+      items.emplace(key, read(*value, place + "[" + quoted(key) + "]", level + 1));
     }
     return SpecNest(std::move(items));
   }
 
   const int64_t num_envs_;
+  const SpaceOf what_;
   int64_t num_arrays_ = 0;
+  int64_t num_elements_ = 0;
+  int64_t num_choices_ = 0;
 };
 
 }  // namespace
 
 SpecNest space_spec(const wire::Space& space, int64_t num_envs,
-                    const std::string& place) {
+                    const std::string& place, SpaceOf what,
+                    std::vector<std::string>* names, std::vector<ValueRule>* rules) {
   if (num_envs < 1 || num_envs > kMaxEnvs) {
     refuse(place, std::to_string(num_envs) + " environments, allowed are 1 to " +
                       std::to_string(kMaxEnvs));
   }
-  SpecNest spec = SpaceReader(num_envs).read(space, place, 1);
+  SpaceReader reader(num_envs, what);
+  SpecNest spec = reader.read(space, place, 1);
   if (spec.empty()) refuse(place, "the space has no array at all");
+  if (names != nullptr) *names = std::move(reader.names);
+  if (rules != nullptr) *rules = std::move(reader.rules);
   return spec;
 }
 
@@ -457,41 +564,82 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello)
   }
   check_settings(hello);
 
-  observation = space_spec(hello.observation_space(), num_envs, "observation");
+  observation = space_spec(hello.observation_space(), num_envs, "observation",
+                           SpaceOf::kObservation, &names, &rules);
   arrays = observation.flatten();
   num_observation_arrays = arrays.size();
-  arrays.push_back({DType::kFloat32, {num_envs}});  // reward
-  arrays.push_back({DType::kBool, {num_envs}});     // done
-  arrays.push_back({DType::kInt64, {num_envs}});    // episode_step
-  arrays.push_back({DType::kFloat32, {num_envs}});  // episode_return
+  has_action = hello.has_action_space();
+  std::vector<ValueRule> action_rules;
+  if (has_action) {
+    action = space_spec(hello.action_space(), num_envs, "action", SpaceOf::kAction,
+                        nullptr, &action_rules);
+    checked_message_size(action.flatten(), {}, 0,
+                         "an action of " + std::to_string(num_envs) + " environments");
+  }
+  const auto add_field = [&](const std::string& name, const ArraySpec& spec,
+                             ValueRule rule) {
+    names.push_back(name);
+    arrays.push_back(spec);
+    rules.push_back(std::move(rule));
+  };
+  const ValueRule finite{
+      ValueRule::kMagnitude, std::numeric_limits<float>::max(), {}, {}};
+  const ValueRule count{ValueRule::kRange, 0, {0}, {kMaxStep}};
+  add_field("reward", {DType::kFloat32, {num_envs}},
+            {ValueRule::kMagnitude, kMaxMagnitude, {}, {}});
+  add_field("done", {DType::kBool, {num_envs}}, {});
+  add_field("episode_step", {DType::kInt64, {num_envs}}, count);
+  add_field("episode_return", {DType::kFloat32, {num_envs}}, finite);
 
   if (hello.extra_fields_size() > kMaxArrays) {
     refuse("hello", std::to_string(hello.extra_fields_size()) +
                         " extra fields, where a step has at most " +
                         std::to_string(kMaxArrays) + " arrays");
   }
-  std::set<std::string> names = {"observation", "reward", "done", "episode_step",
-                                 "episode_return"};
-  const std::set<std::string> reserved = names;
+  // Those with a meaning, what one environment's is, and what it may be.
+  struct Known {
+    ArraySpec spec;
+    ValueRule rule;
+  };
+  std::map<std::string, Known> known = {
+      {"truncated", {{DType::kBool, {}}, {}}},
+      {"game_over", {{DType::kBool, {}}, {}}},
+      {"game_step", {{DType::kInt64, {}}, count}},
+      {"game_return", {{DType::kFloat32, {}}, finite}}};
+  if (has_action && action.is_leaf()) {
+    ArraySpec one{action.leaf().dtype, {}};
+    for (size_t i = 1; i < action.leaf().shape.size(); ++i) {
+      one.shape.push_back(action.leaf().shape[i]);
+    }
+    ValueRule rule = action_rules[0];
+    if (rule.kind == ValueRule::kMagnitude) rule.magnitude = finite.magnitude;
+    known["last_action"] = {one, rule};
+  }
+  const std::set<std::string> reserved = {"observation", "reward", "done",
+                                          "episode_step", "episode_return"};
+  std::set<std::string> taken = reserved;
   bool has_truncated = false;
   for (const wire::Field& field : hello.extra_fields()) {
     const std::string place = "extra field " + quoted(field.name());
     check_name(field.name(), "extra field");
     if (field.name().empty()) refuse(place, "the name is empty");
-    if (!names.insert(field.name()).second) {
+    if (!taken.insert(field.name()).second) {
       refuse(place, reserved.count(field.name()) > 0 ? "the name is taken by the step"
                                                      : "the name comes twice");
     }
-    const DType dtype = checked_dtype(field.dtype(), place);
-    const Shape shape = space_shape(field.shape(), place);
-    if (field.name() == "truncated") {
-      has_truncated = true;
-      if (dtype != DType::kBool || shape.size() != 0) {
+    const ArraySpec one{checked_dtype(field.dtype(), place),
+                        space_shape(field.shape(), place)};
+    ValueRule rule;
+    const auto found = known.find(field.name());
+    if (found != known.end()) {
+      if (one != found->second.spec) {
         refuse(place,
-               "is " + ArraySpec{dtype, shape}.to_string() + ", must be bool []");
+               "is " + one.to_string() + ", must be " + found->second.spec.to_string());
       }
+      rule = found->second.rule;
     }
-    arrays.push_back(batched(dtype, shape, num_envs, place));
+    has_truncated = has_truncated || field.name() == "truncated";
+    add_field(field.name(), batched(one.dtype, one.shape, num_envs, place), rule);
     extra_fields.push_back(field.name());
   }
 
@@ -504,12 +652,140 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello)
   }
   checked_message_size(arrays, final_observation, std::numeric_limits<uint64_t>::max(),
                        "a step of " + std::to_string(num_envs) + " environments");
+}
 
-  has_action = hello.has_action_space();
-  if (has_action) {
-    action = space_spec(hello.action_space(), num_envs, "action");
-    checked_message_size(action.flatten(), {}, 0,
-                         "an action of " + std::to_string(num_envs) + " environments");
+// --- Values --------------------------------------------------------------------------
+
+namespace {
+
+// Numbers other than 0 and 1 are no bools: undefined behaviour in NumPy and torch.
+bool are_bools(const uint8_t* data, size_t size) {
+  uint64_t bits = 0;
+  size_t i = 0;
+  for (uint64_t eight; i + sizeof(eight) <= size; i += sizeof(eight)) {
+    std::memcpy(&eight, data + i, sizeof(eight));
+    bits |= eight;
+  }
+  for (; i < size; ++i) bits |= data[i];
+  return (bits & ~uint64_t{0x0101010101010101}) == 0;
+}
+
+// Written so that compilers make vector instructions of it; NaN is not within.
+template <typename T>
+bool all_within(const Array& array, T low, T high) {
+  const T* const x = array.as<T>();
+  const size_t size = array.spec().num_elements();
+  int outside = 0;
+  for (size_t i = 0; i < size; ++i) outside |= !(x[i] >= low && x[i] <= high);
+  return outside == 0;
+}
+
+bool keeps(const ValueRule& rule, const Array& array) {
+  switch (rule.kind) {
+    case ValueRule::kAny:
+      return true;
+    case ValueRule::kBinary:
+      return are_bools(array.data(), array.num_bytes());
+    case ValueRule::kRange: {
+      if (rule.low.size() == 1) {
+        return all_within<int64_t>(array, rule.low[0], rule.high[0]);
+      }
+      const int64_t* const x = array.as<int64_t>();
+      for (size_t i = 0, k = 0; i < array.spec().num_elements(); ++i) {
+        if (x[i] < rule.low[k] || x[i] > rule.high[k]) return false;
+        if (++k == rule.low.size()) k = 0;
+      }
+      return true;
+    }
+    case ValueRule::kMagnitude: {
+      const double most = rule.magnitude;
+      switch (array.dtype()) {
+        case DType::kFloat32:
+          return all_within<float>(array, -static_cast<float>(most),
+                                   static_cast<float>(most));
+        case DType::kFloat64:
+          return all_within<double>(array, -most, most);
+        case DType::kInt64:
+          return all_within<int64_t>(array, -static_cast<int64_t>(most),
+                                     static_cast<int64_t>(most));
+        case DType::kUint64:
+          return all_within<uint64_t>(array, 0, static_cast<uint64_t>(most));
+        case DType::kFloat16: {  // its largest number is 65504
+          const uint16_t* const x = array.as<uint16_t>();
+          int outside = 0;
+          for (size_t i = 0; i < array.spec().num_elements(); ++i) {
+            outside |= (x[i] & 0x7C00) == 0x7C00;
+          }
+          return outside == 0;
+        }
+        default:
+          return true;
+      }
+    }
+  }
+  return true;
+}
+
+// Number i of an array whose rules are broken somewhere.
+std::string number_text(const Array& array, size_t i) {
+  char text[32];
+  const auto print = [&](double x) { std::snprintf(text, sizeof(text), "%g", x); };
+  switch (array.dtype()) {
+    case DType::kFloat32:
+      print(static_cast<double>(array.as<float>()[i]));
+      break;
+    case DType::kFloat64:
+      print(array.as<double>()[i]);
+      break;
+    case DType::kInt64:
+      return std::to_string(array.as<int64_t>()[i]);
+    case DType::kUint64:
+      return std::to_string(array.as<uint64_t>()[i]);
+    case DType::kFloat16:
+      return (array.as<uint16_t>()[i] & 0x03FF) != 0 ? "nan" : "infinite";
+    default:
+      return std::to_string(static_cast<int8_t>(array.data()[i]));
+  }
+  return text;
+}
+
+std::string allowed_text(const ValueRule& rule, size_t k) {
+  if (rule.kind == ValueRule::kBinary) return "0 and 1";
+  if (rule.kind == ValueRule::kRange) {
+    const size_t i = rule.low.size() == 1 ? 0 : k;
+    return std::to_string(rule.low[i]) + " to " + std::to_string(rule.high[i]);
+  }
+  char text[64];
+  std::snprintf(text, sizeof(text), "finite numbers of at most %g in magnitude",
+                rule.magnitude);
+  return text;
+}
+
+}  // namespace
+
+void check_values(const StreamSpec& spec, const std::vector<Array>& arrays) {
+  for (size_t k = 0; k < arrays.size(); ++k) {
+    const Array& array = arrays[k];
+    const ValueRule& rule = spec.rules[k];
+    if (keeps(rule, array)) continue;
+    // Which number it is: the first whose own array breaks the rule.
+    const auto per_env = array.spec().num_elements() /
+                         static_cast<size_t>(std::max<int64_t>(spec.num_envs, 1));
+    for (size_t i = 0; i < array.spec().num_elements(); ++i) {
+      const size_t element = i % per_env;
+      ValueRule own = rule;
+      if (rule.low.size() > 1) {
+        own.low = {rule.low[element]};
+        own.high = {rule.high[element]};
+      }
+      const size_t size = item_size(array.dtype());
+      const Array one({array.dtype(), {1}}, array.data() + i * size, array.owner());
+      if (keeps(own, one)) continue;
+      refuse(spec.names[k],
+             number_text(array, i) + " in environment " + std::to_string(i / per_env) +
+                 (per_env > 1 ? ", element " + std::to_string(element) : "") +
+                 "; allowed are " + allowed_text(rule, element));
+    }
   }
 }
 
@@ -671,18 +947,6 @@ void check_type(const Tag& tag, uint32_t type, const Place& place) {
     refuse(place(), "field " + std::to_string(tag.field) + " has wire type " +
                         std::to_string(tag.type) + ", must be " + std::to_string(type));
   }
-}
-
-// Numbers other than 0 and 1 are no bools: undefined behaviour in NumPy and torch.
-bool are_bools(const uint8_t* data, size_t size) {
-  uint64_t bits = 0;
-  size_t i = 0;
-  for (uint64_t eight; i + sizeof(eight) <= size; i += sizeof(eight)) {
-    std::memcpy(&eight, data + i, sizeof(eight));
-    bits |= eight;
-  }
-  for (; i < size; ++i) bits |= data[i];
-  return (bits & ~uint64_t{0x0101010101010101}) == 0;
 }
 
 // Reads the bytes of array `place.i`, if a message of this dtype and shape may be so

@@ -31,7 +31,12 @@ constexpr int kMaxDepth = 16;         // levels of Space
 constexpr int64_t kMaxArrays = 1024;  // of a step
 // Dimensions of one environment's array; a rollout puts [T, E] in front.
 constexpr size_t kMaxSpaceDims = Shape::kMaxDims - 2;
-constexpr int64_t kMaxEnvs = 65536;
+constexpr int64_t kMaxEnvs = 16384;
+constexpr int64_t kMaxElements = 1 << 20;       // of one environment's observation
+constexpr int64_t kMaxChoices = 1 << 18;        // of an observation: all n together
+constexpr int64_t kMaxActionNumbers = 1 << 16;  // of an action: all n and elements
+constexpr double kMaxMagnitude = 1e9;           // of observations and rewards
+constexpr int64_t kMaxStep = int64_t{1} << 53;  // of an episode or a game
 constexpr int64_t kMaxMessageBytes = 256 << 20;
 constexpr int64_t kMaxHelloBytes = 4 << 20;
 constexpr int64_t kMaxErrorBytes = 1 << 20;
@@ -55,12 +60,26 @@ class WireError : public std::runtime_error {
 
 // --- Handshake ---------------------------------------------------------------------
 
+// What the numbers of an array [E, ...] may be.
+struct ValueRule {
+  enum Kind {
+    kAny,
+    kMagnitude,  // at most `magnitude`, and finite
+    kRange,      // int64: from low to high
+    kBinary,     // int8: 0 or 1
+  } kind = kAny;
+  double magnitude = 0;
+  std::vector<int64_t> low, high;  // one each, or one per number of an environment
+};
+
 // What a stream's steps look like, made from the environment's hello.
 struct StreamSpec {
   std::string environment;
   int64_t num_envs = 0;
-  SpecNest observation;           // [E, ...]
-  std::vector<ArraySpec> arrays;  // of a step, in the wire's order, each [E, ...]
+  SpecNest observation;            // [E, ...]
+  std::vector<ArraySpec> arrays;   // of a step, in the wire's order, each [E, ...]
+  std::vector<std::string> names;  // of the arrays, for messages
+  std::vector<ValueRule> rules;    // of the arrays
   size_t num_observation_arrays = 0;
   std::vector<std::string> extra_fields;  // their names, in the order of the arrays
   bool has_action = false;                // else any actions are taken
@@ -71,10 +90,19 @@ struct StreamSpec {
   StreamSpec() = default;
 };
 
+// Of what a space is, which decides how large it may be.
+enum class SpaceOf { kObservation, kAction };
 // The arrays of `num_envs` values of a space: Discrete -> int64 [E]. Throws WireError,
-// naming the place, on a space that breaks a rule.
+// naming the place, on a space that breaks a rule. With `names` and `rules`, these are
+// appended to, in the order of the arrays.
 SpecNest space_spec(const wire::Space& space, int64_t num_envs,
-                    const std::string& place);
+                    const std::string& place, SpaceOf what,
+                    std::vector<std::string>* names = nullptr,
+                    std::vector<ValueRule>* rules = nullptr);
+
+// Throws WireError, naming the array, the environment and the value, if a step's arrays
+// (or the first of them) hold numbers that their rules don't allow.
+void check_values(const StreamSpec& spec, const std::vector<Array>& arrays);
 
 // --- Steps and actions -------------------------------------------------------------
 

@@ -241,11 +241,13 @@ class Run:
     """A pool that plays, with inference by `act(inputs)`.
 
     `queue` gives rollouts joined to `batch` entries; `result` is the future of run().
+    The first environment that raises ends it, unless max_env_failures is given.
     """
 
     def __init__(self, addresses, act, state=(), *, T=5, batch=1, **arguments):
         self.queue = BatchingQueue(1, batch, batch, maximum_queue_size=4)
         self.batcher = DynamicBatcher(timeout_ms=1)
+        arguments = {"max_env_failures": 0, **arguments}
         self.pool = ActorPool(
             T, self.queue, self.batcher, addresses, state, **arguments
         )

@@ -201,6 +201,21 @@ def test_an_environments_exception_comes_with_its_traceback(address):
     assert "über" in text
 
 
+def test_an_environment_that_raises_costs_its_stream(address):
+    with (
+        ServerProcess("Failing", address),
+        Run([address], act, initial_state(), max_env_failures=100) as run,
+    ):
+        while run.pool.stats()["num_reconnects"] < 2:
+            next(iter(run.queue))
+        stats = run.pool.stats()
+        events, _ = run.pool.events()
+    assert stats["num_env_failures"] >= 2
+    assert [kind for _, kind, _ in events[:3]] == ["env_error", "returned", "env_error"]
+    assert "ZeroDivisionError: the pole fell over at" in events[0][2]
+    assert re.search(r"\n\d steps are dropped", events[0][2])
+
+
 def test_an_environment_that_cannot_be_made(address):
     with (
         ServerProcess("FailingToStart", address),
@@ -292,12 +307,19 @@ def test_servers_of_different_environments(tmp_path):
         ServerProcess("Coded", addresses[1]),
         Run(addresses, answer) as run,
     ):
-        error = run.error()
+        while not run.pool.stats()["num_refused"]:
+            assert not run.result.done()
         both_there.set()
-    assert type(error) is TransportError
-    assert re.search(
-        f"{addresses[0]}.*{addresses[1]}.*differ", str(error)
-    ) or re.search(f"{addresses[1]}.*{addresses[0]}.*differ", str(error))
+        for _ in itertools.islice(run.queue, 5):  # of the one that came first
+            pass
+        assert run.pool.stats()["num_connected"] == 1
+        events, forgotten = run.pool.events()
+    assert [kind for _, kind, _ in events] == ["refused"]
+    assert forgotten == 0
+    text = events[0][2]
+    assert re.search(f"{addresses[0]}.*{addresses[1]}.*differ", text) or re.search(
+        f"{addresses[1]}.*{addresses[0]}.*differ", text
+    )
 
 
 @pytest.fixture(scope="module")
@@ -437,6 +459,7 @@ def test_closed_before_run(shared_server):
         ({"inference_batcher": BatchingQueue()}, TypeError, "inference_batcher"),
         ({"step_timeout_s": 0}, ValueError, "step_timeout_s.*0"),
         ({"maximum_downtime_s": -1}, ValueError, "maximum_downtime_s.*-1"),
+        ({"max_env_failures": -1}, ValueError, "max_env_failures.*-1"),
         ({"token": ""}, ValueError, "token is empty"),
         ({"token": "a\nb"}, ValueError, "printable"),
         ({"tls_ca": "/no/such/file"}, ValueError, "tls_ca: '/no/such/file'.*No such"),

@@ -115,12 +115,12 @@ def test_environments_join(address):
             play(run, followers, 6)
             check(itertools.islice(run.queue, 20), followers)
             stats = run.pool.stats()
+            assert listener.stats()["num_refused"] == 0
+            assert listener.stats()["last_refusal"] == ""
         assert stats["num_connected"] == 2
         assert stats["num_reconnects"] == stats["num_dropped_steps"] == 0
         assert stats["env_seconds"] > 0
         assert run.pool.stats()["num_dropped_steps"] == 0
-        assert listener.stats()["num_refused"] == 0
-        assert listener.stats()["last_refusal"] == ""
 
 
 def test_servers_and_clients_together(tmp_path, address):
@@ -188,13 +188,17 @@ def test_tls_and_token(tls):
 
 def test_others_are_refused(address):
     with listening(address) as listener, ClientProcess("Coded", address):
-        listener.probe(60)
-        with pytest.raises(RefusedError, match=r"differ.*FLOAT|differ.*UINT8"):
-            Client(servers.Counting, address).run()
-        assert listener.stats()["num_refused"] == 1
-        assert "differ" in listener.stats()["last_refusal"]
-        with joined(listener) as run:
+        hello = listener.probe(60)["hello"]
+        with joined(listener, hello=hello) as run:
             play(run, {}, 1)
+            with pytest.raises(RefusedError, match=r"differ.*FLOAT|differ.*UINT8"):
+                Client(servers.Counting, address).run()
+            assert listener.stats()["num_refused"] == 1
+            assert "differ" in listener.stats()["last_refusal"]
+            ((_, kind, text),), _ = listener.events()
+            assert kind == "refused"
+            assert "differ" in text
+            next(iter(run.queue))
         # The pool has ended; who comes now may try again later.
         with pytest.raises(
             TransportError, match=r"no learner for 0\.3 s.*about to end"
@@ -262,10 +266,11 @@ def test_clients_that_leave_hand_over(address):
 def test_a_killed_client_is_missed(address):
     with (
         listening(address) as listener,
-        joined(listener, maximum_downtime_s=1) as run,
         ClientProcess("Dying", address) as client,
     ):
-        error = run.error()
+        listener.probe(60)
+        with joined(listener, maximum_downtime_s=1) as run:
+            error = run.error()
         assert client.wait()[0] == -signal.SIGKILL
     assert type(error) is TransportError
     assert "no environment has joined" in str(error)
@@ -299,6 +304,21 @@ def test_an_exception_reaches_both_sides(address):
         assert "in fall_over" in told
         assert "ZeroDivisionError: the pole fell over at" in told
         assert "über" in told
+
+
+def test_an_unusable_hello_is_not_the_measure(address):
+    with listening(address) as listener:
+        with ThreadPoolExecutor(1) as threads:
+            client = threads.submit(Client(servers.Counting, address).run)
+            hello = listener.probe(60)["hello"]
+            listener.refuse(hello, "a Box of bytes is of no use")
+            with pytest.raises(RefusedError, match="a Box of bytes is of no use"):
+                client.result(timeout=60)
+        with pytest.raises(ValueError, match="hello"):
+            listener.refuse(b"\xff", "")
+        with ClientProcess("Coded", address), joined(listener) as run:
+            assert listener.probe(60)["hello"] != hello
+            play(run, {}, 1)
 
 
 def test_a_factory_that_raises(address):

@@ -773,6 +773,10 @@ class Run(ABC):
     def acted(self) -> int:
         """The environment steps taken since the start."""
 
+    def streams_connected(self) -> str | None:
+        """How many streams there are of those expected, if environments have any."""
+        return None
+
     def columns(self) -> dict[str, Any]:
         """What else to log of an update."""
         return {}
@@ -949,6 +953,7 @@ class Run(ABC):
                         learner.policy_lag,
                         self.queued(),
                         self.acted(),
+                        self.streams_connected(),
                     )
                 self._tell_signal()
                 finished = learner.step >= flags.total_steps

@@ -48,15 +48,18 @@ except ImportError as error:
 from torchbeast import atari_wrappers, monobeast, polybeast_env
 from torchbeast.core import flags as flags_lib
 from torchbeast.core import resume, rollout
+from torchbeast.core.distributions import make_distribution
 from torchbeast.core.env_connection import environment_settings, tls_fault
 from torchbeast.core.environment import EXTRA_FIELDS
 from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.peer_log import Events, PeerLog
 from torchbeast.core.prof import Timings, format_shares
 from torchbeast.core.rollout import Nested, map_nested
 from torchbeast.model import Net, State
 
 log = logging.getLogger("torchbeast.polybeast_learner")
 
+MAX_ROLLOUT_BYTES = 2 << 30  # of one stream; see torchbeast.proto
 PROBE_SECONDS = 60.0  # granted to a server that is there to make its environments
 REPORT_SECONDS = 60.0  # between two lines on what limits the speed
 ALWAYS_BUSY = 0.9  # of the time
@@ -137,6 +140,7 @@ class Environments:
         self.flags = flags
         self.seed = seed
         self.expected = expected_environment(flags)
+        self.peer_log = PeerLog(log)
         self.addresses: list[str] = []
         self.listener: Any = None
         if flags.listen:
@@ -169,7 +173,7 @@ class Environments:
                 )
 
     def describe(self, keep_going: Callable[[], None]) -> EnvDescription:
-        """Waits for the first environments and asks them what they are.
+        """Waits for the first environments that can be used.
 
         Args:
           keep_going: is called again and again; may raise to end the wait.
@@ -177,66 +181,141 @@ class Environments:
         Raises:
           TransportError: there are none within --connect_timeout seconds, or no
             connection with them can work.
-          RefusedError: they say no, or are others than the flags say.
-          FlagError: --num_actions is not theirs.
+          FlagError, RefusedError, WireError, RuntimeError: none can be used; why.
         """
-        flags = self.flags
-        where = self.addresses[0] if self.addresses else self.listener.address
-        deadline = time.monotonic() + flags.connect_timeout
+        deadline = time.monotonic() + self.flags.connect_timeout
         said = False
+        warned: set[str] = set()
         while True:
-            keep_going()
-            try:
-                found = self._probe()
-                break
-            except ValueError as error:
-                raise FlagError(f"--server_addresses: {error}") from error
-            except libtorchbeast.RefusedError:
-                raise
-            except libtorchbeast.TransportError as error:
-                fault = None if self.listener else tls_fault(where, flags)
-                if fault:
-                    raise libtorchbeast.TransportError(
-                        f"no connection with the environment server at {where}: {fault}"
-                    ) from error
-                if time.monotonic() > deadline:
-                    raise
+            failed: dict[str, Exception] = {}
+            final: list[Exception] = []  # of those that would be the same again
+            for where in dict.fromkeys(self.addresses or [self.listener.address]):
+                keep_going()
+                try:
+                    env = self._ask(where)
+                except (FlagError, RuntimeError) as error:
+                    failed[where] = error
+                    fault = None
+                    if not is_final(error) and not self.listener:
+                        fault = tls_fault(where, self.flags)
+                    if fault:
+                        failed[where] = libtorchbeast.TransportError(
+                            "no connection with the environment server at "
+                            f"{where}: {fault}"
+                        )
+                    if fault or is_final(error):
+                        final.append(failed[where])
+                except ValueError as error:  # no address
+                    raise FlagError(f"--server_addresses: {error}") from error
+                else:
+                    for other, why in failed.items():
+                        log.warning("%s can't be used for now: %s", other, why)
+                    return env
+                finally:
+                    self.report()
+            if len(final) == len(failed):
+                raise final[0]
+            if time.monotonic() > deadline:
+                raise (final or list(failed.values()))[0]
+            for where, why in failed.items():
+                if why in final and where not in warned:
+                    log.warning("%s can't be used: %s", where, why)
+                    warned.add(where)
             if not said:
-                log.info("Waiting for environments at %s.", where)
+                log.info("Waiting for environments at %s.", ", ".join(failed))
                 said = True
             time.sleep(0.2)
-        if found["action_space"] is None:
-            raise FlagError(f"the environments at {where} don't tell their actions")
-        action_space = make_space(found["action_space"])
-        n = getattr(action_space, "n", None)
-        if flags.num_actions not in (None, n):
-            raise FlagError(
-                f"--num_actions is {flags.num_actions}, but {where} has "
-                f"{action_space}; the flag may be left out"
-            )
-        is_atari = atari_wrappers.atari_game(flags.env) is not None
-        return EnvDescription(
-            make_space(found["observation_space"]),
-            action_space,
-            flags.frame_skip if is_atari else 1,
-            found["num_envs"],
-            found["hello"],
-        )
 
-    def _probe(self) -> dict[str, Any]:
-        if self.listener:
-            return self.listener.probe(1.0)
-        seconds = min(PROBE_SECONDS, self.flags.connect_timeout)
-        return libtorchbeast.probe(
-            self.addresses[0],
-            seconds,
-            expected=self.expected,
-            **polybeast_env.security(self.flags),
-        )
+    def _ask(self, where: str) -> EnvDescription:
+        """What the environments are that a server has or that have joined.
+
+        Raises:
+          TransportError: there are none yet.
+          FlagError, RefusedError, WireError, RuntimeError: they can't be used.
+        """
+        if not self.listener:
+            seconds = min(PROBE_SECONDS, self.flags.connect_timeout)
+            found = libtorchbeast.probe(
+                where,
+                seconds,
+                expected=self.expected,
+                **polybeast_env.security(self.flags),
+            )
+            return usable(self.flags, found, where)
+        found = self.listener.probe(1.0)
+        try:
+            return usable(self.flags, found, where)
+        except FlagError as error:  # others may come
+            self.listener.refuse(found["hello"], str(error))
+            raise libtorchbeast.TransportError(str(error)) from error
+
+    def report(self, *events: Events) -> None:
+        """Logs what happened to streams, also to those that the listener refused."""
+        for happened in (self.listener.events(),) if self.listener else ():
+            self.peer_log.report(happened)
+        for happened in events:
+            self.peer_log.report(happened)
+
+    def num_refused(self) -> int:
+        return self.listener.stats()["num_refused"] if self.listener else 0
 
     def close(self) -> None:
         if self.listener:
             self.listener.close()
+        self.report()
+        self.peer_log.close()
+
+
+def is_final(error: Exception) -> bool:
+    """Whether the same server would say the same again."""
+    lost = isinstance(error, libtorchbeast.TransportError)
+    return not lost or isinstance(error, libtorchbeast.RefusedError)
+
+
+def usable(flags: Flags, found: dict[str, Any], where: str) -> EnvDescription:
+    """What `libtorchbeast.probe` has found, if it is what the learner needs.
+
+    Raises:
+      FlagError: it is not; says why.
+    """
+    if found["action_space"] is None:
+        raise FlagError(f"the environments at {where} don't tell their actions")
+    is_atari = atari_wrappers.atari_game(flags.env) is not None
+    env = EnvDescription(
+        make_space(found["observation_space"]),
+        make_space(found["action_space"]),
+        flags.frame_skip if is_atari else 1,
+        found["num_envs"],
+        found["hello"],
+    )
+    n = getattr(env.action_space, "n", None)
+    if flags.num_actions not in (None, n):
+        raise FlagError(
+            f"--num_actions is {flags.num_actions}, but {where} has "
+            f"{env.action_space}; the flag may be left out"
+        )
+    num_bytes = found["step_bytes"] * (flags.unroll_length + 1)
+    if num_bytes > MAX_ROLLOUT_BYTES:
+        raise FlagError(
+            f"a rollout of the {env.num_envs} environments at {where} would have "
+            f"{num_bytes:,} bytes (--unroll_length {flags.unroll_length}), at most "
+            f"{MAX_ROLLOUT_BYTES:,} are allowed"
+        )
+    try:
+        distribution = make_distribution(env.action_space)
+    except ValueError as error:
+        raise FlagError(f"the environments at {where}: {error}") from error
+    spec = rollout.environment_spec(env.observation_space, distribution)
+    for name, field in found["extra_fields"].items():
+        seen = (tuple(field["shape"]), rollout.to_torch_dtype(field["dtype"]))
+        if name in spec and seen != spec[name]:
+            raise FlagError(
+                f"the environments at {where} have the field {name} as "
+                f"{field['dtype']} {list(field['shape'])}, and this learner needs "
+                f"{spec[name].dtype} {list(spec[name].shape)}"
+            )
+    check_batches(flags, env)
+    return env
 
 
 def expected_environment(flags: Flags) -> dict[str, Any]:
@@ -421,6 +500,7 @@ class Streams:
             initial_state,
             step_timeout_s=flags.actor_timeout,
             maximum_downtime_s=flags.connect_timeout,
+            max_env_failures=flags.max_env_failures,
             hello=hello,
             expected=environments.expected,
             seed=environments.seed,
@@ -566,6 +646,7 @@ class PolyRun(monobeast.Run):
         self.save_if_due()
         monobeast.connection.wait([self.wake_reader], 1.0)
         self.keep_going()
+        self.environments.report(*(s.pool.events() for s in self.streams))
         if time.monotonic() - self.reported_at > REPORT_SECONDS:
             counts = self.counts()
             change = {k: x - self.reported.get(k, 0.0) for k, x in counts.items()}
@@ -579,6 +660,10 @@ class PolyRun(monobeast.Run):
     def acted(self) -> int:
         return sum(s.pool.count() for s in self.streams)
 
+    def streams_connected(self) -> str:
+        connected = sum(s.pool.stats()["num_connected"] for s in self.streams)
+        return f"{connected}/{self.flags.num_actors}"
+
     def columns(self) -> dict[str, Any]:
         stats = [streams.pool.stats() for streams in self.streams]
         queued = self.queued()
@@ -587,6 +672,10 @@ class PolyRun(monobeast.Run):
         return {
             "reconnects": sum(s["num_reconnects"] for s in stats),
             "dropped_steps": sum(s["num_dropped_steps"] for s in stats),
+            "refused": self.environments.num_refused()
+            + sum(s["num_refused"] for s in stats),
+            "env_failures": sum(s["num_env_failures"] for s in stats),
+            "streams": sum(s["num_connected"] for s in stats),
             "queued": queued,
         }
 
@@ -597,6 +686,7 @@ class PolyRun(monobeast.Run):
             streams.close()
 
     def close(self) -> None:
+        self.environments.report(*(s.pool.events() for s in self.streams))
         self.environments.close()
 
     def who_waited(self) -> str:
@@ -696,7 +786,6 @@ def train(
         environments = Environments(flags, seed)
         stack.callback(environments.close)
         env = environments.describe(keep_going)
-        check_batches(flags, env)
         learner = monobeast.Learner(flags, env)
         run = PolyRun(beginning, learner, env, environments, keep_going)
         return run.train()
@@ -759,12 +848,23 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         "--listen",
         help="HOST:PORT or unix:PATH where environments dial the learner",
     )
-    add("--connect_timeout", type=float, default=60.0, help="seconds without a server")
+    add(
+        "--connect_timeout",
+        type=float,
+        default=60.0,
+        help="seconds without any environments after which the run ends",
+    )
     add(
         "--actor_timeout",
         type=float,
         default=120.0,
-        help="seconds that a step may take",
+        help="seconds that a step may take; a stream that takes longer is lost",
+    )
+    add(
+        "--max_env_failures",
+        type=int,
+        default=10,
+        help="environments that may raise within a minute; each costs its stream",
     )
     add("--actor_device", help="of inference (default: the second GPU, if any)")
     add("--num_inference_threads", type=int, default=1)
@@ -810,6 +910,19 @@ def resolve_layout(flags: Flags) -> Flags:
     if flags.max_learner_queue_size is None:
         flags.max_learner_queue_size = flags.batch_size
     flags_lib.actor_device(flags)  # is it there?
+    for name in ("connect_timeout", "actor_timeout"):
+        if not getattr(flags, name) > 0:
+            raise FlagError(f"--{name} must be above 0, got {getattr(flags, name)}")
+    for name in (
+        *("num_servers", "envs_per_actor", "num_inference_threads"),
+        *("num_learner_threads", "max_learner_queue_size", "torch_threads"),
+    ):
+        if getattr(flags, name) < 1:
+            raise FlagError(f"--{name} must be at least 1, got {getattr(flags, name)}")
+    if flags.max_env_failures < 0:
+        raise FlagError(
+            f"--max_env_failures must be at least 0, got {flags.max_env_failures}"
+        )
     if flags.sync and (
         flags.listen or len(set(server_addresses(flags))) != flags.num_actors
     ):

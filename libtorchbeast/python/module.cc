@@ -163,6 +163,8 @@ py::dict to_dict(const ActorPoolStats& stats) {
   result["num_reconnects"] = stats.num_reconnects;
   result["num_dropped_steps"] = stats.num_dropped_steps;
   result["num_connected"] = stats.num_connected;
+  result["num_refused"] = stats.num_refused;
+  result["num_env_failures"] = stats.num_env_failures;
   result["bytes_received"] = stats.bytes_received;
   result["bytes_copied"] = stats.bytes_copied;
   result["pool_bytes"] = stats.pool_bytes;
@@ -172,6 +174,16 @@ py::dict to_dict(const ActorPoolStats& stats) {
   result["queue_wait_seconds"] = stats.queue_wait_seconds;
   result["last_error"] = to_text(stats.last_error);
   return result;
+}
+
+// See ActorPool.events.
+py::tuple to_tuple(const std::pair<std::vector<Event>, uint64_t>& taken) {
+  const char* const kinds[] = {"lost", "returned", "refused", "env_error"};
+  py::list events;
+  for (const Event& event : taken.first) {
+    events.append(py::make_tuple(event.time, kinds[event.kind], to_text(event.text)));
+  }
+  return py::make_tuple(events, taken.second);
 }
 
 py::dict to_dict(const ListenerStats& stats) {
@@ -227,6 +239,9 @@ py::dict to_dict(const wire::EnvHello& hello) {
       hello.has_action_space() ? space_to_python(hello.action_space()) : py::none();
   result["extra_fields"] = fields;
   result["settings"] = settings;
+  size_t step_bytes = 0;
+  for (const ArraySpec& spec : StreamSpec(hello).arrays) step_bytes += spec.num_bytes();
+  result["step_bytes"] = step_bytes;
   result["hello"] = py::bytes(hello.SerializeAsString());
   return result;
 }
@@ -512,10 +527,11 @@ Args:
     initial_agent_state: nest of [layers, n, ...], n being 1 (the same for every
         environment) or E; () for none.
     step_timeout_s: seconds that an environment may take for a step.
-    maximum_downtime_s: seconds that a stream may be down; until then it is dialled again,
-        and its unfinished rollout is dropped and counted. One that has joined may come
-        back within that time and goes on in its rollout. With a listener the run ends if
-        there is no stream at all for so long.
+    maximum_downtime_s: the run ends if there is no stream at all for so long. A stream
+        that is lost or refused is dialled again, and its unfinished rollout is dropped
+        and counted. One that has joined may come back within that time and goes on in
+        its rollout.
+    max_env_failures: environments that may raise within a minute; each costs its stream.
     hello: "hello" of what probe() returned: what all environments must be. None: as the
         first that connects.
     expected: what environments must be, as the learner's flags say: a dict of name (str),
@@ -542,7 +558,8 @@ Raises:
                        std::shared_ptr<DynamicBatcher> inference_batcher,
                        std::vector<std::string> env_server_addresses,
                        const py::object& initial_agent_state, double step_timeout_s,
-                       double maximum_downtime_s, const std::optional<py::bytes>& hello,
+                       double maximum_downtime_s, int64_t max_env_failures,
+                       const std::optional<py::bytes>& hello,
                        const JoinListener* listener, const Expected& expected,
                        std::optional<uint64_t> seed, uint64_t first_stream,
                        uint64_t stream_stride, const Path& tls_ca, const Path& tls_cert,
@@ -558,6 +575,7 @@ Raises:
              options.step_timeout = positive_seconds(step_timeout_s, "step_timeout_s");
              options.maximum_downtime =
                  milliseconds(maximum_downtime_s, 1000, "maximum_downtime_s");
+             options.max_env_failures = max_env_failures;
              if (hello && !options.hello.emplace().ParseFromString(*hello)) {
                throw py::value_error("hello is not what probe() has returned");
              }
@@ -574,12 +592,13 @@ Raises:
            py::arg("inference_batcher").none(false), py::arg("env_server_addresses"),
            py::arg("initial_agent_state"), py::kw_only(),
            py::arg("step_timeout_s") = 60.0, py::arg("maximum_downtime_s") = 60.0,
-           py::arg("hello") = py::none(), py::arg("listener") = py::none(),
-           py::arg("expected") = py::none(), py::arg("seed") = py::none(),
-           py::arg("first_stream") = 0, py::arg("stream_stride") = 1,
-           py::arg("tls_ca") = py::none(), py::arg("tls_cert") = py::none(),
-           py::arg("tls_key") = py::none(), py::arg("tls_server_name") = py::none(),
-           py::arg("token") = py::none(), py::arg("insecure") = false)
+           py::arg("max_env_failures") = 10, py::arg("hello") = py::none(),
+           py::arg("listener") = py::none(), py::arg("expected") = py::none(),
+           py::arg("seed") = py::none(), py::arg("first_stream") = 0,
+           py::arg("stream_stride") = 1, py::arg("tls_ca") = py::none(),
+           py::arg("tls_cert") = py::none(), py::arg("tls_key") = py::none(),
+           py::arg("tls_server_name") = py::none(), py::arg("token") = py::none(),
+           py::arg("insecure") = false)
       .def(
           "run",
           [](Pool& self) {
@@ -591,10 +610,9 @@ Run until close() is called or the queue or the batcher is closed. To be called 
 
 Raises the first error that ends it:
     ValueError: the agent's outputs or the state don't fit; says where.
-    RefusedError: a server says no, for example to the token.
-    TransportError: a stream was down for too long, or there was none at all.
-    WireError: a server broke the protocol's rules.
-    RuntimeError: an environment raised; with its traceback.
+    RefusedError: all servers say no, for example to the token.
+    TransportError: there was no stream at all for too long; with the last reason.
+    RuntimeError: environments raised too often; with the last one's traceback.
     AsyncError: inference failed.
 )")
       .def(
@@ -610,9 +628,17 @@ Raises the first error that ends it:
       .def(
           "stats", [](const Pool& self) { return to_dict(self->stats()); }, R"(
 Counters since the beginning: num_steps, num_rollouts, num_reconnects, num_dropped_steps,
-num_connected (streams now), bytes_received, bytes_copied, pool_bytes, and, summed over
+num_connected (streams now), num_refused (dialled streams), num_env_failures, bytes_received, bytes_copied, pool_bytes, and, summed over
 streams, env_seconds (what the environments needed for their steps), env_wait_seconds,
 inference_wait_seconds, queue_wait_seconds; last_error says why a stream was lost last.
+)")
+      .def(
+          "events", [](const Pool& self) { return to_tuple(self->events().take()); },
+          R"(
+What has happened to streams since the last call: a list of (seconds since 1970, kind,
+text), and the number of older events that were forgotten. Kinds are "lost", "returned",
+"refused", and "env_error", which means that an environment has raised. A listener has the
+refusals of those that have joined.
 )");
 
   m.def(
@@ -654,6 +680,8 @@ Returns a dict:
     action_space: such a dict of what the policy writes, or None: any actions are taken
     extra_fields: dict from name to a dict of dtype and shape, in the order of a step
     settings: dict of str, the flags that the environments were made with; maybe empty
+    step_bytes: of all arrays of a step
+    hello: bytes, for ActorPool and Listener.refuse
 
 `expected` and the security arguments are those of ActorPool.
 
@@ -867,12 +895,30 @@ times.
             return to_dict(hello);
           },
           py::arg("timeout_s") = 60.0, R"(
-Wait until an environment has joined, and return what it is, as probe(); all others must
-be like it.
+Wait until an environment has joined whose hello keeps the rules, and return what it is, as
+probe(). A pool with this hello refuses all others.
 
 Raises:
     TransportError: none within timeout_s seconds.
 )")
+      .def(
+          "refuse",
+          [](JoinListener& self, const py::bytes& hello, const std::string& reason) {
+            wire::EnvHello parsed;
+            if (!parsed.ParseFromString(hello)) {
+              throw py::value_error("hello is not what probe() has returned");
+            }
+            WithoutGil no_gil;
+            self->refuse(parsed, reason);
+          },
+          py::arg("hello"), py::arg("reason"), R"(
+Environments that come with the "hello" of what probe() returned are of no use: they are
+refused with this reason, and probe() waits for another.
+)")
+      .def(
+          "events",
+          [](const JoinListener& self) { return to_tuple(self->events().take()); },
+          "As ActorPool.events(): who was refused, and which raised before the hello.")
       .def_property_readonly(
           "address", [](const JoinListener& self) { return self->address(); },
           "Where it listens, with the port that it has found.")

@@ -49,7 +49,9 @@ class CountingEnvironment : public Environment {
     picture->add_shape(2);
     picture->add_shape(3);
     dict->add_keys("position");
-    dict->add_values()->mutable_discrete()->set_n(int64_t{1} << 50);
+    auto* position = dict->add_values()->mutable_box();
+    position->set_dtype(wire::INT64);
+    position->add_high(static_cast<double>(int64_t{1} << 50));
     hello_.mutable_action_space()->mutable_discrete()->set_n(kNumActions);
     if (with_truncation) {
       auto* field = hello_.add_extra_fields();

@@ -735,6 +735,96 @@ TEST_F(JoinTest, SocketsArePrivateAndRemoved) {
   EXPECT_THROW(Listener{options}, std::invalid_argument);
 }
 
+TEST_F(JoinTest, AnUnusableHelloIsNotTheMeasure) {
+  auto listener = listen();
+  CountingEnvironment bad(1, 3);
+  HandMade first(unix_address()), second(unix_address());
+  for (HandMade* stream : {&first, &second}) {
+    stream->expect_hello();
+    stream->say_hello(bad.hello());
+    stream->send(bad.reset());
+  }
+  const wire::EnvHello found = listener->probe(Milliseconds(60'000));
+  EXPECT_EQ(found.num_envs(), 3u);
+  listener->refuse(found, "E must be 2");
+  EXPECT_TRUE(contains(first.end(), "E must be 2"));
+  EXPECT_TRUE(contains(second.end(), "E must be 2"));
+
+  RunningClient client(counting(2), client_options(unix_address()));
+  ActorPoolOptions options = pool_options(listener);
+  options.hello = listener->probe(Milliseconds(60'000));
+  EXPECT_EQ(options.hello->num_envs(), 2u);
+  Session run(options);
+  run.rollouts();
+  HandMade third(unix_address());
+  third.expect_hello();
+  third.say_hello(bad.hello());
+  EXPECT_TRUE(contains(third.end(), "E must be 2"));
+  run.rollouts();
+  EXPECT_EQ(listener->stats().num_refused, 3u);
+  const std::vector<Event> events = listener->events().take().first;
+  ASSERT_EQ(events.size(), 3u);
+  for (const Event& event : events) {
+    EXPECT_EQ(event.kind, Event::kRefused);
+    EXPECT_TRUE(contains(event.text, "E must be 2"));
+  }
+}
+
+TEST_F(JoinTest, BadValuesCostTheirStream) {
+  auto listener = listen();
+  Session run(pool_options(listener));
+  RunningClient client(counting(2), client_options(unix_address()));
+  run.rollouts();
+  CountingEnvironment environment(7, 2);
+  HandMade stream(unix_address());
+  stream.expect_hello();
+  stream.say_hello(environment.hello());
+  stream.send(environment.reset());
+  stream.send(environment.step(stream.receive()));
+  Environment::Row row = keep(environment.step(stream.receive()));
+  row.arrays[2].as<float>()[1] = std::nanf("");
+  stream.send(row);
+  EXPECT_TRUE(contains(stream.end(), "reward: nan in environment 1; allowed are"));
+  run.rollouts();
+  EXPECT_EQ(run.pool().stats().num_dropped_steps, 2u * 1);
+  EXPECT_EQ(listener->stats().num_refused, 1u);
+  EXPECT_TRUE(contains(listener->events().take().first.at(0).text, "reward: nan"));
+}
+
+TEST_F(JoinTest, AnEnvironmentThatRaisesCostsItsStream) {
+  auto listener = listen();
+  Session run(pool_options(listener));
+  RunningClient client(counting(2), client_options(unix_address()));
+  run.rollouts();
+  CountingEnvironment environment(7, 2);
+  {
+    HandMade stream(unix_address());
+    stream.expect_hello();
+    stream.say_hello(hello_of(environment, "bad", 0));
+    stream.send(environment.reset());
+    stream.send(environment.step(stream.receive()));
+    stream.receive();
+    stream.send(encode_error("Traceback: it broke"));
+    stream.leave();
+  }
+  run.rollouts();
+  EXPECT_EQ(run.pool().stats().num_env_failures, 1u);
+  EXPECT_EQ(run.pool().stats().num_dropped_steps, 2u * 1);
+  const std::vector<Event> events = run.pool().events().take().first;
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_EQ(events[0].kind, Event::kEnvError);
+  EXPECT_TRUE(contains(events[0].text, "Traceback: it broke"));
+  // In place of the hello, it counts too.
+  {
+    HandMade stream(unix_address());
+    stream.expect_hello();
+    stream.send(encode_error("no such game"));
+    stream.leave();
+  }
+  EXPECT_EQ(run.pool().stats().num_env_failures, 2u);
+  EXPECT_TRUE(contains(listener->events().take().first.at(0).text, "no such game"));
+}
+
 // --- Clients
 // --------------------------------------------------------------------------
 
@@ -751,7 +841,9 @@ TEST_F(JoinTest, AnEnvironmentsErrorReachesBothSides) {
     int count_ = 0;
   };
   auto listener = listen();
-  Session run(pool_options(listener));
+  ActorPoolOptions options = pool_options(listener);
+  options.max_env_failures = 0;
+  Session run(options);
   RunningClient client([] { return std::make_unique<Failing>(0, 2); },
                        client_options(unix_address()));
   EXPECT_TRUE(contains(error_of<std::runtime_error>([&] { client.wait(); }), "step 8"));

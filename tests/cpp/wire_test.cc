@@ -947,10 +947,10 @@ TEST(StreamSpecTest, RefusesWithAReason) {
   EXPECT_EQ(reason([](auto* hello) { hello->set_version(2); }),
             "hello: version 2 of the protocol; this side speaks version 1");
   EXPECT_EQ(reason([](auto* hello) { hello->set_num_envs(0); }),
-            "hello: num_envs is 0, allowed are 1 to 65536");
-  EXPECT_EQ(reason([](auto* hello) { hello->set_num_envs(65537); }),
-            "hello: num_envs is 65537, allowed are 1 to 65536");
-  EXPECT_EQ(reason([](auto* hello) { hello->set_num_envs(65536); }), "accepted");
+            "hello: num_envs is 0, allowed are 1 to 16384");
+  EXPECT_EQ(reason([](auto* hello) { hello->set_num_envs(16385); }),
+            "hello: num_envs is 16385, allowed are 1 to 16384");
+  EXPECT_EQ(reason([](auto* hello) { hello->set_num_envs(16384); }), "accepted");
   EXPECT_EQ(reason([](auto* hello) { hello->set_environment(std::string(1024, 'x')); }),
             "accepted");
   EXPECT_EQ(reason([](auto* hello) { hello->set_environment(std::string(1025, 'x')); }),
@@ -1007,30 +1007,36 @@ TEST(StreamSpecTest, RefusesWithAReason) {
   EXPECT_EQ(field("truncated", wire::BOOL, {}), "accepted");
   EXPECT_EQ(field("truncated", wire::UINT8, {}),
             "extra field \"truncated\": is uint8 [], must be bool []");
+  EXPECT_EQ(field("game_step", wire::INT32, {}),
+            "extra field \"game_step\": is int32 [], must be int64 []");
+  EXPECT_EQ(field("game_return", wire::FLOAT64, {}),
+            "extra field \"game_return\": is float64 [], must be float32 []");
+  EXPECT_EQ(field("game_over", wire::UINT8, {}),
+            "extra field \"game_over\": is uint8 [], must be bool []");
+  EXPECT_EQ(reason([](auto* hello) {
+              *hello->mutable_action_space() = box(wire::FLOAT32, {2});
+              add_field(hello, "last_action", wire::FLOAT32, {3});
+            }),
+            "extra field \"last_action\": is float32 [3], must be float32 [2]");
   EXPECT_EQ(field("truncated", wire::BOOL, {1}),
             "extra field \"truncated\": is bool [1], must be bool []");
 }
 
 TEST(StreamSpecTest, BoundsAWholeStep) {
   // 3 environments: 240 MiB, and little besides.
-  wire::EnvHello hello = hello_of(box(wire::UINT8, {80 << 20}));
+  wire::EnvHello hello = hello_of(box(wire::UINT8, {1 << 20}));
+  add_field(&hello, "image", wire::UINT8, {80 << 20});
   EXPECT_EQ(refusal([&] { const StreamSpec spec(hello); }), "accepted");
-  // An action has its own message.
-  *hello.mutable_action_space() = hello.observation_space();
-  EXPECT_EQ(refusal([&] { const StreamSpec spec(hello); }), "accepted");
-  *hello.mutable_action_space() =
-      tuple({hello.observation_space(), hello.observation_space()});
-  EXPECT_EQ(
-      refusal([&] { const StreamSpec spec(hello); }),
-      "an action of 3 environments: a message would have 503316524 bytes, at most "
-      "268435456 are allowed");
-  hello.clear_action_space();
   // With a final observation it would be too large.
+  hello.clear_extra_fields();
+  add_field(&hello, "image", wire::UINT8, {84 << 20});
+  EXPECT_EQ(refusal([&] { const StreamSpec spec(hello); }), "accepted");
   add_field(&hello, "truncated", wire::BOOL, {});
   EXPECT_NE(refusal([&] { const StreamSpec spec(hello); }).find("a step of 3"),
             std::string::npos);
   hello.clear_extra_fields();
-  add_field(&hello, "image", wire::FLOAT32, {3 << 20});
+  add_field(&hello, "image", wire::FLOAT32, {20 << 20});
+  add_field(&hello, "more", wire::FLOAT32, {3 << 20});
   EXPECT_NE(refusal([&] { const StreamSpec spec(hello); }).find("a step of 3"),
             std::string::npos);
 
@@ -1043,9 +1049,116 @@ TEST(StreamSpecTest, BoundsAWholeStep) {
             "a step of 3 environments: 1025 arrays, at most 1024 are allowed");
 }
 
+// --- Values --------------------------------------------------------------------------
+
+// What is wrong with a step of 3 environments where `change` has changed one number.
+template <typename T>
+std::string value_refusal(const wire::EnvHello& hello, size_t array, size_t i,
+                          T value) {
+  MemoryPool pool;
+  const StreamSpec spec(hello);
+  std::vector<Array> arrays;
+  for (size_t k = 0; k < spec.arrays.size(); ++k) {
+    arrays.push_back(pool.allocate(spec.arrays[k]));
+    std::memset(arrays[k].data(), 0, arrays[k].num_bytes());
+    for (size_t n = 0; n < arrays[k].spec().num_elements(); ++n) {
+      const std::vector<int64_t>& low = spec.rules[k].low;
+      if (!low.empty()) arrays[k].as<int64_t>()[n] = low[n % low.size()];
+    }
+  }
+  arrays[array].as<T>()[i] = value;
+  return refusal([&] { check_values(spec, arrays); });
+}
+
+TEST(Values, OutOfRangeAreRefused) {
+  const float inf = std::numeric_limits<float>::infinity();
+  wire::EnvHello hello = hello_of(tuple({}));
+  wire::Space multi;
+  for (int64_t n : {5, 7}) multi.mutable_multi_discrete()->add_n(n);
+  for (int64_t start : {0, -3}) multi.mutable_multi_discrete()->add_start(start);
+  wire::Space binary;
+  binary.mutable_multi_binary()->add_shape(11);
+  wire::Space wide = box(wire::INT64, {2});
+  wire::Space bounded = box(wire::UINT64, {});
+  bounded.mutable_box()->add_high(1e12);
+  *hello.mutable_observation_space() = dict({{"f16", box(wire::FLOAT16, {2})},
+                                             {"d", discrete(4, -1)},
+                                             {"b", binary},
+                                             {"f32", box(wire::FLOAT32, {9})},
+                                             {"f64", box(wire::FLOAT64, {})},
+                                             {"m", multi},
+                                             {"u8", box(wire::UINT8, {2})},
+                                             {"wide", wide},
+                                             {"bounded", bounded}});
+  *hello.mutable_action_space() = discrete(6, 100);
+  add_field(&hello, "last_action", wire::INT64, {});
+  add_field(&hello, "game_return", wire::FLOAT32, {});
+  add_field(&hello, "mask", wire::FLOAT32, {});
+  enum {
+    kB,
+    kBounded,
+    kD,
+    kF16,
+    kF32,
+    kF64,
+    kM,
+    kU8,
+    kWide,
+    kReward,
+    kDone,
+    kStep,
+    kReturn,
+    kLastAction,
+    kGameReturn,
+    kMask
+  };
+  const std::string magnitude =
+      "; allowed are finite numbers of at most 1e+09 in magnitude";
+
+  EXPECT_EQ(value_refusal<uint8_t>(hello, kU8, 0, 255), "accepted");
+  EXPECT_EQ(value_refusal<int64_t>(hello, kD, 0, 2), "accepted");
+  EXPECT_EQ(value_refusal<int64_t>(hello, kD, 1, 3),
+            "observation[\"d\"]: 3 in environment 1; allowed are -1 to 2");
+  EXPECT_EQ(value_refusal<int64_t>(hello, kD, 2, -2),
+            "observation[\"d\"]: -2 in environment 2; allowed are -1 to 2");
+  EXPECT_EQ(value_refusal<int8_t>(hello, kB, 11, 2),
+            "observation[\"b\"]: 2 in environment 1, element 0; allowed are 0 and 1");
+  EXPECT_EQ(value_refusal<int64_t>(hello, kM, 5, 3), "accepted");
+  EXPECT_EQ(value_refusal<int64_t>(hello, kM, 5, 4),
+            "observation[\"m\"]: 4 in environment 2, element 1; allowed are -3 to 3");
+  EXPECT_EQ(value_refusal<float>(hello, kF32, 26, 1e9f), "accepted");
+  EXPECT_EQ(value_refusal<float>(hello, kF32, 26, 1e38f),
+            "observation[\"f32\"]: 1e+38 in environment 2, element 8" + magnitude);
+  EXPECT_EQ(value_refusal<float>(hello, kF32, 0, std::nanf("")),
+            "observation[\"f32\"]: nan in environment 0, element 0" + magnitude);
+  EXPECT_EQ(value_refusal<double>(hello, kF64, 1, -1.1e9),
+            "observation[\"f64\"]: -1.1e+09 in environment 1" + magnitude);
+  EXPECT_EQ(value_refusal<uint16_t>(hello, kF16, 1, 0x7BFF), "accepted");
+  EXPECT_EQ(value_refusal<uint16_t>(hello, kF16, 1, 0xFC00),
+            "observation[\"f16\"]: infinite in environment 0, element 1" + magnitude);
+  EXPECT_EQ(value_refusal<uint16_t>(hello, kF16, 1, 0x7C01),
+            "observation[\"f16\"]: nan in environment 0, element 1" + magnitude);
+  EXPECT_EQ(value_refusal<int64_t>(hello, kWide, 3, int64_t{1} << 62),
+            "observation[\"wide\"]: 4611686018427387904 in environment 1, element 1" +
+                magnitude);
+  EXPECT_EQ(value_refusal<uint64_t>(hello, kBounded, 0, 1'000'000'000'000), "accepted");
+  EXPECT_NE(value_refusal<uint64_t>(hello, kBounded, 0, 1'000'000'000'001), "accepted");
+  EXPECT_EQ(value_refusal<float>(hello, kReward, 1, -inf),
+            "reward: -inf in environment 1" + magnitude);
+  EXPECT_EQ(value_refusal<int64_t>(hello, kStep, 0, -1),
+            "episode_step: -1 in environment 0; allowed are 0 to 9007199254740992");
+  EXPECT_EQ(value_refusal<float>(hello, kReturn, 0, 3e38f), "accepted");
+  EXPECT_NE(value_refusal<float>(hello, kReturn, 0, inf), "accepted");
+  EXPECT_NE(value_refusal<float>(hello, kGameReturn, 0, std::nanf("")), "accepted");
+  EXPECT_EQ(value_refusal<int64_t>(hello, kLastAction, 2, 6),
+            "last_action: 6 in environment 2; allowed are 0 to 5");
+  // An own field may say anything.
+  EXPECT_EQ(value_refusal<float>(hello, kMask, 2, -inf), "accepted");
+}
+
 TEST(SpaceSpec, RefusesNamingThePlace) {
   const auto reason = [](const wire::Space& space) {
-    return refusal([&] { space_spec(space, 3, "observation"); });
+    return refusal([&] { space_spec(space, 3, "observation", SpaceOf::kObservation); });
   };
   const auto inside = [&](const wire::Space& space) {
     const wire::Space outer = dict({{"camera", tuple({space})}, {"x", discrete(2)}});
@@ -1095,13 +1208,66 @@ TEST(SpaceSpec, RefusesNamingThePlace) {
   wire::Space no_elements = box(wire::FLOAT32, {0});
   no_elements.mutable_box()->add_low(1);
   EXPECT_EQ(reason(no_elements), "accepted");
+  EXPECT_EQ(inside(bounded({inf}, {})),
+            "Box with bounds inf to inf of element 0; nothing lies between");
+  EXPECT_EQ(inside(bounded({}, {-inf})),
+            "Box with bounds -inf to -inf of element 0; nothing lies between");
+  EXPECT_EQ(reason(bounded({-1e300}, {1e300})), "accepted");
+  // What the dtype can't hold.
+  const auto of = [&](wire::DType dtype, double low, double high) {
+    wire::Space space = box(dtype, {2});
+    space.mutable_box()->add_low(low);
+    space.mutable_box()->add_high(high);
+    return reason(space);
+  };
+  EXPECT_EQ(of(wire::UINT8, 0, 255), "accepted");
+  EXPECT_EQ(of(wire::UINT8, -1, 255),
+            "observation: Box with bounds -1.000000 to 255.000000 of element 0; one is "
+            "outside of the dtype, uint8");
+  const double p63 = std::ldexp(1, 63), p64 = std::ldexp(1, 64);
+  struct {
+    wire::DType dtype;
+    double low, high;
+  } const ends[] = {
+      {wire::BOOL, 0, 1},
+      {wire::UINT8, 0, 255},
+      {wire::INT8, -128, 127},
+      {wire::UINT16, 0, 65535},
+      {wire::INT16, -32768, 32767},
+      {wire::UINT32, 0, 4294967295.0},
+      {wire::INT32, -2147483648.0, 2147483647.0},
+  };
+  for (const auto& [dtype, low, high] : ends) {
+    EXPECT_EQ(of(dtype, low, high), "accepted");
+    EXPECT_EQ(of(dtype, -inf, inf), "accepted");
+    EXPECT_NE(of(dtype, low - 1, high), "accepted");
+    EXPECT_NE(of(dtype, low, high + 1), "accepted");
+  }
+  EXPECT_EQ(of(wire::INT64, -p63, p63), "accepted");
+  EXPECT_EQ(of(wire::UINT64, 0, p64), "accepted");
+  EXPECT_NE(of(wire::INT64, -2 * p63, 0), "accepted");
+  EXPECT_NE(of(wire::UINT64, 0, 2 * p64), "accepted");
+
+  // Sizes.
+  EXPECT_EQ(reason(box(wire::UINT8, {1 << 20})), "accepted");
+  EXPECT_EQ(inside(box(wire::UINT8, {(1 << 20) + 1})),
+            "the space has 1048577 elements or more, at most 1048576 are allowed");
+  EXPECT_EQ(inside(discrete((1 << 18) + 1)),
+            "n is 262145, and all n of a space together may be at most 262144");
+  EXPECT_EQ(reason(tuple({discrete(1 << 17), discrete((1 << 17) + 1)})),
+            "observation[1]: n is 131073, and all n of a space together may be at most "
+            "262144");
+  EXPECT_EQ(refusal([&] {
+              space_spec(discrete((1 << 16) + 1), 1, "action", SpaceOf::kAction);
+            }),
+            "action: n is 65537, and all n of a space together may be at most 65536");
 
   // Discrete ones.
   EXPECT_EQ(inside(discrete(0)), "n is 0, must be 1 or more");
   EXPECT_EQ(inside(discrete(-3)), "n is -3, must be 1 or more");
   const int64_t max = std::numeric_limits<int64_t>::max();
   EXPECT_EQ(reason(discrete(1, max)), "accepted");
-  EXPECT_EQ(reason(discrete(max, std::numeric_limits<int64_t>::min())), "accepted");
+  EXPECT_EQ(reason(discrete(1 << 18, -max)), "accepted");
   EXPECT_EQ(inside(discrete(2, max)), "start 9223372036854775807 and n 2 exceed int64");
   wire::Space multi;
   for (int64_t n : {5, 0}) multi.mutable_multi_discrete()->add_n(n);
@@ -1131,8 +1297,8 @@ TEST(SpaceSpec, RefusesNamingThePlace) {
   EXPECT_EQ(reason(tuple({})), "observation: the space has no array at all");
   EXPECT_EQ(reason(dict({{"a", tuple({})}})),
             "observation: the space has no array at all");
-  EXPECT_EQ(refusal([&] { space_spec(discrete(2), 0, "action"); }),
-            "action: 0 environments, allowed are 1 to 65536");
+  EXPECT_EQ(refusal([&] { space_spec(discrete(2), 0, "action", SpaceOf::kAction); }),
+            "action: 0 environments, allowed are 1 to 16384");
 }
 
 TEST(SpaceSpec, BoundsLevelsAndArrays) {
@@ -1144,20 +1310,26 @@ TEST(SpaceSpec, BoundsLevelsAndArrays) {
   std::string place;
   for (int level = 2; level <= kMaxDepth + 1; ++level) {
     if (level == kMaxDepth + 1) {
-      EXPECT_EQ(space_spec(nested, 3, "observation").num_leaves(), 1u);
+      EXPECT_EQ(
+          space_spec(nested, 3, "observation", SpaceOf::kObservation).num_leaves(), 1u);
     }
     nested = wrap(level, nested);
     place = (level % 2 == 0 ? "[0]" : "[\"k\"]") + place;
   }
-  EXPECT_EQ(refusal([&] { space_spec(nested, 3, "observation"); }),
-            "observation" + place +
-                ": spaces are nested deeper than 16 levels, which is the most allowed");
+  EXPECT_EQ(
+      refusal([&] { space_spec(nested, 3, "observation", SpaceOf::kObservation); }),
+      "observation" + place +
+          ": spaces are nested deeper than 16 levels, which is the most allowed");
 
   std::vector<wire::Space> items(1023, discrete(2));
   items.push_back(dict({}));
-  EXPECT_EQ(space_spec(tuple(items), 3, "observation").num_leaves(), 1023u);
+  EXPECT_EQ(
+      space_spec(tuple(items), 3, "observation", SpaceOf::kObservation).num_leaves(),
+      1023u);
   items.push_back(tuple({}));
-  EXPECT_EQ(refusal([&] { space_spec(tuple(items), 3, "observation"); }),
+  EXPECT_EQ(refusal([&] {
+              space_spec(tuple(items), 3, "observation", SpaceOf::kObservation);
+            }),
             "observation[1024]: the space has more than 1024 arrays, which is the most "
             "allowed");
 }

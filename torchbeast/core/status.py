@@ -44,6 +44,7 @@ class Status:
         policy_lag: float,
         queued: int,
         acted: int = 0,
+        streams: str | None = None,
     ) -> None:
         """Shows the state of the run, if it is time to.
 
@@ -56,6 +57,7 @@ class Status:
           queued: rollouts that wait to be learned from.
           acted: environment steps that the actors have taken since the start; shown
             until the speed is known.
+          streams: of environments, connected and expected: "3/4"; None: there are none.
         """
         interval = 0.2 if self.bar else STATUS_SECONDS
         if time.monotonic() - self.last < interval:
@@ -71,6 +73,8 @@ class Status:
             "lag": f"{policy_lag:.1f}",
             "queued": str(queued),
         }
+        if streams:
+            numbers["streams"] = streams
         if self.bar:
             self.bar.n = min(step, self.total_steps)
             self._show_on_bar(numbers)

@@ -1,0 +1,57 @@
+// What happens to peers, kept for reports.
+
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "sync.h"
+
+namespace torchbeast {
+
+struct Event {
+  enum Kind {
+    kLost,
+    kReturned,
+    kRefused,
+    kEnvError,  // an environment has raised
+  } kind;
+  double time;       // seconds since 1970
+  std::string text;  // names the peer
+};
+
+// Keeps the newest ones until they are taken. Any number of threads may use it.
+class EventLog {
+ public:
+  void add(Event::Kind kind, std::string text) TB_EXCLUDES(mutex_) {
+    constexpr size_t kMaxEvents = 200, kMaxText = 8192;
+    if (text.size() > kMaxText) {  // a traceback says most at its end
+      text = text.substr(0, kMaxText / 2) + "\n[...]\n" +
+             text.substr(text.size() - kMaxText / 2);
+    }
+    const std::chrono::duration<double> now =
+        std::chrono::system_clock::now().time_since_epoch();
+    MutexLock lock(mutex_);
+    if (events_.size() == kMaxEvents) {
+      events_.erase(events_.begin());
+      ++num_forgotten_;
+    }
+    events_.push_back({kind, now.count(), std::move(text)});
+  }
+
+  // All since the last time, and how many more there were.
+  std::pair<std::vector<Event>, uint64_t> take() TB_EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    return {std::exchange(events_, {}), std::exchange(num_forgotten_, 0)};
+  }
+
+ private:
+  Mutex mutex_;
+  std::vector<Event> events_ TB_GUARDED_BY(mutex_);
+  uint64_t num_forgotten_ TB_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace torchbeast
