@@ -126,6 +126,7 @@ def test_spaces_are_told(space, expected, address):
     with serving(make, address, name="some-env-v4"):
         hello = probe(address)
     assert b"some-env-v4" in hello.pop("hello")
+    assert hello.pop("step_bytes") > 4 + 1 + 8 + 4
     assert hello == {
         "name": "some-env-v4",
         "num_envs": 1,

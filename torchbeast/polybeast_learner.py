@@ -281,9 +281,16 @@ def usable(flags: Flags, found: dict[str, Any], where: str) -> EnvDescription:
     if found["action_space"] is None:
         raise FlagError(f"the environments at {where} don't tell their actions")
     is_atari = atari_wrappers.atari_game(flags.env) is not None
+    try:
+        observation_space, action_space = (
+            make_space(found[name]) for name in ("observation_space", "action_space")
+        )
+        distribution = make_distribution(action_space)
+    except (ValueError, AssertionError, OverflowError) as error:
+        raise FlagError(f"the environments at {where}: {error}") from error
     env = EnvDescription(
-        make_space(found["observation_space"]),
-        make_space(found["action_space"]),
+        observation_space,
+        action_space,
         flags.frame_skip if is_atari else 1,
         found["num_envs"],
         found["hello"],
@@ -301,10 +308,6 @@ def usable(flags: Flags, found: dict[str, Any], where: str) -> EnvDescription:
             f"{num_bytes:,} bytes (--unroll_length {flags.unroll_length}), at most "
             f"{MAX_ROLLOUT_BYTES:,} are allowed"
         )
-    try:
-        distribution = make_distribution(env.action_space)
-    except ValueError as error:
-        raise FlagError(f"the environments at {where}: {error}") from error
     spec = rollout.environment_spec(env.observation_space, distribution)
     for name, field in found["extra_fields"].items():
         seen = (tuple(field["shape"]), rollout.to_torch_dtype(field["dtype"]))
