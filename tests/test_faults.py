@@ -102,7 +102,8 @@ def small_disk(folder: pathlib.Path, size: str) -> tuple[str, ...]:
 
 
 def own_terminal() -> None:
-    """Makes standard input the terminal of this session."""
+    """Makes standard input the terminal of this session, whose end is noticed."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

@@ -178,6 +178,7 @@ RANGES: dict[str, Range] = {
     # PolyBeast's.
     "num_servers": COUNT,
     "max_restarts": Range(0, LARGEST_COUNT),
+    "max_env_failures": Range(0, LARGEST_COUNT),
     "connect_timeout": SECONDS,
     "num_inference_threads": COUNT,
     "max_learner_queue_size": COUNT,
