@@ -51,7 +51,10 @@ from torchbeast.core import flags as flags_lib
 from torchbeast.core import rollout
 from torchbeast.core.environment import Environment
 from torchbeast.core.flags import Flags
-from torchbeast.core.rollout import map_nested
+from torchbeast.core.nested import map_nested
+from torchbeast.core.run import keep_freed_memory
+from torchbeast.learner import Learner, learn
+from torchbeast.model import make_model
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 120.0  # until the first update
@@ -67,7 +70,7 @@ def pin() -> None:
     """Confines this process and its future threads to one core."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    monobeast.keep_freed_memory()  # as MonoBeast does
+    keep_freed_memory()  # as MonoBeast does
 
 
 def milliseconds(
@@ -122,7 +125,9 @@ def time_acting(flags: Flags, seconds: float) -> float:
     """One forward pass for one actor's environments, ms per agent step."""
     E = flags.envs_per_actor
     env = Environment(flags, E)
-    model = monobeast.make_model(flags, env, torch.device("cpu"))
+    model = make_model(
+        flags, env.observation_space, env.action_space, torch.device("cpu")
+    )
     if flags.precision == "bf16":
         model.encoders_to(torch.bfloat16)  # as actors do
     rows = map_nested(lambda x: torch.from_numpy(x).unsqueeze(0), env.initial())
@@ -139,7 +144,7 @@ def time_learning(flags: Flags, seconds: float) -> dict[str, float]:
     """
     T, B = flags.unroll_length, flags.batch_size
     env = Environment(flags, B)
-    learner = monobeast.Learner(flags, env)
+    learner = Learner(flags, env)
     spec = rollout.row_spec(env.observation_space, learner.model.distribution)
     rows = rollout.create_buffers(spec, (2 * B, T + 1))
     row = env.initial()
@@ -172,9 +177,7 @@ def time_learning(flags: Flags, seconds: float) -> dict[str, float]:
     batch, state = gather()
     return {
         "gathering": milliseconds(gather, T * B, seconds / 2),
-        "learning": milliseconds(
-            lambda: monobeast.learn(flags, learner, batch, state), T * B, seconds
-        ),
+        "learning": milliseconds(lambda: learn(learner, batch, state), T * B, seconds),
     }
 
 

@@ -125,10 +125,10 @@ class BinaryActions(Environment):
 
 def main() -> int:
     """MonoBeast with a loss that fails when FAULT_FILE says so."""
-    from torchbeast import monobeast
+    from torchbeast import learner, monobeast
     from torchbeast.core import checkpoint
 
-    impala_loss = monobeast.impala_loss
+    impala_loss = learner.impala_loss
 
     def faulty_loss(*arguments: Any) -> Any:
         fault = wanted_fault()
@@ -147,7 +147,7 @@ def main() -> int:
             time.sleep(0.1)
         save(*arguments)
 
-    monobeast.impala_loss = faulty_loss
+    learner.impala_loss = faulty_loss
     checkpoint.save = faulty_save
     return monobeast.main()
 

@@ -8,8 +8,8 @@ import gymnasium
 import numpy as np
 import pytest
 
-from torchbeast import atari_wrappers
-from torchbeast.atari_wrappers import atari_game, make_atari, make_atari_vec
+from torchbeast.core import atari_wrappers
+from torchbeast.core.atari_wrappers import atari_game, make_atari, make_atari_vec
 
 # The native path draws the no-ops with the C++ library's distribution, which other
 # platforms implement in another way.

@@ -10,7 +10,8 @@ import runs
 from test_environment import env_flags
 
 from torchbeast.core.env_checks import CHECK_EVERY, FIRST_CALLS, InvalidEnvironmentError
-from torchbeast.core.environment import Environment, MissingPackageError, create_env
+from torchbeast.core.environment import Environment
+from torchbeast.core.make_env import MissingPackageError, create_env
 
 
 def make(name, num_envs=2, **changes):
@@ -51,7 +52,7 @@ def test_nothing_is_said_of_known_environments(name):
 
 @pytest.mark.parametrize("path", ["native", "python"])
 def test_nothing_is_said_of_atari(path):
-    envs, warnings = make("BreakoutNoFrameskip-v4", envs=path)
+    envs, warnings = make("BreakoutNoFrameskip-v4", atari_backend=path)
     rows = play(envs, 200)
     assert warnings == {}
     assert not any(row["env_warnings"].any() for row in rows)

@@ -26,6 +26,7 @@ from libtorchbeast import Client, Listener, RefusedError, Server, probe
 from torchbeast import polybeast_env, polybeast_learner
 from torchbeast.core import env_connection
 from torchbeast.core import flags as flags_lib
+from torchbeast.core.remote_envs import expected_environment
 
 SECONDS = 60  # for what takes a moment on an idle machine
 
@@ -189,7 +190,7 @@ def env_flags(*argv, **changes):
 
 def expected(*argv):
     parser = polybeast_learner.make_parser()
-    return polybeast_learner.expected_environment(flags_lib.parse(parser, argv))
+    return expected_environment(flags_lib.parse(parser, argv))
 
 
 def test_settings_are_all_flags_that_shape_the_environments():

@@ -198,7 +198,7 @@ def test_without_spaces_they_come_from_the_first_observation(address):
         (spaces.MultiDiscrete([3, 2]), lambda: np.array([2, 1], np.int32)),
         (spaces.Box(0, 9, (2, 3)), lambda: torch.ones(2, 3)),
     ],
-    ids=str,
+    ids=lambda x: str(x) if isinstance(x, spaces.Space) else "",
 )
 def test_observations_become_what_the_space_says(space, observe, address):
     with serving(lambda: Env(space, observe=observe), address):
@@ -582,7 +582,7 @@ def test_the_environment_module_of_torchbeast(address):
     from torchbeast.core.environment import Environment
 
     flags = argparse.Namespace(
-        env="environments:GridWorld", envs="python", seed=1, sync=False
+        env="environments:GridWorld", atari_backend="python", seed=1, sync=False
     )
     make = partial(Environment, flags, 3)
     with serving(make, address):

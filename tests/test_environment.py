@@ -11,22 +11,21 @@ import torch
 from gymnasium import spaces
 
 from torchbeast.core import environment
-from torchbeast.core.environment import (
-    Environment,
-    ExtraField,
+from torchbeast.core.environment import Environment, ExtraField, game_seed
+from torchbeast.core.make_env import (
     MissingPackageError,
     OldGymAdapter,
     UnknownEnvironmentError,
     UnsupportedSpaceError,
     create_env,
-    game_seed,
 )
+from torchbeast.core.nested import map_nested
 
 
 def env_flags(env, **changes):
     flags = {
         "env": env,
-        "envs": "python",
+        "atari_backend": "python",
         "seed": 3,
         "sync": False,
         "frame_skip": 4,
@@ -51,7 +50,7 @@ def declare(monkeypatch, **fields):
 
 def leaves(tree):
     found = []
-    environment._map(found.append, tree)
+    map_nested(found.append, tree)
     return found
 
 
@@ -253,7 +252,7 @@ def test_atari_fields_at_a_truncation(monkeypatch):
     flags = env_flags("BreakoutNoFrameskip-v4", noop_max=0, max_episode_frames=300)
     found = {}
     for path in ("python", "native"):
-        flags.envs = path
+        flags.atari_backend = path
         envs = Environment(flags, 2)
         row, lives = envs.initial(), []
         for t in range(75):
@@ -333,7 +332,7 @@ def test_wrong_actions():
 def test_atari_lives_and_games(monkeypatch, path, of):
     """A Breakout game is five training episodes; its return is counted over all."""
     declare(monkeypatch, lives=ExtraField((), np.int64, of=of))
-    envs = Environment(env_flags("BreakoutNoFrameskip-v4", envs=path), 2)
+    envs = Environment(env_flags("BreakoutNoFrameskip-v4", atari_backend=path), 2)
     assert envs.frames_per_step == 4
     assert envs.exact_resume == (path == "python")
     rng = np.random.default_rng(1)
@@ -378,7 +377,7 @@ def test_atari_truncation_on_both_paths():
     """The same first game on both paths, cut off: rows and real last observation."""
     flags = env_flags("FreewayNoFrameskip-v4", noop_max=0, max_episode_frames=40)
     python, native = (
-        Environment(argparse.Namespace(**{**vars(flags), "envs": path}), 2)
+        Environment(argparse.Namespace(**{**vars(flags), "atari_backend": path}), 2)
         for path in ("python", "native")
     )
     assert_rows_equal(native.initial(), python.initial())
@@ -583,8 +582,8 @@ def test_resume_refuses():
     envs.initial()
     with pytest.raises(RuntimeError, match="--sync"):
         envs.state_dict()
-    native = Environment(env_flags("Pong-v4", envs="native", sync=True), 1)
-    with pytest.raises(RuntimeError, match="--envs python"):
+    native = Environment(env_flags("Pong-v4", atari_backend="native", sync=True), 1)
+    with pytest.raises(RuntimeError, match="--atari_backend python"):
         native.state_dict()
 
 
@@ -688,8 +687,8 @@ def test_unsupported_space(make, match):
 
 
 def test_unknown_path_for_atari():
-    with pytest.raises(ValueError, match="--envs must be native or python"):
-        Environment(env_flags("Pong-v4", envs="fast"), 1)
+    with pytest.raises(ValueError, match="--atari_backend must be native or python"):
+        Environment(env_flags("Pong-v4", atari_backend="fast"), 1)
 
 
 def test_stepping_needs_no_torch():

@@ -169,10 +169,11 @@ def test_names_of_the_outside_surface():
         env mode xpid savedir disable_checkpoint num_actors total_steps batch_size
         unroll_length num_learner_threads disable_cuda use_lstm entropy_cost
         baseline_cost discounting reward_clipping learning_rate alpha momentum epsilon
-        grad_norm_clipping num_buffers envs_per_actor model seed precision preset envs
-        sync tensorboard
+        grad_norm_clipping num_buffers envs_per_actor model seed precision preset
+        atari_backend sync tensorboard
     """
     assert set(names.split()) <= actions().keys()
+    assert parse("--envs python").atari_backend == "python"
 
 
 def test_the_help_text_is_complete(capsys):

@@ -97,7 +97,7 @@ def test_sync_refuses_games_that_it_could_not_save(savedir):
     process = runs.start(savedir, "a", **{**SYNC, "env": "Pong-v4"})
     output = runs.finish(process)
     assert process.returncode == 1
-    assert "--envs python" in output
+    assert "--atari_backend python" in output
     assert not (savedir / "a").exists()
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchbeast.core.optim import make_optimizer
+from torchbeast.learner import make_optimizer
 
 
 def make_flags(**changes):

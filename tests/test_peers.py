@@ -279,7 +279,7 @@ ACTIONS = {
     "Box of integers": (box("INT64", [2]), "no policy for the action space Box"),
     "n of 2**17": (discrete(2**17), "together may be at most 65536"),
     "Box of 2**17": (box("FLOAT32", [2**17]), "at most 65536 are allowed"),
-    "none": (None, "don't tell their actions"),
+    "none": (None, "announce no action space"),
 }
 TWO_NUMBERS = {
     "truncated": ("INT64", [], "must be bool []"),

@@ -16,11 +16,16 @@ import torch
 from gymnasium import spaces
 from test_faults import processes_of_session, wait_until
 
-from torchbeast import monobeast, polybeast, polybeast_env, polybeast_learner
+from torchbeast import polybeast, polybeast_env
 from torchbeast.core import flags as flags_lib
-from torchbeast.core import rollout
+from torchbeast.core import processes, prof, rollout
+from torchbeast.core.acting import ActingModels
 from torchbeast.core.distributions import make_distribution
+from torchbeast.core.env_spec import EnvSpec
 from torchbeast.core.flags import FlagError
+from torchbeast.core.remote_envs import make_space, server_addresses
+from torchbeast.core.streams import to_row
+from torchbeast.learner import Learner
 
 POLYBEAST = "torchbeast.polybeast"
 
@@ -431,7 +436,7 @@ def test_environments_dial_a_learner_and_the_next(tmp_path, small):
 
 
 def test_servers_unless_a_flag_says_how_many(monkeypatch):
-    monkeypatch.setattr(monobeast, "num_cpus", lambda: 3)
+    monkeypatch.setattr(processes, "num_cpus", lambda: 3)
     for words, actors, servers in [
         ([], 4, 3),
         (["--num_actors", "2"], 2, 2),
@@ -452,7 +457,7 @@ def test_addresses(tmp_path):
     flags = resolve("--num_servers", "3", "--pipes_basename", "unix:/tmp/x")
     there = [f"unix:/tmp/x.{i}" for i in range(3)]
     assert polybeast_env.addresses(flags) == there
-    assert polybeast_learner.server_addresses(flags) == there
+    assert server_addresses(flags) == there
     assert flags.num_actors == 3
 
     flags.bind = "10.0.0.1:5000"
@@ -466,14 +471,12 @@ def test_addresses(tmp_path):
     file.write_text("a:1\nb:2\n")
     for given in ("a:1,b:2", f"@{file}"):
         flags.server_addresses = given
-        assert polybeast_learner.server_addresses(flags) == ["a:1", "b:2"]
+        assert server_addresses(flags) == ["a:1", "b:2"]
     flags.server_addresses = "a:1,[::1]:8-10"
-    assert polybeast_learner.server_addresses(flags) == [
-        *("a:1", "[::1]:8", "[::1]:9", "[::1]:10")
-    ]
+    assert server_addresses(flags) == [*("a:1", "[::1]:8", "[::1]:9", "[::1]:10")]
     flags.server_addresses = "a:9-8"
     with pytest.raises(FlagError, match="a:9-8"):
-        polybeast_learner.server_addresses(flags)
+        server_addresses(flags)
 
 
 INF = np.inf
@@ -553,7 +556,7 @@ def test_spaces_arrive_as_they_are(tmp_path):
     found = libtorchbeast.probe(f"unix:{tmp_path}/s")
     server.stop()
 
-    made = polybeast_learner.make_space(found["observation_space"])
+    made = make_space(found["observation_space"])
     for key, space in {**BOXES, **others}.items():
         assert made[key] == space, key
     # Bounds that were left out are the dtype's own, and hold all values.
@@ -562,7 +565,7 @@ def test_spaces_arrive_as_they_are(tmp_path):
     assert made["many int64"] == spaces.Box(INT64.min, INT64.max, (70_000,), np.int64)
 
     # A policy writes float32.
-    made = polybeast_learner.make_space(found["action_space"])
+    made = make_space(found["action_space"])
     for key, space in BOXES.items():
         if space.dtype.kind == "f":
             with np.errstate(over="ignore"):
@@ -604,7 +607,7 @@ def test_the_bottleneck(seconds, limit):
         "num_reconnects": 3,
         "num_dropped_steps": 17,
     }
-    text = polybeast_learner.bottleneck(counts)
+    text = prof.bottleneck(counts)
     for part in (
         *("Learner busy 30 %", "inference threads busy 60 %", "environments 15 %"),
         *("wire 25 %", "batcher 15 %", "inference 45 %", "learner's queue 0 %"),
@@ -612,7 +615,7 @@ def test_the_bottleneck(seconds, limit):
         "The limit: inference.",
     ):
         assert part in text
-    assert f"The limit: {limit}." in polybeast_learner.bottleneck(counts | seconds)
+    assert f"The limit: {limit}." in prof.bottleneck(counts | seconds)
 
 
 def test_fields_that_other_languages_leave_out():
@@ -623,7 +626,7 @@ def test_fields_that_other_languages_leave_out():
     step = torch.tensor([[5, 1, 2]])
     returns = torch.tensor([[1.5, 0.0, 2.0]])
     outputs = (torch.ones(1, 3, 2).double(), returns, done, step, returns)
-    row = polybeast_learner.to_row(outputs, spec)
+    row = to_row(outputs, spec)
     assert row.keys() == spec.keys()
     assert row["observation"].dtype == torch.float32
     assert not row["truncated"].any()
@@ -632,7 +635,7 @@ def test_fields_that_other_languages_leave_out():
     assert row["game_return"] is returns
     assert row["last_action"].shape == (1, 3, 2)
     assert row["last_action"].dtype == torch.int64
-    told = polybeast_learner.to_row((*outputs, {"game_over": ~done}), spec)
+    told = to_row((*outputs, {"game_over": ~done}), spec)
     assert torch.equal(told["game_over"], ~done)
 
 
@@ -642,16 +645,16 @@ def test_fields_that_other_languages_leave_out():
 def test_acting_weights_are_the_learners():
     space = spaces.Box(-1, 1, (3,), np.float32)
     flags = resolve("--precision", "fp32")
-    env = polybeast_learner.EnvDescription(space, spaces.Discrete(2), 1, 4, b"")
-    learner = monobeast.Learner(flags, env)
-    models = polybeast_learner.ActingModels(learner.model, torch.device("cpu"))
+    env = EnvSpec(space, spaces.Discrete(2), 1)
+    learner = Learner(flags, env)
+    models = ActingModels(learner.model, torch.device("cpu"))
     with torch.no_grad():
         for x in learner.model.parameters():
             x += 1
-    bank, version = models.lend()
+    bank, version = models.acquire()
     assert models.publish(learner.model, 7)
     changed = dict(models.nets[bank].named_parameters())
-    newest, version = models.lend()
+    newest, version = models.acquire()
     assert version == 7
     assert newest != bank
     for name, x in learner.model.named_parameters():

@@ -13,8 +13,7 @@ import runs
 import torch
 
 from torchbeast import monobeast
-from torchbeast.core import flags as flags_lib
-from torchbeast.core import resume
+from torchbeast.core import processes, resume
 from torchbeast.core.file_writer import RunFolder
 
 
@@ -223,14 +222,12 @@ def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch
     torch.save(saved, path)
 
     def begin(script, line):
-        def resolve(flags):
-            return script.resolve_layout(flags_lib.resolve(flags))
+        words = ["--savedir", str(savedir), "--xpid", "a", "--total_steps", "40"]
+        argv = [*words, *shlex.split(line)]
+        with resume.begin(script.make_parser(), argv, script.resolve_layout) as start:
+            return start.flags
 
-        with RunFolder(str(savedir), "a") as folder:
-            argv = ["--total_steps", "40", *shlex.split(line)]
-            return resume.begin(script.make_parser(), argv, folder, resolve).flags
-
-    monkeypatch.setattr(monobeast, "num_cpus", lambda: 2)
+    monkeypatch.setattr(processes, "num_cpus", lambda: 2)
     flags = begin(polybeast, "")
     assert (flags.listen, flags.num_servers, flags.num_actors) == (None, 2, 2)
     assert flags.env == "faulty:Environment"

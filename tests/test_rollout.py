@@ -10,6 +10,7 @@ from gymnasium import spaces
 from torchbeast.core import environment, rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.environment import ExtraField
+from torchbeast.core.nested import flatten, map_nested
 from torchbeast.core.rollout import SharedMemoryError, Spec
 
 T, B, A = 5, 3, 7
@@ -128,13 +129,13 @@ def test_observations_of_every_dtype_go_through_buffers(dtype):
 def test_map_nested_keeps_structure_and_pairs_leaves():
     nested = {"a": 1, "b": (2, {"c": 3}), "d": ()}
     other = {"d": (), "b": (20, {"c": 30}), "a": 10, "not in the first": 40}
-    assert rollout.map_nested(lambda x, y: x + y, nested, other) == {
+    assert map_nested(lambda x, y: x + y, nested, other) == {
         "a": 11,
         "b": (22, {"c": 33}),
         "d": (),
     }
-    assert rollout.flatten(nested) == [1, 2, 3]
-    assert rollout.flatten(Spec((1,), torch.bool)) == [Spec((1,), torch.bool)]
+    assert flatten(nested) == [1, 2, 3]
+    assert flatten(Spec((1,), torch.bool)) == [Spec((1,), torch.bool)]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_map_nested_keeps_structure_and_pairs_leaves():
 )
 def test_map_nested_refuses_another_structure(other):
     with pytest.raises((KeyError, ValueError)):
-        rollout.map_nested(lambda x, y: x + y, {"a": 1, "b": (2, 3, 4)}, other)
+        map_nested(lambda x, y: x + y, {"a": 1, "b": (2, 3, 4)}, other)
 
 
 # --- Shared memory ---
@@ -161,7 +162,7 @@ def test_buffers_have_slots_and_rows_and_are_zero():
     assert buffers["done"].shape == (SLOTS, T + 1)
     assert buffers["done"].dtype == torch.bool
     assert isinstance(buffers["observation"]["body"], tuple)
-    leaves = rollout.flatten(buffers)
+    leaves = flatten(buffers)
     assert len(leaves) == 5 + 9 + 3 + 3
     assert all(x.is_shared() for x in leaves)
     assert not any(x.any() for x in leaves)

@@ -14,7 +14,15 @@ def clip(x, threshold):
 
 
 def ground_truth(
-    log_rhos, discounts, rewards, values, bootstrap_value, clip_rho=1.0, clip_pg_rho=1.0
+    log_rhos,
+    discounts,
+    rewards,
+    values,
+    bootstrap_value,
+    clip_rho=1.0,
+    clip_pg_rho=1.0,
+    clip_c=1.0,
+    trace_decay=1.0,
 ):
     """V-trace as the sums over products that the paper defines it by.
 
@@ -25,7 +33,7 @@ def ground_truth(
     rhos = np.exp(log_rhos)
     next_values = np.concatenate([values[1:], bootstrap_value[None]])
     deltas = clip(rhos, clip_rho) * (rewards + discounts * next_values - values)
-    cs = np.minimum(rhos, 1.0)
+    cs = trace_decay * clip(rhos, clip_c)
     vs = np.array(
         [
             values[s]
@@ -59,19 +67,29 @@ def tensors(inputs):
 
 @pytest.mark.parametrize("trailing", [(), (2,), (2, 4)])
 @pytest.mark.parametrize(
-    ("clip_rho", "clip_pg_rho"), [(1.0, 1.0), (3.7, 2.2), (0.4, 5.0), (None, None)]
+    ("clip_rho", "clip_pg_rho", "clip_c", "trace_decay"),
+    [
+        *((1.0, 1.0, 1.0, 1.0), (3.7, 2.2, 1.0, 0.9), (0.4, 5.0, 0.7, 1.0)),
+        *((None, None, None, 1.0), (1.0, 2.0, 1.6, 0.3)),
+    ],
 )
-def test_ground_truth(trailing, clip_rho, clip_pg_rho):
+def test_ground_truth(trailing, clip_rho, clip_pg_rho, clip_c, trace_decay):
     inputs = make_inputs(trailing)
     returns = vtrace.from_importance_weights(
         **tensors(inputs),
         clip_rho_threshold=clip_rho,
         clip_pg_rho_threshold=clip_pg_rho,
+        clip_c_threshold=clip_c,
+        trace_decay=trace_decay,
     )
     wide = inputs["log_rhos"].reshape(T, B, *[1] * len(trailing))
     inputs["log_rhos"] = np.broadcast_to(wide, (T, B, *trailing))
     vs, pg_advantages = ground_truth(
-        **inputs, clip_rho=clip_rho, clip_pg_rho=clip_pg_rho
+        **inputs,
+        clip_rho=clip_rho,
+        clip_pg_rho=clip_pg_rho,
+        clip_c=clip_c,
+        trace_decay=trace_decay,
     )
     np.testing.assert_allclose(returns.vs, vs, rtol=1e-12)
     np.testing.assert_allclose(returns.pg_advantages, pg_advantages, rtol=1e-12)

@@ -17,8 +17,7 @@ from gymnasium import spaces
 from torch import nn
 
 from torchbeast.core.distributions import make_distribution
-
-State = tuple[torch.Tensor, ...]
+from torchbeast.core.rollout import State
 
 
 class ShallowTorso(nn.Sequential):
@@ -86,7 +85,7 @@ class ImageEncoder(nn.Module):
         high = np.max(space.high)
         self.scale = 1.0 / float(high) if np.isfinite(high) and high > 0 else 1.0
         self.torso = TORSOS[torso](channels, height, width)
-        # The layout in which CPUs convolve fastest; torch's types don't know it here.
+        # CPUs convolve fastest in this layout. torch's type stubs lack it here.
         self.torso.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.size = output_size(self.torso, (channels, height, width))
 
@@ -311,6 +310,23 @@ def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(parts, dim=-1).float()
     scale = 255 if space.dtype == np.uint8 else 1  # bytes, like those of images
     return x.float().reshape(len(x), -1) / scale
+
+
+def make_model(
+    flags: Any,
+    observation_space: spaces.Space,
+    action_space: spaces.Space,
+    device: torch.device,
+) -> Net:
+    """The model that the flags ask for: model, use_lstm, precision."""
+    model = Net(
+        observation_space,
+        action_space,
+        torso=flags.model,
+        use_lstm=flags.use_lstm,
+        bf16=flags.precision == "bf16",
+    )
+    return model.to(device)
 
 
 def initialize(module: nn.Module) -> None:

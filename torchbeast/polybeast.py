@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchbeast import polybeast_env
-from torchbeast.core import processes
+from torchbeast.core import connection_flags, processes
 from torchbeast.core.flags import FlagError, Flags
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     parser = polybeast_learner.make_parser()
     parser.description = "PolyBeast: IMPALA with environments in servers of their own."
-    parser.set_defaults(num_servers=None, envs_per_actor=polybeast_env.ENVS_PER_ACTOR)
+    parser.set_defaults(
+        num_servers=None, envs_per_actor=connection_flags.ENVS_PER_ACTOR
+    )
     polybeast_env.add_server_flags(parser)
     # By default a name that no other run on this machine has.
     parser.set_defaults(pipes_basename=None)
@@ -43,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def resolve_layout(flags: Flags) -> Flags:
-    from torchbeast import monobeast, polybeast_learner
+    from torchbeast import polybeast_learner
 
     for name in ("server_addresses", "bind", "listen", "join"):
         if name not in flags.typed:  # of a checkpoint, made with other scripts
@@ -56,24 +58,24 @@ def resolve_layout(flags: Flags) -> Flags:
             "with --listen, and the environments with --join"
         )
     if flags.pipes_basename is None:
-        name = f"{polybeast_env.PIPES_BASENAME}-{secrets.token_hex(4)}"
+        name = f"{connection_flags.PIPES_BASENAME}-{secrets.token_hex(4)}"
         flags.pipes_basename = name
     if flags.num_servers is None:
-        flags.num_actors = flags.num_actors or polybeast_env.NUM_SERVERS
+        flags.num_actors = flags.num_actors or connection_flags.NUM_SERVERS
         # A core can't do more than one process's work; more would only take memory.
-        cores = flags.num_actors if flags.sync else monobeast.num_cpus()
+        cores = flags.num_actors if flags.sync else processes.num_cpus()
         flags.num_servers = min(flags.num_actors, cores)
     polybeast_env.check(flags)
     return polybeast_learner.resolve_layout(flags)
 
 
-def train(beginning: resume.Beginning) -> int:
+def train(start: resume.Beginning) -> int:
     """Trains until flags.total_steps, or until a stop signal; see the learner's."""
     from torchbeast import polybeast_learner
     from torchbeast.core import resume
 
-    flags = beginning.flags
-    resume.announce_environment(flags, beginning.saved)
+    flags = start.flags
+    resume.announce_environment(flags, start.saved)
     # Not forked: gRPC could not be used in the child.
     context = mp.get_context("spawn")
     servers = context.Process(
@@ -82,7 +84,7 @@ def train(beginning: resume.Beginning) -> int:
     try:
         with processes.starting_children():
             servers.start()
-        return polybeast_learner.train(beginning, keep_going=lambda: look_at(servers))
+        return polybeast_learner.train(start, lambda: check_servers(servers))
     finally:
         if servers.pid is not None:
             servers.terminate()
@@ -92,23 +94,31 @@ def train(beginning: resume.Beginning) -> int:
                 servers.join()
 
 
-def look_at(servers: Any) -> None:
+def check_servers(servers: Any) -> None:
     """Raises ServerError if the servers are gone."""
     if not servers.is_alive():
         how = processes.how_it_ended(servers.exitcode)
-        raise polybeast_env.ServerError(f"the environment servers ended {how}")
+        raise connection_flags.ServerError(f"the environment servers ended {how}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
     try:
-        from torchbeast import polybeast_learner
+        import libtorchbeast  # noqa: F401
     except ImportError as error:
-        if error.name != "libtorchbeast":
-            raise
         sys.exit(str(error))  # which says what to do
+    from torchbeast.core import flags as flags_lib
+    from torchbeast.core import resume, script
+    from torchbeast.evaluate import evaluate
 
-    return polybeast_learner.run(argv, make_parser(), resolve_layout, train)
+    parser = make_parser()
+    with script.reported() as outcome:
+        if flags_lib.parse(parser, argv).mode == "train":
+            with resume.begin(parser, argv, resolve_layout) as start:
+                outcome.status = 0 if start.is_finished() else train(start)
+        else:
+            evaluate(parser, argv)
+    return outcome.status
 
 
 if __name__ == "__main__":

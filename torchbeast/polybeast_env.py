@@ -26,51 +26,28 @@ import multiprocessing as mp
 import os
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
-from torchbeast.core import env_connection, processes
+from torchbeast.core import env_connection, processes, script
 from torchbeast.core import flags as flags_lib
-from torchbeast.core.environment import (
-    Environment,
-    MissingPackageError,
-    UnknownEnvironmentError,
-    UnsupportedSpaceError,
-)
+from torchbeast.core.connection_flags import ServerError, add_connection_flags, security
+from torchbeast.core.environment import Environment
 from torchbeast.core.errors import UserError
 from torchbeast.core.flags import FlagError, Flags
-from torchbeast.core.streams import open_missing_streams
+from torchbeast.core.make_env import MissingPackageError
+from torchbeast.core.supervisor import Servers
 
 log = logging.getLogger("torchbeast.polybeast_env")
 
-NUM_SERVERS = 4
-PIPES_BASENAME = "unix:/tmp/polybeast"
-ENVS_PER_ACTOR = 8
-SHUTDOWN_SECONDS = 5.0  # granted to servers to end by themselves
-START_SECONDS = 300.0  # granted to servers to import and to make an environment
-# A server that has lived for so long was not started in vain.
-HEALTHY_SECONDS = 10.0
-FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before a restart
+SHUTDOWN_SECONDS = 5.0  # granted to a server to end by itself
 WATCH_SECONDS = 0.5  # between two looks at a client
 REPEAT_SECONDS = 60.0  # until it is said again that a client waits
-
-# What a person can put right.
-EXPECTED_ERRORS = (
-    UserError,
-    UnknownEnvironmentError,
-    UnsupportedSpaceError,
-    MissingPackageError,
-)
-
-
-class ServerError(RuntimeError):
-    """An environment server did not start, died too often, or is refused for good."""
 
 
 class RefusedForGood(RuntimeError):
@@ -91,10 +68,10 @@ def serve(
     first_stream: int,
     pipe: Any,
 ) -> None:
-    """The process: serves until SIGTERM, or until its parent is gone.
+    """The main function of a server process: serves until SIGTERM or its parent's end.
 
-    The learner numbers its streams; one that does not finds streams numbered from
-    first_stream, no two of this command alike.
+    The learner numbers its streams. If it does not, they are numbered from
+    first_stream; no two streams of this command have the same number.
     """
     processes.begin_child(ends_by=[signal.SIGTERM])
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck server
@@ -104,7 +81,7 @@ def serve(
         with user_errors():
             server = make_server(flags, index, address, first_stream)
         processes.end_after_parent(lambda: end(server), SHUTDOWN_SECONDS)
-        # Before anyone can dial: those would be told of the error, too.
+        # Before the server listens: a learner that connects would get the error, too.
         description = describe(flags)
         # Until here SIGTERM has ended this process at once, whatever hangs.
         signal.signal(signal.SIGTERM, lambda number, frame: end(server))
@@ -123,7 +100,7 @@ def serve(
     except (EnvironmentFailed, ServerError) as error:
         pipe.send("error", str(error))
         sys.exit(1)
-    except EXPECTED_ERRORS as error:
+    except UserError as error:
         pipe.send("error", f"{type(error).__name__}: {error}")
         sys.exit(1)
     except BaseException:
@@ -139,7 +116,7 @@ class SharedPipe:
         self.lock = threading.Lock()
 
     def send(self, kind: str, *rest: str) -> None:
-        # A supervisor that has ended needs to hear nothing.
+        # The send fails if the supervisor has exited.
         with self.lock, contextlib.suppress(OSError):
             self.pipe.send((kind, *rest))
 
@@ -266,152 +243,6 @@ def user_errors() -> Iterator[None]:
 # --- All of them ----------------------------------------------------------------------
 
 
-class Servers:
-    """The server processes, seen from their parent, which starts them again."""
-
-    def __init__(self, flags: Flags) -> None:
-        self.flags = flags
-        self.context = mp.get_context("spawn")  # gRPC can't be forked
-        self.guardian = processes.Guardian(SHUTDOWN_SECONDS)
-        self.addresses = addresses(flags)
-        count = len(self.addresses)
-        self.processes: list[Any] = [None] * count
-        self.pipes: list[Any] = [None] * count
-        self.started = [0.0] * count  # when
-        self.ready = [False] * count
-        self.due = [0.0] * count  # when to start it, if there is no process
-        self.in_vain = [0] * count  # deaths in a row, each soon after the start
-        self.restarts = 0
-        self.ever_ready = False
-        self.said: dict[str, float] = {}  # when; what servers wait for
-
-    def start(self, enough: Callable[[], Any]) -> None:
-        """Starts all servers; `enough` may end that early."""
-        for index in range(len(self.addresses)):
-            if enough():
-                break
-            self._start(index, 0)
-
-    def watch(self, timeout: float, wake_up: Sequence[Any]) -> None:
-        """Waits for something to happen, and starts again who has died.
-
-        Args:
-          timeout: seconds to wait at most.
-          wake_up: what ends the wait when it is ready.
-
-        Raises:
-          ServerError: a server can't start, or dies again and again.
-        """
-        now = time.monotonic()
-        for index, process in enumerate(self.processes):
-            if process is None:
-                if now >= self.due[index]:
-                    self.restarts += 1
-                    self._start(index, self.restarts << 16)
-                else:
-                    timeout = min(timeout, self.due[index] - now)
-        alive = [i for i, process in enumerate(self.processes) if process is not None]
-        objects = list(wake_up)
-        objects += [self.processes[i].sentinel for i in alive]
-        objects += [self.pipes[i] for i in alive]
-        connection.wait(objects, timeout)
-        for index in alive:
-            self._look_at(index)
-
-    def _start(self, index: int, first_stream: int) -> None:
-        self.pipes[index], child = self.context.Pipe(duplex=False)
-        process = self.context.Process(
-            target=serve,
-            name=f"server-{index}",
-            args=(self.flags, index, self.addresses[index], first_stream, child),
-            daemon=True,
-        )
-        self.guardian.start(process)
-        child.close()
-        self.processes[index] = process
-        self.started[index] = time.monotonic()
-        self.ready[index] = False
-
-    def _look_at(self, index: int) -> None:
-        process, pipe = self.processes[index], self.pipes[index]
-        lived = time.monotonic() - self.started[index]
-        error = ""
-        with contextlib.suppress(EOFError, OSError):
-            while pipe.poll():
-                kind, *rest = pipe.recv()
-                if kind == "ready":
-                    self.ready[index] = self.ever_ready = True
-                    log.info("Server %d at %s: %s", index, *rest)
-                elif kind == "waiting":
-                    self._say_waiting(*rest)
-                elif kind == "joined":
-                    log.info("Server %d has joined the learner at %s.", index, *rest)
-                    self.said.clear()
-                elif kind == "refused":
-                    self._raise(index, f"can't join: {rest[0]}")
-                else:
-                    (error,) = rest
-                    break
-        if error and not self.ever_ready:
-            self._raise(index, f"cannot start: {error}")
-        if process.is_alive() and not error:
-            if not self.ready[index] and lived > START_SECONDS:
-                self._raise(index, f"was not ready after {START_SECONDS:g} s")
-            return
-        self.guardian.end([process], SHUTDOWN_SECONDS)
-        how = (
-            f"has failed: {error}"
-            if error
-            else f"has died, {processes.how_it_ended(process.exitcode)}"
-        )
-        self.in_vain[index] = 0 if lived > HEALTHY_SECONDS else self.in_vain[index] + 1
-        if self.in_vain[index] > self.flags.max_restarts:
-            self._raise(
-                index,
-                f"{how}. It is number {self.in_vain[index]} of deaths in a row within "
-                f"{HEALTHY_SECONDS:g} s of the start (--max_restarts "
-                f"{self.flags.max_restarts})",
-            )
-        backoff = min(FIRST_BACKOFF * 2 ** self.in_vain[index], LONGEST_BACKOFF)
-        log.warning("Server %d %s; starting it again in %.1f s.", index, how, backoff)
-        pipe.close()
-        self.processes[index] = None
-        self.due[index] = time.monotonic() + backoff
-
-    def _say_waiting(self, why: str) -> None:
-        """Once a minute, though each of many servers says it."""
-        now = time.monotonic()
-        if now - self.said.get(why, -REPEAT_SECONDS) >= REPEAT_SECONDS:
-            self.said[why] = now
-            log.info("Waiting for a learner at %s: %s", self.flags.join, why)
-
-    def _raise(self, index: int, why: str) -> None:
-        raise ServerError(f"environment server {index} {why}")
-
-    def stop(self) -> None:
-        """Ends all processes and what they have started, and removes their sockets."""
-        alive = [process for process in self.processes if process is not None]
-        for process in alive:
-            process.terminate()
-        self.guardian.end(alive, SHUTDOWN_SECONDS)
-        self.guardian.close()
-        for address in self.addresses:
-            kind, _, path = address.partition(":")
-            if kind == "unix" and not self.flags.join:
-                remove_dead_socket(path)
-
-
-def remove_dead_socket(path: str) -> None:
-    """Removes the socket of a server that was killed, and nothing else of that name."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            return
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-
-
 def addresses(flags: Flags) -> list[str]:
     """Where the servers listen, one each; with --join, where the learner does."""
     if flags.join:
@@ -440,105 +271,6 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         default=5,
         help="times in a row that a server may die right after its start",
     )
-
-
-def add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    """What environment servers and learner must agree on."""
-    add = parser.add_argument_group("connection").add_argument
-    add(
-        "--pipes_basename",
-        default=PIPES_BASENAME,
-        help="the servers' sockets on one machine are this name with .0, .1, ... "
-        "(torchbeast.polybeast: a new name per run)",
-    )
-    add("--num_servers", type=int, default=NUM_SERVERS, help="server processes")
-    add(
-        "--envs_per_actor",
-        type=int,
-        default=ENVS_PER_ACTOR,
-        help="environments of one stream; a learner by itself takes any, by default",
-    )
-    add("--tls_server_name", help="for who dials: the name in the other's certificate")
-    add("--tls_cert", help="PEM file of this side's certificate")
-    add("--tls_key", help="PEM file of its key")
-    add("--tls_ca", help="PEM file of who signed the other side's certificate")
-    add("--token_file", help="file of a secret that both sides know")
-    add(
-        "--insecure",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="allow plain TCP beyond this machine",
-    )
-
-
-def security(flags: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of libtorchbeast that the connection flags stand for.
-
-    Raises:
-      FlagError: one of the files can't be used.
-    """
-    token = None
-    if flags.token_file:
-        try:
-            with open(flags.token_file, encoding="utf-8") as file:
-                token = file.read().strip()
-        except OSError as error:
-            raise FlagError(
-                f"--token_file {flags.token_file}: {error.strerror}"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise FlagError(
-                f"--token_file {flags.token_file} is not text in UTF-8: {error}"
-            ) from error
-        if not token:
-            raise FlagError(f"--token_file {flags.token_file} is empty")
-    check_certificates(flags)
-    return {
-        "tls_cert": flags.tls_cert,
-        "tls_key": flags.tls_key,
-        "tls_ca": flags.tls_ca,
-        "token": token,
-        "tls_server_name": flags.tls_server_name,
-        "insecure": flags.insecure,
-    }
-
-
-def check_certificates(flags: argparse.Namespace) -> None:
-    """Raises FlagError for TLS files that can't be used; gRPC would not say why."""
-    names = ("tls_cert", "tls_key", "tls_ca")
-    if not any(getattr(flags, name) for name in names):
-        return
-    import ssl  # slow
-
-    for name in names:
-        path = getattr(flags, name)
-        if path:
-            try:
-                with open(path, "rb") as file:
-                    found = b"-----BEGIN " in file.read()
-            except OSError as error:
-                raise FlagError(f"--{name} {path}: {error.strerror}") from error
-            if not found:
-                raise FlagError(
-                    f"--{name} {path} is not a PEM file: it has no line with -----BEGIN"
-                )
-    if bool(flags.tls_cert) != bool(flags.tls_key):
-        given, missing = ("cert", "key") if flags.tls_cert else ("key", "cert")
-        raise FlagError(f"--tls_{given} is of no use without --tls_{missing}")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # weak ones are not our business
-    checking = ""
-    try:
-        if flags.tls_cert:
-            checking = f"--tls_cert {flags.tls_cert} and --tls_key {flags.tls_key}"
-            # A password: gRPC can't ask for one, and this must not.
-            context.load_cert_chain(flags.tls_cert, flags.tls_key, lambda: "")
-        if flags.tls_ca:
-            checking = f"--tls_ca {flags.tls_ca}"
-            context.load_verify_locations(flags.tls_ca)
-    except ssl.SSLError as error:
-        reason = (error.reason or str(error)).lower().replace("_", " ")
-        raise FlagError(f"{checking} can't be used: {reason}") from error
 
 
 def check_ports(flags: Flags) -> None:
@@ -608,7 +340,7 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
     security(flags)
     check_ports(flags)
     with processes.StopSignals() as signals:
-        servers = Servers(flags)
+        servers = Servers(serve, flags, addresses(flags))
 
         def enough() -> bool:
             return bool(signals.number or connection.wait(until, 0))
@@ -634,31 +366,18 @@ def run_for_learner(flags: Flags) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT, signal.SIGHUP])
     learner = mp.parent_process()
     assert learner is not None
-    sys.exit(guarded(lambda: run(flags, [learner.sentinel])))
-
-
-def guarded(work: Callable[[], int]) -> int:
-    """The exit status of `work`; errors that tell all are logged without traceback."""
-    open_missing_streams()
-    logging.basicConfig(
-        level=logging.INFO, format="[%(levelname)s %(asctime)s %(name)s] %(message)s"
-    )
-    try:
-        return work()
-    except (*EXPECTED_ERRORS, ServerError) as error:
-        log.error("%s: %s", type(error).__name__, error)
-        return 1
+    with script.reported() as outcome:
+        outcome.status = run(flags, [learner.sentinel])
+    sys.exit(outcome.status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 128 + n ended by signal n, 1 failed."""
     flags = flags_lib.parse(make_parser(), argv)
-
-    def work() -> int:
+    with script.reported() as outcome:
         check(flags)
-        return run(flags.freeze())
-
-    return guarded(work)
+        outcome.status = run(flags.freeze())
+    return outcome.status
 
 
 if __name__ == "__main__":

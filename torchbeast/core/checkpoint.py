@@ -139,7 +139,7 @@ def check(
 
 _PARTS = ("model_state_dict", "flags")
 _PARTS_TO_RESUME = ("optimizer_state_dict", "scheduler_state_dict", "rng", "stats")
-_COUNTERS = ("step", "version", "episodes", "games")
+_COUNTERS = ("step", "num_updates", "episodes", "games")
 
 
 def _find_wrong(state: dict[str, Any], for_test: bool) -> str | None:

@@ -9,7 +9,7 @@ import re
 import socket
 import ssl
 
-from torchbeast import atari_wrappers
+from torchbeast.core import atari_wrappers
 from torchbeast.core import flags as flags_lib
 
 DIAL_SECONDS = 5.0  # granted to each step of a handshake

@@ -1,4 +1,4 @@
-"""What a learner has to know of its environment, found out in a process of its own.
+"""What a learner needs of its environment, found out in a process of its own.
 
 The learner's process never runs an environment: one that hangs, crashes its process or
 leaves programs behind would do it there.
@@ -19,12 +19,7 @@ from typing import Any, NamedTuple
 from gymnasium import spaces
 
 from torchbeast.core import processes
-from torchbeast.core.environment import (
-    Environment,
-    MissingPackageError,
-    UnknownEnvironmentError,
-    UnsupportedSpaceError,
-)
+from torchbeast.core.environment import Environment
 from torchbeast.core.errors import UserError
 from torchbeast.core.flags import Flags
 
@@ -33,22 +28,23 @@ log = logging.getLogger(__name__)
 START_SECONDS = 300.0  # granted to the process to import its modules
 CLOSE_SECONDS = 5.0  # granted to the environment's close()
 
-# Their messages say all; of other errors the traceback is shown.
-USER_ERRORS = (
-    UserError,
-    UnknownEnvironmentError,
-    UnsupportedSpaceError,
-    MissingPackageError,
-)
-
 
 class EnvSpec(NamedTuple):
-    """What a learner has to know of its environment."""
+    """What a learner needs of its environments.
+
+    Attributes:
+      frames_per_step: emulator frames per step.
+      exact_resume: whether games in progress can be saved.
+      num_envs: environments of one stream (PolyBeast).
+      hello: all that a stream said of itself, for the pool to compare (PolyBeast).
+    """
 
     observation_space: spaces.Space
     action_space: spaces.Space
     frames_per_step: int
-    exact_resume: bool
+    exact_resume: bool = False
+    num_envs: int = 1
+    hello: bytes = b""
 
 
 def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
@@ -60,7 +56,7 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
 
     Raises:
       ProcessError: it failed with an exception, took too long, or its process died.
-      FlagError and the other USER_ERRORS: the flags name no usable environment.
+      UserError: the flags name no usable environment.
     """
     log.info("Making one environment of %s, for its spaces.", flags.env)
     reader, writer = context.Pipe(duplex=False)
@@ -116,7 +112,7 @@ def _describe(flags: Flags, pipe: connection.Connection) -> None:
         with contextlib.closing(Environment(flags, 1)) as env:
             spec = (env.observation_space, env.action_space)
             pipe.send(("spec", *spec, env.frames_per_step, env.exact_resume))
-    except USER_ERRORS as error:
+    except UserError as error:
         pipe.send(("error", error))
     except BaseException:
         text = f"{flags.env} can't be made:\n{traceback.format_exc()}"

@@ -1,5 +1,31 @@
-"""Errors that a user can put right."""
+"""From an error to a message in the log and an exit status."""
+
+from __future__ import annotations
+
+import logging
+import signal
+
+log = logging.getLogger(__name__)
 
 
 class UserError(Exception):
-    """Shown as its message alone, without a traceback: the message says what to do."""
+    """The user can put it right: the log gets the message alone, no traceback."""
+
+
+def is_user_error(error: BaseException) -> bool:
+    # libtorchbeast's errors derive from RuntimeError, because it is plain C++.
+    from_native = type(error).__module__ == "libtorchbeast"
+    return from_native or isinstance(error, UserError)
+
+
+def report(error: BaseException) -> int:
+    """Logs what ended the run. Returns the exit status for it."""
+    if isinstance(error, KeyboardInterrupt):
+        number = error.args[0] if error.args else signal.SIGINT
+        log.warning("%s: ends without saving.", signal.Signals(number).name)
+        return 128 + number
+    if is_user_error(error):
+        log.error("%s: %s", type(error).__name__, error)
+    else:
+        log.error("The run failed.", exc_info=error)
+    return 1

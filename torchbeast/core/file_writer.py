@@ -29,7 +29,7 @@ from torchbeast.core.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# What meta.json tells of the environment: these names and no others, because the
+# The environment variables in meta.json: these and no others, because the
 # environment of a process often holds passwords and tokens.
 ENVIRONMENT_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -91,6 +91,14 @@ def sync_folder(folder: pathlib.Path) -> None:
         os.close(descriptor)
 
 
+class RunExistsError(UserError, FileExistsError):
+    """The run was started before, and can't go on."""
+
+
+class RunBusyError(UserError, BlockingIOError):
+    """Another process writes to the run."""
+
+
 class RunFileError(UserError, OSError):
     """A file or folder of a run cannot be made or written; the message names it."""
 
@@ -126,7 +134,7 @@ def writing(path: pathlib.Path) -> Iterator[None]:
     """
     try:
         yield
-    except (RunFileError, BlockingIOError, FileExistsError):  # these say all
+    except UserError:  # its message says all
         raise
     except OSError as error:
         raise RunFileError(
@@ -147,7 +155,7 @@ class RunFolder:
 
     Raises:
         ValueError: xpid is not a plain name.
-        BlockingIOError: another process has it open.
+        RunBusyError: another process has it open.
         RunFileError: it cannot be made.
     """
 
@@ -209,7 +217,7 @@ class FileWriter:
     Args:
         savedir: the folder of all runs; `~` is expanded; created where missing.
         xpid: the run's name, one path component.
-        args: the run's flags. What JSON does not know is written as str(value).
+        args: the run's flags. Values that JSON lacks are written as str(value).
         resume_step: None for a new run. For one that goes on from a checkpoint, the
             step of the checkpoint: lines of logs.csv from the first larger step on are
             cut away, as is an unfinished last line, and _tick goes on from the last
@@ -219,8 +227,8 @@ class FileWriter:
 
     Raises:
         ValueError: xpid is not a plain name, or logs.csv cannot be understood.
-        FileExistsError: logs.csv has content, resume_step is None and anew is False.
-        BlockingIOError: another process writes to this run.
+        RunExistsError: logs.csv has content, resume_step is None and anew is False.
+        RunBusyError: another process writes to this run.
         RunFileError: a file cannot be written.
     """
 
@@ -247,7 +255,7 @@ class FileWriter:
             self._meta_path = self.path / "meta.json"
             started = has_content(self._logs)
             if started and resume_step is None and not anew:
-                raise FileExistsError(
+                raise RunExistsError(
                     f"{self._logs} exists: a run {xpid!r} was started before. Resume "
                     "it from its checkpoint, choose another --xpid, or remove "
                     f"{self.path}."
@@ -439,7 +447,7 @@ class FileWriter:
                 file.write(data)
         except OSError:
             # A full disk has no room for a second file, but the blocks that meta.json
-            # owns can still be written, and it must tell how the run ended.
+            # owns can still be written, and it must say how the run ended.
             if not self._meta_path.exists():
                 raise
             if len(data) > self._meta_path.stat().st_blocks * 512:
@@ -507,7 +515,7 @@ def _lock_folder(folder: pathlib.Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise BlockingIOError(
+        raise RunBusyError(
             error.errno,
             "Another process writes to this run. Wait for it, end it, or choose "
             "another --xpid",

@@ -14,7 +14,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchbeast.core.errors import UserError
@@ -105,7 +105,8 @@ FREE_TO_CHANGE = OF_ONE_START | {
 FREE_TO_CHANGE_IN_SYNC = FREE_TO_CHANGE | {
     *("total_steps", "learning_rate", "alpha", "momentum", "epsilon"),
     *("grad_norm_clipping", "entropy_cost", "baseline_cost", "discounting"),
-    *("reward_clipping", "sync"),
+    *("reward_clipping", "sync", "clip_rho", "clip_pg_rho", "clip_c"),
+    "trace_decay",
 }
 
 
@@ -169,6 +170,10 @@ RANGES: dict[str, Range] = {
     "entropy_cost": FINITE,
     "baseline_cost": AT_LEAST_ZERO,
     "discounting": SHARE,
+    "clip_rho": Range(0, math.inf, False),  # inf: no clipping
+    "clip_pg_rho": Range(0, math.inf, False),
+    "clip_c": Range(0, math.inf, False),
+    "trace_decay": SHARE,
     "learning_rate": AT_LEAST_ZERO,
     "alpha": SHARE,
     "momentum": Range(0, 1, True, False),
@@ -232,10 +237,8 @@ class Flags(argparse.Namespace):
         return {k: v for k, v in sorted(vars(self).items()) if not k.startswith("_")}
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
+def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentParser:
     """The flags that both variants share."""
-    from torchbeast.model import TORSOS
-
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -290,7 +293,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add_environment_flags(parser)
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", default="shallow", choices=list(TORSOS))
+    add("--model", default="shallow", choices=list(torsos))
     add("--use_lstm", action=toggle, default=False, help="a recurrent core")
     add(
         "--precision",
@@ -311,6 +314,10 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--baseline_cost", type=float, default=0.5)
     add("--discounting", type=float, default=0.99)
     add("--reward_clipping", default="abs_one", choices=["abs_one", "none"])
+    add("--clip_rho", type=float, default=1.0, help="V-trace's ρ̄ (inf: none)")
+    add("--clip_pg_rho", type=float, default=1.0, help="ρ̄ of the policy gradient")
+    add("--clip_c", type=float, default=1.0, help="V-trace's c̄, of the trace")
+    add("--trace_decay", type=float, default=1.0, help="V-trace's λ")
 
     add = parser.add_argument_group("optimizer").add_argument
     add("--learning_rate", type=float, default=0.0006)
@@ -339,7 +346,7 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
     add("--env", default="PongNoFrameskip-v4", help="a Gymnasium id or module:Class")
     add = parser.add_argument_group(ATARI).add_argument
     add(
-        "--envs",
+        *("--atari_backend", "--envs"),
         default="native",
         choices=["native", "python"],
         help="Atari through ale-py's vector environment or through Python wrappers",

@@ -26,13 +26,15 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
+from torchbeast.core.errors import UserError
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Within this time after the first signal, others are the same request: programs such as
 # timeout signal the process and then its group, and people press Ctrl-C twice.
 SAME_REQUEST_SECONDS = 1.0
 
 
-class ProcessError(RuntimeError):
+class ProcessError(UserError, RuntimeError):
     """A child process died, raised or got stuck."""
 
 
@@ -141,6 +143,13 @@ def run_script(main: Callable[[], int]) -> NoReturn:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(status)
+
+
+def num_cpus() -> int:
+    """The CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 # --- Child processes ------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+ALWAYS_BUSY = 0.9  # of the time
 PROFILE_AFTER, PROFILE_UPDATES = 10, 20  # updates before the trace, and in it
 
 
@@ -59,6 +60,54 @@ def format_shares(shares: dict[str, float]) -> str:
     return ", ".join(parts) or "nothing timed"
 
 
+def bottleneck(counts: dict[str, float]) -> str:
+    """Where the time went, and which part limits the speed.
+
+    A stream's time passes while its environments step, on the wire, in the batcher
+    while a batch before it is computed, in its own batch, or before a full queue. If
+    the learner or the inference threads are always busy, they limit. Otherwise the part
+    in which streams spend most of their time does.
+
+    Args:
+      counts: Streams.counts() and the learner's, or the difference of two.
+    """
+
+    def get(name: str) -> float:
+        return max(0.0, counts.get(name, 0.0))
+
+    def busy(work: float, wait: float) -> float:
+        return work / (work + wait) if work else 0.0
+
+    learner = busy(get("learner_learn"), get("learner_wait"))
+    inference = busy(get("inference_infer"), get("inference_wait"))
+    batches = get("num_batches") or 1.0
+    computing = get("inference_infer") * get("num_items") / batches
+    computing = min(computing, get("inference_wait_seconds"))
+    spent = {
+        "environments": get("env_seconds"),
+        "wire": max(0.0, get("env_wait_seconds") - get("env_seconds")),
+        "batcher": get("inference_wait_seconds") - computing,
+        "inference": computing,
+        "learner's queue": get("queue_wait_seconds"),
+    }
+    total = sum(spent.values()) or 1.0
+    shares = {name: seconds / total for name, seconds in spent.items()}
+    if learner > ALWAYS_BUSY:
+        limit = "learner"
+    elif inference > ALWAYS_BUSY:
+        limit = "inference"
+    else:
+        limit = max(shares, key=lambda name: shares[name])
+    return (
+        f"Learner busy {100 * learner:.0f} %, inference threads busy "
+        f"{100 * inference:.0f} %. Streams' time: {format_shares(shares)}. Mean "
+        f"inference batch {get('num_entries') / batches:.1f}, mean queue "
+        f"{get('queue_sum') / (get('queue_samples') or 1.0):.1f}. Reconnects "
+        f"{get('num_reconnects'):.0f}, dropped steps {get('num_dropped_steps'):.0f}. "
+        f"The limit: {limit}."
+    )
+
+
 class Profile:
     """Writes FOLDER/trace.json for --write_profiler_trace, with torch.profiler.
 
@@ -66,18 +115,18 @@ class Profile:
     threads of this process. chrome://tracing and Perfetto show it.
 
     Args:
-      version: number of updates when the run begins.
+      num_updates: made before the run begins.
     """
 
-    def __init__(self, flags: argparse.Namespace, version: int) -> None:
-        self.begin = version + PROFILE_AFTER if flags.write_profiler_trace else None
+    def __init__(self, flags: argparse.Namespace, num_updates: int) -> None:
+        self.begin = num_updates + PROFILE_AFTER if flags.write_profiler_trace else None
         self.profiler: Any = None
 
-    def update(self, version: int, folder: Path) -> None:
+    def update(self, num_updates: int, folder: Path) -> None:
         """Begins or ends the trace if this update is its first or last."""
         if self.begin is None:
             return
-        if self.profiler is None and version >= self.begin:
+        if self.profiler is None and num_updates >= self.begin:
             # Imported here: servers use the rest of this file and load no torch.
             from torch import profiler
             from torch._C._profiler import _ExperimentalConfig
@@ -88,7 +137,7 @@ class Profile:
                 experimental_config=_ExperimentalConfig(profile_all_threads=True),
             )
             self.profiler.start()
-        elif self.profiler is not None and version >= self.begin + PROFILE_UPDATES:
+        elif self.profiler is not None and num_updates >= self.begin + PROFILE_UPDATES:
             self.close(folder)
 
     def close(self, folder: Path) -> None:

@@ -1,22 +1,28 @@
 """What a start of a run begins with: its folder, its checkpoint and its flags.
 
-The folder is locked first, so that nobody saves between the reading of the checkpoint
-and the start. Then a flag has the first of these values that there is: typed, saved in
-the checkpoint, of the preset, the default. What was left open in the checkpoint's run,
-such as the number of threads, is found anew on this machine.
+The folder is locked first, so that no process saves between the reading of the
+checkpoint and the start. Then each flag takes the first of these values that exists:
+typed, saved in the checkpoint, of the preset, the default. What was left open in the
+checkpoint's run, such as the number of threads, is found anew on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torchbeast.core import checkpoint
 from torchbeast.core import flags as flags_lib
-from torchbeast.core.file_writer import RunFolder, has_content, read_meta
+from torchbeast.core.file_writer import (
+    RunExistsError,
+    RunFolder,
+    has_content,
+    read_meta,
+)
 from torchbeast.core.flags import FlagError, Flags
 
 log = logging.getLogger(__name__)
@@ -29,7 +35,7 @@ class Beginning(NamedTuple):
       flags: resolved and frozen.
       folder: of the run, locked.
       saved: the checkpoint to go on from, or None.
-      left_open: the flags that nobody gave, which follow from the machine and others.
+      left_open: flags not given; they follow from the machine and others.
       anew: the run died before its first checkpoint; what it logged is cut.
       notes: what to log of all this.
     """
@@ -54,23 +60,34 @@ class Beginning(NamedTuple):
         return True
 
 
+@contextlib.contextmanager
 def begin(
     parser: argparse.ArgumentParser,
     argv: Sequence[str] | None,
-    folder: RunFolder,
-    resolve: Callable[[Flags], Flags],
-) -> Beginning:
-    """Reads the checkpoint, if there is one, and makes the flags.
+    resolve_layout: Callable[[Flags], Flags],
+) -> Iterator[Beginning]:
+    """Locks the run's folder, reads its checkpoint, if any, and makes the flags.
 
     Args:
-      folder: that --savedir and --xpid name.
-      resolve: fills in the flags that are open, and checks them.
+      resolve_layout: fills in the flags that only one variant has, and checks them.
 
     Raises:
       CheckpointError: the checkpoint can't be read.
       FlagError: a flag can't work, or not with this checkpoint.
-      FileExistsError: the run was started before and can't go on.
+      RunExistsError: the run was started before and can't go on.
     """
+    flags = flags_lib.parse(parser, argv)
+    flags_lib.resolve_folder(flags)
+    with RunFolder(flags.savedir, flags.xpid) as folder:
+        yield _begin(parser, argv, folder, resolve_layout)
+
+
+def _begin(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    folder: RunFolder,
+    resolve_layout: Callable[[Flags], Flags],
+) -> Beginning:
     flags = flags_lib.parse(parser, argv)
     saved, anew = None, False
     notes: list[str] = []
@@ -86,7 +103,7 @@ def begin(
         anew = True
     flags.savedir, flags.xpid = str(folder.path.parent), folder.path.name
     before = flags.as_dict()
-    flags = resolve(flags)
+    flags = resolve_layout(flags_lib.resolve(flags))
     left_open = set(flags_lib.left_open(before, flags))
     if saved:
         if flags.sync:
@@ -129,7 +146,7 @@ def check_new_start(folder: RunFolder, flags: Flags) -> None:
     """Refuses to begin a run anew that only lacks a checkpoint.
 
     Raises:
-      FileExistsError: it has logged something, and did not die before its first
+      RunExistsError: it has logged something, and did not die before its first
         checkpoint.
     """
     previous = checkpoint.previous_path(folder.path / "model.tar")
@@ -143,7 +160,7 @@ def check_new_start(folder: RunFolder, flags: Flags) -> None:
         why = "It has no checkpoint to go on from"
     else:
         return
-    raise FileExistsError(
+    raise RunExistsError(
         f"the run {flags.xpid} was started before, in {folder.path}. {why}. Choose "
         "another --xpid, or remove the folder"
     )

@@ -14,11 +14,11 @@ belong to the episode that ended. Where row t's episode ended by truncation,
 truncation_value[t] is the agent's value of the real last observation, else 0.
 """
 
+import dataclasses
 import math
 import os
-from collections.abc import Callable
 from mmap import PAGESIZE
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from gymnasium import spaces
 from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.environment import EXTRA_FIELDS, final_name
 from torchbeast.core.errors import UserError
+from torchbeast.core.nested import Nested, flatten, map_nested
 
 SHARED_MEMORY = "/dev/shm"  # where Linux keeps it
 
@@ -38,32 +39,16 @@ STORED_AS = {
     "uint64": "int64",
 }
 
-# A tensor, array or spec, or dicts and tuples of them.
-Nested = Any
+# Recurrent state of a model: tensors [layers, batch, ...].
+State = tuple[torch.Tensor, ...]
 
 
-class Spec(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Spec:
     """One field of one row: shape without time and batch, and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-def map_nested(f: Callable, nested: Nested, *others: Nested) -> Nested:
-    """Applies f to the leaves of nested structures of dicts and tuples, in parallel."""
-    if isinstance(nested, dict):
-        return {k: map_nested(f, v, *(o[k] for o in others)) for k, v in nested.items()}
-    if isinstance(nested, tuple) and not isinstance(nested, Spec):
-        rest = zip(*others, strict=True) if others else ((),) * len(nested)
-        return tuple(map_nested(f, v, *o) for v, o in zip(nested, rest, strict=True))
-    return f(nested, *others)
-
-
-def flatten(nested: Nested) -> list:
-    """The leaves of a nested structure, in order."""
-    leaves: list = []
-    map_nested(leaves.append, nested)
-    return leaves
 
 
 def to_torch_dtype(dtype: Any) -> torch.dtype:

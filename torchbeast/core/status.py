@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchbeast.core.file_writer import writing
 from torchbeast.core.flags import FlagError
@@ -30,10 +31,13 @@ class Status:
         self.total_steps = total_steps
         self.last = time.monotonic()
         self.bar = None
+        self._lines_above: Any = None
         if sys.stderr and sys.stderr.isatty():
             self.bar = tqdm(
                 total=total_steps, initial=step, unit=" steps", unit_scale=True
             )
+            self._lines_above = logging_redirect_tqdm()  # log lines don't break the bar
+            self._lines_above.__enter__()
 
     def show(
         self,
@@ -106,6 +110,8 @@ class Status:
             self.bar = None
 
     def close(self) -> None:
+        if self._lines_above:
+            self._lines_above.__exit__(None, None, None)
         if self.bar:
             with contextlib.suppress(OSError):
                 self.bar.close()
@@ -151,7 +157,7 @@ class Board:
                     self.writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """Does not raise on a full disk, so that the end of the run is still told."""
+        """Does not raise on a full disk, so that the end of the run is still logged."""
         try:
             self.writer.close()
         except OSError as error:

@@ -1,24 +1,166 @@
-"""Standard input, output and error that whoever started this process has closed."""
+"""Streams of environments: the C++ pool, batcher and queue, seen from Python."""
 
-import contextlib
-import os
-import sys
+import collections
+import threading
+from collections.abc import Sequence
+
+import torch
+
+import libtorchbeast
+from torchbeast.core import rollout
+from torchbeast.core.connection_flags import security
+from torchbeast.core.environment import EXTRA_FIELDS
+from torchbeast.core.flags import Flags
+from torchbeast.core.nested import Nested, map_nested
+from torchbeast.core.prof import Timings
+from torchbeast.core.remote_envs import RemoteEnvs
+
+# Of libtorchbeast's stats().
+POOL_COUNTS = (
+    *("env_seconds", "env_wait_seconds", "inference_wait_seconds"),
+    *("queue_wait_seconds", "num_reconnects", "num_dropped_steps"),
+)
+BATCHER_COUNTS = ("num_batches", "num_items", "num_entries")
 
 
-def open_missing_streams() -> None:
-    """Opens what is closed of the standard streams to /dev/null, also for children.
+def to_row(env_outputs: tuple, spec: dict[str, Nested]) -> dict[str, Nested]:
+    """What the pool hands out, by the names that rows have (core/rollout.py).
 
-    Else the next file that is opened, such as a checkpoint, would take the place of
-    stderr, and C code would write its messages into it.
+    Environments in other languages may leave fields out: a game is an episode then, and
+    nothing is ever truncated.
     """
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
-            os.set_inheritable(opened, True)
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            with contextlib.suppress(OSError):
-                stream = open(os.devnull, mode)  # noqa: SIM115 # as long as the process
-                setattr(sys, name, stream)
+    observation, reward, done, episode_step, episode_return, *extra = env_outputs
+    row = {
+        "observation": map_nested(as_stored, observation, spec["observation"]),
+        "reward": reward,
+        "done": done,
+        "episode_step": episode_step,
+        "episode_return": episode_return,
+        "game_over": done,
+        "game_step": episode_step,
+        "game_return": episode_return,
+        **(extra[0] if extra else {}),
+    }
+    row = rollout.show_final_fields(row)
+    for name in row.keys() & EXTRA_FIELDS:
+        row[name] = as_stored(row[name], spec[name])
+    for name, field in spec.items():
+        if name not in row:
+            row[name] = done.new_zeros((*done.shape, *field.shape), dtype=field.dtype)
+    return row
+
+
+def as_stored(x: torch.Tensor, field: rollout.Spec) -> torch.Tensor:
+    """In the dtype that MonoBeast's buffers have, see rollout.STORED_AS."""
+    return x if x.dtype == field.dtype else x.to(field.dtype)
+
+
+class SyncBarrier:
+    """Makes acting and learning alternate in sync mode.
+
+    No unroll begins before all unrolls of the round before were learned from.
+    """
+
+    def __init__(self, unroll_length: int) -> None:
+        self.unroll_length = unroll_length
+        self.learned = 0  # rounds of unrolls
+        self.closed = False
+        self.changed = threading.Condition()
+
+    def wait_for_turn(self, row: int) -> None:
+        """Waits until the stream may act on row number `row` since its beginning."""
+        # The agent acts on an unroll's last row before learning, in MonoBeast too.
+        unroll = max(0, row - 1) // self.unroll_length
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or self.learned >= unroll)
+
+    def end_round(self) -> None:
+        with self.changed:
+            self.learned += 1
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
+class Streams:
+    """Streams of environments, with the batcher and the queue that they share.
+
+    Args:
+      addresses: of servers, one for each stream.
+      envs: which these streams are of.
+      numbers: of the first stream, and the distance to the next.
+      initial_state: of the model, for one environment.
+      batch_size: environments of one learner batch.
+      num_envs: of a stream, and of all streams.
+      hello: what all environments must be.
+    """
+
+    def __init__(
+        self,
+        flags: Flags,
+        addresses: Sequence[str],
+        envs: RemoteEnvs,
+        numbers: tuple[int, int],
+        initial_state: tuple[torch.Tensor, ...],
+        batch_size: int,
+        num_envs: tuple[int, int],
+        hello: bytes,
+        devices: tuple[torch.device, torch.device],
+    ) -> None:
+        acting, learning = devices
+        E, all_envs = num_envs
+        listener = envs.listener
+        self.queue = libtorchbeast.BatchingQueue(
+            minimum_batch_size=batch_size,
+            maximum_batch_size=batch_size,
+            maximum_queue_size=-(-max(flags.max_learner_queue_size, batch_size) // E),
+            allocator=pinned if learning.type == "cuda" else None,
+        )
+        self.batcher = libtorchbeast.DynamicBatcher(
+            maximum_batch_size=all_envs,
+            allocator=pinned if acting.type == "cuda" else None,
+        )
+        self.pool = libtorchbeast.ActorPool(
+            flags.unroll_length,
+            self.queue,
+            self.batcher,
+            addresses,
+            initial_state,
+            step_timeout_s=flags.actor_timeout,
+            maximum_downtime_s=flags.connect_timeout,
+            max_env_failures=flags.max_env_failures,
+            hello=hello,
+            expected=envs.expected,
+            seed=envs.seed,
+            first_stream=numbers[0],
+            stream_stride=numbers[1],
+            listener=listener,
+            **({} if listener else security(flags)),
+        )
+        self.inference_timings: list[Timings] = []
+
+    def counts(self) -> dict[str, float]:
+        """Seconds and numbers since the beginning, for prof.bottleneck."""
+        sums: dict[str, float] = collections.defaultdict(float)
+        for timings in self.inference_timings:
+            for name, seconds in timings.seconds.items():
+                sums[f"inference_{name}"] += seconds
+        pool, batcher = self.pool.stats(), self.batcher.stats()
+        for stats, names in ((pool, POOL_COUNTS), (batcher, BATCHER_COUNTS)):
+            for name in names:
+                sums[name] += stats.get(name, 0)
+        return sums
+
+    def close(self) -> None:
+        self.pool.close()
+        for closable in (self.batcher, self.queue):
+            if not closable.is_closed():
+                closable.close()
+
+
+def pinned(num_bytes: int) -> torch.Tensor:
+    """Memory from which a GPU copies while the CPU goes on."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

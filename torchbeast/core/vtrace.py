@@ -71,6 +71,8 @@ def from_logits(
     bootstrap_value: torch.Tensor,
     clip_rho_threshold: float | None = 1.0,
     clip_pg_rho_threshold: float | None = 1.0,
+    clip_c_threshold: float | None = 1.0,
+    trace_decay: float = 1.0,
 ) -> VTraceFromLogitsReturns:
     """V-trace for a categorical policy.
 
@@ -108,6 +110,8 @@ def from_logits(
         bootstrap_value=bootstrap_value,
         clip_rho_threshold=clip_rho_threshold,
         clip_pg_rho_threshold=clip_pg_rho_threshold,
+        clip_c_threshold=clip_c_threshold,
+        trace_decay=trace_decay,
     )
     return VTraceFromLogitsReturns(
         vs=returns.vs,
@@ -127,8 +131,10 @@ def from_importance_weights(
     bootstrap_value: torch.Tensor,
     clip_rho_threshold: float | None = 1.0,
     clip_pg_rho_threshold: float | None = 1.0,
+    clip_c_threshold: float | None = 1.0,
+    trace_decay: float = 1.0,
 ) -> VTraceReturns:
-    """V-trace from log importance weights (equation 1 of the paper, c̄ = 1, λ = 1).
+    """V-trace from log importance weights (equation 1 and remark 2 of the paper).
 
     Args:
       log_rhos: [T, B] or [T, B, C... or 1...] float, log π(a|x) - log μ(a|x).
@@ -139,6 +145,8 @@ def from_importance_weights(
       clip_rho_threshold: ρ̄, clips the weights of the temporal differences; None: no
         clipping.
       clip_pg_rho_threshold: clips the weights of the policy gradient; None likewise.
+      clip_c_threshold: c̄, clips the weights of the trace; None likewise.
+      trace_decay: λ in [0, 1]: how far a temporal difference reaches back.
 
     Returns:
       VTraceReturns. No gradient flows into any argument.
@@ -168,7 +176,7 @@ def from_importance_weights(
         )
     rhos = log_rhos.exp()  # [T, B, C... or 1...]
     clipped_rhos = _clip(rhos, clip_rho_threshold)
-    cs = rhos.clamp(max=1.0)
+    cs = trace_decay * _clip(rhos, clip_c_threshold)
 
     next_values = torch.cat([values[1:], bootstrap_value.unsqueeze(0)])
     deltas = clipped_rhos * (rewards + discounts * next_values - values)

@@ -1,0 +1,167 @@
+"""The model as it acts: casting it, one decision, and the weights that actors read.
+
+MonoBeast's actors, PolyBeast's inference and evaluation all act with `act_step`.
+"""
+
+import collections
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchbeast.core import flags as flags_lib
+from torchbeast.core import rollout
+from torchbeast.core.nested import Nested, map_nested
+from torchbeast.core.rollout import State
+
+# A torchbeast.model.Net. Nothing in core imports it, so that a fork may take another.
+Net = Any
+# Chooses actions from policy logits: a distribution's sample or mode.
+Choose = Callable[[torch.Tensor], torch.Tensor]
+
+
+def prepare_to_act(model: Net) -> Net:
+    """Puts a model into eval mode and casts its encoders for acting on the CPU."""
+    model.eval()
+    bf16 = model.bf16 and flags_lib.fast_bf16(torch.device("cpu"))
+    model.encoders_to(torch.bfloat16 if bf16 else torch.float32)
+    return model
+
+
+def to_tensors(row: Nested) -> Nested:
+    """Arrays [E, ...] of one step -> tensors [1, E, ...] that share their memory."""
+    return map_nested(lambda x: torch.from_numpy(x).unsqueeze(0), row)
+
+
+def act_step(
+    model: Net,
+    env_row: dict[str, Nested],
+    state: State,
+    choose: Choose,
+    num_updates: int = 0,
+    final_observation: Nested = None,
+) -> tuple[dict[str, Nested], State]:
+    """One decision for n environments.
+
+    Args:
+      env_row: what the environments said, [1, n, ...], see rollout.environment_spec.
+      state: the recurrent state before the row.
+      choose: maps policy logits [1, n, P] to actions [1, n, ...].
+      num_updates: the version of the model's weights.
+      final_observation: the real last observations [1, n, ...] of the environments
+        that were truncated in this step, or None if there are none.
+
+    Returns:
+      What the agent does, [1, n, ...], see rollout.agent_spec, beside the model's
+      further outputs; and the recurrent state after the row.
+    """
+    truncation_value = torch.zeros(env_row["done"].shape)  # on the CPU, where rows are
+    if final_observation is not None:
+        not_done = torch.zeros_like(env_row["done"])
+        over = {**env_row, "observation": final_observation, "done": not_done}
+        over = rollout.show_final_fields(over)
+        value = model(over, state)[0]["baseline"]
+        truncation_value = (value * env_row["truncated"]).cpu()
+    outputs, state = model(env_row, state)
+    outputs["action"] = choose(outputs["policy_logits"])
+    outputs["truncation_value"] = truncation_value
+    outputs["policy_version"] = torch.full(truncation_value.shape, num_updates)
+    return outputs, state
+
+
+# --- Published weights ----------------------------------------------------------------
+
+
+class Weights:
+    """The learner's newest weights, in three banks that others read while it goes on.
+
+    The learner publishes into a bank that is neither the newest nor being read, and
+    then makes it the newest. A reader acquires the newest bank and releases it. So
+    nobody reads half-written weights, and nobody waits.
+
+    Args:
+      banks: NUM_BANKS state dicts of a model.
+    """
+
+    NUM_BANKS = 3
+
+    def __init__(self, banks: list[dict[str, torch.Tensor]]) -> None:
+        self.banks = banks
+        self._newest = (0, 0)  # bank and number of updates
+        self._readers: collections.Counter[int] = collections.Counter()
+        self._lock = threading.Lock()  # for this process's threads
+
+    def publish(self, model: torch.nn.Module, num_updates: int) -> bool:
+        """Makes the model's weights the newest; False if all other banks are read."""
+        with self._lock:
+            for bank in range(self.NUM_BANKS):
+                if bank != self._newest[0] and not self._readers[bank]:
+                    for name, x in model.state_dict().items():
+                        self.banks[bank][name].copy_(x)
+                    self._newest = bank, num_updates
+                    return True
+        return False
+
+    def acquire(self) -> tuple[int, int]:
+        """Bank and number of updates of the newest weights; nobody overwrites them."""
+        with self._lock:
+            bank, num_updates = self._newest
+            self._readers[bank] += 1
+            return bank, num_updates
+
+    def release(self, bank: int) -> None:
+        with self._lock:
+            self._readers[bank] -= 1
+
+
+class SharedWeights(Weights):
+    """Weights in shared memory, which actor processes read.
+
+    The learner names a bank in its commands to actors; an actor answers when it has
+    loaded it. So processes share no lock.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, memory: torch.Tensor | None = None
+    ) -> None:
+        offset, places = 0, {}
+        for name, x in model.state_dict().items():
+            places[name] = (offset, x.shape, x.dtype)
+            offset += -(-x.nbytes // 64) * 64  # aligned for every dtype
+        if memory is None:
+            memory = rollout.create_buffers(
+                rollout.Spec((max(offset, 1),), torch.uint8),
+                (self.NUM_BANKS,),
+                what=f"{self.NUM_BANKS} copies of the model's weights",
+                lower="take a smaller --model",
+            )
+        self.memory = memory  # [banks, bytes] uint8, shared
+        super().__init__(
+            [
+                {
+                    name: bank[at : at + shape.numel() * dtype.itemsize]
+                    .view(dtype)
+                    .view(shape)
+                    for name, (at, shape, dtype) in places.items()
+                }
+                for bank in memory
+            ]
+        )
+
+    def load_into(self, model: torch.nn.Module, bank: int) -> None:
+        """Loads a bank into an actor's model; casts to the model's dtypes."""
+        model.load_state_dict(self.banks[bank])
+
+
+class ActingModels(Weights):
+    """Weights as whole models, for the inference threads of one process."""
+
+    def __init__(self, model: Net, device: torch.device) -> None:
+        self.nets = [copy.deepcopy(model).to(device) for _ in range(self.NUM_BANKS)]
+        for net in self.nets:
+            net.eval()
+            if device.type == "cpu":
+                prepare_to_act(net)
+        super().__init__([net.state_dict() for net in self.nets])

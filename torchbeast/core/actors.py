@@ -1,0 +1,254 @@
+"""MonoBeast's actor processes, seen from the learner."""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import pickle
+import signal
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from torchbeast.core import processes, rollout
+from torchbeast.core.acting import SharedWeights
+from torchbeast.core.env_checks import InvalidEnvironmentError
+from torchbeast.core.environment import Environment
+from torchbeast.core.flags import Flags
+from torchbeast.core.nested import Nested
+from torchbeast.core.prof import format_shares
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 2.5  # granted to actors to end by themselves
+
+
+class ActorError(processes.ProcessError):
+    """An actor process died, raised or got stuck."""
+
+
+def actor_context() -> Any:
+    """How processes that run environments are started.
+
+    Never by forking a process that has threads: the copy can inherit a locked lock.
+    """
+    methods = mp.get_all_start_methods()
+    context: Any = mp.get_context("forkserver" if "forkserver" in methods else "spawn")
+    context.set_forkserver_preload(["torchbeast.model", "torchbeast.core.rollout"])
+    return context
+
+
+def run_actor(
+    act: Callable[..., None],
+    flags: Flags,
+    index: int,
+    pipe: connection.Connection,
+    buffers: dict[str, Nested],
+    weights_memory: torch.Tensor,
+    progress: torch.Tensor,
+    saved: bytes | None,
+) -> None:
+    """The main function of an actor process: makes its environments, then acts."""
+    processes.begin_child()
+    faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck actor
+    torch.set_num_threads(1)
+    os.nice(5)  # if cores are short, the learner comes first
+    try:
+        env = Environment(flags, flags.envs_per_actor, index * flags.envs_per_actor)
+        with contextlib.closing(env):
+            env.on_warning = lambda *warning: pipe.send(("warning", *warning))
+            act(flags, index, env, pipe, buffers, weights_memory, progress, saved)
+    except BaseException as error:
+        is_user_error = isinstance(error, InvalidEnvironmentError)
+        text = str(error) if is_user_error else traceback.format_exc()
+        # The send fails if the learner has exited, or has closed the pipe to end this.
+        with contextlib.suppress(OSError):
+            pipe.send(("error", text))
+
+
+class Actors:
+    """The actor processes, seen from the learner.
+
+    Every actor has a pipe of its own. The learner waits on all pipes and on the ends of
+    all processes at once, so that it sees the death of an actor immediately.
+    """
+
+    def __init__(
+        self,
+        act: Callable[..., None],
+        flags: Flags,
+        buffers: dict[str, Nested],
+        weights: SharedWeights,
+        saved: Sequence[dict[str, Any]] | None,
+    ) -> None:
+        context = actor_context()
+        self.timeout = flags.actor_timeout
+        self.weights = weights
+        spec = rollout.Spec((), torch.int64)
+        self.progress = rollout.create_buffers(spec, (flags.num_actors,))
+        self.pipes: list[connection.Connection] = []
+        self.processes: list[Any] = []
+        self.idle = list(range(flags.num_actors))  # the longest waiting first
+        self.timings: list[dict[str, float]] = [{} for _ in self.idle]
+        self.envs_per_actor = flags.envs_per_actor
+        self._warned: set[str] = set()
+        self._seen = [(-1, 0.0)] * flags.num_actors  # progress, and when it was new
+        self._awake = 0.0  # seconds; stands still while the whole run is suspended
+        self._looked = time.monotonic()
+        self._guardian = processes.Guardian(STOP_SECONDS)
+        try:
+            for index in range(flags.num_actors):
+                pipe, actor_pipe = context.Pipe()
+                self.pipes.append(pipe)
+                process = context.Process(
+                    target=run_actor,
+                    name=f"actor-{index}",
+                    args=(
+                        act,
+                        flags,
+                        index,
+                        actor_pipe,
+                        buffers,
+                        weights.memory,
+                        self.progress,
+                        pickle.dumps(saved[index]) if saved else None,
+                    ),
+                    daemon=True,
+                )
+                self._guardian.start(process)
+                self.processes.append(process)
+                actor_pipe.close()
+        except BaseException:
+            self.close()
+            raise
+
+    def start_unroll(self, index: int, slots: list[int]) -> None:
+        """Lets an idle actor fill the slots, acting with the newest weights."""
+        self.idle.remove(index)
+        self._seen[index] = (-1, self._awake)
+        self._send(index, ("unroll", slots, *self.weights.acquire()))
+
+    def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:
+        """Waits for actors and yields (index, slots) of each complete unroll.
+
+        Args:
+          timeout: seconds to wait at most.
+          wake_up: a file descriptor that ends the wait when it is readable.
+
+        Raises:
+          ActorError: an actor died, raised, or took no step for --actor_timeout s.
+        """
+        sentinels = [process.sentinel for process in self.processes]
+        ready = connection.wait([*self.pipes, *sentinels, wake_up], timeout)
+        for index, pipe in enumerate(self.pipes):
+            if pipe in ready or sentinels[index] in ready:
+                for message in self._receive(index):
+                    if message[0] == "done":
+                        self.idle.append(index)
+                        self.timings[index] = message[2]
+                        yield index, message[1]
+        self._check_stuck()
+
+    def save(self) -> list[dict[str, Any]]:
+        """The states of all actors, for an exact resume. All must be idle."""
+        for index in range(len(self.pipes)):
+            self._send(index, ("save",))
+        states = []
+        for index, pipe in enumerate(self.pipes):
+            if not pipe.poll(self.timeout):
+                self._raise_stuck(index)
+            (message,) = self._receive(index)
+            states.append(pickle.loads(message[1]))
+        return states
+
+    def num_steps(self) -> int:
+        """Environment steps taken since the start."""
+        return int(self.progress.sum()) * self.envs_per_actor
+
+    def timing_summary(self) -> str:
+        """How the actors spent their time, on average."""
+        known = [t for t in self.timings if t]
+        if not known:
+            return format_shares({})
+        names = known[0]
+        return format_shares({k: statistics.fmean(t[k] for t in known) for k in names})
+
+    def close(self) -> None:
+        """Ends all processes and what their environments have started.
+
+        Those that don't end in time are killed.
+        """
+        for pipe in self.pipes:
+            pipe.close()
+        self._guardian.end(self.processes, STOP_SECONDS)
+        self._guardian.close()
+
+    def _send(self, index: int, message: tuple) -> None:
+        try:
+            self.pipes[index].send(message)
+        except OSError:
+            for _ in self._receive(index):  # raises its own error, if it sent one
+                pass
+            self._raise_dead(index)
+
+    def _receive(self, index: int) -> Iterator[tuple]:
+        """Messages that an actor has sent by now."""
+        try:
+            while self.pipes[index].poll():
+                message = self.pipes[index].recv()
+                if message[0] == "error":
+                    raise ActorError(f"actor {index} failed:\n{message[1]}")
+                if message[0] == "loaded":
+                    self.weights.release(message[1])
+                elif message[0] == "warning":
+                    self._warn_once(*message[1:])
+                else:
+                    yield message
+        except (EOFError, OSError):
+            self._raise_dead(index)
+        if not self.processes[index].is_alive():
+            self._raise_dead(index)
+
+    def _warn_once(self, key: str, message: str) -> None:
+        """Logs a warning of an environment, unless another actor sent it before."""
+        if key not in self._warned:
+            self._warned.add(key)
+            log.warning("%s. logs.csv counts it in env_warnings.", message)
+
+    def _raise_dead(self, index: int) -> None:
+        process = self.processes[index]
+        process.join(1.0)
+        code = process.exitcode
+        if code == processes.FORK_SERVER_IS_GONE:  # or the actor's own exit code
+            processes.check_fork_server()
+        how = processes.how_it_ended(code)
+        hint = f" (is {rollout.SHARED_MEMORY} full?)" if code == -signal.SIGBUS else ""
+        raise ActorError(f"actor {index} (pid {process.pid}) died {how}{hint}")
+
+    def _check_stuck(self) -> None:
+        now = time.monotonic()
+        self._awake += min(now - self._looked, 2.0)
+        self._looked = now
+        for index, steps in enumerate(self.progress.tolist()):
+            seen, since = self._seen[index]
+            if steps != seen:
+                self._seen[index] = (steps, self._awake)
+            elif index not in self.idle and self._awake - since > self.timeout:
+                self._raise_stuck(index)
+
+    def _raise_stuck(self, index: int) -> None:
+        pid = self.processes[index].pid
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGUSR1)  # prints its Python stack
+            time.sleep(0.5)
+        raise ActorError(
+            f"actor {index} (pid {pid}) made no step for {self.timeout:g} s. Its stack "
+            "is printed above if it could still answer. If its environment is that "
+            "slow, raise --actor_timeout"
+        )

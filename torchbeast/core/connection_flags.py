@@ -1,0 +1,120 @@
+"""The flags that environment servers and learner share, and what they stand for.
+
+Environment machines import this, so it loads no torch.
+"""
+
+import argparse
+from typing import Any
+
+from torchbeast.core.errors import UserError
+from torchbeast.core.flags import FlagError
+
+NUM_SERVERS = 4
+PIPES_BASENAME = "unix:/tmp/polybeast"
+ENVS_PER_ACTOR = 8
+
+
+class ServerError(UserError, RuntimeError):
+    """An environment server did not start, died too often, or is refused for good."""
+
+
+def add_connection_flags(parser: argparse.ArgumentParser) -> None:
+    """What environment servers and learner must agree on."""
+    add = parser.add_argument_group("connection").add_argument
+    add(
+        "--pipes_basename",
+        default=PIPES_BASENAME,
+        help="the servers' sockets on one machine are this name with .0, .1, ... "
+        "(torchbeast.polybeast: a new name per run)",
+    )
+    add("--num_servers", type=int, default=NUM_SERVERS, help="server processes")
+    add(
+        "--envs_per_actor",
+        type=int,
+        default=ENVS_PER_ACTOR,
+        help="environments of one stream; a learner by itself takes any, by default",
+    )
+    add(
+        "--tls_server_name",
+        help="name in the other side's certificate",
+    )
+    add("--tls_cert", help="PEM file of this side's certificate")
+    add("--tls_key", help="PEM file of its key")
+    add("--tls_ca", help="PEM file of the signer of the other side's certificate")
+    add("--token_file", help="file with a secret that both sides share")
+    add(
+        "--insecure",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="allow plain TCP beyond this machine",
+    )
+
+
+def security(flags: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of libtorchbeast that the connection flags stand for.
+
+    Raises:
+      FlagError: one of the files can't be used.
+    """
+    token = None
+    if flags.token_file:
+        try:
+            with open(flags.token_file, encoding="utf-8") as file:
+                token = file.read().strip()
+        except OSError as error:
+            raise FlagError(
+                f"--token_file {flags.token_file}: {error.strerror}"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise FlagError(
+                f"--token_file {flags.token_file} is not text in UTF-8: {error}"
+            ) from error
+        if not token:
+            raise FlagError(f"--token_file {flags.token_file} is empty")
+    check_certificates(flags)
+    return {
+        "tls_cert": flags.tls_cert,
+        "tls_key": flags.tls_key,
+        "tls_ca": flags.tls_ca,
+        "token": token,
+        "tls_server_name": flags.tls_server_name,
+        "insecure": flags.insecure,
+    }
+
+
+def check_certificates(flags: argparse.Namespace) -> None:
+    """Raises FlagError for TLS files that can't be used; gRPC would not say why."""
+    names = ("tls_cert", "tls_key", "tls_ca")
+    if not any(getattr(flags, name) for name in names):
+        return
+    import ssl  # slow
+
+    for name in names:
+        path = getattr(flags, name)
+        if path:
+            try:
+                with open(path, "rb") as file:
+                    found = b"-----BEGIN " in file.read()
+            except OSError as error:
+                raise FlagError(f"--{name} {path}: {error.strerror}") from error
+            if not found:
+                raise FlagError(
+                    f"--{name} {path} is not a PEM file: it has no line with -----BEGIN"
+                )
+    if bool(flags.tls_cert) != bool(flags.tls_key):
+        given, missing = ("cert", "key") if flags.tls_cert else ("key", "cert")
+        raise FlagError(f"--tls_{given} is of no use without --tls_{missing}")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # weak ones are not our business
+    checking = ""
+    try:
+        if flags.tls_cert:
+            checking = f"--tls_cert {flags.tls_cert} and --tls_key {flags.tls_key}"
+            # A password: gRPC can't ask for one, and this must not.
+            context.load_cert_chain(flags.tls_cert, flags.tls_key, lambda: "")
+        if flags.tls_ca:
+            checking = f"--tls_ca {flags.tls_ca}"
+            context.load_verify_locations(flags.tls_ca)
+    except ssl.SSLError as error:
+        reason = (error.reason or str(error)).lower().replace("_", " ")
+        raise FlagError(f"{checking} can't be used: {reason}") from error

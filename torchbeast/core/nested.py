@@ -1,0 +1,25 @@
+"""Nested structures: dicts, tuples and lists of leaves. Loads no torch."""
+
+from collections.abc import Callable
+from typing import Any
+
+# A leaf, or dicts, tuples and lists of them.
+Nested = Any
+
+
+def map_nested(f: Callable, nested: Nested, *others: Nested) -> Nested:
+    """Applies f to the leaves of nested structures, in parallel."""
+    if isinstance(nested, dict):
+        return {k: map_nested(f, v, *(o[k] for o in others)) for k, v in nested.items()}
+    if isinstance(nested, tuple | list):
+        rest = zip(*others, strict=True) if others else ((),) * len(nested)
+        kind = type(nested)
+        return kind(map_nested(f, v, *o) for v, o in zip(nested, rest, strict=True))
+    return f(nested, *others)
+
+
+def flatten(nested: Nested) -> list:
+    """The leaves of a nested structure, in order."""
+    leaves: list = []
+    map_nested(leaves.append, nested)
+    return leaves

@@ -1,0 +1,337 @@
+"""The environments of PolyBeast, seen from its learner: where they are, what they are.
+
+Either the learner connects to servers, or it listens for environments that connect.
+"""
+
+import argparse
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+import libtorchbeast
+from torchbeast.core import atari_wrappers, rollout
+from torchbeast.core.connection_flags import ServerError, security
+from torchbeast.core.distributions import make_distribution
+from torchbeast.core.env_connection import environment_settings, tls_fault
+from torchbeast.core.env_spec import EnvSpec
+from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.peer_log import PeerLog
+
+log = logging.getLogger(__name__)
+
+MAX_ROLLOUT_BYTES = 2 << 30  # of one stream; see torchbeast.proto
+PROBE_SECONDS = 60.0  # granted to a server to make its environments
+
+
+def make_space(description: dict[str, Any]) -> spaces.Space:
+    """The Gymnasium space that a server has described."""
+    kind = description["type"]
+    if kind == "Box":
+        shape, dtype = description["shape"], np.dtype(description["dtype"])
+        low, high = (
+            np.broadcast_to(make_bound(description[end], end, dtype), shape)
+            for end in ("low", "high")
+        )
+        return spaces.Box(low, high, shape, dtype=dtype.type)
+    if kind == "Discrete":
+        return spaces.Discrete(description["n"], start=description["start"])
+    if kind == "MultiDiscrete":
+        return spaces.MultiDiscrete(description["n"], start=description["start"])
+    if kind == "MultiBinary":
+        return spaces.MultiBinary(description["shape"])
+    if kind == "Tuple":
+        return spaces.Tuple([make_space(item) for item in description["spaces"]])
+    items = description["spaces"].items()
+    return spaces.Dict({key: make_space(item) for key, item in items})
+
+
+def make_bound(bound: Any, end: str, dtype: np.dtype) -> np.ndarray:
+    """A Box's low or high in its own dtype. The wire has float64, and no infinite ends.
+
+    Args:
+      bound: None (no bound), a float for all elements, or a float64 array.
+      end: "low" or "high".
+    """
+    if bound is None:
+        bound = -np.inf if end == "low" else np.inf
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):  # beyond the dtype's range: unbounded
+            return np.asarray(bound, dtype)
+    if dtype.kind == "b":
+        return np.asarray(np.clip(bound, 0, 1), dtype)
+    limits = np.iinfo(dtype)
+    bound = np.clip(bound, float(limits.min), float(limits.max))
+    with np.errstate(invalid="ignore"):  # float64 rounds int64's largest up, beyond it
+        inside = bound.astype(dtype)
+    return np.where(bound < float(limits.max), inside, dtype.type(limits.max))
+
+
+class RemoteEnvs:
+    """The way to the environments: servers to dial, or a place where they dial.
+
+    Attributes:
+      addresses: of servers, one for each stream.
+      listener: takes in environments that dial, or None.
+      seed: of the environments; each stream gets it, with a number of its own.
+      expected: what environments must be, as libtorchbeast takes it.
+
+    Raises:
+      FlagError: --listen is not an address.
+      ServerError: the learner can't listen there.
+    """
+
+    def __init__(self, flags: Flags, seed: int) -> None:
+        self.flags = flags
+        self.seed = seed
+        self.expected = expected_environment(flags)
+        self.peer_log = PeerLog(log)
+        self.addresses: list[str] = []
+        self.listener: Any = None
+        if flags.listen:
+            try:
+                arguments = security(flags)
+                del arguments["tls_server_name"]  # only for the side that dials
+                self.listener = libtorchbeast.Listener(
+                    flags.listen,
+                    max_streams=flags.num_actors,
+                    expected=self.expected,
+                    seed=seed,
+                    hello_timeout_s=flags.actor_timeout,
+                    **arguments,
+                )
+                self.listener.start()
+            except ValueError as error:
+                raise FlagError(f"--listen: {error}") from error
+            except RuntimeError as error:
+                raise ServerError(f"--listen: {error}") from error
+            log.info("Listening at %s", self.listener.address)
+        else:
+            servers = server_addresses(flags)
+            self.addresses = [
+                servers[i % len(servers)] for i in range(flags.num_actors)
+            ]
+            if len(servers) > flags.num_actors:
+                log.warning(
+                    "%d of %d servers are not used: --num_actors is %d",
+                    *(len(servers) - flags.num_actors, len(servers), flags.num_actors),
+                )
+
+    def describe(self, check_servers: Callable[[], None]) -> EnvSpec:
+        """Waits for the first environments that can be used.
+
+        Args:
+          check_servers: is called at least once per second; may raise to end the wait.
+
+        Raises:
+          TransportError: there are none within --connect_timeout seconds, or no
+            connection with them can work.
+          FlagError, RefusedError, WireError, RuntimeError: none can be used; why.
+        """
+        deadline = time.monotonic() + self.flags.connect_timeout
+        said = False
+        warned: set[str] = set()
+        while True:
+            failed: dict[str, Exception] = {}
+            final: list[Exception] = []  # of those that would be the same again
+            for where in dict.fromkeys(self.addresses or [self.listener.address]):
+                check_servers()
+                try:
+                    env = self._ask(where)
+                except (FlagError, RuntimeError) as error:
+                    failed[where] = error
+                    fault = None
+                    if not is_final(error) and not self.listener:
+                        fault = tls_fault(where, self.flags)
+                    if fault:
+                        failed[where] = libtorchbeast.TransportError(
+                            "no connection with the environment server at "
+                            f"{where}: {fault}"
+                        )
+                    if fault or is_final(error):
+                        final.append(failed[where])
+                except ValueError as error:  # no address
+                    raise FlagError(f"--server_addresses: {error}") from error
+                else:
+                    for other, why in failed.items():
+                        log.warning("%s can't be used for now: %s", other, why)
+                    return env
+                finally:
+                    self.report()
+            if len(final) == len(failed):
+                raise final[0]
+            if time.monotonic() > deadline:
+                raise (final or list(failed.values()))[0]
+            for where, why in failed.items():
+                if why in final and where not in warned:
+                    log.warning("%s can't be used: %s", where, why)
+                    warned.add(where)
+            if not said:
+                log.info("Waiting for environments at %s.", ", ".join(failed))
+                said = True
+            time.sleep(0.2)
+
+    def _ask(self, where: str) -> EnvSpec:
+        """What the environments are that a server has or that have joined.
+
+        Raises:
+          TransportError: there are none yet.
+          FlagError, RefusedError, WireError, RuntimeError: they can't be used.
+        """
+        if not self.listener:
+            seconds = min(PROBE_SECONDS, self.flags.connect_timeout)
+            found = libtorchbeast.probe(
+                where,
+                seconds,
+                expected=self.expected,
+                **security(self.flags),
+            )
+            return usable(self.flags, found, where)
+        found = self.listener.probe(1.0)
+        try:
+            return usable(self.flags, found, where)
+        except FlagError as error:  # others may come
+            self.listener.refuse(found["hello"], str(error))
+            raise libtorchbeast.TransportError(str(error)) from error
+
+    def report(self, all_streams: Sequence[Any] = ()) -> None:
+        """Logs what happened to streams, also to those that the listener refused."""
+        sources = [streams.pool for streams in all_streams]
+        for source in [self.listener, *sources] if self.listener else sources:
+            self.peer_log.report(source.events())
+
+    def columns(self, all_streams: Sequence[Any]) -> dict[str, int]:
+        """What logs.csv says of the streams."""
+        stats = [streams.pool.stats() for streams in all_streams]
+        refused = self.listener.stats()["num_refused"] if self.listener else 0
+        return {
+            "reconnects": sum(s["num_reconnects"] for s in stats),
+            "dropped_steps": sum(s["num_dropped_steps"] for s in stats),
+            "refused": refused + sum(s["num_refused"] for s in stats),
+            "env_failures": sum(s["num_env_failures"] for s in stats),
+            "streams": sum(s["num_connected"] for s in stats),
+        }
+
+    def num_connected(self, all_streams: Sequence[Any]) -> str:
+        """Connected and expected streams, such as 3/4."""
+        connected = sum(s.pool.stats()["num_connected"] for s in all_streams)
+        return f"{connected}/{self.flags.num_actors}"
+
+    def close(self) -> None:
+        if self.listener:
+            self.listener.close()
+        self.report()
+        self.peer_log.close()
+
+
+def is_final(error: Exception) -> bool:
+    """Whether the same server would say the same again."""
+    lost = isinstance(error, libtorchbeast.TransportError)
+    return not lost or isinstance(error, libtorchbeast.RefusedError)
+
+
+def usable(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
+    """What `libtorchbeast.probe` has found, if it is what the learner needs.
+
+    Raises:
+      FlagError: it is not; says why.
+    """
+    if found["action_space"] is None:
+        raise FlagError(f"the environments at {where} announce no action space")
+    is_atari = atari_wrappers.atari_game(flags.env) is not None
+    try:
+        observation_space, action_space = (
+            make_space(found[name]) for name in ("observation_space", "action_space")
+        )
+        distribution = make_distribution(action_space)
+    except (ValueError, AssertionError, OverflowError) as error:
+        raise FlagError(f"the environments at {where}: {error}") from error
+    env = EnvSpec(
+        observation_space,
+        action_space,
+        flags.frame_skip if is_atari else 1,
+        num_envs=found["num_envs"],
+        hello=found["hello"],
+    )
+    n = getattr(env.action_space, "n", None)
+    if flags.num_actions not in (None, n):
+        raise FlagError(
+            f"--num_actions is {flags.num_actions}, but {where} has "
+            f"{env.action_space}; the flag may be left out"
+        )
+    num_bytes = found["step_bytes"] * (flags.unroll_length + 1)
+    if num_bytes > MAX_ROLLOUT_BYTES:
+        raise FlagError(
+            f"a rollout of the {env.num_envs} environments at {where} would have "
+            f"{num_bytes:,} bytes (--unroll_length {flags.unroll_length}), at most "
+            f"{MAX_ROLLOUT_BYTES:,} are allowed"
+        )
+    spec = rollout.environment_spec(env.observation_space, distribution)
+    for name, field in found["extra_fields"].items():
+        dtype = rollout.to_torch_dtype(field["dtype"])
+        seen = rollout.Spec(tuple(field["shape"]), dtype)
+        if name in spec and seen != spec[name]:
+            raise FlagError(
+                f"the environments at {where} have the field {name} as "
+                f"{field['dtype']} {list(field['shape'])}, and this learner needs "
+                f"{spec[name].dtype} {list(spec[name].shape)}"
+            )
+    check_batches(flags, env)
+    return env
+
+
+def expected_environment(flags: Flags) -> dict[str, Any]:
+    """What environments must be, by the flags; their spaces come from the first."""
+    return {
+        "name": flags.env,
+        "num_envs": flags.envs_per_actor or 0,  # 0: as the first have it
+        "settings": environment_settings(flags),
+    }
+
+
+def check_batches(flags: Flags, env: EnvSpec) -> None:
+    """Raises FlagError if streams of environments don't add up to batches."""
+    B, E = flags.batch_size, env.num_envs
+    if flags.sync and flags.num_actors * E % B:
+        raise FlagError(
+            f"--sync learns from all {flags.num_actors * E} environments in turn "
+            f"({flags.num_actors} streams of {E}): --batch_size must divide that, "
+            f"got {B}"
+        )
+    if not flags.sync and B % E and E % B:
+        raise FlagError(
+            f"--batch_size {B}: the {E} environments of a stream are learned from "
+            "together, so one must be a multiple of the other"
+        )
+
+
+def server_addresses(flags: argparse.Namespace) -> list[str]:
+    """--server_addresses, which may name a file of them; else the local ones."""
+    given = flags.server_addresses
+    if not given:
+        return [f"{flags.pipes_basename}.{i}" for i in range(flags.num_servers)]
+    if given.startswith("@"):
+        try:
+            given = Path(given[1:]).read_text()
+        except OSError as error:
+            raise FlagError(f"--server_addresses: {error}") from error
+    addresses = []
+    for word in given.replace(",", " ").split():
+        ports = re.fullmatch(r"(.+):(\d+)-(\d+)", word)  # host:5000-5007
+        if not ports or word.startswith("unix:"):
+            addresses.append(word)
+            continue
+        first, last = int(ports[2]), int(ports[3])
+        if last < first:
+            raise FlagError(
+                f"--server_addresses: {word} has no ports: {last} < {first}"
+            )
+        addresses += [f"{ports[1]}:{port}" for port in range(first, last + 1)]
+    if not addresses:
+        raise FlagError("--server_addresses names no address")
+    return addresses

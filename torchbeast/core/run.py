@@ -1,0 +1,360 @@
+"""What surrounds the loop of a training run: files, signals, threads, the end.
+
+    with Run(start, learner) as run:
+        run.start_thread("learner-0", work, stop)
+        while run.going():
+            ...  # a second at most
+    return run.exit_status
+
+The script owns the loop. It may raise anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from torchbeast.core import checkpoint, errors, processes, resume
+from torchbeast.core.file_writer import FileWriter, join_columns
+from torchbeast.core.prof import Profile, Timings
+from torchbeast.core.status import Board, Status, format_return
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 5.0  # granted to threads to end by themselves
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep big freed blocks, so that the next update can use them again.
+
+    By default glibc gives them back to the kernel, which then clears and maps each page
+    again: a tenth of the learner's CPU time.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: map bigger blocks only
+            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: give back nothing
+            libc.mallopt(-8, 1)  # M_ARENA_MAX: threads use the same memory
+
+
+class Run:
+    """A training run from its first log line to its exit status.
+
+    On exit every thread has stopped, a checkpoint is saved if that makes sense, what
+    `stack` holds is closed, and meta.json is final. An exception of the body or of a
+    thread ends the run: it is logged, and the exit status is 1.
+
+    Args:
+      start: flags, folder and checkpoint.
+      learner: a torchbeast.learner.Learner; loads the checkpoint, if there is one.
+
+    Attributes:
+      stack: an ExitStack, closed after the last checkpoint.
+      timings: of the learner threads; used inside `updating` only.
+      wake_reader: a file descriptor that is readable when the main thread should wake.
+      exit_status: 0 finished, 1 failed, 128 + n ended by signal n; valid after exit.
+    """
+
+    def __init__(self, start: resume.Beginning, learner: Any) -> None:
+        self.start, self.learner, self.flags = start, learner, start.flags
+        self.resumed = start.saved is not None
+        if start.saved:
+            learner.load_state_dict(start.saved)
+        if learner.device.type == "cpu":
+            torch.set_num_threads(self.flags.torch_threads)
+            keep_freed_memory()
+        self.stack = contextlib.ExitStack()
+        self.timings = Timings()
+        self.exit_status = 1
+        self._threads: list[threading.Thread] = []
+        self._stop_threads: list[Callable[[], None]] = []
+        self._thread_errors: list[BaseException] = []
+        self._error: str | None = None  # what ended the run, for meta.json
+        self._signal, self._signalled_at, self._signal_logged = 0, 0.0, False
+        self._saving = False  # then a second signal does not end the run at once
+        self._lock = threading.Lock()  # of the learner
+        self._longest_update = 0.0  # seconds
+        self._saved_at, self._last_save = learner.num_updates, time.monotonic()
+        self._profile = Profile(self.flags, learner.num_updates)
+        self._status_line = Status(learner.step, self.flags.total_steps)
+        self._board: Board | None = None
+        self.wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self.wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
+
+    def __enter__(self) -> Run:
+        start, flags = self.start, self.flags
+        if flags.tensorboard:
+            self._board = Board(start.folder.path, self.learner.step)
+        # From here on a signal is noted, so that meta.json says how the run ended.
+        for number in processes.handled_signals():
+            signal.signal(number, self._on_signal)
+        self._writer = FileWriter(
+            flags.savedir,
+            flags.xpid,
+            flags.as_dict(),
+            resume_step=self.learner.step if self.resumed else None,
+            folder=start.folder,
+            anew=start.anew,
+        )
+        self._old_wakeup = signal.set_wakeup_fd(
+            self._wake_writer, warn_on_full_buffer=False
+        )
+        log.info("Run %s; files in %s", flags.xpid, self._writer.path)
+        if self.resumed:
+            log.info("Resuming at step %d.", self.learner.step)
+        elif start.anew:
+            log.warning("%s died before its first checkpoint.", flags.xpid)
+        for note in start.notes:
+            log.info("%s", note)
+        return self
+
+    # --- The main loop
+
+    def going(self, may_stop: bool = True) -> bool:
+        """Begins a turn of the main loop; False: the run is to end.
+
+        Args:
+          may_stop: whether the run can end here (--sync: only between two rounds).
+
+        Raises:
+          The first exception that a thread has raised.
+        """
+        self._log_signal()
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wake_reader, 4096)
+        if self._thread_errors:
+            raise self._thread_errors[0]
+        self._profile.update(self.learner.num_updates, self._writer.path)
+        finished = self.learner.step >= self.flags.total_steps
+        return not (may_stop and (finished or self._signal))
+
+    def show(self, queued: int, acted: int, streams: str | None = None) -> None:
+        """Shows the live line, if it is time to.
+
+        Args:
+          queued: rollouts that wait to be learned from.
+          acted: environment steps taken since the start.
+          streams: connected and expected, such as 3/4; None: there are none.
+        """
+        learner = self.learner
+        self._status_line.show(
+            *(learner.step, learner.sps(), learner.mean_return(), learner.games),
+            *(learner.policy_lag, queued, acted, streams),
+        )
+
+    def wake(self) -> None:
+        """Ends the main thread's wait."""
+        with contextlib.suppress(BlockingIOError):  # full: it is awake already
+            os.write(self._wake_writer, b"w")
+
+    # --- Threads and updates
+
+    def start_thread(
+        self, name: str, work: Callable[[], None], stop: Callable[[], None]
+    ) -> None:
+        """Starts a thread; an exception in it ends the run.
+
+        Args:
+          stop: makes `work` return soon; does not wait for it.
+        """
+
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._thread_errors.append(error)
+            finally:
+                self.wake()
+
+        thread = threading.Thread(target=guarded, name=name, daemon=True)
+        self._threads.append(thread)
+        self._stop_threads.append(stop)
+        thread.start()
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[bool]:
+        """Surrounds an update: one thread at a time. Gives False if it is not wanted.
+
+        Inside, the caller learns, publishes the weights and calls `log`.
+        """
+        learner = self.learner
+        with self._lock:
+            enough = learner.step >= self.flags.total_steps and not self.flags.sync
+            if enough or learner.diverged:
+                yield False
+                return
+            if not self.timings.seconds:
+                self.timings.reset()  # the start of the actors is not counted
+            self.timings.time("wait")
+            started = time.monotonic()
+            yield True
+            seconds = time.monotonic() - started
+            self._longest_update = max(self._longest_update, seconds)
+            self.timings.time("learn")
+
+    def log(self, *parts: dict[str, Any]) -> None:
+        """Writes a row of logs.csv, and to TensorBoard.
+
+        Raises:
+          ColumnError: two parts have a column of the same name.
+        """
+        row = join_columns(*parts)
+        self._writer.log(row)
+        if self._board:
+            self._board.log(row)
+
+    # --- Checkpoints
+
+    def save_is_due(self) -> bool:
+        flags, seconds = self.flags, time.monotonic() - self._last_save
+        return seconds > flags.checkpoint_interval
+
+    def save(self, more: dict[str, Any] | None = None) -> None:
+        """Saves a checkpoint, unless nothing is new.
+
+        It waits for an update in progress, but not after a stop signal.
+
+        Args:
+          more: further entries.
+        """
+        learner, flags = self.learner, self.flags
+        if flags.disable_checkpoint or learner.num_updates == self._saved_at:
+            self._last_save = time.monotonic()
+            return
+        while not self._lock.acquire(timeout=1.0):
+            if self._signal:
+                return
+        try:
+            if learner.diverged:
+                return  # the last checkpoint is better
+            self._saving = True
+            state = learner.state_dict() | {
+                "flags": flags.as_dict(),
+                "flags_left_open": self.start.left_open,
+            }
+            path = self.start.folder.path / "model.tar"
+            checkpoint.save(path, state | (more or {}))
+            self._saved_at, self._last_save = learner.num_updates, time.monotonic()
+        finally:
+            self._saving = False
+            self._lock.release()
+        log.info("Saved %s at step %d.", path, state["stats"]["step"])
+
+    # --- Signals and the end
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        same = now - self._signalled_at < processes.SAME_REQUEST_SECONDS
+        if self._signal and (same or self._saving):
+            return
+        if self._signal:
+            raise KeyboardInterrupt(number)  # the second time: don't wait, don't save
+        # Nothing is logged here: the signal may have come in the middle of a log line.
+        self._signal, self._signalled_at = number, now
+
+    def _log_signal(self) -> None:
+        if self._signal and not self._signal_logged:
+            self._signal_logged = True
+            log.warning("%s: ending the run.", signal.Signals(self._signal).name)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None and not isinstance(error, KeyboardInterrupt):
+            self._error = f"{type(error).__name__}: {error}"
+        self.exit_status = errors.report(error)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        self._log_signal()
+        try:
+            if error is None:
+                finished = self.learner.step >= self.flags.total_steps
+                self.exit_status = 0 if finished else 128 + self._signal
+                worth_saving = True
+            else:
+                self._fail(error)
+                # With --sync only whole rounds resume. A failed save would fail again.
+                cannot_save = isinstance(error, checkpoint.CheckpointError)
+                interrupted = isinstance(error, KeyboardInterrupt)
+                worth_saving = not (self.flags.sync or cannot_save or interrupted)
+            try:
+                self._end(worth_saving and bool(self._threads))
+            except checkpoint.CheckpointError as failed_save:
+                if self.exit_status == 1:  # after another failure, maybe of the disk
+                    log.warning("%s", failed_save)
+                else:
+                    self._fail(failed_save)
+            except BaseException as error_at_the_end:
+                self._fail(error_at_the_end)
+        finally:
+            # From here on the end is bounded in time, and further signals are ignored.
+            # The caller restores the handlers.
+            for number in processes.STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            self._close()
+        return True
+
+    def _end(self, worth_saving: bool) -> None:
+        """Stops the threads and saves the last checkpoint."""
+        for stop in self._stop_threads:
+            stop()
+        # An update in progress is waited for, even if updates take long.
+        seconds = max(STOP_SECONDS, 2 * self._longest_update)
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread_errors and self.exit_status != 1:  # after the last turn
+            self._fail(self._thread_errors[0])
+            worth_saving = worth_saving and not self.flags.sync
+        busy = [thread.name for thread in self._threads if thread.is_alive()]
+        if busy:
+            self._error = f"{', '.join(busy)} still busy: nothing is saved."
+            log.error("%s", self._error)
+            self.exit_status = 1
+        elif worth_saving:
+            self.save()
+
+    def _close(self) -> None:
+        learner, status = self.learner, self.exit_status
+        self._status_line.close()
+        try:
+            self.stack.close()
+        except Exception as error:
+            self._fail(error)
+            status = self.exit_status
+        self._profile.close(self._writer.path)
+        if self._board:
+            self._board.close()  # logs what it can't write
+        log.info(
+            "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
+            "Failed" if status == 1 else "Stopped" if status else "Finished",
+            learner.step,
+            learner.sps() or 0,
+            learner.games,
+            len(learner.game_returns),
+            format_return(learner.mean_return()),
+        )
+        self._writer.close(
+            status == 0,
+            last_step=learner.step,
+            exit_status=status,
+            signal=signal.Signals(status - 128).name if status > 128 else None,
+            error=self._error if status == 1 else None,
+        )
+        signal.set_wakeup_fd(self._old_wakeup)
+        if any(thread.is_alive() for thread in self._threads):
+            # Python can't end cleanly while a thread is inside torch.
+            logging.shutdown()
+            os._exit(status)
+        os.close(self.wake_reader)
+        os.close(self._wake_writer)

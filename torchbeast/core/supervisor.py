@@ -1,0 +1,176 @@
+"""Environment servers, seen from the process that starts them and starts them again."""
+
+import contextlib
+import logging
+import multiprocessing as mp
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
+from typing import Any
+
+from torchbeast.core import processes
+from torchbeast.core.connection_flags import ServerError
+from torchbeast.core.flags import Flags
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 5.0  # granted to servers to end by themselves
+START_SECONDS = 300.0  # granted to servers to import and to make an environment
+HEALTHY_SECONDS = 10.0  # uptime after which a crash no longer counts
+FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before a restart
+REPEAT_SECONDS = 60.0  # between two lines on what servers wait for
+
+
+class Servers:
+    """The server processes, seen from their parent, which starts them again.
+
+    Args:
+      serve: the main function of a server process, see polybeast_env.py.
+      addresses: one per server.
+    """
+
+    def __init__(
+        self, serve: Callable[..., None], flags: Flags, addresses: Sequence[str]
+    ) -> None:
+        self.serve, self.flags, self.addresses = serve, flags, addresses
+        self.context = mp.get_context("spawn")  # gRPC can't be forked
+        self.guardian = processes.Guardian(STOP_SECONDS)
+        count = len(self.addresses)
+        self.processes: list[Any] = [None] * count
+        self.pipes: list[Any] = [None] * count
+        self.started = [0.0] * count  # when
+        self.ready = [False] * count
+        self.due = [0.0] * count  # when to start it, if there is no process
+        self.in_vain = [0] * count  # deaths in a row, each soon after the start
+        self.restarts = 0
+        self.ever_ready = False
+        self.said: dict[str, float] = {}  # when; what servers wait for
+
+    def start(self, enough: Callable[[], Any]) -> None:
+        """Starts all servers; `enough` may end that early."""
+        for index in range(len(self.addresses)):
+            if enough():
+                break
+            self._start(index, 0)
+
+    def watch(self, timeout: float, wake_up: Sequence[Any]) -> None:
+        """Waits for an event, and starts dead servers again.
+
+        Args:
+          timeout: seconds to wait at most.
+          wake_up: what ends the wait when it is ready.
+
+        Raises:
+          ServerError: a server can't start, or dies again and again.
+        """
+        now = time.monotonic()
+        for index, process in enumerate(self.processes):
+            if process is None:
+                if now >= self.due[index]:
+                    self.restarts += 1
+                    self._start(index, self.restarts << 16)
+                else:
+                    timeout = min(timeout, self.due[index] - now)
+        alive = [i for i, process in enumerate(self.processes) if process is not None]
+        objects = list(wake_up)
+        objects += [self.processes[i].sentinel for i in alive]
+        objects += [self.pipes[i] for i in alive]
+        connection.wait(objects, timeout)
+        for index in alive:
+            self._look_at(index)
+
+    def _start(self, index: int, first_stream: int) -> None:
+        self.pipes[index], child = self.context.Pipe(duplex=False)
+        process = self.context.Process(
+            target=self.serve,
+            name=f"server-{index}",
+            args=(self.flags, index, self.addresses[index], first_stream, child),
+            daemon=True,
+        )
+        self.guardian.start(process)
+        child.close()
+        self.processes[index] = process
+        self.started[index] = time.monotonic()
+        self.ready[index] = False
+
+    def _look_at(self, index: int) -> None:
+        process, pipe = self.processes[index], self.pipes[index]
+        lived = time.monotonic() - self.started[index]
+        error = ""
+        with contextlib.suppress(EOFError, OSError):
+            while pipe.poll():
+                kind, *rest = pipe.recv()
+                if kind == "ready":
+                    self.ready[index] = self.ever_ready = True
+                    log.info("Server %d at %s: %s", index, *rest)
+                elif kind == "waiting":
+                    self._say_waiting(*rest)
+                elif kind == "joined":
+                    log.info("Server %d has joined the learner at %s.", index, *rest)
+                    self.said.clear()
+                elif kind == "refused":
+                    self._raise(index, f"can't join: {rest[0]}")
+                else:
+                    (error,) = rest
+                    break
+        if error and not self.ever_ready:
+            self._raise(index, f"cannot start: {error}")
+        if process.is_alive() and not error:
+            if not self.ready[index] and lived > START_SECONDS:
+                self._raise(index, f"was not ready after {START_SECONDS:g} s")
+            return
+        self.guardian.end([process], STOP_SECONDS)
+        how = (
+            f"has failed: {error}"
+            if error
+            else f"has died, {processes.how_it_ended(process.exitcode)}"
+        )
+        self.in_vain[index] = 0 if lived > HEALTHY_SECONDS else self.in_vain[index] + 1
+        if self.in_vain[index] > self.flags.max_restarts:
+            self._raise(
+                index,
+                f"{how}. It is crash number {self.in_vain[index]} in a row within "
+                f"{HEALTHY_SECONDS:g} s of the start (--max_restarts "
+                f"{self.flags.max_restarts})",
+            )
+        backoff = min(FIRST_BACKOFF * 2 ** self.in_vain[index], LONGEST_BACKOFF)
+        log.warning("Server %d %s; starting it again in %.1f s.", index, how, backoff)
+        pipe.close()
+        self.processes[index] = None
+        self.due[index] = time.monotonic() + backoff
+
+    def _say_waiting(self, why: str) -> None:
+        """Once a minute, though each of many servers says it."""
+        now = time.monotonic()
+        if now - self.said.get(why, -REPEAT_SECONDS) >= REPEAT_SECONDS:
+            self.said[why] = now
+            log.info("Waiting for a learner at %s: %s", self.flags.join, why)
+
+    def _raise(self, index: int, why: str) -> None:
+        raise ServerError(f"environment server {index} {why}")
+
+    def stop(self) -> None:
+        """Ends all processes and what they have started, and removes their sockets."""
+        alive = [process for process in self.processes if process is not None]
+        for process in alive:
+            process.terminate()
+        self.guardian.end(alive, STOP_SECONDS)
+        self.guardian.close()
+        for address in self.addresses:
+            kind, _, path = address.partition(":")
+            if kind == "unix" and not self.flags.join:
+                remove_dead_socket(path)
+
+
+def remove_dead_socket(path: str) -> None:
+    """Removes the socket of a server that was killed, and nothing else of that name."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)

@@ -1,0 +1,333 @@
+"""What learning is, in one place: the loss, the optimizer and one update.
+
+Both variants use it. Read it top to bottom: impala_loss, RMSProp, make_optimizer,
+Learner, learn. V-trace itself is in core/vtrace.py, the model in model.py.
+"""
+
+import collections
+import statistics
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchbeast.core import checkpoint, rollout, vtrace
+from torchbeast.core import flags as flags_lib
+from torchbeast.core.distributions import ActionDistribution
+from torchbeast.core.env_spec import EnvSpec
+from torchbeast.core.file_writer import join_columns
+from torchbeast.core.finite import all_finite, find_cause
+from torchbeast.core.flags import Flags
+from torchbeast.core.nested import Nested
+from torchbeast.core.rollout import State
+from torchbeast.model import make_model
+
+# --- The loss -------------------------------------------------------------------------
+
+
+def impala_loss(
+    batch: dict[str, Any],
+    outputs: dict[str, torch.Tensor],
+    distribution: ActionDistribution,
+    flags: Any,
+    auxiliary_losses: Mapping[str, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The IMPALA loss, summed over time and batch (Espeholt et al. 2018, section 4.2).
+
+    Args:
+      batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py.
+      outputs: of the learner's model on all T + 1 rows: policy_logits [T + 1, B, P],
+        baseline [T + 1, B], float32.
+      distribution: what the logits mean.
+      flags: reward_clipping, discounting, baseline_cost, entropy_cost, clip_rho,
+        clip_pg_rho, clip_c, trace_decay.
+      auxiliary_losses: of the model's further heads, scalars by name; they are added to
+        the loss and logged.
+
+    Returns:
+      The loss, a scalar, and scalars for the log by name.
+    """
+    # Row t holds the action taken on observation t; its reward and what became of the
+    # episode stand in row t + 1. The last row only serves as bootstrap.
+    actions = batch["action"][:-1]
+    behavior_logits = batch["policy_logits"][:-1]
+    target_logits = outputs["policy_logits"][:-1]
+    values, bootstrap_value = outputs["baseline"][:-1], outputs["baseline"][-1]
+    rewards, done = batch["reward"][1:], batch["done"][1:]
+
+    if flags.reward_clipping == "abs_one":
+        rewards = rewards.clamp(-1, 1)
+    # A truncated episode would have gone on: the value of its real last observation
+    # stands for what it would still have earned.
+    rewards = rewards + flags.discounting * batch["truncation_value"][1:]
+    discounts = flags.discounting * (~done).float()
+
+    log_probs = distribution.log_prob(target_logits, actions)
+    log_rhos = (log_probs - distribution.log_prob(behavior_logits, actions)).detach()
+    targets = vtrace.from_importance_weights(
+        log_rhos,
+        discounts,
+        rewards,
+        values,
+        bootstrap_value,
+        clip_rho_threshold=flags.clip_rho,
+        clip_pg_rho_threshold=flags.clip_pg_rho,
+        clip_c_threshold=flags.clip_c,
+        trace_decay=flags.trace_decay,
+    )
+    entropy = distribution.entropy(target_logits)
+
+    # An action that the learner's policy masks has importance weight and advantage 0.
+    pg_loss = -(vtrace.finite(log_probs) * targets.pg_advantages).sum()
+    baseline_loss = flags.baseline_cost * 0.5 * (targets.vs - values).pow(2).sum()
+    entropy_loss = -flags.entropy_cost * entropy.sum()
+    auxiliary_losses = auxiliary_losses or {}
+    total_loss = sum(
+        auxiliary_losses.values(), start=pg_loss + baseline_loss + entropy_loss
+    )
+    stats = {
+        "total_loss": total_loss.detach(),
+        "pg_loss": pg_loss.detach(),
+        "baseline_loss": baseline_loss.detach(),
+        "entropy_loss": entropy_loss.detach(),
+        "entropy": entropy.detach().mean(),  # nats a step
+        "mean_value": values.detach().mean(),
+        "frac_rho_above_1": (log_rhos > 0).float().mean(),
+    }
+    auxiliary_stats = {name: loss.detach() for name, loss in auxiliary_losses.items()}
+    return total_loss, join_columns(stats, auxiliary_stats)
+
+
+# --- The optimizer and its schedule ---------------------------------------------------
+
+
+class RMSProp(torch.optim.Optimizer):
+    """RMSProp as TensorFlow computes it, for which the published settings are meant.
+
+        square = α square + (1 - α) g²        from 1
+        buffer = momentum buffer + lr g / sqrt(square + ε)
+        weight = weight - buffer
+
+    torch.optim.RMSprop begins with square = 0 and adds ε behind the root. Its first
+    steps are then ten times the learning rate, which can kill every unit of the first
+    layer before the agent has learned anything.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        lr: float,
+        alpha: float = 0.99,
+        eps: float = 0.01,
+        momentum: float = 0.0,
+    ) -> None:
+        settings = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum}
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure
+        for group in self.param_groups:
+            for weight in group["params"]:
+                gradient = weight.grad
+                if gradient is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["square"] = torch.ones_like(weight)
+                    state["buffer"] = torch.zeros_like(weight)
+                square = state["square"]
+                square.mul_(group["alpha"])
+                square.addcmul_(gradient, gradient, value=1 - group["alpha"])
+                root = (square + group["eps"]).sqrt_()
+                if group["momentum"]:
+                    buffer = state["buffer"].mul_(group["momentum"])
+                    buffer.addcdiv_(gradient, root, value=group["lr"])
+                    weight.sub_(buffer)
+                else:
+                    weight.addcdiv_(gradient, root, value=-group["lr"])
+
+
+def make_optimizer(
+    model: torch.nn.Module, flags: Any
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """RMSProp whose learning rate falls linearly to 0 over flags.total_steps.
+
+    The scheduler counts updates; one update consumes batch_size · unroll_length steps.
+    """
+    optimizer = RMSProp(
+        model.parameters(),
+        lr=flags.learning_rate,
+        momentum=flags.momentum,
+        eps=flags.epsilon,
+        alpha=flags.alpha,
+    )
+
+    def share_left(update: int) -> float:
+        step = update * flags.batch_size * flags.unroll_length
+        return 1.0 - min(step, flags.total_steps) / flags.total_steps
+
+    return optimizer, LambdaLR(optimizer, share_left)
+
+
+# --- The learner ----------------------------------------------------------------------
+
+
+class Learner:
+    """What learning changes: model, optimizer, schedule, counters."""
+
+    def __init__(self, flags: Flags, env_spec: EnvSpec) -> None:
+        torch.manual_seed(flags.seed)
+        self.flags, self.env_spec = flags, env_spec
+        self.device = flags_lib.learner_device(flags)
+        self.model = make_model(
+            flags, env_spec.observation_space, env_spec.action_space, self.device
+        )
+        self.optimizer, self.scheduler = make_optimizer(self.model, flags)
+        self.diverged = False  # the weights are not finite
+        self.step = 0  # environment steps learned from
+        self.num_updates = 0
+        self.episodes = 0
+        self.games = 0
+        self.game_returns: collections.deque[float] = collections.deque(maxlen=100)
+        # (time, step) of the last updates, for the speed.
+        self.ticks: collections.deque = collections.deque(maxlen=50)
+        self.policy_lag = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model_state_dict": self.model.state_dict(),
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "scheduler_state_dict": self.scheduler.state_dict(),
+            "rng": checkpoint.rng_state(),
+            "stats": {
+                "step": self.step,
+                "num_updates": self.num_updates,
+                "episodes": self.episodes,
+                "games": self.games,
+                "game_returns": list(self.game_returns),
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint, which has to fit the model.
+
+        Raises:
+          CheckpointError: it does not.
+        """
+        checkpoint.check_fit(state["model_state_dict"], self.model)
+        try:
+            self._load_state_dict(state)
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise checkpoint.CheckpointError(
+                "the checkpoint does not fit this model and optimizer: "
+                f"{type(error).__name__}: {error}. Choose another --xpid"
+            ) from error
+
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model_state_dict"])
+        checkpoint.set_rng_state(state["rng"])
+        stats = state["stats"]
+        self.step, self.num_updates = stats["step"], stats["num_updates"]
+        optimizer_state = state["optimizer_state_dict"]
+        if flags_lib.changed(state["flags"], self.flags):
+            # The new flags' settings and schedule win over the saved ones.
+            optimizer_state["param_groups"] = self.optimizer.state_dict()[
+                "param_groups"
+            ]
+            self.optimizer.load_state_dict(optimizer_state)
+            updates = self.step // (self.flags.batch_size * self.flags.unroll_length)
+            with warnings.catch_warnings():  # of a schedule that runs ahead
+                warnings.simplefilter("ignore", UserWarning)
+                for _ in range(updates):
+                    self.scheduler.step()
+        else:
+            self.optimizer.load_state_dict(optimizer_state)
+            self.scheduler.load_state_dict(state["scheduler_state_dict"])
+        self.episodes, self.games = stats["episodes"], stats["games"]
+        self.game_returns.extend(stats["game_returns"])
+
+    def sps(self) -> float | None:
+        """Steps a second over the last updates; None before the second."""
+        if len(self.ticks) < 2:
+            return None
+        (t0, step0), (t1, step1) = self.ticks[0], self.ticks[-1]
+        return (step1 - step0) / (t1 - t0)
+
+    def mean_return(self) -> float | None:
+        """Over the last 100 games; None before the first."""
+        return statistics.fmean(self.game_returns) if self.game_returns else None
+
+
+def learn(
+    learner: Learner, batch: dict[str, Nested], initial_state: State
+) -> dict[str, Any]:
+    """One update from one batch [T + 1, B, ...]. Returns a row for logs.csv.
+
+    Raises:
+      FloatingPointError: loss or gradient are not finite, and the model is left as it
+        was; or the new weights are not, and the learner can't be used any more.
+    """
+    flags = learner.flags
+    learning_rate = learner.scheduler.get_last_lr()[0]
+    outputs, _ = learner.model(batch, initial_state)
+    auxiliary_losses = learner.model.auxiliary_losses(batch, outputs)
+    loss, stats = impala_loss(
+        batch, outputs, learner.model.distribution, flags, auxiliary_losses
+    )
+    learner.optimizer.zero_grad()
+    loss.backward()
+    grad_norm = torch.nn.utils.clip_grad_norm_(
+        learner.model.parameters(), flags.grad_norm_clipping
+    )
+    lag = learner.num_updates - batch["policy_version"][:-1].float().mean()
+    suspect = batch["env_warnings"][1:].sum()
+    more = {"grad_norm": grad_norm, "policy_lag": lag, "env_warnings": suspect}
+    stats = join_columns(stats, more)
+    values = torch.stack([x.float() for x in stats.values()]).tolist()  # one transfer
+    scalars = dict(zip(stats, values, strict=True))
+    if not all(np.isfinite([scalars["total_loss"], scalars["grad_norm"]])):
+        cause = find_cause(batch, flags.reward_clipping == "abs_one")
+        raise FloatingPointError(
+            f"loss or gradient are not finite at step {learner.step}: {scalars}. "
+            f"{cause}"
+        )
+    learner.optimizer.step()
+    if not all_finite(learner.model):
+        learner.diverged = True
+        raise FloatingPointError(
+            f"the update at step {learner.step} made weights that are not finite, "
+            "from a finite loss and gradient. They are neither saved nor acted with: "
+            "the run goes on from its last checkpoint, if there is one. Lower "
+            f"--learning_rate (now {learning_rate:g}), or raise --epsilon (now "
+            f"{flags.epsilon:g})"
+        )
+    learner.scheduler.step()
+
+    learner.num_updates += 1
+    learner.step += batch["reward"][1:].numel()
+    learner.ticks.append((time.perf_counter(), learner.step))
+    learner.policy_lag = scalars["policy_lag"]
+    ends = rollout.episode_ends(batch)
+    learner.episodes += len(ends["episode_return"])
+    learner.games += len(ends["game_return"])
+    learner.game_returns.extend(ends["game_return"])
+    means = {
+        f"mean_{name}": statistics.fmean(x) if x else None for name, x in ends.items()
+    }
+    before = {
+        "step": learner.step,
+        "frames": learner.step * learner.env_spec.frames_per_step,
+        "sps": learner.sps(),
+    }
+    after = {
+        **means,
+        "mean_game_return_100": learner.mean_return(),
+        "episodes": learner.episodes,
+        "games": learner.games,
+        "learning_rate": learning_rate,
+    }
+    return join_columns(before, scalars, after)
