@@ -222,7 +222,8 @@ class Environment:
     [E, *shape] (Box). Integers count from 0, whatever the `start` of the space; floats
     are clipped into its bounds.
 
-    Reads the flags env, envs, seed, sync and, for Atari, those of atari_wrappers.py.
+    Reads the flags env, seed, sync and, for Atari, atari_backend and those of
+    atari_wrappers.py.
     Rendering always takes the Python path.
     """
 
