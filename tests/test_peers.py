@@ -335,7 +335,7 @@ def assert_refused(wire, address, *, begun):
         says then that it differs.
     """
     count = 0
-    for count, (name, hello, words) in enumerate(unusable_hellos(wire), 1):  # noqa: B007
+    for count, (name, hello, words) in enumerate(unusable_hellos(wire), 1):  # noqa: B007 # used after the loop
         with Peer(address) as peer:
             peer.send(wire.EnvMessage(hello=hello).SerializeToString())
             peer.send(encode_row(wire, make_row(0)))

@@ -104,7 +104,7 @@ def check_servers(servers: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
     try:
-        import libtorchbeast  # noqa: F401
+        import libtorchbeast  # noqa: F401 # whether it is there
     except ImportError as error:
         sys.exit(str(error))  # which says what to do
     from torchbeast.core import flags as flags_lib
