@@ -4,6 +4,7 @@ Real pools, servers, clients and processes; the learners here are pools of the t
 """
 
 import argparse
+import collections
 import contextlib
 import os
 import re
@@ -96,10 +97,14 @@ def test_streams_are_numbered_and_a_new_one_is_never_an_old_one(tmp_path):
     address, other = f"unix:{tmp_path}/a", f"unix:{tmp_path}/b"
     told, others = Told(), Told()
     with serving(others, other), playing([address, other, address], seed=5) as run:
+        # If nobody took the rollouts, the streams would wait at the queue.
+        learner = threading.Thread(target=lambda: collections.deque(run.queue, 0))
+        learner.start()
         with serving(told, address):
             wait_until(lambda: len(told.calls + others.calls) == 3, "all play")
         with serving(told, address):  # both streams of the first come back
             wait_until(lambda: len(told.calls) == 4, "they have begun again")
+    learner.join()
     assert others.calls == [(5, 1)]
     assert sorted(told.calls[:2]) == [(5, 0), (5, 2)]
     assert sorted(told.calls[2:]) == [(5, 3), (5, 4)]
