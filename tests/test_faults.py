@@ -779,6 +779,7 @@ def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     run = Run(folder)
     try:
         run.wait_for_a_checkpoint()
+        run.wait_for_updates()  # what the second checkpoint has and the first lacks
         run.process.send_signal(signal.SIGINT)
         run.wait_for_end(130)
     finally:
