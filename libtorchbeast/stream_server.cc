@@ -226,9 +226,7 @@ void StreamServer::start() {
     check_socket_path(address);
   }
   grpc::ServerBuilder builder;
-  for_each_argument([&builder](const char* name, int value) {
-    builder.AddChannelArgument(name, value);
-  });
+  set_arguments(&builder);
   // Two servers must not share a port: each would get some of the streams.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddChannelArgument(

@@ -1,11 +1,13 @@
 #include "transport.h"
 
+#include <grpc/compression.h>
 #include <grpc/grpc.h>
-#include <grpcpp/impl/codegen/rpc_method.h>
-#include <grpcpp/impl/codegen/rpc_service_method.h>
-#include <grpcpp/impl/codegen/sync_stream.h>
+#include <grpcpp/impl/rpc_method.h>
+#include <grpcpp/impl/rpc_service_method.h>
+#include <grpcpp/resource_quota.h>
 #include <grpcpp/security/credentials.h>
 #include <grpcpp/security/server_credentials.h>
+#include <grpcpp/server_builder.h>
 #include <grpcpp/support/method_handler.h>
 #include <sys/un.h>
 
@@ -150,23 +152,48 @@ std::shared_ptr<grpc::ServerCredentials> server_credentials(const Address& addre
 // --- Channels
 // -------------------------------------------------------------------------
 
-void for_each_argument(const std::function<void(const char*, int)>& f) {
-  f(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, 256 << 20);
-  f(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, 256 << 20);
-  f(GRPC_ARG_KEEPALIVE_TIME_MS, 15000);
-  f(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
-  f(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
-  f(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
+namespace {
+
+constexpr size_t kMaxBytesInFlight = size_t{1} << 30;
+
+constexpr std::pair<const char*, int> kArguments[] = {
+    {GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, 256 << 20},
+    {GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, 256 << 20},
+    {GRPC_ARG_KEEPALIVE_TIME_MS, 15000},
+    {GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000},
+    {GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0},
+    {GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000},
+    // A compressed megabyte can be a gigabyte. gRPC refuses streams with compression,
+    // and never inflates a message.
+    {GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1 << GRPC_COMPRESS_NONE},
+    {GRPC_ARG_ENABLE_PER_MESSAGE_COMPRESSION, 0},
+    {GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0},
+};
+
+const grpc::ResourceQuota& quota() {
+  static const grpc::ResourceQuota* const shared = [] {
+    auto* made = new grpc::ResourceQuota("torchbeast");
+    made->Resize(kMaxBytesInFlight);
+    return made;  // never destroyed: gRPC may end after it
+  }();
+  return *shared;
 }
+
+}  // namespace
 
 grpc::ChannelArguments channel_arguments() {
   grpc::ChannelArguments arguments;
-  for_each_argument(
-      [&](const char* name, int value) { arguments.SetInt(name, value); });
+  for (const auto& [name, value] : kArguments) arguments.SetInt(name, value);
+  arguments.SetResourceQuota(quota());
   // A connection of its own for each stream; addresses are dialled as they are given.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   return arguments;
+}
+
+void set_arguments(grpc::ServerBuilder* builder) {
+  for (const auto& [name, value] : kArguments) builder->AddChannelArgument(name, value);
+  builder->SetResourceQuota(quota());
 }
 
 // --- The service

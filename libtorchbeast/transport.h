@@ -17,6 +17,7 @@
 
 namespace grpc {
 class ChannelCredentials;
+class ServerBuilder;
 class ServerCredentials;
 }  // namespace grpc
 
@@ -75,12 +76,12 @@ std::shared_ptr<grpc::ChannelCredentials> client_credentials(const Address& addr
 std::shared_ptr<grpc::ServerCredentials> server_credentials(const Address& address,
                                                             const Security& security);
 
-// Settings of both sides: the longest message, and pings that notice a cut network
-// within half a minute. gRPC's own sizes of frames and windows are as fast as larger
-// ones.
+// Settings of both sides: no compression, the longest message, and pings that notice a
+// cut network within half a minute. All connections of the process share a bound on
+// the memory of messages that are on their way; beyond it gRPC cuts streams. gRPC's own
+// sizes of frames and windows are as fast as larger ones.
 grpc::ChannelArguments channel_arguments();
-// The same for a builder of servers, as name and value.
-void for_each_argument(const std::function<void(const char*, int)>& f);
+void set_arguments(grpc::ServerBuilder* builder);
 
 // --- The services
 // ---------------------------------------------------------------------

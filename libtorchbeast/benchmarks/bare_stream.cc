@@ -79,8 +79,7 @@ int serve(const std::string& address, size_t num_bytes) {
     return grpc::Status::OK;
   });
   grpc::ServerBuilder builder;
-  for_each_argument(
-      [&](const char* name, int value) { builder.AddChannelArgument(name, value); });
+  set_arguments(&builder);
   Security security;
   security.insecure = true;
   builder.AddListeningPort(address, server_credentials(Address(address), security));
