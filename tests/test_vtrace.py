@@ -143,6 +143,41 @@ def test_value_heads_share_rewards_and_discounts():
         )
 
 
+@pytest.mark.parametrize(
+    ("rhos", "discounts", "rewards", "vs", "advantages"),
+    [
+        # γ = 0.5, values 2, 4, 6, bootstrap value 8.
+        # On policy: vs are n-step returns. 3 + 4 = 7; 2 + 3.5 = 5.5; 1 + 2.75 = 3.75.
+        ((1, 1, 1), (0.5,) * 3, (1, 2, 3), (3.75, 5.5, 7), (1.75, 1.5, 1)),
+        # δ = 1, 0.5 · 1, 1 (the ρ of 2 counts as 1). vs = 6 + 1 = 7;
+        # 4 + 0.5 + 0.5 · 0.5 · 1 = 4.75; 2 + 1 + 0.5 · 1 · 0.75 = 3.375.
+        # advantages: 1 + 2.375 - 2; 0.5 · (2 + 3.5 - 4); 3 + 4 - 6.
+        ((2, 0.5, 1), (0.5,) * 3, (1, 2, 3), (3.375, 4.75, 7), (1.375, 0.75, 1)),
+        # The episode ends with the second step: δ = 1, 2 - 4, 1. What comes after does
+        # not count before. vs = 7; 4 - 2 = 2; 2 + 1 + 0.5 · -2 = 2.
+        ((1, 1, 1), (0.5, 0, 0.5), (1, 2, 3), (2, 2, 7), (0, -2, 1)),
+        # It was truncated there, and its last observation is worth 10: 0.5 · 10 is part
+        # of the reward. δ = 1, 7 - 4, 1. vs = 7; 7; 2 + 1 + 0.5 · 3 = 4.5.
+        ((1, 1, 1), (0.5, 0, 0.5), (1, 2 + 5, 3), (4.5, 7, 7), (2.5, 3, 1)),
+        # A step that the target policy would never take ends the trace.
+        ((1, 0, 1), (0.5,) * 3, (1, 2, 3), (3, 4, 7), (1, 0, 1)),
+    ],
+)
+def test_three_steps_worked_out_by_hand(rhos, discounts, rewards, vs, advantages):
+    def column(numbers):
+        return torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)  # [T, B = 1]
+
+    returns = vtrace.from_importance_weights(
+        column(rhos).log(),
+        column(discounts),
+        column(rewards),
+        column([2, 4, 6]),
+        torch.tensor([8.0], dtype=torch.float64),
+    )
+    torch.testing.assert_close(returns.vs, column(vs))
+    torch.testing.assert_close(returns.pg_advantages, column(advantages))
+
+
 def test_on_policy_is_the_n_step_bellman_target():
     inputs = make_inputs()
     inputs["log_rhos"] = np.zeros((T, B))

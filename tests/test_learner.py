@@ -1,0 +1,133 @@
+"""One update, the model included, held against what must be true of any right one."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from torchbeast import monobeast
+from torchbeast.core import flags as flags_lib
+from torchbeast.core import rollout, vtrace
+from torchbeast.core.env_spec import EnvSpec
+from torchbeast.learner import Learner, impala_loss, learn
+
+T, B, A = 6, 4, 3
+OBSERVATION = spaces.Box(-1, 1, (5,), np.float32)
+# (row, environment) in which an episode begins.
+BEGINS = [(2, 0), (4, 0), (0, 1), (6, 2)]
+SMALL = ["--unroll_length", str(T), "--batch_size", str(B), "--precision", "fp32"]
+
+
+def make_learner(*argv: str) -> Learner:
+    arguments = ["--env", "CartPole-v1", "--disable_cuda", *SMALL, *argv]
+    flags = flags_lib.parse(monobeast.make_parser(), arguments)
+    return Learner(flags, EnvSpec(OBSERVATION, spaces.Discrete(A), 1))
+
+
+def make_batch(learner: Learner) -> tuple[dict, tuple]:
+    """Rollouts [T + 1, B, ...] off policy, and the state before row 0."""
+    rng = np.random.default_rng(1)
+    batch = rollout.create_buffers(
+        rollout.row_spec(OBSERVATION, learner.model.distribution), (T + 1, B)
+    )
+    for name, low, high in (("observation", -1, 1), ("reward", -2, 2)):
+        batch[name].copy_(torch.tensor(rng.uniform(low, high, batch[name].shape)))
+    for name in ("action", "last_action"):
+        batch[name].copy_(torch.tensor(rng.integers(A, size=(T + 1, B))))
+    batch["policy_logits"].copy_(torch.tensor(rng.normal(size=(T + 1, B, A))))
+    for place in BEGINS:
+        batch["done"][place] = True
+    batch["truncated"][4, 0] = True
+    batch["truncation_value"][4, 0] = 1.75
+    state = tuple(
+        torch.tensor(rng.normal(size=x.shape), dtype=torch.float32)
+        for x in learner.model.initial_state(B)
+    )
+    return batch, state
+
+
+def loss_and_gradient(learner, batch, state):
+    """The loss of the parameters, without an update; the targets are constants."""
+    learner.model.zero_grad()
+    outputs, _ = learner.model(batch, state)
+    loss, _ = impala_loss(batch, outputs, learner.model.distribution, learner.flags)
+    loss.backward()
+    gradients = [x.grad.flatten() for x in learner.model.parameters()]
+    return loss.item(), torch.cat(gradients)
+
+
+def part(nested, dim, index):
+    return {name: x.index_select(dim, index) for name, x in nested.items()}
+
+
+LSTM = pytest.mark.parametrize("lstm", [(), ("--use_lstm",)])
+
+
+@LSTM
+def test_the_order_of_the_rollouts_does_not_count(lstm):
+    learner = make_learner(*lstm)
+    batch, state = make_batch(learner)
+    other = make_learner(*lstm)  # the same weights: they come from --seed
+    order = torch.tensor([2, 0, 3, 1])
+    row = learn(learner, batch, state)
+    other_state = tuple(x[:, order] for x in state)
+    other_row = learn(other, part(batch, 1, order), other_state)
+    for name in ("total_loss", "pg_loss", "baseline_loss", "entropy", "grad_norm"):
+        assert other_row[name] == pytest.approx(row[name], rel=1e-5), name
+    for x, y in zip(learner.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+
+
+@LSTM
+def test_a_rollout_equals_its_episodes_apart(lstm):
+    """Cut where an episode begins, the pieces' losses and gradients add up."""
+    learner = make_learner(*lstm)
+    batch, state = make_batch(learner)
+    first = part(batch, 1, torch.tensor([0]))
+    first_state = tuple(x[:, :1] for x in state)
+    whole_loss, whole_gradient = loss_and_gradient(learner, first, first_state)
+    loss, gradient = 0.0, torch.zeros_like(whole_gradient)
+    for begin, end in ((0, 2), (2, 4), (4, T)):
+        # Row `end` is the last of a piece and the first of the next.
+        rows = part(first, 0, torch.arange(begin, end + 1))
+        new = tuple(torch.zeros_like(x) for x in first_state)
+        result = loss_and_gradient(learner, rows, first_state if begin == 0 else new)
+        loss += result[0]
+        gradient += result[1]
+    assert loss == pytest.approx(whole_loss, rel=1e-5)
+    torch.testing.assert_close(gradient, whole_gradient, rtol=1e-4, atol=1e-5)
+
+
+@LSTM
+def test_the_gradient_of_the_weights_against_finite_differences(lstm, monkeypatch):
+    """Along random directions, in float64, with V-trace's targets held constant."""
+    learner = make_learner("--entropy_cost", "0.3", *lstm)
+    learner.model.double()
+    batch, state = make_batch(learner)
+    batch = {
+        name: x.double() if x.is_floating_point() else x for name, x in batch.items()
+    }
+    state = tuple(x.double() for x in state)
+    kept = []
+    from_importance_weights = vtrace.from_importance_weights
+
+    def targets(*arguments, **thresholds):
+        if not kept:
+            kept.append(from_importance_weights(*arguments, **thresholds))
+        return kept[0]
+
+    monkeypatch.setattr(vtrace, "from_importance_weights", targets)
+    # Net casts features to float32, which is too coarse for differences.
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    _, gradient = loss_and_gradient(learner, batch, state)
+    weights = list(learner.model.parameters())
+    before = torch.nn.utils.parameters_to_vector(weights).detach().clone()
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(8):
+        direction = torch.randn(before.shape, generator=generator, dtype=torch.float64)
+        losses = []
+        for step in (1e-5, -1e-5):
+            torch.nn.utils.vector_to_parameters(before + step * direction, weights)
+            losses.append(loss_and_gradient(learner, batch, state)[0])
+        slope = (losses[0] - losses[1]) / 2e-5
+        assert slope == pytest.approx((gradient @ direction).item(), rel=1e-5)
