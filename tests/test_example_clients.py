@@ -35,6 +35,10 @@ SECONDS = 30  # for what takes a moment
 EXTRA_FIELDS = ["last_action", "truncated"]
 
 
+# In one process: they build one program in one folder.
+pytestmark = pytest.mark.xdist_group("example_clients")
+
+
 # --- The clients ----------------------------------------------------------------------
 
 
