@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import study
 import throughput
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,3 +127,33 @@ def test_transport_measures_a_bare_stream(tmp_path):
         pytest.skip("bare_stream is not built; scripts/test_native does")
     result = transport.measure_bare(programs[0], "tcp", 2, 3, 0.5, str(tmp_path))
     assert min(result.values()) > 0
+
+
+@pytest.mark.timeout(240)  # three starts of a run
+def test_study_compares_settings_and_keeps_finished_runs(tmp_path, capsys):
+    file, out = tmp_path / "study.txt", tmp_path / "out"
+    slow = (
+        "monobeast --preset cartpole --total_steps 3200  # all\n\nslow: --momentum 0\n"
+    )
+    file.write_text(slow)
+    assert study.main([str(file), "--out", str(out)]) == 0
+    logs = (out / "slow-1" / "logs.csv").read_bytes()
+    file.write_text(slow + "still: --learning_rate 0\n")
+    assert study.main([str(file), "--out", str(out)]) == 0
+    assert (out / "slow-1" / "logs.csv").read_bytes() == logs
+    header, _, *lines = (out / "table.md").read_text().splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == ["| slow", "| still"]
+    assert "`--learning_rate 0`" in lines[1]
+    assert header.count("|") == lines[0].count("|")
+    for name in ("slow", "still"):
+        curve = study.read_curve(out / f"{name}-1")
+        assert curve[-1]["step"] == 3200
+        assert len((out / "curves" / f"{name}-1.csv").read_text().splitlines()) > 5
+        assert (
+            curve[-1]["mean_game_return_100"] > 5
+        )  # steps a random policy keeps it up
+    file.write_text("monobeast\nslow --learning_rate 0\n")
+    assert study.main([str(file), "--out", str(out)]) == 1
+    assert "expected 'NAME: FLAGS', got 'slow --learning_rate 0'" in (
+        capsys.readouterr().err
+    )
