@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "connection.h"
+#include "env_session.h"
 #include "places.h"
 #include "stream_server.h"
 #include "unroll.h"
@@ -37,11 +38,14 @@ struct Stopped {};
 // --------------------------------------------------
 
 struct ActorPool::Shared {
+  class Presence;
+
   Shared(ActorPoolOptions options, std::shared_ptr<BatchingQueue> learner_queue,
          std::shared_ptr<DynamicBatcher> inference_batcher, ArrayNest initial_state)
       : options(std::move(options)),
-        unrolls(this->options.unroll_length, std::move(learner_queue),
-                std::move(inference_batcher), std::move(initial_state)),
+        sessions(std::move(learner_queue), std::move(inference_batcher),
+                 this->options.unroll_length, std::move(initial_state),
+                 this->options.named_rows, this->options.max_rollout_bytes),
         hellos(this->options.expected),
         num_seeded(this->options.addresses.size()) {
     const Listener* listener = this->options.listener.get();
@@ -108,7 +112,7 @@ struct ActorPool::Shared {
   void unroll_joined(Connection& connection, const wire::EnvHello& hello);
 
   const ActorPoolOptions options;
-  UnrollContext unrolls;
+  SessionContext sessions;
   HelloCheck hellos;
   std::optional<Places> places;  // with a listener
 
@@ -133,40 +137,22 @@ struct ActorPool::Shared {
   std::atomic<uint64_t> num_env_failures{0};
 };
 
-namespace {
-
-// While it lives, run() can cancel the connection.
-template <typename Shared>
-class Registration {
+// One connection of a stream. While it lives, run() can cancel the connection. While
+// one is present, the run does not end for lack of environments: one that has made a
+// step, or that has the benefit of the doubt.
+class ActorPool::Shared::Presence {
  public:
   // Throws Stopped once the pool ends.
-  Registration(Shared* shared, Connection* connection)
+  Presence(Shared* shared, Connection* connection, bool has_benefit)
       : shared_(*shared), connection_(connection) {
     MutexLock lock(shared_.mutex);
     if (shared_.closing) throw Stopped();
     shared_.connections.insert(connection_);
-  }
-  ~Registration() {
-    MutexLock lock(shared_.mutex);
-    shared_.connections.erase(connection_);
-  }
-  Registration(const Registration&) = delete;
-
- private:
-  Shared& shared_;
-  Connection* const connection_;
-};
-
-// One connection of a stream. While one is present, the run does not end for lack of
-// environments: one that has made a step, or that has the benefit of the doubt.
-template <typename Shared>
-class Presence {
- public:
-  Presence(Shared* shared, bool has_benefit) : shared_(*shared) {
     if (has_benefit) come();
   }
   ~Presence() {
     MutexLock lock(shared_.mutex);
+    shared_.connections.erase(connection_);
     if (is_connected_) --shared_.num_connected;
     if (is_present_) --shared_.num_present;
     if (is_proven_) shared_.down_since = Clock::now();
@@ -182,25 +168,24 @@ class Presence {
   // It has made a step.
   void prove() {
     if (is_proven_) return;
+    MutexLock lock(shared_.mutex);
     if (!is_present_) come();
     is_proven_ = true;
   }
   bool is_proven() const { return is_proven_; }
 
  private:
-  void come() {
-    MutexLock lock(shared_.mutex);
+  void come() TB_REQUIRES(shared_.mutex) {
     ++shared_.num_present;
     is_present_ = true;
   }
 
   Shared& shared_;
+  Connection* const connection_;
   bool is_connected_ = false;
   bool is_present_ = false;
   bool is_proven_ = false;
 };
-
-}  // namespace
 
 // --- An environment server, dialled
 // ---------------------------------------------------
@@ -244,15 +229,19 @@ class ActorPool::Actor {
             "the environment server at " + address_.to_string() +
                 " breaks the rules: " + error.what(),
             false);
+    } catch (const TooManyBytes& error) {
+      after(Event::kRefused, no_memory() + ": " + error.what(), false);
     } catch (const std::bad_alloc&) {
-      after(Event::kRefused,
-            "there is no memory for a rollout of the environment server at " +
-                address_.to_string(),
-            false);
+      after(Event::kRefused, no_memory(), false);
     } catch (const TransportError& error) {
       after(error.may_pass ? Event::kLost : Event::kRefused, error.what(),
             !error.may_pass);
     }
+  }
+
+  std::string no_memory() const {
+    return "there is no memory for a rollout of the environment server at " +
+           address_.to_string();
   }
 
   // `is_final`: the server refuses this learner; rethrown if all do.
@@ -292,8 +281,7 @@ class ActorPool::Actor {
   void run_stream() {
     DialledConnection connection(address_, shared_.options.security, kStreamMethod,
                                  "the environment server");
-    const Registration registration(&shared_, &connection);
-    Presence presence(&shared_, has_benefit_);
+    Shared::Presence presence(&shared_, &connection, has_benefit_);
     std::optional<Unroll> unroll;
     try {
       connection.open();
@@ -302,8 +290,10 @@ class ActorPool::Actor {
       seeding_.reset();  // used
       answered_before_ = true;
       shared_.hellos.check(hello, connection.peer());
-      const StreamSpec spec(hello);
-      const EnvRow first = read_row(connection, spec, shared_.unrolls);
+      EnvSession session(&shared_.sessions, &connection, hello, [this] {
+        if (shared_.closing) throw Stopped();
+      });
+      const EnvRow first = session.read_row();
       presence.connect();
       was_connected_ = true;
       set_final(false);
@@ -312,11 +302,11 @@ class ActorPool::Actor {
         shared_.events.add(Event::kReturned, connection.peer());
       }
       connected_before_ = true;
-      unroll.emplace(&shared_.unrolls, spec, first, hello.first_step(), [this] {
-        if (shared_.closing) throw Stopped();
-      });
+      unroll.emplace(&shared_.sessions.unrolls, session.spec(), first,
+                     hello.first_step());
+      session.act(&*unroll);
       while (true) {
-        const bool finished = unroll->step(connection);
+        const bool finished = session.step(&*unroll);
         presence.prove();
         if (finished) backoff_ = kFirstBackoff;
       }
@@ -361,7 +351,6 @@ grpc::Status ActorPool::Shared::serve(Connection& connection,
   const grpc::Status over(grpc::StatusCode::UNAVAILABLE,
                           "this learner is about to end");
   try {
-    const Registration registration(this, &connection);
     unroll_joined(connection, hello);
     return grpc::Status::OK;  // it has left
   } catch (const Refusal&) {
@@ -369,6 +358,9 @@ grpc::Status ActorPool::Shared::serve(Connection& connection,
   } catch (const WireError& error) {  // the listener notes the event
     note(error.what());
     throw;
+  } catch (const TooManyBytes& error) {
+    throw Refusal{{grpc::StatusCode::RESOURCE_EXHAUSTED,
+                   std::string("this learner has no memory for it: ") + error.what()}};
   } catch (const std::bad_alloc&) {
     throw Refusal{{grpc::StatusCode::RESOURCE_EXHAUSTED,
                    "this learner has no memory for a rollout of it"}};
@@ -399,6 +391,7 @@ grpc::Status ActorPool::Shared::serve(Connection& connection,
 // Until the environment leaves.
 void ActorPool::Shared::unroll_joined(Connection& connection,
                                       const wire::EnvHello& hello) {
+  Presence presence(this, &connection, false);
   try {
     hellos.check(hello, connection.peer());
   } catch (const TransportError& error) {
@@ -407,24 +400,24 @@ void ActorPool::Shared::unroll_joined(Connection& connection,
   const Interrupt interrupt = [this] {
     if (closing || options.listener->is_closed()) throw Stopped();
   };
-  const StreamSpec spec(hello);
+  EnvSession session(&sessions, &connection, hello, interrupt);
   const uint64_t number = hello.first_step();
   EnvRow newest;
   try {
-    newest = read_row(connection, spec, unrolls);
+    newest = session.read_row();
   } catch (const Connection::Left&) {
     return;
   }
   Places::Seat seat(&*places, &connection, hello.stream_id(),
-                    is_between_episodes(spec, newest), interrupt);
-  Presence presence(this, true);
+                    is_between_episodes(session.spec(), newest), interrupt);
   presence.connect();
   presence.prove();
   std::unique_ptr<Unroll>& unroll = seat.unroll();
   try {
     switch (seat.arrival()) {
       case Places::Arrival::kBegins:
-        unroll = std::make_unique<Unroll>(&unrolls, spec, newest, number, interrupt);
+        unroll =
+            std::make_unique<Unroll>(&sessions.unrolls, session.spec(), newest, number);
         break;
       case Places::Arrival::kTakesOver:
         unroll->hand_over(newest, number);
@@ -441,7 +434,8 @@ void ActorPool::Shared::unroll_joined(Connection& connection,
         }
         break;
     }
-    while (true) unroll->step(connection);
+    session.act(unroll.get());
+    while (true) session.step(unroll.get());
   } catch (const Connection::Left&) {
     seat.departure = Places::Departure::kLeft;
   } catch (const TransportError&) {
@@ -534,6 +528,18 @@ ActorPool::ActorPool(ActorPoolOptions options,
     throw std::invalid_argument("max_env_failures must be at least 0, got " +
                                 std::to_string(options.max_env_failures));
   }
+  if (options.max_rollout_bytes == 0) options.max_rollout_bytes = half_of_memory();
+  if (options.hello) {
+    const size_t num_joined =
+        options.listener ? static_cast<size_t>(options.listener->max_streams()) : 0;
+    try {
+      check_rollout_bytes(StreamSpec(*options.hello), options.unroll_length,
+                          options.addresses.size() + num_joined,
+                          options.max_rollout_bytes);
+    } catch (const TooManyBytes& error) {
+      throw std::invalid_argument(error.what());
+    }
+  }
   MemoryPool pool;  // what comes in may be Python's; actors want memory of their own
   ArrayNest state = initial_agent_state.map([&pool](const Array& array) {
     if (array.shape().size() < 2) {
@@ -589,8 +595,8 @@ void ActorPool::run(const Interrupt& interrupt) {
       shared.cancel_stuck();
       shared.check_downtime();
       if (interrupt) interrupt();
-      if (shared.unrolls.learner_queue->is_closed() ||
-          shared.unrolls.inference_batcher->is_closed()) {
+      if (shared.sessions.learner_queue->is_closed() ||
+          shared.sessions.inference_batcher->is_closed()) {
         shared.close();
       }
     }
@@ -612,25 +618,26 @@ void ActorPool::close() { shared_->close(); }
 
 EventLog& ActorPool::events() { return shared_->events; }
 
-uint64_t ActorPool::count() const { return shared_->unrolls.num_steps; }
+uint64_t ActorPool::count() const { return shared_->sessions.unrolls.num_steps; }
 
 ActorPoolStats ActorPool::stats() const {
   Shared& shared = *shared_;
-  const UnrollContext& unrolls = shared.unrolls;
+  const SessionContext& sessions = shared.sessions;
+  const UnrollContext& unrolls = sessions.unrolls;
   const auto seconds = [](uint64_t ns) { return static_cast<double>(ns) * 1e-9; };
   ActorPoolStats stats;
   stats.num_steps = unrolls.num_steps;
-  stats.num_rollouts = unrolls.num_rollouts;
+  stats.num_rollouts = sessions.num_rollouts;
   stats.num_reconnects = shared.num_reconnects;
   stats.num_dropped_steps = shared.num_dropped_steps;
-  stats.bytes_received = unrolls.bytes_received;
+  stats.bytes_received = sessions.bytes_received;
   stats.bytes_copied = unrolls.bytes_copied;
   stats.pool_bytes =
       unrolls.rollout_pool.num_bytes() + unrolls.message_pool.num_bytes();
   stats.env_seconds = seconds(unrolls.env_ns);
-  stats.env_wait_seconds = seconds(unrolls.env_wait_ns);
-  stats.inference_wait_seconds = seconds(unrolls.inference_wait_ns);
-  stats.queue_wait_seconds = seconds(unrolls.queue_wait_ns);
+  stats.env_wait_seconds = seconds(sessions.env_wait_ns);
+  stats.inference_wait_seconds = seconds(sessions.inference_wait_ns);
+  stats.queue_wait_seconds = seconds(sessions.queue_wait_ns);
   MutexLock lock(shared.mutex);
   stats.num_connected = shared.num_connected;
   stats.num_refused = shared.num_refused;

@@ -1,11 +1,7 @@
 // Runs environments against batched inference, and makes rollouts.
 //
 // Environments are dialled at their servers, or have joined at a Listener. One thread
-// for each stream runs its unroll (unroll.h):
-//
-//   env server --step--> row t of the rollout --inputs--> DynamicBatcher
-//   env server <-action------- row t of the rollout <--outputs--'
-//   after T steps: rollout [T+1, E, ...] --> BatchingQueue
+// per stream runs its session (env_session.h).
 //
 // Copies of an observation, each counted in `bytes_copied` of the part that makes it:
 // from the message into its row (here), into the inference batch (DynamicBatcher; none
@@ -39,6 +35,13 @@ namespace torchbeast {
 
 struct ActorPoolOptions {
   int64_t unroll_length = 0;  // T >= 1
+  // Whether rows are dicts of fields by name, see ActorPool::run.
+  bool named_rows = false;
+  // What the rollouts in progress of all streams may have together: rows of
+  // environments, whose sizes the environments announce. A stream beyond that is
+  // refused. As much again may wait in the queue. 0: half of the memory that this
+  // process may use.
+  uint64_t max_rollout_bytes = 0;
   // One stream for each entry; an address may occur several times.
   std::vector<std::string> addresses;
   Security security;
@@ -90,10 +93,13 @@ struct ActorPoolStats {
   std::string last_error;  // why a stream was lost last
 };
 
+// Thread-safe. Owns the threads of the streams that it dials; those of joined streams
+// are the listener's.
 class ActorPool {
  public:
   // `initial_agent_state`: nest of [layers, n, ...], n = 1 (the same for every
-  // environment) or E. Throws std::invalid_argument, also on bad addresses.
+  // environment) or E. Throws std::invalid_argument, also on bad addresses, and if the
+  // rollouts of all streams exceed max_rollout_bytes by options.hello.
   ActorPool(ActorPoolOptions options, std::shared_ptr<BatchingQueue> learner_queue,
             std::shared_ptr<DynamicBatcher> inference_batcher,
             ArrayNest initial_agent_state);
@@ -106,16 +112,23 @@ class ActorPool {
   //   std::invalid_argument  the agent's outputs or the state don't fit; says where
   //   TransportError         there was no stream at all for too long, or all servers
   //                          refuse for good
-  //   EnvironmentError       environments raised too often; with the last one's
-  //   traceback AsyncError             inference failed
+  //   EnvironmentError       environments raised too often; the last one's traceback
+  //   AsyncError             inference failed
   //
   // Hands the batcher ((observation, reward, done, episode_step, episode_return),
-  // agent_state), arrays [1, E, ...]; where the environment has extra fields, a dict of
+  // agent_state), arrays [1, E, ...]; if the environment has extra fields, a dict of
   // these comes sixth. Wants ((action, ...), new_agent_state), the outputs being a
   // vector or a dict with the key "action". Enqueues ((env_outputs, agent_outputs),
   // initial_agent_state), arrays [T+1, E, ...].
   //
-  // Where a step brings the final observation of truncated episodes and the outputs are
+  // With named_rows, it hands the batcher (row, agent_state), wants a dict of outputs,
+  // and enqueues (rows, initial_agent_state). A row is a dict of observation, reward,
+  // done, episode_step, episode_return, the extra fields, and of game_over, game_step
+  // and game_return: those of the episode, unless the environment has these fields. The
+  // rows for the learner have the agent's outputs, too; if an environment has a field
+  // of the same name, the agent's replaces it.
+  //
+  // If a step brings the final observation of truncated episodes and the outputs are
   // a dict with "baseline" and "truncation_value" (both float32 [1, E]), the batcher is
   // asked about it too, with the state before the step, and its baseline becomes the
   // truncation_value of the truncated episodes in that row.

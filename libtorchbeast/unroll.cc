@@ -1,47 +1,15 @@
 #include "unroll.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
-#include <utility>
+#include <fstream>
+#include <string>
 
 namespace torchbeast {
 
 namespace {
-
-// Adds the time from construction to destruction.
-class WaitTimer {
- public:
-  explicit WaitTimer(std::atomic<uint64_t>* total)
-      : total_(total), start_(Clock::now()) {}
-  ~WaitTimer() {
-    *total_ +=
-        static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - start_).count());
-  }
-
- private:
-  std::atomic<uint64_t>* const total_;
-  const Clock::time_point start_;
-};
-
-bool all(const Array& bools) {
-  return std::all_of(bools.data(), bools.data() + bools.num_bytes(),
-                     [](uint8_t value) { return value != 0; });
-}
-
-bool any(const Array& bools) {
-  return std::any_of(bools.data(), bools.data() + bools.num_bytes(),
-                     [](uint8_t value) { return value != 0; });
-}
-
-// Of a row's arrays; null if there is no such field.
-const Array* truncated(const StreamSpec& spec, const std::vector<Array>& arrays) {
-  const auto& names = spec.extra_fields;
-  const auto found = std::find(names.begin(), names.end(), "truncated");
-  if (found == names.end()) return nullptr;
-  return &arrays[spec.num_observation_arrays + kStandardFields +
-                 static_cast<size_t>(found - names.begin())];
-}
 
 const ArraySpec& spec_of(const Array& array) { return array.spec(); }
 const ArraySpec& spec_of(const ArraySpec& spec) { return spec; }
@@ -54,117 +22,98 @@ std::string describe(const std::vector<T>& arrays) {
   return text.empty() ? "nothing" : text;
 }
 
-// As many of the first as there are of the second.
-void copy_arrays(const std::vector<Array>& from, const std::vector<Array>& to) {
-  for (size_t i = 0; i < to.size(); ++i) copy(from[i], to[i]);
+uint64_t step_bytes(const StreamSpec& spec) {
+  uint64_t bytes = 0;
+  for (const ArraySpec& array : spec.arrays) bytes += array.num_bytes();
+  return bytes;
 }
 
-// Also gives the other environments' rows, which may be anything, their observations.
-void check_final_observation(const StreamSpec& spec, const EnvRow& row) {
-  const Array* field = truncated(spec, row.arrays);
-  const size_t wanted =
-      field != nullptr && any(*field) ? spec.num_observation_arrays : 0;
-  if (row.final_observation.size() != wanted) {
-    throw WireError("a step with " + std::to_string(row.final_observation.size()) +
-                    " arrays of final_observation, where " + std::to_string(wanted) +
-                    " are due: all of the observation if an episode was truncated, "
-                    "else none");
+// As many of the first as there are of the second, but for those that are there
+// already.
+void copy_arrays(const std::vector<Array>& from, const std::vector<Array>& to) {
+  for (size_t i = 0; i < to.size(); ++i) {
+    if (from[i].data() != to[i].data()) copy(from[i], to[i]);
   }
-  for (size_t i = 0; i < row.final_observation.size(); ++i) {
-    const Array &from = row.arrays[i], &to = row.final_observation[i];
-    const size_t bytes = to.num_bytes() / static_cast<size_t>(spec.num_envs);
-    for (size_t e = 0; e < static_cast<size_t>(spec.num_envs) && bytes > 0; ++e) {
-      if (field->data()[e] != 0) continue;
-      std::memcpy(to.data() + e * bytes, from.data() + e * bytes, bytes);
-    }
-  }
-  try {
-    check_values(spec, row.final_observation);
-  } catch (const WireError& error) {
-    throw WireError(std::string("final_observation: ") + error.what());
-  }
+}
+
+bool all(const Array& bools) {
+  return std::all_of(bools.data(), bools.data() + bools.num_bytes(),
+                     [](uint8_t value) { return value != 0; });
 }
 
 }  // namespace
 
-// --- Reading
-// --------------------------------------------------------------------------
+uint64_t half_of_memory() {
+  uint64_t bytes = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) *
+                   static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  // A container may have less.
+  for (const char* limit :
+       {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
+    uint64_t number;
+    if (std::ifstream(limit) >> number) bytes = std::min(bytes, number);
+  }
+  return bytes / 2;
+}
 
-EnvRow read_row(Connection& connection, const StreamSpec& spec, UnrollContext& context,
-                std::vector<Array> arrays) {
-  grpc::ByteBuffer message;
-  connection.read(&message);
-  context.bytes_received += message.Length();
-  EnvRow row;
-  row.arrays = std::move(arrays);
-  if (row.arrays.empty()) {
-    for (const ArraySpec& wanted : spec.arrays) {
-      row.arrays.push_back(context.message_pool.allocate(wanted));
-    }
-  }
-  const auto into_final = [&](size_t i, const ArraySpec& got) {
-    if (i >= spec.num_observation_arrays || got != spec.arrays[i]) {
-      throw WireError("final_observation has " + got.to_string() + " as array " +
-                      std::to_string(i) + ", not as the observation");
-    }
-    row.final_observation.push_back(context.message_pool.allocate(got));
-    return row.final_observation.back();
-  };
-  const Decoded decoded =
-      decode_env_message(&message, expect(spec.arrays, row.arrays, "step"), into_final);
-  if (decoded.kind == Decoded::kError) {
-    throw EnvironmentError(connection.peer() + " failed:\n" + decoded.error);
-  }
-  if (decoded.kind != Decoded::kStep) throw WireError("a second hello");
-  if (decoded.num_arrays != row.arrays.size()) {
-    throw WireError("a step with " + std::to_string(decoded.num_arrays) +
-                    " arrays, where the hello announced " +
-                    std::to_string(row.arrays.size()));
-  }
-  check_values(spec, row.arrays);
-  check_final_observation(spec, row);
-  for (const Array& array : row.arrays) context.bytes_copied += array.num_bytes();
-  row.env_nanoseconds = decoded.env_nanoseconds;
-  return row;
+void check_rollout_bytes(const StreamSpec& spec, int64_t unroll_length,
+                         uint64_t num_streams, uint64_t max_bytes) {
+  const uint64_t step = step_bytes(spec);
+  const auto num_rows = static_cast<uint64_t>(unroll_length) + 1;
+  // Such a product may be larger than any integer.
+  if (step <= max_bytes / num_rows / std::max<uint64_t>(num_streams, 1)) return;
+  throw TooManyBytes(
+      "the rollouts of " + std::to_string(num_streams) + " streams, each of " +
+      std::to_string(num_rows) + " rows of " + std::to_string(step) +
+      " bytes, exceed max_rollout_bytes, which is " + std::to_string(max_bytes) +
+      ": use fewer streams, shorter unrolls, or more memory");
 }
 
 bool is_between_episodes(const StreamSpec& spec, const EnvRow& row) {
   return all(row.arrays[spec.num_observation_arrays + kDoneField]);
 }
 
-// --- Steps
-// ----------------------------------------------------------------------------
+const Array* truncated_field(const StreamSpec& spec, const std::vector<Array>& arrays) {
+  const auto& names = spec.extra_fields;
+  const auto found = std::find(names.begin(), names.end(), "truncated");
+  if (found == names.end()) return nullptr;
+  return &arrays[spec.num_observation_arrays + kStandardFields +
+                 static_cast<size_t>(found - names.begin())];
+}
+
+RolloutBytes::RolloutBytes(UnrollContext* context, const StreamSpec& spec)
+    : context_(*context) {
+  check_rollout_bytes(spec, context_.unroll_length, 1, context_.max_bytes);
+  const uint64_t bytes =
+      step_bytes(spec) * static_cast<uint64_t>(context_.unroll_length + 1);
+  const uint64_t others = context_.num_bytes.fetch_add(bytes);
+  num_bytes_ = bytes;
+  if (others <= context_.max_bytes - bytes) return;
+  context_.num_bytes -= bytes;
+  throw TooManyBytes("its rollout has " + std::to_string(bytes) +
+                     " bytes and those of other streams " + std::to_string(others) +
+                     "; together they exceed max_rollout_bytes, which is " +
+                     std::to_string(context_.max_bytes));
+}
 
 Unroll::Unroll(UnrollContext* context, StreamSpec spec, const EnvRow& first,
-               uint64_t first_number, Interrupt interrupt)
+               uint64_t first_number)
     : context_(*context),
       spec_(std::move(spec)),
-      interrupt_(std::move(interrupt)),
+      bytes_(context, spec_),
       rollout_(make_rollout(tile(context_.initial_state))),
       newest_number_(first_number),
       state_before_(rollout_.initial_state) {
-  copy_arrays(first.arrays, env_row(0));
-  context_.env_ns += first.env_nanoseconds;
-  answer(first.final_observation);
+  write_env_row(first);
 }
 
-bool Unroll::is_between_episodes() const {
-  return all(rollout_.env[spec_.num_observation_arrays + kDoneField].at(t_));
-}
+// --- Steps
 
-bool Unroll::step(Connection& connection) {
-  EnvRow next;
-  {
-    const WaitTimer timer(&context_.env_wait_ns);
-    connection.write(encode_action(action_, context_.message_pool));
-    next = read_row(connection, spec_, context_, env_row(t_ + 1));
-  }
-  return advance(next.final_observation, next.env_nanoseconds);
-}
-
-bool Unroll::take(const EnvRow& next) {
-  copy_arrays(next.arrays, env_row(t_ + 1));
-  return advance(next.final_observation, next.env_nanoseconds);
+void Unroll::take(const EnvRow& next) {
+  ++t_;
+  ++newest_number_;
+  state_before_ = state_after_;
+  context_.num_steps += static_cast<uint64_t>(spec_.num_envs);
+  write_env_row(next);
 }
 
 void Unroll::hand_over(const EnvRow& first, uint64_t first_number) {
@@ -173,53 +122,57 @@ void Unroll::hand_over(const EnvRow& first, uint64_t first_number) {
   copy_arrays(first.arrays, observation);
   context_.env_ns += first.env_nanoseconds;
   newest_number_ = first_number;
-  act();
+  acted_ = false;
 }
 
-// Row t + 1 is there.
-bool Unroll::advance(const std::vector<Array>& final_observation,
-                     uint64_t env_nanoseconds) {
-  ++t_;
-  ++newest_number_;
-  context_.num_steps += static_cast<uint64_t>(spec_.num_envs);
-  context_.env_ns += env_nanoseconds;
-  state_before_ = state_after_;
-  answer(final_observation);
-  if (t_ < context_.unroll_length) return false;
-  finish_rollout();
-  return true;
+void Unroll::write_env_row(const EnvRow& row) {
+  copy_arrays(row.arrays, env_row(t_));
+  context_.env_ns += row.env_nanoseconds;
+  if (evaluates_) final_observation_ = row.final_observation;
+  truncation_value_.reset();
+  acted_ = false;
+}
+
+bool Unroll::is_between_episodes() const {
+  return all(rollout_.env[spec_.num_observation_arrays + kDoneField].at(t_));
 }
 
 // --- The agent
-// ------------------------------------------------------------------------
 
-// Asks about the newest row, and about the ends of its truncated episodes.
-void Unroll::answer(const std::vector<Array>& final_observation) {
-  truncation_value_.reset();
-  if (!final_observation.empty()) truncation_value_ = evaluate(final_observation);
-  act();
+// First about the real end of truncated episodes, then about the newest row.
+std::optional<ArrayNest> Unroll::question() {
+  if (acted_) return std::nullopt;
+  std::vector<Array> env = env_time_row(t_);
+  if (!final_observation_.empty()) {
+    for (size_t i = 0; i < final_observation_.size(); ++i) {
+      env[i] = final_observation_[i].with_leading_one();
+    }
+    Array& done = env[spec_.num_observation_arrays + kDoneField];
+    done = context_.message_pool.allocate(done.spec());
+    std::memset(done.data(), 0, done.num_bytes());
+  }
+  return ArrayNest(ArrayNest::Vector{env_nest(std::move(env)), state_before_});
 }
 
-// Asks what to do in the newest row, and writes the answer into it.
-void Unroll::act() {
-  ArrayNest outputs = compute(env_nest(env_time_row(t_)));
-  write_agent_row(rollout_, t_, outputs.vector()[0]);
+void Unroll::answer(ArrayNest outputs) {
+  check_form(outputs);
+  ArrayNest& agent = outputs.vector()[0];
+  if (!final_observation_.empty()) {
+    final_observation_.clear();
+    keep_truncation_value(agent);
+    return;
+  }
+  write_agent_row(rollout_, t_, agent);
   if (truncation_value_) {
     copy(*truncation_value_,
          rollout_.agent->dict().at("truncation_value").leaf().row(t_));
   }
-  action_ = action_of(outputs.vector()[0]);
+  action_ = action_of(agent);
   state_after_ = std::move(outputs.vector()[1]);
+  acted_ = true;
 }
 
-// The agent's ((action, ...), new_state), checked.
-ArrayNest Unroll::compute(ArrayNest env_outputs) {
-  ArrayNest inputs(ArrayNest::Vector{std::move(env_outputs), state_before_});
-  ArrayNest outputs;
-  {
-    const WaitTimer timer(&context_.inference_wait_ns);
-    outputs = context_.inference_batcher->compute(std::move(inputs), interrupt_);
-  }
+void Unroll::check_form(const ArrayNest& outputs) const {
   if (!outputs.is_vector() || outputs.vector().size() != 2) {
     throw std::invalid_argument(
         "the agent's outputs must be ((action, ...), new_agent_state), and they "
@@ -234,45 +187,34 @@ ArrayNest Unroll::compute(ArrayNest env_outputs) {
                                         after.spec().to_string());
           }
         },
-        state_before_, std::as_const(outputs.vector()[1]));
+        state_before_, outputs.vector()[1]);
   } catch (const std::invalid_argument& error) {
     throw std::invalid_argument(
         std::string("the agent state must keep its form, and it changes: ") +
         error.what());
   }
-  return outputs;
 }
 
 // The baseline at the end of truncated episodes, 0 elsewhere; nothing if the agent's
 // outputs have no place for it.
-std::optional<Array> Unroll::evaluate(const std::vector<Array>& final_observation) {
-  if (!evaluates_) return std::nullopt;
-  std::vector<Array> inputs = env_time_row(t_);
-  const Array ended = truncated(spec_, inputs)->at(0);
-  for (size_t i = 0; i < final_observation.size(); ++i) {
-    inputs[i] = final_observation[i].with_leading_one();
-  }
-  Array& done = inputs[spec_.num_observation_arrays + kDoneField];
-  done = context_.message_pool.allocate(done.spec());
-  std::memset(done.data(), 0, done.num_bytes());
-  ArrayNest outputs = compute(env_nest(std::move(inputs)));
-  const ArrayNest& agent = outputs.vector()[0];
-  evaluates_ = agent.is_map() && agent.dict().count("baseline") > 0 &&
-               agent.dict().count("truncation_value") > 0;
-  if (!evaluates_) return std::nullopt;
+void Unroll::keep_truncation_value(const ArrayNest& outputs) {
+  evaluates_ = outputs.is_map() && outputs.dict().count("baseline") > 0 &&
+               outputs.dict().count("truncation_value") > 0;
+  if (!evaluates_) return;
   const ArraySpec wanted{DType::kFloat32, Shape{1, spec_.num_envs}};
   for (const char* name : {"baseline", "truncation_value"}) {
-    const ArrayNest& value = agent.dict().at(name);
+    const ArrayNest& value = outputs.dict().at(name);
     if (!value.is_leaf() || value.leaf().spec() != wanted) {
       throw std::invalid_argument("the agent's " + std::string(name) + " must be " +
                                   wanted.to_string());
     }
   }
-  Array value = agent.dict().at("baseline").leaf();
+  truncation_value_ = outputs.dict().at("baseline").leaf();
+  const std::vector<Array> row = env_row(t_);
+  const Array* const truncated = truncated_field(spec_, row);
   for (int64_t e = 0; e < spec_.num_envs; ++e) {
-    if (ended.data()[e] == 0) value.as<float>()[e] = 0;
+    if (truncated->data()[e] == 0) truncation_value_->as<float>()[e] = 0;
   }
-  return value;
 }
 
 void Unroll::write_agent_row(Rollout& rollout, int64_t t, const ArrayNest& outputs) {
@@ -303,25 +245,24 @@ void Unroll::write_agent_row(Rollout& rollout, int64_t t, const ArrayNest& outpu
 
 std::vector<Array> Unroll::action_of(const ArrayNest& outputs) const {
   const ArrayNest* action = nullptr;
-  if (outputs.is_vector() && !outputs.vector().empty()) {
-    action = &outputs.vector()[0];
-  } else if (outputs.is_map() && outputs.dict().count("action") > 0) {
+  if (outputs.is_map() && outputs.dict().count("action") > 0) {
     action = &outputs.dict().at("action");
+  } else if (outputs.is_vector() && !outputs.vector().empty() && !context_.named_rows) {
+    action = &outputs.vector()[0];
   } else {
-    throw std::invalid_argument(
-        "the agent's outputs must be (action, ...) or a dict with \"action\", and "
-        "they are " +
-        outputs.describe());
+    throw std::invalid_argument(std::string("the agent's outputs must be ") +
+                                (context_.named_rows ? "" : "(action, ...) or ") +
+                                "a dict with \"action\", and they are " +
+                                outputs.describe());
   }
   std::vector<Array> arrays;
   action->for_each([&](const Array& array) { arrays.push_back(array.at(0)); });
   if (spec_.has_action) {
     const std::vector<ArraySpec> wanted = spec_.action.flatten();
-    bool fits = wanted.size() == arrays.size();
-    for (size_t i = 0; fits && i < wanted.size(); ++i) {
-      fits = wanted[i] == arrays[i].spec();
-    }
-    if (!fits) {
+    const auto fits = [](const ArraySpec& spec, const Array& array) {
+      return spec == array.spec();
+    };
+    if (!std::equal(wanted.begin(), wanted.end(), arrays.begin(), arrays.end(), fits)) {
       throw std::invalid_argument("the agent's action is " + describe(arrays) +
                                   ", and the environments want " + describe(wanted) +
                                   " (behind a leading 1)");
@@ -331,7 +272,6 @@ std::vector<Array> Unroll::action_of(const ArrayNest& outputs) const {
 }
 
 // --- Rollouts
-// -------------------------------------------------------------------------
 
 Unroll::Rollout Unroll::make_rollout(ArrayNest initial_state) {
   Rollout rollout;
@@ -343,29 +283,28 @@ Unroll::Rollout Unroll::make_rollout(ArrayNest initial_state) {
   return rollout;
 }
 
-void Unroll::copy_row(const Rollout& from, int64_t from_row, Rollout& to,
-                      int64_t to_row) {
-  for (size_t i = 0; i < from.env.size(); ++i) {
-    context_.bytes_copied += copy(from.env[i].row(from_row), to.env[i].row(to_row));
-  }
-  write_agent_row(to, to_row, from.agent->map([from_row](const Array& array) {
-    return array.row(from_row);
-  }));
-}
-
-// Hands the rollout to the learner; its last row is the first of the next.
-void Unroll::finish_rollout() {
+std::optional<ArrayNest> Unroll::take_rollout() {
+  if (t_ < context_.unroll_length || !acted_) return std::nullopt;
   Rollout next = make_rollout(state_before_);
-  copy_row(rollout_, t_, next, 0);
-  ArrayNest item(
-      ArrayNest::Vector{ArrayNest(ArrayNest::Vector{env_nest(std::move(rollout_.env)),
-                                                    std::move(*rollout_.agent)}),
-                        std::move(rollout_.initial_state)});
+  for (size_t i = 0; i < next.env.size(); ++i) {
+    context_.bytes_copied += copy(rollout_.env[i].row(t_), next.env[i].row(0));
+  }
+  write_agent_row(next, 0, rollout_.agent->map([t = t_](const Array& array) {
+    return array.row(t);
+  }));
+  ArrayNest rows = env_nest(std::move(rollout_.env));
+  if (context_.named_rows) {
+    // If both have a field of one name, it is the agent's.
+    rollout_.agent->dict().merge(std::move(rows.dict()));
+    rows = std::move(*rollout_.agent);
+  } else {
+    rows = ArrayNest(ArrayNest::Vector{std::move(rows), std::move(*rollout_.agent)});
+  }
+  ArrayNest rollout(
+      ArrayNest::Vector{std::move(rows), std::move(rollout_.initial_state)});
   rollout_ = std::move(next);
   t_ = 0;
-  const WaitTimer timer(&context_.queue_wait_ns);
-  context_.learner_queue->enqueue(std::move(item), interrupt_);
-  ++context_.num_rollouts;
+  return rollout;
 }
 
 std::vector<Array> Unroll::env_row(int64_t t) const {
@@ -382,19 +321,33 @@ std::vector<Array> Unroll::env_time_row(int64_t t) const {
   return row;
 }
 
+// {observation, reward, done, ..., the extra fields}
+ArrayNest Unroll::named(std::vector<Array> arrays) const {
+  auto array = arrays.begin() + static_cast<int64_t>(spec_.num_observation_arrays);
+  ArrayNest::Map row;
+  row.emplace("observation", nest::pack_as(spec_.observation,
+                                           std::vector<Array>(arrays.begin(), array)));
+  for (const char* name : {"reward", "done", "episode_step", "episode_return"}) {
+    row.emplace(name, *array++);
+  }
+  for (const std::string& name : spec_.extra_fields) row.emplace(name, *array++);
+  // A game is an episode, unless the environments say otherwise.
+  row.emplace("game_over", row.at("done"));
+  row.emplace("game_step", row.at("episode_step"));
+  row.emplace("game_return", row.at("episode_return"));
+  return ArrayNest(std::move(row));
+}
+
 // (observation, reward, done, episode_step, episode_return[, extra fields])
-ArrayNest Unroll::env_nest(std::vector<Array> arrays) const {
-  const auto rest = arrays.begin() + static_cast<int64_t>(spec_.num_observation_arrays);
+ArrayNest Unroll::positional(std::vector<Array> arrays) const {
+  auto array = arrays.begin() + static_cast<int64_t>(spec_.num_observation_arrays);
   ArrayNest::Vector fields;
   fields.reserve(1 + kStandardFields + 1);
   fields.push_back(
-      nest::pack_as(spec_.observation, std::vector<Array>(arrays.begin(), rest)));
-  for (size_t i = 0; i < kStandardFields; ++i) {
-    fields.emplace_back(std::move(rest[static_cast<int64_t>(i)]));
-  }
+      nest::pack_as(spec_.observation, std::vector<Array>(arrays.begin(), array)));
+  for (size_t i = 0; i < kStandardFields; ++i) fields.emplace_back(*array++);
   if (!spec_.extra_fields.empty()) {
     ArrayNest::Map extra;
-    auto array = rest + kStandardFields;
     for (const std::string& name : spec_.extra_fields) extra.emplace(name, *array++);
     fields.emplace_back(std::move(extra));
   }

@@ -1,97 +1,124 @@
-// One unroll: a stream's rollout in progress and the agent's state in it. It belongs to
-// no connection, and may go on over several.
+// A stream's rollout in progress, and the agent's state in it: a state machine that
+// waits for nothing. It knows no connection, no batcher and no queue; EnvSession moves
+// data between it and them:
 //
-//   env --step--> row t of the rollout --inputs--> DynamicBatcher
-//   env <-action------- row t of the rollout <--outputs--'
-//   after T steps: rollout [T+1, E, ...] --> BatchingQueue
+//   step --take()--> row t of the rollout --question()--> the agent
+//   action() <------ row t of the rollout <--answer()---- the agent
+//   after T steps: take_rollout()
 
 #pragma once
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
 #include <optional>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "array.h"
-#include "batching.h"
-#include "connection.h"
-#include "sync.h"
 #include "wire.h"
 
 namespace torchbeast {
 
-// What the unrolls of a pool share.
-struct UnrollContext {
-  UnrollContext(int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
-                std::shared_ptr<DynamicBatcher> inference_batcher,
-                ArrayNest initial_state)
-      : unroll_length(unroll_length),
-        learner_queue(std::move(learner_queue)),
-        inference_batcher(std::move(inference_batcher)),
-        initial_state(std::move(initial_state)) {}
+// The rollouts of all streams together would need too much memory; says how much.
+class TooManyBytes : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
-  const int64_t unroll_length;  // T
-  const std::shared_ptr<BatchingQueue> learner_queue;
-  const std::shared_ptr<DynamicBatcher> inference_batcher;
+// Half of the memory that this process may use.
+uint64_t half_of_memory();
+
+// What the unrolls of a pool share. Thread-safe.
+struct UnrollContext {
+  UnrollContext(int64_t unroll_length, ArrayNest initial_state, bool named_rows,
+                uint64_t max_bytes)
+      : unroll_length(unroll_length),
+        initial_state(std::move(initial_state)),
+        named_rows(named_rows),
+        max_bytes(max_bytes) {}
+
+  const int64_t unroll_length;    // T
   const ArrayNest initial_state;  // [layers, 1 or E, ...]
+  const bool named_rows;          // see ActorPoolOptions
+  const uint64_t max_bytes;       // of the rollouts in progress
 
   MemoryPool rollout_pool;
   MemoryPool message_pool;
 
   std::atomic<uint64_t> num_steps{0};
-  std::atomic<uint64_t> num_rollouts{0};
-  std::atomic<uint64_t> bytes_received{0};
+  std::atomic<uint64_t> num_bytes{0};  // of the rollouts in progress
   std::atomic<uint64_t> bytes_copied{0};
   std::atomic<uint64_t> env_ns{0};
-  std::atomic<uint64_t> env_wait_ns{0};
-  std::atomic<uint64_t> inference_wait_ns{0};
-  std::atomic<uint64_t> queue_wait_ns{0};
 };
 
-// A step as it comes, arrays [E, ...].
+// Throws TooManyBytes if `num_streams` rollouts of such streams exceed `max_bytes`.
+void check_rollout_bytes(const StreamSpec& spec, int64_t unroll_length,
+                         uint64_t num_streams, uint64_t max_bytes);
+
+// A rollout's share of UnrollContext::num_bytes, as long as it lives. One thread.
+class RolloutBytes {
+ public:
+  // Throws TooManyBytes.
+  RolloutBytes(UnrollContext* context, const StreamSpec& spec);
+  ~RolloutBytes() { context_.num_bytes -= num_bytes_; }
+  RolloutBytes(const RolloutBytes&) = delete;
+
+ private:
+  UnrollContext& context_;
+  uint64_t num_bytes_ = 0;
+};
+
+// A step, arrays [E, ...].
 struct EnvRow {
   std::vector<Array> arrays;             // as StreamSpec::arrays
   std::vector<Array> final_observation;  // empty, or as the observation's
   uint64_t env_nanoseconds = 0;
 };
 
-// Reads a stream's next step into `arrays`, or into new memory if there are none.
-// Throws as Connection::read, WireError, EnvironmentError.
-EnvRow read_row(Connection& connection, const StreamSpec& spec, UnrollContext& context,
-                std::vector<Array> arrays = {});
-
+// The field "truncated" of a row's arrays; null if there is none.
+const Array* truncated_field(const StreamSpec& spec, const std::vector<Array>& arrays);
 // Whether it is the first row of new episodes for all E.
 bool is_between_episodes(const StreamSpec& spec, const EnvRow& row);
 
-// A row is taken whole or not at all: after a TransportError or WireError the unroll is
-// as before the step that has failed, and its action can be sent again. What else is
-// thrown comes from inference, the queue or the interrupt, and ends it.
+// One thread at a time. Owns the rollout's memory. Steps have numbers, counted by the
+// environment.
 //
-// Steps have numbers, counted by the environment.
+// A step is taken whole or not at all, so an unroll may outlive its connection: while
+// there is no question, it can send its action again and take the next step.
 class Unroll {
  public:
-  // Begins with `first`, asks for an action. `interrupt` may end waits.
+  // Begins with `first` as row 0. Throws TooManyBytes; std::invalid_argument if the
+  // initial state does not fit the stream. The context must outlive it.
   Unroll(UnrollContext* context, StreamSpec spec, const EnvRow& first,
-         uint64_t first_number, Interrupt interrupt);
+         uint64_t first_number);
 
-  // The newest step taken, whose action goes out next.
+  // Memory for the next step, [E, ...] each: what is read into it need not be copied.
+  std::vector<Array> next_row() const { return env_row(t_ + 1); }
+  // Takes the next step. REQUIRES: there is neither a question nor a whole rollout.
+  void take(const EnvRow& next);
+  // Environments that have just begun go on in place of others. The newest row gets
+  // their observation, and there is a question about it. All else in the row belongs to
+  // the episodes that have ended. REQUIRES: is_between_episodes(), and so is `first`.
+  void hand_over(const EnvRow& first, uint64_t first_number);
+
+  // What the agent has to be asked, (row, agent_state), [1, E, ...] each; nothing once
+  // the newest row has its action. The arrays are the rollout's own.
+  std::optional<ArrayNest> question();
+  // The answer, (outputs, new_agent_state). Throws std::invalid_argument, which says
+  // what does not fit. REQUIRES: there is a question.
+  void answer(ArrayNest outputs);
+  // For the newest step, [E, ...] each. REQUIRES: there is no question.
+  const std::vector<Array>& action() const { return action_; }
+  // For the learner, [T+1, E, ...] each, once row T has its action. Row T begins the
+  // next rollout.
+  std::optional<ArrayNest> take_rollout();
+
+  // Of the newest step.
   uint64_t newest_number() const { return newest_number_; }
   // Steps in the rollout that is not finished, E for each.
   int64_t num_unfinished_steps() const { return t_ * spec_.num_envs; }
   // Whether the newest step ends the episodes of all E, so that others can go on.
   bool is_between_episodes() const;
-
-  // Sends the action for the newest step, takes the next, asks for its action. Returns
-  // whether a rollout is finished with it.
-  bool step(Connection& connection);
-  // The same where the next step has come already.
-  bool take(const EnvRow& next);
-  // REQUIRES: is_between_episodes(), and so is `first`. Environments go on that have
-  // just begun: the newest row gets their observation, in place of that of the ones
-  // that have left, and a new action. All else in it belongs to the ended episodes.
-  void hand_over(const EnvRow& first, uint64_t first_number);
 
  private:
   struct Rollout {
@@ -100,31 +127,34 @@ class Unroll {
     std::optional<ArrayNest> agent;  // [T+1, E, ...]
   };
 
-  bool advance(const std::vector<Array>& final_observation, uint64_t env_nanoseconds);
-  void answer(const std::vector<Array>& final_observation);
-  void act();
-  ArrayNest compute(ArrayNest env_outputs);
-  std::optional<Array> evaluate(const std::vector<Array>& final_observation);
-  void write_agent_row(Rollout& rollout, int64_t t, const ArrayNest& outputs);
-  std::vector<Array> action_of(const ArrayNest& outputs) const;
   Rollout make_rollout(ArrayNest initial_state);
-  void copy_row(const Rollout& from, int64_t from_row, Rollout& to, int64_t to_row);
-  void finish_rollout();
+  void write_env_row(const EnvRow& row);
+  void write_agent_row(Rollout& rollout, int64_t t, const ArrayNest& outputs);
+  void check_form(const ArrayNest& outputs) const;
+  void keep_truncation_value(const ArrayNest& outputs);
+  std::vector<Array> action_of(const ArrayNest& outputs) const;
   std::vector<Array> env_row(int64_t t) const;       // [E, ...] each
   std::vector<Array> env_time_row(int64_t t) const;  // [1, E, ...] each
-  ArrayNest env_nest(std::vector<Array> arrays) const;
+  ArrayNest named(std::vector<Array> arrays) const;
+  ArrayNest positional(std::vector<Array> arrays) const;
+  ArrayNest env_nest(std::vector<Array> arrays) const {
+    return context_.named_rows ? named(std::move(arrays))
+                               : positional(std::move(arrays));
+  }
   ArrayNest tile(const ArrayNest& state);
 
   UnrollContext& context_;
   const StreamSpec spec_;
-  const Interrupt interrupt_;
+  const RolloutBytes bytes_;
 
   Rollout rollout_;
   int64_t t_ = 0;               // of the newest row
   uint64_t newest_number_ = 0;  // of its step
+  bool acted_ = false;          // it has its action
   ArrayNest state_before_;      // the agent's, of the newest row
   ArrayNest state_after_;
   std::vector<Array> action_;              // for the newest row
+  std::vector<Array> final_observation_;   // to ask about before the newest row
   std::optional<Array> truncation_value_;  // of the newest row; none: as the agent says
   bool evaluates_ = true;                  // until the agent turns out not to
 };

@@ -166,6 +166,38 @@ def test_every_row_of_vectorised_environments(streams, batch, n, address):
     assert state["counter"].shape == (2, batch, 4)
 
 
+STANDARD = ("observation", "reward", "done", "episode_step", "episode_return")
+EXTRA = ("truncated", "noise")
+AGENT = ("action", "policy_logits", "baseline", "truncation_value")
+
+
+def positional(row):
+    return (*(row[name] for name in STANDARD), {name: row[name] for name in EXTRA})
+
+
+def test_every_row_by_name(address):
+    def act_by_name(inputs):
+        row, state = inputs
+        assert {*row} == {*STANDARD, *EXTRA, "game_over", "game_step", "game_return"}
+        assert torch.equal(row["game_over"], row["done"])
+        assert torch.equal(row["game_step"], row["episode_step"])
+        assert torch.equal(row["game_return"], row["episode_return"])
+        return act((positional(row), state))
+
+    followers = {}
+    with (
+        ServerProcess("CodedVector", address) as server,
+        Run(
+            [server.address], act_by_name, initial_state(), batch=E, named_rows=True
+        ) as run,
+    ):
+        for rows, state in itertools.islice(run.queue, 20):
+            assert torch.equal(rows["game_over"], rows["done"])
+            agent_outputs = {name: rows[name] for name in AGENT}
+            check([((positional(rows), agent_outputs), state)], followers)
+    assert sorted(followers) == list(range(E))
+
+
 def test_several_servers(tmp_path):
     addresses = [f"unix:{tmp_path}/{i}" for i in range(2)]
     with (
@@ -460,6 +492,7 @@ def test_closed_before_run(shared_server):
         ({"step_timeout_s": 0}, ValueError, "step_timeout_s.*0"),
         ({"maximum_downtime_s": -1}, ValueError, "maximum_downtime_s.*-1"),
         ({"max_env_failures": -1}, ValueError, "max_env_failures.*-1"),
+        ({"max_rollout_bytes": 0}, ValueError, "max_rollout_bytes.*0"),
         ({"token": ""}, ValueError, "token is empty"),
         ({"token": "a\nb"}, ValueError, "printable"),
         ({"tls_ca": "/no/such/file"}, ValueError, "tls_ca: '/no/such/file'.*No such"),

@@ -24,7 +24,7 @@ from torchbeast.core.distributions import make_distribution
 from torchbeast.core.env_spec import EnvSpec
 from torchbeast.core.flags import FlagError
 from torchbeast.core.remote_envs import make_space, server_addresses
-from torchbeast.core.streams import to_row
+from torchbeast.core.streams import as_stored
 from torchbeast.learner import Learner
 
 POLYBEAST = "torchbeast.polybeast"
@@ -625,18 +625,25 @@ def test_fields_that_other_languages_leave_out():
     done = torch.tensor([[True, False, False]])
     step = torch.tensor([[5, 1, 2]])
     returns = torch.tensor([[1.5, 0.0, 2.0]])
-    outputs = (torch.ones(1, 3, 2).double(), returns, done, step, returns)
-    row = to_row(outputs, spec)
-    assert row.keys() == spec.keys()
-    assert row["observation"].dtype == torch.float32
-    assert not row["truncated"].any()
-    assert row["game_over"] is done
-    assert row["game_step"] is step
-    assert row["game_return"] is returns
-    assert row["last_action"].shape == (1, 3, 2)
-    assert row["last_action"].dtype == torch.int64
-    told = to_row((*outputs, {"game_over": ~done}), spec)
-    assert torch.equal(told["game_over"], ~done)
+    row = {
+        "observation": torch.ones(1, 3, 2).double(),
+        "reward": returns,
+        "done": done,
+        "episode_step": step,
+        "episode_return": returns,
+        "game_over": done,
+        "game_step": step,
+        "game_return": returns,
+        "of its own": step,
+    }
+    stored = as_stored(row, spec)
+    assert stored.keys() == {*spec, "of its own"}
+    assert stored["observation"].dtype == torch.float32
+    assert not stored["truncated"].any()
+    for name in row.keys() - {"observation"}:
+        assert stored[name] is row[name]
+    assert stored["last_action"].shape == (1, 3, 2)
+    assert stored["last_action"].dtype == torch.int64
 
 
 # --- The same algorithm ---------------------------------------------------------------

@@ -50,7 +50,7 @@ from torchbeast.core.prof import Timings
 from torchbeast.core.remote_envs import RemoteEnvs, server_addresses
 from torchbeast.core.run import Run, keep_freed_memory
 from torchbeast.core.seeds import derive_seed
-from torchbeast.core.streams import Streams, SyncBarrier, to_row
+from torchbeast.core.streams import Streams, SyncBarrier, as_stored
 from torchbeast.evaluate import evaluate
 from torchbeast.learner import Learner, learn
 from torchbeast.model import TORSOS
@@ -94,8 +94,8 @@ def infer(
     row_number = 0
     for batch in streams.batcher:
         timings.time("wait")
-        env_outputs, state = to_device(batch.get_inputs())
-        row = to_row(env_outputs, env_spec)
+        row, state = to_device(batch.get_inputs())
+        row = as_stored(row, env_spec)
         if barrier:
             barrier.wait_for_turn(row_number)
         bank, num_updates = models.acquire()
@@ -184,8 +184,8 @@ def train(
 
         n is a multiple of B if a stream has more than B environments.
         """
-        (env_outputs, agent_outputs), initial_state = rollouts
-        rows = to_row(env_outputs, env_spec) | agent_outputs
+        rows, initial_state = rollouts
+        rows = as_stored(rows, env_spec)
         for begin in range(0, rows["done"].shape[1], B):
 
             def part(x: torch.Tensor, begin: int = begin) -> torch.Tensor:

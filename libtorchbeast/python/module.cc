@@ -511,6 +511,12 @@ unroll_length steps (T) it enqueues
 into learner_queue, leaves [T+1, E, ...]: the outputs in row t are the agent's answer to
 row t, row 0 is the last row of the rollout before, and the state is the one before row 0.
 
+With named_rows, rows are dicts. The batcher gets (row, agent_state), the agent answers
+with a dict of outputs, and the queue gets (rows, initial_agent_state). A row has
+observation, reward, done, episode_step, episode_return, the extra fields, and game_over,
+game_step and game_return, which are the episode's unless the environment has such fields.
+The queue's rows have the agent's outputs, too; of two fields with one name, the agent's.
+
 Actions are what the policy draws: integers count from 0 whatever the action space's
 start, and floats are float32. They must fit the action space where the server tells one.
 
@@ -526,6 +532,10 @@ Args:
         "host:port"; an address may occur several times. May be empty with a listener.
     initial_agent_state: nest of [layers, n, ...], n being 1 (the same for every
         environment) or E; () for none.
+    named_rows: hand out rows as dicts.
+    max_rollout_bytes: of the rollouts in progress of all streams together, whose sizes the
+        environments announce. A stream that would exceed it is refused. As much again may
+        wait in the queue. None: half of the memory that this process may use.
     step_timeout_s: seconds that an environment may take for a step.
     maximum_downtime_s: the run ends if there is no stream at all for so long. A stream
         that is lost or refused is dialled again, and its unfinished rollout is dropped
@@ -557,7 +567,8 @@ Raises:
                        std::shared_ptr<BatchingQueue> learner_queue,
                        std::shared_ptr<DynamicBatcher> inference_batcher,
                        std::vector<std::string> env_server_addresses,
-                       const py::object& initial_agent_state, double step_timeout_s,
+                       const py::object& initial_agent_state, bool named_rows,
+                       std::optional<int64_t> max_rollout_bytes, double step_timeout_s,
                        double maximum_downtime_s, int64_t max_env_failures,
                        const std::optional<py::bytes>& hello,
                        const JoinListener* listener, const Expected& expected,
@@ -568,6 +579,14 @@ Raises:
                        const std::optional<std::string>& token, bool insecure) {
              ActorPoolOptions options;
              options.unroll_length = unroll_length;
+             options.named_rows = named_rows;
+             if (max_rollout_bytes) {
+               if (*max_rollout_bytes < 1) {
+                 throw py::value_error("max_rollout_bytes must be at least 1, got " +
+                                       std::to_string(*max_rollout_bytes));
+               }
+               options.max_rollout_bytes = static_cast<uint64_t>(*max_rollout_bytes);
+             }
              options.addresses = std::move(env_server_addresses);
              if (listener != nullptr) options.listener = listener->share();
              options.security = to_security(tls_ca, tls_cert, tls_key, tls_server_name,
@@ -590,15 +609,15 @@ Raises:
            }),
            py::arg("unroll_length"), py::arg("learner_queue").none(false),
            py::arg("inference_batcher").none(false), py::arg("env_server_addresses"),
-           py::arg("initial_agent_state"), py::kw_only(),
-           py::arg("step_timeout_s") = 60.0, py::arg("maximum_downtime_s") = 60.0,
-           py::arg("max_env_failures") = 10, py::arg("hello") = py::none(),
-           py::arg("listener") = py::none(), py::arg("expected") = py::none(),
-           py::arg("seed") = py::none(), py::arg("first_stream") = 0,
-           py::arg("stream_stride") = 1, py::arg("tls_ca") = py::none(),
-           py::arg("tls_cert") = py::none(), py::arg("tls_key") = py::none(),
-           py::arg("tls_server_name") = py::none(), py::arg("token") = py::none(),
-           py::arg("insecure") = false)
+           py::arg("initial_agent_state"), py::kw_only(), py::arg("named_rows") = false,
+           py::arg("max_rollout_bytes") = py::none(), py::arg("step_timeout_s") = 60.0,
+           py::arg("maximum_downtime_s") = 60.0, py::arg("max_env_failures") = 10,
+           py::arg("hello") = py::none(), py::arg("listener") = py::none(),
+           py::arg("expected") = py::none(), py::arg("seed") = py::none(),
+           py::arg("first_stream") = 0, py::arg("stream_stride") = 1,
+           py::arg("tls_ca") = py::none(), py::arg("tls_cert") = py::none(),
+           py::arg("tls_key") = py::none(), py::arg("tls_server_name") = py::none(),
+           py::arg("token") = py::none(), py::arg("insecure") = false)
       .def(
           "run",
           [](Pool& self) {

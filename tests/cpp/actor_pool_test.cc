@@ -254,6 +254,35 @@ TEST_F(ActorPoolTest, DifferentEnvironmentsAreRefused) {
   EXPECT_NE(error.find("differ"), std::string::npos) << error;
 }
 
+TEST_F(ActorPoolTest, StreamsBeyondTheMemoryAreRefused) {
+  EnvServer server(counting(2), server_options(unix_address()));
+  server.start();
+  ActorPoolOptions options = pool_options({server.address(), server.address()});
+  // Of the 6 rows of a rollout: picture, position, the four numbers and truncated.
+  constexpr uint64_t kRolloutBytes = 6 * 2 * (6 + 8 + 4 + 1 + 8 + 4 + 1);
+  options.max_rollout_bytes = 2 * kRolloutBytes - 1;
+  {
+    Session run(options);
+    Checker checker(5, true);
+    while (run.pool().stats().num_refused == 0 || checker.num_rollouts < 5) {
+      ASSERT_NO_FATAL_FAILURE(checker.check(run.rollouts()));
+    }
+    EXPECT_EQ(checker.num_environments(), 2u);
+    const std::string error = run.pool().stats().last_error;
+    EXPECT_NE(error.find("no memory for a rollout"), std::string::npos) << error;
+    EXPECT_NE(error.find(std::to_string(2 * kRolloutBytes - 1)), std::string::npos)
+        << error;
+  }
+  // If the hello is known, so is the sum.
+  options.hello = ActorPool::probe(server.address(), {}, Milliseconds(10'000));
+  const std::string error =
+      error_of<std::invalid_argument>([&] { Session run(options); });
+  EXPECT_NE(error.find("rollouts of 2 streams"), std::string::npos) << error;
+  options.max_rollout_bytes = 2 * kRolloutBytes;
+  Session run(options);
+  while (run.pool().stats().num_connected < 2) run.rollouts();
+}
+
 TEST_F(ActorPoolTest, WrongActionsAreRefused) {
   EnvServer server(counting(2), server_options(unix_address()));
   server.start();

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <future>
@@ -33,10 +34,66 @@ inline BatchingOptions batching(int64_t minimum, int64_t maximum) {
   return options;
 }
 
-// A pool with its queues and an agent, and what the agent does:
+// A field of rows, which have them by name or by place.
+inline const ArrayNest& field(const ArrayNest& row, const std::string& name) {
+  if (row.is_map()) return row.dict().at(name);
+  const std::vector<std::string> names{"observation", "reward", "done", "episode_step",
+                                       "episode_return"};
+  const auto found = std::find(names.begin(), names.end(), name);
+  if (found == names.end()) return row.vector().at(5).dict().at(name);
+  return row.vector().at(static_cast<size_t>(found - names.begin()));
+}
+
+// What the agent does:
 //   action           (episode + 2 * step) % 7 of the position
 //   baseline         the position's step + 100
 //   state [2, n, 3]  counts the rows since the episode began
+class CountingAgent {
+ public:
+  static ArrayNest initial_state() {
+    return ArrayNest(make_array({2, 1, 3}, {0, 0, 0, 0, 0, 0}));
+  }
+
+  ArrayNest act(const ArrayNest& inputs) {
+    const ArrayNest& row = inputs.vector()[0];
+    const Array& position = field(row, "observation").dict().at("position").leaf();
+    const Array& done = field(row, "done").leaf();
+    const int64_t n = position.shape()[1];
+    const Array action = memory_.allocate({DType::kInt64, {1, n}});
+    const Array baseline = memory_.allocate({DType::kFloat32, {1, n}});
+    const Array zero = memory_.allocate({DType::kFloat32, {1, n}});
+    const Array state = memory_.allocate({DType::kInt32, {2, n, 3}});
+    const Array& state_before = inputs.vector()[1].leaf();
+    EXPECT_EQ(state_before.shape(), (Shape{2, n, 3}));
+    for (int64_t i = 0; i < n; ++i) {
+      const Position at = Position::decode(position.as<int64_t>()[i]);
+      action.as<int64_t>()[i] = (at.episode + 2 * at.step) % kNumActions;
+      baseline.as<float>()[i] = static_cast<float>(at.step + 100);
+      zero.as<float>()[i] = 0;
+      for (int64_t layer = 0; layer < 2; ++layer) {
+        for (int64_t j = 0; j < 3; ++j) {
+          const int64_t k = (layer * n + i) * 3 + j;
+          state.as<int32_t>()[k] =
+              done.data()[i] ? 1 : state_before.as<int32_t>()[k] + 1;
+        }
+      }
+    }
+    if (as_tuple) {
+      return ArrayNest(
+          ArrayNest::Vector{ArrayNest(ArrayNest::Vector{action, baseline}), state});
+    }
+    ArrayNest::Map outputs{
+        {"action", action}, {"baseline", baseline}, {"truncation_value", zero}};
+    return ArrayNest(ArrayNest::Vector{ArrayNest(std::move(outputs)), state});
+  }
+
+  std::atomic<bool> as_tuple{false};  // outputs (action, baseline), not a dict
+
+ private:
+  MemoryPool memory_;
+};
+
+// A pool with its queues and a CountingAgent.
 class Session {
  public:
   explicit Session(ActorPoolOptions options, int64_t minimum = 1, int64_t maximum = 64)
@@ -46,8 +103,7 @@ class Session {
           return o;
         }())),
         batcher_(std::make_shared<DynamicBatcher>(batching(1, 64))),
-        pool_(options, queue_, batcher_,
-              ArrayNest(make_array({2, 1, 3}, {0, 0, 0, 0, 0, 0}))) {
+        pool_(options, queue_, batcher_, CountingAgent::initial_state()) {
     threads_.start([this] { infer(); });
     done_ = std::async(std::launch::async, [this] {
       try {
@@ -83,47 +139,14 @@ class Session {
   BatchingQueue& queue() { return *queue_; }
   DynamicBatcher& batcher() { return *batcher_; }
 
-  std::atomic<bool> as_tuple{false};  // outputs (action, baseline), not a dict
-
  private:
   void infer() {
-    while (auto batch = batcher_->next()) batch->set_outputs(act(batch->inputs()));
+    while (auto batch = batcher_->next()) {
+      batch->set_outputs(agent_.act(batch->inputs()));
+    }
   }
 
-  ArrayNest act(const ArrayNest& inputs) {
-    const auto& env = inputs.vector()[0].vector();
-    const Array& position = env[0].dict().at("position").leaf();
-    const Array& done = env[2].leaf();
-    const int64_t n = position.shape()[1];
-    const Array action = memory_.allocate({DType::kInt64, {1, n}});
-    const Array baseline = memory_.allocate({DType::kFloat32, {1, n}});
-    const Array zero = memory_.allocate({DType::kFloat32, {1, n}});
-    const Array state = memory_.allocate({DType::kInt32, {2, n, 3}});
-    const Array& state_before = inputs.vector()[1].leaf();
-    EXPECT_EQ(state_before.shape(), (Shape{2, n, 3}));
-    for (int64_t i = 0; i < n; ++i) {
-      const Position at = Position::decode(position.as<int64_t>()[i]);
-      action.as<int64_t>()[i] = (at.episode + 2 * at.step) % kNumActions;
-      baseline.as<float>()[i] = static_cast<float>(at.step + 100);
-      zero.as<float>()[i] = 0;
-      for (int64_t layer = 0; layer < 2; ++layer) {
-        for (int64_t j = 0; j < 3; ++j) {
-          const int64_t k = (layer * n + i) * 3 + j;
-          state.as<int32_t>()[k] =
-              done.data()[i] ? 1 : state_before.as<int32_t>()[k] + 1;
-        }
-      }
-    }
-    if (as_tuple) {
-      return ArrayNest(
-          ArrayNest::Vector{ArrayNest(ArrayNest::Vector{action, baseline}), state});
-    }
-    ArrayNest::Map outputs{
-        {"action", action}, {"baseline", baseline}, {"truncation_value", zero}};
-    return ArrayNest(ArrayNest::Vector{ArrayNest(std::move(outputs)), state});
-  }
-
-  MemoryPool memory_;
+  CountingAgent agent_;
   std::shared_ptr<BatchingQueue> queue_;
   std::shared_ptr<DynamicBatcher> batcher_;
   ActorPool pool_;
@@ -137,11 +160,17 @@ class Checker {
   Checker(int64_t T, bool with_truncation) : T_(T), with_truncation_(with_truncation) {}
 
   void check(const ArrayNest& item) {
-    const auto& env = item.vector()[0].vector()[0].vector();
-    const auto& agent = item.vector()[0].vector()[1].dict();
-    ASSERT_EQ(env.size(), with_truncation_ ? 6u : 5u);
-    const Array& picture = env[0].dict().at("picture").leaf();
-    const Array& position = env[0].dict().at("position").leaf();
+    const ArrayNest& rows = item.vector()[0];
+    const ArrayNest& env = rows.is_map() ? rows : rows.vector()[0];
+    const auto& agent = (rows.is_map() ? rows : rows.vector()[1]).dict();
+    if (rows.is_map()) {
+      ASSERT_EQ(agent.size(), with_truncation_ ? 12u : 11u);
+    } else {
+      ASSERT_EQ(env.vector().size(), with_truncation_ ? 6u : 5u);
+    }
+    const auto& observation = field(env, "observation").dict();
+    const Array& picture = observation.at("picture").leaf();
+    const Array& position = observation.at("position").leaf();
     const int64_t n = position.shape()[1];
     ASSERT_EQ(picture.spec(), (ArraySpec{DType::kUint8, {T_ + 1, n, 2, 3}}));
     ASSERT_EQ(position.spec(), (ArraySpec{DType::kInt64, {T_ + 1, n}}));
@@ -152,13 +181,12 @@ class Checker {
         const int64_t k = t * n + i;
         Row row;
         row.at = Position::decode(position.as<int64_t>()[k]);
-        row.reward = env[1].leaf().as<float>()[k];
-        row.done = env[2].leaf().data()[k];
-        row.episode_step = env[3].leaf().as<int64_t>()[k];
-        row.episode_return = env[4].leaf().as<float>()[k];
+        row.reward = field(env, "reward").leaf().as<float>()[k];
+        row.done = field(env, "done").leaf().data()[k];
+        row.episode_step = field(env, "episode_step").leaf().as<int64_t>()[k];
+        row.episode_return = field(env, "episode_return").leaf().as<float>()[k];
         row.action = agent.at("action").leaf().as<int64_t>()[k];
-        row.truncated =
-            with_truncation_ && env[5].dict().at("truncated").leaf().data()[k];
+        row.truncated = with_truncation_ && field(env, "truncated").leaf().data()[k];
         ASSERT_EQ(picture.data()[k * 6 + 5], row.at.step);
         ASSERT_EQ(row.action, (row.at.episode + 2 * row.at.step) % kNumActions);
         const float truncation_value =

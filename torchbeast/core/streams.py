@@ -9,7 +9,6 @@ import torch
 import libtorchbeast
 from torchbeast.core import rollout
 from torchbeast.core.connection_flags import security
-from torchbeast.core.environment import EXTRA_FIELDS
 from torchbeast.core.flags import Flags
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.prof import Timings
@@ -23,36 +22,26 @@ POOL_COUNTS = (
 BATCHER_COUNTS = ("num_batches", "num_items", "num_entries")
 
 
-def to_row(env_outputs: tuple, spec: dict[str, Nested]) -> dict[str, Nested]:
-    """What the pool hands out, by the names that rows have (core/rollout.py).
+def as_stored(row: dict[str, Nested], spec: dict[str, Nested]) -> dict[str, Nested]:
+    """The row in the dtypes that MonoBeast's buffers have, see rollout.STORED_AS.
 
-    Environments in other languages may leave fields out: a game is an episode then, and
+    Environments in other languages may leave out fields of `spec`: they are zero, so
     nothing is ever truncated.
     """
-    observation, reward, done, episode_step, episode_return, *extra = env_outputs
-    row = {
-        "observation": map_nested(as_stored, observation, spec["observation"]),
-        "reward": reward,
-        "done": done,
-        "episode_step": episode_step,
-        "episode_return": episode_return,
-        "game_over": done,
-        "game_step": episode_step,
-        "game_return": episode_return,
-        **(extra[0] if extra else {}),
-    }
+
+    def cast(x: torch.Tensor, field: rollout.Spec) -> torch.Tensor:
+        return x if x.dtype == field.dtype else x.to(field.dtype)
+
     row = rollout.show_final_fields(row)
-    for name in row.keys() & EXTRA_FIELDS:
-        row[name] = as_stored(row[name], spec[name])
+    leading = row["done"].shape
     for name, field in spec.items():
-        if name not in row:
-            row[name] = done.new_zeros((*done.shape, *field.shape), dtype=field.dtype)
+        if name in row:
+            row[name] = map_nested(cast, row[name], field)
+        else:
+            row[name] = row["done"].new_zeros(
+                (*leading, *field.shape), dtype=field.dtype
+            )
     return row
-
-
-def as_stored(x: torch.Tensor, field: rollout.Spec) -> torch.Tensor:
-    """In the dtype that MonoBeast's buffers have, see rollout.STORED_AS."""
-    return x if x.dtype == field.dtype else x.to(field.dtype)
 
 
 class SyncBarrier:
@@ -129,6 +118,7 @@ class Streams:
             self.batcher,
             addresses,
             initial_state,
+            named_rows=True,
             step_timeout_s=flags.actor_timeout,
             maximum_downtime_s=flags.connect_timeout,
             max_env_failures=flags.max_env_failures,

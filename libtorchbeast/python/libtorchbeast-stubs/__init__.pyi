@@ -63,6 +63,8 @@ class ActorPool:
         env_server_addresses: Sequence[str],
         initial_agent_state: Any,
         *,
+        named_rows: bool = False,
+        max_rollout_bytes: int | None = None,
         step_timeout_s: float = 60.0,
         maximum_downtime_s: float = 60.0,
         max_env_failures: int = 10,

@@ -1,0 +1,131 @@
+#include "env_session.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <string>
+
+namespace torchbeast {
+
+namespace {
+
+// Adds the time from construction to destruction.
+class WaitTimer {
+ public:
+  explicit WaitTimer(std::atomic<uint64_t>* total)
+      : total_(total), start_(Clock::now()) {}
+  ~WaitTimer() {
+    *total_ +=
+        static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - start_).count());
+  }
+
+ private:
+  std::atomic<uint64_t>* const total_;
+  const Clock::time_point start_;
+};
+
+// Also gives the other environments' rows, which may be anything, their observations.
+void check_final_observation(const StreamSpec& spec, const EnvRow& row) {
+  const Array* const truncated = truncated_field(spec, row.arrays);
+  const bool is_due = truncated != nullptr &&
+                      std::any_of(truncated->data(), truncated->data() + spec.num_envs,
+                                  [](uint8_t value) { return value != 0; });
+  const size_t wanted = is_due ? spec.num_observation_arrays : 0;
+  if (row.final_observation.size() != wanted) {
+    throw WireError("a step with " + std::to_string(row.final_observation.size()) +
+                    " arrays of final_observation, where " + std::to_string(wanted) +
+                    " are due: all of the observation if an episode was truncated, "
+                    "else none");
+  }
+  for (size_t i = 0; i < row.final_observation.size(); ++i) {
+    const Array &from = row.arrays[i], &to = row.final_observation[i];
+    const size_t bytes = to.num_bytes() / static_cast<size_t>(spec.num_envs);
+    for (size_t e = 0; e < static_cast<size_t>(spec.num_envs) && bytes > 0; ++e) {
+      if (truncated->data()[e] != 0) continue;
+      std::memcpy(to.data() + e * bytes, from.data() + e * bytes, bytes);
+    }
+  }
+  try {
+    check_values(spec, row.final_observation);
+  } catch (const WireError& error) {
+    throw WireError(std::string("final_observation: ") + error.what());
+  }
+}
+
+}  // namespace
+
+EnvSession::EnvSession(SessionContext* context, Connection* connection,
+                       const wire::EnvHello& hello, Interrupt interrupt)
+    : context_(*context),
+      connection_(*connection),
+      spec_(hello),
+      interrupt_(std::move(interrupt)) {}
+
+EnvRow EnvSession::read_row() {
+  std::vector<Array> arrays;
+  for (const ArraySpec& spec : spec_.arrays) {
+    arrays.push_back(context_.unrolls.message_pool.allocate(spec));
+  }
+  return read_into(std::move(arrays));
+}
+
+EnvRow EnvSession::read_into(std::vector<Array> arrays) {
+  grpc::ByteBuffer message;
+  connection_.read(&message);
+  context_.bytes_received += message.Length();
+  EnvRow row;
+  row.arrays = std::move(arrays);
+  const auto into_final = [&](size_t i, const ArraySpec& got) {
+    if (i >= spec_.num_observation_arrays || got != spec_.arrays[i]) {
+      throw WireError("final_observation has " + got.to_string() + " as array " +
+                      std::to_string(i) + ", not as the observation");
+    }
+    row.final_observation.push_back(context_.unrolls.message_pool.allocate(got));
+    return row.final_observation.back();
+  };
+  const Decoded decoded = decode_env_message(
+      &message, expect(spec_.arrays, row.arrays, "step"), into_final);
+  if (decoded.kind == Decoded::kError) {
+    throw EnvironmentError(connection_.peer() + " failed:\n" + decoded.error);
+  }
+  if (decoded.kind != Decoded::kStep) throw WireError("a second hello");
+  if (decoded.num_arrays != row.arrays.size()) {
+    throw WireError("a step with " + std::to_string(decoded.num_arrays) +
+                    " arrays, where the hello announced " +
+                    std::to_string(row.arrays.size()));
+  }
+  check_values(spec_, row.arrays);
+  check_final_observation(spec_, row);
+  for (const Array& array : row.arrays) {
+    context_.unrolls.bytes_copied += array.num_bytes();
+  }
+  row.env_nanoseconds = decoded.env_nanoseconds;
+  return row;
+}
+
+bool EnvSession::act(Unroll* unroll) {
+  while (std::optional<ArrayNest> question = unroll->question()) {
+    const WaitTimer timer(&context_.inference_wait_ns);
+    unroll->answer(
+        context_.inference_batcher->compute(std::move(*question), interrupt_));
+  }
+  std::optional<ArrayNest> rollout = unroll->take_rollout();
+  if (!rollout) return false;
+  const WaitTimer timer(&context_.queue_wait_ns);
+  context_.learner_queue->enqueue(std::move(*rollout), interrupt_);
+  ++context_.num_rollouts;
+  return true;
+}
+
+bool EnvSession::step(Unroll* unroll) {
+  EnvRow next;
+  {
+    const WaitTimer timer(&context_.env_wait_ns);
+    connection_.write(encode_action(unroll->action(), context_.unrolls.message_pool));
+    next = read_into(unroll->next_row());
+  }
+  unroll->take(next);
+  return act(unroll);
+}
+
+}  // namespace torchbeast

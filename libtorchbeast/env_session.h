@@ -1,0 +1,80 @@
+// One connection at work: its environments step, the agent answers, rollouts go to the
+// learner.
+//
+//   env --step--> Unroll --question--> DynamicBatcher
+//   env <-action- Unroll <--answer----'
+//                   '--rollout [T+1, E, ...]--> BatchingQueue
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "array.h"
+#include "batching.h"
+#include "connection.h"
+#include "sync.h"
+#include "unroll.h"
+#include "wire.h"
+
+namespace torchbeast {
+
+// What the sessions of a pool share. Thread-safe.
+struct SessionContext {
+  SessionContext(std::shared_ptr<BatchingQueue> learner_queue,
+                 std::shared_ptr<DynamicBatcher> inference_batcher,
+                 int64_t unroll_length, ArrayNest initial_state, bool named_rows,
+                 uint64_t max_rollout_bytes)
+      : learner_queue(std::move(learner_queue)),
+        inference_batcher(std::move(inference_batcher)),
+        unrolls(unroll_length, std::move(initial_state), named_rows,
+                max_rollout_bytes) {}
+
+  const std::shared_ptr<BatchingQueue> learner_queue;
+  const std::shared_ptr<DynamicBatcher> inference_batcher;
+  UnrollContext unrolls;
+
+  std::atomic<uint64_t> num_rollouts{0};
+  std::atomic<uint64_t> bytes_received{0};
+  std::atomic<uint64_t> env_wait_ns{0};
+  std::atomic<uint64_t> inference_wait_ns{0};
+  std::atomic<uint64_t> queue_wait_ns{0};
+};
+
+// One thread at a time. Owns neither the connection nor the unroll, so an unroll may go
+// on in another session.
+//
+// read_row() and step() throw as Connection::read; WireError; EnvironmentError. After
+// these the unroll is as before the step that has failed, and its action can be sent
+// again. step() and act() also throw what the queue, the batcher and Unroll::answer
+// throw, and what `interrupt` throws; then the unroll is of no use any more.
+class EnvSession {
+ public:
+  // After the handshake. Throws WireError if the hello breaks a rule. Both pointers
+  // must outlive it. `interrupt` may end waits.
+  EnvSession(SessionContext* context, Connection* connection,
+             const wire::EnvHello& hello, Interrupt interrupt);
+
+  const StreamSpec& spec() const { return spec_; }
+
+  // The next step, in memory of its own.
+  EnvRow read_row();
+  // Asks the agent about the newest row, if there is a question, and hands a finished
+  // rollout to the learner. Returns whether there was one.
+  bool act(Unroll* unroll);
+  // Sends the action for the newest row, takes the next step, and acts.
+  bool step(Unroll* unroll);
+
+ private:
+  EnvRow read_into(std::vector<Array> arrays);
+
+  SessionContext& context_;
+  Connection& connection_;
+  const StreamSpec spec_;
+  const Interrupt interrupt_;
+};
+
+}  // namespace torchbeast
