@@ -9,7 +9,7 @@ import torch
 import libtorchbeast
 from torchbeast.core import rollout
 from torchbeast.core.connection_flags import security
-from torchbeast.core.flags import Flags
+from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.prof import Timings
 from torchbeast.core.remote_envs import RemoteEnvs
@@ -85,6 +85,9 @@ class Streams:
       batch_size: environments of one learner batch.
       num_envs: of a stream, and of all streams.
       hello: what all environments must be.
+
+    Raises:
+      FlagError: the rollouts of all streams need more than half of the memory.
     """
 
     def __init__(
@@ -112,24 +115,27 @@ class Streams:
             maximum_batch_size=all_envs,
             allocator=pinned if acting.type == "cuda" else None,
         )
-        self.pool = libtorchbeast.ActorPool(
-            flags.unroll_length,
-            self.queue,
-            self.batcher,
-            addresses,
-            initial_state,
-            named_rows=True,
-            step_timeout_s=flags.actor_timeout,
-            maximum_downtime_s=flags.connect_timeout,
-            max_env_failures=flags.max_env_failures,
-            hello=hello,
-            expected=envs.expected,
-            seed=envs.seed,
-            first_stream=numbers[0],
-            stream_stride=numbers[1],
-            listener=listener,
-            **({} if listener else security(flags)),
-        )
+        try:
+            self.pool = libtorchbeast.ActorPool(
+                flags.unroll_length,
+                self.queue,
+                self.batcher,
+                addresses,
+                initial_state,
+                named_rows=True,
+                step_timeout_s=flags.actor_timeout,
+                maximum_downtime_s=flags.connect_timeout,
+                max_env_failures=flags.max_env_failures,
+                hello=hello,
+                expected=envs.expected,
+                seed=envs.seed,
+                first_stream=numbers[0],
+                stream_stride=numbers[1],
+                listener=listener,
+                **({} if listener else security(flags)),
+            )
+        except ValueError as error:  # the rollouts need more memory than there is
+            raise FlagError(f"{error}; see --num_actors, --unroll_length") from error
         self.inference_timings: list[Timings] = []
 
     def counts(self) -> dict[str, float]:
