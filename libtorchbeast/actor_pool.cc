@@ -485,9 +485,8 @@ void ActorPool::Shared::check_downtime() {
   std::string why;
   {
     MutexLock lock(mutex);
-    if (num_present > 0 || Clock::now() - down_since <= options.maximum_downtime) {
-      return;
-    }
+    if (num_present > 0) return;
+    if (!is_longer(Clock::now() - down_since, options.maximum_downtime)) return;
     why = last_error;
   }
   if (listener != nullptr && why.empty()) why = listener->stats().last_refusal;
@@ -670,7 +669,7 @@ wire::EnvHello ActorPool::probe(const std::string& address, const Security& secu
     return hello;
   });
   try {
-    const auto deadline = Clock::now() + timeout;
+    const auto deadline = time_after(timeout);
     while (hello.wait_for(
                std::min<Clock::duration>(kInterruptPeriod, deadline - Clock::now())) !=
            std::future_status::ready) {

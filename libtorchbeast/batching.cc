@@ -168,9 +168,7 @@ BatchingOptions check_options(BatchingOptions options) {
     require(options.timeout->count() >= 0,
             "timeout must not be negative, which " +
                 std::to_string(options.timeout->count()) + " ms is");
-    // Beyond that a deadline might not be a time any more.
-    options.timeout =
-        std::min<Milliseconds>(*options.timeout, std::chrono::hours(10000));
+    options.timeout = clamp_limit(*options.timeout);
   }
   return options;
 }

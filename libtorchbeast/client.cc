@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <iostream>
 #include <random>
 #include <stdexcept>
 #include <thread>
@@ -55,6 +56,8 @@ struct EnvClient::State {
   template <typename F>
   void tell_what_it_raises(DialledConnection& connection, F&& f);
   void after_loss(const TransportError& error);
+  // From run()'s thread.
+  void wait(const Interrupt& interrupt) TB_EXCLUDES(mutex);
 
   const EnvironmentFactory factory;
   const EnvClientOptions options;
@@ -64,7 +67,9 @@ struct EnvClient::State {
   mutable Mutex mutex;
   CondVar changed;
   bool stopping TB_GUARDED_BY(mutex) = false;
+  Clock::time_point give_up_at TB_GUARDED_BY(mutex);  // if stopping
   bool done TB_GUARDED_BY(mutex) = false;
+  Activity activity{nullptr};
   std::exception_ptr error TB_GUARDED_BY(mutex);
   DialledConnection* connection TB_GUARDED_BY(mutex) = nullptr;
   std::string last_error TB_GUARDED_BY(mutex);
@@ -92,7 +97,7 @@ void EnvClient::State::work(std::optional<uint64_t> num_episodes) {
   std::exception_ptr caught;
   try {
     const std::string stream_id = random_id();
-    Stepper stepper(factory);
+    Stepper stepper(factory, &activity);
     down_since = Clock::now();
     while (true) {
       try {
@@ -199,7 +204,8 @@ void EnvClient::State::after_loss(const TransportError& error) {
   if (stopping) throw Stopped();
   if (!error.may_pass) throw;  // the error that is being handled
   const auto without_learner = downtime + (Clock::now() - down_since);
-  if (options.maximum_downtime && without_learner > *options.maximum_downtime) {
+  if (options.maximum_downtime &&
+      is_longer(without_learner, *options.maximum_downtime)) {
     throw TransportError(
         "no learner for " + in_seconds(*options.maximum_downtime) + ": " + error.what(),
         false);
@@ -214,39 +220,53 @@ void EnvClient::State::after_loss(const TransportError& error) {
 // -----------------------------------------------------------------------
 
 EnvClient::EnvClient(EnvironmentFactory factory, EnvClientOptions options)
-    : state_(std::make_unique<State>(std::move(factory), std::move(options))) {}
+    : state_(std::make_shared<State>(std::move(factory), std::move(options))) {}
 
 EnvClient::~EnvClient() { stop(); }
 
 void EnvClient::run(std::optional<uint64_t> num_episodes, const Interrupt& interrupt) {
   State& state = *state_;
   if (state.started.exchange(true)) throw std::runtime_error("a client runs once");
-  std::thread worker([&state, num_episodes] { state.work(num_episodes); });
+  std::thread worker([owner = state_, num_episodes] { owner->work(num_episodes); });
   std::exception_ptr error;
   try {
-    MutexLock lock(state.mutex);
-    while (!state.done) {
-      if (state.connection != nullptr && state.in_a_hurry) {
-        state.connection->cancel_if_slow(state.options.hello_timeout,
-                                         "has not answered in time");
-      }
-      state.changed.wait_until(state.mutex, Clock::now() + kInterruptPeriod, interrupt);
-    }
+    state.wait(interrupt);
   } catch (...) {
     error = std::current_exception();
     stop();
+    state.wait(nullptr);
   }
-  worker.join();
-  if (error == nullptr) {
-    MutexLock lock(state.mutex);
-    error = state.error;
+  MutexLock lock(state.mutex);
+  if (state.done) {
+    worker.join();
+    if (error == nullptr) error = state.error;
+  } else {
+    worker.detach();
+    const char* const call = state.activity;
+    std::cerr << "libtorchbeast: the client of " + state.address.to_string() +
+                     " leaves an environment behind that hangs: " +
+                     (call == nullptr ? "an exchange" : call) + " does not return.\n"
+              << std::flush;
   }
   if (error != nullptr) std::rethrow_exception(error);
 }
 
-void EnvClient::stop() {
+// Until the worker is done, or is given up.
+void EnvClient::State::wait(const Interrupt& interrupt) {
+  MutexLock lock(mutex);
+  while (!done && !(stopping && Clock::now() >= give_up_at)) {
+    if (connection != nullptr && in_a_hurry) {
+      connection->cancel_if_slow(options.hello_timeout, "has not answered in time");
+    }
+    changed.wait_until(mutex, stopping ? give_up_at : Clock::time_point::max(),
+                       interrupt);
+  }
+}
+
+void EnvClient::stop(Milliseconds limit) {
   {
     MutexLock lock(state_->mutex);
+    if (!state_->stopping) state_->give_up_at = time_after(limit);
     state_->stopping = true;
     if (state_->connection != nullptr) {
       state_->connection->cancel("is no longer wanted");

@@ -33,6 +33,7 @@ struct EnvClientStats {
   std::string last_error;  // why it was without a learner last
 };
 
+// Thread-safe.
 class EnvClient {
  public:
   // Throws std::invalid_argument on a bad address or insufficient security.
@@ -52,15 +53,17 @@ class EnvClient {
   void run(std::optional<uint64_t> num_episodes = std::nullopt,
            const Interrupt& interrupt = nullptr);
 
-  // Ends run(), once a step in progress is made. May be called from any thread, any
-  // number of times, also before run().
-  void stop();
+  // Ends run(), once a step in progress is made. An environment that hangs is left
+  // behind `limit` after the first call; a line on stderr says where it hangs. It goes
+  // on using the factory and what that has made. Does not wait. May be called from any
+  // thread, any number of times, also before run().
+  void stop(Milliseconds limit = kStopLimit);
 
   EnvClientStats stats() const;
 
  private:
   struct State;
-  const std::unique_ptr<State> state_;
+  const std::shared_ptr<State> state_;
 };
 
 }  // namespace torchbeast

@@ -67,7 +67,7 @@ void Connection::cancel_if_slow(Milliseconds limit, const char* reason) {
   const int64_t since = waiting_since_;
   if (since == 0) return;
   const Clock::time_point start{Clock::duration(since)};
-  if (Clock::now() - start > limit) cancel(reason);
+  if (is_longer(Clock::now() - start, limit)) cancel(reason);
 }
 
 // --- Dialled

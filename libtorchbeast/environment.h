@@ -2,16 +2,18 @@
 
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <vector>
 
 #include "array.h"
+#include "sync.h"
 #include "wire.h"
 
 namespace torchbeast {
 
-// E environments behind one stream. Used by one thread at a time.
+// E environments behind one stream. One thread at a time.
 class Environment {
  public:
   // What a step says; the arrays' memory is valid until the next call.
@@ -33,5 +35,12 @@ class Environment {
 // Makes the environment of a new stream. Its exceptions, and those of the environment,
 // travel to the learner as text.
 using EnvironmentFactory = std::function<std::unique_ptr<Environment>()>;
+
+// The method that an environment is in, such as "step()"; null: none. Other threads
+// read it to name environments that hang.
+using Activity = std::atomic<const char*>;
+
+// How long stop() waits for environments.
+constexpr Milliseconds kStopLimit{5'000};
 
 }  // namespace torchbeast

@@ -233,7 +233,7 @@ std::optional<wire::Seeding> Listener::State::next_seeding() {
 // ---------------------------------------------------------------------
 
 Listener::Listener(ListenerOptions options)
-    : state_(std::make_unique<State>(std::move(options))) {}
+    : state_(std::make_shared<State>(std::move(options))) {}
 
 Listener::~Listener() { close(); }
 
@@ -245,7 +245,7 @@ void Listener::close() {
     state_->closing = true;
   }
   state_->changed.notify_all();
-  state_->server.stop();
+  state_->server.stop(kNever, state_);
 }
 
 bool Listener::is_closed() const {
@@ -268,7 +268,7 @@ ListenerStats Listener::stats() const {
 
 wire::EnvHello Listener::probe(Milliseconds timeout, const Interrupt& interrupt) {
   State& state = *state_;
-  const auto deadline = Clock::now() + timeout;
+  const auto deadline = time_after(timeout);
   MutexLock lock(state.mutex);
   while (!state.first_hello) {
     if (state.closing) throw TransportError("the listener has been closed", false);

@@ -87,7 +87,7 @@ class Listener {
 
  private:
   struct State;
-  const std::unique_ptr<State> state_;
+  const std::shared_ptr<State> state_;
 };
 
 // All environments of a run are as expected, and alike: they have the spaces and fields

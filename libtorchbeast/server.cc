@@ -3,6 +3,8 @@
 #include <grpcpp/server_context.h>
 
 #include <atomic>
+#include <iostream>
+#include <list>
 #include <optional>
 #include <utility>
 
@@ -25,8 +27,18 @@ struct EnvServer::State {
   grpc::Status run_stream(grpc::ServerContext* context, ServedStream* stream);
   std::optional<wire::AgentHello> read_hello(grpc::ServerContext* context,
                                              ServedStream* stream);
+  void report_stuck();
+
+  // A stream's environment, from before it is made until it is gone.
+  struct Served {
+    std::string peer;
+    Activity activity{nullptr};
+  };
 
   const EnvironmentFactory factory;
+  Mutex mutex;
+  std::list<Served> served TB_GUARDED_BY(mutex);
+  std::atomic<bool> stuck_reported{false};
   std::atomic<uint64_t> num_steps{0};
   std::atomic<uint64_t> bytes_sent{0};
   std::atomic<uint64_t> bytes_copied{0};
@@ -73,7 +85,22 @@ grpc::Status EnvServer::State::run_stream(grpc::ServerContext* context,
                                           ServedStream* stream) {
   const std::optional<wire::AgentHello> agent = read_hello(context, stream);
   if (!agent) return grpc::Status::CANCELLED;
-  Stepper stepper(factory);
+  struct Serving {
+    Serving(State* server, std::string peer) : state(*server) {
+      MutexLock lock(state.mutex);
+      state.served.emplace_front();
+      here = state.served.begin();
+      here->peer = std::move(peer);
+    }
+    ~Serving() {
+      MutexLock lock(state.mutex);
+      state.served.erase(here);
+    }
+    State& state;
+    std::list<Served>::iterator here;
+  };
+  const Serving serving(this, context->peer());
+  Stepper stepper(factory, &serving.here->activity);
   stepper.begin(*agent);
   const auto write_step = [&] {
     bytes_sent += stepper.newest_step().Length();
@@ -95,16 +122,35 @@ grpc::Status EnvServer::State::run_stream(grpc::ServerContext* context,
 // --- The server
 // -----------------------------------------------------------------------
 
-EnvServer::EnvServer(EnvironmentFactory factory, EnvServerOptions options)
-    : state_(std::make_unique<State>(std::move(factory), std::move(options))) {}
+void EnvServer::State::report_stuck() {
+  if (!server.has_given_up() || stuck_reported.exchange(true)) return;
+  std::string text = "libtorchbeast: the environment server at " + server.address() +
+                     " leaves environments behind that hang:";
+  MutexLock lock(mutex);
+  for (const Served& one : served) {
+    const char* const call = one.activity;
+    text += std::string(" ") + (call == nullptr ? "an exchange" : call) + " for " +
+            one.peer + " does not return.";
+  }
+  std::cerr << text + "\n" << std::flush;
+}
 
-EnvServer::~EnvServer() = default;
+EnvServer::EnvServer(EnvironmentFactory factory, EnvServerOptions options)
+    : state_(std::make_shared<State>(std::move(factory), std::move(options))) {}
+
+EnvServer::~EnvServer() { stop(); }
 
 void EnvServer::start() { state_->server.start(); }
 
-void EnvServer::run(const Interrupt& interrupt) { state_->server.run(interrupt); }
+void EnvServer::run(const Interrupt& interrupt) {
+  state_->server.run(interrupt);
+  state_->report_stuck();
+}
 
-void EnvServer::stop() { state_->server.stop(); }
+void EnvServer::stop(Milliseconds limit) {
+  state_->server.stop(limit, state_);
+  state_->report_stuck();
+}
 
 std::string EnvServer::address() const { return state_->server.address(); }
 

@@ -27,6 +27,7 @@ struct EnvServerStats {
   uint64_t bytes_copied = 0;
 };
 
+// Thread-safe.
 class EnvServer {
  public:
   // Throws std::invalid_argument on a bad address or insufficient security.
@@ -38,11 +39,14 @@ class EnvServer {
   // no such directory, in use by a running server, ... A socket that a dead server has
   // left is replaced; one that this server makes is the user's alone.
   void start();
-  // Blocks until stop(). Starts if that has not been done.
+  // Blocks until stop() is done or gives up. Starts if that has not been done.
   void run(const Interrupt& interrupt = nullptr);
-  // Ends all streams, waits for their environments to be destroyed, removes the socket.
-  // May be called from any thread, any number of times, also before start.
-  void stop();
+  // Ends all streams, waits for their environments to be destroyed, and removes the
+  // socket. Environments that hang are left behind `limit` after the first call; a line
+  // on stderr names them. They go on using the factory and what it has made. May be
+  // called from any thread, also that of an environment, which is not waited for then;
+  // any number of times, also before start.
+  void stop(Milliseconds limit = kStopLimit);
 
   // Where it listens, with the port that it has found.
   std::string address() const;
@@ -50,7 +54,7 @@ class EnvServer {
 
  private:
   struct State;
-  const std::unique_ptr<State> state_;
+  const std::shared_ptr<State> state_;
 };
 
 }  // namespace torchbeast

@@ -8,7 +8,36 @@
 
 namespace torchbeast {
 
+namespace {
+
+// Until the end of the scope, the environment is in this method.
+class During {
+ public:
+  During(Activity* activity, const char* method) : activity_(*activity) {
+    activity_.store(method, std::memory_order_relaxed);
+  }
+  ~During() { activity_.store(nullptr, std::memory_order_relaxed); }
+  During(const During&) = delete;
+
+ private:
+  Activity& activity_;
+};
+
+}  // namespace
+
+Stepper::Stepper(const EnvironmentFactory& factory, Activity* activity)
+    : activity_(*activity) {
+  const During making(&activity_, "env_class()");
+  environment_ = factory();
+}
+
+Stepper::~Stepper() {
+  const During closing(&activity_, "close()");
+  environment_ = nullptr;
+}
+
 void Stepper::begin(const wire::AgentHello& agent) {
+  const During resetting(&activity_, "reset()");
   if (agent.has_seeding()) environment_->seed(agent.seeding());
   const auto start = Clock::now();
   row_ = environment_->reset();
@@ -40,6 +69,7 @@ void Stepper::step(grpc::ByteBuffer* action) {
                     " arrays, where the action space has " +
                     std::to_string(spec_.has_action ? action_.size() : 1));
   }
+  const During stepping(&activity_, "step()");
   const auto start = Clock::now();
   row_ = environment_->step(action_);
   encode_row(start);

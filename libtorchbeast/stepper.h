@@ -14,11 +14,14 @@
 
 namespace torchbeast {
 
-// Used by one thread at a time. What the environment throws comes through.
+// One thread at a time, but for the activity. What the environment throws comes
+// through.
 class Stepper {
  public:
-  // Makes an environment.
-  explicit Stepper(const EnvironmentFactory& factory) : environment_(factory()) {}
+  // Makes an environment. Keeps `activity` up to date until it is destroyed.
+  Stepper(const EnvironmentFactory& factory, Activity* activity);
+  ~Stepper();  // destroys the environment
+  Stepper(const Stepper&) = delete;
 
   // Seeds the environment, if `agent` says how, and resets it. What follows is only for
   // one that has begun.
@@ -39,7 +42,8 @@ class Stepper {
  private:
   void encode_row(Clock::time_point start);
 
-  const std::unique_ptr<Environment> environment_;
+  Activity& activity_;
+  std::unique_ptr<Environment> environment_;
   StreamSpec spec_;
   MemoryPool pool_;
   Environment::Row row_;

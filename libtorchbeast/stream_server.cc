@@ -98,7 +98,15 @@ struct StreamServer::State {
   // One stream, in a thread of its own.
   grpc::Status serve(grpc::ServerContext* context, ServedStream* stream);
   bool has_token(const grpc::ServerContext& context) const;
+  ~State() {
+    if (ender.joinable()) ender.detach();  // this is its last act
+  }
+
   void watch() TB_EXCLUDES(mutex);
+  void end(std::unique_ptr<grpc::Server> server) TB_EXCLUDES(mutex);
+  bool is_over() const TB_REQUIRES(mutex) {
+    return ended || (stopping && Clock::now() >= give_up_at);
+  }
   void remove_socket() const TB_REQUIRES(lifecycle);
 
   const StreamService::Handler handler;
@@ -109,13 +117,15 @@ struct StreamServer::State {
 
   Mutex lifecycle;  // one start() or stop() at a time; taken before `mutex`
   std::unique_ptr<grpc::Server> server TB_GUARDED_BY(lifecycle);
-  std::thread watcher TB_GUARDED_BY(lifecycle);
+  std::thread ender TB_GUARDED_BY(lifecycle);  // see stop()
   ino_t socket_inode TB_GUARDED_BY(lifecycle) = 0;
+  std::thread watcher;  // of start(), then of the ender
 
   Mutex mutex;
   CondVar changed;
   bool stopping TB_GUARDED_BY(mutex) = false;
-  bool stopped TB_GUARDED_BY(mutex) = false;
+  Clock::time_point give_up_at TB_GUARDED_BY(mutex);  // if stopping
+  bool ended TB_GUARDED_BY(mutex) = false;            // all handlers have returned
   int port TB_GUARDED_BY(mutex) = 0;
   // Streams whose peers have not said hello yet.
   std::set<std::pair<Clock::time_point, grpc::ServerContext*>> silent
@@ -124,6 +134,13 @@ struct StreamServer::State {
   std::atomic<int> num_streams{0};
   std::atomic<uint64_t> num_refused{0};
 };
+
+namespace {
+
+// The server whose handler runs in this thread.
+thread_local const void* handling = nullptr;
+
+}  // namespace
 
 // --- One stream
 // -----------------------------------------------------------------------
@@ -146,6 +163,7 @@ grpc::Status StreamServer::State::serve(grpc::ServerContext* context,
     const int now;
   };
   const Count count(&num_streams);
+  handling = this;
   grpc::Status status;
   try {
     if (!has_token(*context)) {
@@ -185,9 +203,8 @@ StreamServer::HelloDeadline::~HelloDeadline() {
 void StreamServer::State::watch() {
   MutexLock lock(mutex);
   while (!stopping) {
-    const auto oldest = Clock::now() - options.hello_timeout;
     for (const auto& [since, context] : silent) {
-      if (since <= oldest) context->TryCancel();
+      if (is_longer(Clock::now() - since, options.hello_timeout)) context->TryCancel();
     }
     changed.wait_until(mutex, Clock::now() + kInterruptPeriod, nullptr);
   }
@@ -208,7 +225,7 @@ StreamServer::StreamServer(const char* method, StreamService::Handler handler,
                            StreamServerOptions options)
     : state_(std::make_unique<State>(method, std::move(handler), std::move(options))) {}
 
-StreamServer::~StreamServer() { stop(); }
+StreamServer::~StreamServer() = default;
 
 void StreamServer::start() {
   State& state = *state_;
@@ -268,31 +285,64 @@ void StreamServer::run(const Interrupt& interrupt) {
   }
   if (start_now) start();
   MutexLock lock(state.mutex);
-  while (!state.stopped) {
-    state.changed.wait_until(state.mutex, Clock::now() + kInterruptPeriod, interrupt);
+  while (!state.is_over()) {
+    state.changed.wait_until(
+        state.mutex, state.stopping ? state.give_up_at : Clock::time_point::max(),
+        interrupt);
   }
 }
 
-void StreamServer::stop() {
+// gRPC waits for handlers without a limit. So a thread of its own does that, and this
+// one waits for it, for a while.
+void StreamServer::stop(Milliseconds limit, std::shared_ptr<void> owner) {
   State& state = *state_;
   {
     MutexLock lock(state.mutex);
+    if (!state.stopping) state.give_up_at = time_after(limit);
     state.stopping = true;
   }
   state.changed.notify_all();
-  MutexLock lifecycle(state.lifecycle);
-  if (state.server != nullptr) {
-    state.server->Shutdown(std::chrono::system_clock::now());  // cancels all streams
-    state.server->Wait();
-    state.server = nullptr;
-    state.watcher.join();
-    state.remove_socket();
+  {
+    MutexLock lifecycle(state.lifecycle);
+    if (state.server != nullptr) {
+      state.ender = std::thread([&state, owner = std::move(owner),
+                                 server = std::move(state.server)]() mutable {
+        state.end(std::move(server));
+      });
+    } else if (!state.ender.joinable()) {  // never started
+      MutexLock lock(state.mutex);
+      state.ended = true;
+    }
   }
+  if (handling == &state) return;
+  bool ended;
   {
     MutexLock lock(state.mutex);
-    state.stopped = true;
+    while (!state.is_over()) {
+      state.changed.wait_until(state.mutex, state.give_up_at, nullptr);
+    }
+    ended = state.ended;
   }
-  state.changed.notify_all();
+  MutexLock lifecycle(state.lifecycle);
+  state.remove_socket();
+  if (ended && state.ender.joinable()) state.ender.join();
+}
+
+void StreamServer::State::end(std::unique_ptr<grpc::Server> server) {
+  server->Shutdown(std::chrono::system_clock::now());  // cancels all streams
+  server->Wait();
+  server = nullptr;
+  watcher.join();
+  {
+    MutexLock lock(mutex);
+    ended = true;
+  }
+  changed.notify_all();
+}
+
+bool StreamServer::has_given_up() const {
+  MutexLock lock(state_->mutex);
+  return state_->is_over() && !state_->ended;
 }
 
 std::string StreamServer::address() const {

@@ -30,6 +30,7 @@ struct Refusal {
   grpc::Status status;
 };
 
+// Thread-safe.
 class StreamServer {
  public:
   // Calls `handler` in a thread of its own for each stream that shows the token. It may
@@ -37,18 +38,22 @@ class StreamServer {
   // Throws std::invalid_argument on a bad address or insufficient security.
   StreamServer(const char* method, StreamService::Handler handler,
                StreamServerOptions options);
-  ~StreamServer();  // stops
+  ~StreamServer();  // REQUIRES: stop() was called
   StreamServer(const StreamServer&) = delete;
 
   // Listens from here on. Throws std::runtime_error, with the reason, if that can't be:
   // no such directory, in use by a running server, ... A socket that a dead server has
   // left is replaced; one that this server makes is the user's alone.
   void start();
-  // Blocks until stop(). Starts if that has not been done.
+  // Blocks until stop() is done or gives up. Starts if that has not been done.
   void run(const Interrupt& interrupt = nullptr);
-  // Cancels all streams, waits for their handlers to return, removes the socket. May be
-  // called from any thread, any number of times, also before start.
-  void stop();
+  // Cancels all streams, waits for their handlers to return, and removes the socket.
+  // Gives up `limit` after the first call, and does not wait at all in the thread of a
+  // handler. `owner` keeps this and all that the handlers use until they have returned.
+  // May be called from any thread, any number of times, also before start.
+  void stop(Milliseconds limit, std::shared_ptr<void> owner);
+  // Whether some handlers had not returned in time, and still have not.
+  bool has_given_up() const;
 
   // Where it listens, with the port that it has found.
   std::string address() const;

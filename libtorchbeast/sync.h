@@ -1,4 +1,4 @@
-// Locks that Clang's thread-safety analysis understands.
+// Locks that Clang's thread-safety analysis understands, and limits of time.
 
 #pragma once
 
@@ -30,14 +30,31 @@ inline std::string in_seconds(Milliseconds time) {  // "0.3 s"
   return text + " s";
 }
 
-// Called now and then by a thread that waits, with no lock held; may throw, which ends
-// the wait. The Python bindings look for signals here, so that Ctrl-C works.
+// The limit of a wait that never gives up: a hundred years. Clocks count nanoseconds in
+// 64 bits, which are 292 years, so that a time plus or minus this is still a time.
+constexpr Milliseconds kNever = std::chrono::hours(24 * 365 * 100);
+
+// Limits become times in these functions only: a longer one counts as kNever.
+inline Milliseconds clamp_limit(Milliseconds limit) {
+  return std::clamp(limit, Milliseconds(0), kNever);
+}
+inline Clock::time_point time_after(Milliseconds limit) {
+  return Clock::now() + clamp_limit(limit);
+}
+inline bool is_longer(Clock::duration time, Milliseconds limit) {
+  return time > clamp_limit(limit);
+}
+
+// A thread that waits calls this every kInterruptPeriod, with no lock held. What it
+// throws ends the wait. The Python bindings look for signals here, so that Ctrl-C
+// works, and take Python's lock for it: a wait that ends earlier does not call it.
 using Interrupt = std::function<void()>;
 constexpr Milliseconds kInterruptPeriod{100};
-// Without one, a waiting thread looks for itself now and then all the same: glibc
-// before 2.41 may lose a wake-up (its bug 25847).
+// Without one, a waiting thread still wakes this often: glibc before 2.41 may lose a
+// wake-up (its bug 25847).
 constexpr Milliseconds kLookPeriod{1000};
 
+// Thread-safe.
 class TB_ATTRIBUTE(capability("mutex")) Mutex {
  public:
   void lock() TB_ATTRIBUTE(acquire_capability()) { mutex_.lock(); }
@@ -48,6 +65,7 @@ class TB_ATTRIBUTE(capability("mutex")) Mutex {
   std::mutex mutex_;
 };
 
+// Holds a mutex until the end of the scope. One thread at a time.
 class TB_ATTRIBUTE(scoped_lockable) MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) TB_ATTRIBUTE(acquire_capability(mutex))
@@ -62,16 +80,18 @@ class TB_ATTRIBUTE(scoped_lockable) MutexLock {
   Mutex& mutex_;
 };
 
+// Thread-safe.
 class CondVar {
  public:
-  // Waits for a notification until `deadline` at most, and gives `interrupt` its turn.
-  // As with every condition variable the caller looks again at what it waits for.
+  // Waits for a notification, at most until `deadline` or the next turn of `interrupt`,
+  // whose exceptions come through. As with every condition variable, the caller checks
+  // again what it waits for.
   void wait_until(Mutex& mutex, Clock::time_point deadline, const Interrupt& interrupt)
       TB_REQUIRES(mutex) {
     const auto turn = Clock::now() + (interrupt ? kInterruptPeriod : kLookPeriod);
     std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);
     const auto status = condition_.wait_until(lock, std::min(deadline, turn));
-    if (status == std::cv_status::timeout && interrupt) {
+    if (status == std::cv_status::timeout && interrupt && turn <= deadline) {
       lock.unlock();
       try {
         interrupt();

@@ -9,6 +9,7 @@ import stat
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import gym
 import numpy as np
@@ -19,7 +20,14 @@ from certificates import Certificates
 from gymnasium import spaces
 from servers import Run, ServerProcess
 
-from libtorchbeast import ActorPool, BatchingQueue, Server, TransportError, probe
+from libtorchbeast import (
+    ActorPool,
+    BatchingQueue,
+    RefusedError,
+    Server,
+    TransportError,
+    probe,
+)
 
 T = 5
 
@@ -755,9 +763,31 @@ def test_probe_has_a_deadline(tmp_path):
         probe(f"unix:{tmp_path}/silent", timeout_s=0.2)
     assert time.monotonic() - start < 10
     silent.close()
-    for timeout in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="timeout_s"):
-            probe(f"unix:{tmp_path}/silent", timeout)
+    with pytest.raises(ValueError, match=r"timeout_s=0\.0: it must be above 0"):
+        probe(f"unix:{tmp_path}/silent", 0)
+
+
+def test_a_text_that_is_not_utf8_reaches_python(address):
+    grpc = pytest.importorskip("grpc")
+
+    def refuse(requests, context):
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, b"caf\xe9 \xff")
+
+    method = grpc.stream_stream_rpc_method_handler(refuse)
+    service = ("torchbeast.wire.EnvServer", {"Stream": method})
+    peer = grpc.server(ThreadPoolExecutor(2))
+    peer.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(*service)])
+    peer.add_insecure_port(address)
+    peer.start()
+    match = r"refuses: caf\\xe9 \\xff$"
+    with pytest.raises(RefusedError, match=match):
+        probe(address)
+    with Run([address], zero) as run:
+        assert re.search(match, str(run.error()))
+        assert re.search(match, run.pool.stats()["last_error"])
+    peer.stop(None).wait()
+    with pytest.raises(ValueError, match=r"tls_ca: '/no/\\xff' cannot be read"):
+        Server(Env, "localhost:0", tls_ca=b"/no/\xff")
 
 
 # --- Token and TLS --------------------------------------------------------------------

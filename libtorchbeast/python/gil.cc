@@ -1,5 +1,6 @@
 #include "gil.h"
 
+#include <cxxabi.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -129,6 +130,21 @@ void release_dropped() {
   }
   // Their destructors may run any Python code, also such that drops more.
   for (PyObject* object : objects) Py_DECREF(object);
+}
+
+py::object call(py::handle function, const py::tuple& arguments) {
+  PyObject* result = nullptr;
+#if defined(__GLIBCXX__)
+  try {
+    result = PyObject_CallObject(function.ptr(), arguments.ptr());
+  } catch (const abi::__forced_unwind&) {
+    for (;;) pause();
+  }
+#else  // elsewhere a thread ends without unwinding
+  result = PyObject_CallObject(function.ptr(), arguments.ptr());
+#endif
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
 }
 
 const Interrupt& check_signals() {

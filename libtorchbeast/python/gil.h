@@ -55,6 +55,12 @@ std::shared_ptr<void> keep(py::object object);
 // Releases the objects whose references have been dropped. REQUIRES: the GIL is held.
 void release_dropped();
 
+// Calls what may run for long, such as a method of an environment. If the interpreter
+// ends meanwhile, Python before 3.14 ends the thread by unwinding its stack, at the
+// next attempt to take the GIL. That would run C++ destructors without the GIL. So the
+// thread sleeps from there on, see the rules above. Throws py::error_already_set.
+py::object call(py::handle function, const py::tuple& arguments = py::tuple());
+
 // For the core's waits: lets Python's signal handlers run, so that Ctrl-C ends the wait
 // with KeyboardInterrupt.
 const Interrupt& check_signals();

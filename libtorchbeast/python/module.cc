@@ -6,6 +6,7 @@
 #include <pybind11/stl/filesystem.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <cstring>
@@ -14,6 +15,7 @@
 #include <iterator>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,28 +38,36 @@ using Expected = std::optional<py::dict>;
 
 // --- Arguments -----------------------------------------------------------------------
 
-Milliseconds milliseconds(double value, double unit, const std::string& name) {
-  const double result = std::round(value * unit);
-  if (!(result >= 0 && result < 1e15)) {  // also where it is NaN
-    throw py::value_error(name + " must be a number of at least 0, not " +
-                          std::string(py::str(py::float_(value))));
+// All durations come in here, in milliseconds. Infinity is kNever.
+Milliseconds duration(double value, const std::string& given) {
+  if (!(value >= 0)) {  // also if it is NaN
+    throw std::invalid_argument(given +
+                                ": a duration must be at least 0; inf means no "
+                                "limit");
   }
-  return Milliseconds(static_cast<int64_t>(result));
+  const double longest = kNever.count();
+  return Milliseconds(static_cast<int64_t>(std::round(std::min(value, longest))));
 }
 
-Milliseconds positive_seconds(double value, const std::string& name) {
-  const Milliseconds result = milliseconds(value, 1000, name);
-  if (result.count() == 0) {
-    throw py::value_error(name + " must be at least 0.001 seconds, not " +
-                          std::string(py::str(py::float_(value))));
+std::string given(const std::string& name, double value) {
+  return name + "=" + std::string(py::str(py::float_(value)));
+}
+
+Milliseconds to_seconds(double value, const std::string& name) {
+  return duration(value * 1000, given(name, value));
+}
+
+Milliseconds to_positive_seconds(double value, const std::string& name) {
+  if (value == 0) {
+    throw std::invalid_argument(given(name, value) + ": it must be above 0");
   }
-  return result;
+  return std::max(to_seconds(value, name), Milliseconds(1));
 }
 
 size_t to_size(int64_t value, const std::string& name) {
   if (value < 0) {
-    throw py::value_error(name + " must not be negative, which " +
-                          std::to_string(value) + " is");
+    throw std::invalid_argument(name + " must not be negative, which " +
+                                std::to_string(value) + " is");
   }
   return static_cast<size_t>(value);
 }
@@ -69,11 +79,12 @@ std::string read_pem(const Path& path, const std::string& name) {
   std::ifstream file;
   if (errno == 0) file.open(*path, std::ios::binary);
   if (!file.is_open()) {
-    throw py::value_error(what + "cannot be read: " + std::strerror(errno));
+    throw std::invalid_argument(what + "cannot be read: " + std::strerror(errno));
   }
   const std::string text((std::istreambuf_iterator<char>(file)), {});
   if (text.find("-----BEGIN ") == std::string::npos) {
-    throw py::value_error(what + "is not a PEM file: it has no line with -----BEGIN");
+    throw std::invalid_argument(what +
+                                "is not a PEM file: it has no line with -----BEGIN");
   }
   return text;
 }
@@ -90,10 +101,11 @@ Security to_security(const Path& tls_ca, const Path& tls_cert, const Path& tls_k
     // It travels in a header.
     for (const char c : *token) {
       if (c <= ' ' || c > '~') {
-        throw py::value_error("token must be of printable ASCII without spaces");
+        throw std::invalid_argument("token must be of printable ASCII without spaces");
       }
     }
-    if (token->empty()) throw py::value_error("token is empty; give None for no token");
+    if (token->empty())
+      throw std::invalid_argument("token is empty; give None for no token");
   }
   security.token = token.value_or("");
   security.insecure = insecure;
@@ -113,7 +125,8 @@ ExpectedEnvironment to_expected(const std::optional<py::dict>& given) {
     } else if (name == "settings") {
       expected.settings = py::cast<Settings>(value);
     } else {
-      throw py::value_error("expected has name, num_envs and settings, but no " + name);
+      throw std::invalid_argument("expected has name, num_envs and settings, but no " +
+                                  name);
     }
   }
   return expected;
@@ -128,7 +141,8 @@ BatchingOptions to_options(int64_t batch_dim, int64_t minimum_batch_size,
   options.batch_dim = to_size(batch_dim, "batch_dim");
   options.minimum_batch_size = minimum_batch_size;
   options.maximum_batch_size = maximum_batch_size;
-  if (timeout_ms) options.timeout = milliseconds(*timeout_ms, 1, "timeout_ms");
+  if (timeout_ms)
+    options.timeout = duration(*timeout_ms, given("timeout_ms", *timeout_ms));
   if (maximum_queue_size) {
     options.maximum_queue_size = to_size(*maximum_queue_size, "maximum_queue_size");
   }
@@ -139,9 +153,10 @@ BatchingOptions to_options(int64_t batch_dim, int64_t minimum_batch_size,
 
 // --- Results -------------------------------------------------------------------------
 
-// Text that a peer may have made up.
+// Text that a peer may have made up. Bytes that are not UTF-8 become \\x and their
+// hexadecimal digits.
 py::object to_text(const std::string& text) {
-  return py::bytes(text).attr("decode")("utf-8", "replace");
+  return py::bytes(text).attr("decode")("utf-8", "backslashreplace");
 }
 
 py::dict to_dict(const BatchingStats& stats) {
@@ -254,9 +269,9 @@ py::dict to_dict(const wire::EnvHello& hello) {
 template <typename T>
 class Ending {
  public:
-  Ending(std::shared_ptr<T> object, void (T::*end)()) : object_(std::move(object)) {
+  Ending(std::shared_ptr<T> object, void (*end)(T&)) : object_(std::move(object)) {
     T* const pointer = object_.get();
-    at_exit(object_, [pointer, end] { (pointer->*end)(); });
+    at_exit(object_, [pointer, end] { end(*pointer); });
   }
   ~Ending() {
     if (getpid() != process_) {
@@ -282,6 +297,59 @@ using Server = Ending<EnvServer>;
 using JoinListener = Ending<Listener>;
 using Client = Ending<EnvClient>;
 using Batch = DynamicBatcher::Batch;
+
+// --- Exceptions ----------------------------------------------------------------------
+
+// A class of Python's of this name, which lives as long as the process.
+PyObject* new_error(py::module_& m, const char* name, PyObject* base, const char* doc) {
+  const std::string full_name = std::string("libtorchbeast.") + name;
+  PyObject* const error =
+      PyErr_NewExceptionWithDoc(full_name.c_str(), doc, base, nullptr);
+  if (error == nullptr) throw py::error_already_set();
+  m.add_object(name, error);
+  return error;
+}
+
+// What the core throws as what Python raises. A text may hold what a peer has sent.
+void bind_errors(py::module_& m) {
+  static PyObject* const closed = new_error(
+      m, "ClosedBatchingQueue", PyExc_RuntimeError, "The queue or batcher was closed.");
+  static PyObject* const async =
+      new_error(m, "AsyncError", PyExc_RuntimeError,
+                "The batch that a computation was part of has no answer.");
+  static PyObject* const transport =
+      new_error(m, "TransportError", PyExc_RuntimeError,
+                "A connection could not be made, was lost or refused.");
+  static PyObject* const refused =
+      new_error(m, "RefusedError", transport,
+                "The other side says no: a wrong token, another version, ...");
+  static PyObject* const broken = new_error(
+      m, "WireError", PyExc_RuntimeError, "The other side broke the protocol's rules.");
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    const auto raise = [](PyObject* type, const std::exception& error) {
+      PyErr_SetObject(type, to_text(error.what()).ptr());
+    };
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const py::builtin_exception&) {
+      throw;
+    } catch (const ClosedBatchingQueue& error) {
+      raise(closed, error);
+    } catch (const AsyncError& error) {
+      raise(async, error);
+    } catch (const RefusedError& error) {
+      raise(refused, error);
+    } catch (const TransportError& error) {
+      raise(transport, error);
+    } catch (const WireError& error) {
+      raise(broken, error);
+    } catch (const std::invalid_argument& error) {
+      raise(PyExc_ValueError, error);
+    } catch (const std::runtime_error& error) {
+      raise(PyExc_RuntimeError, error);
+    }
+  });
+}
 
 void bind_queue(py::module_& m) {
   py::class_<BatchingQueue, std::shared_ptr<BatchingQueue>>(m, "BatchingQueue", R"(
@@ -591,12 +659,13 @@ Raises:
              if (listener != nullptr) options.listener = listener->share();
              options.security = to_security(tls_ca, tls_cert, tls_key, tls_server_name,
                                             token, insecure);
-             options.step_timeout = positive_seconds(step_timeout_s, "step_timeout_s");
+             options.step_timeout =
+                 to_positive_seconds(step_timeout_s, "step_timeout_s");
              options.maximum_downtime =
-                 milliseconds(maximum_downtime_s, 1000, "maximum_downtime_s");
+                 to_seconds(maximum_downtime_s, "maximum_downtime_s");
              options.max_env_failures = max_env_failures;
              if (hello && !options.hello.emplace().ParseFromString(*hello)) {
-               throw py::value_error("hello is not what probe() has returned");
+               throw std::invalid_argument("hello is not what probe() has returned");
              }
              options.expected = to_expected(expected);
              options.seed = seed;
@@ -605,7 +674,8 @@ Raises:
              auto pool = std::make_shared<ActorPool>(
                  std::move(options), std::move(learner_queue),
                  std::move(inference_batcher), nest_from_python(initial_agent_state));
-             return std::make_unique<Pool>(std::move(pool), &ActorPool::close);
+             return std::make_unique<Pool>(
+                 std::move(pool), +[](ActorPool& pool) { pool.close(); });
            }),
            py::arg("unroll_length"), py::arg("learner_queue").none(false),
            py::arg("inference_batcher").none(false), py::arg("env_server_addresses"),
@@ -668,7 +738,7 @@ refusals of those that have joined.
          const std::optional<std::string>& token, bool insecure) {
         const Security security =
             to_security(tls_ca, tls_cert, tls_key, tls_server_name, token, insecure);
-        const Milliseconds timeout = positive_seconds(timeout_s, "timeout_s");
+        const Milliseconds timeout = to_positive_seconds(timeout_s, "timeout_s");
         const ExpectedEnvironment must_be = to_expected(expected);
         wire::EnvHello hello;
         {
@@ -780,7 +850,8 @@ Raises:
              auto server = std::make_shared<EnvServer>(
                  environment_factory(std::move(env_class), std::move(name), settings),
                  std::move(options));
-             return std::make_unique<Server>(std::move(server), &EnvServer::stop);
+             return std::make_unique<Server>(
+                 std::move(server), +[](EnvServer& server) { server.stop(); });
            }),
            py::arg("env_class"), py::arg("server_address") = "unix:/tmp/polybeast",
            py::kw_only(), py::arg("max_streams") = 256, py::arg("name") = "",
@@ -820,13 +891,16 @@ Raises:
 )")
       .def(
           "stop",
-          [](Server& self) {
+          [](Server& self, double timeout_s) {
+            const Milliseconds timeout = to_seconds(timeout_s, "timeout_s");
             WithoutGil no_gil;
-            self->stop();
+            self->stop(timeout);
           },
-          R"(
-End all streams, wait for their environments to be closed, and remove the unix socket. May
-be called from any thread, any number of times.
+          py::arg("timeout_s") = 5.0, R"(
+End all streams, wait for their environments to be closed, and remove the unix socket.
+Environments that do not return within timeout_s seconds of the first call are left behind,
+and a line on stderr names them. May be called from any thread, any number of times. An
+environment that calls it is not waited for.
 )")
       .def_property_readonly(
           "address", [](const Server& self) { return self->address(); },
@@ -866,14 +940,14 @@ Raises:
              options.expected = to_expected(expected);
              options.seed = seed;
              options.hello_timeout =
-                 positive_seconds(hello_timeout_s, "hello_timeout_s");
+                 to_positive_seconds(hello_timeout_s, "hello_timeout_s");
              options.address = std::move(address);
              options.security =
                  to_security(tls_ca, tls_cert, tls_key, std::nullopt, token, insecure);
              options.max_streams = max_streams;
              auto listener = std::make_shared<Listener>(std::move(options));
-             return std::make_unique<JoinListener>(std::move(listener),
-                                                   &Listener::close);
+             return std::make_unique<JoinListener>(
+                 std::move(listener), +[](Listener& listener) { listener.close(); });
            }),
            py::arg("address"), py::kw_only(), py::arg("max_streams") = 256,
            py::arg("expected") = py::none(), py::arg("seed") = py::none(),
@@ -905,7 +979,7 @@ times.
       .def(
           "probe",
           [](JoinListener& self, double timeout_s) {
-            const Milliseconds timeout = positive_seconds(timeout_s, "timeout_s");
+            const Milliseconds timeout = to_positive_seconds(timeout_s, "timeout_s");
             wire::EnvHello hello;
             {
               WithoutGil no_gil;
@@ -925,7 +999,7 @@ Raises:
           [](JoinListener& self, const py::bytes& hello, const std::string& reason) {
             wire::EnvHello parsed;
             if (!parsed.ParseFromString(hello)) {
-              throw py::value_error("hello is not what probe() has returned");
+              throw std::invalid_argument("hello is not what probe() has returned");
             }
             WithoutGil no_gil;
             self->refuse(parsed, reason);
@@ -976,12 +1050,13 @@ Raises:
              options.maximum_downtime.reset();
              if (maximum_downtime_s) {
                options.maximum_downtime =
-                   milliseconds(*maximum_downtime_s, 1000, "maximum_downtime_s");
+                   to_seconds(*maximum_downtime_s, "maximum_downtime_s");
              }
              auto client = std::make_shared<EnvClient>(
                  environment_factory(std::move(env_class), std::move(name), settings),
                  std::move(options));
-             return std::make_unique<Client>(std::move(client), &EnvClient::stop);
+             return std::make_unique<Client>(
+                 std::move(client), +[](EnvClient& client) { client.stop(); });
            }),
            py::arg("env_class"), py::arg("learner_address"), py::arg("name") = "",
            py::kw_only(), py::arg("maximum_downtime_s") = 60.0,
@@ -1010,13 +1085,15 @@ Raises:
 )")
       .def(
           "stop",
-          [](Client& self) {
+          [](Client& self, double timeout_s) {
+            const Milliseconds timeout = to_seconds(timeout_s, "timeout_s");
             WithoutGil no_gil;
-            self->stop();
+            self->stop(timeout);
           },
-          R"(
-End run(), once a step in progress is made. May be called from any thread, any number of
-times.
+          py::arg("timeout_s") = 5.0, R"(
+End run(), once a step in progress is made. If the environment does not return within
+timeout_s seconds, run() leaves it behind and writes a line to stderr. Does not wait. May be
+called from any thread, any number of times.
 )")
       .def(
           "stats", [](const Client& self) { return to_dict(self->stats()); }, R"(
@@ -1038,19 +1115,7 @@ imported, else NumPy arrays, sharing memory. torch is never imported here.
 
 Calls that block let other threads run and can be interrupted by Ctrl-C.
 )";
-  py::register_exception<ClosedBatchingQueue>(m, "ClosedBatchingQueue",
-                                              PyExc_RuntimeError)
-      .doc() = "The queue or batcher was closed.";
-  py::register_exception<AsyncError>(m, "AsyncError", PyExc_RuntimeError).doc() =
-      "The batch that a computation was part of has no answer.";
-  auto transport_error =
-      py::register_exception<TransportError>(m, "TransportError", PyExc_RuntimeError);
-  transport_error.doc() = "A connection could not be made, was lost or refused.";
-  py::register_exception<RefusedError>(m, "RefusedError", transport_error).doc() =
-      "The other side says no: a wrong token, another version, ...";
-  py::register_exception<WireError>(m, "WireError", PyExc_RuntimeError).doc() =
-      "The other side broke the protocol's rules.";
-
+  bind_errors(m);
   bind_queue(m);
   bind_batcher(m);
   bind_listener(m);  // before what takes one

@@ -212,7 +212,7 @@ class PythonEnvironment : public Environment {
   ~PythonEnvironment() override {
     WithGil gil;
     try {
-      if (py::hasattr(env_, "close")) env_.attr("close")();
+      if (py::hasattr(env_, "close")) call(env_.attr("close"));
     } catch (py::error_already_set& error) {
       error.discard_as_unraisable(env_);
     }
@@ -225,7 +225,7 @@ class PythonEnvironment : public Environment {
   void seed(const wire::Seeding& seeding) override {
     with_python([&] {
       if (py::hasattr(env_, kBeginStream)) {
-        env_.attr(kBeginStream)(seeding.seed(), seeding.stream());
+        call(env_.attr(kBeginStream), py::make_tuple(seeding.seed(), seeding.stream()));
       } else {
         seed_without_method(seeding);
       }
@@ -304,7 +304,8 @@ class SingleEnvironment : public PythonEnvironment {
         episode_step_ = 0;
         episode_return_ = 0;
       }
-      const py::object result = python_->step(action_to_python(action));
+      const py::object result =
+          call(python_->step, py::make_tuple(action_to_python(action)));
       const auto size =
           PyTuple_Check(result.ptr()) ? PyTuple_GET_SIZE(result.ptr()) : 0;
       if (size != 4 && size != 5) {
@@ -384,7 +385,7 @@ class SingleEnvironment : public PythonEnvironment {
   }
 
   py::object call_reset() {
-    if (!first_seed_) return python_->reset();
+    if (!first_seed_) return call(python_->reset);
     const int64_t seed = *first_seed_;
     first_seed_.reset();
     return python_->reset(py::arg("seed") = seed);
@@ -476,7 +477,7 @@ class VectorEnvironment : public PythonEnvironment {
 
   Row reset() override {
     return with_python([&] {
-      py::object row = python_->initial();
+      py::object row = call(python_->initial);
       if (fields_.empty()) begin(row);
       return make_row(std::move(row));
     });
@@ -497,7 +498,7 @@ class VectorEnvironment : public PythonEnvironment {
         for (const Array& array : action) all[next++] = copy_to_numpy(array);
         actions = std::move(all);
       }
-      return make_row(python_->step(actions));
+      return make_row(call(python_->step, py::make_tuple(actions)));
     });
   }
 
@@ -631,7 +632,7 @@ class VectorEnvironment : public PythonEnvironment {
 
 std::unique_ptr<Environment> make_environment(py::handle env_class,
                                               const wire::EnvHello& described) {
-  py::object env = env_class();
+  py::object env = call(env_class);
   for (py::handle type : py::type::of(env).attr("__mro__")) {
     if (py::cast<std::string>(type.attr("__name__")) == "VectorEnv") {
       throw std::invalid_argument(

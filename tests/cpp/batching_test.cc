@@ -318,6 +318,21 @@ TEST_F(BatchingQueueTest, TimeoutOfAWaitingConsumerIsPrompt) {
   queue.close();
 }
 
+// It takes Python's lock.
+TEST_F(BatchingQueueTest, TimeoutIsNoTurnOfTheInterrupt) {
+  BatchingQueue queue(with_timeout(sizes(10, 10), 5));
+  std::atomic<int> turns{0};
+  const auto start = Clock::now();
+  constexpr int kBatches = 20;
+  for (int i = 0; i < kBatches; ++i) {
+    queue.enqueue(item(1));
+    queue.dequeue([&] { ++turns; });
+  }
+  // On a slow machine one wait may last for long enough.
+  if (Clock::now() - start < kBatches * kInterruptPeriod)
+    EXPECT_LT(turns, kBatches / 2);
+}
+
 TEST_F(BatchingQueueTest, TimeoutOfZero) {
   BatchingQueue queue(with_timeout(sizes(10, 10), 0));
   queue.enqueue(item(2));

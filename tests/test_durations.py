@@ -1,0 +1,110 @@
+"""Durations of libtorchbeast's classes: huge, infinite, and such that make no sense."""
+
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from libtorchbeast import (
+    ActorPool,
+    BatchingQueue,
+    Client,
+    DynamicBatcher,
+    Listener,
+    Server,
+    probe,
+)
+
+T = 4
+
+
+class Slow:
+    """Steps for longer than the pool's period of looking for streams that hang."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def reset(self):
+        return torch.zeros(3).numpy()
+
+    def step(self, action):
+        self.steps += 1
+        time.sleep(0.25 if self.steps == 2 else 0)
+        return self.reset(), 1.0, False, {}
+
+
+@pytest.mark.parametrize("seconds", [1e10, math.inf])
+def test_durations_that_never_pass(seconds, tmp_path):
+    milliseconds = 1000 * seconds
+    address, learner = f"unix:{tmp_path}/server", f"unix:{tmp_path}/learner"
+    server = Server(Slow, address)
+    server.start()
+    probe(address, seconds)
+    listener = Listener(learner, hello_timeout_s=seconds)
+    listener.start()
+    client = Client(Slow, learner, maximum_downtime_s=seconds)
+    queue = BatchingQueue(minimum_batch_size=2, timeout_ms=milliseconds)
+    batcher = DynamicBatcher(minimum_batch_size=2, timeout_ms=milliseconds)
+    pool = ActorPool(
+        T,
+        queue,
+        batcher,
+        [address],
+        (),
+        listener=listener,
+        step_timeout_s=seconds,
+        maximum_downtime_s=seconds,
+    )
+    sizes = []
+
+    def infer():
+        for batch in batcher:
+            sizes.append(len(batch))
+            batch.set_outputs(((torch.zeros(1, len(batch)),), ()))
+
+    with ThreadPoolExecutor() as threads:
+        running = [threads.submit(f) for f in (client.run, pool.run, infer)]
+        listener.probe(seconds)
+        for _ in range(3):
+            next(queue)
+        stats = pool.stats()
+        pool.close()
+        running[1].result(timeout=30)
+        client.stop(seconds)
+        batcher.close()
+        running[0].result(timeout=30)
+        running[2].result(timeout=30)
+    server.stop(seconds)
+    listener.close()
+    assert (stats["num_connected"], stats["num_dropped_steps"]) == (2, 0), stats
+    assert set(sizes) == {2}
+
+
+def make_pool(**arguments):
+    return ActorPool(
+        T, BatchingQueue(), DynamicBatcher(), ["unix:/tmp/x"], (), **arguments
+    )
+
+
+CALLS = {
+    "timeout_ms of BatchingQueue": BatchingQueue,
+    "timeout_ms of DynamicBatcher": DynamicBatcher,
+    "step_timeout_s of ActorPool": make_pool,
+    "maximum_downtime_s of ActorPool": make_pool,
+    "timeout_s of probe": lambda **x: probe("unix:/tmp/x", **x),
+    "hello_timeout_s of Listener": lambda **x: Listener("unix:/tmp/x", **x),
+    "timeout_s of Listener.probe": lambda **x: Listener("unix:/tmp/x").probe(**x),
+    "maximum_downtime_s of Client": lambda **x: Client(Slow, "unix:/tmp/x", **x),
+    "timeout_s of Client.stop": lambda **x: Client(Slow, "unix:/tmp/x").stop(**x),
+    "timeout_s of Server.stop": lambda **x: Server(Slow, "unix:/tmp/x").stop(**x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_durations_that_make_no_sense(call):
+    name = call.split()[0]
+    for value in (math.nan, -1, -math.inf):
+        with pytest.raises(ValueError, match=f"^{name}={float(value)}.*at least 0"):
+            CALLS[call](**{name: value})

@@ -1,0 +1,192 @@
+"""Environments that hang, or stop their own server: the process ends all the same."""
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from servers import Run
+
+from libtorchbeast import Listener
+
+PREPARE = """
+import sys, threading, time
+import numpy as np
+import libtorchbeast
+
+class Env:
+    def __init__(self):
+        self.steps = 0
+        hang("env_class")
+    def reset(self):
+        hang("reset")
+        return np.zeros(3)
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 3:
+            hang("step")
+        return np.zeros(3), 1.0, False, {}
+    def close(self):
+        hang("close")
+
+def hang(method):
+    if method == where:
+        print("hangs", flush=True)
+        if how == "sleeps":
+            time.sleep(1e6)
+        while how == "spins":
+            pass
+        if how == "stops":
+            end(60)
+            print("stopped", flush=True)
+
+def end(timeout):
+    began = time.monotonic()
+    there.stop(timeout)
+    print("stop took", time.monotonic() - began, flush=True)
+
+address, where, how = sys.argv[1:]
+"""
+SERVER = """
+there = libtorchbeast.Server(Env, address)
+there.start()
+print("ready", flush=True)
+"""
+ENDS = {
+    # From outside, with a limit.
+    "stop": SERVER + "sys.stdin.readline(); end(0.3)",
+    # The end of the process alone.
+    "exit": SERVER + "sys.stdin.readline()",
+    # While another thread is in run(); and the limit of the first call counts.
+    "run": SERVER
+    + """
+threading.Timer(0.1, lambda: (sys.stdin.readline(), end(0.3), end(60))).start()
+there.run()
+""",
+    # Not at all, from here.
+    "no": SERVER + "there.run()",
+    "client": """
+there = libtorchbeast.Client(Env, address)
+threading.Thread(target=lambda: (sys.stdin.readline(), end(0.3))).start()
+print("ready", flush=True)
+there.run()
+""",
+}
+
+
+class Process:
+    """A server or client whose environment hangs."""
+
+    def __init__(self, address, end, where, how):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PREPARE + ENDS[end], address, where, how],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        self.expect("ready")
+
+    def expect(self, line):
+        found = self.process.stdout.readline().strip()
+        assert found == line, (found, self.process.stderr.read())
+
+    def end(self):
+        """Lets it end. Returns what it wrote, and the seconds until it had ended."""
+        began = time.monotonic()
+        out, errors = self.process.communicate("\n", timeout=60)
+        assert self.process.returncode == 0, errors
+        return out, errors, time.monotonic() - began
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+
+def zeros(inputs):
+    return (torch.zeros(1, inputs[0][1].shape[1]),), ()
+
+
+@pytest.mark.parametrize(
+    ("end", "where", "how"),
+    [
+        ("stop", "step", "sleeps"),
+        ("stop", "step", "spins"),
+        ("stop", "env_class", "sleeps"),
+        ("stop", "reset", "sleeps"),
+        ("exit", "step", "spins"),
+        ("run", "step", "sleeps"),
+    ],
+)
+def test_a_server_leaves_environments_behind_that_hang(end, where, how, tmp_path):
+    path = tmp_path / "socket"
+    with (
+        Process(f"unix:{path}", end, where, how) as process,
+        Run([f"unix:{path}"], zeros) as run,
+    ):
+        process.expect("hangs")
+        out, errors, seconds = process.end()
+        assert f"{where}() for " in errors
+        assert "does not return" in errors
+        assert errors.count("\n") == 1
+        assert seconds < 15
+        assert out.count("stop took") == {"stop": 1, "exit": 0, "run": 2}[end]
+        assert not path.exists()
+        assert run.pool.stats()["num_env_failures"] == 0
+
+
+def test_a_server_leaves_environments_behind_that_do_not_close(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    with Process(address, "stop", "close", "sleeps") as process:
+        with Run([address], zeros) as run:
+            next(run.queue)
+        process.expect("hangs")
+        _, errors, _ = process.end()
+        assert "close() for " in errors
+
+
+@pytest.mark.parametrize("how", ["sleeps", "spins"])
+def test_a_client_leaves_its_environment_behind_if_it_hangs(how, tmp_path):
+    listener = Listener(f"unix:{tmp_path}/socket")
+    listener.start()
+    with (
+        Run([], zeros, listener=listener),
+        Process(listener.address, "client", "step", how) as process,
+    ):
+        process.expect("hangs")
+        _, errors, seconds = process.end()
+        assert "step() does not return" in errors
+        assert seconds < 15
+    listener.close()
+
+
+def test_an_environment_stops_its_server(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    with (
+        Process(address, "no", "step", "stops") as process,
+        Run([address], zeros),
+    ):
+        process.expect("hangs")
+        began = time.monotonic()
+        process.process.wait(timeout=60)
+        # It was not waited for.
+        assert time.monotonic() - began < 30
+        assert process.process.stdout.read().count("stopped") == 1
+        assert process.process.stderr.read() == ""
+
+
+def test_a_pool_closes_while_an_environment_hangs(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    with Process(address, "stop", "step", "sleeps") as process:
+        with Run([address], zeros) as run, ThreadPoolExecutor() as threads:
+            process.expect("hangs")
+            threads.submit(run.pool.close).result(timeout=10)
+            assert run.result.exception(timeout=10) is None
+        process.end()
