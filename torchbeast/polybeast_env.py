@@ -228,7 +228,9 @@ def describe(flags: Flags) -> str:
 
 def end(server: Any) -> None:
     """Ends a server from a signal handler, which must not wait for its own thread."""
-    threading.Thread(target=server.stop, daemon=True).start()
+    # Before the supervisor kills the process: a server names environments that hang.
+    limit = SHUTDOWN_SECONDS - 1
+    threading.Thread(target=server.stop, args=(limit,), daemon=True).start()
 
 
 @contextlib.contextmanager
