@@ -107,7 +107,7 @@ struct StreamServer::State {
   bool is_over() const TB_REQUIRES(mutex) {
     return ended || (stopping && Clock::now() >= give_up_at);
   }
-  void remove_socket() const TB_REQUIRES(lifecycle);
+  void remove_socket() TB_REQUIRES(lifecycle);
 
   const StreamService::Handler handler;
   const StreamServerOptions options;
@@ -210,12 +210,13 @@ void StreamServer::State::watch() {
   }
 }
 
-void StreamServer::State::remove_socket() const {
+void StreamServer::State::remove_socket() {
   struct stat status;
   if (socket_inode != 0 && lstat(address.path().c_str(), &status) == 0 &&
       status.st_ino == socket_inode) {
     unlink(address.path().c_str());
   }
+  socket_inode = 0;  // once: the next server's may get the same number
 }
 
 // --- The server
