@@ -158,5 +158,9 @@ class Streams:
 
 
 def pinned(num_bytes: int) -> torch.Tensor:
-    """Memory from which a GPU copies while the CPU goes on."""
+    """Memory from which a GPU copies while the CPU goes on.
+
+    It is used again once the arrays of its batch are gone. So a thread keeps them until
+    it has read a result from the GPU that depends on them: the answer, or the loss.
+    """
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

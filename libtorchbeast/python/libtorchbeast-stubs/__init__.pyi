@@ -1,9 +1,21 @@
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, TypedDict
 
-_Path = str | PathLike[str] | None
+from typing_extensions import Unpack
+
+_Path = str | bytes | PathLike[str] | None
 _Allocator = Callable[[int], Any]
+
+class Security(TypedDict, total=False):
+    """How a connection is secured; a type of this stub only, see ActorPool."""
+
+    tls_ca: _Path
+    tls_cert: _Path
+    tls_key: _Path
+    tls_server_name: str | None
+    token: str | None
+    insecure: bool
 
 class AsyncError(RuntimeError): ...
 class ClosedBatchingQueue(RuntimeError): ...
@@ -74,12 +86,7 @@ class ActorPool:
         seed: int | None = None,
         first_stream: int = 0,
         stream_stride: int = 1,
-        tls_ca: _Path = None,
-        tls_cert: _Path = None,
-        tls_key: _Path = None,
-        tls_server_name: str | None = None,
-        token: str | None = None,
-        insecure: bool = False,
+        **security: Unpack[Security],
     ) -> None: ...
     def run(self) -> None: ...
     def close(self) -> None: ...
@@ -96,12 +103,7 @@ class Server:
         max_streams: int = 256,
         name: str = "",
         settings: dict[str, str] = ...,
-        tls_ca: _Path = None,
-        tls_cert: _Path = None,
-        tls_key: _Path = None,
-        tls_server_name: str | None = None,
-        token: str | None = None,
-        insecure: bool = False,
+        **security: Unpack[Security],
     ) -> None: ...
     def run(self) -> None: ...
     def start(self) -> None: ...
@@ -119,11 +121,7 @@ class Listener:
         expected: dict[str, Any] | None = None,
         seed: int | None = None,
         hello_timeout_s: float = 60.0,
-        tls_ca: _Path = None,
-        tls_cert: _Path = None,
-        tls_key: _Path = None,
-        token: str | None = None,
-        insecure: bool = False,
+        **security: Unpack[Security],
     ) -> None: ...
     def start(self) -> None: ...
     def close(self) -> None: ...
@@ -143,12 +141,7 @@ class Client:
         *,
         maximum_downtime_s: float | None = 60.0,
         settings: dict[str, str] = ...,
-        tls_ca: _Path = None,
-        tls_cert: _Path = None,
-        tls_key: _Path = None,
-        tls_server_name: str | None = None,
-        token: str | None = None,
-        insecure: bool = False,
+        **security: Unpack[Security],
     ) -> None: ...
     def run(self, num_episodes: int | None = None) -> None: ...
     def stop(self, timeout_s: float = 5.0) -> None: ...
@@ -159,10 +152,5 @@ def probe(
     timeout_s: float = 10.0,
     *,
     expected: dict[str, Any] | None = None,
-    tls_ca: _Path = None,
-    tls_cert: _Path = None,
-    tls_key: _Path = None,
-    tls_server_name: str | None = None,
-    token: str | None = None,
-    insecure: bool = False,
+    **security: Unpack[Security],
 ) -> dict[str, Any]: ...

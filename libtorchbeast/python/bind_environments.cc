@@ -1,0 +1,238 @@
+// The environments' side: Server and Client.
+
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "../client.h"
+#include "../server.h"
+#include "bindings.h"
+#include "python_environment.h"
+
+namespace torchbeast::python {
+namespace {
+
+// kStopLimit, as Python's default of stop().
+constexpr double kStopSeconds = kStopLimit.count() / 1000.0;
+
+void bind_server(py::module_& m) {
+  py::class_<EnvServer, std::shared_ptr<EnvServer>>(m, "Server", R"(
+Serves environments: each stream has one of its own, made by env_class().
+
+env_class() gives one of two.
+
+A single environment, E = 1, with reset() and step(action) of the old Gym (observation; 4
+values) or of Gymnasium (observation, info; 5 values). Its observation may be any nest of
+arrays and numbers. The learner gets the attributes observation_space and action_space (of
+gymnasium or gym: Box, Discrete, MultiDiscrete, MultiBinary, Tuple, Dict). Without them,
+the observation's space is made from the first observation, and actions are not checked.
+The step that ends an episode also resets the environment. Its row holds the first
+observation of the next episode, the reward of the last step, and length and return of the
+episode that has ended. Truncated episodes end as terminated ones do, and there are no
+extra fields. step() gets an int for a Discrete action, else a NumPy array of the space's
+dtype, nested as the space is. A Discrete's start is added, and floats are clipped into
+their bounds.
+
+E environments in lockstep, which reset themselves: an object with num_envs,
+observation_space and action_space (of a single environment), and the methods initial()
+and step(actions). These return a row: a dict of "observation" (nested), "reward", "done",
+"episode_step", "episode_return" and any other fields, every array [E, ...]. The others
+become extra fields of the pool, in the order of their names. If there is a field
+"truncated" (bool [E]), the attribute final_observation (None or nested [E, ...]) holds the
+last observations of truncated episodes. step() gets what the policy wrote, [E, ...],
+nested as the action space is. torchbeast.core.environment.Environment is such an object.
+The arrays of a row must keep their contents until the next call.
+
+Both may have a method begin_stream(seed, stream), which is called before the first reset()
+or initial(): seed is the run's, and stream the number of this stream, which no other
+stream of the run has had. A single environment without this method gets a seed made from
+both, if its reset() takes one or if it has the seed() of the old Gym. There is no call if
+the learner does not send these numbers, or only asks what is served.
+
+If there is a method close(), it is called when the stream ends. An exception in any of
+these travels to the learner as text, with its traceback.
+
+Args:
+    env_class: called without arguments, in a thread of the stream's own.
+    server_address: "unix:/path" or "host:port"; port 0: a free one, see `address`.
+    max_streams: at once; more are refused.
+    name: of the environment, as probe() shows it, such as the --env of a run.
+    settings: dict of str, the flags that the environments are made with. A learner that
+        has others refuses them.
+    tls_cert, tls_key: paths of PEM files: the server's certificate and its key. With them
+        a host:port address speaks TLS.
+    tls_ca: path of a PEM file: only clients whose certificates these have signed may
+        connect.
+    tls_server_name: for symmetry with ActorPool; a server does not use it.
+    token: clients must show it.
+    insecure: allow plain TCP that other machines can reach.
+
+Raises:
+    ValueError: an argument is out of range, or a file cannot be read.
+)")
+      .def(py::init([](py::object env_class, std::string server_address,
+                       int max_streams, std::string name, const Settings& settings,
+                       const py::kwargs& security) {
+             EnvServerOptions options;
+             options.address = std::move(server_address);
+             options.security = to_security(security);
+             options.max_streams = max_streams;
+             return make_with_threads<EnvServer>(
+                 [](EnvServer& server) { server.stop(); },
+                 environment_factory(std::move(env_class), std::move(name), settings),
+                 std::move(options));
+           }),
+           py::arg("env_class"), py::arg("server_address") = "unix:/tmp/polybeast",
+           py::kw_only(), py::arg("max_streams") = 256, py::arg("name") = "",
+           py::arg("settings") = Settings())
+      .def(
+          "run",
+          [](EnvServer& self) {
+            try {
+              self.run(check_signals());
+            } catch (...) {
+              self.stop();
+              throw;
+            }
+          },
+          py::call_guard<WithoutGil>(), R"(
+Serve until stop() is called; start() first, if that has not been done. Ctrl-C stops, too.
+
+Raises:
+    RuntimeError: as start().
+)")
+      .def("start", &EnvServer::start, py::call_guard<WithoutGil>(), R"(
+Listen from here on, without blocking. A unix socket is the user's alone; one that a dead
+server has left is replaced.
+
+Raises:
+    RuntimeError: it cannot listen there; says why.
+)")
+      .def(
+          "stop",
+          [](EnvServer& self, double timeout_s) {
+            const Milliseconds timeout = to_seconds(timeout_s, "timeout_s");
+            WithoutGil no_gil;
+            self.stop(timeout);
+          },
+          py::arg("timeout_s") = kStopSeconds, R"(
+End all streams, wait for their environments to be closed, and remove the unix socket.
+Environments that have not returned timeout_s seconds after the first call are left behind,
+and a line on stderr names them. Any thread may call it, any number of times. If an
+environment calls it, that one is not waited for.
+)")
+      .def_property_readonly("address", &EnvServer::address,
+                             "Where it listens, with the port that it has found.")
+      .def(
+          "stats",
+          [](const EnvServer& self) {
+            const EnvServerStats stats = self.stats();
+            py::dict result;
+            result["num_streams"] = stats.num_streams;
+            result["num_steps"] = stats.num_steps;
+            result["num_refused"] = stats.num_refused;
+            result["bytes_sent"] = stats.bytes_sent;
+            result["bytes_copied"] = stats.bytes_copied;
+            return result;
+          },
+          R"(
+num_streams (now), and counters since the beginning: num_steps (E for each), num_refused,
+bytes_sent, bytes_copied.
+)");
+}
+
+void bind_client(py::module_& m) {
+  py::class_<EnvClient, std::shared_ptr<EnvClient>>(m, "Client", R"(
+Dials the learner, which listens, and runs one environment (of E) there.
+
+Args:
+    env_class: called once, without arguments; gives an environment as Server describes.
+    learner_address: "unix:/path" or "host:port" of a Listener.
+    name, settings: as of Server.
+    maximum_downtime_s: seconds that there may be no learner, also at first. None or inf:
+        for ever. Waiting for an action does not count.
+    The security arguments are those of ActorPool.
+
+Raises:
+    ValueError: an argument is out of range, or a file cannot be read.
+)")
+      .def(py::init([](py::object env_class, std::string learner_address,
+                       std::string name, std::optional<double> maximum_downtime_s,
+                       const Settings& settings, const py::kwargs& security) {
+             EnvClientOptions options;
+             options.address = std::move(learner_address);
+             options.security = to_security(security);
+             options.maximum_downtime.reset();
+             if (maximum_downtime_s) {
+               options.maximum_downtime =
+                   to_seconds(*maximum_downtime_s, "maximum_downtime_s");
+             }
+             return make_with_threads<EnvClient>(
+                 [](EnvClient& client) { client.stop(); },
+                 environment_factory(std::move(env_class), std::move(name), settings),
+                 std::move(options));
+           }),
+           py::arg("env_class"), py::arg("learner_address"), py::arg("name") = "",
+           py::kw_only(), py::arg("maximum_downtime_s") = 60.0,
+           py::arg("settings") = Settings())
+      .def(
+          "run",
+          [](EnvClient& self, std::optional<int64_t> num_episodes) {
+            std::optional<uint64_t> number;
+            if (num_episodes) number = to_size(*num_episodes, "num_episodes");
+            WithoutGil no_gil;
+            self.run(number, check_signals());
+          },
+          py::arg("num_episodes") = py::none(), R"(
+Make the environment, dial, reset it once the learner has answered, and step as the learner
+says, until stop() is called or Ctrl-C comes. With num_episodes: until the episodes of all E
+have ended together so many times, and leave then. A lost connection is dialled again, and
+the environment goes on where it was. Call it once.
+
+Raises:
+    RefusedError: the learner refuses, for example the token.
+    TransportError: no learner for too long.
+    RuntimeError: the environment raised; with its traceback. The learner gets it, too.
+)")
+      .def(
+          "stop",
+          [](EnvClient& self, double timeout_s) {
+            const Milliseconds timeout = to_seconds(timeout_s, "timeout_s");
+            WithoutGil no_gil;
+            self.stop(timeout);
+          },
+          py::arg("timeout_s") = kStopSeconds, R"(
+End run() after the step in progress, without waiting. An environment that has not returned
+timeout_s seconds after the first call is left behind: run() returns, and a line on stderr
+says where it hangs. Any thread may call it, any number of times.
+)")
+      .def(
+          "stats",
+          [](const EnvClient& self) {
+            const EnvClientStats stats = self.stats();
+            py::dict result;
+            result["connected"] = stats.connected;
+            result["num_steps"] = stats.num_steps;
+            result["num_episodes"] = stats.num_episodes;
+            result["num_reconnects"] = stats.num_reconnects;
+            result["bytes_sent"] = stats.bytes_sent;
+            result["last_error"] = to_text(stats.last_error);
+            return result;
+          },
+          R"(
+connected (now), and counters since the beginning: num_steps (E for each), num_episodes
+(steps in which those of all E have ended), num_reconnects, bytes_sent. last_error says why
+there was no learner last.
+)");
+}
+
+}  // namespace
+
+void bind_environments(py::module_& m) {
+  bind_server(m);
+  bind_client(m);
+}
+
+}  // namespace torchbeast::python

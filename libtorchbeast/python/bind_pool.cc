@@ -1,0 +1,375 @@
+// The learner's side: ActorPool, Listener, probe.
+
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../actor_pool.h"
+#include "../listener.h"
+#include "arrays.h"
+#include "bindings.h"
+#include "spaces.h"
+
+namespace torchbeast::python {
+namespace {
+
+wire::EnvHello parse_hello(const py::bytes& bytes) {
+  wire::EnvHello hello;
+  if (!hello.ParseFromString(bytes)) {
+    throw std::invalid_argument("hello is not the \"hello\" that probe() returned");
+  }
+  return hello;
+}
+
+// What probe() returns.
+py::dict to_dict(const wire::EnvHello& hello) {
+  py::dict fields;
+  for (const wire::Field& field : hello.extra_fields()) {
+    py::dict description;
+    description["dtype"] = dtype_name(static_cast<DType>(field.dtype()));
+    description["shape"] = py::tuple(
+        py::cast(std::vector<uint64_t>(field.shape().begin(), field.shape().end())));
+    fields[py::str(field.name())] = description;
+  }
+  py::dict settings;
+  for (const wire::Setting& setting : hello.settings()) {
+    settings[py::str(setting.name())] = setting.value();
+  }
+  size_t step_bytes = 0;
+  for (const ArraySpec& spec : StreamSpec(hello).arrays) step_bytes += spec.num_bytes();
+  py::dict result;
+  result["name"] = hello.environment();
+  result["num_envs"] = hello.num_envs();
+  result["observation_space"] = space_to_python(hello.observation_space());
+  result["action_space"] =
+      hello.has_action_space() ? space_to_python(hello.action_space()) : py::none();
+  result["extra_fields"] = fields;
+  result["settings"] = settings;
+  result["step_bytes"] = step_bytes;
+  result["hello"] = py::bytes(hello.SerializeAsString());
+  return result;
+}
+
+py::dict to_dict(const ActorPoolStats& stats) {
+  py::dict result;
+  result["num_steps"] = stats.num_steps;
+  result["num_rollouts"] = stats.num_rollouts;
+  result["num_reconnects"] = stats.num_reconnects;
+  result["num_dropped_steps"] = stats.num_dropped_steps;
+  result["num_connected"] = stats.num_connected;
+  result["num_refused"] = stats.num_refused;
+  result["num_env_failures"] = stats.num_env_failures;
+  result["bytes_received"] = stats.bytes_received;
+  result["bytes_copied"] = stats.bytes_copied;
+  result["pool_bytes"] = stats.pool_bytes;
+  result["env_seconds"] = stats.env_seconds;
+  result["env_wait_seconds"] = stats.env_wait_seconds;
+  result["inference_wait_seconds"] = stats.inference_wait_seconds;
+  result["queue_wait_seconds"] = stats.queue_wait_seconds;
+  result["last_error"] = to_text(stats.last_error);
+  return result;
+}
+
+py::dict to_dict(const ListenerStats& stats) {
+  py::dict result;
+  result["num_streams"] = stats.num_streams;
+  result["num_refused"] = stats.num_refused;
+  result["last_refusal"] = to_text(stats.last_refusal);
+  return result;
+}
+
+}  // namespace
+
+void bind_pool(py::module_& m) {
+  py::class_<ActorPool, std::shared_ptr<ActorPool>>(m, "ActorPool", R"(
+Runs the environments of servers against batched inference, and makes rollouts.
+
+Each address gets a stream of E environments. At each step the pool hands inference_batcher
+
+    ((observation, reward, done, episode_step, episode_return), agent_state)
+
+with leaves [1, E, ...] (reward and episode_return float32, done bool, episode_step
+int64). If the environment has extra fields, a dict of these comes sixth. It expects
+
+    ((action, ...), new_agent_state)
+
+or a dict with the key "action" in place of the tuple, every leaf [1, E, ...]. The pool
+hands the state back unchanged; if done is true, the agent begins with a new one. After
+unroll_length steps (T) the pool enqueues
+
+    ((env_outputs, agent_outputs), initial_agent_state)
+
+into learner_queue, leaves [T+1, E, ...]. The outputs in row t are the agent's answer to
+row t. Row 0 is the last row of the rollout before, and the state is the one before row 0.
+
+With named_rows, rows are dicts. The batcher gets (row, agent_state), the agent answers
+with a dict of outputs, and the queue gets (rows, initial_agent_state). A row has
+observation, reward, done, episode_step, episode_return, the extra fields, and game_over,
+game_step and game_return, which are the episode's unless the environment has such fields.
+The queue's rows have the agent's outputs, too; of two fields with one name, the agent's.
+
+Actions are what the policy draws: integers count from 0 whatever the action space's
+start, and floats are float32. They must fit the action space if the server has told one.
+
+If environments of a step were truncated, see Server, and the outputs are a dict with
+"baseline" and "truncation_value" (both float32 [1, E]), the pool also asks the batcher
+about the final observation. Its baseline becomes the truncation_value of that row.
+
+Args:
+    unroll_length: T, at least 1.
+    learner_queue: a BatchingQueue with batch_dim 1.
+    inference_batcher: a DynamicBatcher with batch_dim 1.
+    env_server_addresses: one stream for each, such as "unix:/tmp/polybeast.0" or
+        "host:port"; an address may occur several times. May be empty with a listener.
+    initial_agent_state: nest of [layers, n, ...]; n is 1 (the same for every
+        environment) or E. () for none.
+    named_rows: hand out rows as dicts.
+    max_rollout_bytes: of the rollouts in progress of all streams together, whose sizes the
+        environments announce. A stream that would exceed it is refused. As much again may
+        wait in the queue. None: half of the memory that this process may use.
+    step_timeout_s: seconds that an environment may take for a step.
+    maximum_downtime_s: the run ends if there is no stream at all for so long. A stream
+        that is lost or refused is dialled again; its unfinished rollout is dropped and
+        counted. An environment that has joined may come back within this time and goes on
+        in its rollout.
+    max_env_failures: environments that may raise within a minute; each costs its stream.
+    hello: the "hello" that probe() returned: what all environments must be. None: the
+        same as the first that connects.
+    expected: what environments must be, as the learner's flags say: a dict of name (str),
+        num_envs (int) and settings (dict of str), each of which may be missing. Others
+        are refused with the names of what differs.
+    seed: of the run. Each stream gets it, with a number that no other stream has had, see
+        Server. None: it gets neither. With a listener, the listener's seed counts.
+    first_stream, stream_stride: the first stream of address i gets the number
+        first_stream + i * stream_stride, later ones those that follow.
+    listener: a Listener that has been started, or None. Environments that join there are
+        run, too. It serves one pool at a time.
+    tls_ca: path of a PEM file: certificates that must have signed the server's. With this
+        or one of the next two, host:port addresses are dialled with TLS.
+    tls_cert, tls_key: paths of PEM files: the certificate to show, and its key.
+    tls_server_name: the name in the server's certificate, if it is not the host's.
+    token: shown to the servers.
+    insecure: allow plain TCP to other machines.
+
+Raises:
+    ValueError: an argument is out of range, or a file cannot be read.
+)")
+      .def(py::init([](int64_t unroll_length,
+                       std::shared_ptr<BatchingQueue> learner_queue,
+                       std::shared_ptr<DynamicBatcher> inference_batcher,
+                       std::vector<std::string> env_server_addresses,
+                       const py::object& initial_agent_state, bool named_rows,
+                       std::optional<int64_t> max_rollout_bytes, double step_timeout_s,
+                       double maximum_downtime_s, int64_t max_env_failures,
+                       const std::optional<py::bytes>& hello,
+                       std::shared_ptr<Listener> listener, const py::object& expected,
+                       std::optional<uint64_t> seed, uint64_t first_stream,
+                       uint64_t stream_stride, const py::kwargs& security) {
+             ActorPoolOptions options;
+             options.unroll_length = unroll_length;
+             options.named_rows = named_rows;
+             if (max_rollout_bytes) {
+               if (*max_rollout_bytes < 1) {
+                 throw std::invalid_argument(
+                     "max_rollout_bytes must be at least 1, got " +
+                     std::to_string(*max_rollout_bytes));
+               }
+               options.max_rollout_bytes = static_cast<uint64_t>(*max_rollout_bytes);
+             }
+             options.addresses = std::move(env_server_addresses);
+             options.listener = std::move(listener);
+             options.security = to_security(security);
+             options.step_timeout =
+                 to_positive_seconds(step_timeout_s, "step_timeout_s");
+             options.maximum_downtime =
+                 to_seconds(maximum_downtime_s, "maximum_downtime_s");
+             options.max_env_failures = max_env_failures;
+             if (hello) options.hello = parse_hello(*hello);
+             options.expected = to_expected(expected);
+             options.seed = seed;
+             options.first_stream = first_stream;
+             options.stream_stride = stream_stride;
+             return make_with_threads<ActorPool>(
+                 [](ActorPool& pool) { pool.close(); }, std::move(options),
+                 std::move(learner_queue), std::move(inference_batcher),
+                 nest_from_python(initial_agent_state));
+           }),
+           py::arg("unroll_length"), py::arg("learner_queue").none(false),
+           py::arg("inference_batcher").none(false), py::arg("env_server_addresses"),
+           py::arg("initial_agent_state"), py::kw_only(), py::arg("named_rows") = false,
+           py::arg("max_rollout_bytes") = py::none(), py::arg("step_timeout_s") = 60.0,
+           py::arg("maximum_downtime_s") = 60.0, py::arg("max_env_failures") = 10,
+           py::arg("hello") = py::none(), py::arg("listener") = py::none(),
+           py::arg("expected") = py::none(), py::arg("seed") = py::none(),
+           py::arg("first_stream") = 0, py::arg("stream_stride") = 1)
+      .def(
+          "run", [](ActorPool& self) { self.run(check_signals()); },
+          py::call_guard<WithoutGil>(), R"(
+Run until close() is called or the queue or the batcher is closed. Call it once.
+
+Raises the first error that ends it:
+    ValueError: the agent's outputs or the state do not fit; says where.
+    RefusedError: all servers refuse, for example the token.
+    TransportError: there was no stream at all for too long; with the last reason.
+    RuntimeError: environments raised too often; with the last one's traceback.
+    AsyncError: inference failed.
+)")
+      .def("close", &ActorPool::close, py::call_guard<WithoutGil>(),
+           "End run(). Any thread may call it, any number of times.")
+      .def("count", &ActorPool::count,
+           "The number of environment steps: E for each step of a stream.")
+      .def(
+          "stats", [](const ActorPool& self) { return to_dict(self.stats()); }, R"(
+Counters since the beginning: num_steps, num_rollouts, num_reconnects, num_dropped_steps,
+num_connected (streams now), num_refused (dialled streams), num_env_failures,
+bytes_received, bytes_copied, pool_bytes. Summed over streams: env_seconds (what the
+environments needed for their steps), env_wait_seconds, inference_wait_seconds,
+queue_wait_seconds. last_error says why a stream was lost last.
+)")
+      .def(
+          "events", [](ActorPool& self) { return to_tuple(self.events().take()); },
+          R"(
+What has happened to streams since the last call: a list of (seconds since 1970, kind,
+text), and the number of older events that were forgotten. Kinds are "lost", "returned",
+"refused", and "env_error", which means that an environment has raised. Refusals of
+environments that have joined are the listener's.
+)");
+
+  m.def(
+      "probe",
+      [](const std::string& address, double timeout_s, const py::object& expected,
+         const py::kwargs& security_arguments) {
+        const Security security = to_security(security_arguments);
+        const Milliseconds timeout = to_positive_seconds(timeout_s, "timeout_s");
+        const ExpectedEnvironment must_be = to_expected(expected);
+        wire::EnvHello hello;
+        {
+          WithoutGil no_gil;
+          hello =
+              ActorPool::probe(address, security, timeout, must_be, check_signals());
+        }
+        return to_dict(hello);
+      },
+      py::arg("address"), py::arg("timeout_s") = 10.0, py::kw_only(),
+      py::arg("expected") = py::none(), R"(
+Ask an environment server what it serves. It makes one environment for this and ends it.
+
+Returns a dict:
+    name: str, maybe empty
+    num_envs: int, E
+    observation_space: dict with "type" and, by type,
+        Box            dtype (str), shape (tuple), low and high (None: unbounded; a float
+                       for all elements; else a float64 array of that shape)
+        Discrete       n, start (int)
+        MultiDiscrete  n, start (tuples of int)
+        MultiBinary    shape
+        Tuple          spaces (tuple of such dicts)
+        Dict           spaces (dict of such dicts)
+    action_space: such a dict of what the policy writes, or None: any actions are taken
+    extra_fields: dict from name to a dict of dtype and shape, in the order of a step
+    settings: dict of str, the flags that the environments were made with; maybe empty
+    step_bytes: of all arrays of a step
+    hello: bytes, for ActorPool and Listener.refuse()
+
+`expected` and the security arguments are those of ActorPool.
+
+Raises:
+    RefusedError: the server refuses, for example the token, or is not as expected.
+    TransportError: no answer within timeout_s seconds.
+    WireError: the answer breaks the protocol's rules.
+    RuntimeError: the environment raised; with its traceback.
+)");
+}
+
+void bind_listener(py::module_& m) {
+  py::class_<Listener, std::shared_ptr<Listener>>(m, "Listener", R"(
+Lets environments dial the learner: those behind NAT, or those that come and go. Client is
+their side. So is any program that speaks libtorchbeast/proto/torchbeast.proto.
+
+An ActorPool that was given the listener runs them. Each has a place with an unroll. One
+that is lost may come back and goes on where it was. One that has left between episodes
+leaves its unroll to the next that joins.
+
+Args:
+    address: "unix:/path" or "host:port"; port 0: a free one, see `address`.
+    max_streams: places. If all are taken, further ones are told to try again later.
+    expected, seed: as of ActorPool. Streams get numbers in the order in which they come.
+    hello_timeout_s: seconds that an environment may take for its hello, which may need its
+        first reset.
+    The security arguments are those of Server.
+
+Raises:
+    ValueError: an argument is out of range, or a file cannot be read.
+)")
+      .def(py::init([](std::string address, int max_streams, const py::object& expected,
+                       std::optional<uint64_t> seed, double hello_timeout_s,
+                       const py::kwargs& security) {
+             ListenerOptions options;
+             options.expected = to_expected(expected);
+             options.seed = seed;
+             options.hello_timeout =
+                 to_positive_seconds(hello_timeout_s, "hello_timeout_s");
+             options.address = std::move(address);
+             options.security = to_security(security);
+             options.max_streams = max_streams;
+             return make_with_threads<Listener>(
+                 [](Listener& listener) { listener.close(); }, std::move(options));
+           }),
+           py::arg("address"), py::kw_only(), py::arg("max_streams") = 256,
+           py::arg("expected") = py::none(), py::arg("seed") = py::none(),
+           py::arg("hello_timeout_s") = 60.0)
+      .def("start", &Listener::start, py::call_guard<WithoutGil>(), R"(
+Listen from here on, without blocking. Environments that join wait for a pool.
+
+Raises:
+    RuntimeError: it cannot listen there; says why.
+)")
+      .def("close", &Listener::close, py::call_guard<WithoutGil>(),
+           "End all streams and remove the unix socket. Any thread may call it, any "
+           "number of times.")
+      .def(
+          "probe",
+          [](Listener& self, double timeout_s) {
+            const Milliseconds timeout = to_positive_seconds(timeout_s, "timeout_s");
+            wire::EnvHello hello;
+            {
+              WithoutGil no_gil;
+              hello = self.probe(timeout, check_signals());
+            }
+            return to_dict(hello);
+          },
+          py::arg("timeout_s") = 60.0, R"(
+Wait until an environment has joined whose hello keeps the rules, and return what it is, as
+probe() does. A pool with this hello refuses all others.
+
+Raises:
+    TransportError: none within timeout_s seconds.
+)")
+      .def(
+          "refuse",
+          [](Listener& self, const py::bytes& hello, const std::string& reason) {
+            const wire::EnvHello parsed = parse_hello(hello);
+            WithoutGil no_gil;
+            self.refuse(parsed, reason);
+          },
+          py::arg("hello"), py::arg("reason"), R"(
+Refuse environments with this "hello", which probe() returned, for this reason. probe()
+then waits for another.
+)")
+      .def(
+          "events", [](Listener& self) { return to_tuple(self.events().take()); },
+          "As ActorPool.events(): who was refused, and which raised before the hello.")
+      .def_property_readonly("address", &Listener::address,
+                             "Where it listens, with the port that it has found.")
+      .def(
+          "stats", [](const Listener& self) { return to_dict(self.stats()); }, R"(
+num_streams (now), num_refused (since the beginning), last_refusal (why; maybe empty).
+)");
+}
+
+}  // namespace torchbeast::python

@@ -1,0 +1,80 @@
+// What the files of these bindings share. Each bind_...() adds its classes to the
+// module.
+//
+// Methods that block are bound with WithoutGil. Those that wait pass check_signals()
+// on. REQUIRES, everywhere in this file: the GIL is held.
+
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../events.h"
+#include "../expected.h"
+#include "../sync.h"
+#include "../transport.h"
+#include "gil.h"
+
+namespace torchbeast::python {
+
+namespace py = pybind11;
+
+void bind_batching(py::module_& m);
+void bind_listener(py::module_& m);  // before bind_pool
+void bind_pool(py::module_& m);
+void bind_environments(py::module_& m);
+
+// --- Arguments -----------------------------------------------------------------------
+// They throw std::invalid_argument, which names the argument.
+
+// Infinity becomes kNever.
+Milliseconds to_milliseconds(double milliseconds, const std::string& name);
+Milliseconds to_seconds(double seconds, const std::string& name);
+Milliseconds to_positive_seconds(double seconds, const std::string& name);
+
+size_t to_size(int64_t value, const std::string& name);
+
+// The keyword arguments that say how a connection is secured: tls_ca, tls_cert, tls_key
+// (paths of PEM files, which are read), tls_server_name, token and insecure. Throws
+// py::type_error if there are others.
+Security to_security(const py::kwargs& given);
+
+// None, or a dict of name, num_envs and settings, each of which may be missing.
+ExpectedEnvironment to_expected(const py::object& given);
+
+// --- Results -------------------------------------------------------------------------
+
+// Text that a peer may have made up. A byte that is not UTF-8 becomes \x and its
+// number.
+py::str to_text(const std::string& text);
+
+// A tuple of the events, as ActorPool.events() describes, and the number of forgotten
+// ones.
+py::tuple to_tuple(const std::pair<std::vector<Event>, uint64_t>& taken);
+
+// --- Objects that have threads -------------------------------------------------------
+
+// A new T that is destroyed without the GIL, since that waits for threads. `end` is
+// called before the interpreter ends. A fork of the process has no such threads and
+// leaves the object alone.
+template <typename T, typename... Args>
+std::shared_ptr<T> make_with_threads(void (*end)(T&), Args&&... args) {
+  T* const pointer = std::make_unique<T>(std::forward<Args>(args)...).release();
+  const std::shared_ptr<T> object(pointer, [process = getpid()](T* self) {
+    if (getpid() != process) return;
+    std::optional<WithoutGil> no_gil;
+    if (PyGILState_Check() != 0) no_gil.emplace();
+    std::default_delete<T>()(self);
+  });
+  at_exit(object, [pointer, end] { end(*pointer); });
+  return object;
+}
+
+}  // namespace torchbeast::python
