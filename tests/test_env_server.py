@@ -763,7 +763,7 @@ def test_probe_has_a_deadline(tmp_path):
         probe(f"unix:{tmp_path}/silent", timeout_s=0.2)
     assert time.monotonic() - start < 10
     silent.close()
-    with pytest.raises(ValueError, match=r"timeout_s=0\.0: it must be above 0"):
+    with pytest.raises(ValueError, match="timeout_s must be above 0"):
         probe(f"unix:{tmp_path}/silent", 0)
 
 
