@@ -47,8 +47,8 @@ import numpy as np
 import torch
 
 from torchbeast import monobeast
+from torchbeast.core import devices, rollout
 from torchbeast.core import flags as flags_lib
-from torchbeast.core import rollout
 from torchbeast.core.environment import Environment
 from torchbeast.core.flags import Flags
 from torchbeast.core.nested import map_nested
@@ -193,7 +193,7 @@ def time_parts(flags: Flags, seconds: float) -> dict[str, float]:
         parts |= learning.result()
     cores = len(os.sched_getaffinity(0))
     on_cores = parts["environment"] + parts["acting"]
-    if flags_lib.learner_device(flags).type == "cuda":
+    if devices.learner_device(flags).type == "cuda":
         bound = min(cores / on_cores, 1 / parts["learning"])
     else:
         bound = cores / (on_cores + parts["learning"])

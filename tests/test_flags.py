@@ -13,8 +13,11 @@ import torch
 
 import torchbeast
 from torchbeast import monobeast
+from torchbeast.core import devices
 from torchbeast.core import flags as flags_lib
-from torchbeast.core.flags import FREE_TO_CHANGE, PRESETS, FlagError, Flags
+from torchbeast.core.flags import FREE_TO_CHANGE, FlagError, Flags
+from torchbeast.core.presets import PRESETS
+from torchbeast.core.ranges import RANGES
 
 # The command line that users copy from TorchBeast's README.
 OLD_COMMAND_LINE = """
@@ -360,22 +363,22 @@ def test_values_at_the_edge(line):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_learner_runs_on_the_cpu_where_there_is_no_gpu():
-    assert flags_lib.learner_device(parse()) == torch.device("cpu")
+    assert devices.learner_device(parse()) == torch.device("cpu")
 
 
 def test_disable_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert flags_lib.learner_device(parse()) == torch.device("cuda:0")
-    assert flags_lib.actor_device(parse()) == torch.device("cuda:1")
-    assert flags_lib.learner_device(parse("--disable_cuda")) == torch.device("cpu")
-    assert flags_lib.actor_device(parse("--disable_cuda")) == torch.device("cpu")
+    assert devices.learner_device(parse()) == torch.device("cuda:0")
+    assert devices.actor_device(parse()) == torch.device("cuda:1")
+    assert devices.learner_device(parse("--disable_cuda")) == torch.device("cpu")
+    assert devices.actor_device(parse("--disable_cuda")) == torch.device("cpu")
 
 
 def test_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     flags = parse("--learner_device cuda:1")
-    assert flags_lib.learner_device(flags) == torch.device("cuda:1")
-    assert flags_lib.actor_device(flags) == torch.device("cuda:1"), "the learner's"
+    assert devices.learner_device(flags) == torch.device("cuda:1")
+    assert devices.actor_device(flags) == torch.device("cuda:1"), "the learner's"
     for given, words in (
         ("cuda:2", "there are 2 GPUs"),
         ("cuda:0 --disable_cuda", "there are 0 GPUs with --disable_cuda"),
@@ -383,11 +386,11 @@ def test_devices(monkeypatch):
         ("nonsense", "--learner_device nonsense"),
     ):
         with pytest.raises(FlagError, match=words):
-            flags_lib.learner_device(parse(f"--learner_device {given}"))
+            devices.learner_device(parse(f"--learner_device {given}"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert flags_lib.actor_device(parse()) == torch.device("cuda:0")
+    assert devices.actor_device(parse()) == torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert flags_lib.learner_device(parse()) == torch.device("cpu")
+    assert devices.learner_device(parse()) == torch.device("cpu")
 
 
 def test_every_number_has_a_range():
@@ -396,7 +399,7 @@ def test_every_number_has_a_range():
 
     declared = actions() | actions(polybeast.make_parser)
     numbers = {name for name, x in declared.items() if x.type in (int, float)}
-    assert flags_lib.RANGES.keys() == numbers
+    assert RANGES.keys() == numbers
 
 
 # --- Frozen flags ---
@@ -406,9 +409,9 @@ def test_frozen_flags_refuse_assignment():
     flags = parse("--batch_size 5")
     flags.batch_size = 6
     assert flags.freeze() is flags
-    with pytest.raises(AttributeError, match="batch_size can't become 7"):
+    with pytest.raises(AttributeError, match="batch_size can't be set to 7"):
         flags.batch_size = 7
-    with pytest.raises(AttributeError, match="new can't become 1"):
+    with pytest.raises(AttributeError, match="new can't be set to 1"):
         flags.new = 1
     with pytest.raises(AttributeError, match="batch_size"):
         del flags.batch_size

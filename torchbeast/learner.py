@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchbeast.core import checkpoint, rollout, vtrace
+from torchbeast.core import checkpoint, devices, rollout, vtrace
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.env_spec import EnvSpec
@@ -182,7 +182,7 @@ class Learner:
     def __init__(self, flags: Flags, env_spec: EnvSpec) -> None:
         torch.manual_seed(flags.seed)
         self.flags, self.env_spec = flags, env_spec
-        self.device = flags_lib.learner_device(flags)
+        self.device = devices.learner_device(flags)
         self.model = make_model(
             flags, env_spec.observation_space, env_spec.action_space, self.device
         )

@@ -40,8 +40,8 @@ except ImportError as error:
         raise
     sys.exit(str(error))
 
+from torchbeast.core import devices, processes, prof, resume, rollout, script
 from torchbeast.core import flags as flags_lib
-from torchbeast.core import processes, prof, resume, rollout, script
 from torchbeast.core.acting import ActingModels, act_step
 from torchbeast.core.connection_flags import add_connection_flags
 from torchbeast.core.flags import FlagError, Flags
@@ -150,7 +150,7 @@ def train(
       check_servers: is called at least once per second; may raise to end the run.
     """
     flags = start.flags
-    if flags_lib.learner_device(flags).type == "cpu":
+    if devices.learner_device(flags).type == "cpu":
         # Before any other thread starts: it would get a memory arena of its own.
         keep_freed_memory()
     env_seed = flags.seed
@@ -168,7 +168,7 @@ def train(
     env_spec = rollout.environment_spec(
         learner.env_spec.observation_space, distribution
     )
-    device = flags_lib.actor_device(flags)
+    device = devices.actor_device(flags)
     models = ActingModels(learner.model, device)
     models.publish(learner.model, learner.num_updates)
     all_streams = make_streams(flags, learner, envs, device)
@@ -367,7 +367,7 @@ def resolve_layout(flags: Flags) -> Flags:
         flags.torch_threads = max(1, processes.num_cpus() // 2)
     if flags.max_learner_queue_size is None:
         flags.max_learner_queue_size = flags.batch_size
-    flags_lib.actor_device(flags)  # is it there?
+    devices.actor_device(flags)  # is it there?
     if flags.sync and (
         flags.listen or len(set(server_addresses(flags))) != flags.num_actors
     ):

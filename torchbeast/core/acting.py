@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from torchbeast.core import flags as flags_lib
-from torchbeast.core import rollout
+from torchbeast.core import devices, rollout
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.rollout import State
 
@@ -25,7 +24,7 @@ Choose = Callable[[torch.Tensor], torch.Tensor]
 def prepare_to_act(model: Net) -> Net:
     """Puts a model into eval mode and casts its encoders for acting on the CPU."""
     model.eval()
-    bf16 = model.bf16 and flags_lib.fast_bf16(torch.device("cpu"))
+    bf16 = model.bf16 and devices.fast_bf16(torch.device("cpu"))
     model.encoders_to(torch.bfloat16 if bf16 else torch.float32)
     return model
 

@@ -12,6 +12,10 @@ class UserError(Exception):
     """The user can put it right: the log gets the message alone, no traceback."""
 
 
+class FlagError(UserError, ValueError):
+    """A flag has a value that is not allowed."""
+
+
 def is_user_error(error: BaseException) -> bool:
     # libtorchbeast's errors derive from RuntimeError, because it is plain C++.
     from_native = type(error).__module__ == "libtorchbeast"

@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torchbeast.core import checkpoint
+from torchbeast.core import checkpoint, devices
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.file_writer import (
     RunExistsError,
@@ -129,8 +129,8 @@ def merge(
     if flags.typed & {"num_actors", "envs_per_actor", "batch_size"}:
         outdated.add("num_buffers")
     for name, find in (
-        ("learner_device", flags_lib.learner_device),
-        ("actor_device", flags_lib.actor_device),
+        ("learner_device", devices.learner_device),
+        ("actor_device", devices.actor_device),
     ):
         if saved["flags"].get(name) and name not in flags.typed:
             try:
