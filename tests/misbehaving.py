@@ -184,7 +184,7 @@ AN_OBJECT = Only()
 
 
 class FarOut(Fine):
-    """Observations far outside of their bounds, and not finite, from step 3 on."""
+    """Observations far outside their bounds, and not finite, from step 3 on."""
 
     def observe(self) -> Any:
         observation = super().observe()
@@ -222,7 +222,7 @@ class InfiniteReward(Fine):
 
 
 class LateFarOut(Fine):
-    """Right for 150 steps, then far outside of the bounds."""
+    """Correct for 150 steps, then far outside the bounds."""
 
     total = 0
 

@@ -1,4 +1,4 @@
-"""What environments return is checked: errors name the field, warnings are counted."""
+"""Checks of what environments return: errors name the field, warnings are counted."""
 
 import re
 
@@ -15,7 +15,7 @@ from torchbeast.core.make_env import MissingPackageError, create_env
 
 
 def make(name, num_envs=2, **changes):
-    """An Environment, and the messages of its warnings by key."""
+    """Returns an Environment, and its warnings {key: message}."""
     envs = Environment(env_flags(name, **changes), num_envs)
     warnings = {}
 
@@ -28,13 +28,13 @@ def make(name, num_envs=2, **changes):
 
 
 def play(envs, steps):
-    """The rows of initial() and of some steps."""
+    """Returns the rows of initial() and of some steps."""
     rows = [envs.initial()]
     rows += [envs.step(np.zeros(envs.num_envs, np.int64)) for _ in range(steps)]
     return rows
 
 
-def test_nothing_is_said_of_an_environment_as_it_should_be():
+def test_no_warning_for_a_correct_environment():
     envs, warnings = make("misbehaving:Fine")
     rows = play(envs, 300)
     assert warnings == {}
@@ -42,7 +42,7 @@ def test_nothing_is_said_of_an_environment_as_it_should_be():
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Acrobot-v1", "MinAtar/Breakout-v1"])
-def test_nothing_is_said_of_known_environments(name):
+def test_no_warning_for_known_environments(name):
     if name.startswith("MinAtar"):
         pytest.importorskip("minatar")
     envs, warnings = make(name)
@@ -51,7 +51,7 @@ def test_nothing_is_said_of_known_environments(name):
 
 
 @pytest.mark.parametrize("path", ["native", "python"])
-def test_nothing_is_said_of_atari(path):
+def test_no_warning_for_atari(path):
     envs, warnings = make("BreakoutNoFrameskip-v4", atari_backend=path)
     rows = play(envs, 200)
     assert warnings == {}
@@ -70,7 +70,7 @@ AT_RESET = {
     "Ragged": r"a list of 2 values as observation, but shape \[3\] is declared",
     "Many": r"float32 \[4, 3\] as observation, .* vector environment .*envs_per_actor",
     "ThreeFromReset": r"a tuple of 3 values, .* must return two values",
-    "NoOptions": r"reset\(\) can't be called .* unexpected keyword argument 'options'",
+    "NoOptions": r"reset\(\) does not follow .* unexpected keyword argument 'options'",
 }
 AT_STEP = {
     "WrongInStep": r"step\(\) returned float64 \[3\] as observation, but a dict is",
@@ -106,15 +106,15 @@ def test_first_step(name):
     [
         (
             misbehaving.FourValues,
-            r"step\(\) can't be called .*expected 5, got 4.*old Gy",
+            r"step\(\) does not follow .*expected 5, got 4.*old Gy",
         ),
-        (misbehaving.NoOptions, r"reset\(\) can't be called .*argument 'options'"),
+        (misbehaving.NoOptions, r"reset\(\) does not follow .*argument 'options'"),
         (misbehaving.RewardInAList, r"float64 \[1\] as reward"),
         (misbehaving.NeedsArguments, r"can't be made: .*missing .*'size'.* function"),
     ],
 )
 def test_registered_environments(entry_point, match):
-    """Gymnasium's own wrappers fail first, and name neither field nor environment."""
+    """Gymnasium's own wrappers fail first, but their errors name no environment."""
     gymnasium.register("Misbehaving-v0", entry_point=entry_point, max_episode_steps=9)
     try:
         with pytest.raises(InvalidEnvironmentError, match=f"--env Misb.*{match}"):
@@ -141,7 +141,10 @@ def test_an_environments_own_errors_stay_as_they_are():
     [
         ("NeedsArguments", r"missing .*'size'.* def make\(\): return NeedsArguments\("),
         ("several", r"vector environment \(CartPoleVectorEnv\).*--envs_per_actor"),
-        ("nothing", r"made None, which is no environment: it has no observation_space"),
+        (
+            "nothing",
+            r"made None, which is not an environment: it has no observation_space",
+        ),
         ("NoSpaces", r"it has no observation_space, action_space$"),
         ("AN_OBJECT", r"names a value of type misbehaving.Only, not a class or func"),
     ],
@@ -159,7 +162,7 @@ def test_video_of_a_class_without_render_mode():
     gymnasium.register("Misbehaving-v0", entry_point=misbehaving.Fine)
     try:
         with pytest.raises(
-            InvalidEnvironmentError, match=r"can't be shown: .*render_mo"
+            InvalidEnvironmentError, match=r"can't be rendered: .*render_mo"
         ):
             create_env(env_flags("Misbehaving-v0"), render_mode="rgb_array")
     finally:
@@ -167,8 +170,8 @@ def test_video_of_a_class_without_render_mode():
 
 
 @pytest.mark.parametrize("name", ["pixel_game:Game", "pixel_game:Game-v0"])
-def test_the_module_that_is_missing_is_named(name, tmp_path, monkeypatch):
-    """Not the package that was asked for, which is there."""
+def test_the_missing_module_is_named(name, tmp_path, monkeypatch):
+    """The module named in --env exists; it imports one that does not."""
     (tmp_path / "pixel_game.py").write_text("import pixel_game_engine.sprites\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(MissingPackageError, match=f"--env {name}") as error:
@@ -194,8 +197,8 @@ def test_the_module_that_is_missing_is_named(name, tmp_path, monkeypatch):
             ],
         ),
         ("NotFinite", [r"observation\['vector'\] holds nan at \[2\], .* not finite"]),
-        ("Integers", [r"observation\['vector'\] holds integers .* but float32 is"]),
-        ("TerminatedNone", [r"step\(\) returned terminated=None, taken as False"]),
+        ("Integers", [r"observation\['vector'\] holds integers .* declares float32"]),
+        ("TerminatedNone", [r"step\(\) returned terminated=None, read as False"]),
         ("InfiniteReward", [r"step\(\) returned the reward inf"]),
     ],
 )
@@ -261,8 +264,8 @@ def test_suspect_values_are_named_once_and_counted(tmp_path, variant):
     }
     output = runs.run(tmp_path, "a", **flags)
     for what in (
-        "observation['vector'] holds -187.5 at [1], far outside of its bounds",
-        "observation['numbers'][1] holds -2.0, far outside of its bounds",
+        "observation['vector'] holds -187.5 at [1], far outside its bounds",
+        "observation['numbers'][1] holds -2.0, far outside its bounds",
         "observation['vector'] holds integers",
         "step() returned terminated=None",
         "step() returned the reward inf",

@@ -10,8 +10,9 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from torchbeast.core import environment
-from torchbeast.core.environment import Environment, ExtraField, game_seed
+from torchbeast.core import environment, extra_fields
+from torchbeast.core.environment import Environment
+from torchbeast.core.extra_fields import ExtraField
 from torchbeast.core.make_env import (
     MissingPackageError,
     OldGymAdapter,
@@ -20,6 +21,7 @@ from torchbeast.core.make_env import (
     create_env,
 )
 from torchbeast.core.nested import map_nested
+from torchbeast.core.seeded_games import game_seed
 
 
 def env_flags(env, **changes):
@@ -45,7 +47,7 @@ def here(definition):
 
 def declare(monkeypatch, **fields):
     for name, field in fields.items():
-        monkeypatch.setitem(environment.EXTRA_FIELDS, name, field)
+        monkeypatch.setitem(extra_fields.EXTRA_FIELDS, name, field)
 
 
 def leaves(tree):
@@ -598,10 +600,10 @@ def test_resume_refuses():
         ("cartpole-v7", "Did you mean CartPole-v"),
         ("ALE/Pongg-v5", "Did you mean ALE/Pong-v5"),
         ("MinAtar/Brekout-v1", "Did you mean MinAtar/Breakout-v1"),
-        ("Zzyzx/Qqq-v0", "no environment goes by this name. Allowed are"),
+        ("Zzyzx/Qqq-v0", "no environment has this name. Allowed are"),
         (f"{__name__}:Countr", "has no Countr. Did you mean Counter"),
-        (":Counter", "needs the full name of a module"),
-        (".tests:Counter", "needs the full name of a module"),
+        (":Counter", "needs the full module name"),
+        (".tests:Counter", "needs the full module name"),
     ],
 )
 def test_unknown_name(env, match):

@@ -499,7 +499,7 @@ def test_learner_is_killed(start):
 
 
 def test_learner_is_killed_before_its_first_checkpoint(start):
-    """The same command begins the run anew; meta.json tells of both starts."""
+    """The same command starts the run over; meta.json has both starts."""
     first = start(checkpoint_interval=600)
     first.wait_for_updates(3)
     first.process.kill()
@@ -514,7 +514,7 @@ def test_learner_is_killed_before_its_first_checkpoint(start):
     second.process.send_signal(signal.SIGINT)
     second.wait_for_end(130)
     second.assert_no_error()
-    assert "Starting anew: " in second.console
+    assert "Starting over: " in second.console
     saved = second.assert_files()
     rows = runs.read_logs(second.savedir, second.xpid)
     assert [int(row["_tick"]) for row in rows] == list(range(len(rows)))

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from torchbeast.core import file_writer
-from torchbeast.core.file_writer import FileWriter, RunFileError, RunFolder
+from torchbeast.core.file_writer import FileWriter
+from torchbeast.core.run_folder import RunFileError, RunFolder, atomic_write
 
 ROOT = pathlib.Path(__file__).parents[1]
 ARGS = {"env": "CartPole-v1", "seed": 3, "reward_clipping": None, "discounting": 0.99}
@@ -142,7 +143,7 @@ def test_new_and_missing_fields(tmp_path):
 @pytest.mark.parametrize("name", ["_tick", "_time"])
 def test_reserved_fields(tmp_path, name):
     writer = FileWriter(str(tmp_path), "run", ARGS)
-    with pytest.raises(ValueError, match="are added by log"):
+    with pytest.raises(ValueError, match=f"two columns named {name}"):
         writer.log({name: 1})
     writer.close(successful=False)
 
@@ -216,11 +217,11 @@ def test_slurm(tmp_path, monkeypatch):
 
 
 def make_checkout(folder):
-    """A repository with a copy of the module; returns a function that runs git."""
+    """Makes a repository with a copy of the module; returns a function to run git."""
     package = folder / "torchbeast" / "core"
     package.mkdir(parents=True)
     source = pathlib.Path(file_writer.__file__)
-    for name in ("file_writer.py", "errors.py"):
+    for name in ("file_writer.py", "run_folder.py", "logs_csv.py", "errors.py"):
         (package / name).write_bytes(source.with_name(name).read_bytes())
     (package / "__init__.py").touch()
     (package.parent / "__init__.py").touch()
@@ -314,7 +315,7 @@ def test_latest_replaces_a_dangling_link_and_no_folder(tmp_path, caplog):
     (tmp_path / "latest").mkdir()
     FileWriter(str(tmp_path), "second", ARGS).close(successful=True)
     assert not (tmp_path / "latest").is_symlink()
-    assert "is not a symbolic link and is left as it is" in caplog.text
+    assert "is not a symbolic link, so it is not changed" in caplog.text
 
 
 @pytest.mark.parametrize("xpid", ["", ".", "..", "latest", "a/b", "/tmp/a", "../a"])
@@ -459,18 +460,18 @@ def test_resume_with_a_damaged_meta(started, caplog, damaged):
     (started / "meta.json").write_text(damaged)
     FileWriter(str(started.parent), "run", ARGS, 90).close(successful=True)
     assert read_meta(started)["successful"] is True
-    assert "is damaged and begun anew" in caplog.text
+    assert "is damaged, so a new one is written" in caplog.text
 
 
 def test_meta_tells_of_every_start(started):
-    """Also of those that were killed, and of one that begins anew."""
+    """Also of starts that were killed, and of one that starts over."""
     savedir = str(started.parent)
     FileWriter(savedir, "run", ARGS | {"seed": 4}, resume_step=90).close(
         False, last_step=105, exit_status=130, signal="SIGINT"
     )
     killed = FileWriter(savedir, "run", ARGS | {"seed": 5}, resume_step=105)
     killed._resources.close()  # without what close() would write
-    FileWriter(savedir, "run", ARGS, anew=True).close(
+    FileWriter(savedir, "run", ARGS, start_over=True).close(
         False, last_step=0, exit_status=1, error="ValueError: " + 5000 * "x"
     )
     meta = read_meta(started)
@@ -489,12 +490,12 @@ def test_meta_tells_of_every_start(started):
     assert meta["resumed"] == []
 
 
-def test_starting_anew_cuts_all_lines(started, info_level):
-    writer = FileWriter(str(started.parent), "run", ARGS, anew=True)
+def test_starting_over_cuts_all_lines(started, info_level):
+    writer = FileWriter(str(started.parent), "run", ARGS, start_over=True)
     writer.log({"step": 5, "total_loss": 1.0})
     writer.close(successful=True)
     assert [(row["_tick"], row["step"]) for row in read_rows(started)] == [("0", "5")]
-    assert "Starting anew: 7 lines" in (started / "out.log").read_text()
+    assert "Starting over: 7 lines" in (started / "out.log").read_text()
 
 
 def test_a_locked_folder(tmp_path):
@@ -573,7 +574,7 @@ def test_atomic_write(tmp_path):
     path.write_bytes(b"old")
 
     def write(data, interrupt):
-        with file_writer.atomic_write(path) as file:
+        with atomic_write(path) as file:
             file.write(data)
             file.flush()
             assert path.read_bytes() == b"old"

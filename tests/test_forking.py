@@ -20,7 +20,7 @@ class Fork:
     def __init__(self, path, patch):
         self.path = path / "tree"
         self.savedir = path / "runs"
-        # Neither a repository around the copy nor that of a hook may answer.
+        # Git must not find a repository around the copy, nor that of a hook.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
         environment["GIT_CEILING_DIRECTORIES"] = str(path)
         listed = subprocess.run(
@@ -46,7 +46,7 @@ class Fork:
         if applied.returncode:
             pytest.fail(
                 f"docs/forking/{patch}.patch no longer applies:\n{applied.stderr}"
-                "The end of docs/forking.md says how to make it anew.",
+                "The end of docs/forking.md says how to update it.",
                 pytrace=False,
             )
         after = self.read_sources()
@@ -115,7 +115,7 @@ def test_an_auxiliary_loss_with_its_own_head(tmp_path):
 
 def test_a_field_of_the_info_that_reaches_the_loss(tmp_path):
     fork = Fork(tmp_path, "field")
-    assert fork.files == {"torchbeast/core/environment.py", "torchbeast/learner.py"}
+    assert fork.files == {"torchbeast/core/extra_fields.py", "torchbeast/learner.py"}
     num_envs = 4
     rows = fork.train(
         env="BreakoutNoFrameskip-v4",

@@ -7,7 +7,7 @@ from gymnasium import spaces
 from test_vtrace import ground_truth
 
 from torchbeast.core.distributions import make_distribution
-from torchbeast.core.file_writer import ColumnError
+from torchbeast.core.logs_csv import ColumnError
 from torchbeast.learner import impala_loss
 
 T, B, A = 5, 3, 7
@@ -363,5 +363,5 @@ def test_an_auxiliary_loss_named_like_a_column_is_refused(name):
     batch = {key: torch.as_tensor(x) for key, x in batch.items()}
     outputs = {key: torch.as_tensor(x) for key, x in outputs.items()}
     losses = {"mine": torch.tensor(1.0), name: torch.tensor(2.0)}
-    with pytest.raises(ColumnError, match=f"two columns named {name}: .*auxiliary"):
+    with pytest.raises(ColumnError, match=rf"two columns named {name}\. .*auxiliary"):
         impala_loss(batch, outputs, DISTRIBUTION, argparse.Namespace(**FLAGS), losses)

@@ -308,7 +308,7 @@ def test_an_unknown_environment_ends_the_run_at_once(tmp_path, small):
     process = runs.start(tmp_path, "a", **small)
     output = runs.finish(process)
     assert process.returncode == 1, output
-    assert "no environment goes by this name" in output
+    assert "no environment has this name" in output
     assert "Traceback" not in output
     assert_nothing_left(process, tmp_path)
 

@@ -1,6 +1,6 @@
-"""What a start makes of the folder and the checkpoint that it finds.
+"""How a run starts in an existing folder, with and without a checkpoint.
 
-MonoBeast's main() runs in this process, as far as it gets without actors.
+MonoBeast's main() runs in this process and ends before it starts actors.
 """
 
 import logging
@@ -14,7 +14,7 @@ import torch
 
 from torchbeast import monobeast
 from torchbeast.core import processes, resume
-from torchbeast.core.file_writer import RunFolder
+from torchbeast.core.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def savedir(finished, tmp_path):
-    """A copy of it."""
+    """A copy of `finished`."""
     shutil.copytree(finished / "a", tmp_path / "a")
     return tmp_path
 
@@ -41,7 +41,7 @@ def content(folder):
 
 @pytest.fixture
 def main(caplog):
-    """Runs main(); gives its exit status and what it logged."""
+    """A function that runs main() and returns its exit status and its log."""
     caplog.set_level(logging.INFO)
 
     def run_main(savedir, line):
@@ -55,7 +55,10 @@ def main(caplog):
 
 @pytest.fixture
 def fails(main, caplog):
-    """Runs main(), which has to fail with one message and to change no run."""
+    """A function that runs main() and checks that it fails with one message.
+
+    The run must stay unchanged. Returns the message.
+    """
 
     def run_main(savedir, line):
         run = pathlib.Path(savedir, "a")
@@ -141,7 +144,7 @@ def test_an_environment_that_a_checkpoint_names(savedir, fails, main):
     for mode in ("--mode test", "--total_steps 40"):
         message = fails(savedir, f"--xpid a {mode} --no-trust_checkpoint_env")
         assert "--env faulty:Environment" in message
-        assert "refuses to import the module faulty" in message
+        assert "forbids to import the module faulty" in message
     said = "the module faulty will be imported"
     for line in ("", "--no-trust_checkpoint_env --env faulty:Environment"):
         status, text = main(savedir, f"--xpid a --mode test {line}")
@@ -173,16 +176,16 @@ def test_the_folder_is_locked_before_the_checkpoint_is_read(savedir, fails):
 
 
 def test_a_run_without_its_checkpoint(savedir, fails):
-    """Its lines of logs.csv are not cut, unless it died before its first checkpoint."""
+    """Only a run that died before its first checkpoint may start over."""
     path = savedir / "a" / "model.tar"
     message = fails(savedir, "--xpid a --total_steps 40 --disable_checkpoint")
-    assert "With --disable_checkpoint it can't go on" in message
+    assert "With --disable_checkpoint it can't be resumed" in message
     path.unlink()
     message = fails(savedir, "--xpid a --total_steps 40")
     assert f"cp {path.with_name('model.previous.tar')} {path}" in message
     path.with_name("model.previous.tar").unlink()
     message = fails(savedir, "--xpid a --total_steps 40")
-    assert "It has no checkpoint to go on from" in message
+    assert "It has no checkpoint to resume from" in message
 
 
 @pytest.mark.parametrize("below", ["", "runs"])
@@ -211,7 +214,7 @@ def test_nothing_is_left_of_a_start_that_fails(tmp_path, fails):
 
 
 def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch):
-    """A run of one script goes on with another, on a machine with other servers."""
+    """A run of one script is resumed by another, on a machine with other servers."""
     pytest.importorskip("libtorchbeast", exc_type=ImportError)
     from torchbeast import polybeast, polybeast_learner
 

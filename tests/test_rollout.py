@@ -7,9 +7,9 @@ import torch
 import torch.multiprocessing as mp
 from gymnasium import spaces
 
-from torchbeast.core import environment, rollout
+from torchbeast.core import extra_fields, rollout
 from torchbeast.core.distributions import make_distribution
-from torchbeast.core.environment import ExtraField
+from torchbeast.core.extra_fields import ExtraField
 from torchbeast.core.nested import flatten, map_nested
 from torchbeast.core.rollout import SharedMemoryError, Spec
 
@@ -80,7 +80,7 @@ def test_extra_fields_are_part_of_a_row(monkeypatch):
         "goal": ExtraField((2, 3), np.float64, of="observation"),
     }
     for name, field in fields.items():
-        monkeypatch.setitem(environment.EXTRA_FIELDS, name, field)
+        monkeypatch.setitem(extra_fields.EXTRA_FIELDS, name, field)
     spec = rollout.row_spec(OBSERVATION_SPACE, make_distribution(spaces.Discrete(A)))
     assert spec["lives"] == Spec((), torch.int64)
     assert spec["goal"] == Spec((2, 3), torch.float32)
@@ -90,7 +90,7 @@ def test_extra_fields_are_part_of_a_row(monkeypatch):
 def test_fields_of_the_observation_at_the_end_of_a_truncated_episode(monkeypatch):
     """Only a row that shows a final observation, truncated and not done, has them."""
     field = ExtraField((2,), np.int64, of="observation")
-    monkeypatch.setitem(environment.EXTRA_FIELDS, "goal", field)
+    monkeypatch.setitem(extra_fields.EXTRA_FIELDS, "goal", field)
     row = {
         "truncated": torch.tensor([[True, True, False]]),
         "done": torch.tensor([[False, True, False]]),

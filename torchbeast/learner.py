@@ -19,9 +19,9 @@ from torchbeast.core import checkpoint, devices, rollout, vtrace
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.env_spec import EnvSpec
-from torchbeast.core.file_writer import join_columns
 from torchbeast.core.finite import all_finite, find_cause
 from torchbeast.core.flags import Flags
+from torchbeast.core.logs_csv import join_columns
 from torchbeast.core.nested import Nested
 from torchbeast.core.rollout import State
 from torchbeast.model import make_model

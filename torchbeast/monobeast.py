@@ -206,7 +206,7 @@ def get_batch(
     return batch, map_nested(gather_state, buffers["initial_state"])
 
 
-def train(start: resume.Beginning) -> int:
+def train(start: resume.Start) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status."""
     flags = start.flags
     resume.announce_environment(flags, start.saved)

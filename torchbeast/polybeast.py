@@ -69,7 +69,7 @@ def resolve_layout(flags: Flags) -> Flags:
     return polybeast_learner.resolve_layout(flags)
 
 
-def train(start: resume.Beginning) -> int:
+def train(start: resume.Start) -> int:
     """Trains until flags.total_steps, or until a stop signal; see the learner's."""
     from torchbeast import polybeast_learner
     from torchbeast.core import resume

@@ -141,9 +141,7 @@ def make_streams(
     ]
 
 
-def train(
-    start: resume.Beginning, check_servers: Callable[[], None] = lambda: None
-) -> int:
+def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status.
 
     Args:

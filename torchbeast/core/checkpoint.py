@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from torchbeast.core.errors import UserError
-from torchbeast.core.file_writer import atomic_write
+from torchbeast.core.run_folder import atomic_write
 
 log = logging.getLogger(__name__)
 

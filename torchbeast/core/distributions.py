@@ -1,11 +1,11 @@
-"""Policies over action spaces: what the logits of the policy head mean.
+"""Policies over action spaces: the meaning of the policy head's logits.
 
-An action distribution has no parameters of its own. It turns the flat logits
-[..., num_logits] of the model into actions, log-probabilities and entropies, so that
-model, loss and actors never ask which action space they serve.
+An action distribution has no parameters. It turns the flat logits [..., num_logits] of
+the model into actions, log-probabilities and entropies. So model, loss and actors work
+with any action space.
 
 To mask actions, set their logits to -inf (`logits.masked_fill(~allowed, -inf)`). They
-are never drawn and add nothing to the entropy. One action at least has to be left.
+are never sampled and add nothing to the entropy. Leave at least one action.
 """
 
 import math
@@ -20,7 +20,7 @@ from torchbeast.core import vtrace
 
 
 class ActionDistribution(ABC):
-    """What every action space has to answer.
+    """The interface of all distributions.
 
     Attributes:
       num_logits: size of the policy head.
@@ -37,7 +37,7 @@ class ActionDistribution(ABC):
     def sample(
         self, logits: torch.Tensor, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        """Draws actions [..., *action_shape] for logits [..., num_logits]."""
+        """Samples actions [..., *action_shape] from logits [..., num_logits]."""
 
     @abstractmethod
     def mode(self, logits: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class ActionDistribution(ABC):
 
     @abstractmethod
     def features(self, action: torch.Tensor) -> torch.Tensor:
-        """An action [..., *action_shape] as input for a net: [..., num_features]."""
+        """Encodes actions [..., *action_shape] for a network: [..., num_features]."""
 
 
 class Categorical(ActionDistribution):
@@ -68,7 +68,7 @@ class Categorical(ActionDistribution):
     def sample(
         self, logits: torch.Tensor, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        # Gumbel-max: argmax(logits + Gumbel noise) is distributed as softmax(logits).
+        # Gumbel-max trick: argmax(logits + Gumbel noise) has the law softmax(logits).
         noise = torch.empty_like(logits).exponential_(generator=generator)
         return (logits - noise.log_()).argmax(-1)
 
@@ -80,7 +80,7 @@ class Categorical(ActionDistribution):
 
     def entropy(self, logits: torch.Tensor) -> torch.Tensor:
         log_policy = F.log_softmax(logits, dim=-1)
-        # The limit of p log p is 0, but 0 * -inf would be NaN, in the gradient too.
+        # p log p -> 0 for p -> 0, but 0 * -inf would be NaN, also in the gradient.
         return -(log_policy.exp() * vtrace.finite(log_policy)).sum(-1)
 
     def features(self, action: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Categorical(ActionDistribution):
 
 
 class MultiCategorical(ActionDistribution):
-    """MultiDiscrete([n1, n2, ...]): independent choices, their logits side by side."""
+    """MultiDiscrete([n1, n2, ...]): independent choices with concatenated logits."""
 
     action_dtype = torch.int64
 
@@ -129,13 +129,14 @@ class MultiCategorical(ActionDistribution):
 
 
 class DiagonalGaussian(ActionDistribution):
-    """Box: independent normals; the logits are the means, then the log deviations.
+    """Box: independent normal distributions. The logits are means, then log std.
 
-    Works in units in which a bounded dimension reaches from -1 to 1, so that a fresh
-    policy covers the range whatever its scale. Log-probability and entropy are in these
-    units too; the constant by which they differ from the space's own cancels in ratios
-    and gradients. Actions are not clipped here: the environment clips what it executes,
-    and the log-probability stays that of the action drawn.
+    Bounded dimensions are scaled to [-1, 1], so that an untrained policy covers the
+    range. Log-probability and entropy are those of the scaled action. They differ from
+    the unscaled ones by a constant, which cancels in ratios and gradients.
+
+    Actions are not clipped here. The environment clips them, but the log-probability
+    is that of the sampled action.
     """
 
     action_dtype = torch.float32
@@ -146,7 +147,7 @@ class DiagonalGaussian(ActionDistribution):
         self.num_features = int(np.prod(low.shape))
         self.num_logits = 2 * self.num_features
         low, high = low.astype(np.float64), high.astype(np.float64)
-        # Bounds that are as good as none, or that leave no choice, give no scale.
+        # Very wide bounds, and bounds that leave one value, are not used as scale.
         bounded = (high - low > 0) & (high - low < 1e10)
         low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
         self._center = torch.tensor((high + low) / 2, dtype=torch.float32)
@@ -185,7 +186,8 @@ class DiagonalGaussian(ActionDistribution):
         return (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
     def features(self, action: torch.Tensor) -> torch.Tensor:
-        # Clipped: a mean that runs away would otherwise feed on itself.
+        # Clipped, because the model gets its last action as input: a growing mean
+        # would make itself grow further.
         return self._from_action(action).clamp(-1, 1)
 
 
@@ -205,7 +207,7 @@ def make_distribution(action_space: spaces.Space) -> ActionDistribution:
     ):
         return DiagonalGaussian(action_space.low, action_space.high)
     raise ValueError(
-        f"no policy for the action space {action_space}; there is one for Discrete, "
-        "one-dimensional MultiDiscrete and Box of floats. Add a class to "
-        "torchbeast/core/distributions.py for another"
+        f"no policy for the action space {action_space}; supported are Discrete, "
+        "one-dimensional MultiDiscrete and Box of floats. For another, add a class to "
+        "torchbeast/core/distributions.py"
     )

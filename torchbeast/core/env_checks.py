@@ -1,7 +1,7 @@
-"""What environments return, checked against what they declare.
+"""Checks of what environments return.
 
-The first calls of reset() and step() are checked, and then a few of all: what can't be
-stored is an error, what would be trained on silently is a warning.
+They check the first calls of reset() and step(), and later a sample. A value that can't
+be stored is an error. A value that may spoil training is a warning.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,10 +13,10 @@ from gymnasium import spaces
 
 from torchbeast.core.errors import UserError
 
-FIRST_CALLS = 10  # of each environment that are checked
-CHECK_EVERY = 1009  # later, one call in so many; prime, so that all steps come up
+FIRST_CALLS = 10  # checked calls of each environment at its start
+CHECK_EVERY = 1009  # later, one call of so many; prime, so that it hits all time steps
 
-# Who calls an environment's methods: this package and Gymnasium's wrappers.
+# The modules that call an environment's methods.
 _CALLERS = (
     *("torchbeast.core.", "gymnasium.wrappers", "gymnasium.core"),
     "gymnasium.envs.registration",
@@ -24,7 +24,7 @@ _CALLERS = (
 
 
 class InvalidEnvironmentError(UserError, ValueError):
-    """An environment can't be used as it is; says what is wrong with it."""
+    """An environment breaks a rule; the message names it."""
 
 
 class Checker:
@@ -33,7 +33,7 @@ class Checker:
     Args:
       name: --env, for messages.
       observation_space: what the environment declares.
-      warn: is called with a key and a message for each value that is suspect.
+      warn: called with a key and a message for each suspect value.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class Checker:
             for place, space in leaves_of(observation_space)
             if isinstance(space, spaces.Box)
         }
-        self._calls = 0  # that were checked
+        self._calls = 0  # checked calls
 
     def until_next(self) -> int:
-        """How many calls may pass before the next one that is to be checked."""
+        """The number of calls to skip before the next check."""
         return 0 if self._calls < FIRST_CALLS else CHECK_EVERY - 1
 
     def call(self, method: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Calls reset() or step() and checks what it returns.
 
         Raises:
-          InvalidEnvironmentError: it takes other arguments, or returns another number
-            of values, or such that can't be stored.
+          InvalidEnvironmentError: the method takes other arguments, returns another
+            number of values, or a value that can't be stored.
         """
         self._calls += 1
         try:
@@ -70,9 +70,9 @@ class Checker:
             raise
         except (TypeError, ValueError) as error:
             if not raised_by_call(error):
-                raise  # an error inside of the environment
+                raise  # an error inside the environment
             self._fail(
-                f"{method}() can't be called as Gymnasium says: {error}. {_API[method]}"
+                f"{method}() does not follow Gymnasium's API: {error}. {_API[method]}"
             )
         if method == "reset":
             self._check_reset(result)
@@ -113,13 +113,13 @@ class Checker:
             if isinstance(value, bool | np.bool_):
                 continue
             if value is None:
-                self.warn(field, f"step() returned {field}=None, taken as False")
+                self.warn(field, f"step() returned {field}=None, read as False")
             elif not _is_number(value):
                 self._fail(
                     f"step() returned {describe(value)} as {field}; it must be one bool"
                 )
             elif value not in (0, 1):
-                self.warn(field, f"step() returned {field}={value}, taken as True")
+                self.warn(field, f"step() returned {field}={value}, read as True")
 
     def _check_info(self, method: str, info: Any) -> None:
         if not isinstance(info, dict):
@@ -161,8 +161,8 @@ class Checker:
             hint = ""
             if array.shape[1:] == space.shape and array.ndim:
                 hint = (
-                    ". If this is a vector environment (EnvPool, make_vec): name one "
-                    "environment; --envs_per_actor says how many are stepped together"
+                    ". If this is a vector environment (EnvPool, make_vec), give a "
+                    "single environment; --envs_per_actor makes several of it"
                 )
             wanted = f"shape {list(space.shape)}"
             self._refuse(method, place, describe(value), wanted, space, hint)
@@ -173,7 +173,7 @@ class Checker:
         elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
             sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
             if ((array < space.start) | (array >= space.start + sizes)).any():
-                wanted = "integers that the space holds"
+                wanted = "integers inside the space"
                 self._refuse(method, place, str(array.tolist()), wanted, space)
         elif not np.isin(array, (0, 1)).all():  # MultiBinary
             self._refuse(method, place, str(array.tolist()), "zeros and ones", space)
@@ -197,8 +197,8 @@ class Checker:
         if is_float and array.dtype.kind in "iu":
             self.warn(
                 f"integers in {place}",
-                f"{place} holds integers ({array.dtype}), but {space.dtype} is "
-                "declared: are they scaled as the space says?",
+                f"{place} holds integers ({array.dtype}), but the space declares "
+                f"{space.dtype}. Check the scale of the values",
             )
         if is_float and not np.isfinite(array).all():
             self._warn_of(array, ~np.isfinite(array), place, "which is not finite")
@@ -210,7 +210,7 @@ class Checker:
             if far.any():
                 at = tuple(np.argwhere(far)[0])
                 own = f"{space.low[at]} to {space.high[at]}"
-                self._warn_of(array, far, place, f"far outside of its bounds, {own}")
+                self._warn_of(array, far, place, f"far outside its bounds, {own}")
 
     def _warn_of(
         self, array: np.ndarray, wrong: np.ndarray, place: str, what: str
@@ -236,10 +236,7 @@ _API = {
 
 
 def raised_by_call(error: BaseException) -> bool:
-    """True if calling an environment failed, or reading what it returned.
-
-    False if the error comes from the environment's own code.
-    """
+    """Whether the call itself failed, and not the environment's own code."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -256,7 +253,7 @@ def _is_number(value: Any) -> bool:
 
 
 def describe(value: Any) -> str:
-    """A value of an environment in a few words: type, or dtype and shape."""
+    """Describes a value in a few words: type, or dtype and shape."""
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)} values"
     if isinstance(value, np.ndarray):
@@ -269,7 +266,7 @@ def describe(value: Any) -> str:
 def leaves_of(
     space: spaces.Space, place: str = "observation"
 ) -> list[tuple[str, spaces.Space]]:
-    """The parts of a nested space that are not nested, each with its place."""
+    """The leaves of a nested space, each with its place."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         parts = (
             space.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
@@ -281,10 +278,10 @@ def leaves_of(
 
 
 def far_bounds(space: spaces.Box) -> tuple[np.ndarray, np.ndarray] | None:
-    """Below the first and above the second, a value is far outside of its bounds.
+    """The limits below and above which a value counts as far outside its bounds.
 
-    That is by more than the width of the bounds, or, if one is infinite, by more than
-    the size of the other and 1. None if the dtype can't hold such values.
+    The distance is the width of the bounds. If one bound is infinite, it is the size of
+    the other, at least 1. None if the dtype can't hold such values.
     """
     if space.dtype == np.bool_:
         return None
@@ -301,13 +298,13 @@ def far_bounds(space: spaces.Box) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def check_interface(name: str, env: Any) -> None:
-    """Raise InvalidEnvironmentError unless `env` looks like one environment."""
+    """Raises InvalidEnvironmentError unless `env` looks like a single environment."""
     if isinstance(env, gymnasium.vector.VectorEnv) or hasattr(
         env, "single_observation_space"
     ):
         raise InvalidEnvironmentError(
-            f"--env {name} is a vector environment ({type(env).__name__}). Name one "
-            "environment; --envs_per_actor says how many are stepped together"
+            f"--env {name} is a vector environment ({type(env).__name__}). Give a "
+            "single environment; --envs_per_actor makes several of it"
         )
     missing = [
         attribute
@@ -316,8 +313,8 @@ def check_interface(name: str, env: Any) -> None:
     ]
     if missing:
         raise InvalidEnvironmentError(
-            f"--env {name} made {describe(env)}, which is no environment: it has no "
-            f"{', '.join(missing)}"
+            f"--env {name} made {describe(env)}, which is not an environment: it has "
+            f"no {', '.join(missing)}"
         )
     for attribute in ("observation_space", "action_space"):
         if getattr(env, attribute) is None:

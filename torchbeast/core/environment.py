@@ -1,18 +1,16 @@
 """E environments stepped together: one row per step for all of them.
 
-A row is a dict of arrays with leading dimension E. make_env.py makes each environment,
+A row is a dict of arrays with leading dimension E. make_env.py makes each environment.
 docs/environments.md is the manual.
 """
 
 import argparse
-import copy
-import dataclasses
 import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -20,211 +18,64 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.core import atari_wrappers
-from torchbeast.core.env_checks import (
-    Checker,
-    InvalidEnvironmentError,
-)
+from torchbeast.core.env_checks import Checker
+from torchbeast.core.extra_fields import EXTRA_FIELDS, make_fields
 from torchbeast.core.make_env import create_env
 from torchbeast.core.nested import flatten, map_nested
+from torchbeast.core.seeded_games import SeededGames, game_seed
 
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class ExtraField:
-    """A field of every row that is taken from the environment's info.
-
-    Where an episode ends, the row shows the first observation of the next one, so the
-    field has to say what it belongs to:
-
-        "step"         the step that led to the row, as the reward does: a cost, lives
-                       left. From step()'s info; where an episode ends, from its last
-                       step. Zero in the row of initial().
-        "observation"  the observation in the row: a goal, a task number, a mask. Where
-                       an episode begins, from reset()'s info; else from step()'s.
-    """
-
-    shape: tuple[int, ...]  # of one environment's value
-    dtype: Any  # NumPy's
-    of: Literal["step", "observation"]
-
-    def __post_init__(self) -> None:
-        if self.of not in ("step", "observation"):
-            raise ValueError(f'of must be "step" or "observation", got {self.of!r}')
-
-
-# Per-step fields taken from the environment's info, declared here and nowhere else.
-# They are part of every row, zero if the info lacks them. Examples:
-# {"lives": ExtraField((), np.int64, of="step")}
-# {"goal": ExtraField((2,), np.float32, of="observation")}
-EXTRA_FIELDS: dict[str, ExtraField] = {}
-
-
-def final_name(name: str) -> str:
-    """What rows call a field of the observation at the end of truncated episodes."""
-    return f"final_{name}"
-
-
-def game_seed(seed: int, index: int, game: int) -> int:
-    """The seed, in [0, 2**31), of game number `game` of environment number `index`."""
-    return int(np.random.SeedSequence([seed, index, game]).generate_state(1)[0] >> 1)
-
-
-_logged: set[str] = set()  # keys, of all environments of this process
+_logged: set[str] = set()  # keys of the warnings of this process
 
 
 def log_warning(key: str, message: str) -> None:
-    """Logs a warning about an environment, unless one with this key was logged."""
+    """Logs a warning about an environment, once per key."""
     if key not in _logged:
         _logged.add(key)
         log.warning("%s", message)
 
 
-class SeededGames(gymnasium.Wrapper):
-    """Seeds each game, so that it is a function of (seed, index, game, actions).
-
-    Every reset() starts the next game, except the one after a step with
-    info["game_over"] False, which goes on with the game (a lost life). Logs the actions
-    of the current game if asked to, for `replay`. Of each info it keeps the fields in
-    EXTRA_FIELDS and, where an episode ends, "game_over". Checks what the environment
-    returns, at the first calls and then at some.
-    """
-
-    def __init__(
-        self,
-        env: gymnasium.Env,
-        seed: int,
-        index: int,
-        log_actions: bool,
-        checker: Checker,
-    ):
-        super().__init__(env)
-        self.seed = seed
-        self.index = index
-        self.log_actions = log_actions
-        self.checker = checker
-        self.until_check = 0  # calls; counted here, because each step passes here
-        self.game = -1
-        self.actions: list[np.ndarray] = []
-        self.game_goes_on = False
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        arguments: dict[str, Any] = {"options": options}
-        if not self.game_goes_on:
-            self.game += 1
-            self.actions = []
-            arguments["seed"] = game_seed(self.seed, self.index, self.game)
-        self.game_goes_on = False
-        self.until_check -= 1
-        if self.until_check < 0:
-            observation, info = self.checker.call("reset", self.env.reset, **arguments)
-            self.until_check = self.checker.until_next()
-            self._check_fields(info)
-        else:
-            observation, info = self.env.reset(**arguments)
-        return observation, _extra_fields(info, "observation")
-
-    def _check_fields(self, info: dict[str, Any]) -> None:
-        for name, field in EXTRA_FIELDS.items():
-            if field.of == "observation" and name not in info:
-                self.checker.warn(
-                    f"EXTRA_FIELDS {name}",
-                    f"EXTRA_FIELDS declares {name!r} as of the observation, but the "
-                    "info of reset() lacks it: rows that begin an episode hold 0",
-                )
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        if self.log_actions:
-            self.actions.append(np.array(action))
-        self.until_check -= 1
-        if self.until_check < 0:
-            result = self.checker.call("step", self.env.step, action)
-            self.until_check = self.checker.until_next()
-        else:
-            result = self.env.step(action)
-        observation, reward, terminated, truncated, info = result
-        kept: dict[str, Any] = _extra_fields(info)
-        self.game_goes_on = False
-        if terminated or truncated:
-            kept["game_over"] = bool(info.get("game_over", True))
-            self.game_goes_on = not kept["game_over"]
-            # The reset to come may write over it.
-            observation = copy.deepcopy(observation)
-        return observation, reward, terminated, truncated, kept
-
-    def replay(self, game: int, actions: Sequence[Any]) -> Any:
-        """Go to where `actions` led in game `game`; return the observation there."""
-        self.game = game - 1
-        self.game_goes_on = False
-        observation, _ = self.reset()
-        for action in actions:
-            observation, _, terminated, truncated, _ = self.step(action)
-            if terminated or truncated:
-                observation, _ = self.reset()
-        return observation
-
-
-def _extra_fields(
-    info: dict[str, Any], of: Literal["step", "observation"] | None = None
-) -> dict[str, np.ndarray]:
-    """The values in an info of EXTRA_FIELDS, or of those of one kind."""
-    kept = {}
-    for name, field in EXTRA_FIELDS.items():
-        if name in info and of in (None, field.of):
-            value = np.asarray(info[name], field.dtype)
-            if value.shape != field.shape:
-                raise InvalidEnvironmentError(
-                    f"EXTRA_FIELDS declares {name!r} with shape {field.shape}, but the "
-                    f"environment's info holds one of shape {value.shape}"
-                )
-            kept[name] = value
-    return kept
-
-
 class Environment:
-    """E environments stepped together; what actors use.
+    """E environments stepped together. One thread at a time.
 
-    `initial()` and `step()` return a row: a dict of arrays with leading dimension E,
-    made anew at each step, so that they may be kept.
+    `initial()` and `step()` return a row: a dict of new arrays with leading dimension
+    E. The caller may keep them.
 
-        observation       as the space: arrays in nested dicts and tuples
-        reward            float32, raw, of the step that led here
+        observation       nested as the space is
+        reward            float32, not clipped, of the step that led to the observation
         done              bool, the observation is the first of a new episode
-        truncated         bool, the episode that ended was cut off, not terminated
-        episode_return    float32, of the episode so far; where done, of the ended one
-        episode_step      int64, likewise
-        game_return       float32, the same over the whole game: a game is several
-        game_step         int64    episodes where a lost life ends one
-        game_over         bool, done by the end of a game, not by a lost life
-        last_action       the action of the step that led here, as given to step()
-        env_warnings      int64, how many suspect values the checks found in this step
-        ...               EXTRA_FIELDS; where done, those of the step are from the end
-                          of the ended episode, those of the observation from the reset
-        final_...         fields of the observation at the end of truncated episodes;
-                          zero elsewhere
+        truncated         bool, the last episode was truncated, not terminated
+        episode_return    float32, of the episode so far; if done, of the last episode
+        episode_step      int64, of the episode so far; if done, of the last episode
+        game_return       float32 and int64, the same for the game. If a lost life ends
+        game_step         an episode, a game has several episodes
+        game_over         bool, a game has ended, not only an episode
+        last_action       the action of the step that led to the observation
+        env_warnings      int64, number of suspect values found in this step
+        ...               EXTRA_FIELDS, see extra_fields.py
+        final_...         the EXTRA_FIELDS of the observation, at the end of truncated
+                          episodes; else zero
 
-    Environments reset in the step that ends an episode. In the row of `initial()` done
-    is true, and all else but the observation and the fields that belong to it is zero:
-    no episode has ended there.
+    An environment is reset in the step that ends its episode. In the row of `initial()`
+    done is true. Only the observation and its fields are set; all else is zero, because
+    no episode has ended.
 
-    After a step with truncated environments, `final_observation` holds the real last
-    observations before the reset, nested [E, ...] and valid where the row is truncated;
-    otherwise it is None.
+    After a step that truncated episodes, `final_observation` holds the real last
+    observations, nested [E, ...], valid for the truncated environments. Otherwise it is
+    None.
 
-    What an environment returns is checked by core/env_checks.py: at its first calls,
-    and then at some. Rewards are checked at every step. What is suspect is counted in
-    env_warnings, and `on_warning(key, message)` is called once for every key. It logs
-    the message, unless you replace it.
+    core/env_checks.py checks the first values that each environment returns, and later
+    a sample. Rewards are always checked. env_warnings counts the suspect values, and
+    `on_warning(key, message)` is called once per key; by default it logs the message.
 
     Actions are int64 [E] (Discrete), int64 [E, K] (MultiDiscrete) or float32
-    [E, *shape] (Box). Integers count from 0, whatever the `start` of the space; floats
-    are clipped into its bounds.
+    [E, *shape] (Box). Integers count from 0 for any `start` of the space. Floats are
+    clipped to the bounds.
 
-    Reads the flags env, seed, sync and, for Atari, atari_backend and those of
-    atari_wrappers.py.
-    Rendering always takes the Python path.
+    Uses the flags env, seed, sync and, for Atari, atari_backend and those of
+    atari_wrappers.py. Rendering always uses the Python wrappers.
     """
 
     def __init__(
@@ -234,15 +85,13 @@ class Environment:
         first_index: int = 0,
         render_mode: str | None = None,
     ):
-        """Make environments number first_index to first_index + num_envs - 1.
+        """Makes the environments first_index to first_index + num_envs - 1 of the run.
 
-        The numbers count over the whole run; each gives its environment its own seed.
-        Raises what `create_env` raises.
+        Each environment gets a different seed. Raises what `create_env` raises.
         """
         self.flags = flags
         self.num_envs = num_envs
         self.seed = flags.seed
-        self._everywhere = np.ones(num_envs, np.bool_)
         self._no_warnings = np.zeros(num_envs, np.int64)
         self._warnings = self._no_warnings.copy()  # since the last row
         self._has_warnings = False
@@ -280,7 +129,7 @@ class Environment:
         return SeededGames(env, self.seed, index, self.log_actions, checker)
 
     def set_seed(self, seed: int, first_index: int) -> None:
-        """Take another seed and other numbers; only before the first `initial()`."""
+        """Changes the seed and the numbers; only before the first `initial()`."""
         self.seed = seed
         self.indices = range(first_index, first_index + self.num_envs)
         if self.exact_resume:
@@ -295,8 +144,8 @@ class Environment:
             self.on_warning(key, message)
 
     def initial(self) -> dict[str, Any]:
-        """Start new games and return the first row."""
-        # SeededGames finds its own seeds; the native path takes these.
+        """Starts new games and returns the first row."""
+        # SeededGames computes its own seeds; the native path uses these.
         seeds = [game_seed(self.seed, i, self._initial_calls) for i in self.indices]
         self._initial_calls += 1
         observation, infos = self.envs.reset(seed=seeds)
@@ -316,7 +165,7 @@ class Environment:
         return self._row
 
     def step(self, actions: np.ndarray) -> dict[str, Any]:
-        """Take one action in each environment and return the row that they lead to."""
+        """Takes one action in each environment and returns the next row."""
         actions = np.asarray(actions)
         observation, reward, terminated, truncated, infos = self.envs.step(
             self._to_env_actions(actions)
@@ -376,35 +225,8 @@ class Environment:
             "game_over": game_over,
             "last_action": last_action,
             "env_warnings": warnings,
-            **(self._extra_fields(infos, done, truncated) if EXTRA_FIELDS else {}),
+            **(make_fields(infos, done, truncated) if EXTRA_FIELDS else {}),
         }
-
-    def _extra_fields(
-        self, infos: dict[str, Any], done: np.ndarray, truncated: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        # If a step ended an episode, infos are from the reset that came after it.
-        ended = infos.get("final_info", {})
-        fields = {}
-        for name, field in EXTRA_FIELDS.items():
-            if field.of == "step":
-                fields[name] = self._field(name, (infos, ~done), (ended, done))
-            else:
-                fields[name] = self._field(name, (infos, self._everywhere))
-                fields[final_name(name)] = self._field(name, (ended, truncated))
-        return fields
-
-    def _field(
-        self, name: str, *sources: tuple[dict[str, Any], np.ndarray]
-    ) -> np.ndarray:
-        """From infos, each with a mask [E] of the environments that it is asked for."""
-        field = EXTRA_FIELDS[name]
-        values = np.zeros((self.num_envs, *field.shape), field.dtype)
-        for infos, valid in sources:
-            if name in infos:
-                # Gymnasium marks by "_name" which environments' info has the name.
-                valid = valid & infos.get(f"_{name}", True)
-                values[valid] = infos[name][valid]
-        return values
 
     def _warn_of_rewards(self, reward: np.ndarray) -> None:
         for e in np.flatnonzero(~np.isfinite(reward)):
@@ -420,7 +242,7 @@ class Environment:
         )
 
     def _stack(self, observations: Sequence[Any]) -> Any:
-        """Join one observation of each environment: nested [E, ...]."""
+        """Joins one observation of each environment: nested [E, ...]."""
         out: Any = create_empty_array(self.observation_space, self.num_envs)
         return concatenate(self.observation_space, observations, out)
 
@@ -429,7 +251,7 @@ class Environment:
         return (self.num_envs, *(self.action_space.shape or ())), dtype
 
     def _to_env_actions(self, actions: np.ndarray) -> np.ndarray:
-        """From the policy's actions to those of the space."""
+        """Converts actions of the policy to actions of the space."""
         space = self.action_space
         shape, dtype = self._action_shape_and_dtype()
         if actions.shape != shape or actions.dtype != dtype:
@@ -448,25 +270,25 @@ class Environment:
         return (actions + space.start).astype(space.dtype)
 
     def try_out(self) -> None:
-        """Reset and step each environment once, which shows most of what is wrong.
+        """Resets and steps each environment once, to find errors early.
 
-        The games are none of the run's. Raises what the environments raise, or
+        These games do not count. Raises what the environments raise, or
         InvalidEnvironmentError.
         """
-        if self.exact_resume:  # the native path is known to be right
-            self.on_warning = lambda key, message: None  # servers log it
+        if self.exact_resume:  # the native path needs no test
+            self.on_warning = lambda key, message: None  # the servers log it later
             self.set_seed(secrets.randbits(31), self.indices.start)
             self.initial()
             shape, dtype = self._action_shape_and_dtype()
             self.step(np.zeros(shape, dtype))
 
     def render(self) -> np.ndarray | None:
-        """The first environment's picture [H, W, 3] uint8; None if it has a window."""
+        """Draws the first environment: [H, W, 3] uint8, or None if it has a window."""
         try:
             return self.envs.render()[0]
         except Exception as error:
             raise RuntimeError(
-                f"--env {self.flags.env} can't draw its picture, see the error above. "
+                f"--env {self.flags.env} can't be rendered, see the error above. "
                 "Without a display, MuJoCo and DeepMind Control need MUJOCO_GL=egl or "
                 "MUJOCO_GL=osmesa (docs/environments.md)"
             ) from error
@@ -475,19 +297,19 @@ class Environment:
         self.envs.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on from the current row.
+        """What `load_state_dict` needs to continue from the current row.
 
-        Holds only tensors, numbers, strings, lists, tuples and dicts, so that it loads
-        under `weights_only=True`. Works by replaying the current games: exact where an
-        environment is a function of its seed and actions.
+        It replays the current games, which is exact if an environment is a function of
+        its seed and actions. The state holds only tensors and plain Python values, so
+        that it loads with `weights_only=True`.
 
         Raises:
-            RuntimeError: no actions are logged (`--sync` is off) or the native path.
+          RuntimeError: the actions were not logged (--sync is off), or the environments
+            are native Atari.
         """
         if not self.exact_resume:
             raise RuntimeError(
-                "native Atari games can't be saved in the middle; use "
-                "--atari_backend python"
+                "native Atari can't save games in progress; use --atari_backend python"
             )
         if not self.log_actions:
             raise RuntimeError("environments can be saved in --sync mode only")
@@ -510,13 +332,13 @@ class Environment:
         return map_nested(_to_tensor, state)
 
     def load_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Go to the saved state and return its row.
+        """Restores the saved state and returns its row.
 
-        Warns if an environment's observation is not the saved one: then it is not
-        deterministic and the run that follows is not the one that was interrupted.
+        Logs a warning if an observation differs from the saved one: then the
+        environment is not deterministic, and the run is not an exact continuation.
 
         Raises:
-            ValueError: the state is of another environment or number of environments.
+          ValueError: the state has another environment or number of environments.
         """
         found = (state["env"], len(state["games"]))
         if found != (self.flags.env, self.num_envs):
@@ -530,8 +352,8 @@ class Environment:
         saved = state["row"]["observation"]
         if not all(map(_equal, flatten(observation), flatten(saved))):
             log.warning(
-                "%s is not deterministic: replaying its actions led elsewhere, so this "
-                "run is not an exact continuation",
+                "%s is not deterministic: the same actions gave another observation, "
+                "so this run is not an exact continuation",
                 self.flags.env,
             )
         self._episode_return, self._episode_step = state["episode_so_far"]
@@ -545,8 +367,8 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
 
 
-# torch is imported only where a state is saved: a process that merely steps
-# environments is several times smaller without it.
+# These import torch late: a process that only steps environments is several times
+# smaller without it.
 
 
 def _to_tensor(leaf: Any) -> Any:

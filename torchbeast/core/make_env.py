@@ -34,33 +34,34 @@ _ELEMENTARY_SPACES = (
 
 
 class UnknownEnvironmentError(UserError, ValueError):
-    """No environment goes by this name."""
+    """No environment has this name."""
 
 
 class MissingPackageError(UserError, ImportError):
-    """A package that an environment or its server needs is missing; says which."""
+    """A required package is missing; the message names it."""
 
 
 class UnsupportedSpaceError(UserError, ValueError):
-    """An observation or action space that buffers and policies cannot hold."""
+    """An observation space that buffers, or an action space that policies lack."""
 
 
 def create_env(
     flags: argparse.Namespace, render_mode: str | None = None
 ) -> gymnasium.Env:
-    """Make the one environment that `flags.env` names.
+    """Makes one environment from `flags.env`, which is one of:
 
-    It can be an Atari id ("PongNoFrameskip-v4", "ALE/Pong-v5"; the protocol comes from
-    the flags, see atari_wrappers.py), any other Gymnasium id ("CartPole-v1",
-    "MinAtar/Breakout-v1", "package.module:Id-v0"), or "package.module:name", a class or
-    function that is called without arguments (with render_mode, if it takes one).
+        "PongNoFrameskip-v4", "ALE/Pong-v5"  an Atari id, see atari_wrappers.py
+        "CartPole-v1", "MinAtar/Breakout-v1", "package.module:Id-v0"  a Gymnasium id
+        "package.module:name"  a class or function; it is called without arguments, or
+                               with render_mode if it has that parameter
+
     Environments of the old Gym API are adapted.
 
     Raises:
-        UnknownEnvironmentError: nothing goes by this name; lists close matches.
-        MissingPackageError: a package is missing; says what to install.
-        UnsupportedSpaceError: names the offending part of the space.
-        InvalidEnvironmentError: what the name makes can't be used as an environment.
+      UnknownEnvironmentError: nothing has this name; the message lists close matches.
+      MissingPackageError: the message says what to install.
+      UnsupportedSpaceError: the message names the unsupported part of the space.
+      InvalidEnvironmentError: the object is not a usable environment.
     """
     name = flags.env
     if atari_wrappers.atari_game(name):
@@ -97,18 +98,18 @@ def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
         close = _close_matches(name)
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
         raise UnknownEnvironmentError(
-            f"--env {name}: no environment goes by this name.{hint} Allowed are Atari "
-            "and other Gymnasium ids, package.module:Id-v0 for those that a package "
+            f"--env {name}: no environment has this name.{hint} Allowed are Atari "
+            "and other Gymnasium ids, package.module:Id-v0 for ids that a package "
             "registers (such as minigrid:MiniGrid-Empty-5x5-v0), and "
             "package.module:Class."
         ) from error
-    except gymnasium.error.DeprecatedEnv as error:  # names the version to take
+    except gymnasium.error.DeprecatedEnv as error:  # names the version to use
         raise UnknownEnvironmentError(f"--env {name}: {error}") from error
     except gymnasium.error.DependencyNotInstalled as error:
         raise MissingPackageError(f"--env {name} needs a package: {error}") from error
     except ModuleNotFoundError as error:
         raise _missing_module(name, error) from error
-    except ImportError as error:  # a name that has moved, a system library
+    except ImportError as error:  # a renamed attribute or a missing system library
         raise MissingPackageError(f"--env {name}: {error}") from error
     except (TypeError, gymnasium.error.Error) as error:
         if render_mode is not None and "render" in str(error):
@@ -116,12 +117,12 @@ def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
         if raised_by_call(error.__context__ or error):
             raise InvalidEnvironmentError(
                 f"--env {name} can't be made: {error}. If it needs arguments, write a "
-                "function that gives them, and name that: package.module:function"
+                "function that passes them, and give --env package.module:function"
             ) from error
         raise
 
 
-# Modules whose package has another name.
+# Packages whose name differs from the module's.
 _PACKAGES = {
     "cv2": "opencv-python-headless",
     "OpenGL": "PyOpenGL",
@@ -132,16 +133,16 @@ _PACKAGES = {
 
 
 def _missing_module(name: str, error: BaseException) -> MissingPackageError:
-    """Names the module that is missing, which may be one that the named one needs."""
+    """Finds the missing module, which the named module may have tried to import."""
     named = missing = name.partition(":")[0]
     cause: BaseException | None = error
-    while cause is not None:  # Gymnasium raises one of its own without a name
+    while cause is not None:  # Gymnasium's own error does not name the module
         missing = getattr(cause, "name", None) or missing
         cause = cause.__cause__ or cause.__context__
     package = missing.partition(".")[0]
     if named == missing or named.startswith(f"{missing}."):
         what = f"there is no module {missing}"
-        hint = "; for a file of your own: run in its directory or set PYTHONPATH"
+        hint = "; for your own file: run in its directory or set PYTHONPATH"
     else:
         what, hint = f"it needs the module {missing}, which is missing", ""
     return MissingPackageError(
@@ -152,16 +153,16 @@ def _missing_module(name: str, error: BaseException) -> MissingPackageError:
 
 def _cannot_render(name: str, why: str) -> InvalidEnvironmentError:
     return InvalidEnvironmentError(
-        f"--env {name} can't be shown: {why}. --video and --mode test_render need an "
-        "environment that takes render_mode and gives pictures"
+        f"--env {name} can't be rendered: {why}. --video and --mode test_render need "
+        "an environment with a parameter render_mode that returns frames"
     )
 
 
 class MinAtarGame(gymnasium.Wrapper):
-    """Begins each game without the last action of the game before.
+    """Forgets the last action of the previous game at reset().
 
-    MinAtar repeats that one by chance, so that a game would not depend on its seed and
-    its actions alone.
+    MinAtar repeats the last action with some probability. Without this wrapper, a game
+    would depend on the previous one, and not only on its seed and actions.
     """
 
     def reset(
@@ -186,7 +187,7 @@ def _from_python_path(name: str, render_mode: str | None) -> gymnasium.Env:
     module_name, _, path = name.partition(":")
     if not module_name or module_name.startswith("."):
         raise UnknownEnvironmentError(
-            f"--env {name}: package.module:Class needs the full name of a module"
+            f"--env {name}: package.module:Class needs the full module name"
         )
     try:
         module = importlib.import_module(module_name)
@@ -219,7 +220,7 @@ def _from_python_path(name: str, render_mode: str | None) -> gymnasium.Env:
 
 
 def _check_arguments(name: str, make: Any, arguments: dict[str, Any]) -> None:
-    """Raise InvalidEnvironmentError unless make(**arguments) can be called."""
+    """Raises InvalidEnvironmentError unless make(**arguments) can be called."""
     if not callable(make):
         raise InvalidEnvironmentError(
             f"--env {name} names {describe(make)}, not a class or function that makes "
@@ -227,28 +228,28 @@ def _check_arguments(name: str, make: Any, arguments: dict[str, Any]) -> None:
         )
     try:
         signature = inspect.signature(make)
-    except (TypeError, ValueError):  # written in C: nothing to inspect
+    except (TypeError, ValueError):  # written in C, has no signature
         return
     try:
         signature.bind(**arguments)
     except TypeError as error:
         raise InvalidEnvironmentError(
-            f"--env {name} is called without arguments, but its own are {signature}: "
-            f"{error}. Write a function that makes one, def make(): return "
-            f"{name.rpartition(':')[2]}(...), and name that"
+            f"--env {name} is called without arguments, but its signature is "
+            f"{signature}: {error}. Write a function, def make(): return "
+            f"{name.rpartition(':')[2]}(...), and give its name instead"
         ) from None
 
 
 def _takes(function: Callable, parameter: str) -> bool:
-    """True if `function` accepts this keyword argument by name."""
+    """Whether `function` has a parameter of this name."""
     try:
         return parameter in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # written in C: nothing to inspect
+    except (TypeError, ValueError):  # written in C, has no signature
         return False
 
 
 def _has_old_api(env: Any) -> bool:
-    """True if `env` does not follow Gymnasium's API; resets it to see."""
+    """Whether `env` follows the old Gym API. May call reset() to find out."""
     if not isinstance(env, gymnasium.Env):
         return True
     if not _takes(env.unwrapped.reset, "seed") or _takes(env.reset, "return_info"):
@@ -257,7 +258,7 @@ def _has_old_api(env: Any) -> bool:
 
 
 def _is_observation_and_info(result: Any, space: spaces.Space) -> bool:
-    """Tells what Gymnasium's reset() returns from a bare observation, even a tuple."""
+    """Whether reset() returned (observation, info), and not only an observation."""
     is_pair = isinstance(result, tuple) and len(result) == 2
     return (
         is_pair
@@ -267,11 +268,11 @@ def _is_observation_and_info(result: Any, space: spaces.Space) -> bool:
 
 
 class OldGymAdapter(gymnasium.Env):
-    """An environment of the old Gym API, seen through Gymnasium's.
+    """Adapts an environment of the old Gym API to Gymnasium's.
 
-    Understands every mix found in the wild: reset() with or without a seed and an info,
-    seed(), step() of four or five values, info["TimeLimit.truncated"], render(mode),
-    spaces of the gym package (which is not imported here).
+    Accepts reset() with or without seed and info, seed(), step() with four or five
+    values, info["TimeLimit.truncated"], render(mode), and spaces of the gym package,
+    which is not imported here.
     """
 
     def __init__(self, env: Any, render_mode: str | None = None, name: str = ""):
@@ -298,7 +299,7 @@ class OldGymAdapter(gymnasium.Env):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if isinstance(self.action_space, spaces.Discrete):
-            action = int(action)  # some check the type
+            action = int(action)  # some environments check the type
         result = self.env.step(action)
         count = len(result) if isinstance(result, tuple | list) else 0
         if count == 5:
@@ -329,10 +330,10 @@ class OldGymAdapter(gymnasium.Env):
 
 
 def convert_space(space: Any) -> spaces.Space:
-    """The Gymnasium space that equals a space of the gym package.
+    """Converts a space of the gym package to Gymnasium.
 
     Raises:
-        UnsupportedSpaceError: there is none.
+      UnsupportedSpaceError: Gymnasium has no such space.
     """
     if isinstance(space, spaces.Space):
         return space
@@ -350,13 +351,13 @@ def convert_space(space: Any) -> spaces.Space:
     if kind == "Tuple":
         return spaces.Tuple([convert_space(s) for s in space.spaces])
     raise UnsupportedSpaceError(
-        f"{space!r} of type {type(space)} is none of Box, Discrete, MultiDiscrete, "
-        "MultiBinary, Dict, Tuple"
+        f"{space!r} has the type {type(space)}; allowed are Box, Discrete, "
+        "MultiDiscrete, MultiBinary, Dict, Tuple"
     )
 
 
 def check_observation_space(space: spaces.Space, place: str = "observation") -> None:
-    """Raise UnsupportedSpaceError unless buffers can hold `space`, nested or not."""
+    """Raises UnsupportedSpaceError unless buffers can hold observations of `space`."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         children = (
             space.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
@@ -373,7 +374,7 @@ def check_observation_space(space: spaces.Space, place: str = "observation") -> 
 
 
 def check_action_space(space: spaces.Space) -> None:
-    """Raise UnsupportedSpaceError unless a policy can act in `space`."""
+    """Raises UnsupportedSpaceError unless there is a policy for `space`."""
     if isinstance(space, spaces.Discrete):
         return
     is_vector = isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1

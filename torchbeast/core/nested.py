@@ -1,4 +1,4 @@
-"""Nested structures: dicts, tuples and lists of leaves. Loads no torch."""
+"""Nested dicts, tuples and lists. Importing this module does not load torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ Nested = Any
 
 
 def map_nested(f: Callable, nested: Nested, *others: Nested) -> Nested:
-    """Applies f to the leaves of nested structures, in parallel."""
+    """Applies f to the leaves of nested structures of the same shape."""
     if isinstance(nested, dict):
         return {k: map_nested(f, v, *(o[k] for o in others)) for k, v in nested.items()}
     if isinstance(nested, tuple | list):

@@ -1,17 +1,17 @@
-"""Rollouts: which fields a row has, and the shared memory that holds them.
+"""Rollouts: the fields of a row, and the shared memory for them.
 
-A rollout of one environment has T + 1 rows, T being the unroll length. Row 0 is the
-last row of the rollout before it. A row joins what the environment said with what the
-agent then did:
+A rollout of one environment has T + 1 rows, where T is the unroll length. Row 0 is the
+last row of the previous rollout. A row joins the output of the environment with the
+output of the agent for it:
 
     environment   observation, reward, done, truncated, episode_return, episode_step,
                   game_return, game_step, game_over, last_action, env_warnings,
                   EXTRA_FIELDS
     agent         action, policy_logits, baseline, truncation_value, policy_version
 
-done[t] means that row t is the first of a new episode; reward[t] and the returns then
-belong to the episode that ended. Where row t's episode ended by truncation,
-truncation_value[t] is the agent's value of the real last observation, else 0.
+If done[t], row t is the first of a new episode, and reward[t] and the returns belong to
+the last episode. If truncated[t], truncation_value[t] is the agent's value of that
+episode's real last observation; else it is 0.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ import torch
 from gymnasium import spaces
 
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.core.environment import EXTRA_FIELDS, final_name
 from torchbeast.core.errors import UserError
+from torchbeast.core.extra_fields import EXTRA_FIELDS, final_name
 from torchbeast.core.nested import Nested, flatten, map_nested
 
-SHARED_MEMORY = "/dev/shm"  # where Linux keeps it
+SHARED_MEMORY = "/dev/shm"  # on Linux
 
-# Nets compute in float32, and torch can't index the wide unsigned integers.
+# Models compute in float32, and torch can't index with wide unsigned integers.
 STORED_AS = {
     "float64": "float32",
     "uint16": "int32",
@@ -70,7 +70,7 @@ def observation_spec(space: spaces.Space) -> Nested:
 def environment_spec(
     observation_space: spaces.Space, distribution: ActionDistribution
 ) -> dict[str, Nested]:
-    """The fields of one row of one environment that say what the environment said."""
+    """The fields of a row that come from the environment, without [T, B]."""
     return {
         "observation": observation_spec(observation_space),
         "reward": Spec((), torch.float32),
@@ -91,7 +91,7 @@ def environment_spec(
 
 
 def agent_spec(distribution: ActionDistribution) -> dict[str, Nested]:
-    """The fields of one row of one environment that say what the agent did."""
+    """The fields of a row that come from the agent, without [T, B]."""
     return {
         "action": Spec(distribution.action_shape, distribution.action_dtype),
         "policy_logits": Spec((distribution.num_logits,), torch.float32),
@@ -104,7 +104,7 @@ def agent_spec(distribution: ActionDistribution) -> dict[str, Nested]:
 def row_spec(
     observation_space: spaces.Space, distribution: ActionDistribution
 ) -> dict[str, Nested]:
-    """The fields of one row of one environment."""
+    """All fields of a row, without [T, B]."""
     return {
         **environment_spec(observation_space, distribution),
         **agent_spec(distribution),
@@ -112,10 +112,11 @@ def row_spec(
 
 
 def show_final_fields(row: dict[str, Nested]) -> dict[str, Nested]:
-    """The row with which an agent values the end of truncated episodes, or any other.
+    """Prepares a row for the model.
 
-    There, truncated and not done, the row shows the final observation. EXTRA_FIELDS
-    that belong to the observation then come from the end of the episode, too.
+    To get the value of a final observation, `act_step` passes a row that holds it, with
+    truncated set and done not set. Then the EXTRA_FIELDS of the observation have to
+    come from the end of the episode, too. Other rows only lose their final_... fields.
     """
     shown = dict(row)
     for name in EXTRA_FIELDS:
@@ -139,20 +140,19 @@ def create_buffers(
         "lower --num_buffers, --unroll_length, --num_actors or --envs_per_actor"
     ),
 ) -> Nested:
-    """Zeroed tensors [*leading, *shape] in shared memory, in the structure of the spec.
+    """Makes zeroed tensors [*leading, *shape] in shared memory, nested as the spec is.
 
-    Their files are unlinked as soon as they are made, so nothing is left behind however
-    the processes end. All pages are touched here: memory that runs out later would kill
-    a process with SIGBUS.
+    Their files are unlinked at once, so nothing stays behind however the processes end.
+    All pages are allocated now: if memory ran out later, SIGBUS would kill a process.
 
     Args:
-      what: the tensors' name in messages.
-      lower: what to do to need less memory.
+      what: name of the tensors in messages.
+      lower: advice for using less memory, in messages.
 
     Raises:
       SharedMemoryError: less shared memory is free than the buffers need.
     """
-    # Each tensor is a file of its own, made of whole pages.
+    # Each tensor is one file, made of whole pages.
     needed = sum(
         -(-math.prod((*leading, *s.shape, s.dtype.itemsize)) // PAGESIZE) * PAGESIZE
         for s in flatten(spec)
@@ -177,8 +177,7 @@ def create_buffers(
 def episode_ends(batch: dict[str, Nested]) -> dict[str, list]:
     """Returns and lengths of the episodes and games that ended in rows 1 to T.
 
-    Row 0 was counted with the rollout before, or is the first row of all, which ends
-    nothing.
+    The previous rollout has counted row 0 already, as its row T.
     """
     done, game_over = batch["done"][1:], batch["game_over"][1:]
     return {

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from torchbeast.core import checkpoint, errors, processes, resume
-from torchbeast.core.file_writer import FileWriter, join_columns
+from torchbeast.core.file_writer import FileWriter
+from torchbeast.core.logs_csv import join_columns
 from torchbeast.core.prof import Profile, Timings
 from torchbeast.core.status import Board, Status, format_return
 
@@ -66,7 +67,7 @@ class Run:
       exit_status: 0 finished, 1 failed, 128 + n ended by signal n; valid after exit.
     """
 
-    def __init__(self, start: resume.Beginning, learner: Any) -> None:
+    def __init__(self, start: resume.Start, learner: Any) -> None:
         self.start, self.learner, self.flags = start, learner, start.flags
         self.resumed = start.saved is not None
         if start.saved:
@@ -106,7 +107,7 @@ class Run:
             flags.as_dict(),
             resume_step=self.learner.step if self.resumed else None,
             folder=start.folder,
-            anew=start.anew,
+            start_over=start.over,
         )
         self._old_wakeup = signal.set_wakeup_fd(
             self._wake_writer, warn_on_full_buffer=False
@@ -114,7 +115,7 @@ class Run:
         log.info("Run %s; files in %s", flags.xpid, self._writer.path)
         if self.resumed:
             log.info("Resuming at step %d.", self.learner.step)
-        elif start.anew:
+        elif start.over:
             log.warning("%s died before its first checkpoint.", flags.xpid)
         for note in start.notes:
             log.info("%s", note)

@@ -11,8 +11,8 @@ from typing import Any
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from torchbeast.core.file_writer import writing
 from torchbeast.core.flags import FlagError
+from torchbeast.core.run_folder import writing
 
 log = logging.getLogger(__name__)
 

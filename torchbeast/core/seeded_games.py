@@ -1,0 +1,103 @@
+"""One environment whose games are functions of a seed and the actions."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from torchbeast.core import extra_fields
+from torchbeast.core.env_checks import Checker
+
+
+def game_seed(seed: int, index: int, game: int) -> int:
+    """The seed, in [0, 2**31), of game number `game` of environment number `index`."""
+    return int(np.random.SeedSequence([seed, index, game]).generate_state(1)[0] >> 1)
+
+
+class SeededGames(gymnasium.Wrapper):
+    """Seeds each game, so that it is a function of (seed, index, game, actions).
+
+    Each reset() starts the next game, unless the last step had info["game_over"] False
+    (a lost life): then the game continues. The infos keep only EXTRA_FIELDS and, if an
+    episode ends, "game_over". Checks a sample of what the environment returns.
+
+    Args:
+      index: the number of the environment in the run.
+      log_actions: keep the actions of the current game, for `replay`.
+    """
+
+    def __init__(
+        self,
+        env: gymnasium.Env,
+        seed: int,
+        index: int,
+        log_actions: bool,
+        checker: Checker,
+    ):
+        super().__init__(env)
+        self.seed = seed
+        self.index = index
+        self.log_actions = log_actions
+        self.checker = checker
+        self.until_check = 0  # calls; counted here, because each step passes here
+        self.game = -1
+        self.actions: list[np.ndarray] = []
+        self.game_goes_on = False
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        arguments: dict[str, Any] = {"options": options}
+        if not self.game_goes_on:
+            self.game += 1
+            self.actions = []
+            arguments["seed"] = game_seed(self.seed, self.index, self.game)
+        self.game_goes_on = False
+        self.until_check -= 1
+        if self.until_check < 0:
+            observation, info = self.checker.call("reset", self.env.reset, **arguments)
+            self.until_check = self.checker.until_next()
+            self._check_fields(info)
+        else:
+            observation, info = self.env.reset(**arguments)
+        return observation, extra_fields.select(info, "observation")
+
+    def _check_fields(self, info: dict[str, Any]) -> None:
+        for name, field in extra_fields.EXTRA_FIELDS.items():
+            if field.of == "observation" and name not in info:
+                self.checker.warn(
+                    f"EXTRA_FIELDS {name}",
+                    f"EXTRA_FIELDS declares {name!r} as of the observation, but the "
+                    "info of reset() lacks it: rows that begin an episode hold 0",
+                )
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        if self.log_actions:
+            self.actions.append(np.array(action))
+        self.until_check -= 1
+        if self.until_check < 0:
+            result = self.checker.call("step", self.env.step, action)
+            self.until_check = self.checker.until_next()
+        else:
+            result = self.env.step(action)
+        observation, reward, terminated, truncated, info = result
+        kept: dict[str, Any] = extra_fields.select(info)
+        self.game_goes_on = False
+        if terminated or truncated:
+            kept["game_over"] = bool(info.get("game_over", True))
+            self.game_goes_on = not kept["game_over"]
+            observation = copy.deepcopy(observation)  # reset() may overwrite it
+        return observation, reward, terminated, truncated, kept
+
+    def replay(self, game: int, actions: Sequence[Any]) -> Any:
+        """Plays the actions in game number `game`; returns the last observation."""
+        self.game = game - 1
+        self.game_goes_on = False
+        observation, _ = self.reset()
+        for action in actions:
+            observation, _, terminated, truncated, _ = self.step(action)
+            if terminated or truncated:
+                observation, _ = self.reset()
+        return observation
