@@ -68,7 +68,7 @@ def test_milliseconds_are_per_step():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("variant", "word"), [("monobeast", "wait"), ("polybeast", "The limit")]
+    ("variant", "word"), [("monobeast", "wait"), ("polybeast", "Bottleneck")]
 )
 def test_throughput_of_a_short_run_is_sane(tmp_path, variant, word):
     if variant == "polybeast":

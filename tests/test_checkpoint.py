@@ -169,14 +169,14 @@ def test_missing_and_no_previous(tmp_path):
         checkpoint.load(tmp_path / "model.tar")
     assert str(caught.value) == (
         f"Cannot load the checkpoint {tmp_path}/model.tar: there is no such file. "
-        "There is no model.previous.tar to go back to."
+        "There is no model.previous.tar to restore."
     )
 
 
 def test_previous_is_not_recommended_when_it_is_damaged(tmp_path):
     for name in ("model.tar", "model.previous.tar"):
         (tmp_path / name).write_bytes(b"PK")
-    with pytest.raises(checkpoint.CheckpointError, match="Nor can model"):
+    with pytest.raises(checkpoint.CheckpointError, match="be loaded either"):
         checkpoint.load(tmp_path / "model.tar")
 
 

@@ -432,7 +432,7 @@ def test_environment_is_never_made(start):
 def test_environment_is_never_closed(start):
     run = start(env="faulty:SlowToClose", total_steps=600)
     run.wait_for_end(0, 3 * END_SECONDS)
-    assert run.console.count("SlowToClose is not closed after 5 s") == 1
+    assert run.console.count("SlowToClose did not return within 5 s") == 1
     run.assert_no_error()
 
 
@@ -556,14 +556,14 @@ def test_sigint_during_the_start(start):
     run.wait_for(lambda: "libtorch_cpu" in run.maps(), "the import of torch")
     run.signal_group(signal.SIGINT)
     run.wait_for_end(130)
-    assert run.console == "SIGINT during the start: nothing was begun.\n"
+    assert run.console == "SIGINT during the start: no run was started.\n"
 
     run = start()
     run.wait_for(run.fork_servers, "the start of the fork server")
     run.signal_group(signal.SIGINT)
     run.wait_for_end(130)
     run.assert_no_error()
-    assert run.console.count("SIGINT: ends without saving.") == 1
+    assert run.console.count("SIGINT: exits without saving.") == 1
     assert not run.path.exists()
 
     run = start()
@@ -636,7 +636,7 @@ def test_sigint_while_the_learner_hangs(start):
     run.hang_in_loss()
     run.process.send_signal(signal.SIGINT)
     run.wait_for_end(1)  # 130 would say that all is saved
-    run.assert_error("learner-0 still busy")
+    run.assert_error("learner-0 did not stop in time")
     run.assert_files(saved_at_end=False)
 
 

@@ -204,7 +204,7 @@ def test_sigint_during_the_start(tmp_path, small, monkeypatch):
     process = runs.start(tmp_path, "a", **small)
     wait_until(lambda: loaded(process, "libtorch_cpu"), "the import of torch")
     os.killpg(process.pid, signal.SIGINT)
-    assert runs.finish(process) == "SIGINT during the start: nothing was begun.\n"
+    assert runs.finish(process) == "SIGINT during the start: no run was started.\n"
     assert process.returncode == 130
     assert_nothing_left(process, tmp_path)
 
@@ -213,7 +213,7 @@ def test_sigint_during_the_start(tmp_path, small, monkeypatch):
     os.killpg(process.pid, signal.SIGINT)
     output = runs.finish(process)
     assert process.returncode == 130, output
-    assert output.count("SIGINT: ends without saving.") == 1
+    assert output.count("SIGINT: exits without saving.") == 1
     assert "Traceback" not in output
     assert_nothing_left(process, tmp_path)
 
@@ -612,10 +612,10 @@ def test_the_bottleneck(seconds, limit):
         *("Learner busy 30 %", "inference threads busy 60 %", "environments 15 %"),
         *("wire 25 %", "batcher 15 %", "inference 45 %", "learner's queue 0 %"),
         *("batch 12.0", "queue 2.5", "Reconnects 3, dropped steps 17"),
-        "The limit: inference.",
+        "Bottleneck: inference.",
     ):
         assert part in text
-    assert f"The limit: {limit}." in prof.bottleneck(counts | seconds)
+    assert f"Bottleneck: {limit}." in prof.bottleneck(counts | seconds)
 
 
 def test_fields_that_other_languages_leave_out():

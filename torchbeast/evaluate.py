@@ -1,4 +1,4 @@
-"""Playing games with a checkpoint: --mode test and test_render."""
+"""Plays games with a checkpoint: --mode test and test_render."""
 
 import argparse
 import contextlib
@@ -23,27 +23,27 @@ from torchbeast.model import make_model
 
 log = logging.getLogger(__name__)
 
-TEST_STREAM = 2**31  # no actor has this number, so test games are new ones
+TEST_STREAM = 2**31  # no actor has this number, so training never plays these games
 
 
 def evaluate(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
-    """Tests the checkpoint that the command line names, with the flags saved in it."""
+    """Tests the checkpoint of --xpid, with the flags saved in it."""
     flags = flags_lib.parse(parser, argv)
     path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest", "model.tar")
     saved = checkpoint.load(path)
     checkpoint.check(saved, path, for_test=True)
     flags = flags_lib.parse(parser, argv, saved["flags"])
-    flags.xpid = None  # nothing is written there
+    flags.xpid = None  # a test writes nothing
     resume.announce_environment(flags, saved)
     test(flags_lib.resolve(flags).freeze(), saved["model_state_dict"])
 
 
 @torch.inference_mode()
 def test(flags: Flags, model_state: dict[str, torch.Tensor]) -> list[float]:
-    """Plays flags.num_test_episodes games and returns their game returns.
+    """Plays flags.num_test_episodes games and returns their returns.
 
-    Each environment plays its share of the games. Otherwise short games would count
-    more often than long ones.
+    Each environment plays a fixed share of the games. Otherwise short games would be
+    counted more often than long ones.
 
     Args:
       model_state: state dict of the model.

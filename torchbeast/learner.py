@@ -1,7 +1,7 @@
-"""What learning is, in one place: the loss, the optimizer and one update.
+"""Learning: the loss, the optimizer and one update.
 
-Both variants use it. Read it top to bottom: impala_loss, RMSProp, make_optimizer,
-Learner, learn. V-trace itself is in core/vtrace.py, the model in model.py.
+Both variants use this file. Read it top to bottom: impala_loss, RMSProp,
+make_optimizer, Learner, learn. V-trace is in core/vtrace.py, the model in model.py.
 """
 
 import collections
@@ -40,19 +40,18 @@ def impala_loss(
 
     Args:
       batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py.
-      outputs: of the learner's model on all T + 1 rows: policy_logits [T + 1, B, P],
+      outputs: of the learner's model for all T + 1 rows: policy_logits [T + 1, B, P],
         baseline [T + 1, B], float32.
-      distribution: what the logits mean.
+      distribution: the policy distribution over actions, given logits.
       flags: reward_clipping, discounting, baseline_cost, entropy_cost, clip_rho,
         clip_pg_rho, clip_c, trace_decay.
-      auxiliary_losses: of the model's further heads, scalars by name; they are added to
-        the loss and logged.
+      auxiliary_losses: scalars by name, see Net.auxiliary_losses.
 
     Returns:
-      The loss, a scalar, and scalars for the log by name.
+      The loss, a scalar; and scalars by name for logs.csv.
     """
-    # Row t holds the action taken on observation t; its reward and what became of the
-    # episode stand in row t + 1. The last row only serves as bootstrap.
+    # Row t has observation t and the action for it. Row t + 1 has the action's reward
+    # and whether the episode ended. Of row T only the baseline is used: as bootstrap.
     actions = batch["action"][:-1]
     behavior_logits = batch["policy_logits"][:-1]
     target_logits = outputs["policy_logits"][:-1]
@@ -61,8 +60,7 @@ def impala_loss(
 
     if flags.reward_clipping == "abs_one":
         rewards = rewards.clamp(-1, 1)
-    # A truncated episode would have gone on: the value of its real last observation
-    # stands for what it would still have earned.
+    # If an episode was truncated, bootstrap from the value of its last observation.
     rewards = rewards + flags.discounting * batch["truncation_value"][1:]
     discounts = flags.discounting * (~done).float()
 
@@ -81,7 +79,7 @@ def impala_loss(
     )
     entropy = distribution.entropy(target_logits)
 
-    # An action that the learner's policy masks has importance weight and advantage 0.
+    # finite(): if the target policy masks the action, the advantage is 0.
     pg_loss = -(vtrace.finite(log_probs) * targets.pg_advantages).sum()
     baseline_loss = flags.baseline_cost * 0.5 * (targets.vs - values).pow(2).sum()
     entropy_loss = -flags.entropy_cost * entropy.sum()
@@ -94,7 +92,7 @@ def impala_loss(
         "pg_loss": pg_loss.detach(),
         "baseline_loss": baseline_loss.detach(),
         "entropy_loss": entropy_loss.detach(),
-        "entropy": entropy.detach().mean(),  # nats a step
+        "entropy": entropy.detach().mean(),  # nats per step
         "mean_value": values.detach().mean(),
         "frac_rho_above_1": (log_rhos > 0).float().mean(),
     }
@@ -106,15 +104,14 @@ def impala_loss(
 
 
 class RMSProp(torch.optim.Optimizer):
-    """RMSProp as TensorFlow computes it, for which the published settings are meant.
+    """RMSProp as in TensorFlow, for which the published settings were tuned.
 
         square = α square + (1 - α) g²        from 1
         buffer = momentum buffer + lr g / sqrt(square + ε)
         weight = weight - buffer
 
-    torch.optim.RMSprop begins with square = 0 and adds ε behind the root. Its first
-    steps are then ten times the learning rate, which can kill every unit of the first
-    layer before the agent has learned anything.
+    torch.optim.RMSprop starts from square = 0 and adds ε outside the root. So its first
+    steps are ten times the learning rate, which can kill every unit of the first layer.
     """
 
     def __init__(
@@ -154,9 +151,9 @@ class RMSProp(torch.optim.Optimizer):
 def make_optimizer(
     model: torch.nn.Module, flags: Any
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """RMSProp whose learning rate falls linearly to 0 over flags.total_steps.
+    """RMSProp with a learning rate that falls linearly to 0 over flags.total_steps.
 
-    The scheduler counts updates; one update consumes batch_size · unroll_length steps.
+    The scheduler counts updates. One update uses batch_size · unroll_length steps.
     """
     optimizer = RMSProp(
         model.parameters(),
@@ -177,7 +174,10 @@ def make_optimizer(
 
 
 class Learner:
-    """What learning changes: model, optimizer, schedule, counters."""
+    """The state of learning: model, optimizer, schedule, counters.
+
+    Not thread-safe; see Run.updating.
+    """
 
     def __init__(self, flags: Flags, env_spec: EnvSpec) -> None:
         torch.manual_seed(flags.seed)
@@ -193,7 +193,7 @@ class Learner:
         self.episodes = 0
         self.games = 0
         self.game_returns: collections.deque[float] = collections.deque(maxlen=100)
-        # (time, step) of the last updates, for the speed.
+        # (time, step) of the last updates, for sps().
         self.ticks: collections.deque = collections.deque(maxlen=50)
         self.policy_lag = 0.0
 
@@ -213,10 +213,10 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint, which has to fit the model.
+        """Restores a checkpoint.
 
         Raises:
-          CheckpointError: it does not.
+          CheckpointError: it does not fit this model and optimizer.
         """
         checkpoint.check_fit(state["model_state_dict"], self.model)
         try:
@@ -234,13 +234,13 @@ class Learner:
         self.step, self.num_updates = stats["step"], stats["num_updates"]
         optimizer_state = state["optimizer_state_dict"]
         if flags_lib.changed(state["flags"], self.flags):
-            # The new flags' settings and schedule win over the saved ones.
+            # The flags changed: keep the new settings, and repeat the new schedule.
             optimizer_state["param_groups"] = self.optimizer.state_dict()[
                 "param_groups"
             ]
             self.optimizer.load_state_dict(optimizer_state)
             updates = self.step // (self.flags.batch_size * self.flags.unroll_length)
-            with warnings.catch_warnings():  # of a schedule that runs ahead
+            with warnings.catch_warnings():  # about steps of the schedule alone
                 warnings.simplefilter("ignore", UserWarning)
                 for _ in range(updates):
                     self.scheduler.step()
@@ -251,14 +251,14 @@ class Learner:
         self.game_returns.extend(stats["game_returns"])
 
     def sps(self) -> float | None:
-        """Steps a second over the last updates; None before the second."""
+        """Steps per second over the last updates; None before the second update."""
         if len(self.ticks) < 2:
             return None
         (t0, step0), (t1, step1) = self.ticks[0], self.ticks[-1]
         return (step1 - step0) / (t1 - t0)
 
     def mean_return(self) -> float | None:
-        """Over the last 100 games; None before the first."""
+        """Mean return of the last 100 games; None before the first."""
         return statistics.fmean(self.game_returns) if self.game_returns else None
 
 
@@ -268,8 +268,8 @@ def learn(
     """One update from one batch [T + 1, B, ...]. Returns a row for logs.csv.
 
     Raises:
-      FloatingPointError: loss or gradient are not finite, and the model is left as it
-        was; or the new weights are not, and the learner can't be used any more.
+      FloatingPointError: the loss or the gradient is not finite: then the model is
+        unchanged. Or the new weights are not finite: then the learner is unusable.
     """
     flags = learner.flags
     learning_rate = learner.scheduler.get_last_lr()[0]
@@ -300,8 +300,8 @@ def learn(
         learner.diverged = True
         raise FloatingPointError(
             f"the update at step {learner.step} made weights that are not finite, "
-            "from a finite loss and gradient. They are neither saved nor acted with: "
-            "the run goes on from its last checkpoint, if there is one. Lower "
+            "from a finite loss and gradient. They are neither saved nor used: the "
+            "same command resumes from the last checkpoint, if there is one. Lower "
             f"--learning_rate (now {learning_rate:g}), or raise --epsilon (now "
             f"{flags.epsilon:g})"
         )

@@ -1,9 +1,9 @@
-"""The model: encoders for what the environment says, one core, two heads.
+"""The model: encoders for observations, one core, two heads.
 
-`Net` builds itself from the observation and action spaces. Images go through a
-convolutional torso, shallow or deep; everything else is flattened and goes through a
-small MLP; their features, the clipped last reward and the last action meet in the core.
-To try another torso, write it beside ShallowTorso and name it in TORSOS.
+`Net` follows from the observation and action spaces. Images go through a convolutional
+torso, shallow or deep. All else is flattened and goes through a small MLP. The core
+gets their features, the clipped last reward and the last action. To try another torso,
+write it beside ShallowTorso and add its name to TORSOS.
 """
 
 import itertools
@@ -53,7 +53,7 @@ class ResidualUnit(nn.Module):
 
 
 class DeepTorso(nn.Sequential):
-    """The residual net of IMPALA (Espeholt et al. 2018, figure 3 right)."""
+    """The residual network of IMPALA (Espeholt et al. 2018, figure 3 right)."""
 
     def __init__(self, channels: int, height: int, width: int) -> None:
         layers: list[nn.Module] = []
@@ -76,7 +76,7 @@ MLP_SIZES = {"shallow": (128, 128), "deep": (256, 256, 256)}
 
 
 class ImageEncoder(nn.Module):
-    """[N, H, W, C] or [N, C, H, W], the smaller end being the channels -> features."""
+    """Images [N, H, W, C] or [N, C, H, W] -> features [N, size]."""
 
     def __init__(self, space: spaces.Box, torso: str) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class ImageEncoder(nn.Module):
         high = np.max(space.high)
         self.scale = 1.0 / float(high) if np.isfinite(high) and high > 0 else 1.0
         self.torso = TORSOS[torso](channels, height, width)
-        # CPUs convolve fastest in this layout. torch's type stubs lack it here.
+        # The fastest layout on CPUs. torch's type stubs lack it here.
         self.torso.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.size = output_size(self.torso, (channels, height, width))
 
@@ -95,14 +95,14 @@ class ImageEncoder(nn.Module):
         dtype = next(self.torso.parameters()).dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-        # Reordered while the pixels are bytes, and scaled in place: a copy less.
+        # Reorder the bytes first, and scale in place, to save a copy.
         x = x.contiguous(memory_format=torch.channels_last)
         x = x.to(dtype, copy=True).mul_(self.scale)
         return self.torso(x)
 
 
 class VectorEncoder(nn.Module):
-    """Everything that is not an image, as one vector [N, D] -> features."""
+    """All observations that are not images, as one vector [N, D] -> features."""
 
     def __init__(self, parts: list[spaces.Space], torso: str) -> None:
         super().__init__()
@@ -123,16 +123,16 @@ class VectorEncoder(nn.Module):
 
 
 class Net(nn.Module):
-    """Policy and value of an agent.
+    """The policy and value network of the agent.
 
     Args:
-      observation_space: Box, Discrete, MultiDiscrete, MultiBinary, or Dict and Tuple of
-        these, nested as you like.
+      observation_space: Box, Discrete, MultiDiscrete, MultiBinary, or nested Dicts and
+        Tuples of these.
       action_space: Discrete, MultiDiscrete or Box.
       torso: a name in TORSOS.
-      use_lstm: put a recurrent core (LSTM, 256) behind the encoders.
-      bf16: run the encoders of images in bfloat16; all else stays in float32. bfloat16
-        rounds integers above 256, which vectors may hold.
+      use_lstm: add a recurrent core (LSTM, 256) after the encoders.
+      bf16: run the image encoders in bfloat16; all else stays in float32, because
+        vectors may hold integers above 256, which bfloat16 rounds.
     """
 
     def __init__(
@@ -165,14 +165,14 @@ class Net(nn.Module):
         self.images.apply(initialize)
         if self.vector:
             self.vector.apply(initialize)
-        # Every action is about as likely as every other at first.
+        # At first all actions have about the same probability.
         nn.init.normal_(self.policy.weight, std=0.01 / size**0.5)
         nn.init.zeros_(self.policy.bias)
 
     def encoders_to(self, dtype: torch.dtype) -> None:
-        """Stores the image encoders' weights in a dtype, to act without casts."""
+        """Casts the image encoders' weights, to act without casts at every step."""
         self.images.to(dtype)
-        self.bf16 = False  # nothing is left to cast
+        self.bf16 = False  # no autocast
 
     def initial_state(self, batch_size: int) -> State:
         """The recurrent state of new episodes: tensors [layers, B, hidden], or ()."""
@@ -190,8 +190,8 @@ class Net(nn.Module):
         Args:
           rows: observation [T, B, ...] in the structure of the space, reward [T, B]
             float32, done [T, B] bool, last_action [T, B, ...].
-          state: recurrent state before row 0. Where done is true, the state, the reward
-            and the last action are those of the episode before, and are zeroed.
+          state: recurrent state before row 0. If done, the state, the reward and the
+            last action belong to the previous episode, and are zeroed.
 
         Returns:
           policy_logits [T, B, P] and baseline [T, B], float32; the last state.
@@ -227,22 +227,22 @@ class Net(nn.Module):
     def auxiliary_losses(
         self, batch: dict[str, Any], outputs: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Losses of heads of your own, scalars by name; the learner adds and logs them.
+        """Losses of your own heads, scalars by name. The learner adds and logs them.
 
         Args:
           batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py.
-          outputs: what forward returned for them. Whatever else forward puts there
-            reaches this method, and nothing else.
+          outputs: the outputs of forward for them. Additional outputs of your forward
+            are passed to this method only.
         """
         return {}
 
     def _unroll(
         self, x: torch.Tensor, done: torch.Tensor, state: State
     ) -> tuple[torch.Tensor, State]:
-        """Runs the core over x [T, B, D], zeroing the state where an episode begins.
+        """Runs the core over x [T, B, D]; zeroes the state where an episode begins.
 
-        Between two rows in which any episode begins nothing is reset, so that the core
-        takes these rows in one call.
+        It cuts the rows at those where any episode begins. Within a piece no state is
+        reset, so that the core processes a piece in one call.
         """
         assert self.core is not None
         begins = [0, *(done[1:].any(dim=1).nonzero().flatten() + 1).tolist(), len(x)]
@@ -278,7 +278,7 @@ def iterate_observation(space: spaces.Space, observation: Any) -> Iterator[Any]:
 
 
 def is_image(space: spaces.Space) -> TypeGuard[spaces.Box]:
-    """Boxes of three dimensions, at least 7 pixels high and wide, are images."""
+    """Whether the space is a 3-dimensional Box, at least 7 pixels high and wide."""
     if not isinstance(space, spaces.Box) or len(space.shape) != 3:
         return False
     height, width, _ = image_size(space)
@@ -286,7 +286,7 @@ def is_image(space: spaces.Space) -> TypeGuard[spaces.Box]:
 
 
 def has_channels_last(image: spaces.Box) -> bool:
-    """Whether the axes are H, W, C, not C, H, W: the smaller end is the channels."""
+    """Whether the axes are [H, W, C] and not [C, H, W]: the smaller one is C."""
     return image.shape[-1] <= image.shape[0]
 
 
@@ -300,7 +300,7 @@ def image_size(image: spaces.Box) -> tuple[int, int, int]:
 
 
 def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
-    """[N, *shape] of a space that is not nested -> [N, flatdim(space)] float32."""
+    """[N, *shape] of an elementary space -> [N, flatdim(space)] float32."""
     if isinstance(space, spaces.Discrete):
         return F.one_hot(x.long() - int(space.start), int(space.n)).float()
     if isinstance(space, spaces.MultiDiscrete):
@@ -318,7 +318,7 @@ def make_model(
     action_space: spaces.Space,
     device: torch.device,
 ) -> Net:
-    """The model that the flags ask for: model, use_lstm, precision."""
+    """Makes the model of the flags model, use_lstm and precision."""
     model = Net(
         observation_space,
         action_space,
@@ -330,10 +330,10 @@ def make_model(
 
 
 def initialize(module: nn.Module) -> None:
-    """Weights that keep the size of the signal from layer to layer.
+    """Initializes weights so that each layer keeps the scale of the signal.
 
-    PyTorch's own let what changes from frame to frame fade to a fiftieth on its way
-    through the shallow torso. A residual unit begins as the identity.
+    With PyTorch's default, the shallow torso shrinks the difference between two frames
+    to a fiftieth. Residual units start as the identity.
     """
     if isinstance(module, nn.Conv2d | nn.Linear):
         nn.init.kaiming_normal_(module.weight, nonlinearity="relu")  # He et al. 2015
@@ -344,6 +344,6 @@ def initialize(module: nn.Module) -> None:
 
 
 def output_size(module: nn.Module, shape: tuple[int, ...]) -> int:
-    """Features that a module makes of one input of a shape, by trying it."""
+    """Number of features that a module outputs for inputs of this shape."""
     with torch.no_grad():
         return module(torch.zeros(1, *shape)).shape[-1]

@@ -1,13 +1,14 @@
 """MonoBeast: IMPALA on one machine, in one script.
 
     actor processes                          learner process (this one)
-    step E environments, one batched    ->   the main thread hands free slots to actors
-    forward on the CPU, write rows 0..T      and filled ones to the learner threads;
+    step E environments, one batched    ->   the main thread gives free slots to actors
+    forward on the CPU, write rows 0..T      and full ones to the learner threads;
     of E slots of shared memory              they gather a batch, free its slots, learn,
     load the newest weights             <-   and publish the weights
 
-Read it top to bottom: act, get_batch, train, flags, main. One update is in learner.py,
-the model in model.py, what a row holds in core/rollout.py.
+A slot holds one rollout. Read this file top to bottom: act, get_batch, train, flags,
+main. One update is in learner.py, the model in model.py, the fields of a row in
+core/rollout.py.
 
     python -m torchbeast.monobeast --env PongNoFrameskip-v4
     python -m torchbeast.monobeast --mode test --xpid NAME
@@ -70,37 +71,37 @@ def act(
     progress: torch.Tensor,
     saved: bytes | None,
 ) -> None:
-    """Actor number `index`: fills slots until the learner closes the pipe.
+    """The loop of actor number `index`: fills slots until the learner closes the pipe.
 
-    E environments make E rollouts of rows 0..T at a time, one per slot.
+    E environments fill E slots at a time, each with one rollout of rows 0..T.
 
     Args:
       pipe: commands of the learner, see core/actors.py.
       buffers: the slots, see make_buffers.
       weights_memory: see SharedWeights.
-      progress: counts the steps of each actor, for the learner.
-      saved: the state to go on from (--sync).
+      progress: [actors] counts the steps of each actor, for the learner.
+      saved: the actor's state to resume from (only with --sync).
     """
     E, T = env.num_envs, flags.unroll_length
     model = make_model(
         flags, env.observation_space, env.action_space, torch.device("cpu")
     )
-    weights = SharedWeights(model, weights_memory)  # in the layout before any cast
+    weights = SharedWeights(model, weights_memory)  # before casts change the layout
     prepare_to_act(model)
     generator = torch.Generator().manual_seed(derive_seed(flags.seed, index))
     sample = functools.partial(model.distribution.sample, generator=generator)
     timings = Timings()
 
-    # NumPy writes to several slots at once many times faster than torch.
+    # NumPy writes to several slots at once, much faster than torch.
     rows = map_nested(torch.Tensor.numpy, buffers["rows"])
     slots: list[int] = []
-    num_updates = 0  # of the weights
+    num_updates = 0  # the version of the weights
     row: dict[str, Nested] | None = None  # the newest row [E, ...]
-    state_before: State = ()  # the recurrent state before the newest row
-    state: State = ()  # and after it
+    state_before: State = ()  # recurrent state before the newest row
+    state: State = ()  # recurrent state after it
 
     def decide(env_row: dict[str, Nested]) -> tuple[dict[str, Nested], State]:
-        """Joins what the environments said with what the agent then does."""
+        """Joins environment outputs with agent outputs to a row; and the new state."""
         final = env.final_observation  # of truncated episodes
         outputs, next_state = act_step(
             model,
@@ -142,7 +143,7 @@ def act(
                 "state_before": state_before,
                 "state": state,
             }
-            # As bytes: tensors would go through shared memory, which may be full.
+            # As bytes: pipes send tensors through shared memory, which may be full.
             pipe.send(("saved", pickle.dumps(current)))
             continue
         slots, bank, num_updates = arguments
@@ -151,9 +152,9 @@ def act(
         if row is None:
             state_before = state = model.initial_state(E)
             row, state = decide(env.initial())
-            timings.reset()  # the first calls are slow
+            timings.reset()  # don't count the first calls, which are slow
 
-        write(0, row)
+        write(0, row)  # the last row of the previous rollout
         for buffer, x in zip(buffers["initial_state"], state_before, strict=True):
             buffer[slots] = x.movedim(1, 0)  # [layers, E, ...] -> [E, layers, ...]
         timings.time("write")
@@ -173,7 +174,7 @@ def act(
 
 
 def make_buffers(flags: Flags, learner: Learner) -> dict[str, Nested]:
-    """Slots in shared memory: rows [slots, T + 1, ...], state [slots, layers, ...]."""
+    """Makes slots: rows [slots, T + 1, ...], state [slots, layers, ...]."""
     spec = rollout.row_spec(
         learner.env_spec.observation_space, learner.model.distribution
     )
@@ -213,8 +214,8 @@ def train(start: resume.Start) -> int:
     env_spec = find_env_spec(flags, actor_context(), flags.actor_timeout)
     if flags.sync and not flags.disable_checkpoint and not env_spec.exact_resume:
         raise FlagError(
-            "--sync saves the games in progress, which native Atari environments "
-            "can't do: add --atari_backend python, or --disable_checkpoint"
+            "--sync saves the games in progress, but native Atari environments can't "
+            "do that: add --atari_backend python, or --disable_checkpoint"
         )
     B, E = flags.batch_size, flags.envs_per_actor
     learner = Learner(flags, env_spec)
@@ -223,14 +224,14 @@ def train(start: resume.Start) -> int:
     weights.publish(learner.model, learner.num_updates)
     buffers = make_buffers(flags, learner)
 
-    # A slot goes around: free -> an actor fills it -> filled -> in a batch -> free.
+    # The cycle of a slot: free -> an actor fills it -> filled -> in a batch -> free.
     free = collections.deque(range(flags.num_buffers))
     filled: collections.deque[int] = collections.deque()
-    batches: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+    batches: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()  # None: stop
     sync_round: dict[int, list[int]] = {}  # the slots that each actor has filled
 
     def learn_from_batches() -> None:
-        """A learner thread. Several gather batches; one at a time learns."""
+        """A learner thread. Several may gather batches, but one at a time learns."""
         while (slots := batches.get()) is not None:
             batch, initial_state = get_batch(buffers, slots, learner.device)
             if not flags.sync:
@@ -250,14 +251,14 @@ def train(start: resume.Start) -> int:
 
     def stop_learning() -> None:
         with contextlib.suppress(queue.Empty):
-            while True:  # drops the batches that still wait
+            while True:  # drop waiting batches
                 batches.get_nowait()
         for _ in range(flags.num_learner_threads):
             batches.put(None)
 
     with run:
         actor_flags = flags
-        if start.saved and not flags.sync:  # no episode and no noise comes twice
+        if start.saved and not flags.sync:  # don't repeat the games before the resume
             actor_flags = flags.replace(seed=derive_seed(flags.seed, learner.step))
         saved = start.saved["actors"] if start.saved and flags.sync else None
         actors = Actors(act, actor_flags, buffers, weights, saved)
@@ -269,8 +270,9 @@ def train(start: resume.Start) -> int:
         def more_to_save() -> dict[str, Any]:
             return {"actors": actors.save()} if flags.sync else {}
 
-        # With --sync a round begins after everything of the round before was learned
-        # from. Only between two rounds the run is saved or ends.
+        # --sync works in rounds: each actor fills its slots, then the learner uses all
+        # of them. The next round starts when all slots are free again. Only then the
+        # run may be saved or end.
         while run.going(may_stop := not flags.sync or len(free) == flags.num_buffers):
             if may_stop and run.save_is_due():
                 run.save(more_to_save())
@@ -279,12 +281,12 @@ def train(start: resume.Start) -> int:
                     if len(free) >= E:
                         actors.start_unroll(index, [free.popleft() for _ in range(E)])
             for index, slots in actors.finished(1.0, run.wake_reader):
-                if flags.sync:
+                if flags.sync:  # wait for the other actors
                     sync_round[index] = slots
                 else:
                     filled.extend(slots)
-            if len(sync_round) == flags.num_actors:  # learn in the order of the actors
-                for _, slots in sorted(sync_round.items()):
+            if len(sync_round) == flags.num_actors:
+                for _, slots in sorted(sync_round.items()):  # in the order of actors
                     filled.extend(slots)
                 sync_round.clear()
             while len(filled) >= B:
@@ -306,21 +308,21 @@ def log_timings(run: Run, actors: Actors) -> None:
 def make_parser() -> argparse.ArgumentParser:
     parser = flags_lib.make_parser("MonoBeast: IMPALA on one machine.", TORSOS)
     add = parser.add_argument_group("MonoBeast").add_argument
-    add("--envs_per_actor", type=int, help="environments that an actor steps together")
-    add("--num_buffers", type=int, help="rollouts in shared memory")
+    add("--envs_per_actor", type=int, help="environments per actor process")
+    add("--num_buffers", type=int, help="slots for rollouts in shared memory")
     add(
         *("--num_learner_threads", "--num_threads"),
         dest="num_learner_threads",
         type=int,
         default=1,
-        help="threads that gather batches; one of them learns at a time",
+        help="threads that gather batches; one at a time learns",
     )
-    add("--torch_threads", type=int, help="CPU threads of the learner's operations")
+    add("--torch_threads", type=int, help="CPU threads per torch operation")
     add(
         "--actor_timeout",
         type=float,
         default=120.0,
-        help="seconds without a step after which an actor counts as stuck",
+        help="seconds without a step after which the run fails",
     )
     return parser
 
@@ -329,18 +331,18 @@ def resolve_layout(flags: Flags) -> Flags:
     """Fills in the layout flags that depend on each other, and checks them.
 
     Raises:
-      FlagError: actors and learner would wait for each other forever.
+      FlagError: with these flags, actors and learner would wait for each other forever.
     """
     A, B = flags.num_actors, flags.batch_size
     if flags.envs_per_actor is None:
         flags.envs_per_actor = 8
-        if flags.num_buffers is not None:  # as many as there are slots for
+        if flags.num_buffers is not None:  # no more than there are slots
             flags.envs_per_actor = max(1, min(8, flags.num_buffers // A, B))
     E = flags.envs_per_actor
     if flags.num_buffers is None:
         flags.num_buffers = A * E if flags.sync else A * E + max(B, E)
     if flags.torch_threads is None:
-        flags.torch_threads = max(1, processes.num_cpus() // 2)  # the rest: actors
+        flags.torch_threads = max(1, processes.num_cpus() // 2)  # half: for the actors
     least = A * E if flags.sync else max(A * E, E + B - 1)
     if flags.num_buffers < least:
         raise FlagError(
@@ -350,8 +352,8 @@ def resolve_layout(flags: Flags) -> Flags:
     if flags.sync and (A * E % B or flags.num_buffers != A * E):
         raise FlagError(
             f"--sync learns from all {A * E} environments in turn (--num_actors {A} "
-            f"times --envs_per_actor {E}): --batch_size must divide that, got {B}, and "
-            f"--num_buffers must equal it, got {flags.num_buffers}"
+            f"times --envs_per_actor {E}): --batch_size must divide this number, got "
+            f"{B}, and --num_buffers must equal it, got {flags.num_buffers}"
         )
     return flags
 

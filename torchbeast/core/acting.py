@@ -1,6 +1,6 @@
-"""The model as it acts: casting it, one decision, and the weights that actors read.
+"""Acting: one decision of the model, and the weights that actors read.
 
-MonoBeast's actors, PolyBeast's inference and evaluation all act with `act_step`.
+MonoBeast's actors, PolyBeast's inference and evaluation all use `act_step`.
 """
 
 import collections
@@ -15,14 +15,14 @@ from torchbeast.core import devices, rollout
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.rollout import State
 
-# A torchbeast.model.Net. Nothing in core imports it, so that a fork may take another.
+# A torchbeast.model.Net. Nothing in core imports it, so that a fork can replace it.
 Net = Any
-# Chooses actions from policy logits: a distribution's sample or mode.
+# Chooses actions from policy logits, for example a distribution's `sample` or `mode`.
 Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 def prepare_to_act(model: Net) -> Net:
-    """Puts a model into eval mode and casts its encoders for acting on the CPU."""
+    """Prepares a model to act on the CPU: eval mode, dtype of the encoders."""
     model.eval()
     bf16 = model.bf16 and devices.fast_bf16(torch.device("cpu"))
     model.encoders_to(torch.bfloat16 if bf16 else torch.float32)
@@ -30,7 +30,7 @@ def prepare_to_act(model: Net) -> Net:
 
 
 def to_tensors(row: Nested) -> Nested:
-    """Arrays [E, ...] of one step -> tensors [1, E, ...] that share their memory."""
+    """Arrays [E, ...] to tensors [1, E, ...] that share their memory."""
     return map_nested(lambda x: torch.from_numpy(x).unsqueeze(0), row)
 
 
@@ -45,23 +45,23 @@ def act_step(
     """One decision for n environments.
 
     Args:
-      env_row: what the environments said, [1, n, ...], see rollout.environment_spec.
+      env_row: environment outputs [1, n, ...], see rollout.environment_spec.
       state: the recurrent state before the row.
       choose: maps policy logits [1, n, P] to actions [1, n, ...].
       num_updates: the version of the model's weights.
-      final_observation: the real last observations [1, n, ...] of the environments
-        that were truncated in this step, or None if there are none.
+      final_observation: if this step truncated episodes, their real last observations
+        [1, n, ...], valid where env_row["truncated"]; else None.
 
     Returns:
-      What the agent does, [1, n, ...], see rollout.agent_spec, beside the model's
-      further outputs; and the recurrent state after the row.
+      Agent outputs [1, n, ...], see rollout.agent_spec, together with other outputs of
+      the model; and the recurrent state after the row.
     """
-    truncation_value = torch.zeros(env_row["done"].shape)  # on the CPU, where rows are
+    truncation_value = torch.zeros(env_row["done"].shape)  # on the CPU, as rows are
     if final_observation is not None:
+        # The end of the old episode as a row: same state, no reset.
         not_done = torch.zeros_like(env_row["done"])
-        over = {**env_row, "observation": final_observation, "done": not_done}
-        over = rollout.show_final_fields(over)
-        value = model(over, state)[0]["baseline"]
+        last = {**env_row, "observation": final_observation, "done": not_done}
+        value = model(rollout.show_final_fields(last), state)[0]["baseline"]
         truncation_value = (value * env_row["truncated"]).cpu()
     outputs, state = model(env_row, state)
     outputs["action"] = choose(outputs["policy_logits"])
@@ -74,11 +74,11 @@ def act_step(
 
 
 class Weights:
-    """The learner's newest weights, in three banks that others read while it goes on.
+    """The learner's newest weights in a triple buffer. Thread-safe.
 
     The learner publishes into a bank that is neither the newest nor being read, and
-    then makes it the newest. A reader acquires the newest bank and releases it. So
-    nobody reads half-written weights, and nobody waits.
+    then makes it the newest. A reader acquires the newest bank and releases it later.
+    So no reader sees half-written weights, and no one waits.
 
     Args:
       banks: NUM_BANKS state dicts of a model.
@@ -90,10 +90,10 @@ class Weights:
         self.banks = banks
         self._newest = (0, 0)  # bank and number of updates
         self._readers: collections.Counter[int] = collections.Counter()
-        self._lock = threading.Lock()  # for this process's threads
+        self._lock = threading.Lock()  # between threads of this process
 
     def publish(self, model: torch.nn.Module, num_updates: int) -> bool:
-        """Makes the model's weights the newest; False if all other banks are read."""
+        """Publishes the model's weights; False if all other banks are in use."""
         with self._lock:
             for bank in range(self.NUM_BANKS):
                 if bank != self._newest[0] and not self._readers[bank]:
@@ -104,7 +104,7 @@ class Weights:
         return False
 
     def acquire(self) -> tuple[int, int]:
-        """Bank and number of updates of the newest weights; nobody overwrites them."""
+        """Returns the newest bank and its number of updates; `publish` spares it."""
         with self._lock:
             bank, num_updates = self._newest
             self._readers[bank] += 1
@@ -116,10 +116,11 @@ class Weights:
 
 
 class SharedWeights(Weights):
-    """Weights in shared memory, which actor processes read.
+    """Weights in shared memory, for actor processes.
 
-    The learner names a bank in its commands to actors; an actor answers when it has
-    loaded it. So processes share no lock.
+    The learner acquires a bank for an actor and sends its number with a command. The
+    actor replies when it has loaded the bank, and the learner releases it. So processes
+    share no lock.
     """
 
     def __init__(
@@ -150,12 +151,12 @@ class SharedWeights(Weights):
         )
 
     def load_into(self, model: torch.nn.Module, bank: int) -> None:
-        """Loads a bank into an actor's model; casts to the model's dtypes."""
+        """Loads a bank into an actor's model, cast to the model's dtypes."""
         model.load_state_dict(self.banks[bank])
 
 
 class ActingModels(Weights):
-    """Weights as whole models, for the inference threads of one process."""
+    """Weights as complete models, for the inference threads of one process."""
 
     def __init__(self, model: Net, device: torch.device) -> None:
         self.nets = [copy.deepcopy(model).to(device) for _ in range(self.NUM_BANKS)]

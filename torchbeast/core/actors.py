@@ -26,7 +26,7 @@ from torchbeast.core.prof import format_shares
 
 log = logging.getLogger(__name__)
 
-STOP_SECONDS = 2.5  # granted to actors to end by themselves
+STOP_SECONDS = 2.5  # actors that don't exit within this time are killed
 
 
 class ActorError(processes.ProcessError):
@@ -34,9 +34,9 @@ class ActorError(processes.ProcessError):
 
 
 def actor_context() -> Any:
-    """How processes that run environments are started.
+    """The start method of processes that run environments.
 
-    Never by forking a process that has threads: the copy can inherit a locked lock.
+    Never fork a process that has threads: the copy can inherit a locked lock.
     """
     methods = mp.get_all_start_methods()
     context: Any = mp.get_context("forkserver" if "forkserver" in methods else "spawn")
@@ -54,11 +54,11 @@ def run_actor(
     progress: torch.Tensor,
     saved: bytes | None,
 ) -> None:
-    """The main function of an actor process: makes its environments, then acts."""
+    """The main function of an actor process: makes its environments and acts."""
     processes.begin_child()
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck actor
     torch.set_num_threads(1)
-    os.nice(5)  # if cores are short, the learner comes first
+    os.nice(5)  # the learner has priority
     try:
         env = Environment(flags, flags.envs_per_actor, index * flags.envs_per_actor)
         with contextlib.closing(env):
@@ -67,16 +67,21 @@ def run_actor(
     except BaseException as error:
         is_user_error = isinstance(error, InvalidEnvironmentError)
         text = str(error) if is_user_error else traceback.format_exc()
-        # The send fails if the learner has exited, or has closed the pipe to end this.
+        # The send fails if the learner has exited or closed the pipe.
         with contextlib.suppress(OSError):
             pipe.send(("error", text))
 
 
 class Actors:
-    """The actor processes, seen from the learner.
+    """The actor processes, seen from the learner. For its main thread only.
 
-    Every actor has a pipe of its own. The learner waits on all pipes and on the ends of
-    all processes at once, so that it sees the death of an actor immediately.
+    Each actor has its own pipe. Commands to an actor, and its replies:
+
+        ("unroll", slots, bank, num_updates)  ("loaded", bank), ("done", slots, timings)
+        ("save",)                             ("saved", state)
+
+    An actor also sends ("warning", key, message) and ("error", traceback). The learner
+    waits on all pipes and all processes at once, so that it sees at once if one dies.
     """
 
     def __init__(
@@ -94,13 +99,13 @@ class Actors:
         self.progress = rollout.create_buffers(spec, (flags.num_actors,))
         self.pipes: list[connection.Connection] = []
         self.processes: list[Any] = []
-        self.idle = list(range(flags.num_actors))  # the longest waiting first
+        self.idle = list(range(flags.num_actors))  # the one that waits longest first
         self.timings: list[dict[str, float]] = [{} for _ in self.idle]
         self.envs_per_actor = flags.envs_per_actor
         self._warned: set[str] = set()
-        self._seen = [(-1, 0.0)] * flags.num_actors  # progress, and when it was new
-        self._awake = 0.0  # seconds; stands still while the whole run is suspended
-        self._looked = time.monotonic()
+        self._seen = [(-1, 0.0)] * flags.num_actors  # steps, and _awake at the last one
+        self._awake = 0.0  # seconds, without the time in which the run is suspended
+        self._checked_at = time.monotonic()
         self._guardian = processes.Guardian(STOP_SECONDS)
         try:
             for index in range(flags.num_actors):
@@ -129,7 +134,7 @@ class Actors:
             raise
 
     def start_unroll(self, index: int, slots: list[int]) -> None:
-        """Lets an idle actor fill the slots, acting with the newest weights."""
+        """Makes an idle actor fill the slots with the newest weights."""
         self.idle.remove(index)
         self._seen[index] = (-1, self._awake)
         self._send(index, ("unroll", slots, *self.weights.acquire()))
@@ -138,7 +143,7 @@ class Actors:
         """Waits for actors and yields (index, slots) of each complete unroll.
 
         Args:
-          timeout: seconds to wait at most.
+          timeout: maximal seconds to wait.
           wake_up: a file descriptor that ends the wait when it is readable.
 
         Raises:
@@ -156,7 +161,7 @@ class Actors:
         self._check_stuck()
 
     def save(self) -> list[dict[str, Any]]:
-        """The states of all actors, for an exact resume. All must be idle."""
+        """Returns the states of all actors, for an exact resume. All must be idle."""
         for index in range(len(self.pipes)):
             self._send(index, ("save",))
         states = []
@@ -172,7 +177,7 @@ class Actors:
         return int(self.progress.sum()) * self.envs_per_actor
 
     def timing_summary(self) -> str:
-        """How the actors spent their time, on average."""
+        """Describes how the actors spent their time, on average."""
         known = [t for t in self.timings if t]
         if not known:
             return format_shares({})
@@ -180,10 +185,7 @@ class Actors:
         return format_shares({k: statistics.fmean(t[k] for t in known) for k in names})
 
     def close(self) -> None:
-        """Ends all processes and what their environments have started.
-
-        Those that don't end in time are killed.
-        """
+        """Ends all processes and the programs that their environments have started."""
         for pipe in self.pipes:
             pipe.close()
         self._guardian.end(self.processes, STOP_SECONDS)
@@ -193,12 +195,12 @@ class Actors:
         try:
             self.pipes[index].send(message)
         except OSError:
-            for _ in self._receive(index):  # raises its own error, if it sent one
+            for _ in self._receive(index):  # raises the error that the actor sent
                 pass
             self._raise_dead(index)
 
     def _receive(self, index: int) -> Iterator[tuple]:
-        """Messages that an actor has sent by now."""
+        """Yields the messages that have arrived from an actor."""
         try:
             while self.pipes[index].poll():
                 message = self.pipes[index].recv()
@@ -216,7 +218,7 @@ class Actors:
             self._raise_dead(index)
 
     def _warn_once(self, key: str, message: str) -> None:
-        """Logs a warning of an environment, unless another actor sent it before."""
+        """Logs a warning of an environment, unless another actor has sent it."""
         if key not in self._warned:
             self._warned.add(key)
             log.warning("%s. logs.csv counts it in env_warnings.", message)
@@ -225,7 +227,7 @@ class Actors:
         process = self.processes[index]
         process.join(1.0)
         code = process.exitcode
-        if code == processes.FORK_SERVER_IS_GONE:  # or the actor's own exit code
+        if code == processes.FORK_SERVER_IS_GONE:  # may be the actor's own exit code
             processes.check_fork_server()
         how = processes.how_it_ended(code)
         hint = f" (is {rollout.SHARED_MEMORY} full?)" if code == -signal.SIGBUS else ""
@@ -233,8 +235,8 @@ class Actors:
 
     def _check_stuck(self) -> None:
         now = time.monotonic()
-        self._awake += min(now - self._looked, 2.0)
-        self._looked = now
+        self._awake += min(now - self._checked_at, 2.0)
+        self._checked_at = now
         for index, steps in enumerate(self.progress.tolist()):
             seen, since = self._seen[index]
             if steps != seen:
@@ -249,6 +251,6 @@ class Actors:
             time.sleep(0.5)
         raise ActorError(
             f"actor {index} (pid {pid}) made no step for {self.timeout:g} s. Its stack "
-            "is printed above if it could still answer. If its environment is that "
-            "slow, raise --actor_timeout"
+            "is printed above, if the process could print it. If the environment is "
+            "that slow, raise --actor_timeout"
         )

@@ -1,12 +1,10 @@
-"""Atari games behind the preprocessing of the IMPALA paper, on two paths.
+"""Atari games with the preprocessing of the IMPALA paper, in two implementations.
 
-`make_atari` builds one environment from the readable wrappers below, `make_atari_vec`
-steps many in C++ (ale-py's AtariVectorEnv). Both follow the same protocol and give the
-same frames, rewards and episode ends for the same seeds and actions. Where the order of
-things is a matter of taste, the wrappers do as ale-py does; docs/environments.md
-compares the two.
+`make_atari` builds one environment from the Python wrappers below. `make_atari_vec`
+makes many in C++ (ale-py's AtariVectorEnv). Both give the same frames, rewards and
+episode ends for the same seeds and actions. docs/environments.md compares them.
 
-Both read these flags: env, frame_skip, noop_max, sticky_actions, full_action_space,
+Both use these flags: env, frame_skip, noop_max, sticky_actions, full_action_space,
 life_loss, max_episode_frames.
 """
 
@@ -26,16 +24,16 @@ from gymnasium import spaces
 FRAME_SIZE = 84  # height and width in pixels
 STACKED_FRAMES = 4
 
-# ale-py ships these only as two-player games and ends the process on loading one.
+# Two-player games. Loading one of them ends the process.
 _TWO_PLAYER_ROMS = {"combat", "joust", "maze_craze", "warlords"}
 
 
 def atari_game(env_id: str) -> str | None:
-    """The ROM name ("space_invaders") that an Atari id means, None for any other id.
+    """The ROM name of an Atari id, such as "space_invaders"; None for any other id.
 
     "SpaceInvadersNoFrameskip-v4", "SpaceInvadersDeterministic-v4", "SpaceInvaders-v4"
-    and "ALE/SpaceInvaders-v5" all mean the same game: the protocol comes from the
-    flags, not from the suffix of the id.
+    and "ALE/SpaceInvaders-v5" are the same game, because the preprocessing follows from
+    the flags and not from the suffix of the id.
     """
     match = re.fullmatch(
         r"(?:ALE/)?([A-Za-z0-9]+?)(?:NoFrameskip|Deterministic)?-v\d+", env_id
@@ -44,7 +42,7 @@ def atari_game(env_id: str) -> str | None:
 
 
 def game_names() -> dict[str, str]:
-    """{"SpaceInvaders": "space_invaders", ...}: every one-player game and its ROM."""
+    """The ROM names of all one-player games: {"SpaceInvaders": "space_invaders"}."""
     roms = set(ale_py.roms.get_all_rom_ids()) - _TWO_PLAYER_ROMS
     return {rom.title().replace("_", ""): rom for rom in roms}
 
@@ -60,10 +58,10 @@ def _require_game(env_id: str) -> str:
 
 
 class SeededAtari(AtariEnv):
-    """AtariEnv that hands the seed of reset() to the emulator as it is.
+    """AtariEnv that passes the seed of reset() to the emulator unchanged.
 
-    AtariEnv derives another one from it. The native path does not, and the emulator's
-    seed decides when sticky actions stick.
+    AtariEnv derives another seed from it, but the native path does not. The emulator's
+    seed determines when sticky actions repeat.
     """
 
     def seed_game(self, seed: int | None = None) -> tuple[int, int]:
@@ -74,10 +72,10 @@ class SeededAtari(AtariEnv):
 
 
 class StartOfGame(gymnasium.Wrapper):
-    """Press FIRE where the game has it, then no-ops: 0 to `noop_max` frames in all.
+    """Starts a game with 0 to `noop_max` random no-ops.
 
-    FIRE counts as one of the frames and is always pressed, so that a game with FIRE
-    starts after 1 to `noop_max` frames.
+    If the game has a FIRE button, the first of these frames presses it. Then there are
+    1 to `noop_max` frames.
     """
 
     def __init__(self, env: gymnasium.Env, noop_max: int):
@@ -89,12 +87,12 @@ class StartOfGame(gymnasium.Wrapper):
         self._seed_noops(None)
 
     def _seed_noops(self, seed: int | None) -> None:
-        # The same 32-bit stream as std::mt19937 has on the native path, which NumPy
-        # offers only through this legacy class.
+        # The native path uses std::mt19937. In NumPy only this legacy class gives the
+        # same numbers.
         self.rng = np.random.RandomState(seed)
 
     def _draw_frames(self) -> int:
-        # Maps 32 random bits to 0..noop_max by a multiplication, as libstdc++ does.
+        # Maps 32 random bits to 0..noop_max, as libstdc++ does.
         bits = int(self.rng.randint(2**32, dtype=np.uint32))
         return bits * (self.noop_max + 1) >> 32
 
@@ -114,12 +112,15 @@ class StartOfGame(gymnasium.Wrapper):
 
 
 class SkipFrames(gymnasium.Wrapper):
-    """Repeat the action `frame_skip` times; observe the maximum of the last 2 frames.
+    """Repeats each action and returns the maximum of the last two frames.
 
-    The rewards are summed, the end of the game cuts the repetition short. The maximum
-    restores sprites that the Atari 2600 draws in every other frame only. A game is
-    truncated after the step that reaches `max_frames` frames, counted from the agent's
-    first action.
+    The rewards are summed. The end of the game ends the repetition. The maximum shows
+    sprites that the Atari 2600 draws only in every other frame.
+
+    Args:
+      frame_skip: how often to repeat an action.
+      max_frames: the step that reaches this number of frames, counted from the agent's
+        first action, truncates the game.
     """
 
     def __init__(self, env: gymnasium.Env, frame_skip: int, max_frames: int):
@@ -151,23 +152,23 @@ class SkipFrames(gymnasium.Wrapper):
 
 
 class ResizeFrame(gymnasium.ObservationWrapper):
-    """Shrink the gray screen [210, 160] to [84, 84] uint8, averaging over areas."""
+    """Shrinks the gray screen [210, 160] to [84, 84] uint8 by averaging."""
 
     def __init__(self, env: gymnasium.Env):
         super().__init__(env)
         self.observation_space = spaces.Box(0, 255, (FRAME_SIZE, FRAME_SIZE), np.uint8)
 
     def observation(self, observation: np.ndarray) -> np.ndarray:
-        import cv2  # not above: most processes never need its 16 MB
+        import cv2  # late: most processes don't need its 16 MB
 
         size = (FRAME_SIZE, FRAME_SIZE)
         return cv2.resize(observation, size, interpolation=cv2.INTER_AREA)
 
 
 class StackFrames(gymnasium.Wrapper):
-    """Observe the last 4 frames, oldest first, in a new array [4, 84, 84] uint8.
+    """Returns the last 4 frames, oldest first, in a new array [4, 84, 84] uint8.
 
-    A game starts with three black frames before its first one.
+    Before the first frame of a game there are three black ones.
     """
 
     def __init__(self, env: gymnasium.Env):
@@ -193,11 +194,11 @@ class StackFrames(gymnasium.Wrapper):
 
 
 class LifeLoss(gymnasium.Wrapper):
-    """End the episode, but not the game, where a life is lost.
+    """Ends the episode, but not the game, if a life is lost.
 
-    info["game_over"] tells the two apart on the step that ends an episode. The reset()
-    after a lost life goes on with the game: it returns the last observation again. A
-    reset() with a seed or in the middle of an episode starts a new game.
+    In the step that ends an episode, info["game_over"] is False after a lost life. Then
+    reset() continues the game and returns the last observation again. A reset() with a
+    seed, or in the middle of an episode, starts a new game.
     """
 
     def __init__(self, env: gymnasium.Env):
@@ -218,7 +219,7 @@ class LifeLoss(gymnasium.Wrapper):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)
         game_over = terminated or truncated
-        # Some games go on with no life left; only the end of the game counts there.
+        # Some games continue without lives; then only the end of the game counts.
         life_lost = 0 < info["lives"] < self.lives
         self.life_lost = life_lost and not game_over
         self.lives = info["lives"]
@@ -230,14 +231,14 @@ class LifeLoss(gymnasium.Wrapper):
 def make_atari(
     flags: argparse.Namespace, render_mode: str | None = None
 ) -> gymnasium.Env:
-    """One Atari environment: observations [4, 84, 84] uint8, raw rewards."""
+    """Makes one environment: observations [4, 84, 84] uint8, unclipped rewards."""
     env: gymnasium.Env = SeededAtari(
         _require_game(flags.env),
         obs_type="grayscale",
         frameskip=1,
         repeat_action_probability=flags.sticky_actions,
         full_action_space=flags.full_action_space,
-        max_num_frames_per_episode=0,  # SkipFrames counts them
+        max_num_frames_per_episode=0,  # SkipFrames truncates
         render_mode=render_mode,  # type: ignore[arg-type] # a literal; AtariEnv checks it
     )
     env = StartOfGame(env, flags.noop_max)
@@ -250,12 +251,12 @@ def make_atari(
 
 
 class NativeAtari(gymnasium.vector.VectorWrapper):
-    """ale-py's AtariVectorEnv with the infos that Gymnasium's SAME_STEP mode promises.
+    """ale-py's AtariVectorEnv with the infos that Gymnasium's SAME_STEP mode requires.
 
-    Adds to infos, on a step that ends an episode, "final_obs" [E, 4, 84, 84] (valid in
-    the truncated rows) and "final_info" with "game_over" [E] bool, which tells a lost
-    life from the end of the game. Truncates games itself: the last observation that
-    ale-py hands out lacks the last emulator frames.
+    If a step ends an episode, infos get "final_obs" [E, 4, 84, 84], valid for truncated
+    environments, and "final_info" with "game_over" [E] bool, False after a lost life.
+    This class truncates games itself, because ale-py's last observation lacks the last
+    emulator frames.
     """
 
     env: AtariVectorEnv
@@ -276,7 +277,7 @@ class NativeAtari(gymnasium.vector.VectorWrapper):
         seed: int | np.ndarray | Sequence[int] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start new games; `seed` holds one integer in [0, 2**31) per environment."""
+        """Starts new games; `seed` holds one integer in [0, 2**31) per environment."""
         if isinstance(seed, Sequence):
             seed = np.asarray(seed, np.int64)
         observation, info = self.env.reset(seed=seed, options=options)
@@ -287,8 +288,8 @@ class NativeAtari(gymnasium.vector.VectorWrapper):
         self, actions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         observation, reward, terminated, _, info = self.env.step(actions)
-        # ale-py has already begun the next game where one is over, which shows only in
-        # the number of frames that came before the game.
+        # If a game is over, ale-py has already started the next one. Only the number of
+        # frames before the game shows this.
         over = _game_start(info) != self.game_start
         played = info["episode_frame_number"] - self.first_frame
         truncated = (played >= self.max_frames) & ~over
@@ -307,21 +308,21 @@ class NativeAtari(gymnasium.vector.VectorWrapper):
 
 
 def _game_start(info: dict[str, np.ndarray]) -> np.ndarray:
-    """Emulator frames before the current game, [E]; differs from game to game."""
+    """Emulator frames before the current game, [E]; different for each game."""
     return info["frame_number"] - info["episode_frame_number"]
 
 
 def make_atari_vec(flags: argparse.Namespace, num_envs: int) -> NativeAtari:
-    """`num_envs` Atari environments in C++, stepped one after another by one thread.
+    """Makes `num_envs` environments in C++, stepped by one thread.
 
-    The arrays that it returns are new ones at every step.
+    Each step returns new arrays.
     """
     game = _require_game(flags.env)
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
     env = AtariVectorEnv(
         game,
         num_envs,
-        num_threads=1,  # parallelism comes from many actor processes
+        num_threads=1,  # actor processes run in parallel already
         autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,
         max_num_frames_per_episode=2**31 - 1,  # NativeAtari truncates
         repeat_action_probability=flags.sticky_actions,
@@ -330,8 +331,8 @@ def make_atari_vec(flags: argparse.Namespace, num_envs: int) -> NativeAtari:
         img_width=FRAME_SIZE,
         stack_num=STACKED_FRAMES,
         frameskip=flags.frame_skip,
-        noop_max=flags.noop_max + 1,  # ale-py draws from 0 to noop_max - 1 frames
-        # episodic_life would restart the whole game at each lost life
+        noop_max=flags.noop_max + 1,  # ale-py draws from 0 to noop_max - 1
+        # episodic_life would restart the game at each lost life
         life_loss_info=flags.life_loss,
         reward_clipping=False,
     )

@@ -1,4 +1,4 @@
-"""Checkpoints: one file that is always whole, and the one before it."""
+"""Checkpoints: model.tar, written atomically, and the previous one."""
 
 from __future__ import annotations
 
@@ -23,73 +23,72 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint that cannot be saved or loaded; the message says what to do."""
+    """A checkpoint can't be saved or loaded; the message says what to do."""
 
 
 def previous_path(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Where `save` keeps the checkpoint before: model.tar → model.previous.tar."""
+    """The path of the previous checkpoint: model.tar → model.previous.tar."""
     path = pathlib.Path(path)
     return path.with_name(f"{path.stem}.previous{path.suffix}")
 
 
 def save(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Write `state` to `path` entirely or not at all, and keep the one before.
+    """Writes `state` to `path` atomically, and keeps the previous checkpoint.
 
-    The state is serialised in memory, checked to be loadable, written to a temporary
-    file in the same folder and brought to the disk before it takes the name `path`. At
-    every instant, whatever is killed, `path` holds a whole checkpoint if it held one
-    before. Call it from one thread at a time.
+    It serialises the state in memory and checks that it can be loaded. Then it writes a
+    temporary file, syncs it to the disk and renames it to `path`. So `path` is always
+    complete, even if the process is killed. One thread at a time.
 
     Args:
-        path: the file, usually model.tar. `previous_path(path)` gets what it held.
-        state: tensors and plain Python values in dicts, lists and tuples: what
-            torch.load(weights_only=True) accepts. NumPy arrays and classes are not.
+      path: the file, usually model.tar. Its old content moves to `previous_path(path)`.
+      state: tensors and plain Python values in dicts, lists and tuples, as
+        torch.load(weights_only=True) accepts them. No NumPy arrays, no other classes.
 
     Raises:
-        CheckpointError: `state` holds something else, or the file cannot be written
-            (full disk). The last good checkpoint is as it was.
+      CheckpointError: `state` holds something else, or the file can't be written, for
+        example on a full disk. The last checkpoint is unchanged.
     """
     path = pathlib.Path(path)
     buffer = io.BytesIO()
     try:
         torch.save(state, buffer)
         buffer.seek(0)
-        _read(buffer, map_location="meta")  # Reads no tensor data.
+        _read(buffer, map_location="meta")  # reads no tensor data
     except Exception as error:
         raise CheckpointError(
-            f"Cannot save a checkpoint to {path}: what it should hold could not be "
-            f"loaded again: {_reason(error)} Save tensors and plain values only."
+            f"Cannot save a checkpoint to {path}, because it could not be loaded "
+            f"again: {_reason(error)} Save only tensors and plain values."
         ) from error
     data = buffer.getbuffer()
     try:
         with atomic_write(path) as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())  # Before the old checkpoint gives way to it.
+            os.fsync(file.fileno())  # before the old checkpoint is renamed
             if path.exists():
                 _keep_previous(path)
     except Exception as error:
         raise CheckpointError(
             f"Cannot save a checkpoint of {len(data):,} bytes to {path} "
-            f"({_free_space(path.parent)}): {error}. The checkpoint before it, if any, "
-            "is untouched. Free some space or choose another --savedir."
+            f"({_free_space(path.parent)}): {error}. The previous checkpoint, if any, "
+            "is unchanged. Free some space or choose another --savedir."
         ) from error
 
 
 def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-    """Read a checkpoint, running no code from it and checking every byte of its data.
+    """Reads a checkpoint. Verifies its checksums and runs no code from it.
 
     Args:
-        path: a file written by `save`.
-        map_location: where the tensors go, as for torch.load.
+      path: a file written by `save`.
+      map_location: as for torch.load.
 
     Returns:
-        The state that was saved.
+      The saved state.
 
     Raises:
-        CheckpointError: the file is missing, truncated, corrupted, or holds more than
-            tensors and plain values. Where the checkpoint before it is good, the
-            message has the command that goes back to it.
+      CheckpointError: the file is missing, truncated, corrupted, or holds something
+        else than tensors and plain values. If the previous checkpoint is good, the
+        message has the command that restores it.
     """
     path = pathlib.Path(path)
     try:
@@ -100,17 +99,17 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
 
 
 def _way_back(path: pathlib.Path) -> str:
-    """How to go on from the checkpoint before a bad one, if that is good."""
+    """Describes how to restore the previous checkpoint, if it is good."""
     previous = previous_path(path)
     try:
         _read_file(previous, "meta")
     except FileNotFoundError:
-        return f"There is no {previous.name} to go back to."
+        return f"There is no {previous.name} to restore."
     except Exception as error:
-        return f"Nor can {previous.name} be loaded: {_reason(error)}"
+        return f"{previous.name} can't be loaded either: {_reason(error)}"
     command = shlex.join(["cp", str(previous), str(path)])
     return (
-        f"The checkpoint before it, {previous.name}, is good. To go on from it:\n"
+        f"The previous checkpoint, {previous.name}, is good. To restore it:\n"
         f"    {command}\nand start again with the same --xpid."
     )
 
@@ -118,22 +117,22 @@ def _way_back(path: pathlib.Path) -> str:
 def check(
     state: dict[str, Any], path: str | os.PathLike[str], for_test: bool = False
 ) -> None:
-    """Checks that a checkpoint has what a run goes on from.
+    """Checks that a checkpoint is complete.
 
     Args:
-        state: what `load` gave.
-        path: where from, for the message.
-        for_test: only the model and the flags are needed.
+      state: the result of `load`.
+      path: for the message.
+      for_test: check only the model and the flags.
 
     Raises:
-        CheckpointError: something is missing, has another type, is negative, or a
-            weight is not finite.
+      CheckpointError: a part is missing, has another type, is negative, or a weight is
+        not finite.
     """
     wrong = _find_wrong(state, for_test)
     if wrong:
         raise CheckpointError(
-            f"The checkpoint {path} can't be used: {wrong}. It was written by another "
-            f"program, or changed by one. {_way_back(pathlib.Path(path))}"
+            f"The checkpoint {path} can't be used: {wrong}. Another program wrote or "
+            f"changed it. {_way_back(pathlib.Path(path))}"
         )
 
 
@@ -171,13 +170,13 @@ def _seen(values: dict[str, Any], name: str) -> str:
 
 
 def check_fit(found: dict[str, Any], model: torch.nn.Module) -> None:
-    """Checks that a checkpoint's weights are those of a model.
+    """Checks that a checkpoint has the weights of a model.
 
     Args:
-        found: the model_state_dict of the checkpoint.
+      found: the model_state_dict of the checkpoint.
 
     Raises:
-        CheckpointError: names and shapes differ; the message has them.
+      CheckpointError: names or shapes differ; the message lists them.
     """
     wanted = model.state_dict()
 
@@ -207,8 +206,9 @@ def check_fit(found: dict[str, Any], model: torch.nn.Module) -> None:
         more = f"; and {rest} more" if rest > 0 else ""
         raise CheckpointError(
             "the checkpoint's weights don't fit the model that the flags and the "
-            f"environment's spaces ask for: {'; '.join(differences[:shown])}{more}. "
-            "Give --env, --model and --use_lstm as they were, or another --xpid"
+            f"environment's spaces define: {'; '.join(differences[:shown])}{more}. "
+            "Give the --env, --model and --use_lstm of the checkpoint, or another "
+            "--xpid"
         )
 
 
@@ -225,7 +225,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Sets what `rng_state` returned; states of GPUs that are gone are left out."""
+    """Restores the result of `rng_state`, except for GPUs that no longer exist."""
     torch.set_rng_state(state["torch"].cpu())
     gpus = torch.cuda.device_count()
     torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"][:gpus]])
@@ -242,7 +242,7 @@ def _read_file(path: pathlib.Path, map_location: Any) -> dict[str, Any]:
 
 
 def _read(file: BinaryIO | io.BytesIO, map_location: Any) -> dict[str, Any]:
-    # torch.load does not look at the checksums: a flipped bit would become a weight.
+    # torch.load does not verify checksums: a flipped bit would change a weight.
     with zipfile.ZipFile(file) as archive:
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"its part {damaged} has a wrong checksum")
@@ -254,34 +254,33 @@ def _read(file: BinaryIO | io.BytesIO, map_location: Any) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """What was wrong, in a sentence."""
+    """Describes an error in one sentence."""
     if isinstance(error, FileNotFoundError):
         return "there is no such file."
     if isinstance(error, zipfile.BadZipFile):
-        return f"it is truncated, corrupted or no checkpoint ({error})."
-    # The long message of torch.load tells how to run the code; name it instead.
+        return f"it is truncated, corrupted or not a checkpoint ({error})."
+    # torch.load's long message explains how to run the code. Only name the code.
     if refused := re.search(r"GLOBAL ([\w.]+)", str(error)):
-        return f"it refers to {refused[1]}, which is refused as it could run code."
+        return f"it refers to {refused[1]}, which is refused because it may run code."
     return f"{type(error).__name__}: {str(error).strip()}"
 
 
 def _keep_previous(path: pathlib.Path) -> None:
-    """Give the checkpoint at `path` a second name, so that `path` can be replaced."""
+    """Gives the checkpoint at `path` a second name, so that `path` can be replaced."""
     previous = previous_path(path)
     temporary = previous.with_name(f".{previous.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
         os.link(path, temporary)
-    except OSError as error:  # Some network and USB file systems have no hard links.
-        log.debug("Copying %s, as it cannot be linked: %s", path, error)
+    except OSError as error:  # some network and USB file systems have no hard links
+        log.debug("Copying %s, because it can't be linked: %s", path, error)
         try:
             shutil.copyfile(path, temporary)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
     temporary.replace(previous)
-    # Renaming one name of a file to another of its names does nothing, and leaves both.
-    temporary.unlink(missing_ok=True)
+    temporary.unlink(missing_ok=True)  # stays if both are links to the same file
 
 
 def _free_space(folder: pathlib.Path) -> str:

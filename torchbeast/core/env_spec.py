@@ -1,7 +1,7 @@
-"""What a learner needs of its environment, found out in a process of its own.
+"""The properties of the environment, found in a child process.
 
-The learner's process never runs an environment: one that hangs, crashes its process or
-leaves programs behind would do it there.
+The learner process never runs an environment, because an environment may hang, crash
+its process or leave programs behind.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torchbeast.core.flags import Flags
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 300.0  # granted to the process to import its modules
-CLOSE_SECONDS = 5.0  # granted to the environment's close()
+START_SECONDS = 300.0  # time limit for the imports of the child process
+CLOSE_SECONDS = 5.0  # time limit for the environment's close()
 
 
 class EnvSpec(NamedTuple):
-    """What a learner needs of its environments.
+    """What a learner needs to know about its environments.
 
     Attributes:
       frames_per_step: emulator frames per step.
       exact_resume: whether games in progress can be saved.
-      num_envs: environments of one stream (PolyBeast).
-      hello: all that a stream said of itself, for the pool to compare (PolyBeast).
+      num_envs: environments per stream (PolyBeast).
+      hello: the serialized hello of a stream, for comparison with others (PolyBeast).
     """
 
     observation_space: spaces.Space
@@ -48,17 +48,17 @@ class EnvSpec(NamedTuple):
 
 
 def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
-    """Makes the environment of the flags, in a child process, and closes it again.
+    """Makes the environment in a child process, reads its properties and closes it.
 
     Args:
-      context: of multiprocessing, which starts the child.
-      timeout: seconds that making the environment may take.
+      context: of multiprocessing, starts the child.
+      timeout: seconds for making the environment.
 
     Raises:
-      ProcessError: it failed with an exception, took too long, or its process died.
-      UserError: the flags name no usable environment.
+      ProcessError: the environment raised, took too long, or its process died.
+      UserError: the flags do not name a usable environment.
     """
-    log.info("Making one environment of %s, for its spaces.", flags.env)
+    log.info("Making one environment of %s to read its spaces.", flags.env)
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=_describe, args=(flags, writer), daemon=True)
     with contextlib.closing(processes.Guardian(CLOSE_SECONDS)) as guardian:
@@ -70,8 +70,7 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
             process.join(CLOSE_SECONDS)
             if process.is_alive():
                 log.warning(
-                    "%s is not closed after %g s: its process is killed. Is its "
-                    "close() stuck?",
+                    "close() of %s did not return within %g s: its process is killed.",
                     *(flags.env, CLOSE_SECONDS),
                 )
             return spec
@@ -86,7 +85,7 @@ def _receive(process: Any, reader: Any, flags: Flags, timeout: float) -> tuple:
             os.kill(process.pid, signal.SIGUSR1)  # prints its stack
             time.sleep(0.5)
         raise processes.ProcessError(
-            f"{flags.env} was not made within {timeout:g} s. Where it hangs is printed "
+            f"{flags.env} was not made within {timeout:g} s. Its stack is printed "
             "above. If it needs that long, raise --actor_timeout"
         )
     try:
@@ -116,5 +115,5 @@ def _describe(flags: Flags, pipe: connection.Connection) -> None:
         pipe.send(("error", error))
     except BaseException:
         text = f"{flags.env} can't be made:\n{traceback.format_exc()}"
-        with contextlib.suppress(OSError):  # the learner has ended
+        with contextlib.suppress(OSError):  # the learner has exited
             pipe.send(("error", processes.ProcessError(text)))

@@ -1,4 +1,4 @@
-"""From an error to a message in the log and an exit status."""
+"""User errors, and how an error becomes a log message and an exit status."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 class UserError(Exception):
-    """The user can put it right: the log gets the message alone, no traceback."""
+    """An error that the user can fix: only its message is logged, no traceback."""
 
 
 class FlagError(UserError, ValueError):
@@ -23,10 +23,10 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def report(error: BaseException) -> int:
-    """Logs what ended the run. Returns the exit status for it."""
+    """Logs the error that ended the run. Returns the exit status."""
     if isinstance(error, KeyboardInterrupt):
         number = error.args[0] if error.args else signal.SIGINT
-        log.warning("%s: ends without saving.", signal.Signals(number).name)
+        log.warning("%s: exits without saving.", signal.Signals(number).name)
         return 128 + number
     if is_user_error(error):
         log.error("%s: %s", type(error).__name__, error)

@@ -1,4 +1,4 @@
-"""Numbers that are not finite: in weights, and where in a batch they came from."""
+"""Infinity and NaN: finds them in weights, and finds their cause in a batch."""
 
 import math
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-TOO_LARGE = 1e15  # nothing sensible is; its square nearly overflows float32
+TOO_LARGE = 1e15  # its square nearly overflows float32
 
 
 def all_finite(model: torch.nn.Module) -> bool:
-    """Whether all weights are finite. Costs far less than 1 % of an update."""
+    """Whether all weights are finite. Takes far less than 1 % of an update."""
     sums = [
         x.detach().sum()
         for tensors in (model.parameters(), model.buffers())
@@ -21,7 +21,7 @@ def all_finite(model: torch.nn.Module) -> bool:
 
 
 def find_cause(batch: dict[str, Any], reward_is_clipped: bool) -> str:
-    """Says what made the loss of a batch not finite: rewards, observations, the update.
+    """Describes what made the loss not finite: rewards, observations or the update.
 
     Args:
       batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py.
@@ -35,16 +35,16 @@ def find_cause(batch: dict[str, Any], reward_is_clipped: bool) -> str:
         return (
             "The cause is the environment: "
             + "; ".join(reasons)
-            + ". Look at what its reset() and step() return"
+            + ". Check what its reset() and step() return"
         )
     return (
         "The cause is the update: rewards and observations are finite. Lower "
-        "--learning_rate, or look at the loss"
+        "--learning_rate, or check the loss"
     )
 
 
 def _describe(name: str, x: torch.Tensor, too_large: bool) -> list[str]:
-    """What is wrong with x [T + 1, B, ...], if anything."""
+    """Describes the suspect values of x [T + 1, B, ...], if there are any."""
     finite = x.isfinite()
     if not finite.all():
         steps = (~finite).flatten(2).any(2) if x.dim() > 2 else ~finite

@@ -1,12 +1,12 @@
-"""A small process that ends what another one has left behind; see processes.Guardian.
+"""A small process that kills the children of a dead process; see processes.Guardian.
 
     python -I -S guardian.py SECONDS
 
-Reads lines from its standard input: "+123" to guard process 123 and its process group,
-"-123" to guard it no more. The end of the input means that its parent has died, however
-it died. The guarded processes then have SECONDS to end by themselves and are killed.
+It reads lines from standard input: "+123" guards process 123 and its process group,
+"-123" no longer guards it. The end of the input means that the parent has died. Then
+the guarded processes have SECONDS to exit; after that they are killed.
 
-Plain Python without imports of this package, so that it takes little time and memory.
+It imports nothing of this package, so that it needs little time and memory.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import time
 
 
 def exists(pid: int) -> bool:
-    """Whether there is a process of this number, or one of its group."""
+    """Whether this process exists, or one of its group."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(OSError):
             kill(pid, 0)
@@ -26,7 +26,7 @@ def exists(pid: int) -> bool:
 
 
 def main() -> None:
-    os.setpgid(0, 0)  # what kills the parent's group must not reach this process
+    os.setpgid(0, 0)  # a signal to the parent's group must not reach this process
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     guarded: set[int] = set()
@@ -41,7 +41,7 @@ def main() -> None:
         time.sleep(0.05)
     for pid in guarded:
         for kill in (os.killpg, os.kill):
-            with contextlib.suppress(OSError):  # it has ended, or leads no group yet
+            with contextlib.suppress(OSError):  # it has exited, or has no group yet
                 kill(pid, signal.SIGKILL)
 
 

@@ -1,38 +1,38 @@
-"""What PolyBeast's learner says about what happens to its streams."""
+"""Log messages of PolyBeast's learner about its streams."""
 
 import logging
 import time
 
-LINES, SECONDS = 10, 10.0  # so many lines in so many seconds, then only a number
+LINES, SECONDS = 10, 10.0  # at most LINES lines per SECONDS; others are only counted
 
-# Kinds of libtorchbeast's events.
+# By kind of libtorchbeast's events.
 MESSAGES = {
     "lost": "A stream is lost: %s",
     "returned": "A stream is back: %s",
     "refused": "A stream is refused: %s",
-    "env_error": "An environment raised, which costs its stream: %s",
+    "env_error": "An environment raised, so its stream starts again: %s",
 }
 
-# Of pools and listeners: (time, kind, text) each, and the number of those forgotten.
+# (time, kind, text) of each event of a pool or listener, and the number of lost ones.
 Events = tuple[list[tuple[float, str, str]], int]
 
 
 class PeerLog:
-    """Logs what happens to streams, a few lines at a time, and each only once."""
+    """Logs events of streams, without repetitions and at a limited rate."""
 
     def __init__(self, log: logging.Logger) -> None:
         self.log = log
-        self.began = time.monotonic()  # the time in which lines are counted
-        self.logged: set[str] = set()  # since then
-        self.more = 0  # that were not logged
+        self.began = time.monotonic()  # start of the current interval
+        self.logged: set[str] = set()  # in this interval
+        self.more = 0  # not logged in this interval
 
     def report(self, events: Events) -> None:
         if time.monotonic() - self.began > SECONDS:
             self.close()
             self.began, self.logged = time.monotonic(), set()
-        happened, forgotten = events
-        self.more += forgotten
-        for _, kind, text in happened:
+        recent, num_lost = events
+        self.more += num_lost
+        for _, kind, text in recent:
             if (
                 len(self.logged) == LINES
                 or (message := MESSAGES[kind] % text) in self.logged
@@ -44,7 +44,7 @@ class PeerLog:
             self.log.log(level, "%s", message)
 
     def close(self) -> None:
-        """Logs how many more there were."""
+        """Logs the number of suppressed messages."""
         if self.more:
             self.log.warning("And %d more messages about streams.", self.more)
         self.more = 0

@@ -1,16 +1,16 @@
-"""Signals and processes: how they start, how they end, what they leave behind.
+"""Stop signals, and starting and ending child processes.
 
-The learner and the environment servers use this. It loads neither torch nor NumPy, and
-importing it changes nothing.
+The learner and the environment servers use this. Importing it loads neither torch nor
+NumPy and has no side effects.
 
-Three sets of handlers for the stop signals (SIGINT, SIGTERM, SIGHUP) follow each other
-in a script: while it imports, a signal ends it at once (exit_on_stop_signals); while it
-prepares a run, a signal raises KeyboardInterrupt (raise_on_stop_signals); while it
-works, a signal is noted and wakes the main thread (StopSignals, or a handler of its
-own). Each gives exit status 128 + the signal's number and no traceback.
+A script handles the stop signals (SIGINT, SIGTERM, SIGHUP) in three ways, one after
+another. During its imports a signal ends it at once (exit_on_stop_signals). While it
+prepares a run, a signal raises KeyboardInterrupt (raise_on_stop_signals). While it
+runs, a signal is noted and wakes the main thread (StopSignals, or Run's handler). The
+exit status is always 128 + the signal's number, without a traceback.
 
-Each process that runs an environment leads a process group of its own, so that the
-programs which the environment has started can be killed with it.
+Each process that runs an environment leads a process group, so that programs which the
+environment has started can be killed with it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any, NoReturn
 from torchbeast.core.errors import UserError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Within this time after the first signal, others are the same request: programs such as
-# timeout signal the process and then its group, and people press Ctrl-C twice.
+# Signals within this time after the first count as the same request: `timeout` signals
+# the process and then its group, and people press Ctrl-C twice.
 SAME_REQUEST_SECONDS = 1.0
 
 
@@ -42,22 +42,22 @@ class ProcessError(UserError, RuntimeError):
 
 
 def handled_signals() -> list[signal.Signals]:
-    """The stop signals, but not a SIGHUP that this process ignores (see nohup)."""
+    """The stop signals, without SIGHUP if this process ignores it (nohup)."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [n for n in STOP_SIGNALS if not (ignored and n == signal.SIGHUP)]
 
 
 def exit_on_stop_signals() -> None:
-    """For the first lines of a script, before its slow imports."""
+    """Makes stop signals end the process at once; for the imports of a script."""
     for number in handled_signals():
         signal.signal(number, _exit_at_once)
 
 
 def _exit_at_once(number: int, frame: FrameType | None) -> None:
-    # Not an exception: code that is being imported might catch it, or print it.
+    # Not an exception: an imported module might catch or print it.
     name = signal.Signals(number).name
     with contextlib.suppress(OSError):
-        os.write(2, f"{name} during the start: nothing was begun.\n".encode())
+        os.write(2, f"{name} during the start: no run was started.\n".encode())
     os._exit(128 + number)
 
 
@@ -65,10 +65,10 @@ def _exit_at_once(number: int, frame: FrameType | None) -> None:
 def handling(
     handler: Callable[[int, FrameType | None], Any],
 ) -> Iterator[None]:
-    """Handles stop signals like this; afterwards as before.
+    """Installs a handler for stop signals, and restores the old ones afterwards.
 
-    Only in a script that has called exit_on_stop_signals they are ignored afterwards:
-    then it is about to exit with a status of its own.
+    Exception: after exit_on_stop_signals, signals are ignored afterwards, because the
+    script is about to exit with the right status.
     """
     old = {number: signal.signal(number, handler) for number in handled_signals()}
     try:
@@ -90,7 +90,7 @@ def raise_on_stop_signals() -> Iterator[None]:
         if not first:
             first = now
             raise KeyboardInterrupt(number)
-        if now - first > SAME_REQUEST_SECONDS:  # some code has caught the exception
+        if now - first > SAME_REQUEST_SECONDS:  # something has caught the exception
             os._exit(128 + number)
 
     with handling(handler):
@@ -98,11 +98,11 @@ def raise_on_stop_signals() -> Iterator[None]:
 
 
 class StopSignals:
-    """Notes stop signals instead of ending the process, and wakes the main thread.
+    """Notes stop signals and wakes the main thread.
 
     Attributes:
       number: the first signal, or 0.
-      wake_reader: a file descriptor that is ready to be read after a signal.
+      wake_reader: a file descriptor that is readable after a signal.
     """
 
     def __init__(self) -> None:
@@ -130,10 +130,10 @@ class StopSignals:
 
 
 def run_script(main: Callable[[], int]) -> NoReturn:
-    """Ends this process with the status that `main` returns.
+    """Exits with the status that `main` returns.
 
-    If the terminal is gone, what is left to print is dropped: Python would otherwise
-    end with status 120.
+    If the terminal has closed, unprinted output is dropped. Otherwise Python would exit
+    with status 120.
     """
     status = main()
     for stream in (sys.stdout, sys.stderr):
@@ -146,7 +146,7 @@ def run_script(main: Callable[[], int]) -> NoReturn:
 
 
 def num_cpus() -> int:
-    """The CPUs that this process may use."""
+    """The number of CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -157,17 +157,16 @@ def num_cpus() -> int:
 
 @contextlib.contextmanager
 def starting_children() -> Iterator[None]:
-    """Child processes that are started meanwhile get no stop signals.
+    """Blocks stop signals in child processes that start inside this block.
 
-    They call begin_child() first, which takes signals again. So a Ctrl-C can't reach a
-    child that still imports modules; the parent gets it afterwards.
+    begin_child() unblocks them. So a Ctrl-C can't hit a child during its imports. The
+    parent gets the signal after this block.
     """
     from multiprocessing import resource_tracker  # slow
 
     old = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        # It unblocks SIGINT and SIGTERM in this process, so it has to come first.
-        resource_tracker.ensure_running()
+        resource_tracker.ensure_running()  # first, because it unblocks signals
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         yield
     finally:
@@ -175,42 +174,42 @@ def starting_children() -> Iterator[None]:
 
 
 def begin_child(ends_by: Sequence[int] = ()) -> None:
-    """The first call of a child process that runs environments.
+    """Prepares a child process that runs environments; its first call.
 
-    It leads a process group from now on, for kill_group and Guardian. A terminal's
-    signals don't reach that group, and those of a batch system have no effect: the
-    parent decides what they mean.
+    The child becomes the leader of a process group, for kill_group and Guardian. Stop
+    signals of a terminal don't reach it, and those of a batch system have no effect:
+    only the parent reacts to them.
 
     Args:
-      ends_by: stop signals by which the parent ends the child.
+      ends_by: stop signals that end the child nevertheless.
     """
     os.setpgid(0, 0)
     for number in handled_signals():
-        # Not SIG_IGN, which programs that an environment starts would inherit.
+        # Not SIG_IGN: programs that the environment starts would inherit it.
         handler = signal.SIG_DFL if number in ends_by else lambda number, frame: None
         signal.signal(number, handler)
-    # Output of a group in the background; the terminal may be set to stop it.
+    # A terminal may stop background groups that write to it (stty tostop).
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def kill_group(pid: int | None) -> None:
-    """Kills what is left of the process group that this child leads or led."""
+    """Kills the remaining processes of a child's process group."""
     if pid is not None:
-        # macOS: no permission for zombies.
+        # PermissionError: macOS raises it for zombies.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
 
 
 def end_processes(processes: Sequence[Any], seconds: float) -> list[Any]:
-    """Waits for processes to end, kills those that don't, and all their groups.
+    """Waits for processes to exit, then kills the others and all their groups.
 
     Args:
       processes: of multiprocessing.
-      seconds: granted to all of them together to end by themselves.
+      seconds: to wait for all of them together.
 
     Returns:
-      Those that had to be killed.
+      The processes that had to be killed.
     """
     killed = []
     deadline = time.monotonic() + seconds
@@ -225,7 +224,7 @@ def end_processes(processes: Sequence[Any], seconds: float) -> list[Any]:
 
 
 def how_it_ended(code: int | None) -> str:
-    """In words, the exit code of a process as multiprocessing gives it."""
+    """Describes an exit code of multiprocessing in words."""
     if code is not None and code < 0:
         try:
             name = signal.Signals(-code).name
@@ -236,20 +235,20 @@ def how_it_ended(code: int | None) -> str:
     return f"with exit status {code}"
 
 
-FORK_SERVER_IS_GONE = 255  # exit code by which multiprocessing says so
+FORK_SERVER_IS_GONE = 255  # multiprocessing's exit code if the fork server has died
 
 
 def check_fork_server() -> None:
-    """Raises ProcessError if the fork server has died, which starts processes."""
+    """Raises ProcessError if multiprocessing's fork server has died."""
     from multiprocessing import forkserver  # slow
 
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     if pid is None or not hasattr(os, "waitid"):  # macOS before Python 3.13
         return
-    deadline = time.monotonic() + 1.0  # its pipes are closed a moment before its end
+    deadline = time.monotonic() + 1.0  # it closes its pipes shortly before it exits
     with contextlib.suppress(ChildProcessError):
         while True:
-            # Without reaping it, which multiprocessing does.
+            # WNOWAIT: multiprocessing reaps it.
             how = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if how is not None:
                 exited = how.si_code == os.CLD_EXITED
@@ -264,13 +263,13 @@ def check_fork_server() -> None:
 
 
 class Guardian:
-    """Kills child processes and their groups if this process dies before it has.
+    """Kills child processes and their groups if this process dies.
 
-    It is a process of its own, and so it works even if this process gets SIGKILL while
-    a child's environment hangs and holds Python's lock.
+    It is a separate process, so it works even if this process gets SIGKILL while a
+    child's environment hangs and holds Python's lock.
 
     Args:
-      seconds: granted to the children to notice and to end by themselves.
+      seconds: time for the children to exit before they are killed.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -285,11 +284,11 @@ class Guardian:
 
     def _write(self, number: int) -> None:
         assert self._process.stdin
-        with contextlib.suppress(BrokenPipeError):  # somebody has killed it
+        with contextlib.suppress(BrokenPipeError):  # the guardian was killed
             self._process.stdin.write(f"{number:+d}\n".encode())
 
     def start(self, process: Any) -> None:
-        """Starts a process of multiprocessing that calls begin_child(), and guards it.
+        """Starts and guards a process of multiprocessing, which calls begin_child().
 
         Raises:
           ProcessError: multiprocessing's fork server has died.
@@ -303,21 +302,21 @@ class Guardian:
             self._write(process.pid)
 
     def end(self, children: Sequence[Any], seconds: float) -> list[Any]:
-        """Ends child processes as end_processes does; they are guarded no more."""
+        """Ends child processes, see end_processes, and stops guarding them."""
         killed = end_processes(children, seconds)
         for process in children:
             self._write(-process.pid)
         return killed
 
     def close(self) -> None:
-        """Ends the guardian, after the children that it still guards."""
+        """Ends the guardian. It first ends the children that it still guards."""
         assert self._process.stdin
         self._process.stdin.close()
         self._process.wait()
 
 
 def end_after_parent(end: Callable[[], None], seconds: float) -> None:
-    """Starts a thread that calls `end` if the parent dies, and then exits."""
+    """Starts a thread that waits for the parent's death, calls `end` and exits."""
     from multiprocessing import connection, parent_process  # slow
 
     parent = parent_process()
@@ -327,6 +326,6 @@ def end_after_parent(end: Callable[[], None], seconds: float) -> None:
         connection.wait([parent.sentinel])
         end()
         time.sleep(seconds)
-        os._exit(1)  # an environment hangs
+        os._exit(1)  # still here: an environment hangs
 
     threading.Thread(target=wait, daemon=True).start()

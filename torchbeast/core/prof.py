@@ -1,4 +1,4 @@
-"""Where a loop spends its time."""
+"""Profiling: time per section of a loop, the bottleneck, profiler traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-ALWAYS_BUSY = 0.9  # of the time
+ALWAYS_BUSY = 0.9  # share of the time
 PROFILE_AFTER, PROFILE_UPDATES = 10, 20  # updates before the trace, and in it
 
 
@@ -25,13 +25,12 @@ class Timings:
             learn(batch)
             timings.time("learn")
 
-    `time` adds the time since the last `reset` or `time` to the section. The time
-    between the last `time` and the next `reset` is not counted. Each call costs well
-    under a microsecond. Work on a GPU counts only until it is queued, unless the
+    The time between the last `time` and the next `reset` is not counted. Each call
+    costs well under a microsecond. GPU work counts only until it is queued, unless the
     section waits for its result.
 
     Attributes:
-        seconds: total seconds per section, in the order of their first use.
+      seconds: total seconds per section, in the order of their first use.
     """
 
     def __init__(self) -> None:
@@ -39,37 +38,37 @@ class Timings:
         self.reset()
 
     def reset(self) -> None:
-        """Start the clock. The time before this call belongs to no section."""
+        """Starts the clock."""
         self._last = time.perf_counter()
 
     def time(self, name: str) -> None:
-        """Add the time since the last `reset` or `time` to section `name`."""
+        """Adds the time since the last `reset` or `time` to section `name`."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
 
     def shares(self) -> dict[str, float]:
-        """Each section's share of the total time; the shares add up to 1."""
+        """Each section's share of the total time; the sum is 1."""
         total = sum(self.seconds.values()) or 1.0
         return {name: s / total for name, s in self.seconds.items()}
 
 
 def format_shares(shares: dict[str, float]) -> str:
-    """Shares as text: wait 20 %, learn 80 %."""
+    """Formats shares as "wait 20 %, learn 80 %"."""
     parts = (f"{name} {100 * share:.0f} %" for name, share in shares.items())
     return ", ".join(parts) or "nothing timed"
 
 
 def bottleneck(counts: dict[str, float]) -> str:
-    """Where the time went, and which part limits the speed.
+    """Describes where PolyBeast spends its time, and which part limits the speed.
 
-    A stream's time passes while its environments step, on the wire, in the batcher
-    while a batch before it is computed, in its own batch, or before a full queue. If
-    the learner or the inference threads are always busy, they limit. Otherwise the part
-    in which streams spend most of their time does.
+    A stream spends its time in its environments, on the wire, in the batcher (waiting
+    for the previous batch), in inference, or waiting for the learner's full queue. If
+    the learner or the inference threads are always busy, they are the limit. Otherwise
+    the limit is the part where streams spend most of their time.
 
     Args:
-      counts: Streams.counts() and the learner's, or the difference of two.
+      counts: Streams.counts() joined with the learner's, or the difference of two.
     """
 
     def get(name: str) -> float:
@@ -104,7 +103,7 @@ def bottleneck(counts: dict[str, float]) -> str:
         f"inference batch {get('num_entries') / batches:.1f}, mean queue "
         f"{get('queue_sum') / (get('queue_samples') or 1.0):.1f}. Reconnects "
         f"{get('num_reconnects'):.0f}, dropped steps {get('num_dropped_steps'):.0f}. "
-        f"The limit: {limit}."
+        f"Bottleneck: {limit}."
     )
 
 
@@ -115,7 +114,7 @@ class Profile:
     threads of this process. chrome://tracing and Perfetto show it.
 
     Args:
-      num_updates: made before the run begins.
+      num_updates: before this start of the run.
     """
 
     def __init__(self, flags: argparse.Namespace, num_updates: int) -> None:
@@ -123,11 +122,11 @@ class Profile:
         self.profiler: Any = None
 
     def update(self, num_updates: int, folder: Path) -> None:
-        """Begins or ends the trace if this update is its first or last."""
+        """Starts or ends the trace if it is time to."""
         if self.begin is None:
             return
         if self.profiler is None and num_updates >= self.begin:
-            # Imported here: servers use the rest of this file and load no torch.
+            # Imported late: servers use the rest of this file without torch.
             from torch import profiler
             from torch._C._profiler import _ExperimentalConfig
 

@@ -1,12 +1,12 @@
-"""What surrounds the loop of a training run: files, signals, threads, the end.
+"""Files, signals, threads and checkpoints around the loop of a training run.
 
     with Run(start, learner) as run:
         run.start_thread("learner-0", work, stop)
         while run.going():
-            ...  # a second at most
+            ...  # at most a second
     return run.exit_status
 
-The script owns the loop. It may raise anything.
+The script owns the loop. Its body may raise any exception.
 """
 
 from __future__ import annotations
@@ -32,39 +32,42 @@ from torchbeast.core.status import Board, Status, format_return
 
 log = logging.getLogger(__name__)
 
-STOP_SECONDS = 5.0  # granted to threads to end by themselves
+STOP_SECONDS = 5.0  # least time limit for threads to end
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep big freed blocks, so that the next update can use them again.
+    """Makes glibc keep large freed blocks for the next update.
 
-    By default glibc gives them back to the kernel, which then clears and maps each page
-    again: a tenth of the learner's CPU time.
+    By default glibc returns them to the kernel, which then has to clear and map each
+    page again. That takes a tenth of the learner's CPU time.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
             libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: map bigger blocks only
-            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: give back nothing
-            libc.mallopt(-8, 1)  # M_ARENA_MAX: threads use the same memory
+            libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: map only larger blocks
+            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: return nothing
+            libc.mallopt(-8, 1)  # M_ARENA_MAX: one arena for all threads
 
 
 class Run:
     """A training run from its first log line to its exit status.
 
-    On exit every thread has stopped, a checkpoint is saved if that makes sense, what
-    `stack` holds is closed, and meta.json is final. An exception of the body or of a
-    thread ends the run: it is logged, and the exit status is 1.
+    On exit every thread has stopped, a checkpoint is saved if there is something new
+    and valid to save, `stack` is closed, and meta.json is final. An exception in the
+    body or in a thread ends the run: it is logged, and the exit status is 1.
+
+    `wake` and `log` are thread-safe. `updating` is for learner threads. All other
+    methods are for the main thread.
 
     Args:
       start: flags, folder and checkpoint.
-      learner: a torchbeast.learner.Learner; loads the checkpoint, if there is one.
+      learner: a torchbeast.learner.Learner. It loads the checkpoint, if there is one.
 
     Attributes:
       stack: an ExitStack, closed after the last checkpoint.
-      timings: of the learner threads; used inside `updating` only.
+      timings: of the learner threads; use it only inside `updating`.
       wake_reader: a file descriptor that is readable when the main thread should wake.
-      exit_status: 0 finished, 1 failed, 128 + n ended by signal n; valid after exit.
+      exit_status: 0 finished, 1 failed, 128 + n ended by signal n. Valid after exit.
     """
 
     def __init__(self, start: resume.Start, learner: Any) -> None:
@@ -83,8 +86,8 @@ class Run:
         self._thread_errors: list[BaseException] = []
         self._error: str | None = None  # what ended the run, for meta.json
         self._signal, self._signalled_at, self._signal_logged = 0, 0.0, False
-        self._saving = False  # then a second signal does not end the run at once
-        self._lock = threading.Lock()  # of the learner
+        self._saving = False  # if so, a second signal is ignored
+        self._lock = threading.Lock()  # protects the learner
         self._longest_update = 0.0  # seconds
         self._saved_at, self._last_save = learner.num_updates, time.monotonic()
         self._profile = Profile(self.flags, learner.num_updates)
@@ -98,7 +101,7 @@ class Run:
         start, flags = self.start, self.flags
         if flags.tensorboard:
             self._board = Board(start.folder.path, self.learner.step)
-        # From here on a signal is noted, so that meta.json says how the run ended.
+        # From now on signals are only noted, so that meta.json gets the end of the run.
         for number in processes.handled_signals():
             signal.signal(number, self._on_signal)
         self._writer = FileWriter(
@@ -124,13 +127,13 @@ class Run:
     # --- The main loop
 
     def going(self, may_stop: bool = True) -> bool:
-        """Begins a turn of the main loop; False: the run is to end.
+        """Starts an iteration of the main loop. Returns False if the run should end.
 
         Args:
-          may_stop: whether the run can end here (--sync: only between two rounds).
+          may_stop: whether the run may end now. With --sync it ends between two rounds.
 
         Raises:
-          The first exception that a thread has raised.
+          The first exception of a thread.
         """
         self._log_signal()
         with contextlib.suppress(BlockingIOError):
@@ -142,12 +145,12 @@ class Run:
         return not (may_stop and (finished or self._signal))
 
     def show(self, queued: int, acted: int, streams: str | None = None) -> None:
-        """Shows the live line, if it is time to.
+        """Updates the live line, see Status.show.
 
         Args:
-          queued: rollouts that wait to be learned from.
+          queued: rollouts that wait for the learner.
           acted: environment steps taken since the start.
-          streams: connected and expected, such as 3/4; None: there are none.
+          streams: connected and expected streams, such as "3/4"; None in MonoBeast.
         """
         learner = self.learner
         self._status_line.show(
@@ -156,8 +159,8 @@ class Run:
         )
 
     def wake(self) -> None:
-        """Ends the main thread's wait."""
-        with contextlib.suppress(BlockingIOError):  # full: it is awake already
+        """Wakes the main thread."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: it is awake
             os.write(self._wake_writer, b"w")
 
     # --- Threads and updates
@@ -165,10 +168,10 @@ class Run:
     def start_thread(
         self, name: str, work: Callable[[], None], stop: Callable[[], None]
     ) -> None:
-        """Starts a thread; an exception in it ends the run.
+        """Starts a thread. An exception in it ends the run.
 
         Args:
-          stop: makes `work` return soon; does not wait for it.
+          stop: makes `work` return soon, but does not wait for it.
         """
 
         def guarded() -> None:
@@ -186,18 +189,20 @@ class Run:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[bool]:
-        """Surrounds an update: one thread at a time. Gives False if it is not wanted.
+        """Surrounds an update; only one thread at a time can be inside.
 
-        Inside, the caller learns, publishes the weights and calls `log`.
+        Yields whether the update is wanted. If it is, the caller learns, publishes the
+        weights and calls `log`.
         """
         learner = self.learner
         with self._lock:
-            enough = learner.step >= self.flags.total_steps and not self.flags.sync
-            if enough or learner.diverged:
+            # With --sync the last round is learned from completely.
+            finished = learner.step >= self.flags.total_steps and not self.flags.sync
+            if finished or learner.diverged:
                 yield False
                 return
             if not self.timings.seconds:
-                self.timings.reset()  # the start of the actors is not counted
+                self.timings.reset()  # don't count the start of the actors
             self.timings.time("wait")
             started = time.monotonic()
             yield True
@@ -206,7 +211,7 @@ class Run:
             self.timings.time("learn")
 
     def log(self, *parts: dict[str, Any]) -> None:
-        """Writes a row of logs.csv, and to TensorBoard.
+        """Writes a row to logs.csv and TensorBoard.
 
         Raises:
           ColumnError: two parts have a column of the same name.
@@ -223,12 +228,12 @@ class Run:
         return seconds > flags.checkpoint_interval
 
     def save(self, more: dict[str, Any] | None = None) -> None:
-        """Saves a checkpoint, unless nothing is new.
+        """Saves a checkpoint, if there were updates since the last one.
 
-        It waits for an update in progress, but not after a stop signal.
+        Waits for an update in progress, but not after a stop signal.
 
         Args:
-          more: further entries.
+          more: additional entries of the checkpoint.
         """
         learner, flags = self.learner, self.flags
         if flags.disable_checkpoint or learner.num_updates == self._saved_at:
@@ -239,7 +244,7 @@ class Run:
                 return
         try:
             if learner.diverged:
-                return  # the last checkpoint is better
+                return  # keep the last checkpoint, whose weights are finite
             self._saving = True
             state = learner.state_dict() | {
                 "flags": flags.as_dict(),
@@ -261,8 +266,8 @@ class Run:
         if self._signal and (same or self._saving):
             return
         if self._signal:
-            raise KeyboardInterrupt(number)  # the second time: don't wait, don't save
-        # Nothing is logged here: the signal may have come in the middle of a log line.
+            raise KeyboardInterrupt(number)  # second request: don't wait, don't save
+        # Don't log here: the signal may interrupt another log line.
         self._signal, self._signalled_at = number, now
 
     def _log_signal(self) -> None:
@@ -284,22 +289,22 @@ class Run:
                 worth_saving = True
             else:
                 self._fail(error)
-                # With --sync only whole rounds resume. A failed save would fail again.
+                # With --sync only complete rounds can be resumed.
                 cannot_save = isinstance(error, checkpoint.CheckpointError)
                 interrupted = isinstance(error, KeyboardInterrupt)
                 worth_saving = not (self.flags.sync or cannot_save or interrupted)
             try:
                 self._end(worth_saving and bool(self._threads))
             except checkpoint.CheckpointError as failed_save:
-                if self.exit_status == 1:  # after another failure, maybe of the disk
+                if self.exit_status == 1:  # report only the first failure
                     log.warning("%s", failed_save)
                 else:
                     self._fail(failed_save)
             except BaseException as error_at_the_end:
                 self._fail(error_at_the_end)
         finally:
-            # From here on the end is bounded in time, and further signals are ignored.
-            # The caller restores the handlers.
+            # From now on shutdown is bounded in time; further signals are ignored. The
+            # caller restores the handlers.
             for number in processes.STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             self._close()
@@ -309,17 +314,17 @@ class Run:
         """Stops the threads and saves the last checkpoint."""
         for stop in self._stop_threads:
             stop()
-        # An update in progress is waited for, even if updates take long.
+        # Wait for an update in progress, even if updates take long.
         seconds = max(STOP_SECONDS, 2 * self._longest_update)
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread_errors and self.exit_status != 1:  # after the last turn
+        if self._thread_errors and self.exit_status != 1:  # raised after the loop
             self._fail(self._thread_errors[0])
             worth_saving = worth_saving and not self.flags.sync
         busy = [thread.name for thread in self._threads if thread.is_alive()]
         if busy:
-            self._error = f"{', '.join(busy)} still busy: nothing is saved."
+            self._error = f"{', '.join(busy)} did not stop in time: nothing is saved."
             log.error("%s", self._error)
             self.exit_status = 1
         elif worth_saving:
@@ -335,7 +340,7 @@ class Run:
             status = self.exit_status
         self._profile.close(self._writer.path)
         if self._board:
-            self._board.close()  # logs what it can't write
+            self._board.close()
         log.info(
             "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
             "Failed" if status == 1 else "Stopped" if status else "Finished",
@@ -354,7 +359,7 @@ class Run:
         )
         signal.set_wakeup_fd(self._old_wakeup)
         if any(thread.is_alive() for thread in self._threads):
-            # Python can't end cleanly while a thread is inside torch.
+            # Python can't exit cleanly while a thread is inside torch.
             logging.shutdown()
             os._exit(status)
         os.close(self.wake_reader)

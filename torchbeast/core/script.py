@@ -1,4 +1,4 @@
-"""What surrounds the main function of a script: logging, signals, the exit status."""
+"""Logging, signals and exit status around the main function of a script."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torchbeast.core import errors, processes
 
 
 def open_missing_streams() -> None:
-    """Opens closed standard streams to /dev/null, also for child processes.
+    """Opens closed standard streams as /dev/null, also for child processes.
 
-    Else the next file that is opened, such as a checkpoint, would take the place of
+    Otherwise the next opened file, such as a checkpoint, could get the descriptor of
     stderr, and C code would write its messages into it.
     """
     for number in (0, 1, 2):
@@ -26,12 +26,12 @@ def open_missing_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             with contextlib.suppress(OSError):
-                stream = open(os.devnull, mode)  # noqa: SIM115 # as long as the process
+                stream = open(os.devnull, mode)  # noqa: SIM115 # never closed
                 setattr(sys, name, stream)
 
 
 class Outcome:
-    """How a script ends: its exit status."""
+    """The exit status of a script."""
 
     status = 0
 
@@ -40,7 +40,7 @@ class Outcome:
 def reported() -> Iterator[Outcome]:
     """Surrounds the main function of a script.
 
-    Sets up logging. Logs the exception that ends the body, and sets the exit status.
+    Configures logging. An exception in the body is logged and sets the exit status.
     """
     open_missing_streams()
     logging.basicConfig(

@@ -1,4 +1,4 @@
-"""What a person sees of a run while it goes on."""
+"""The progress of a run: the live line, and TensorBoard."""
 
 import contextlib
 import datetime
@@ -16,15 +16,15 @@ from torchbeast.core.run_folder import writing
 
 log = logging.getLogger(__name__)
 
-STATUS_SECONDS = 5.0  # between two status lines where there is no terminal
+STATUS_SECONDS = 5.0  # between two status lines, if there is no terminal
 
 
 class Status:
-    """A live line on a terminal, plain lines elsewhere.
+    """A live line on a terminal; log lines if there is none. One thread at a time.
 
     Args:
-      step: at which the run begins.
-      total_steps: at which it ends.
+      step: the first step of this start.
+      total_steps: the last step of the run.
     """
 
     def __init__(self, step: int, total_steps: int) -> None:
@@ -50,18 +50,17 @@ class Status:
         acted: int = 0,
         streams: str | None = None,
     ) -> None:
-        """Shows the state of the run, if it is time to.
+        """Shows the state of the run, at most 5 times per second.
 
         Args:
           step: environment steps learned from.
-          sps: steps per second; None: not known yet.
+          sps: steps per second; None until it is known.
           mean_return: of the last games; None before the first.
-          games: that ended.
+          games: number of finished games.
           policy_lag: updates between acting and learning.
-          queued: rollouts that wait to be learned from.
-          acted: environment steps that the actors have taken since the start; shown
-            until the speed is known.
-          streams: of environments, connected and expected: "3/4"; None: there are none.
+          queued: rollouts that wait for the learner.
+          acted: environment steps taken since the start; shown until sps is known.
+          streams: connected and expected streams, such as "3/4"; None in MonoBeast.
         """
         interval = 0.2 if self.bar else STATUS_SECONDS
         if time.monotonic() - self.last < interval:
@@ -92,7 +91,7 @@ class Status:
         )
 
     def _show_start(self, step: int, acted: int) -> None:
-        """Shows that the actors work, although nothing is learned yet."""
+        """Shows the progress of the actors before the first updates."""
         if self.bar:
             self._show_on_bar({"actors' steps": f"{acted:,}"})
         else:
@@ -106,7 +105,7 @@ class Status:
         assert self.bar
         try:
             self.bar.set_postfix(numbers)
-        except OSError:  # the terminal is gone; the run is not
+        except OSError:  # the terminal has closed, but the run continues
             self.bar = None
 
     def close(self) -> None:
@@ -125,9 +124,8 @@ class Board:
     """TensorBoard event files, in the folder of the run.
 
     Args:
-      path: the folder.
-      step: at which the run begins or goes on; points beyond it are hidden, because
-        the run writes them again.
+      step: the first step of this start. TensorBoard hides older points beyond it,
+        because a resumed run writes them again.
 
     Raises:
       FlagError: the package is missing.
@@ -142,7 +140,7 @@ class Board:
             ) from error
         self.path = path
         with writing(path):
-            # TensorBoard hides purge_step itself too, which was learned before.
+            # TensorBoard also hides purge_step itself.
             self.writer = SummaryWriter(str(path), purge_step=step + 1)
 
     def log(self, row: dict[str, Any]) -> None:
@@ -157,7 +155,7 @@ class Board:
                     self.writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """Does not raise on a full disk, so that the end of the run is still logged."""
+        """Logs an error if the disk is full; does not raise."""
         try:
             self.writer.close()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Environment servers, seen from the process that starts them and starts them again."""
+"""Starts environment servers, and restarts them after a crash."""
 
 import contextlib
 import logging
@@ -17,15 +17,15 @@ from torchbeast.core.flags import Flags
 
 log = logging.getLogger(__name__)
 
-STOP_SECONDS = 5.0  # granted to servers to end by themselves
-START_SECONDS = 300.0  # granted to servers to import and to make an environment
+STOP_SECONDS = 5.0  # servers that don't exit within this time are killed
+START_SECONDS = 300.0  # time limit for a server's imports and its environments
 HEALTHY_SECONDS = 10.0  # uptime after which a crash no longer counts
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before a restart
-REPEAT_SECONDS = 60.0  # between two lines on what servers wait for
+REPEAT_SECONDS = 60.0  # between equal log lines
 
 
 class Servers:
-    """The server processes, seen from their parent, which starts them again.
+    """The server processes. One thread at a time.
 
     Args:
       serve: the main function of a server process, see polybeast_env.py.
@@ -41,30 +41,30 @@ class Servers:
         count = len(self.addresses)
         self.processes: list[Any] = [None] * count
         self.pipes: list[Any] = [None] * count
-        self.started = [0.0] * count  # when
+        self.started = [0.0] * count  # times
         self.ready = [False] * count
-        self.due = [0.0] * count  # when to start it, if there is no process
-        self.in_vain = [0] * count  # deaths in a row, each soon after the start
+        self.due = [0.0] * count  # time of the restart, if there is no process
+        self.crashes = [0] * count  # in a row, each soon after the start
         self.restarts = 0
         self.ever_ready = False
-        self.said: dict[str, float] = {}  # when; what servers wait for
+        self.said: dict[str, float] = {}  # "waiting" messages and when they were logged
 
-    def start(self, enough: Callable[[], Any]) -> None:
-        """Starts all servers; `enough` may end that early."""
+    def start(self, should_stop: Callable[[], Any]) -> None:
+        """Starts all servers, unless `should_stop` returns true before that."""
         for index in range(len(self.addresses)):
-            if enough():
+            if should_stop():
                 break
             self._start(index, 0)
 
     def watch(self, timeout: float, wake_up: Sequence[Any]) -> None:
-        """Waits for an event, and starts dead servers again.
+        """Waits for an event, and restarts dead servers.
 
         Args:
-          timeout: seconds to wait at most.
-          wake_up: what ends the wait when it is ready.
+          timeout: maximal seconds to wait.
+          wake_up: objects that end the wait when they are ready.
 
         Raises:
-          ServerError: a server can't start, or dies again and again.
+          ServerError: a server can't start, or crashes again and again.
         """
         now = time.monotonic()
         for index, process in enumerate(self.processes):
@@ -80,7 +80,7 @@ class Servers:
         objects += [self.pipes[i] for i in alive]
         connection.wait(objects, timeout)
         for index in alive:
-            self._look_at(index)
+            self._check(index)
 
     def _start(self, index: int, first_stream: int) -> None:
         self.pipes[index], child = self.context.Pipe(duplex=False)
@@ -96,7 +96,7 @@ class Servers:
         self.started[index] = time.monotonic()
         self.ready[index] = False
 
-    def _look_at(self, index: int) -> None:
+    def _check(self, index: int) -> None:
         process, pipe = self.processes[index], self.pipes[index]
         lived = time.monotonic() - self.started[index]
         error = ""
@@ -128,22 +128,22 @@ class Servers:
             if error
             else f"has died, {processes.how_it_ended(process.exitcode)}"
         )
-        self.in_vain[index] = 0 if lived > HEALTHY_SECONDS else self.in_vain[index] + 1
-        if self.in_vain[index] > self.flags.max_restarts:
+        self.crashes[index] = 0 if lived > HEALTHY_SECONDS else self.crashes[index] + 1
+        if self.crashes[index] > self.flags.max_restarts:
             self._raise(
                 index,
-                f"{how}. It is crash number {self.in_vain[index]} in a row within "
+                f"{how}. It is crash number {self.crashes[index]} in a row within "
                 f"{HEALTHY_SECONDS:g} s of the start (--max_restarts "
                 f"{self.flags.max_restarts})",
             )
-        backoff = min(FIRST_BACKOFF * 2 ** self.in_vain[index], LONGEST_BACKOFF)
+        backoff = min(FIRST_BACKOFF * 2 ** self.crashes[index], LONGEST_BACKOFF)
         log.warning("Server %d %s; starting it again in %.1f s.", index, how, backoff)
         pipe.close()
         self.processes[index] = None
         self.due[index] = time.monotonic() + backoff
 
     def _say_waiting(self, why: str) -> None:
-        """Once a minute, though each of many servers says it."""
+        """Logs the message once per minute, although every server sends it."""
         now = time.monotonic()
         if now - self.said.get(why, -REPEAT_SECONDS) >= REPEAT_SECONDS:
             self.said[why] = now
@@ -153,7 +153,7 @@ class Servers:
         raise ServerError(f"environment server {index} {why}")
 
     def stop(self) -> None:
-        """Ends all processes and what they have started, and removes their sockets."""
+        """Ends all processes and their children, and removes their sockets."""
         alive = [process for process in self.processes if process is not None]
         for process in alive:
             process.terminate()
@@ -166,7 +166,7 @@ class Servers:
 
 
 def remove_dead_socket(path: str) -> None:
-    """Removes the socket of a server that was killed, and nothing else of that name."""
+    """Removes the socket of a killed server; keeps other files and live sockets."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return

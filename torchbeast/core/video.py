@@ -1,4 +1,4 @@
-"""Shows and records an agent's games."""
+"""Recording games to a video file."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ def has_display() -> bool:
 
 
 class Video:
-    """An .mp4 file with one frame per step; needs OpenCV."""
+    """An .mp4 file with one frame per step. Needs OpenCV."""
 
     FRAMES_PER_SECOND = 15
 

@@ -3,9 +3,10 @@
 Espeholt et al., "IMPALA: Scalable Distributed Deep-RL with Importance Weighted
 Actor-Learner Architectures", 2018, section 4.1. https://arxiv.org/abs/1802.01561
 
-T is the unroll length, B the batch, A the number of actions. C stands for any number of
-extra trailing dimensions, for instance one per value head. The values have all of them;
-elsewhere each may be 1 and is broadcast, so that value heads share rewards [T, B, 1].
+T is the unroll length, B the batch size, A the number of actions. C... are extra
+trailing dimensions, for example one for several value heads. The values have all of
+them. In the other arguments each may be 1 and is broadcast, so that all value heads can
+share rewards [T, B, 1].
 """
 
 from typing import NamedTuple
@@ -33,15 +34,15 @@ def action_log_probs(
     """Log-probabilities of the actions under softmax(policy_logits).
 
     Args:
-      policy_logits: [..., A] float, unnormalised log-probabilities; -inf masks an
-        action, whose log-probability is -inf.
+      policy_logits: [..., A] float, unnormalised log-probabilities. -inf masks an
+        action; its log-probability is -inf.
       actions: [...] integer in [0, A).
 
     Returns:
       [...] float. Differentiable in policy_logits.
 
     Raises:
-      ValueError: the shapes don't fit together.
+      ValueError: the shapes don't match.
     """
     if policy_logits.shape[:-1] != actions.shape:
         raise ValueError(
@@ -54,9 +55,9 @@ def action_log_probs(
 
 
 def finite(log_probs: torch.Tensor) -> torch.Tensor:
-    """The lowest finite number in place of -inf, without a gradient there.
+    """Replaces -inf by the lowest finite number, so that 0 * x is 0 and not NaN.
 
-    For products with 0, which stay 0 instead of becoming NaN.
+    The gradient is 0 there.
     """
     return log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
 
@@ -80,13 +81,13 @@ def from_logits(
       behavior_policy_logits: [T, B, A] float, of the policy μ that acted.
       target_policy_logits: [T, B, A] float, of the policy π that learns.
       actions: [T, B] integer, sampled from μ.
-      The rest: see from_importance_weights.
+      The others: see from_importance_weights.
 
     Returns:
-      VTraceFromLogitsReturns. No gradient flows into vs and pg_advantages.
+      VTraceFromLogitsReturns. vs and pg_advantages have no gradient.
 
     Raises:
-      ValueError: ranks or shapes don't fit together.
+      ValueError: ranks or shapes don't match.
     """
     if behavior_policy_logits.dim() != 3 or actions.dim() != 2:
         raise ValueError(
@@ -95,7 +96,7 @@ def from_logits(
         )
     if behavior_policy_logits.shape != target_policy_logits.shape:
         raise ValueError(
-            "behaviour and target policy logits need one shape, got "
+            "behaviour and target policy logits need the same shape, got "
             f"{list(behavior_policy_logits.shape)} and "
             f"{list(target_policy_logits.shape)}"
         )
@@ -144,15 +145,16 @@ def from_importance_weights(
       bootstrap_value: [B, C...] float, V(x_T).
       clip_rho_threshold: ρ̄, clips the weights of the temporal differences; None: no
         clipping.
-      clip_pg_rho_threshold: clips the weights of the policy gradient; None likewise.
-      clip_c_threshold: c̄, clips the weights of the trace; None likewise.
-      trace_decay: λ in [0, 1]: how far a temporal difference reaches back.
+      clip_pg_rho_threshold: clips the weights of the policy gradient; None: no
+        clipping.
+      clip_c_threshold: c̄, clips the weights of the trace; None: no clipping.
+      trace_decay: λ in [0, 1]; 1 is the paper's V-trace.
 
     Returns:
-      VTraceReturns. No gradient flows into any argument.
+      VTraceReturns, without gradients.
 
     Raises:
-      ValueError: ranks or shapes don't fit together.
+      ValueError: ranks or shapes don't match.
     """
     for name, tensor in (("discounts", discounts), ("rewards", rewards)):
         if not _broadcasts(tensor, values):
@@ -180,7 +182,7 @@ def from_importance_weights(
 
     next_values = torch.cat([values[1:], bootstrap_value.unsqueeze(0)])
     deltas = clipped_rhos * (rewards + discounts * next_values - values)
-    # vs_t - V(x_t) = δ_t + γ_t c_t (vs_{t+1} - V(x_{t+1})), from the last step back.
+    # Backwards in time: vs_t - V(x_t) = δ_t + γ_t c_t (vs_{t+1} - V(x_{t+1})).
     decays = discounts * cs
     acc = torch.zeros_like(bootstrap_value)
     corrections = torch.empty_like(values)
@@ -196,7 +198,7 @@ def from_importance_weights(
 
 
 def _broadcasts(tensor: torch.Tensor, values: torch.Tensor) -> bool:
-    """True if [T, B, ...] is of the shape of the values, or has 1 for some of C."""
+    """Whether the tensor broadcasts to the values, with equal T and B."""
     return (
         tensor.dim() == values.dim()
         and tensor.shape[:2] == values.shape[:2]
