@@ -201,7 +201,7 @@ def test_code_is_refused(tmp_path):
 def test_code_in_a_bare_pickle_is_refused(tmp_path):
     path, target = tmp_path / "model.tar", tmp_path / "owned"
     path.write_bytes(pickle.dumps({"x": Attack(target)}))
-    with pytest.raises(checkpoint.CheckpointError, match="no checkpoint"):
+    with pytest.raises(checkpoint.CheckpointError, match="not a checkpoint"):
         checkpoint.load(path)
     assert not target.exists()
 
