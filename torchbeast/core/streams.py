@@ -9,7 +9,6 @@ import torch
 import libtorchbeast
 from torchbeast.core import rollout
 from torchbeast.core.connection_flags import security
-from torchbeast.core.extra_fields import EXTRA_FIELDS
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.prof import Timings
