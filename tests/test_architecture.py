@@ -1,7 +1,8 @@
-"""The house: who may import whom, how long the two stories are."""
+"""The layout: imports run downwards, files are short, docs/architecture.md is right."""
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -75,9 +76,75 @@ def test_core_has_no_circles():
             del graph[name]
 
 
-@pytest.mark.parametrize("name", ["monobeast", "polybeast_learner"])
-def test_the_stories_are_short(name):
-    assert len((ROOT / f"{name}.py").read_text().splitlines()) <= 450
+def num_lines(path):
+    return len(path.read_text().splitlines())
+
+
+def test_no_file_is_long():
+    long = {p.name: n for p in ROOT.rglob("*.py") if (n := num_lines(p)) > 450}
+    assert not long
+
+
+# --- docs/architecture.md ---
+
+DOCS = ROOT.parent / "docs" / "architecture.md"
+
+
+def defined_in(path):
+    """Functions, methods and classes of a file: "act", "Run", "Run.going"."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {
+                f"{node.name}.{part.name}"
+                for part in node.body
+                if isinstance(part, ast.FunctionDef)
+            }
+    return names
+
+
+def test_the_docs_list_every_file():
+    text = DOCS.read_text()
+    tree = text.partition("torchbeast/\n")[2].partition("nest/ ")[0]
+    listed = re.findall(r"^ +(\w+\.py) ", tree, re.MULTILINE)
+    files = [p.name for p in ROOT.rglob("*.py") if p.name != "__init__.py"]
+    assert sorted(listed) == sorted(files)
+
+
+def test_the_docs_have_the_right_lengths():
+    """Nearly: within a fifth."""
+    rows = re.findall(
+        r"^\|[^|]*\|[^|]*\| (`[^|]*`) \| ([\d,]+) \|$", DOCS.read_text(), re.MULTILINE
+    )
+    assert len(rows) > 10
+    for cell, count in rows:
+        names = re.findall(r"`([\w/]+\.py)`", cell)
+        core = "core/" if names[0].startswith("core/") else ""
+        paths = [ROOT / (core + name.removeprefix("core/")) for name in names]
+        lines = sum(map(num_lines, paths))
+        assert int(count.replace(",", "")) == pytest.approx(lines, rel=0.2), cell
+
+
+def test_every_hop_of_the_walks_exists():
+    walks = DOCS.read_text().partition("## Two walks")[2].partition("\n## ")[0]
+    hops = re.findall(r"`([\w/]+\.(?:py|cc)): ([\w.:]+)`", walks)
+    assert len(hops) > 25
+    for file, name in hops:
+        if file.endswith(".py"):
+            assert name in defined_in(ROOT / file), f"{file}: {name}"
+        else:
+            source = (ROOT.parent / file).read_text()
+            assert f"{name}(" in source, f"{file}: {name}"
+
+
+def test_the_lines_of_the_docs_are_short():
+    for number, line in enumerate(DOCS.read_text().splitlines(), start=1):
+        assert len(line) <= 105 or line.startswith("|"), f"line {number}"
+
+
+# --- Processes ---
 
 
 def test_environment_machines_load_no_torch():
