@@ -118,7 +118,8 @@ using ArrayNest = nest::Nest<Array>;
 using SpecNest = nest::Nest<ArraySpec>;
 
 // Memory for arrays that are used again and again: a block goes back to its pool when
-// the last array in it is gone, from whatever thread, also after the pool itself.
+// the last array in it is gone, from whatever thread, also after the pool itself. From
+// then on another array may be written there. Thread-safe.
 // Blocks are never given back to the system before the pool ends, so that what a pool
 // holds is the most that was in use at once.
 class MemoryPool {

@@ -62,7 +62,9 @@ struct BatchingOptions {
   // the arrays of an answer may also have more entries than the batch, which are
   // ignored: a consumer may pad.
   bool check = true;
-  // Of the memory for batches; answers are in ordinary memory.
+  // Makes the memory of batches; answers are in ordinary memory. A batch's memory is
+  // used again as soon as no Array in it is left. So whoever lets a GPU copy from it
+  // holds the Array until that copy is done.
   MemoryPool::Allocator allocator;
 };
 

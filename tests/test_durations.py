@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from gymnasium import spaces
 
 from libtorchbeast import (
     ActorPool,
@@ -22,6 +23,8 @@ T = 4
 
 class Slow:
     """Steps for longer than the pool's period of looking for streams that hang."""
+
+    action_space = spaces.Discrete(2)
 
     def __init__(self):
         self.steps = 0
@@ -62,7 +65,8 @@ def test_durations_that_never_pass(seconds, tmp_path):
     def infer():
         for batch in batcher:
             sizes.append(len(batch))
-            batch.set_outputs(((torch.zeros(1, len(batch)),), ()))
+            action = torch.zeros(1, len(batch), dtype=torch.int64)
+            batch.set_outputs(((action,), ()))
 
     with ThreadPoolExecutor() as threads:
         running = [threads.submit(f) for f in (client.run, pool.run, infer)]

@@ -16,8 +16,10 @@ PREPARE = """
 import sys, threading, time
 import numpy as np
 import libtorchbeast
+from gymnasium import spaces
 
 class Env:
+    action_space = spaces.Discrete(2)
     def __init__(self):
         self.steps = 0
         hang("env_class")
@@ -111,7 +113,7 @@ class Process:
 
 
 def zeros(inputs):
-    return (torch.zeros(1, inputs[0][1].shape[1]),), ()
+    return (torch.zeros(1, inputs[0][1].shape[1], dtype=torch.int64),), ()
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,13 @@
 // Python's global interpreter lock (GIL) between C++ threads.
 //
 // Rules of these bindings:
-// - Whatever blocks runs under WithoutGil. So no thread holds the GIL while it waits
-// for
-//   a C++ lock whose holder waits for the GIL.
-// - C++ threads never take the GIL to let go of a Python object: they leave it to the
-//   next thread that has the GIL, see keep. An actor pool therefore runs without
-//   Python.
-// - From the interpreter's end on no other thread touches Python: such a thread sleeps
-//   until the process is gone, as Python 3.14 has it. Before that, servers are stopped
-//   and pools closed, see at_exit.
+// - What blocks runs under WithoutGil. So no thread holds the GIL while it waits for a
+//   C++ lock whose holder waits for the GIL.
+// - C++ threads never take the GIL to release a Python object: they leave it to the
+//   next thread that has the GIL, see keep. So an actor pool runs without Python.
+// - When the interpreter has ended, no other thread touches Python: a thread that needs
+//   the GIL sleeps until the process is gone, as in Python 3.14. Before that, servers
+//   are stopped and pools closed, see at_exit.
 
 #pragma once
 
@@ -24,7 +22,8 @@ namespace torchbeast::python {
 
 namespace py = pybind11;
 
-// Lets go of the GIL, which the thread holds, until the end of the scope.
+// Releases the GIL, which the thread holds, until the end of the scope. One thread at a
+// time.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -36,6 +35,7 @@ class WithoutGil {
 };
 
 // Takes the GIL in any thread, whether it holds it or not, until the end of the scope.
+// One thread at a time.
 class WithGil {
  public:
   WithGil();
@@ -65,11 +65,11 @@ py::object call(py::handle function, const py::tuple& arguments = py::tuple());
 // with KeyboardInterrupt.
 const Interrupt& check_signals();
 
-// Has `f` called at the end of the interpreter, without the GIL, unless `owner` is gone
-// by then. REQUIRES: the GIL is held.
+// Calls `f` before the interpreter ends, without the GIL, unless `owner` is gone by
+// then. REQUIRES: the GIL is held.
 void at_exit(const std::shared_ptr<void>& owner, std::function<void()> f);
 
-// To be called once, when the module is made.
+// Called once, when the module is made.
 void register_exit();
 
 }  // namespace torchbeast::python
