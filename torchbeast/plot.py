@@ -2,9 +2,9 @@
 
     python -m torchbeast.plot XPID [XPID ...]
 
-A curve is a moving average over the values in a run's logs.csv; the values themselves
-are drawn faintly behind it. With --group, runs whose names differ only by a seed at the
-end (pong-seed1, pong-seed2; pong_1, pong_2) are drawn as mean and standard deviation.
+A curve is a moving average of a column of logs.csv; the values themselves are drawn
+faintly behind it. With --group, runs whose names differ only by a seed at the end
+(pong-seed1, pong-seed2; pong_1, pong_2) are drawn as mean and standard deviation.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# File with a run's values → function that opens it. Archived logs may be compressed.
+# Names of log files, and how to open them. Archived logs may be compressed.
 LOGS: dict[str, Callable[..., Any]] = {"logs.csv": open, "logs.csv.gz": gzip.open}
 # Flag → (column, label of the axis).
 X_AXES = {
     "step": ("step", "agent steps"),
     "frames": ("frames", "frames"),
-    "time": ("_time", "hours since the first line"),
+    "time": ("_time", "hours since the first row"),
 }
-GRID_POINTS = 400  # points in x at which the runs of a group are averaged
-MOST_NAMES = 20  # names listed in an error
+GRID_POINTS = 400  # points in x where the runs of a group are averaged
+MOST_NAMES = 20  # maximal names in an error message
 
 
 class Run(NamedTuple):
@@ -39,7 +39,7 @@ class Run(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """One line of the picture, all [N] float64; low and high bound an optional band."""
+    """A line and an optional band from low to high, all [N] float64."""
 
     label: str
     x: np.ndarray
@@ -53,7 +53,7 @@ def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
     """The folder of the run: savedir/xpid, or xpid itself if it is a path.
 
     Raises:
-        ValueError: neither has a logs.csv; the message lists the runs of savedir.
+      ValueError: neither has a logs.csv; the message lists the runs in savedir.
     """
     for folder in (savedir / xpid, pathlib.Path(xpid).expanduser()):
         if any((folder / name).is_file() for name in LOGS):
@@ -67,14 +67,14 @@ def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
 
 
 def read_run(folder: pathlib.Path) -> Run:
-    """Read logs.csv. An unfinished line is skipped; text counts as an empty cell."""
+    """Reads logs.csv. Skips an unfinished line; text counts as an empty cell."""
     path, open_text = next(
         (folder / name, function)
         for name, function in LOGS.items()
         if (folder / name).is_file()
     )
     with open_text(path, "rt", encoding="utf-8", newline="") as file:
-        # A power cut can leave zero bytes, which csv refuses before Python 3.11.
+        # A power failure can leave zeros, which csv refuses before Python 3.11.
         lines = (line.replace("\0", "\ufffd") for line in file)
         header, *rows = list(csv.reader(lines)) or [[]]
     rows = [row for row in rows if len(row) == len(header)]
@@ -95,7 +95,7 @@ def curve(run: Run, x: str, y: str, smooth: int) -> Curve | None:
     """The curve of column `y` over `x` (a key of X_AXES); None if it has no value.
 
     Raises:
-        ValueError: the run lacks a column; the message lists its columns.
+      ValueError: the run lacks a column; the message lists its columns.
     """
     for name in (X_AXES[x][0], y):
         if name not in run.columns:
@@ -119,7 +119,7 @@ def group_name(name: str) -> str:
 
 
 def group_curves(curves: Sequence[Curve]) -> list[Curve]:
-    """Join the curves of each group into one: mean ± standard deviation over its runs.
+    """Joins the curves of each group: mean ± standard deviation over its runs.
 
     The result covers the x range that all runs of the group share. Values are
     interpolated linearly.
@@ -145,13 +145,13 @@ def group_curves(curves: Sequence[Curve]) -> list[Curve]:
 def draw(
     panels: dict[str, Sequence[Curve]], xlabel: str, title: str, out: pathlib.Path
 ) -> None:
-    """Draw one panel per entry of `panels`, one below the other, to the file `out`.
+    """Draws one panel per entry of `panels`, one below the other, to the file `out`.
 
     Raises:
-        ImportError: matplotlib is missing.
-        OSError, ValueError: the file cannot be written, or has an unknown ending.
+      ImportError: matplotlib is missing.
+      OSError, ValueError: the file can't be written, or has an unknown suffix.
     """
-    # A Figure made directly needs no display and leaves pyplot's state alone.
+    # Figure needs no display and, unlike pyplot, no global state.
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -178,7 +178,7 @@ def draw(
         elif len(labels) > 1:
             axes.legend(frameon=False, fontsize="small")
     all_axes[-1].set_xlabel(xlabel)
-    if xlabel != X_AXES["time"][1]:  # It would print 0.05 hours as 50m.
+    if xlabel != X_AXES["time"][1]:  # it would print 0.05 hours as 50m
         all_axes[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.suptitle(title)
     figure.savefig(out, dpi=120)
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folders = list(dict.fromkeys(find_run(xpid, savedir) for xpid in flags.xpids))
         runs = [read_run(folder) for folder in folders]
         names = [run.name for run in runs]
-        if len(set(names)) < len(names):  # Same name, different folders.
+        if len(set(names)) < len(names):  # the same name in different folders
             runs = [
                 Run(str(folder), run.columns)
                 for folder, run in zip(folders, runs, strict=True)

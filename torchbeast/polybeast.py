@@ -1,10 +1,10 @@
-"""PolyBeast on one machine: environment servers and learner, started together.
+"""PolyBeast on one machine: starts environment servers and learner together.
 
     python -m torchbeast.polybeast --env PongNoFrameskip-v4
 
-The servers are a process of their own with children (polybeast_env.py), the learner is
-this one (polybeast_learner.py). Ctrl-C saves and ends both; so does the end of training
-or the failure of either.
+The learner runs in this process (polybeast_learner.py), the servers in child processes
+(polybeast_env.py). Ctrl-C saves and ends both. If one of them ends or fails, the other
+ends, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if __name__ == "__main__":
 
     processes.exit_on_stop_signals()  # the learner's imports take seconds
 
-# Not the learner, and so not torch: the servers' processes import this file too.
+# The learner, and with it torch, is imported late: server processes import this file.
 import argparse
 import multiprocessing as mp
 import secrets
@@ -34,12 +34,12 @@ def make_parser() -> argparse.ArgumentParser:
     from torchbeast import polybeast_learner
 
     parser = polybeast_learner.make_parser()
-    parser.description = "PolyBeast: IMPALA with environments in servers of their own."
+    parser.description = "PolyBeast: IMPALA with environments in server processes."
     parser.set_defaults(
         num_servers=None, envs_per_actor=connection_flags.ENVS_PER_ACTOR
     )
     polybeast_env.add_server_flags(parser)
-    # By default a name that no other run on this machine has.
+    # The default is a new name for each run.
     parser.set_defaults(pipes_basename=None)
     return parser
 
@@ -48,21 +48,21 @@ def resolve_layout(flags: Flags) -> Flags:
     from torchbeast import polybeast_learner
 
     for name in ("server_addresses", "bind", "listen", "join"):
-        if name not in flags.typed:  # of a checkpoint, made with other scripts
+        if name not in flags.typed:  # from a checkpoint of another script
             setattr(flags, name, None)
     if flags.server_addresses or flags.bind or flags.listen or flags.join:
         raise FlagError(
-            "this starts servers of its own, on this machine. For others, start "
-            "torchbeast.polybeast_env with --bind there and "
-            "torchbeast.polybeast_learner with --server_addresses here; or that one "
-            "with --listen, and the environments with --join"
+            "torchbeast.polybeast starts its servers on this machine. For other "
+            "machines, start torchbeast.polybeast_env with --bind there and "
+            "torchbeast.polybeast_learner with --server_addresses here; or the learner "
+            "with --listen and the environments with --join"
         )
     if flags.pipes_basename is None:
         name = f"{connection_flags.PIPES_BASENAME}-{secrets.token_hex(4)}"
         flags.pipes_basename = name
     if flags.num_servers is None:
         flags.num_actors = flags.num_actors or connection_flags.NUM_SERVERS
-        # A core can't do more than one process's work; more would only take memory.
+        # More server processes than cores would only take memory.
         cores = flags.num_actors if flags.sync else processes.num_cpus()
         flags.num_servers = min(flags.num_actors, cores)
     polybeast_env.check(flags)
@@ -70,13 +70,13 @@ def resolve_layout(flags: Flags) -> Flags:
 
 
 def train(start: resume.Start) -> int:
-    """Trains until flags.total_steps, or until a stop signal; see the learner's."""
+    """Trains until flags.total_steps or a stop signal. Returns the exit status."""
     from torchbeast import polybeast_learner
     from torchbeast.core import resume
 
     flags = start.flags
     resume.announce_environment(flags, start.saved)
-    # Not forked: gRPC could not be used in the child.
+    # Not forked, because gRPC does not work in a forked process.
     context = mp.get_context("spawn")
     servers = context.Process(
         target=polybeast_env.run_for_learner, args=(flags,), name="servers"
@@ -95,7 +95,7 @@ def train(start: resume.Start) -> int:
 
 
 def check_servers(servers: Any) -> None:
-    """Raises ServerError if the servers are gone."""
+    """Raises ServerError if the servers have exited."""
     if not servers.is_alive():
         how = processes.how_it_ended(servers.exitcode)
         raise connection_flags.ServerError(f"the environment servers ended {how}")
@@ -104,9 +104,9 @@ def check_servers(servers: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
     try:
-        import libtorchbeast  # noqa: F401 # whether it is there
+        import libtorchbeast  # noqa: F401
     except ImportError as error:
-        sys.exit(str(error))  # which says what to do
+        sys.exit(str(error))  # says what to install
     from torchbeast.core import flags as flags_lib
     from torchbeast.core import resume, script
     from torchbeast.evaluate import evaluate

@@ -3,13 +3,13 @@
     environment servers          this process
       E environments per stream <-> actor pool (C++): one thread per stream
                                     -> DynamicBatcher -> inference threads: one forward
-                                       for all streams that wait, on --actor_device
+                                       for all waiting streams, on --actor_device
                                     -> BatchingQueue, rollouts [T + 1, B, ...]
                                     -> learner threads: the update, on --learner_device,
                                        and the new weights for inference
 
 Read it top to bottom: infer, train, flags, main. The update, checkpoints, logs and
-evaluation are the same code as MonoBeast's.
+evaluation use the same code as MonoBeast.
 
     python -m torchbeast.polybeast_env --num_servers 2 &
     python -m torchbeast.polybeast_learner --num_servers 2
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 try:
-    import libtorchbeast  # noqa: F401 # if it is missing, its own message says what to do
+    import libtorchbeast  # noqa: F401 # if missing, its error says what to install
 except ImportError as error:
     if __name__ != "__main__":
         raise
@@ -57,8 +57,8 @@ from torchbeast.model import TORSOS
 
 log = logging.getLogger("torchbeast.polybeast_learner")
 
-REPORT_SECONDS = 60.0  # between two lines on what limits the speed
-LISTENING_STREAMS = 4  # expected with --listen, unless --num_actors is given
+REPORT_SECONDS = 60.0  # between two log lines about the bottleneck
+LISTENING_STREAMS = 4  # default of --num_actors with --listen
 
 
 # --- Acting ---------------------------------------------------------------------------
@@ -77,9 +77,9 @@ def infer(
     """An inference thread: answers batches [1, n, ...] until the batcher is closed.
 
     Args:
-      env_spec: fields of a row that the environments fill, see rollout.py.
-      agent_spec: those that the agent fills.
-      barrier: in sync mode, holds the stream back until it is its turn.
+      env_spec: fields of a row from the environments, see core/rollout.py.
+      agent_spec: fields from the agent.
+      barrier: with --sync, makes streams and learner alternate.
     """
 
     def to_device(nested: Nested) -> Nested:
@@ -87,7 +87,7 @@ def infer(
             return nested
         return map_nested(lambda x: x.to(device, non_blocking=True), nested)
 
-    if sys.platform == "linux":  # threads have priorities: the learner's comes first
+    if sys.platform == "linux":  # per thread: the learner thread has priority
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.nice(0) + 5)
     timings = Timings()
     streams.inference_timings.append(timings)
@@ -102,7 +102,7 @@ def infer(
         net = models.nets[bank]
         choose: Any = functools.partial(net.distribution.sample, generator=generator)
         # The pool also asks for the value of a truncated episode's last observation. It
-        # drops the action, so no random number is used up for it.
+        # ignores the action, so with --sync don't use a random number for it.
         if barrier and bool((row["truncated"] & ~row["done"]).any()):
             choose = net.distribution.mode
         else:
@@ -120,7 +120,7 @@ def infer(
 def make_streams(
     flags: Flags, learner: Learner, envs: RemoteEnvs, device: torch.device
 ) -> list[Streams]:
-    """All streams share a pool, batcher and queue. In sync mode each has its own."""
+    """All streams share a pool, batcher and queue. With --sync each has its own."""
     spec = learner.env_spec
     E, B = spec.num_envs, flags.batch_size
     addresses = envs.addresses
@@ -145,14 +145,14 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
     """Trains until flags.total_steps or a stop signal. Returns the exit status.
 
     Args:
-      check_servers: is called at least once per second; may raise to end the run.
+      check_servers: called at least once per second; may raise to end the run.
     """
     flags = start.flags
     if devices.learner_device(flags).type == "cpu":
-        # Before any other thread starts: it would get a memory arena of its own.
+        # Before any other thread starts, so that threads share one memory arena.
         keep_freed_memory()
     env_seed = flags.seed
-    if start.saved:  # no game comes twice
+    if start.saved:  # don't repeat the games before the resume
         env_seed = derive_seed(flags.seed, start.saved["stats"]["step"])
     B, T = flags.batch_size, flags.unroll_length
     envs = RemoteEnvs(flags, env_seed)
@@ -171,16 +171,17 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
     models.publish(learner.model, learner.num_updates)
     all_streams = make_streams(flags, learner, envs, device)
     barrier = SyncBarrier(T) if flags.sync else None
-    # Rollouts that waited when an update was made: their sum, and how often.
+    # Sum of the queue's size over updates, and number of updates.
     queue_depth = {"queue_sum": 0.0, "queue_samples": 0.0}
 
     def queued() -> int:
         return sum(s.queue.size() for s in all_streams) * learner.env_spec.num_envs
 
     def learn_from(rollouts: Nested) -> bool:
-        """Updates from rollouts [T + 1, n, ...]; False if the run has enough of them.
+        """Learns from rollouts [T + 1, n, ...]; False if no more updates are wanted.
 
-        n is a multiple of B if a stream has more than B environments.
+        If a stream has more than B environments, n is a multiple of B and gives several
+        updates.
         """
         rows, initial_state = rollouts
         rows = as_stored(rows, env_spec)
@@ -210,7 +211,7 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
                 break
 
     def learn_in_rounds() -> None:
-        """The learner thread in sync mode: one rollout of each stream makes a round."""
+        """The learner thread with --sync: a round has one item of each stream."""
         assert barrier
         while learner.step < flags.total_steps:
             try:
@@ -228,7 +229,7 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
             streams.close()
 
     def counts() -> dict[str, float]:
-        """Seconds and numbers since the beginning, for prof.bottleneck."""
+        """Seconds and counts since the start, for prof.bottleneck."""
         sums = dict(queue_depth)
         for name, seconds in run.timings.seconds.items():
             sums[f"learner_{name}"] = seconds
@@ -249,7 +250,7 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
         run.stack.callback(envs.report, all_streams)
         for i, streams in enumerate(all_streams):
             run.start_thread(f"pool-{i}", streams.pool.run, stop)
-        # No noise comes twice when a run goes on.
+        # A resumed run gets new random numbers, except with --sync.
         entropy = () if flags.sync else (learner.step,)
         for i in range(len(all_streams) if flags.sync else flags.num_inference_threads):
             generator = torch.Generator(device)
@@ -294,11 +295,11 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("PolyBeast").add_argument
     add(
         "--server_addresses",
-        help="host:port or host:first-last,... of the servers, or @FILE of them",
+        help="servers to connect to: host:port or host:first-last,..., or @FILE",
     )
     add(
         "--listen",
-        help="HOST:PORT or unix:PATH where the learner waits for environments",
+        help="listen at HOST:PORT or unix:PATH; environments connect to the learner",
     )
     add(
         "--connect_timeout",
@@ -310,23 +311,28 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         "--actor_timeout",
         type=float,
         default=120.0,
-        help="seconds that a step may take; a stream that takes longer is lost",
+        help="time limit of a step in seconds; a slower stream counts as lost",
     )
     add(
         "--max_env_failures",
         type=int,
         default=10,
-        help="environments that may raise within a minute; each costs its stream",
+        help="environments that may raise per minute; with more, the run ends",
     )
-    add("--actor_device", help="of inference (default: the second GPU, if any)")
-    add("--num_inference_threads", type=int, default=1)
-    add("--num_learner_threads", "--num_threads", type=int, default=1)
-    add("--max_learner_queue_size", type=int, help="rollouts that may wait")
-    add("--torch_threads", type=int, help="CPU threads of one operation")
+    add("--actor_device", help="for inference; default: the second GPU, if any")
+    add("--num_inference_threads", type=int, default=1, help="inference threads")
+    add(
+        *("--num_learner_threads", "--num_threads"),
+        type=int,
+        default=1,
+        help="threads that gather batches; one at a time learns",
+    )
+    add("--max_learner_queue_size", type=int, help="maximal rollouts in the queue")
+    add("--torch_threads", type=int, help="CPU threads per torch operation")
     add(
         "--num_actions",
         type=int,
-        help="only checked; environments announce it",
+        help="only compared with what the environments announce",
     )
 
 
@@ -334,18 +340,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser = flags_lib.make_parser("PolyBeast's learner.", TORSOS)
     add_learner_flags(parser)
     add_connection_flags(parser)
-    parser.set_defaults(envs_per_actor=None)  # as the environments have it
+    parser.set_defaults(envs_per_actor=None)  # the environments' value
     return parser
 
 
 def resolve_layout(flags: Flags) -> Flags:
-    """Fills in what follows from other flags, and checks the rest.
+    """Fills in the flags that depend on others, and checks them.
 
     Raises:
-      FlagError: a value can't work.
+      FlagError: a value is not allowed.
     """
     if flags.listen and flags.server_addresses:
-        # A checkpoint's way to the environments gives way to one that is typed.
+        # If only one of the two was typed, the other is from the checkpoint: drop it.
         for name, other in (
             ("listen", "server_addresses"),
             ("server_addresses", "listen"),
@@ -354,8 +360,8 @@ def resolve_layout(flags: Flags) -> Flags:
                 setattr(flags, other, None)
     if flags.listen and flags.server_addresses:
         raise FlagError(
-            "give --listen, to wait for environments, or --server_addresses, to dial "
-            "them, but not both"
+            "give --listen, to wait for environments, or --server_addresses, to "
+            "connect to them, but not both"
         )
     if flags.num_actors is None:
         flags.num_actors = (
@@ -365,19 +371,19 @@ def resolve_layout(flags: Flags) -> Flags:
         flags.torch_threads = max(1, processes.num_cpus() // 2)
     if flags.max_learner_queue_size is None:
         flags.max_learner_queue_size = flags.batch_size
-    devices.actor_device(flags)  # is it there?
+    devices.actor_device(flags)  # raises if it does not exist
     if flags.sync and (
         flags.listen or len(set(server_addresses(flags))) != flags.num_actors
     ):
         raise FlagError(
-            "--sync needs a server for each actor, so that the environments of each "
-            f"have known seeds: give --num_servers {flags.num_actors} for --num_actors "
+            "--sync needs one server per actor, so that each environment gets a known "
+            f"seed: give --num_servers {flags.num_actors} for --num_actors "
             f"{flags.num_actors}, and no --listen"
         )
     if flags.sync and not flags.disable_checkpoint:
         raise FlagError(
-            "--sync can't resume exactly here, because the servers have the games in "
-            "progress: add --disable_checkpoint, or use MonoBeast, which saves them"
+            "PolyBeast can't resume exactly with --sync, because the servers have the "
+            "games in progress: add --disable_checkpoint, or use MonoBeast"
         )
     return flags
 

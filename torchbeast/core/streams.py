@@ -1,4 +1,4 @@
-"""Streams of environments: the C++ pool, batcher and queue, seen from Python."""
+"""PolyBeast's streams of environments: the C++ pool, batcher and queue."""
 
 import collections
 import threading
@@ -14,7 +14,7 @@ from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.prof import Timings
 from torchbeast.core.remote_envs import RemoteEnvs
 
-# Of libtorchbeast's stats().
+# Names in libtorchbeast's stats().
 POOL_COUNTS = (
     *("env_seconds", "env_wait_seconds", "inference_wait_seconds"),
     *("queue_wait_seconds", "num_reconnects", "num_dropped_steps"),
@@ -23,10 +23,10 @@ BATCHER_COUNTS = ("num_batches", "num_items", "num_entries")
 
 
 def as_stored(row: dict[str, Nested], spec: dict[str, Nested]) -> dict[str, Nested]:
-    """The row in the dtypes that MonoBeast's buffers have, see rollout.STORED_AS.
+    """Casts a row to the dtypes of MonoBeast's buffers, see rollout.STORED_AS.
 
-    Environments in other languages may leave out fields of `spec`: they are zero, so
-    nothing is ever truncated.
+    Fields of `spec` that the row lacks are zero, because environments in other languages
+    may leave them out.
     """
 
     def cast(x: torch.Tensor, field: rollout.Spec) -> torch.Tensor:
@@ -45,9 +45,9 @@ def as_stored(row: dict[str, Nested], spec: dict[str, Nested]) -> dict[str, Nest
 
 
 class SyncBarrier:
-    """Makes acting and learning alternate in sync mode.
+    """Makes acting and learning alternate with --sync. Thread-safe.
 
-    No unroll begins before all unrolls of the round before were learned from.
+    No unroll starts before the learner has used all unrolls of the previous round.
     """
 
     def __init__(self, unroll_length: int) -> None:
@@ -57,8 +57,8 @@ class SyncBarrier:
         self.changed = threading.Condition()
 
     def wait_for_turn(self, row: int) -> None:
-        """Waits until the stream may act on row number `row` since its beginning."""
-        # The agent acts on an unroll's last row before learning, in MonoBeast too.
+        """Waits until the stream may act on row number `row` since its start."""
+        # As in MonoBeast, the agent acts on an unroll's last row before learning.
         unroll = max(0, row - 1) // self.unroll_length
         with self.changed:
             self.changed.wait_for(lambda: self.closed or self.learned >= unroll)
@@ -78,13 +78,13 @@ class Streams:
     """Streams of environments, with the batcher and the queue that they share.
 
     Args:
-      addresses: of servers, one for each stream.
-      envs: which these streams are of.
-      numbers: of the first stream, and the distance to the next.
+      addresses: of the servers, one per stream.
+      envs: the environments of these streams.
+      numbers: number of the first stream, and the distance to the next.
       initial_state: of the model, for one environment.
-      batch_size: environments of one learner batch.
-      num_envs: of a stream, and of all streams.
-      hello: what all environments must be.
+      batch_size: rollouts per learner batch.
+      num_envs: environments per stream, and of all streams together.
+      hello: of the first stream; all others are compared with it.
 
     Raises:
       FlagError: the rollouts of all streams need more than half of the memory.
@@ -139,7 +139,7 @@ class Streams:
         self.inference_timings: list[Timings] = []
 
     def counts(self) -> dict[str, float]:
-        """Seconds and numbers since the beginning, for prof.bottleneck."""
+        """Seconds and counts since the start, for prof.bottleneck."""
         sums: dict[str, float] = collections.defaultdict(float)
         for timings in self.inference_timings:
             for name, seconds in timings.seconds.items():
@@ -158,7 +158,7 @@ class Streams:
 
 
 def pinned(num_bytes: int) -> torch.Tensor:
-    """Memory from which a GPU copies while the CPU goes on.
+    """Pinned memory: a GPU copies from it while the CPU continues.
 
     It is used again once the arrays of its batch are gone. So a thread keeps them until
     it has read a result from the GPU that depends on them: the answer, or the loss.
