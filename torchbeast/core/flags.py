@@ -93,18 +93,31 @@ class Flags(argparse.Namespace):
         return {k: v for k, v in sorted(vars(self).items()) if not k.startswith("_")}
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, unless a flag has none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        no_default = action.default is None
+        return action.help if no_default else super()._get_help_string(action)
+
+
 def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentParser:
     """The flags that both variants share."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=description, formatter_class=HelpFormatter
     )
     toggle = argparse.BooleanOptionalAction
     add = parser.add_argument_group("run").add_argument
-    add("--mode", default="train", choices=["train", "test", "test_render"])
+    add(
+        "--mode",
+        default="train",
+        choices=["train", "test", "test_render"],
+        help="test: play games with a checkpoint; test_render: and show them",
+    )
     add("--preset", choices=sorted(PRESETS), help="a named set of flags")
     add("--xpid", help="name of the run; if it exists, it is resumed")
     add("--savedir", default="~/logs/torchbeast", help="directory of the runs")
-    add("--seed", type=int, default=1)
+    add("--seed", type=int, default=1, help="of weights, actions and environments")
     add("--total_steps", type=int, default=100_000, help="environment steps to train")
     add(
         "--sync",
@@ -149,7 +162,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
     add_environment_flags(parser)
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", default="shallow", choices=list(torsos))
+    add("--model", default="shallow", choices=list(torsos), help="torso for images")
     add("--use_lstm", action=toggle, default=False, help="add a recurrent core")
     add(
         "--precision",

@@ -25,8 +25,7 @@ BATCHER_COUNTS = ("num_batches", "num_items", "num_entries")
 def as_stored(row: dict[str, Nested], spec: dict[str, Nested]) -> dict[str, Nested]:
     """Casts a row to the dtypes of MonoBeast's buffers, see rollout.STORED_AS.
 
-    Fields of `spec` that the row lacks are zero, because environments in other languages
-    may leave them out.
+    Environments in other languages may leave out fields of `spec`: these become zero.
     """
 
     def cast(x: torch.Tensor, field: rollout.Spec) -> torch.Tensor:
