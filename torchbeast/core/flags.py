@@ -172,7 +172,12 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
     )
 
     add = parser.add_argument_group("layout").add_argument
-    add("--num_actors", type=int, default=2, help="actor processes")
+    add(
+        "--num_actors",
+        type=int,
+        default=2,
+        help="actor processes, or streams in PolyBeast",
+    )
     add("--batch_size", type=int, default=8, help="rollouts per learner batch")
     add("--unroll_length", type=int, default=20, help="steps per rollout")
     add("--disable_cuda", action=toggle, default=False, help="use no GPU")
