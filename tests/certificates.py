@@ -23,7 +23,7 @@ class Certificates:
     def make(
         self, name: str, subject: str, authority: str = "ours", expired: bool = False
     ) -> None:
-        """A certificate that holds for `subject`, as in IP:127.0.0.1 or DNS:host."""
+        """A certificate for `subject`, such as IP:127.0.0.1 or DNS:host."""
         self._openssl(
             *("req", *self._new_key(name), "-subj", f"/CN={name}"),
             *("-addext", f"subjectAltName={subject}", "-out", f"{name}.csr"),

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 try:
-    # The folder of its sources can be imported too, but has nothing in it.
+    # The folder of its sources can be imported, too, but is empty.
     from libtorchbeast import ActorPool  # noqa: F401 # only whether it is there
 except ImportError as error:
-    # Where gRPC is missing, MonoBeast's tests still run; see docs/building.md.
+    # If gRPC is missing, MonoBeast's tests still run; see docs/building.md.
     if os.environ.get("TORCHBEAST_NATIVE") == "require":
         raise
     NATIVE_ERROR: str | None = str(error)
@@ -35,6 +35,6 @@ def pytest_report_header():
 
 @pytest.fixture(autouse=True)
 def repeatable():
-    """Small tensors, few cores: one thread is fastest. Every test has its own seed."""
+    """One thread, which is fastest for small tensors. Every test has its own seed."""
     torch.set_num_threads(1)
     torch.manual_seed(1)

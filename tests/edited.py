@@ -1,8 +1,8 @@
-"""A fork's edits, made at import: fields of the info, a model with Dropout.
+"""The edits of a fork, made at import: fields of the info, a model with Dropout.
 
 `python -m edited ...` runs MonoBeast with them, or the module that VARIANT names.
---env environments:Goals tells in its observations what the fields should be, and the
-model raises if they differ.
+The observations of --env environments:Goals have the expected values of the fields, and
+the model raises if they differ.
 """
 
 import importlib
@@ -31,8 +31,8 @@ def edit_model() -> None:
     class Net(model.Net):
         def forward(self, rows, state=()):
             shown = rows["observation"][..., 0] == rows["goal"]
-            # The agent asks for the value of a final observation; in other rows of that
-            # question nothing is meant.
+            # The agent may ask for the value of final observations. Then the other rows
+            # of the batch have no meaning.
             ended = rows["truncated"] & ~rows["done"]
             if not (shown | (ended.any() & ~ended)).all():
                 raise ValueError(f"goals of other episodes: {rows}")
@@ -50,7 +50,7 @@ def edit_model() -> None:
     model.Net = Net
 
 
-# Environment servers import this file too, and need no torch.
+# Environment servers import this file, too, without torch.
 if __name__ == "__main__" or "torch" in sys.modules:
     edit_model()
 

@@ -1,6 +1,6 @@
 """Small environments with spaces of every kind: --env environments:GridWorld.
 
-Each has a short best policy and a known best return, so that they can be learned too.
+Each has a simple optimal policy with a known return, so tests can also train on them.
 """
 
 import os
@@ -14,8 +14,8 @@ from gymnasium import spaces
 class GridWorld(gym.Env):
     """Walk to the goal; images and vectors nested in a Dict, Discrete actions.
 
-    Reward 1 at the goal, which ends the episode, -0.01 a step before; truncated after
-    LIMIT steps. info tells the distance that is left, in steps.
+    Reward 1 at the goal, which ends the episode, -0.01 per step before; truncated after
+    LIMIT steps. The info has the distance to the goal, in steps.
     """
 
     HEIGHT, WIDTH = 8, 9
@@ -108,7 +108,7 @@ class Locks(gym.Env):
 
 
 class Steering(gym.Env):
-    """Steer a point to the origin; continuous actions of uneven range.
+    """Steer a point to the origin; continuous actions with different ranges.
 
     Reward: 1 at the origin, exp(-distance) elsewhere. An episode takes LENGTH steps.
     """
@@ -131,8 +131,8 @@ class Steering(gym.Env):
     def step(
         self, action: np.ndarray
     ) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        # A policy over real numbers draws actions beyond the bounds; whoever steps the
-        # environment has to clip them.
+        # A policy over real numbers samples actions beyond the bounds. The caller of
+        # step() has to clip them.
         low, high = self.action_space.low - 1e-5, self.action_space.high + 1e-5
         assert (low <= action).all(), action
         assert (action <= high).all(), action
@@ -181,7 +181,7 @@ class Recall(gym.Env):
 
 
 class SeedLog(gym.Env):
-    """Says the seed of each game that is played; its own file, named by SEED_FILE.
+    """Writes the seed of each game that is played into its own file, SEED_FILE.
 
     A game is played if a step of it is made.
     """
@@ -209,7 +209,7 @@ class SeedLog(gym.Env):
 
 
 class Goals(gym.Env):
-    """A goal per episode, told in the observation and in each info.
+    """A goal per episode, in the observation and in each info.
 
     The observation is [goal, steps so far]; episodes take 3 to 6 steps, by their goal.
     Those with an even goal are truncated. What reset() says of "count" is wrong.

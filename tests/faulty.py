@@ -1,4 +1,4 @@
-"""What can go wrong, on demand: an environment and a learner that fail when told to.
+"""Faults on demand: an environment and a learner that fail if a file says so.
 
 --env faulty:Environment works until the file named by FAULT_FILE exists; from then on
 it does what the file says, once a step: the name of one of its methods. So a test
@@ -26,7 +26,7 @@ from gymnasium import spaces
 
 
 def wanted_fault() -> str:
-    """What the file says; nothing while there is none, or none named."""
+    """The content of FAULT_FILE; empty if there is no such file or variable."""
     with (
         contextlib.suppress(KeyError, FileNotFoundError),
         open(os.environ["FAULT_FILE"], encoding="utf-8") as file,
@@ -86,9 +86,9 @@ class Environment(gymnasium.Env):
 
 
 class WithProgram(Environment):
-    """Starts a program of its own, as simulators do, and never ends it.
+    """Starts another program, as simulators do, and never ends it.
 
-    The program inherits whatever this process did not mark as its own.
+    The program inherits all descriptors that this process has not marked as private.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class WithProgram(Environment):
 
 
 class SlowToMake(WithProgram):
-    """Starts its program, and is never ready."""
+    """Starts its program, and its constructor never returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class SlowToMake(WithProgram):
 
 
 class SlowToClose(WithProgram):
-    """Is never closed."""
+    """Its close() never returns."""
 
     def close(self) -> None:
         self.hold_the_lock()

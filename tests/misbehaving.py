@@ -1,6 +1,6 @@
 """Environments that don't do what they declare: --env misbehaving:RewardInAList.
 
-Fine is what they should be.
+Fine is the correct one.
 """
 
 from typing import Any
@@ -89,7 +89,7 @@ class Ragged(Only):
 
 
 class WrongInStep(Fine):
-    """Right in reset(), wrong in step()."""
+    """Correct in reset(), wrong in step()."""
 
     def step(self, action: int) -> Any:
         _, *rest = super().step(action)
@@ -97,7 +97,7 @@ class WrongInStep(Fine):
 
 
 class Many(Only):
-    """Answers like EnvPool: a leading dimension, for 4 environments."""
+    """Returns arrays like EnvPool: a leading dimension for 4 environments."""
 
     def observe(self) -> Any:
         return np.zeros((4, 3), np.float32)
@@ -160,7 +160,7 @@ class NeedsArguments(Only):
 
 
 class NoSpaces(gymnasium.Env):
-    """Has reset() and step() and declares nothing."""
+    """Has reset() and step(), but no spaces."""
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         return np.zeros(3), {}
@@ -214,7 +214,7 @@ class TerminatedNone(Fine):
 
 
 class InfiniteReward(Fine):
-    """In the last step of each episode, which few checks would meet."""
+    """In the last step of each episode, where few checks would see it."""
 
     def step(self, action: int) -> Any:
         observation, reward, terminated, truncated, info = super().step(action)

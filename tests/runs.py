@@ -28,9 +28,9 @@ SMALL = {
 
 
 def skip(reason: str) -> NoReturn:
-    """Skips a test for want of a tool; fails it where none may be missing, as in CI.
+    """Skips a test if a tool is missing; in CI, where no tool may be missing, fails it.
 
-    Who has installed the Python part alone has no use for openssl, iproute2 or a C++
+    A user who installed only the Python part does not need openssl, iproute2 or a C++
     compiler, and can run all other tests.
     """
     if os.environ.get("TORCHBEAST_NATIVE") == "require":
@@ -52,9 +52,9 @@ def command(
 
 
 def environment() -> dict[str, str]:
-    """The tests' folder on the path, so that --env can name classes of the tests.
+    """The environment variables of a run: --env can name classes of the tests.
 
-    One thread: several that wait for each other by spinning are slow on a busy machine.
+    One thread, because threads that spin while they wait are slow on a busy machine.
     """
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, paths))
@@ -62,7 +62,7 @@ def environment() -> dict[str, str]:
 
 
 def start(savedir: Path, xpid: str, **flags: Any) -> subprocess.Popen:
-    """Starts a run in a process group of its own; see `command` for the flags."""
+    """Starts a run in its own process group; see `command` for the flags."""
     return subprocess.Popen(
         command(savedir, xpid, **flags),
         stdin=subprocess.DEVNULL,
@@ -75,7 +75,7 @@ def start(savedir: Path, xpid: str, **flags: Any) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen, timeout: float = 100) -> str:
-    """Waits for a run and returns what it printed; kills all of it on a timeout."""
+    """Waits for a run and returns its output; kills its process group on a timeout."""
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -98,7 +98,7 @@ def wait_for_rows(
 
 
 def run(savedir: Path, xpid: str, timeout: float = 100, **flags: Any) -> str:
-    """A run that has to succeed; returns what it printed."""
+    """Runs a command that has to succeed; returns its output."""
     process = start(savedir, xpid, **flags)
     output = finish(process, timeout)
     assert process.returncode == 0, output
@@ -111,5 +111,5 @@ def read_logs(savedir: Path, xpid: str) -> list[dict[str, str]]:
 
 
 def without_time(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """logs.csv without the columns that tell the time."""
+    """logs.csv without the columns that depend on the time."""
     return [{k: v for k, v in r.items() if k not in ("_time", "sps")} for r in rows]

@@ -1,4 +1,4 @@
-"""Environments that can be foretold, servers for them, and pools that play.
+"""Environments with predictable rows, servers for them, and pools that play.
 
 Run as a program it serves one of ENVIRONMENTS until its standard input ends:
 
@@ -30,7 +30,7 @@ def episode_length(number, episode):
 
 
 class Coded:
-    """One environment whose rows can be foretold: see `rows`.
+    """One environment with predictable rows, see `rows`.
 
     The observation says which environment of the process it is, the episode, the step
     and the last action. Gymnasium's API.
@@ -65,7 +65,7 @@ class Coded:
 
 
 def rows(number, policy):
-    """What Coded says, worked out anew: (observation, reward, done, step, return).
+    """Computes Coded's rows: (observation, reward, done, step, return).
 
     `policy` gives the action for an observation.
     """
@@ -148,7 +148,7 @@ class CodedVector:
 
 
 class OldGym(Coded):
-    """The same in the API of the old Gym."""
+    """Coded in the old Gym API."""
 
     def reset(self):
         return super().reset()[0]
@@ -184,7 +184,7 @@ class Shifty(Coded):
 
 
 class Counting:
-    """No spaces, and quick."""
+    """Fast, and without spaces."""
 
     def __init__(self):
         self.steps = 0
@@ -289,7 +289,7 @@ class Run:
 
 
 class ServerProcess:
-    """A server in a process of its own; `address` tells where it listens."""
+    """A server in another process; it listens at `address`."""
 
     def __init__(self, env, address, **arguments):
         arguments = {"env": env, "address": address, **arguments}

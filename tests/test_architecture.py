@@ -12,12 +12,12 @@ import torchbeast
 
 ROOT = pathlib.Path(torchbeast.__path__[0])
 SCRIPTS = {"monobeast", "polybeast_learner", "polybeast_env", "polybeast", "plot"}
-# From the top: a module imports only from its own floor and those below.
+# From top to bottom: a module imports only from its own floor and from those below.
 FLOORS = [SCRIPTS, {"evaluate"}, {"learner"}, {"model"}]
 
 
 def imports(path):
-    """Modules of this package that a file imports, such as "core.run", anywhere."""
+    """The modules of this package that a file imports, such as "core.run"."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(

@@ -11,8 +11,8 @@ import pytest
 from torchbeast.core import atari_wrappers
 from torchbeast.core.atari_wrappers import atari_game, make_atari, make_atari_vec
 
-# The native path draws the no-ops with the C++ library's distribution, which other
-# platforms implement in another way.
+# The native path draws the number of no-ops with the C++ standard library, which
+# differs between platforms.
 NOOP_MAX = 30 if sys.platform == "linux" else 0
 
 
@@ -110,14 +110,14 @@ def test_native_and_python_agree(game, steps, expected, changes):
                     row[4]["final_obs"][e], info["final_obs"][e]
                 )
                 assert not np.array_equal(info["final_obs"][e], observation[e])
-    # Otherwise the test would not have compared what it is there for.
+    # Otherwise the test would have compared nothing.
     assert expected <= seen
     python.close()
     native.close()
 
 
 def test_python_path_against_the_bare_emulator():
-    """Preprocessing redone by hand on the emulator's own screens."""
+    """Compares with a second implementation, on the emulator's screens."""
     seed, skip = 5, 4
     env = make_atari(atari_flags("Pong-v4", noop_max=0, sticky_actions=0.3))
     ale = ale_py.ALEInterface()
@@ -151,7 +151,7 @@ def test_python_path_against_the_bare_emulator():
 
 @pytest.mark.parametrize(("game", "least"), [("Breakout", 1), ("Freeway", 0)])
 def test_noops_are_uniform(game, least):
-    """0 to noop_max frames before the agent's first action, FIRE being one of them."""
+    """0 to noop_max frames before the agent's first action, including FIRE."""
     flags = atari_flags(f"{game}-v4", noop_max=3)
     python, native = make_atari(flags), make_atari_vec(flags, 2)
     python.reset(seed=1)

@@ -1,4 +1,4 @@
-"""The benchmarks, run for seconds: do they measure what they say?"""
+"""The benchmarks, run for seconds: do they measure the right thing?"""
 
 import json
 import subprocess

@@ -37,7 +37,7 @@ needs_tools = pytest.mark.skipif(
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of what the build reads, without a torchbeast package."""
+    """A copy of the files that the build reads, without the package torchbeast."""
     copy = tmp_path / "checkout"
     (copy / "scripts").mkdir(parents=True)
     for name in FILES:
@@ -67,7 +67,7 @@ def build_modules(checkout, **environment):
 
 
 def import_error(checkout, module):
-    """What `import module` says, or an empty string where it works."""
+    """The error of `import module`, or an empty string if it works."""
     code = f"try:\n  import {module}\nexcept ImportError as e:\n  print(e)"
     return subprocess.run(
         [sys.executable, "-S", "-c", code],  # without what else is installed
@@ -94,7 +94,7 @@ def test_without_grpc_the_rest_is_built_and_the_import_says_what_to_install(chec
     assert "conda install -c conda-forge libgrpc" in said
     assert "GoogleTest" not in said
 
-    # A substitute does not stay beside a module that could be built, nor the reverse.
+    # The module and its substitute never exist at the same time.
     done = build_modules(checkout, TORCHBEAST_NATIVE="skip")
     assert done.returncode == 0, done.stdout
     assert "TORCHBEAST_NATIVE=skip" in import_error(checkout, "nest")
@@ -135,7 +135,7 @@ def test_without_cmake_the_import_names_it(checkout, tmp_path):
 
 
 def test_sources_hide_no_module():
-    """In a checkout, `import nest` must find the module, not the folder."""
+    """In a checkout, `import nest` has to find the module, not the folder."""
     assert not list(ROOT.glob("nest/__init__.py*"))
     assert not list(ROOT.glob("libtorchbeast/__init__.py*"))
 
@@ -156,7 +156,7 @@ def test_source_distribution_has_all_that_the_build_reads(checkout):
 
 
 def fingerprint(checkout):
-    """Of scripts/setup, which sets up again where it differs."""
+    """The fingerprint of scripts/setup, which sets up again if it differs."""
     code = 'eval "$(sed -n "/^fingerprint() {/,/^}/p" scripts/setup)"; fingerprint'
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", code],

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def make_state(version):
-    """What a run saves, by kind: weights, optimizer, schedule, counters, RNG, flags."""
+    """The parts of a checkpoint: weights, optimizer, schedule, counters, RNG, flags."""
     torch.manual_seed(version)
     model = torch.nn.Linear(5, 7)
     optimizer = torch.optim.RMSprop(model.parameters(), momentum=0.5)
@@ -279,8 +279,8 @@ def test_full_disk(tmp_path):
     assert_tells_of_full_disk(result, tmp_path, "No space left on device")
 
 
-# Kills a process that saves version 2 over version 1 right before its first, second,
-# … file operation, until there is none left.
+# Kills a process that replaces version 1 by version 2, right before its first, second,
+# … file operation.
 KILL_AT_EACH_OPERATION = """
 import os, pathlib, signal, sys
 from torchbeast.core import checkpoint
@@ -329,7 +329,7 @@ def test_killed_at_each_file_operation(tmp_path):
     assert int(result.stdout) >= 4
 
 
-# Kills a process that saves one version after another at any instant.
+# Kills a process at a random time while it saves one version after another.
 KILL_AT_ANY_TIME = """
 import os, pathlib, random, signal, sys, time, torch
 from torchbeast.core import checkpoint

@@ -30,7 +30,7 @@ BOXES = [name for name in SPACES if "box" in name]
 
 
 def units(space):
-    """Center and half width of every dimension; 0 and 1 where a bound is missing."""
+    """Center and half width of every dimension; 0 and 1 if a bound is missing."""
     center, scale = np.zeros(space.shape), np.ones(space.shape)
     for i in np.ndindex(space.shape):
         if np.isfinite([space.low[i], space.high[i]]).all():
@@ -40,7 +40,7 @@ def units(space):
 
 
 def oracle(space, logits):
-    """The distributions of torch over the space's own units, side by side."""
+    """torch's distributions in the units of the space."""
     if isinstance(space, spaces.Discrete):
         return Categorical(logits=logits)
     half = logits.shape[-1] // 2
@@ -202,7 +202,7 @@ def oracle_of_the_allowed(name, logits, allowed):
 
 @pytest.mark.parametrize("name", ["discrete", "multi_discrete"])
 def test_masked_actions(name):
-    """Logits of -inf: as if the policy had no such actions, gradients included."""
+    """With logits of -inf, the policy and its gradients have no such actions."""
     distribution = make_distribution(SPACES[name])
     free = 2 * torch.randn(T, B, distribution.num_logits, dtype=torch.float64)
     free.requires_grad_()

@@ -57,7 +57,7 @@ def test_copies_what_is_there_and_what_the_build_reads(docker, stages):
     setup_reads = {"setup.py", "pyproject.toml", "requirements.txt", "CMakeLists.txt"}
     assert setup_reads | {"torchbeast", "nest", "libtorchbeast"} <= copied
 
-    # Docker is given just that, and none of what builds leave behind.
+    # Docker gets exactly these files, and no build outputs.
     dockerignore = (ROOT / ".dockerignore").read_text()
     for path in ROOT.iterdir():
         assert docker.ignored(path.name, dockerignore) == (path.name not in copied)

@@ -1,4 +1,4 @@
-"""What the docs say of the tests is true."""
+"""The docs name tests that exist."""
 
 import pathlib
 import re

@@ -41,7 +41,7 @@ def env_flags(env, **changes):
 
 
 def here(definition):
-    """The --env of something defined in this file."""
+    """The value of --env for a name in this file."""
     return f"{__name__}:{definition.__name__}"
 
 
@@ -67,7 +67,7 @@ def assert_rows_equal(row, expected):
 
 
 class Counter(gymnasium.Env):
-    """Observes (nested) how often it was stepped, in one buffer that it reuses.
+    """Its nested observation is the number of steps, in a buffer that it reuses.
 
     Truncated after 5 steps.
     """
@@ -132,7 +132,7 @@ def short_cart_pole():
 
 
 def test_rows_against_one_environment_at_a_time():
-    """CartPole, some episodes terminated, some truncated: redone by a plain loop."""
+    """CartPole with terminated and truncated episodes, compared with a plain loop."""
     num_envs, first_index, steps = 3, 5, 90
     envs = Environment(env_flags(here(short_cart_pole)), num_envs, first_index)
     actions = np.random.default_rng(0).integers(0, 2, (steps, num_envs))
@@ -203,7 +203,7 @@ def test_nested_observations_and_extra_fields(monkeypatch):
     for _ in range(5):
         assert envs.final_observation is None
         rows.append(envs.step(np.zeros(2, np.int64)))
-    # All rows are looked at in the end: the reused buffer must not shine through.
+    # Rows are compared at the end, so that a reused buffer would show.
     for t, row in enumerate(rows):
         count = t % 5
         number, box = row["observation"]["pair"]
@@ -222,7 +222,7 @@ def test_nested_observations_and_extra_fields(monkeypatch):
 
 
 def test_extra_fields_belong_to_the_step_or_to_the_observation(monkeypatch):
-    """The goal is that of the observation in the row, the count that of the step."""
+    """The goal belongs to the observation in the row, the count to the step."""
     declare(monkeypatch, goal=ExtraField((), np.int32, of="observation"))
     declare(monkeypatch, count=ExtraField((), np.int64, of="step"))
     envs = Environment(env_flags("environments:Goals"), 3)
@@ -277,7 +277,7 @@ def test_a_field_says_what_it_belongs_to():
 
 
 def test_a_field_of_the_observation_that_reset_lacks(monkeypatch, caplog):
-    """Counter's reset() gives no info: the first rows can't be right."""
+    """The info of Counter's reset() is empty, so the first rows hold 0."""
     declare(monkeypatch, goal=ExtraField((2,), np.int32, of="observation"))
     monkeypatch.setattr(environment, "_logged", set())
     with caplog.at_level(logging.WARNING):
@@ -332,7 +332,7 @@ def test_wrong_actions():
 @pytest.mark.parametrize("of", ["step", "observation"])
 @pytest.mark.parametrize("path", ["native", "python"])
 def test_atari_lives_and_games(monkeypatch, path, of):
-    """A Breakout game is five training episodes; its return is counted over all."""
+    """A game of Breakout has five training episodes; its return counts all of them."""
     declare(monkeypatch, lives=ExtraField((), np.int64, of=of))
     envs = Environment(env_flags("BreakoutNoFrameskip-v4", atari_backend=path), 2)
     assert envs.frames_per_step == 4
@@ -376,7 +376,7 @@ def test_atari_lives_and_games(monkeypatch, path, of):
 
 
 def test_atari_truncation_on_both_paths():
-    """The same first game on both paths, cut off: rows and real last observation."""
+    """The same truncated first game on both paths: rows and real last observation."""
     flags = env_flags("FreewayNoFrameskip-v4", noop_max=0, max_episode_frames=40)
     python, native = (
         Environment(argparse.Namespace(**{**vars(flags), "atari_backend": path}), 2)
@@ -472,7 +472,7 @@ class OldStyle:
 
 
 class OldStyleOnGymnasium(gymnasium.Env):
-    """Ported by changing the import alone."""
+    """An old environment, ported by changing only the import."""
 
     observation_space = spaces.Box(0, 1, (2,))
     action_space = spaces.Discrete(2)
@@ -620,13 +620,13 @@ def test_deprecated_version_names_the_new_one():
 
 
 def test_environment_has_moved_to_another_package():
-    """Gymnasium's old MuJoCo environments raise ImportError, which says where to."""
+    """Gymnasium's old MuJoCo environments raise ImportError with the new package."""
     with pytest.raises(MissingPackageError, match=r"Hopper-v3: .* gymnasium-robotics"):
         create_env(env_flags("Hopper-v3"))
 
 
 class NoOpenGL(Counter):
-    """As MuJoCo on a machine without a display."""
+    """Raises like MuJoCo on a machine without a display."""
 
     metadata: ClassVar = {"render_modes": ["rgb_array"]}
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, a run ends: soon, non-zero, with one message, leaving nothing.
+"""Faults end a run soon, with one message and a non-zero status, and leave nothing.
 
 Every test starts a real run, waits until it works, brings a fault about, and then looks
 at what is left: exit status, messages, processes, shared memory, run files.
@@ -73,7 +73,7 @@ def processes_of_session(session: int) -> list[Process]:
 
 
 def patience(seconds: float) -> float:
-    """A limit for an idle machine, longer where other programs keep it busy."""
+    """A time limit for an idle machine, extended if other programs keep it busy."""
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
@@ -108,7 +108,7 @@ def own_terminal() -> None:
 
 
 class Run:
-    """A run in a session of its own, and what can be seen of it from outside."""
+    """A run in its own session, observed from outside."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Run:
                     console.write(os.read(self._terminal, 4096))
 
     def close_terminal(self) -> None:
-        """As closing the window does, or the end of an ssh session."""
+        """Closes the terminal, as closing its window or ending an ssh session does."""
         self._terminal_closed = True
         self._reader.join()
         os.close(self._terminal)
@@ -193,7 +193,7 @@ class Run:
         wait_until(condition_or_end, what)
 
     def wait_for_updates(self, number: int = 1) -> None:
-        """Waits until logs.csv has this many lines more."""
+        """Waits until logs.csv has this many more lines."""
         logs = self.path / "logs.csv"
 
         def lines() -> int:
@@ -207,7 +207,7 @@ class Run:
         return logs.exists() and logs.read_bytes().count(b"\n") > 2
 
     def wait_for_a_checkpoint(self) -> None:
-        """Waits for one of learned weights; the first can come before an update."""
+        """Waits for a checkpoint after an update; not for an earlier one."""
 
         def learned() -> bool:
             if not self.checkpoint.exists():
@@ -231,7 +231,7 @@ class Run:
         ]
 
     def cause(self, fault: str) -> None:
-        """Has environments or the learner of faulty.py fail."""
+        """Makes environments or the learner of faulty.py fail."""
         temporary = self.fault_file.with_suffix(".tmp")
         temporary.write_text(fault)
         temporary.replace(self.fault_file)
@@ -241,27 +241,27 @@ class Run:
         self.wait_for(lambda: self.marks("hangs"), "the learner to hang")
 
     def marks(self, suffix: str) -> list[pathlib.Path]:
-        """The files by which faulty.py says that it does what was asked for."""
+        """The files that faulty.py writes when it causes a fault."""
         return list(self.fault_file.parent.glob(f"{self.fault_file.name}.{suffix}"))
 
     def maps(self) -> str:
-        """What the learner's process has loaded."""
+        """The libraries that the learner process has loaded."""
         with contextlib.suppress(OSError):
             return pathlib.Path(f"/proc/{self.pid}/maps").read_text()
         return ""
 
     def signal_group(self, number: int) -> None:
-        """What a terminal does at Ctrl-C."""
+        """Sends the signals of a Ctrl-C in a terminal."""
         os.killpg(self.pid, number)
 
     def signal_all(self, number: int) -> None:
-        """What a batch system or a container does at its end."""
+        """Signals all processes, like a batch system or a container that ends."""
         for process in processes_of_session(self.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
     def wait_for_end(self, status: int, seconds: float = END_SECONDS) -> None:
-        """Waits for the end in time, with this status and nothing left behind."""
+        """Waits for the end of the run; checks its status and that nothing is left."""
         try:
             returned = self.process.wait(patience(seconds))
         except subprocess.TimeoutExpired:
@@ -300,7 +300,7 @@ class Run:
         assert "Traceback" not in self.console, self.console
 
     def assert_files(self, saved_at_end: bool = True) -> dict[str, Any]:
-        """meta.json tells of the end; the checkpoint is whole and finite."""
+        """Checks that meta.json has the end, and that the checkpoint is good."""
         meta = json.loads((self.path / "meta.json").read_text())
         assert meta["successful"] is False
         assert meta["date_end"]
@@ -382,7 +382,7 @@ def test_environment_hangs(start):
 
 
 def test_environment_raises(start):
-    """Even what the actor's own pipe would raise if the learner were gone."""
+    """Even the error that an actor's pipe would raise if the learner had exited."""
     run = start()
     run.wait_for_a_checkpoint()
     run.cause("lose_connection")  # in both actors
@@ -406,7 +406,7 @@ def test_environment_ends_its_process(start):
 
 
 def test_fork_server_is_killed(start):
-    """Python takes all actors for dead then, but they are not."""
+    """multiprocessing then reports all actors as dead, but they are alive."""
     run = start(env="faulty:WithProgram")
     run.wait_for_a_checkpoint()
     run.cause("hang")
@@ -420,7 +420,7 @@ def test_fork_server_is_killed(start):
 
 
 def test_environment_is_never_made(start):
-    """The learner waits so long for the one that it asks for its spaces, too."""
+    """The time limit also applies to the environment that is made for its spaces."""
     run = start(env="faulty:SlowToMake", actor_timeout=1)
     run.wait_for_end(1, 3 * END_SECONDS)
     assert "Making one environment of faulty:SlowToMake" in run.console
@@ -483,7 +483,7 @@ def test_learner_thread_raises(start):
 
 
 def test_learner_is_killed(start):
-    """Nothing is left, even if no thread of the actors can run any more."""
+    """Nothing is left, even if the actors' threads can't run."""
     run = start(env="faulty:WithProgram")
     run.wait_for_a_checkpoint()
     before = torch.load(run.checkpoint, weights_only=True)
@@ -551,7 +551,7 @@ def test_signal_saves_and_ends(start):
 
 
 def test_sigint_during_the_start(start):
-    """While it imports, while it makes an environment, while actors start."""
+    """During imports, while an environment is made, and while actors start."""
     run = start()
     run.wait_for(lambda: "libtorch_cpu" in run.maps(), "the import of torch")
     run.signal_group(signal.SIGINT)
@@ -576,7 +576,7 @@ def test_sigint_during_the_start(start):
 
 
 def test_the_terminal_is_closed(start):
-    """SIGHUP ends a run; one that ignores it goes on without its terminal."""
+    """SIGHUP ends a run; a run that ignores it continues without its terminal."""
     run = start(terminal=True)
     ignore = ("sh", "-c", 'trap "" HUP && exec "$@"', "sh")
     deaf = start(xpid="deaf", prefix=ignore, terminal=True)
@@ -611,7 +611,7 @@ def test_second_sigint_does_not_wait(start):
 
 
 def test_sigint_again_and_again(start):
-    """Whoever is impatient has the checkpoint and the exit status all the same."""
+    """Repeated signals don't prevent the checkpoint or change the exit status."""
     run = start(faulty_learner=True, checkpoint_interval=600)
     run.wait_for_updates(3)
     run.cause("save_slowly")
@@ -644,7 +644,7 @@ def test_sigint_while_the_learner_hangs(start):
 
 
 def fill(disk: pathlib.Path, leave: int = 0) -> None:
-    """Fills a disk but for some bytes."""
+    """Fills a disk, except for some bytes."""
     with (disk / "filler").open("wb", buffering=0) as file:
         with contextlib.suppress(OSError):
             while file.write(bytes(4096)):
@@ -654,7 +654,7 @@ def fill(disk: pathlib.Path, leave: int = 0) -> None:
 
 @pytest.mark.parametrize("leave", [0.5, 0.0])
 def test_disk_is_full(start, tmp_path, leave):
-    """A real full disk where one can be mounted, else a limit on the size of files.
+    """A real full disk if one can be mounted, else a limit on the size of files.
 
     leave: what part of a checkpoint still fits.
     """
@@ -685,7 +685,7 @@ def test_disk_is_full(start, tmp_path, leave):
 
 
 def test_shared_memory_is_too_small(start):
-    """A real small /dev/shm where one can be mounted, else buffers beyond the real."""
+    """A small /dev/shm if one can be mounted, else buffers larger than the real one."""
     if mount_namespace():
         weights = start(xpid="a", prefix=small_disk(SHARED_MEMORY, "64k"))
         buffers = start(
@@ -709,7 +709,7 @@ def test_shared_memory_is_too_small(start):
 
 @pytest.mark.skipif(not mount_namespace(), reason="no right to mount a small /dev/shm")
 def test_shared_memory_is_full_after_the_start(start):
-    """All that a run needs is taken at its start, also what saving needs."""
+    """A run allocates all its shared memory at the start, also for saving."""
     run = start(
         prefix=small_disk(SHARED_MEMORY, "16m"),
         sync=True,
@@ -745,7 +745,7 @@ print(*results, sep=",")
 
 @pytest.mark.skipif(not mount_namespace(), reason="no right to mount a small /dev/shm")
 def test_no_size_of_shared_memory_kills():
-    """Between too small and large enough there is no size that gives SIGBUS."""
+    """No size of /dev/shm leads to SIGBUS."""
     result = subprocess.run(
         [*small_disk(SHARED_MEMORY, "4k"), sys.executable, "-c", SMALL_SHARED_MEMORY],
         env=runs.environment(),
@@ -760,7 +760,7 @@ def test_no_size_of_shared_memory_kills():
 
 
 def test_stderr_is_closed(start):
-    """The run goes on without it, and no file takes its place."""
+    """The run continues, and no other file gets the descriptor of stderr."""
     run = start(prefix=("sh", "-c", 'exec "$@" 2>&-', "sh"), total_steps=1000)
     run.wait_for_end(0, 2 * END_SECONDS)
     assert run.console == ""

@@ -384,7 +384,7 @@ def test_resume_cuts_later_rows(started, info_level, resume_step, kept):
 
 
 def test_resume_cuts_a_half_written_line(started):
-    """At every length of the last line, as left by a crash or a power cut."""
+    """At every length of the last line, as after a crash or a power failure."""
     logs = started / "logs.csv"
     whole = logs.read_bytes()
     last = whole.splitlines(keepends=True)[-1]
@@ -448,7 +448,7 @@ def test_resume_refuses_what_it_does_not_understand(started):
 
 
 def test_resume_completes_fields_csv(started):
-    """A crash came between a new column in logs.csv and the line in fields.csv."""
+    """After a crash between a new column in logs.csv and the line in fields.csv."""
     (started / "fields.csv").write_text("_tick,_time,step\n")
     FileWriter(str(started.parent), "run", ARGS, 90).close(successful=True)
     fields = (started / "fields.csv").read_text()

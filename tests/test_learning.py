@@ -1,4 +1,4 @@
-"""A short check that the agent learns; it fails where the algorithm is broken."""
+"""A short check that the agent learns; it fails if the algorithm is broken."""
 
 import pytest
 import runs
@@ -19,7 +19,7 @@ def test_cartpole_is_learned(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_recall_is_learned_with_an_lstm(tmp_path):
-    """Naming the digit that was shown three steps before; chance gives 1/3."""
+    """The agent has to name the digit of three steps before; chance gives 1/3."""
     flags = {
         "env": "environments:Recall",
         "use_lstm": True,

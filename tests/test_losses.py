@@ -73,7 +73,7 @@ def oracle_targets(batch, outputs, **changes):
         for b in range(B):
             a = batch["action"][t, b]
             log_rhos[t, b] = log_pi[t, b, a] - log_mu[t, b, a]
-            # What the action of row t led to stands in row t + 1.
+            # Row t + 1 has the result of row t's action.
             reward = batch["reward"][t + 1, b]
             if flags["reward_clipping"] == "abs_one":
                 reward = min(1, max(-1, reward))
@@ -176,7 +176,7 @@ def changed_parts(change):
     ],
 )
 def test_which_rows_have_a_part(field, first_row, last_row):
-    """Row 0's reward was judged in the rollout before, row T's action comes next."""
+    """Row 0's reward belongs to the previous rollout, row T's action to the next."""
     for row, has_part in ((0, first_row), (T, last_row)):
 
         def change(batch, outputs, row=row):
@@ -221,7 +221,7 @@ def test_a_terminated_episode_is_not_bootstrapped():
 
 
 def test_a_truncated_episode_is_bootstrapped():
-    """A policy that acted itself: the targets are plain discounted sums."""
+    """On-policy, the targets are plain discounted sums."""
     batch, outputs = make_batch()
     outputs["policy_logits"] = batch["policy_logits"]
     values = np.zeros((T + 1, B))
@@ -316,7 +316,7 @@ def test_masked_actions_are_no_actions():
 
 
 def test_an_action_that_the_learner_masks_has_no_weight():
-    """Its importance weight is 0, as in the limit; nothing becomes NaN."""
+    """Its importance weight is 0, and nothing becomes NaN."""
     batch, outputs = make_batch()
     grads, losses = [], []
     for logit in (-1e4, -np.inf):

@@ -65,7 +65,7 @@ def sample(space, leading, rng):
 
 
 def make_rows(observation_space, action_space, seed=1, rows=T, done=()):
-    """Random rows [T, B] without an episode's beginning but at `done`, pairs (t, b)."""
+    """Random rows [T, B], where episodes start only at `done`, pairs (t, b)."""
     rng = np.random.default_rng(seed)
     begins = torch.zeros(rows, B, dtype=torch.bool)
     for place in done:
@@ -90,7 +90,7 @@ def map_leaves(f, x):
 
 
 def leaf_places(x, place=()):
-    """Where the leaves are: sequences of names and indices."""
+    """The paths of the leaves: sequences of names and indices."""
     if isinstance(x, dict | tuple):
         for key in x if isinstance(x, dict) else range(len(x)):
             yield from leaf_places(x[key], (*place, key))
@@ -99,7 +99,7 @@ def leaf_places(x, place=()):
 
 
 def with_leaf(x, place, leaf):
-    """A copy of a nested structure with another leaf in one place."""
+    """A copy of a nested structure with one leaf replaced."""
     if not place:
         return leaf
     if isinstance(x, dict):
@@ -372,7 +372,7 @@ def test_done_in_row_0_resets_the_state():
 
 @pytest.mark.parametrize("use_lstm", [False, True])
 def test_nothing_leaks_over_the_beginning_of_an_episode(use_lstm):
-    """The reward and last action of a first row belong to the episode before, too."""
+    """The reward and last action of a first row belong to the previous episode."""
     net = small_net(use_lstm)
     rows = make_rows(MINATAR, ACTION_SPACES["discrete"], done=[(2, 0)])
     other = make_rows(MINATAR, ACTION_SPACES["discrete"], seed=2)
@@ -426,7 +426,7 @@ def test_bf16_is_near_fp32(observation, torso, use_lstm):
 @pytest.mark.parametrize("observation", ["atari", "minatar", "nested"])
 @pytest.mark.parametrize("torso", ["shallow", "deep"])
 def test_encoders_stored_in_bf16_equal_autocast(observation, torso):
-    """So actors, which store them, act as the learner, which casts, computes."""
+    """Actors store bfloat16 weights, the learner casts them: same results."""
     space = OBSERVATION_SPACES[observation]
     net = Net(space, ACTION_SPACES["discrete"], torso, use_lstm=True, bf16=True)
     rows = make_rows(space, ACTION_SPACES["discrete"])
@@ -445,7 +445,7 @@ def test_encoders_stored_in_bf16_equal_autocast(observation, torso):
 
 @pytest.mark.parametrize("acting", [False, True])
 def test_bf16_does_not_round_vectors(acting):
-    """bfloat16 has no 257: integers beside an image must not merge."""
+    """bfloat16 has no 257, so integers beside an image must stay in float32."""
     numbers = spaces.Box(0, 10_000, (3,), np.int32)
     space = spaces.Dict({"map": MINATAR, "numbers": numbers})
     net = Net(space, ACTION_SPACES["discrete"], bf16=True)

@@ -102,7 +102,7 @@ def test_sync_refuses_games_that_it_could_not_save(savedir):
 
 
 def fails(savedir, xpid, **flags):
-    """A run that has to fail with one message; returns what it printed."""
+    """Runs a command that has to fail with one message; returns its output."""
     process = runs.start(savedir, xpid, **flags)
     output = runs.finish(process)
     assert process.returncode == 1, output
@@ -112,7 +112,7 @@ def fails(savedir, xpid, **flags):
 
 
 def test_a_run_goes_on_where_it_was(savedir):
-    """Without its flags; those that are typed win."""
+    """Resuming needs no flags, and typed flags win."""
     runs.run(savedir, "a", **runs.SMALL, preset="cartpole")
     before = (savedir / "a" / "logs.csv").read_bytes()
     output = runs.run(savedir, "a")
@@ -152,7 +152,7 @@ def edit_checkpoint(path, **changes):
 
 
 def test_flags_that_a_checkpoint_lacks_has_or_can_not_have(savedir):
-    """Of forks, and of another machine."""
+    """Checkpoints of forks, and of another machine."""
     runs.run(savedir, "a", **runs.SMALL, num_buffers=7)
     path = savedir / "a" / "model.tar"
     saved = torch.load(path, weights_only=True)
@@ -203,7 +203,7 @@ def test_test_mode_tells_the_returns(savedir, use_lstm):
 
 
 def test_tensorboard_gets_the_scalars_of_a_resumed_run(savedir):
-    """Every step of logs.csv once, those of updates after the checkpoint included."""
+    """The events have every step of logs.csv once, also those after the checkpoint."""
     events = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     )

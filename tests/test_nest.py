@@ -32,7 +32,7 @@ def example():
 
 
 def same(a, b):
-    """Equality that tells list from tuple and heeds the order of dicts."""
+    """Equality that distinguishes list and tuple, and the order of dicts."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):

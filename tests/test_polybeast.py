@@ -184,7 +184,7 @@ def test_a_signal_saves_and_ends_all(tmp_path, small, number):
 
 
 def test_servers_end_with_a_learner_that_was_killed(tmp_path, small, monkeypatch):
-    """And with their supervisor, even if none of their threads can run any more."""
+    """Servers and supervisor end, even if the servers' threads can't run."""
     fault = tmp_path / "fault"
     monkeypatch.setenv("FAULT_FILE", str(fault))
     small |= {"total_steps": 10**9, "env": "faulty:WithProgram"}
@@ -198,7 +198,7 @@ def test_servers_end_with_a_learner_that_was_killed(tmp_path, small, monkeypatch
 
 
 def test_sigint_during_the_start(tmp_path, small, monkeypatch):
-    """While both sides import, and while servers make their environments."""
+    """During imports on both sides, and while servers make their environments."""
     monkeypatch.setenv("FAULT_FILE", str(tmp_path / "fault"))
     small["env"] = "faulty:SlowToMake"
     process = runs.start(tmp_path, "a", **small)
@@ -236,7 +236,7 @@ def loaded(process, library):
 
 
 def test_a_killed_server_comes_back(tmp_path, small):
-    """And the programs that its environments have started end."""
+    """The programs that its environments have started end."""
     small |= {
         "total_steps": 10**9,
         "unroll_length": 50,
@@ -400,7 +400,7 @@ def test_servers_and_learner_apart_with_a_token(tmp_path, small):
 
 
 def test_environments_dial_a_learner_and_the_next(tmp_path, small):
-    """One more comes than there is room for, and waits; nobody needs restarting."""
+    """One more environment than streams connects and waits; nothing is restarted."""
     words = [
         f"--env={small['env']}",
         "--num_servers=3",
@@ -699,7 +699,7 @@ SYNC = {
 def assert_logs_agree(mono, poly):
     """Steps, episodes and games are equal, floats nearly.
 
-    Sums may be added up in another order where threads or the alignment of memory
+    Sums may be added up in another order if threads or the alignment of memory
     differ, so floats may differ in their last digits, and the differences grow from
     update to update: hence the tolerance. Steps, episodes and games may not differ: one
     other action would change them.
@@ -730,7 +730,7 @@ def test_sync_gives_monobeasts_updates(tmp_path, env, use_lstm):
 
 
 def test_a_forks_fields_and_dropout_are_the_same_in_both(tmp_path, monkeypatch):
-    """See edited.py, which raises if a row has the field of another episode.
+    """edited.py raises if a row has the field of another episode.
 
     With Dropout, only a model that acts in eval mode and learns in train mode gives the
     same updates in both variants.

@@ -1,4 +1,4 @@
-"""PolyBeast's servers and learner apart, and what can go wrong between them.
+"""PolyBeast's servers and learner, started apart, and faults between them.
 
 Real processes, each in a session of its own. Training goes on where it can, and ends
 loudly where it can't; test_polybeast.py has the faults of both started together.
@@ -47,7 +47,7 @@ LEARNER = {
 
 
 class Servers:
-    """`python -m torchbeast.polybeast_env` in a session of its own."""
+    """`python -m torchbeast.polybeast_env` in its own session."""
 
     def __init__(self, folder, prefix=(), env_vars=None, **flags):
         self.console_path = folder / f"servers-{len(list(folder.glob('servers-*')))}"
@@ -70,7 +70,7 @@ class Servers:
         return self.console_path.read_text(errors="replace")
 
     def addresses(self, number=1):
-        """Where they listen, once `number` of them do."""
+        """The servers' addresses, when `number` of them listen."""
 
         def found():
             assert self.process.poll() is None, self.console
@@ -238,7 +238,7 @@ def test_an_environment_raises(serve, learn, pipes, tmp_path):
 
 
 def test_servers_end_while_they_make_environments(serve, pipes, tmp_path):
-    """And what these have started, even if they hold Python's lock."""
+    """Their programs end too, even if they hold Python's lock."""
     both = {}
     for name in ("interrupted", "killed"):
         fault = tmp_path / name
@@ -259,7 +259,7 @@ def test_servers_end_while_they_make_environments(serve, pipes, tmp_path):
 
 
 def test_sigint_while_servers_start(serve, pipes):
-    """While they import, in one line each time."""
+    """During imports, with one line each time."""
     servers = serve(pipes_basename=pipes)
     wait_until(servers.children, "the start of a server")
     os.killpg(servers.pid, signal.SIGINT)
@@ -397,7 +397,7 @@ def test_another_environment_than_asked_for(serve, learn, pipes):
 
 
 def test_servers_with_another_preset(serve, learn, pipes):
-    """They are refused by name of each flag, and taken by who has the preset, too."""
+    """The learner names each flag; a learner with the same preset accepts them."""
     both = {"env": "PongNoFrameskip-v4", "envs_per_actor": 1}
     servers = serve(pipes_basename=pipes, preset="sticky", **both)
     (address,) = servers.addresses()
@@ -544,7 +544,7 @@ def test_one_of_the_servers_is_silent(serve, learn, pipes, tmp_path):
 
 
 def test_servers_meet_strange_peers(serve, learn, pipes):
-    """None of them disturbs the run of others."""
+    """None of them disturbs the other streams."""
     grpc = pytest.importorskip("grpc")
     servers = serve(pipes_basename=pipes)
     (address,) = servers.addresses()
@@ -592,7 +592,7 @@ def test_fewer_actors_than_servers(serve, learn, pipes):
 
 
 def places(tmp_path):
-    """Where no socket can be, and the words that tell why."""
+    """Paths where no socket can be, and words of the message."""
     if os.geteuid() == 0:  # who may write to every folder but this
         closed = pathlib.Path("/proc")
     else:
@@ -710,7 +710,7 @@ def test_servers_that_cannot_listen_remove_nothing(serve, learn, pipes, tmp_path
 
 
 def test_polybeast_cannot_listen(learn, tmp_path):
-    """Both sides of one that can't work end, and say it once."""
+    """If the connection can't work, both sides end with one message."""
     run = learn(
         module="torchbeast.polybeast", pipes_basename=f"unix:{tmp_path}/nowhere/pipe"
     )
@@ -786,7 +786,7 @@ class Proxy:
 
 
 def end_server(server, run, rollouts, followers):
-    """Kill it; look at what was learned until then."""
+    """Kills the run and checks what was learned until then."""
     server.kill()
     server.stop()
     while run.pool.stats()["num_connected"] or run.queue.size():

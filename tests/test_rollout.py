@@ -169,7 +169,7 @@ def test_buffers_have_slots_and_rows_and_are_zero():
 
 
 def answer(buffers):
-    """Runs in another process: checks what it sees and writes something back."""
+    """Runs in another process: checks the buffers and writes into them."""
     assert buffers["reward"][1, 2] == 3.5
     buffers["observation"]["body"][0][3, 4] = torch.arange(9.0)
     buffers["done"][2, T] = True
@@ -243,7 +243,7 @@ def make_ends():
 
 
 def test_row_0_ends_nothing():
-    """It is the last row of the rollout before, or the first of all: no phantom."""
+    """Row 0 is the last row of the previous rollout, or the first row of the run."""
     batch = make_ends()
     batch["done"][0] = batch["game_over"][0] = True
     ends = rollout.episode_ends(batch)

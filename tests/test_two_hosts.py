@@ -1,4 +1,4 @@
-"""Servers on one host, the learner on another, and a link between them that is cut.
+"""Servers on one host, the learner on another; the link between them is cut.
 
 The hosts are network namespaces, joined by a pair of virtual Ethernet devices.
 """
@@ -65,14 +65,14 @@ class Hosts:
         return ("ip", "netns", "exec", self.names[side])
 
     def cut(self):
-        """Neither side is told."""
+        """Cuts the link; neither side gets an error."""
         self.ip("-n", self.names[0], "link", "set", "veth0", "down")
 
     def restore(self):
         self.ip("-n", self.names[0], "link", "set", "veth0", "up")
 
     def connections(self):
-        """How many the servers hold."""
+        """The number of connections that the servers have."""
         # IPv4 in the guise of IPv6, too.
         tables = ("/proc/net/tcp", "/proc/net/tcp6")
         text = subprocess.check_output([*self.on(0), "cat", *tables], text=True)
@@ -104,7 +104,7 @@ def hosts():
 
 @pytest.fixture
 def security(tmp_path):
-    """Flags of both sides: a token, and certificates that each asks the other for."""
+    """Flags of both sides: a token, and a certificate for each side."""
     certificates = Certificates(tmp_path)
     certificates.make("servers", f"IP:{SERVERS}")
     certificates.make("learner", f"IP:{LEARNERS}")
@@ -159,7 +159,7 @@ def losses(run):
 
 
 def wait_for_more(run):
-    """However long the network takes, which dials ever more rarely."""
+    """Waits for reconnections, for as long as the backoff may take."""
     before = len(rows_of(run))
     test_faults.wait_until(
         lambda: run.process.poll() is not None or len(rows_of(run)) > before + 10,
@@ -181,7 +181,7 @@ def test_trains_and_finishes(serve, learn):
 
 @pytest.mark.slow
 def test_the_link_is_cut_and_restored(hosts, serve, learn):
-    """For 2 s, which TCP bridges; then for 20 s or more, which one learner bears."""
+    """A cut of 2 s, which TCP survives; then of 20 s or more, which ends streams."""
     servers = serve(num_servers=2)
     both = f"{SERVERS}:5000,{SERVERS}:5001"
     num_streams = 3
@@ -227,7 +227,7 @@ def test_the_link_is_cut_and_restored(hosts, serve, learn):
 
 @pytest.mark.slow
 def test_a_cut_is_noticed_while_nothing_is_sent(hosts, serve, learn, tmp_path):
-    """The learner waits for environments that take their time: only pings can tell."""
+    """The learner waits for slow environments, so only pings can notice the cut."""
     fault = tmp_path / "fault"
     env = {"env": "faulty:Environment"}
     servers = serve(env_vars={"FAULT_FILE": str(fault)}, **env)

@@ -24,7 +24,7 @@ def ground_truth(
     clip_c=1.0,
     trace_decay=1.0,
 ):
-    """V-trace as the sums over products that the paper defines it by.
+    """V-trace as the sums over products in the paper's definition.
 
     All arrays are [T, ...] and of one shape, bootstrap_value has no time. Returns vs
     and the policy-gradient advantages.
