@@ -5,11 +5,11 @@
     python -m torchbeast.polybeast_env --join learner:5000 --tls_ca ...
 
 Server i listens at PIPES_BASENAME.i, or, with --bind HOST:PORT, at HOST:PORT+i. Each
-stream that a learner opens gets --envs_per_actor environments of its own. With --join
-they dial a learner that listens, one stream each, and again whenever it is gone. A
-server that dies is started again. Ctrl-C or SIGTERM ends them all.
+stream that a learner opens gets --envs_per_actor new environments. With --join each
+server connects to a learner that listens, with one stream, and reconnects if the
+connection is lost. A server that dies is restarted. Ctrl-C or SIGTERM ends all servers.
 
-Nothing here imports torch: a machine for environments needs none.
+This module does not import torch, so a machine for environments needs no PyTorch.
 """
 
 if __name__ == "__main__":
@@ -45,13 +45,13 @@ from torchbeast.core.supervisor import Servers
 
 log = logging.getLogger("torchbeast.polybeast_env")
 
-SHUTDOWN_SECONDS = 5.0  # granted to a server to end by itself
-WATCH_SECONDS = 0.5  # between two looks at a client
-REPEAT_SECONDS = 60.0  # until it is said again that a client waits
+SHUTDOWN_SECONDS = 5.0  # a server that does not exit within this time is killed
+WATCH_SECONDS = 0.5  # between two checks of a client
+REPEAT_SECONDS = 60.0  # between equal messages about a waiting client
 
 
 class RefusedForGood(RuntimeError):
-    """To dial the learner again would not help."""
+    """The learner refuses, and trying again would not help."""
 
 
 class EnvironmentFailed(RuntimeError):
@@ -70,20 +70,20 @@ def serve(
 ) -> None:
     """The main function of a server process: serves until SIGTERM or its parent's end.
 
-    The learner numbers its streams. If it does not, they are numbered from
-    first_stream; no two streams of this command have the same number.
+    If the learner does not number its streams, they are numbered from first_stream. No
+    two streams of this command have the same number.
     """
     processes.begin_child(ends_by=[signal.SIGTERM])
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck server
-    os.nice(5)  # where cores are short, the learner comes first
+    os.nice(5)  # the learner has priority
     pipe = SharedPipe(pipe)
     try:
         with user_errors():
             server = make_server(flags, index, address, first_stream)
         processes.end_after_parent(lambda: end(server), SHUTDOWN_SECONDS)
-        # Before the server listens: a learner that connects would get the error, too.
+        # Before the server listens, so that no learner gets a faulty environment.
         description = describe(flags)
-        # Until here SIGTERM has ended this process at once, whatever hangs.
+        # Until now SIGTERM ended this process at once, even if an environment hangs.
         signal.signal(signal.SIGTERM, lambda number, frame: end(server))
         if not flags.join:
             with user_errors():
@@ -109,7 +109,7 @@ def serve(
 
 
 class SharedPipe:
-    """The pipe to the supervisor; threads may send at once."""
+    """The pipe to the supervisor. Thread-safe."""
 
     def __init__(self, pipe: connection.Connection) -> None:
         self.pipe = pipe
@@ -122,10 +122,10 @@ class SharedPipe:
 
 
 def run_client(flags: Flags, client: Any, pipe: SharedPipe) -> None:
-    """Steps environments for the learner until SIGTERM, however long it takes to come.
+    """Steps environments for the learner until SIGTERM. Waits for it without a limit.
 
     Raises:
-      RefusedForGood: the learner says no, or no connection with it can ever work.
+      RefusedForGood: the learner refuses, or no connection with it can work.
       EnvironmentFailed: the environment raised.
     """
     import libtorchbeast
@@ -139,7 +139,7 @@ def run_client(flags: Flags, client: Any, pipe: SharedPipe) -> None:
         client.run()
     except (libtorchbeast.TransportError, libtorchbeast.WireError) as error:
         raise RefusedForGood(str(error)) from error
-    except RuntimeError as error:  # with the traceback in its text
+    except RuntimeError as error:  # its text has the traceback
         raise EnvironmentFailed(str(error)) from error
     finally:
         over.set()
@@ -154,9 +154,9 @@ def watch_client(
     over: threading.Event,
     faults: list[str],
 ) -> None:
-    """A thread: says what the client waits for, and stops one that waits in vain.
+    """A thread: reports why the client waits; stops it if the connection can't work.
 
-    Why goes into `faults`.
+    In that case it adds the reason to `faults`.
     """
     said, said_at, steps = "", 0.0, 0
     while not over.wait(WATCH_SECONDS):
@@ -181,12 +181,12 @@ def watch_client(
 
 
 def make_server(flags: Flags, index: int, address: str, first_stream: int) -> Any:
-    """A libtorchbeast.Server whose streams get environments of their own.
+    """A libtorchbeast.Server that makes new environments for each stream.
 
     With --join it is a libtorchbeast.Client, which has one stream.
 
-    Stream n of the learner steps environments number n * E and on: those that actor n
-    of MonoBeast would step.
+    Stream n of the learner gets the environments n * E to (n + 1) * E - 1, like actor n
+    of MonoBeast.
     """
     try:
         import libtorchbeast
@@ -200,7 +200,7 @@ def make_server(flags: Flags, index: int, address: str, first_stream: int) -> An
         """The environments of one stream."""
 
         def __init__(self) -> None:
-            # For a learner that does not number its streams.
+            # If the learner does not number its streams:
             place = next(numbers) * flags.num_servers + index
             super().__init__(flags, E, first_index=place * E)
 
@@ -217,17 +217,17 @@ def make_server(flags: Flags, index: int, address: str, first_stream: int) -> An
 
 
 def describe(flags: Flags) -> str:
-    """What is served; tries an environment, so that faults show before the start."""
+    """Describes the environments; tries one, to find errors before the start."""
     with contextlib.closing(Environment(flags, 1)) as env:
         env.try_out()
         return (
-            f"{flags.envs_per_actor} x {flags.env} a stream, observation "
+            f"{flags.envs_per_actor} x {flags.env} per stream, observation "
             f"{env.observation_space}, action {env.action_space}"
         )
 
 
 def end(server: Any) -> None:
-    """Ends a server from a signal handler, which must not wait for its own thread."""
+    """Stops a server from a signal handler, which must not wait."""
     # Before the supervisor kills the process: a server names environments that hang.
     limit = SHUTDOWN_SECONDS - 1
     threading.Thread(target=server.stop, args=(limit,), daemon=True).start()
@@ -235,18 +235,18 @@ def end(server: Any) -> None:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """What libtorchbeast says of addresses and certificates needs no traceback."""
+    """Turns libtorchbeast's errors of addresses and certificates into user errors."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
         raise ServerError(str(error)) from None
 
 
-# --- All of them ----------------------------------------------------------------------
+# --- All servers ----------------------------------------------------------------------
 
 
 def addresses(flags: Flags) -> list[str]:
-    """Where the servers listen, one each; with --join, where the learner does."""
+    """The address of each server; with --join, of the learner that it connects to."""
     if flags.join:
         return [flags.join] * flags.num_servers
     if not flags.bind:
@@ -265,18 +265,18 @@ def addresses(flags: Flags) -> list[str]:
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("environment servers").add_argument
-    add("--bind", help="HOST:PORT of the first server, for learners elsewhere")
-    add("--join", help="HOST:PORT or unix:PATH of a learner with --listen to dial")
+    add("--bind", help="listen at HOST:PORT, and the next ports for further servers")
+    add("--join", help="connect to a learner with --listen at HOST:PORT or unix:PATH")
     add(
         "--max_restarts",
         type=int,
         default=5,
-        help="times in a row that a server may die right after its start",
+        help="restarts of a server that crashes again and again right after its start",
     )
 
 
 def check_ports(flags: Flags) -> None:
-    """Raises FlagError if servers can't listen at --bind; gRPC would not say why."""
+    """Raises FlagError if servers can't listen at --bind; gRPC gives no reason."""
     for address in addresses(flags) if flags.bind else ():
         host, _, port = address.rpartition(":")
         problem: OSError | None = None
@@ -310,7 +310,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--seed",
         type=int,
         default=1,
-        help="of the environments, if the learner gives none: one of an older version",
+        help="of the environments, if the learner sends none (older versions)",
     )
     flags_lib.add_environment_flags(parser)
     add_server_flags(parser)
@@ -324,7 +324,8 @@ def check(flags: Flags) -> None:
             raise FlagError(f"--{name} is empty; give an address, or leave it out")
     if flags.bind and flags.join:
         raise FlagError(
-            "give --bind, to wait for a learner, or --join, to dial one, but not both"
+            "give --bind, to wait for a learner, or --join, to connect to one, but not "
+            "both"
         )
     flags_lib.check_ranges(flags)
 
@@ -333,23 +334,23 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
     """Serves until a stop signal, or until one of the sentinels `until` is ready.
 
     Returns:
-      128 + the signal's number; 0 if there was none.
+      128 + the signal's number, or 0 without a signal.
 
     Raises:
-      FlagError: the flags can't work.
-      ServerError: a server can't start, or dies again and again.
+      FlagError: a flag has a value that is not allowed.
+      ServerError: a server can't start, or crashes again and again.
     """
     security(flags)
     check_ports(flags)
     with processes.StopSignals() as signals:
         servers = Servers(serve, flags, addresses(flags))
 
-        def enough() -> bool:
+        def should_stop() -> bool:
             return bool(signals.number or connection.wait(until, 0))
 
         try:
-            servers.start(enough)
-            while not enough():
+            servers.start(should_stop)
+            while not should_stop():
                 servers.watch(1.0, [signals.wake_reader, *until])
         finally:
             servers.stop()
@@ -360,10 +361,10 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
 
 
 def run_for_learner(flags: Flags) -> None:
-    """A child process of torchbeast.polybeast, which ends it with SIGTERM.
+    """The main function of torchbeast.polybeast's child process, until SIGTERM.
 
-    A Ctrl-C or the end of a terminal reaches this process, too; the learner decides
-    what it means.
+    A Ctrl-C or the end of a terminal also reaches this process, but only the learner
+    reacts to it.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT, signal.SIGHUP])
     learner = mp.parent_process()

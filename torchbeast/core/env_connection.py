@@ -1,6 +1,6 @@
-"""What PolyBeast's two sides say of themselves, and why a connection can't work.
+"""The flags that PolyBeast's two sides compare, and why a connection can't work.
 
-Environment machines import this, so it loads no torch.
+Environment machines import this module, so it does not load torch.
 """
 
 import argparse
@@ -12,14 +12,14 @@ import ssl
 from torchbeast.core import atari_wrappers
 from torchbeast.core import flags as flags_lib
 
-DIAL_SECONDS = 5.0  # granted to each step of a handshake
+DIAL_SECONDS = 5.0  # time limit of each step of a handshake
 
 
 def environment_settings(flags: argparse.Namespace) -> dict[str, str]:
-    """The flags that shape the environments, as text: {name: value}.
+    """The flags that determine the environments, as text: {name: value}.
 
-    A learner refuses environments with others. Flags for Atari are left out if the
-    environment is another one.
+    A learner refuses environments with other values. Flags for Atari are left out if
+    the environment is not an Atari game.
     """
     is_atari = atari_wrappers.atari_game(flags.env) is not None
     return {
@@ -38,7 +38,7 @@ def _as_text(flag: argparse.Action, value: object) -> str:
 
 
 def plain_reason(error: str) -> str:
-    """The reason in a transport's error, without its long way there."""
+    """The reason in an error of the transport, in a few words."""
     for pattern, reason in (
         ("Connection refused", "connection refused"),
         ("No such file or directory", "there is no such socket"),
@@ -52,16 +52,16 @@ def plain_reason(error: str) -> str:
 
 
 def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
-    """Why TLS with who listens at `address` can't work, however often it is tried.
+    """Why TLS with the listener at `address` can never work.
 
-    gRPC does not say, so this makes a handshake of its own.
+    gRPC gives no reason, so this function tries a handshake itself.
 
     Args:
-      address: as in host:port.
+      address: host:port.
       flags: those of the side that dials: tls_ca, tls_cert, tls_key, tls_server_name.
 
     Returns:
-      None if a handshake works, nobody is there, or the reason is another.
+      None if a handshake works, nobody listens, or there is another reason.
     """
     host, _, port = address.rpartition(":")
     if address.startswith("unix:") or not port.isdigit():
@@ -69,7 +69,7 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
     host = host.strip("[]")
     uses_tls = bool(flags.tls_ca or flags.tls_cert or flags.tls_key)
     with contextlib.suppress(OSError):
-        for _ in range(2):  # a side that is about to end hangs up, too, but not twice
+        for _ in range(2):  # a listener that just exits also closes, but only once
             plain = socket.create_connection((host, int(port)), DIAL_SECONDS)
             with plain:
                 if not uses_tls:
@@ -77,14 +77,13 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
                 try:
                     name = flags.tls_server_name or host
                     with _context(flags).wrap_socket(plain, server_hostname=name) as s:
-                        if s.recv(1):  # it begins to speak HTTP/2
+                        if s.recv(1):  # the first byte of HTTP/2
                             return None
                 except ssl.SSLCertVerificationError as error:
                     return _bad_certificate(error, flags)
                 except ssl.SSLError as error:
                     return _failed_handshake(error)
-        # With TLS 1.3 our own certificate is refused only after our handshake, and gRPC
-        # does not say why.
+        # With TLS 1.3 the other side refuses our certificate only after our handshake.
         return _refused_certificate(flags)
     return None
 
@@ -102,7 +101,7 @@ def _context(flags: argparse.Namespace) -> ssl.SSLContext:
 
 
 def _tls_unwanted(plain: socket.socket) -> str | None:
-    """Why plain TCP can't work: the other side speaks TLS."""
+    """A reason if the other side speaks TLS and this side plain TCP."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -149,7 +148,7 @@ def _refused_certificate(flags: argparse.Namespace) -> str:
 
 
 def _why_invalid(flags: argparse.Namespace) -> str:
-    """What is wrong with our own certificate, whoever has signed it: its age."""
+    """What is wrong with our own certificate, apart from its signer: its dates."""
     shows = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     shows.load_cert_chain(flags.tls_cert, flags.tls_key)
     checks = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

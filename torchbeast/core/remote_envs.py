@@ -1,6 +1,6 @@
-"""The environments of PolyBeast, seen from its learner: where they are, what they are.
+"""The environments of PolyBeast's learner: their addresses and their properties.
 
-Either the learner connects to servers, or it listens for environments that connect.
+Either the learner connects to servers, or it listens and environments connect to it.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PROBE_SECONDS = 60.0  # granted to a server to make its environments
 
 
 def make_space(description: dict[str, Any]) -> spaces.Space:
-    """The Gymnasium space that a server has described."""
+    """Makes a Gymnasium space from a server's description."""
     kind = description["type"]
     if kind == "Box":
         shape, dtype = description["shape"], np.dtype(description["dtype"])
@@ -52,7 +52,7 @@ def make_space(description: dict[str, Any]) -> spaces.Space:
 
 
 def make_bound(bound: Any, end: str, dtype: np.dtype) -> np.ndarray:
-    """A Box's low or high in its own dtype. The wire has float64, and no infinite ends.
+    """A Box's low or high in its dtype. The wire has float64, and no infinite bounds.
 
     Args:
       bound: None (no bound), a float for all elements, or a float64 array.
@@ -67,19 +67,19 @@ def make_bound(bound: Any, end: str, dtype: np.dtype) -> np.ndarray:
         return np.asarray(np.clip(bound, 0, 1), dtype)
     limits = np.iinfo(dtype)
     bound = np.clip(bound, float(limits.min), float(limits.max))
-    with np.errstate(invalid="ignore"):  # float64 rounds int64's largest up, beyond it
+    with np.errstate(invalid="ignore"):  # float64 rounds int64's maximum up
         inside = bound.astype(dtype)
     return np.where(bound < float(limits.max), inside, dtype.type(limits.max))
 
 
 class RemoteEnvs:
-    """The way to the environments: servers to dial, or a place where they dial.
+    """Connects to environment servers, or listens for environments.
 
     Attributes:
-      addresses: of servers, one for each stream.
-      listener: takes in environments that dial, or None.
-      seed: of the environments; each stream gets it, with a number of its own.
-      expected: what environments must be, as libtorchbeast takes it.
+      addresses: of servers, one per stream; empty if the learner listens.
+      listener: accepts environments; None if the learner connects to servers.
+      seed: of the environments; each stream gets it, with a different number.
+      expected: the required properties of environments, for libtorchbeast.
 
     Raises:
       FlagError: --listen is not an address.
@@ -123,22 +123,23 @@ class RemoteEnvs:
                 )
 
     def describe(self, check_servers: Callable[[], None]) -> EnvSpec:
-        """Waits for the first environments that can be used.
+        """Waits for the first usable environments.
 
         Args:
-          check_servers: is called at least once per second; may raise to end the wait.
+          check_servers: called at least once per second; may raise to end the wait.
 
         Raises:
-          TransportError: there are none within --connect_timeout seconds, or no
+          TransportError: there were none within --connect_timeout seconds, or no
             connection with them can work.
-          FlagError, RefusedError, WireError, RuntimeError: none can be used; why.
+          FlagError, RefusedError, WireError, RuntimeError: none is usable; the message
+            has the reason.
         """
         deadline = time.monotonic() + self.flags.connect_timeout
         said = False
         warned: set[str] = set()
         while True:
             failed: dict[str, Exception] = {}
-            final: list[Exception] = []  # of those that would be the same again
+            final: list[Exception] = []  # errors that would occur again
             for where in dict.fromkeys(self.addresses or [self.listener.address]):
                 check_servers()
                 try:
@@ -155,7 +156,7 @@ class RemoteEnvs:
                         )
                     if fault or is_final(error):
                         final.append(failed[where])
-                except ValueError as error:  # no address
+                except ValueError as error:  # not an address
                     raise FlagError(f"--server_addresses: {error}") from error
                 else:
                     for other, why in failed.items():
@@ -177,11 +178,11 @@ class RemoteEnvs:
             time.sleep(0.2)
 
     def _ask(self, where: str) -> EnvSpec:
-        """What the environments are that a server has or that have joined.
+        """The properties of a server's environments, or of those that have connected.
 
         Raises:
           TransportError: there are none yet.
-          FlagError, RefusedError, WireError, RuntimeError: they can't be used.
+          FlagError, RefusedError, WireError, RuntimeError: they are not usable.
         """
         if not self.listener:
             seconds = min(PROBE_SECONDS, self.flags.connect_timeout)
@@ -195,18 +196,18 @@ class RemoteEnvs:
         found = self.listener.probe(1.0)
         try:
             return usable(self.flags, found, where)
-        except FlagError as error:  # others may come
+        except FlagError as error:  # wait for others
             self.listener.refuse(found["hello"], str(error))
             raise libtorchbeast.TransportError(str(error)) from error
 
     def report(self, all_streams: Sequence[Any] = ()) -> None:
-        """Logs what happened to streams, also to those that the listener refused."""
+        """Logs events of streams, also of those that the listener refused."""
         sources = [streams.pool for streams in all_streams]
         for source in [self.listener, *sources] if self.listener else sources:
             self.peer_log.report(source.events())
 
     def columns(self, all_streams: Sequence[Any]) -> dict[str, int]:
-        """What logs.csv says of the streams."""
+        """The columns of logs.csv about streams."""
         stats = [streams.pool.stats() for streams in all_streams]
         refused = self.listener.stats()["num_refused"] if self.listener else 0
         return {
@@ -230,16 +231,16 @@ class RemoteEnvs:
 
 
 def is_final(error: Exception) -> bool:
-    """Whether the same server would say the same again."""
+    """Whether the same server would give the same error again."""
     lost = isinstance(error, libtorchbeast.TransportError)
     return not lost or isinstance(error, libtorchbeast.RefusedError)
 
 
 def usable(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
-    """What `libtorchbeast.probe` has found, if it is what the learner needs.
+    """Makes an EnvSpec from the result of `libtorchbeast.probe`.
 
     Raises:
-      FlagError: it is not; says why.
+      FlagError: the learner can't use these environments; the message has the reason.
     """
     if found["action_space"] is None:
         raise FlagError(f"the environments at {where} announce no action space")
@@ -286,16 +287,16 @@ def usable(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
 
 
 def expected_environment(flags: Flags) -> dict[str, Any]:
-    """What environments must be, by the flags; their spaces come from the first."""
+    """The properties that the flags require of all environments."""
     return {
         "name": flags.env,
-        "num_envs": flags.envs_per_actor or 0,  # 0: as the first have it
+        "num_envs": flags.envs_per_actor or 0,  # 0: the number of the first stream
         "settings": environment_settings(flags),
     }
 
 
 def check_batches(flags: Flags, env: EnvSpec) -> None:
-    """Raises FlagError if streams of environments don't add up to batches."""
+    """Raises FlagError if batches can't be made of whole streams."""
     B, E = flags.batch_size, env.num_envs
     if flags.sync and flags.num_actors * E % B:
         raise FlagError(
@@ -305,13 +306,13 @@ def check_batches(flags: Flags, env: EnvSpec) -> None:
         )
     if not flags.sync and B % E and E % B:
         raise FlagError(
-            f"--batch_size {B}: the {E} environments of a stream are learned from "
-            "together, so one must be a multiple of the other"
+            f"--batch_size {B} and the {E} environments of a stream: one must be a "
+            "multiple of the other, because a batch has whole streams"
         )
 
 
 def server_addresses(flags: argparse.Namespace) -> list[str]:
-    """--server_addresses, which may name a file of them; else the local ones."""
+    """The addresses of --server_addresses, or those of local servers."""
     given = flags.server_addresses
     if not given:
         return [f"{flags.pipes_basename}.{i}" for i in range(flags.num_servers)]
