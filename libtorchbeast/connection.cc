@@ -1,8 +1,5 @@
 #include "connection.h"
 
-#include <grpcpp/create_channel.h>
-#include <grpcpp/security/credentials.h>
-
 #include <stdexcept>
 #include <utility>
 
@@ -75,13 +72,11 @@ void Connection::cancel_if_slow(Milliseconds limit, const char* reason) {
 
 DialledConnection::DialledConnection(const Address& address, const Security& security,
                                      const char* method, const std::string& peer)
-    : Connection(peer + " at " + address.to_string()), method_(method) {
-  grpc::ChannelArguments arguments = channel_arguments();
-  if (!security.server_name.empty()) {
-    arguments.SetSslTargetNameOverride(security.server_name);
-  }
-  channel_ = grpc::CreateCustomChannel(
-      address.to_string(), client_credentials(address, security), arguments);
+    : Connection(peer + " at " + address.to_string()),
+      address_(address),
+      security_(security),
+      method_(method) {
+  client_credentials(address_, security_);  // checks both
   if (!security.token.empty()) {
     context_.AddMetadata("authorization", "Bearer " + security.token);
   }
@@ -94,6 +89,7 @@ DialledConnection::~DialledConnection() {
 
 void DialledConnection::open() {
   const Waiting waiting(this);
+  channel_ = make_channel(address_, security_);
   stream_ = open_stream(channel_.get(), &context_, method_);
 }
 

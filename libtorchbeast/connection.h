@@ -89,7 +89,9 @@ class DialledConnection : public Connection {
                     const char* method, const std::string& peer);
   ~DialledConnection() override;
 
-  void open();  // dials; may be cancelled already
+  // Dials; may be cancelled already. Throws TransportError if nobody listens at a unix
+  // socket, or another user.
+  void open();
 
   // The environment's side: waits for the learner's hello.
   wire::AgentHello expect_agent_hello();
@@ -102,6 +104,8 @@ class DialledConnection : public Connection {
   void do_cancel() override;
   [[noreturn]] void throw_reason(bool reading) override;
 
+  const Address address_;
+  const Security security_;
   const char* const method_;
   std::shared_ptr<grpc::Channel> channel_;
   grpc::ClientContext context_;

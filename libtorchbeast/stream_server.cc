@@ -3,26 +3,22 @@
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
 #include <grpcpp/server_context.h>
-#include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/un.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
-#include <cstring>
 #include <set>
 #include <thread>
 #include <utility>
 
+#include "sockets.h"
 #include "wire.h"
 
 namespace torchbeast {
 
 namespace {
 
-constexpr Milliseconds kHandshakeTimeout{10'000};  // for TLS
+// For TLS, for a first stream, and between streams.
+constexpr Milliseconds kIdleTimeout{10'000};
 
 // Looks the same whatever the guess, so that its time tells nothing about the token.
 bool equal_secrets(const std::string& a, const std::string& b) {
@@ -31,51 +27,6 @@ bool equal_secrets(const std::string& a, const std::string& b) {
     difference |= static_cast<unsigned char>(a[i] ^ (i < b.size() ? b[i] : '\xff'));
   }
   return difference == 0;
-}
-
-[[noreturn]] void cannot_listen(const std::string& address, const std::string& reason) {
-  throw std::runtime_error("cannot listen on " + address + ": " + reason);
-}
-
-// Tells the socket of a running server from one that was left behind. A dead one may
-// stay: listening replaces it.
-void check_socket_path(const Address& address) {
-  struct stat status;
-  const std::string& path = address.path();
-  if (lstat(path.c_str(), &status) != 0) {
-    if (errno == ENOENT) return;
-    cannot_listen(address.to_string(), std::strerror(errno));
-  }
-  if (!S_ISSOCK(status.st_mode)) {
-    cannot_listen(address.to_string(),
-                  "there is a file of this name that is not a socket; move it away or "
-                  "choose another path");
-  }
-  const int fd = socket(AF_UNIX, SOCK_STREAM, 0);
-  if (fd < 0) cannot_listen(address.to_string(), std::strerror(errno));
-  sockaddr_un name{};
-  name.sun_family = AF_UNIX;
-  std::memcpy(name.sun_path, path.c_str(), path.size() + 1);
-  const int result = connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof(name));
-  const int error = errno;
-  close(fd);
-  if (result == 0) {
-    cannot_listen(address.to_string(),
-                  "another server listens there; stop it or choose another path");
-  }
-  if (error != ECONNREFUSED && error != ENOENT) {
-    cannot_listen(address.to_string(), std::strerror(error));
-  }
-}
-
-void check_directory(const Address& address) {
-  const size_t slash = address.path().rfind('/');
-  const std::string directory =
-      slash == std::string::npos ? "." : address.path().substr(0, slash + 1);
-  if (access(directory.c_str(), W_OK | X_OK) != 0) {
-    cannot_listen(address.to_string(),
-                  "directory " + directory + ": " + std::strerror(errno));
-  }
 }
 
 }  // namespace
@@ -107,7 +58,6 @@ struct StreamServer::State {
   bool is_over() const TB_REQUIRES(mutex) {
     return ended || (stopping && Clock::now() >= give_up_at);
   }
-  void remove_socket() TB_REQUIRES(lifecycle);
 
   const StreamService::Handler handler;
   const StreamServerOptions options;
@@ -118,8 +68,10 @@ struct StreamServer::State {
   Mutex lifecycle;  // one start() or stop() at a time; taken before `mutex`
   std::unique_ptr<grpc::Server> server TB_GUARDED_BY(lifecycle);
   std::thread ender TB_GUARDED_BY(lifecycle);  // see stop()
-  ino_t socket_inode TB_GUARDED_BY(lifecycle) = 0;
-  std::thread watcher;  // of start(), then of the ender
+  // Accepts connections. While it runs, socket and acceptor are its own.
+  std::thread watcher TB_GUARDED_BY(lifecycle);
+  std::unique_ptr<ListeningSocket> socket;
+  std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor;
 
   Mutex mutex;
   CondVar changed;
@@ -199,24 +151,21 @@ StreamServer::HelloDeadline::~HelloDeadline() {
   state_.silent.erase({since_, context_});
 }
 
-// Ends streams whose peers say nothing.
+// Accepts connections, and ends streams whose peers say nothing.
 void StreamServer::State::watch() {
-  MutexLock lock(mutex);
-  while (!stopping) {
-    for (const auto& [since, context] : silent) {
-      if (is_longer(Clock::now() - since, options.hello_timeout)) context->TryCancel();
+  while (true) {
+    {
+      MutexLock lock(mutex);
+      if (stopping) return;
+      for (const auto& [since, context] : silent) {
+        if (!is_longer(Clock::now() - since, options.hello_timeout)) break;
+        context->TryCancel();
+      }
     }
-    changed.wait_until(mutex, Clock::now() + kInterruptPeriod, nullptr);
+    grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
+    connection.fd = socket->accept(kInterruptPeriod);
+    if (connection.fd >= 0) acceptor->HandleNewConnection(&connection);
   }
-}
-
-void StreamServer::State::remove_socket() {
-  struct stat status;
-  if (socket_inode != 0 && lstat(address.path().c_str(), &status) == 0 &&
-      status.st_ino == socket_inode) {
-    unlink(address.path().c_str());
-  }
-  socket_inode = 0;  // once: the next server's may get the same number
 }
 
 // --- The server
@@ -238,41 +187,29 @@ void StreamServer::start() {
   if (state.server != nullptr) {
     throw std::runtime_error("this server has been started");
   }
-  const Address& address = state.address;
-  if (address.is_unix()) {
-    check_directory(address);
-    check_socket_path(address);
-  }
+  auto socket = std::make_unique<ListeningSocket>(state.address);
   grpc::ServerBuilder builder;
   set_arguments(&builder);
-  // Two servers must not share a port: each would get some of the streams.
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
-  builder.AddChannelArgument(
-      GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS,
-      static_cast<int>(
-          std::min(state.options.hello_timeout, kHandshakeTimeout).count()));
-  int port = 0;
-  builder.AddListeningPort(address.to_string(), state.credentials, &port);
+  const auto idle =
+      static_cast<int>(std::min(state.options.hello_timeout, kIdleTimeout).count());
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, idle);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, idle);
+  state.acceptor = builder.experimental().AddExternalConnectionAcceptor(
+      grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
+      state.credentials);
   builder.RegisterService(&state.service);
-  // The socket is born private; there is no moment at which others can connect.
-  const mode_t mask = address.is_unix() ? umask(0177) : 0;
   std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
-  if (address.is_unix()) umask(mask);
-  if (server == nullptr || port == 0) {
-    cannot_listen(address.to_string(),
-                  address.is_unix()
-                      ? "the system refuses this path"
-                      : "the port is in use, or the host is not one of this machine, "
-                        "or the certificate and key don't fit");
+  if (server == nullptr) {
+    throw std::runtime_error("cannot listen on " + state.address.to_string() +
+                             ": the certificate and key don't fit");
   }
-  struct stat status;
-  if (address.is_unix() && lstat(address.path().c_str(), &status) == 0) {
-    state.socket_inode = status.st_ino;
+  {
+    MutexLock lock(state.mutex);
+    state.port = socket->port();
   }
   state.server = std::move(server);
+  state.socket = std::move(socket);
   state.watcher = std::thread([&state] { state.watch(); });
-  MutexLock lock(state.mutex);
-  state.port = port;
 }
 
 void StreamServer::run(const Interrupt& interrupt) {
@@ -306,6 +243,8 @@ void StreamServer::stop(Milliseconds limit, std::shared_ptr<void> owner) {
   {
     MutexLock lifecycle(state.lifecycle);
     if (state.server != nullptr) {
+      state.watcher.join();
+      state.socket = nullptr;
       state.ender = std::thread([&state, owner = std::move(owner),
                                  server = std::move(state.server)]() mutable {
         state.end(std::move(server));
@@ -325,7 +264,6 @@ void StreamServer::stop(Milliseconds limit, std::shared_ptr<void> owner) {
     ended = state.ended;
   }
   MutexLock lifecycle(state.lifecycle);
-  state.remove_socket();
   if (ended && state.ender.joinable()) state.ender.join();
 }
 
@@ -333,7 +271,6 @@ void StreamServer::State::end(std::unique_ptr<grpc::Server> server) {
   server->Shutdown(std::chrono::system_clock::now());  // cancels all streams
   server->Wait();
   server = nullptr;
-  watcher.join();
   {
     MutexLock lock(mutex);
     ended = true;

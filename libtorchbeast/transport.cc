@@ -2,6 +2,8 @@
 
 #include <grpc/compression.h>
 #include <grpc/grpc.h>
+#include <grpcpp/create_channel.h>
+#include <grpcpp/create_channel_posix.h>
 #include <grpcpp/impl/rpc_method.h>
 #include <grpcpp/impl/rpc_service_method.h>
 #include <grpcpp/resource_quota.h>
@@ -13,6 +15,8 @@
 
 #include <cctype>
 #include <utility>
+
+#include "sockets.h"
 
 namespace torchbeast {
 
@@ -93,7 +97,7 @@ void check_security(const Address& address, const Security& security) {
   // It travels in a header; gRPC ends the process over others.
   for (const char c : security.token) {
     if (c <= ' ' || c > '~') {
-      throw std::invalid_argument("a token must be printable ASCII without spaces");
+      throw std::invalid_argument("the token must be printable ASCII without spaces");
     }
   }
   if (address.is_unix()) {
@@ -140,6 +144,14 @@ std::shared_ptr<grpc::ServerCredentials> server_credentials(const Address& addre
   }
   if (security.cert.empty()) {
     throw std::invalid_argument("a TLS server needs a certificate and its key");
+  }
+  if (security.ca.empty() && security.token.empty() && !security.insecure &&
+      !address.is_loopback()) {
+    throw std::invalid_argument(
+        "anybody who reaches " + address.to_string() +
+        " could take part: TLS shows them who this side is, and they show nothing. "
+        "Give a token, or the CA that has signed their certificates, or, in a network "
+        "that you trust, ask for insecure connections");
   }
   grpc::SslServerCredentialsOptions options(
       security.ca.empty() ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE
@@ -189,6 +201,20 @@ grpc::ChannelArguments channel_arguments() {
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   return arguments;
+}
+
+std::shared_ptr<grpc::Channel> make_channel(const Address& address,
+                                            const Security& security) {
+  const auto credentials = client_credentials(address, security);
+  grpc::ChannelArguments arguments = channel_arguments();
+  if (address.is_unix()) {
+    return grpc::CreateCustomInsecureChannelFromFd(
+        "localhost", dial_unix(address, security.insecure), arguments);
+  }
+  if (!security.server_name.empty()) {
+    arguments.SetSslTargetNameOverride(security.server_name);
+  }
+  return grpc::CreateCustomChannel(address.to_string(), credentials, arguments);
 }
 
 void set_arguments(grpc::ServerBuilder* builder) {

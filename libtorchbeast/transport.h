@@ -31,7 +31,7 @@ class TransportError : public std::runtime_error {
   const bool may_pass;  // whether dialling again can help
 };
 
-// The other side answers and says no: a wrong token, another version, ...
+// One side says no to the other: a wrong token, another version, another user, ...
 class RefusedError : public TransportError {
  public:
   explicit RefusedError(const std::string& message) : TransportError(message, false) {}
@@ -58,15 +58,20 @@ class Address {
 
 // How one side shows who it is and what it asks of the other.
 struct Security {
-  // TLS, used for host:port if any of them is set. Contents of PEM files.
+  // TLS, for host:port. Any of the next four asks for it, too. Contents of PEM files.
+  bool tls = false;
   std::string ca;    // certificates that the other side's must be signed by
   std::string cert;  // this side's certificate and its key; a server needs them
   std::string key;
   std::string server_name;  // client: the name in the certificate, if not the host
   std::string token;        // client: sends it; server: refuses all others
-  bool insecure = false;    // allow plain TCP beyond this machine
+  // Allow, beyond this machine, plain TCP, and a server that takes in everybody; and to
+  // dial unix sockets of other users.
+  bool insecure = false;
 
-  bool uses_tls() const { return !(ca.empty() && cert.empty() && key.empty()); }
+  bool uses_tls() const {
+    return tls || !(ca.empty() && cert.empty() && key.empty() && server_name.empty());
+  }
 };
 
 // Throw std::invalid_argument if `security` does not suffice for `address`, or is
@@ -81,6 +86,11 @@ std::shared_ptr<grpc::ServerCredentials> server_credentials(const Address& addre
 // the memory of messages that are on their way; beyond it gRPC cuts streams. gRPC's own
 // sizes of frames and windows are as fast as larger ones.
 grpc::ChannelArguments channel_arguments();
+// A way to the server at `address`. Throws std::invalid_argument as client_credentials,
+// TransportError if nobody listens at a unix socket, or another user. TCP connects when
+// a stream is opened.
+std::shared_ptr<grpc::Channel> make_channel(const Address& address,
+                                            const Security& security);
 void set_arguments(grpc::ServerBuilder* builder);
 
 // --- The services

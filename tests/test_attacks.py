@@ -1,62 +1,43 @@
-"""Peers that mean harm: each is a process of its own, and so is the learner.
+"""Peers that mean harm: each is a process of its own, and so is the learner."""
 
-Run as a program this file is that learner: it listens, plays with whoever joins, and
-ends with its standard input:
-
-    python test_attacks.py '{"address": "unix:/tmp/socket"}'
-
-Keys are arguments of libtorchbeast.Listener, and "num_files", a limit of descriptors.
-"""
-
+import contextlib
 import json
 import os
 import re
-import resource
+import socket
+import stat
 import subprocess
 import sys
-import threading
+import tempfile
+import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import servers
+import test_faults
+from certificates import Certificates
 
-from libtorchbeast import Client, Listener, WireError, probe
+from libtorchbeast import Client, Listener, RefusedError, Server, WireError, probe
+from torchbeast import polybeast_env, polybeast_learner
+from torchbeast.core import connection_flags
+from torchbeast.core.flags import FlagError
 
 SECONDS = 60.0
+LEARNER = Path(__file__).with_name("listening.py")
 MIB = 1 << 20
 
 
 # --- The learner ----------------------------------------------------------------------
 
 
-def play_first(inputs):
-    (observation, *_), state = inputs
-    return (np.zeros(observation.shape[:2], np.int64),), state
-
-
-def main():
-    arguments = json.loads(sys.argv[1])
-    num_files = arguments.pop("num_files", None)
-    if num_files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
-    listener = Listener(**arguments)
-    listener.start()
-    with servers.Run([], play_first, listener=listener, max_env_failures=1000) as run:
-        drain = threading.Thread(target=lambda: [None for _ in run.queue])
-        drain.start()
-        sys.stdout.write(listener.address + "\n")
-        sys.stdout.flush()
-        sys.stdin.read()
-        run.pool.close()
-        drain.join()
-    listener.close()
-
-
 class Learner:
-    def __init__(self, address, **arguments):
+    def __init__(self, address, num_files=None, **arguments):
+        arguments = {
+            "listener": {"address": address, **arguments},
+            "num_files": num_files,
+        }
         self.process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps({"address": address, **arguments})],
+            [sys.executable, LEARNER, json.dumps(arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -71,10 +52,8 @@ class Learner:
         return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10
 
     def assert_takes_environments(self, **arguments):
-        client = Client(
-            servers.Coded, self.address, maximum_downtime_s=SECONDS, **arguments
-        )
-        client.run(num_episodes=2)
+        arguments = {"maximum_downtime_s": SECONDS, **arguments}
+        Client(servers.Coded, self.address, **arguments).run(num_episodes=2)
 
     def end(self):
         self.process.stdin.close()
@@ -136,14 +115,14 @@ with grpc.insecure_channel(address) as channel:
 @pytest.mark.parametrize("token", [None, "open-sesame"])
 def test_a_message_that_inflates_is_refused(learn, token):
     pytest.importorskip("grpc")
-    learner = learn(token=token)
-    security = {"token": token} if token else {}
-    learner.assert_takes_environments(**security)
+    secret = {"token": token} if token else {}
+    learner = learn(**secret)
+    learner.assert_takes_environments(**secret)
     before = learner.memory()
-    said = attack(BOMB, learner.address, 250 * MIB, *security.values())
+    said = attack(BOMB, learner.address, 100 * MIB, *secret.values())
     assert "gzip" in said
     assert learner.memory() - before < 32 * MIB
-    learner.assert_takes_environments(**security)
+    learner.assert_takes_environments(**secret)
     learner.end()
 
 
@@ -180,5 +159,188 @@ def test_a_server_that_compresses_is_refused(tmp_path):
         server.stdin.close()
 
 
-if __name__ == "__main__":
-    main()
+# --- Connections ----------------------------------------------------------------------
+
+
+def connect(learner, say=b""):
+    host, _, port = learner.address.rpartition(":")
+    peer = socket.create_connection((host, int(port)), SECONDS)
+    peer.sendall(say)
+    return peer
+
+
+def is_closed(peer):
+    """Waits until the learner has closed the connection."""
+    peer.settimeout(SECONDS)
+    with contextlib.suppress(ConnectionError):
+        while peer.recv(4096):
+            pass
+    return True
+
+
+def num_files_of(learner):
+    return len(os.listdir(f"/proc/{learner.process.pid}/fd"))
+
+
+def test_more_connections_than_descriptors(learn):
+    """All at once, and then none: the learner takes environments before and after."""
+    learner = learn("127.0.0.1:0", num_files=(256, 256))
+    learner.assert_takes_environments()
+    before = num_files_of(learner)
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(connect(learner)) for _ in range(300)]
+        assert is_closed(peers[-1])  # those that would take the last descriptors
+        assert num_files_of(learner) < 256
+    test_faults.wait_until(
+        lambda: num_files_of(learner) < before + 20, "closed", SECONDS
+    )
+    learner.assert_takes_environments()
+    learner.end()
+
+
+def test_the_limit_of_descriptors_is_raised(learn):
+    learner = learn("127.0.0.1:0", num_files=(64, 512))
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(connect(learner))
+        learner.assert_takes_environments()
+    learner.end()
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
+
+
+def test_connections_without_a_stream_are_closed(learn):
+    """Also such that have begun to speak HTTP/2 and answer nothing."""
+    learner = learn("127.0.0.1:0", hello_timeout_s=1.0)
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        for say in (b"", PREFACE):
+            peers = [stack.enter_context(connect(learner, say)) for _ in range(40)]
+            assert all(map(is_closed, peers))
+    assert time.monotonic() - start < 20
+    learner.assert_takes_environments()
+    learner.end()
+
+
+# --- Who is there ---------------------------------------------------------------------
+
+NOBODY = 65534
+
+SQUATTER = """
+import os, socket, sys
+os.setuid(int(sys.argv[2]))
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+os.chmod(sys.argv[1], 0o777)
+print("there", flush=True)
+peer, _ = listener.accept()
+print(len(peer.recv(100)), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_a_socket_of_another_user_is_not_dialled():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        address = f"unix:{folder}/socket"
+        command = [sys.executable, "-c", SQUATTER, f"{folder}/socket", str(NOBODY)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as squatter:
+            assert squatter.stdout.readline() == b"there\n"
+            with pytest.raises(RefusedError, match=f"belongs to user {NOBODY}"):
+                probe(address, SECONDS, token="secret")
+            assert squatter.stdout.readline() == b"0\n"  # it heard nothing
+
+
+def test_sockets_are_private_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        listener = Listener(f"unix:{tmp_path}/learner")
+        listener.start()
+        assert os.stat(f"{tmp_path}/learner").st_mode & 0o777 == 0o600
+        listener.close()
+        assert not os.path.exists(f"{tmp_path}/learner")
+    finally:
+        assert os.umask(before) == 0
+
+
+def test_nobody_is_taken_in_unseen(tmp_path):
+    made = Certificates(tmp_path)
+    made.make("learner", "DNS:learner")
+    identity = made.identity("learner")
+    with pytest.raises(ValueError, match="anybody who reaches"):
+        Listener("0.0.0.0:0", **identity)
+    for enough in (made.ca(), {"token": "x"}, {"insecure": True}):
+        Listener("0.0.0.0:0", **identity, **enough)
+
+
+def test_a_name_alone_asks_for_tls(tmp_path):
+    """And without --tls_ca the system's authorities count."""
+    made = Certificates(tmp_path)
+    made.make("learner", "DNS:learner.example")
+    identity = made.identity("learner")
+    server = Server(servers.Coded, "127.0.0.1:0", **identity)
+    server.start()
+    name = {"tls_server_name": "learner.example"}
+    dial = (
+        "import json, sys, libtorchbeast;"
+        "security = json.loads(sys.argv[2]);"
+        "libtorchbeast.probe(sys.argv[1], **security)"
+    )
+    trust = {"SSL_CERT_FILE": made.ca()["tls_ca"]}
+    trust["GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"] = trust["SSL_CERT_FILE"]
+    trust["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    for flags, environment, works in (
+        ({**name, "tls": True}, trust, True),
+        (name, trust, True),
+        (name, {"PYTHONPATH": trust["PYTHONPATH"]}, False),
+        ({}, trust, False),
+    ):
+        command = [sys.executable, "-c", dial, server.address, json.dumps(flags)]
+        done = subprocess.run(
+            command, env={**os.environ, **environment}, capture_output=True, text=True
+        )
+        assert (done.returncode == 0) == works, done.stderr
+    server.stop()
+
+
+def test_the_default_sockets_lie_in_a_private_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "torchbeast"
+    monkeypatch.setattr(connection_flags, "PRIVATE_FOLDER", str(folder))
+    connection_flags.make_private_folder(f"unix:{tmp_path}/other/place")
+    assert not folder.exists()
+    for _ in range(2):
+        connection_flags.make_private_folder(f"unix:{folder}/polybeast")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        folder.chmod(0o777)
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(FlagError, match="not a folder of yours"):
+        connection_flags.make_private_folder(f"unix:{folder}/polybeast")
+    if os.geteuid() == 0:
+        folder.unlink()
+        folder.mkdir()
+        os.chown(folder, NOBODY, NOBODY)
+        with pytest.raises(FlagError, match=f"belongs to user {NOBODY}"):
+            connection_flags.make_private_folder(f"unix:{folder}/polybeast")
+
+
+def test_both_sides_have_the_same_default_sockets():
+    env = polybeast_env.make_parser().get_default("pipes_basename")
+    assert polybeast_learner.make_parser().get_default("pipes_basename") == env
+    assert env.startswith(f"unix:{connection_flags.PRIVATE_FOLDER}/")
+
+
+def test_a_token_in_clear_text_is_warned_of(tmp_path, caplog):
+    (tmp_path / "token").write_text("secret\n")
+    words = ["--token_file", str(tmp_path / "token")]
+    for more, addresses, warns in (
+        ([], ["unix:/tmp/x", "10.0.0.1:5000"], True),
+        ([], ["unix:/tmp/x"], False),
+        (["--tls"], ["10.0.0.1:5000"], False),
+    ):
+        flags = polybeast_env.make_parser().parse_args([*words, *more])
+        caplog.clear()
+        connection_flags.warn_of_clear_token(flags, addresses)
+        assert ("clear text" in caplog.text) == warns

@@ -11,6 +11,7 @@ def test_every_fault_in_the_docs_has_its_test():
     rows = text.partition("## Faults that the tests inject")[2]
     names = re.findall(r"`(\w+)::(test_\w+)`", rows)
     assert len(names) > 40
+    assert "## Attacks" in rows
     for file, name in names:
         source = (ROOT / "tests" / f"test_{file}.py").read_text()
         assert f"def {name}(" in source, f"{file}::{name}"

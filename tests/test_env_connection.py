@@ -308,7 +308,8 @@ def tls(tmp_path_factory):
 
 
 def flags_of(**changes):
-    flags = dict.fromkeys(("tls_ca", "tls_cert", "tls_key", "tls_server_name"))
+    names = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name")
+    flags = dict.fromkeys(names)
     return argparse.Namespace(**{**flags, **changes})
 
 
@@ -322,6 +323,8 @@ def test_why_tls_cannot_work(tls):
         (one_sided, trusting, None),
         (both_sided, us, None),
         ({}, {}, None),
+        (one_sided, {"tls": True, **named}, "signer is not in --tls_ca"),
+        (one_sided, named, "signer is not in --tls_ca"),
         (one_sided, {**trusting, "tls_server_name": None}, "--tls_server_name"),
         (one_sided, {**tls.ca("foreign"), **named}, "signer is not in --tls_ca"),
         (tls.identity("expired-learner"), trusting, "certificate has expired"),

@@ -331,7 +331,7 @@ def test_no_learner(address):
     with pytest.raises(TransportError, match=r"no learner for 0\.2 s"):
         client.run()
     assert client.stats()["num_steps"] == 0
-    assert "is lost" in client.stats()["last_error"]
+    assert "No such file" in client.stats()["last_error"]
     with pytest.raises(RuntimeError, match="once"):
         client.run()
 

@@ -36,7 +36,14 @@ from typing import Any
 
 from torchbeast.core import env_connection, processes, script
 from torchbeast.core import flags as flags_lib
-from torchbeast.core.connection_flags import ServerError, add_connection_flags, security
+from torchbeast.core.connection_flags import (
+    ServerError,
+    add_connection_flags,
+    check_security,
+    make_private_folder,
+    security,
+    warn_of_clear_token,
+)
 from torchbeast.core.environment import Environment
 from torchbeast.core.errors import UserError
 from torchbeast.core.flags import FlagError, Flags
@@ -340,8 +347,12 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
       FlagError: a flag has a value that is not allowed.
       ServerError: a server can't start, or crashes again and again.
     """
-    security(flags)
+    check_security(flags)
     check_ports(flags)
+    if flags.bind or flags.join:
+        warn_of_clear_token(flags, addresses(flags))
+    else:
+        make_private_folder(flags.pipes_basename)
     with processes.StopSignals() as signals:
         servers = Servers(serve, flags, addresses(flags))
 

@@ -83,6 +83,8 @@ Security to_security(const py::kwargs& given) {
     const auto name = py::cast<std::string>(key);
     if (name == "insecure") {
       security.insecure = argument<bool>(value, name, "a bool");
+    } else if (name == "tls") {
+      security.tls = argument<bool>(value, name, "a bool");
     } else if (value.is_none()) {
       continue;
     } else if (name == "tls_ca") {
@@ -100,7 +102,7 @@ Security to_security(const py::kwargs& given) {
       }
     } else {
       throw py::type_error("there is no argument " + name +
-                           "; those for security are tls_ca, tls_cert, tls_key, "
+                           "; those for security are tls, tls_ca, tls_cert, tls_key, "
                            "tls_server_name, token and insecure");
     }
   }

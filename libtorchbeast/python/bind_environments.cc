@@ -67,7 +67,7 @@ Args:
         connect.
     tls_server_name: for symmetry with ActorPool; a server does not use it.
     token: clients must show it.
-    insecure: allow plain TCP that other machines can reach.
+    insecure: allow, beyond this machine, plain TCP, and TLS without tls_ca and token.
 
 Raises:
     ValueError: an argument is out of range, or a file cannot be read.

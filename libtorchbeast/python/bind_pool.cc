@@ -149,12 +149,13 @@ Args:
         first_stream + i * stream_stride, later ones those that follow.
     listener: a Listener that has been started, or None. Environments that join there are
         run, too. It serves one pool at a time.
-    tls_ca: path of a PEM file: certificates that must have signed the server's. With this
-        or one of the next two, host:port addresses are dialled with TLS.
+    tls: dial host:port addresses with TLS; so does each of the next four.
+    tls_ca: path of a PEM file: certificates that must have signed the server's; None: the
+        system's.
     tls_cert, tls_key: paths of PEM files: the certificate to show, and its key.
     tls_server_name: the name in the server's certificate, if it is not the host's.
     token: shown to the servers.
-    insecure: allow plain TCP to other machines.
+    insecure: allow plain TCP to other machines, and unix sockets of other users.
 
 Raises:
     ValueError: an argument is out of range, or a file cannot be read.

@@ -307,7 +307,8 @@ TEST_F(JoinTest, NothingIsLostOrComesTwiceByCuts) {
   const int num_cuts =
       std::max(200, static_cast<int>(500 * (scale ? std::atof(scale) : 1)));
   constexpr int64_t kClients = 6;
-  auto listener = listen(kClients);
+  // A stream that is cut before its hello stays for a while.
+  auto listener = listen(2 * kClients);
   const std::string path = directory_ + "/wire";
   CutWire wire(path, directory_ + "/learner", 7, num_cuts);
   Session run(pool_options(listener));

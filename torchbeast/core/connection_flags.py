@@ -3,14 +3,28 @@
 Environment machines import this, so it loads no torch.
 """
 
+from __future__ import annotations
+
 import argparse
-from typing import Any
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torchbeast.core.errors import UserError
 from torchbeast.core.flags import FlagError
 
+if TYPE_CHECKING:
+    import libtorchbeast
+
+log = logging.getLogger(__name__)
+
 NUM_SERVERS = 4
-PIPES_BASENAME = "unix:/tmp/polybeast"
+# Others can't put sockets of theirs here. Not XDG_RUNTIME_DIR: servers and learner may
+# be started in sessions that differ.
+PRIVATE_FOLDER = f"/tmp/torchbeast-{os.getuid()}"
+PIPES_BASENAME = f"unix:{PRIVATE_FOLDER}/polybeast"
 ENVS_PER_ACTOR = 8
 
 
@@ -35,51 +49,106 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
         help="environments of one stream; a learner by itself takes any, by default",
     )
     add(
+        "--tls",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="speak TLS also without the flags below, which imply it",
+    )
+    add(
         "--tls_server_name",
-        help="name in the other side's certificate",
+        help="name in the other side's certificate, if it is not the host's",
     )
     add("--tls_cert", help="PEM file of this side's certificate")
     add("--tls_key", help="PEM file of its key")
-    add("--tls_ca", help="PEM file of the signer of the other side's certificate")
+    add(
+        "--tls_ca",
+        help="PEM file of the signer of the other side's certificate; without it, the "
+        "side that dials takes the system's signers",
+    )
     add("--token_file", help="file with a secret that both sides share")
     add(
         "--insecure",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="allow plain TCP beyond this machine",
+        help="allow plain TCP beyond this machine, TLS that takes in everybody there, "
+        "and unix sockets of other users",
     )
 
 
-def security(flags: argparse.Namespace) -> dict[str, Any]:
+def uses_tls(flags: argparse.Namespace) -> bool:
+    """Whether host:port addresses are dialled with TLS."""
+    names = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name")
+    return any(getattr(flags, name) for name in names)
+
+
+def security(flags: argparse.Namespace) -> libtorchbeast.Security:
     """Arguments of libtorchbeast that the connection flags stand for.
 
     Raises:
       FlagError: one of the files can't be used.
     """
-    token = None
-    if flags.token_file:
-        try:
-            with open(flags.token_file, encoding="utf-8") as file:
-                token = file.read().strip()
-        except OSError as error:
-            raise FlagError(
-                f"--token_file {flags.token_file}: {error.strerror}"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise FlagError(
-                f"--token_file {flags.token_file} is not text in UTF-8: {error}"
-            ) from error
-        if not token:
-            raise FlagError(f"--token_file {flags.token_file} is empty")
-    check_certificates(flags)
     return {
+        "tls": flags.tls,
+        "tls_ca": flags.tls_ca,
         "tls_cert": flags.tls_cert,
         "tls_key": flags.tls_key,
-        "tls_ca": flags.tls_ca,
-        "token": token,
         "tls_server_name": flags.tls_server_name,
+        "token": check_security(flags),
         "insecure": flags.insecure,
     }
+
+
+def check_security(flags: argparse.Namespace) -> str | None:
+    """Checks the files that the flags name, and returns the token.
+
+    Raises:
+      FlagError: one of the files can't be used.
+    """
+    check_certificates(flags)
+    if not flags.token_file:
+        return None
+    try:
+        with open(flags.token_file, encoding="utf-8") as file:
+            token = file.read().strip()
+    except OSError as error:
+        raise FlagError(f"--token_file {flags.token_file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise FlagError(
+            f"--token_file {flags.token_file} is not text in UTF-8: {error}"
+        ) from error
+    if not token:
+        raise FlagError(f"--token_file {flags.token_file} is empty")
+    return token
+
+
+def warn_of_clear_token(flags: argparse.Namespace, addresses: Sequence[str]) -> None:
+    """Warns if the token of --token_file travels where others may read it."""
+    tcp = [address for address in addresses if not address.startswith("unix:")]
+    if tcp and flags.token_file and not uses_tls(flags):
+        log.warning(
+            "The token of --token_file is sent to %s in clear text: whoever reads the "
+            "network, or listens there first, gets it. Use TLS.",
+            ", ".join(dict.fromkeys(tcp)),
+        )
+
+
+def make_private_folder(pipes_basename: str) -> None:
+    """Makes the folder of the default sockets, if that is where they are to be.
+
+    Raises:
+      FlagError: other users can write there.
+    """
+    if not pipes_basename.startswith(f"unix:{PRIVATE_FOLDER}/"):
+        return
+    os.makedirs(PRIVATE_FOLDER, mode=0o700, exist_ok=True)
+    found = os.lstat(PRIVATE_FOLDER)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise FlagError(
+            f"{PRIVATE_FOLDER} is not a folder of yours (it belongs to user "
+            f"{found.st_uid}), so sockets there are not safe; give --pipes_basename "
+            "unix:PATH with a path in a folder of your own"
+        )
+    os.chmod(PRIVATE_FOLDER, 0o700)
 
 
 def check_certificates(flags: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ import ssl
 
 from torchbeast.core import atari_wrappers
 from torchbeast.core import flags as flags_lib
+from torchbeast.core.connection_flags import uses_tls
 
 DIAL_SECONDS = 5.0  # time limit of each step of a handshake
 
@@ -58,7 +59,7 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
 
     Args:
       address: host:port.
-      flags: those of the side that dials: tls_ca, tls_cert, tls_key, tls_server_name.
+      flags: those of the side that dials whose names begin with tls.
 
     Returns:
       None if a handshake works, nobody listens, or there is another reason.
@@ -67,12 +68,11 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
     if address.startswith("unix:") or not port.isdigit():
         return None
     host = host.strip("[]")
-    uses_tls = bool(flags.tls_ca or flags.tls_cert or flags.tls_key)
     with contextlib.suppress(OSError):
         for _ in range(2):  # a listener that just exits also closes, but only once
             plain = socket.create_connection((host, int(port)), DIAL_SECONDS)
             with plain:
-                if not uses_tls:
+                if not uses_tls(flags):
                     return _tls_unwanted(plain)
                 try:
                     name = flags.tls_server_name or host
@@ -113,8 +113,8 @@ def _tls_unwanted(plain: socket.socket) -> str | None:
         if "ALERT" not in (error.reason or ""):
             return None
     return (
-        "the other side speaks TLS, and this side plain TCP; give --tls_ca with who "
-        "signed its certificate"
+        "the other side speaks TLS, and this side plain TCP; give --tls, and --tls_ca "
+        "with who signed its certificate"
     )
 
 
@@ -173,6 +173,6 @@ def _failed_handshake(error: ssl.SSLError) -> str | None:
     if reason in ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST"):
         return (
             "the other side speaks plain TCP, and this side TLS; give --tls_cert and "
-            "--tls_key there, or no --tls_ca here"
+            "--tls_key there, or no flag that begins with --tls here"
         )
     return None

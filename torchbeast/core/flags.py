@@ -35,7 +35,8 @@ FREE_TO_CHANGE = OF_ONE_START | {
     # Devices, addresses and security.
     *("learner_device", "actor_device", "disable_cuda", "num_inference_threads"),
     *("pipes_basename", "server_addresses", "listen", "bind", "join"),
-    *("tls_cert", "tls_key", "tls_ca", "tls_server_name", "token_file", "insecure"),
+    *("tls", "tls_cert", "tls_key", "tls_ca", "tls_server_name"),
+    *("token_file", "insecure"),
     *("connect_timeout", "max_restarts", "num_actions"),
 }
 

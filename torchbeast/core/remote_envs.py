@@ -16,7 +16,11 @@ from gymnasium import spaces
 
 import libtorchbeast
 from torchbeast.core import atari_wrappers, rollout
-from torchbeast.core.connection_flags import ServerError, security
+from torchbeast.core.connection_flags import (
+    ServerError,
+    security,
+    warn_of_clear_token,
+)
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.env_connection import environment_settings, tls_fault
 from torchbeast.core.env_spec import EnvSpec
@@ -26,7 +30,6 @@ from torchbeast.core.peer_log import PeerLog
 log = logging.getLogger(__name__)
 
 MAX_ROLLOUT_BYTES = 2 << 30  # of one stream; see torchbeast.proto
-PROBE_SECONDS = 60.0  # granted to a server to make its environments
 
 
 def make_space(description: dict[str, Any]) -> spaces.Space:
@@ -94,16 +97,15 @@ class RemoteEnvs:
         self.addresses: list[str] = []
         self.listener: Any = None
         if flags.listen:
+            warn_of_clear_token(flags, [flags.listen])
             try:
-                arguments = security(flags)
-                del arguments["tls_server_name"]  # only for the side that dials
                 self.listener = libtorchbeast.Listener(
                     flags.listen,
                     max_streams=flags.num_actors,
                     expected=self.expected,
                     seed=seed,
                     hello_timeout_s=flags.actor_timeout,
-                    **arguments,
+                    **security(flags),
                 )
                 self.listener.start()
             except ValueError as error:
@@ -113,6 +115,7 @@ class RemoteEnvs:
             log.info("Listening at %s", self.listener.address)
         else:
             servers = server_addresses(flags)
+            warn_of_clear_token(flags, servers)
             self.addresses = [
                 servers[i % len(servers)] for i in range(flags.num_actors)
             ]
@@ -185,7 +188,8 @@ class RemoteEnvs:
           FlagError, RefusedError, WireError, RuntimeError: they are not usable.
         """
         if not self.listener:
-            seconds = min(PROBE_SECONDS, self.flags.connect_timeout)
+            # The first reset may come before the hello, and has as long as a step.
+            seconds = min(self.flags.actor_timeout, self.flags.connect_timeout)
             found = libtorchbeast.probe(
                 where,
                 seconds,

@@ -10,6 +10,7 @@ _Allocator = Callable[[int], Any]
 class Security(TypedDict, total=False):
     """How a connection is secured; a type of this stub only, see ActorPool."""
 
+    tls: bool
     tls_ca: _Path
     tls_cert: _Path
     tls_key: _Path

@@ -1,0 +1,246 @@
+#include "sockets.h"
+
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+namespace torchbeast {
+
+namespace {
+
+constexpr int kSpareDescriptors = 64;
+// The limit may be "unlimited", and some programs close every possible descriptor.
+constexpr rlim_t kMostDescriptors = 1 << 16;
+
+[[noreturn]] void cannot_listen(const Address& address, const std::string& reason) {
+  throw std::runtime_error("cannot listen on " + address.to_string() + ": " + reason);
+}
+
+sockaddr_un unix_name(const std::string& path) {
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  std::memcpy(name.sun_path, path.c_str(), path.size() + 1);
+  return name;
+}
+
+int call_with(int (*f)(int, const sockaddr*, socklen_t), int fd,
+              const sockaddr_un& name) {
+  return f(fd, reinterpret_cast<const sockaddr*>(&name), sizeof(name));
+}
+
+// Not inherited by programs that this process starts, and never blocking.
+void set_flags(int fd) {
+  fcntl(fd, F_SETFD, FD_CLOEXEC);
+  fcntl(fd, F_SETFL, fcntl(fd, F_GETFL, 0) | O_NONBLOCK);
+}
+
+void set_option(int fd, int level, int name, int value) {
+  setsockopt(fd, level, name, &value, sizeof(value));
+}
+
+Descriptor make_socket(int family) {
+  Descriptor made(socket(family, SOCK_STREAM, 0));
+  if (made.get() >= 0) set_flags(made.get());
+  return made;
+}
+
+// The user whose process has connected, or listens, at the other end.
+bool get_peer_user(int fd, uid_t* user) {
+#ifdef SO_PEERCRED
+  ucred peer{};
+  socklen_t size = sizeof(peer);
+  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
+  *user = peer.uid;
+  return true;
+#else
+  gid_t group;
+  return getpeereid(fd, user, &group) == 0;
+#endif
+}
+
+// Tells the socket of a running server from one that was left behind.
+void check_vacant(const Address& address) {
+  struct stat status;
+  if (lstat(address.path().c_str(), &status) != 0) {
+    if (errno == ENOENT) return;
+    cannot_listen(address, std::strerror(errno));
+  }
+  if (!S_ISSOCK(status.st_mode)) {
+    cannot_listen(address,
+                  "there is a file of this name that is not a socket; move it away or "
+                  "choose another path");
+  }
+  const Descriptor probe = make_socket(AF_UNIX);
+  if (probe.get() < 0) cannot_listen(address, std::strerror(errno));
+  if (call_with(connect, probe.get(), unix_name(address.path())) == 0 ||
+      errno == EAGAIN) {
+    cannot_listen(address,
+                  "another server listens there; stop it or choose another path");
+  }
+  if (errno != ECONNREFUSED && errno != ENOENT) {
+    cannot_listen(address, std::strerror(errno));
+  }
+}
+
+}  // namespace
+
+Descriptor::~Descriptor() {
+  if (fd_ >= 0) close(fd_);
+}
+
+// --- Listening
+// ------------------------------------------------------------------------
+
+ListeningSocket::ListeningSocket(const Address& address) {
+  raise_descriptor_limit();
+  if (address.is_unix()) {
+    listen_unix(address);
+  } else {
+    listen_tcp(address);
+  }
+}
+
+void ListeningSocket::listen_unix(const Address& address) {
+  check_vacant(address);
+  Descriptor made = make_socket(AF_UNIX);
+  // Linux gives the file these rights from the beginning, whatever the umask. Elsewhere
+  // there is a moment before chmod().
+  if (made.get() >= 0) fchmod(made.get(), 0600);
+  const char* path = address.path().c_str();
+  unlink(path);
+  struct stat status;
+  if (made.get() < 0 || call_with(bind, made.get(), unix_name(address.path())) != 0 ||
+      chmod(path, 0600) != 0 || lstat(path, &status) != 0 ||
+      listen(made.get(), SOMAXCONN) != 0) {
+    cannot_listen(address, std::strerror(errno));
+  }
+  path_ = address.path();
+  inode_ = status.st_ino;
+  sockets_.push_back(std::move(made));
+}
+
+void ListeningSocket::listen_tcp(const Address& address) {
+  addrinfo hints{};
+  hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* list = nullptr;
+  const int failure = getaddrinfo(
+      address.host().c_str(), std::to_string(address.port()).c_str(), &hints, &list);
+  if (failure != 0) cannot_listen(address, gai_strerror(failure));
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(list, freeaddrinfo);
+  port_ = address.port();
+  int error = 0;
+  // localhost is 127.0.0.1 and ::1, and a machine may lack one of them.
+  for (const addrinfo* found = list; found != nullptr; found = found->ai_next) {
+    Descriptor made = make_socket(found->ai_family);
+    // A server that is started again gets its port; two at once do not share one.
+    set_option(made.get(), SOL_SOCKET, SO_REUSEADDR, 1);
+    if (found->ai_family == AF_INET6) {  // [::] is for IPv4, too
+      set_option(made.get(), IPPROTO_IPV6, IPV6_V6ONLY, 0);
+      reinterpret_cast<sockaddr_in6*>(found->ai_addr)->sin6_port =
+          htons(static_cast<uint16_t>(port_));
+    } else {
+      reinterpret_cast<sockaddr_in*>(found->ai_addr)->sin_port =
+          htons(static_cast<uint16_t>(port_));
+    }
+    if (made.get() < 0 || bind(made.get(), found->ai_addr, found->ai_addrlen) != 0 ||
+        listen(made.get(), SOMAXCONN) != 0) {
+      error = errno;
+      if (error == EAFNOSUPPORT || error == EADDRNOTAVAIL) continue;
+      cannot_listen(address, std::strerror(error));
+    }
+    sockaddr_storage name{};
+    socklen_t size = sizeof(name);
+    getsockname(made.get(), reinterpret_cast<sockaddr*>(&name), &size);
+    port_ = ntohs(name.ss_family == AF_INET6
+                      ? reinterpret_cast<sockaddr_in6*>(&name)->sin6_port
+                      : reinterpret_cast<sockaddr_in*>(&name)->sin_port);
+    sockets_.push_back(std::move(made));
+  }
+  if (sockets_.empty()) cannot_listen(address, std::strerror(error));
+}
+
+ListeningSocket::~ListeningSocket() {
+  struct stat status;
+  if (inode_ != 0 && lstat(path_.c_str(), &status) == 0 && status.st_ino == inode_) {
+    unlink(path_.c_str());
+  }
+}
+
+int ListeningSocket::accept(Milliseconds timeout) {
+  std::vector<pollfd> waiting;
+  for (const Descriptor& one : sockets_) waiting.push_back({one.get(), POLLIN, 0});
+  if (poll(waiting.data(), waiting.size(), static_cast<int>(timeout.count())) <= 0) {
+    return -1;
+  }
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  for (const pollfd& one : waiting) {
+    if (one.revents == 0) continue;
+    Descriptor accepted(::accept(one.fd, nullptr, nullptr));
+    const int fd = accepted.get();
+    if (fd < 0) {
+      // The connection waits until there are descriptors again.
+      const bool is_short =
+          errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+      if (is_short) poll(nullptr, 0, static_cast<int>(timeout.count()));
+      continue;
+    }
+    // The system hands out the lowest that is free.
+    const auto spare = std::min<rlim_t>(kSpareDescriptors, limit.rlim_cur / 4);
+    if (static_cast<rlim_t>(fd) >= limit.rlim_cur - spare) continue;
+    set_flags(fd);
+    set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);  // of no effect for unix sockets
+    return accepted.release();
+  }
+  return -1;
+}
+
+// --- Dialling
+// -------------------------------------------------------------------------
+
+int dial_unix(const Address& address, bool anybody) {
+  const std::string place = "the socket " + address.to_string();
+  Descriptor made = make_socket(AF_UNIX);
+  if (made.get() < 0 ||
+      call_with(connect, made.get(), unix_name(address.path())) != 0) {
+    throw TransportError("no connection to " + place + ": " + std::strerror(errno),
+                         true);
+  }
+  uid_t user = 0;
+  if (!anybody &&
+      (!get_peer_user(made.get(), &user) || (user != geteuid() && user != 0))) {
+    throw RefusedError(
+        place + " belongs to user " + std::to_string(user) + ", and this is user " +
+        std::to_string(geteuid()) +
+        ": it may be anybody's. Use a path in a directory that only you can write "
+        "to, or, if you trust that user, ask for insecure connections");
+  }
+  return made.release();
+}
+
+void raise_descriptor_limit() {
+  static const bool once = [] {
+    rlimit limit{};
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return false;
+    const rlim_t wanted = std::min(limit.rlim_max, kMostDescriptors);
+    if (limit.rlim_cur >= wanted) return true;
+    limit.rlim_cur = wanted;
+    return setrlimit(RLIMIT_NOFILE, &limit) == 0;
+  }();
+  static_cast<void>(once);
+}
+
+}  // namespace torchbeast
