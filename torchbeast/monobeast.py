@@ -112,13 +112,12 @@ def act(
             None if final is None else to_tensors(final),
         )
         agent_row = {name: x for name, x in outputs.items() if name in rows}
-        return env_row | map_nested(lambda x: x.squeeze(0).numpy(), agent_row), (
-            next_state
-        )
+        agent_row = map_nested(lambda x: x.squeeze(0).numpy(), agent_row)  # [E, ...]
+        return env_row | agent_row, next_state
 
     def write(t: int, row: dict[str, Nested]) -> None:
         def copy(buffer: np.ndarray, x: np.ndarray) -> None:
-            buffer[slots, t] = x
+            buffer[slots, t] = x  # one slot per environment
 
         map_nested(copy, rows, row)
 
@@ -132,7 +131,7 @@ def act(
 
     while True:
         timings.reset()
-        command, *arguments = pipe.recv()
+        command, *arguments = pipe.recv()  # EOFError at the end, see run_actor
         timings.time("wait")
         if command == "save":
             current = {
@@ -274,9 +273,9 @@ def train(start: resume.Start) -> int:
         # of them. The next round starts when all slots are free again. Only then the
         # run may be saved or end.
         while run.going(may_stop := not flags.sync or len(free) == flags.num_buffers):
-            if may_stop and run.save_is_due():
-                run.save(more_to_save())
             if may_stop:
+                if run.save_is_due():
+                    run.save(more_to_save())
                 for index in actors.idle[:]:
                     if len(free) >= E:
                         actors.start_unroll(index, [free.popleft() for _ in range(E)])

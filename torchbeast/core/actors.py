@@ -64,7 +64,7 @@ def run_actor(
         with contextlib.closing(env):
             env.on_warning = lambda *warning: pipe.send(("warning", *warning))
             act(flags, index, env, pipe, buffers, weights_memory, progress, saved)
-    except BaseException as error:
+    except BaseException as error:  # EOFError: the learner has closed the pipe
         is_user_error = isinstance(error, InvalidEnvironmentError)
         text = str(error) if is_user_error else traceback.format_exc()
         # The send fails if the learner has exited or closed the pipe.
@@ -235,6 +235,7 @@ class Actors:
 
     def _check_stuck(self) -> None:
         now = time.monotonic()
+        # It checks once per second. A longer gap means that the run was suspended.
         self._awake += min(now - self._checked_at, 2.0)
         self._checked_at = now
         for index, steps in enumerate(self.progress.tolist()):
