@@ -316,7 +316,7 @@ def test_the_default_sockets_lie_in_a_private_folder(tmp_path, monkeypatch):
         folder.chmod(0o777)
     folder.rmdir()
     folder.symlink_to(tmp_path)
-    with pytest.raises(FlagError, match="not a folder of yours"):
+    with pytest.raises(FlagError, match="not your folder"):
         connection_flags.make_private_folder(f"unix:{folder}/polybeast")
     if os.geteuid() == 0:
         folder.unlink()

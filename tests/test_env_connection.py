@@ -330,7 +330,7 @@ def test_why_tls_cannot_work(tls):
         (tls.identity("expired-learner"), trusting, "certificate has expired"),
         (one_sided, {}, "the other side speaks TLS, and this side plain TCP"),
         ({}, trusting, "the other side speaks plain TCP, and this side TLS"),
-        (both_sided, trusting, "wants a certificate of this side"),
+        (both_sided, trusting, "needs a certificate of this side"),
         (both_sided, {}, "the other side speaks TLS"),
         (
             both_sided,

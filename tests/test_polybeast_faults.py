@@ -354,7 +354,7 @@ def test_tokens_and_certificates(serve, learn, tmp_path):
             "no-token": ({**us, **here, "token_file": None}, refused),
             "no-certificate": (
                 {**here, **ours, "token_file": token},
-                [*never, "wants a certificate of this side"],
+                [*never, "needs a certificate of this side"],
             ),
             "expired-client": (
                 {**us, **here, **certificates.identity("expired-client")},
@@ -647,8 +647,8 @@ def bad_flags(tmp_path):
         ({"bind": here, "tls_cert": text, "tls_key": text}, "is not a PEM file"),
         ({"bind": here, **one, "tls_cert": half}, "can't be used: "),
         ({"bind": here, **one, "tls_key": other["tls_key"]}, "key values mismatch"),
-        ({"bind": here, "tls_cert": one["tls_cert"]}, "of no use without --tls_key"),
-        ({"bind": here, "tls_key": one["tls_key"]}, "of no use without --tls_cert"),
+        ({"bind": here, "tls_cert": one["tls_cert"]}, "no effect without --tls_key"),
+        ({"bind": here, "tls_key": one["tls_key"]}, "no effect without --tls_cert"),
         ({"bind": here, **one, "tls_ca": text}, "--tls_ca"),
         ({"join": here, "tls_ca": missing}, f"--tls_ca {missing}: No such file"),
         ({"token_file": missing}, f"--token_file {missing}: No such file"),

@@ -1,6 +1,6 @@
-"""The flags that environment servers and learner share, and what they stand for.
+"""The flags that environment servers and learner share: addresses, TLS, token.
 
-Environment machines import this, so it loads no torch.
+Environment machines import this module, so it does not load torch.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUM_SERVERS = 4
-# Others can't put sockets of theirs here. Not XDG_RUNTIME_DIR: servers and learner may
-# be started in sessions that differ.
+# Other users can't create sockets here. Not XDG_RUNTIME_DIR, because servers and
+# learner may be started in different sessions.
 PRIVATE_FOLDER = f"/tmp/torchbeast-{os.getuid()}"
 PIPES_BASENAME = f"unix:{PRIVATE_FOLDER}/polybeast"
 ENVS_PER_ACTOR = 8
 
 
 class ServerError(UserError, RuntimeError):
-    """An environment server did not start, died too often, or is refused for good."""
+    """An environment server did not start, crashed too often, or is refused."""
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    """What environment servers and learner must agree on."""
+    """Adds the flags that both sides of a connection have."""
     add = parser.add_argument_group("connection").add_argument
     add(
         "--pipes_basename",
         default=PIPES_BASENAME,
-        help="the servers' sockets on one machine are this name with .0, .1, ... "
+        help="name of the servers' sockets on one machine, without .0, .1, ... "
         "(torchbeast.polybeast: a new name per run)",
     )
     add("--num_servers", type=int, default=NUM_SERVERS, help="server processes")
@@ -46,43 +46,43 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
         "--envs_per_actor",
         type=int,
         default=ENVS_PER_ACTOR,
-        help="environments of one stream; a learner by itself takes any, by default",
+        help="environments per stream; polybeast_learner accepts any number by default",
     )
     add(
         "--tls",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="speak TLS also without the flags below, which imply it",
+        help="use TLS; implied by the other --tls flags",
     )
     add(
         "--tls_server_name",
         help="name in the other side's certificate, if it is not the host's",
     )
-    add("--tls_cert", help="PEM file of this side's certificate")
-    add("--tls_key", help="PEM file of its key")
+    add("--tls_cert", help="PEM file with this side's certificate")
+    add("--tls_key", help="PEM file with its key")
     add(
         "--tls_ca",
-        help="PEM file of the signer of the other side's certificate; without it, the "
-        "side that dials takes the system's signers",
+        help="PEM file with the signer of the other side's certificate; by default the "
+        "side that connects trusts the system's signers",
     )
     add("--token_file", help="file with a secret that both sides share")
     add(
         "--insecure",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="allow plain TCP beyond this machine, TLS that takes in everybody there, "
-        "and unix sockets of other users",
+        help="allow plain TCP beyond this machine, TLS without a token or client "
+        "certificate, and unix sockets of other users",
     )
 
 
 def uses_tls(flags: argparse.Namespace) -> bool:
-    """Whether host:port addresses are dialled with TLS."""
+    """Whether connections to host:port addresses use TLS."""
     names = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name")
     return any(getattr(flags, name) for name in names)
 
 
 def security(flags: argparse.Namespace) -> libtorchbeast.Security:
-    """Arguments of libtorchbeast that the connection flags stand for.
+    """The connection flags as arguments of libtorchbeast.
 
     Raises:
       FlagError: one of the files can't be used.
@@ -99,7 +99,7 @@ def security(flags: argparse.Namespace) -> libtorchbeast.Security:
 
 
 def check_security(flags: argparse.Namespace) -> str | None:
-    """Checks the files that the flags name, and returns the token.
+    """Checks the files of the flags. Returns the token, if there is one.
 
     Raises:
       FlagError: one of the files can't be used.
@@ -122,21 +122,21 @@ def check_security(flags: argparse.Namespace) -> str | None:
 
 
 def warn_of_clear_token(flags: argparse.Namespace, addresses: Sequence[str]) -> None:
-    """Warns if the token of --token_file travels where others may read it."""
+    """Logs a warning if the token is sent over a network without TLS."""
     tcp = [address for address in addresses if not address.startswith("unix:")]
     if tcp and flags.token_file and not uses_tls(flags):
         log.warning(
-            "The token of --token_file is sent to %s in clear text: whoever reads the "
+            "The token of --token_file is sent to %s in clear text. Who reads the "
             "network, or listens there first, gets it. Use TLS.",
             ", ".join(dict.fromkeys(tcp)),
         )
 
 
 def make_private_folder(pipes_basename: str) -> None:
-    """Makes the folder of the default sockets, if that is where they are to be.
+    """Makes PRIVATE_FOLDER, if the sockets are in it.
 
     Raises:
-      FlagError: other users can write there.
+      FlagError: the folder belongs to another user.
     """
     if not pipes_basename.startswith(f"unix:{PRIVATE_FOLDER}/"):
         return
@@ -144,15 +144,15 @@ def make_private_folder(pipes_basename: str) -> None:
     found = os.lstat(PRIVATE_FOLDER)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise FlagError(
-            f"{PRIVATE_FOLDER} is not a folder of yours (it belongs to user "
-            f"{found.st_uid}), so sockets there are not safe; give --pipes_basename "
-            "unix:PATH with a path in a folder of your own"
+            f"{PRIVATE_FOLDER} is not your folder (it belongs to user {found.st_uid}), "
+            "so sockets there are not safe; give --pipes_basename unix:PATH with a "
+            "path in your own folder"
         )
     os.chmod(PRIVATE_FOLDER, 0o700)
 
 
 def check_certificates(flags: argparse.Namespace) -> None:
-    """Raises FlagError for TLS files that can't be used; gRPC would not say why."""
+    """Raises FlagError if a TLS file can't be used; gRPC gives no reason."""
     names = ("tls_cert", "tls_key", "tls_ca")
     if not any(getattr(flags, name) for name in names):
         return
@@ -172,14 +172,14 @@ def check_certificates(flags: argparse.Namespace) -> None:
                 )
     if bool(flags.tls_cert) != bool(flags.tls_key):
         given, missing = ("cert", "key") if flags.tls_cert else ("key", "cert")
-        raise FlagError(f"--tls_{given} is of no use without --tls_{missing}")
+        raise FlagError(f"--tls_{given} has no effect without --tls_{missing}")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # weak ones are not our business
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # accept weak certificates
     checking = ""
     try:
         if flags.tls_cert:
             checking = f"--tls_cert {flags.tls_cert} and --tls_key {flags.tls_key}"
-            # A password: gRPC can't ask for one, and this must not.
+            # The lambda gives an empty password, so that ssl does not ask for one.
             context.load_cert_chain(flags.tls_cert, flags.tls_key, lambda: "")
         if flags.tls_ca:
             checking = f"--tls_ca {flags.tls_ca}"

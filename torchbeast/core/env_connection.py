@@ -59,7 +59,7 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
 
     Args:
       address: host:port.
-      flags: those of the side that dials whose names begin with tls.
+      flags: the --tls flags of the side that connects.
 
     Returns:
       None if a handshake works, nobody listens, or there is another reason.
@@ -114,7 +114,7 @@ def _tls_unwanted(plain: socket.socket) -> str | None:
             return None
     return (
         "the other side speaks TLS, and this side plain TCP; give --tls, and --tls_ca "
-        "with who signed its certificate"
+        "with the signer of its certificate"
     )
 
 
@@ -129,14 +129,14 @@ def _bad_certificate(
     else:
         ca = flags.tls_ca or "(here: the system's)"
         help = f"its signer is not in --tls_ca {ca}"
-    return f"the certificate of the other side does not hold: {why}; {help}"
+    return f"the certificate of the other side is not valid: {why}; {help}"
 
 
 def _refused_certificate(flags: argparse.Namespace) -> str:
     if not flags.tls_cert:
         return (
-            "the other side ends the connection after the TLS handshake: it wants a "
-            "certificate of this side, too; give --tls_cert and --tls_key"
+            "the other side ends the connection after the TLS handshake: it needs a "
+            "certificate of this side; give --tls_cert and --tls_key"
         )
     why = (
         _why_invalid(flags) or "its signer is not in --tls_ca there, or it has expired"
@@ -173,6 +173,6 @@ def _failed_handshake(error: ssl.SSLError) -> str | None:
     if reason in ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST"):
         return (
             "the other side speaks plain TCP, and this side TLS; give --tls_cert and "
-            "--tls_key there, or no flag that begins with --tls here"
+            "--tls_key there, or no --tls flag here"
         )
     return None
