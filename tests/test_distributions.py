@@ -347,6 +347,6 @@ def test_box_with_strange_bounds_stays_finite(space):
     ids=lambda space: type(space).__name__,
 )
 def test_unsupported_spaces_are_named(space):
-    with pytest.raises(ValueError, match="there is one for Discrete") as error:
+    with pytest.raises(ValueError, match="supported are Discrete") as error:
         make_distribution(space)
     assert str(space) in str(error.value)

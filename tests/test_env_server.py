@@ -537,7 +537,7 @@ def test_vector_rows_that_do_not_fit(change, match, address):
         ({"num_envs": 0}, "num_envs.*0"),
         ({"num_envs": 3}, r"\[2, 3\], not float32 \[3, 3\]"),
         ({"initial": lambda self: 3}, "dict, not.*int"),
-        ({"observation_space": None}, "allowed are Box"),
+        ({"observation_space": None}, "None is none of Box"),
     ],
 )
 def test_vector_environments_that_cannot_be_served(attributes, match, address):

@@ -330,7 +330,7 @@ def test_bootstrap_value_needs_the_trailing_dimensions():
     [
         ((T, B), (T, B), (T, B), r"expected .*\[T, B, A\].* got \[5, 3\]"),
         ((T, B, A), (T, B, A), (T, B, 1), r"actions \[T, B\], got .* \[5, 3, 1\]"),
-        ((T, B, A), (T, B, A + 1), (T, B), r"one shape, got \[5, 3, 7\].*\[5, 3, 8\]"),
+        ((T, B, A), (T, B, A + 1), (T, B), r"same shape, got \[5, 3, 7\].*\[5, 3, 8\]"),
         ((T, B, A), (T, B, A), (B, T), r"actions \[3, 5\], policy_logits \[5, 3, 7\]"),
     ],
 )
