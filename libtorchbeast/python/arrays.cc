@@ -183,6 +183,12 @@ py::array to_numpy(const Array& array) {
                    base);
 }
 
+py::array copy_to_numpy(const Array& array) {
+  return py::array(to_numpy(array.dtype()),
+                   std::vector<py::ssize_t>(array.shape().begin(), array.shape().end()),
+                   array.data());
+}
+
 ArrayNest nest_from_python(py::handle nest) {
   return nest::from_python<Array>(nest, leaf_from_python);
 }

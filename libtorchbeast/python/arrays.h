@@ -49,5 +49,7 @@ Shape shape_of(const py::array& array);  // std::invalid_argument: too many dime
 
 // A new NumPy array with this memory.
 py::array to_numpy(const Array& array);
+// One with memory of its own, which an environment may keep.
+py::array copy_to_numpy(const Array& array);
 
 }  // namespace torchbeast::python

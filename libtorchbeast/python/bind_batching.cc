@@ -14,6 +14,8 @@
 namespace torchbeast::python {
 namespace {
 
+using namespace py::literals;
+
 using Batch = DynamicBatcher::Batch;
 
 BatchingOptions to_options(int64_t batch_dim, int64_t minimum_batch_size,
@@ -54,15 +56,13 @@ Raises:
           "stats",
           [](const Queue& self) {
             const BatchingStats stats = self.stats();
-            py::dict result;
-            result["num_batches"] = stats.num_batches;
-            result["num_items"] = stats.num_items;
-            result["num_entries"] = stats.num_entries;
-            result["bytes_copied"] = stats.bytes_copied;
-            result["pool_bytes"] = stats.pool_bytes;
-            result["consumer_wait_seconds"] = stats.consumer_wait_seconds;
-            result["producer_wait_seconds"] = stats.producer_wait_seconds;
-            return result;
+            return py::dict("num_batches"_a = stats.num_batches,
+                            "num_items"_a = stats.num_items,
+                            "num_entries"_a = stats.num_entries,
+                            "bytes_copied"_a = stats.bytes_copied,
+                            "pool_bytes"_a = stats.pool_bytes,
+                            "consumer_wait_seconds"_a = stats.consumer_wait_seconds,
+                            "producer_wait_seconds"_a = stats.producer_wait_seconds);
           },
           R"(
 Counters since the beginning: num_batches, num_items and num_entries (along batch_dim) in

@@ -14,6 +14,8 @@
 namespace torchbeast::python {
 namespace {
 
+using namespace py::literals;
+
 // kStopLimit, as Python's default of stop().
 constexpr double kStopSeconds = kStopLimit.count() / 1000.0;
 
@@ -129,13 +131,10 @@ environment calls it, that one is not waited for.
           "stats",
           [](const EnvServer& self) {
             const EnvServerStats stats = self.stats();
-            py::dict result;
-            result["num_streams"] = stats.num_streams;
-            result["num_steps"] = stats.num_steps;
-            result["num_refused"] = stats.num_refused;
-            result["bytes_sent"] = stats.bytes_sent;
-            result["bytes_copied"] = stats.bytes_copied;
-            return result;
+            return py::dict(
+                "num_streams"_a = stats.num_streams, "num_steps"_a = stats.num_steps,
+                "num_refused"_a = stats.num_refused, "bytes_sent"_a = stats.bytes_sent,
+                "bytes_copied"_a = stats.bytes_copied);
           },
           R"(
 num_streams (now), and counters since the beginning: num_steps (E for each), num_refused,
@@ -212,14 +211,12 @@ says where it hangs. Any thread may call it, any number of times.
           "stats",
           [](const EnvClient& self) {
             const EnvClientStats stats = self.stats();
-            py::dict result;
-            result["connected"] = stats.connected;
-            result["num_steps"] = stats.num_steps;
-            result["num_episodes"] = stats.num_episodes;
-            result["num_reconnects"] = stats.num_reconnects;
-            result["bytes_sent"] = stats.bytes_sent;
-            result["last_error"] = to_text(stats.last_error);
-            return result;
+            return py::dict("connected"_a = stats.connected,
+                            "num_steps"_a = stats.num_steps,
+                            "num_episodes"_a = stats.num_episodes,
+                            "num_reconnects"_a = stats.num_reconnects,
+                            "bytes_sent"_a = stats.bytes_sent,
+                            "last_error"_a = to_text(stats.last_error));
           },
           R"(
 connected (now), and counters since the beginning: num_steps (E for each), num_episodes

@@ -18,6 +18,8 @@
 namespace torchbeast::python {
 namespace {
 
+using namespace py::literals;
+
 wire::EnvHello parse_hello(const py::bytes& bytes) {
   wire::EnvHello hello;
   if (!hello.ParseFromString(bytes)) {
@@ -30,11 +32,10 @@ wire::EnvHello parse_hello(const py::bytes& bytes) {
 py::dict to_dict(const wire::EnvHello& hello) {
   py::dict fields;
   for (const wire::Field& field : hello.extra_fields()) {
-    py::dict description;
-    description["dtype"] = dtype_name(static_cast<DType>(field.dtype()));
-    description["shape"] = py::tuple(
+    const auto shape = py::tuple(
         py::cast(std::vector<uint64_t>(field.shape().begin(), field.shape().end())));
-    fields[py::str(field.name())] = description;
+    fields[py::str(field.name())] = py::dict(
+        "dtype"_a = dtype_name(static_cast<DType>(field.dtype())), "shape"_a = shape);
   }
   py::dict settings;
   for (const wire::Setting& setting : hello.settings()) {
@@ -42,45 +43,34 @@ py::dict to_dict(const wire::EnvHello& hello) {
   }
   size_t step_bytes = 0;
   for (const ArraySpec& spec : StreamSpec(hello).arrays) step_bytes += spec.num_bytes();
-  py::dict result;
-  result["name"] = hello.environment();
-  result["num_envs"] = hello.num_envs();
-  result["observation_space"] = space_to_python(hello.observation_space());
-  result["action_space"] =
-      hello.has_action_space() ? space_to_python(hello.action_space()) : py::none();
-  result["extra_fields"] = fields;
-  result["settings"] = settings;
-  result["step_bytes"] = step_bytes;
-  result["hello"] = py::bytes(hello.SerializeAsString());
-  return result;
+  return py::dict(
+      "name"_a = hello.environment(), "num_envs"_a = hello.num_envs(),
+      "observation_space"_a = space_to_python(hello.observation_space()),
+      "action_space"_a =
+          hello.has_action_space() ? space_to_python(hello.action_space()) : py::none(),
+      "extra_fields"_a = fields, "settings"_a = settings, "step_bytes"_a = step_bytes,
+      "hello"_a = py::bytes(hello.SerializeAsString()));
 }
 
 py::dict to_dict(const ActorPoolStats& stats) {
-  py::dict result;
-  result["num_steps"] = stats.num_steps;
-  result["num_rollouts"] = stats.num_rollouts;
-  result["num_reconnects"] = stats.num_reconnects;
-  result["num_dropped_steps"] = stats.num_dropped_steps;
-  result["num_connected"] = stats.num_connected;
-  result["num_refused"] = stats.num_refused;
-  result["num_env_failures"] = stats.num_env_failures;
-  result["bytes_received"] = stats.bytes_received;
-  result["bytes_copied"] = stats.bytes_copied;
-  result["pool_bytes"] = stats.pool_bytes;
-  result["env_seconds"] = stats.env_seconds;
-  result["env_wait_seconds"] = stats.env_wait_seconds;
-  result["inference_wait_seconds"] = stats.inference_wait_seconds;
-  result["queue_wait_seconds"] = stats.queue_wait_seconds;
-  result["last_error"] = to_text(stats.last_error);
-  return result;
+  return py::dict(
+      "num_steps"_a = stats.num_steps, "num_rollouts"_a = stats.num_rollouts,
+      "num_reconnects"_a = stats.num_reconnects,
+      "num_dropped_steps"_a = stats.num_dropped_steps,
+      "num_connected"_a = stats.num_connected, "num_refused"_a = stats.num_refused,
+      "num_env_failures"_a = stats.num_env_failures,
+      "bytes_received"_a = stats.bytes_received, "bytes_copied"_a = stats.bytes_copied,
+      "pool_bytes"_a = stats.pool_bytes, "env_seconds"_a = stats.env_seconds,
+      "env_wait_seconds"_a = stats.env_wait_seconds,
+      "inference_wait_seconds"_a = stats.inference_wait_seconds,
+      "queue_wait_seconds"_a = stats.queue_wait_seconds,
+      "last_error"_a = to_text(stats.last_error));
 }
 
 py::dict to_dict(const ListenerStats& stats) {
-  py::dict result;
-  result["num_streams"] = stats.num_streams;
-  result["num_refused"] = stats.num_refused;
-  result["last_refusal"] = to_text(stats.last_refusal);
-  return result;
+  return py::dict("num_streams"_a = stats.num_streams,
+                  "num_refused"_a = stats.num_refused,
+                  "last_refusal"_a = to_text(stats.last_refusal));
 }
 
 }  // namespace

@@ -225,11 +225,8 @@ py::object ActionLeaf::to_python(const Array& array) const {
   }
   if (kind_ == kDiscrete) return py::int_(array.as<int64_t>()[0] + start_[0]);
 
-  // A copy: the environment may keep it.
   const Array one = array.at(0);
-  py::object values = py::array(
-      torchbeast::python::to_numpy(one.dtype()),
-      std::vector<py::ssize_t>(one.shape().begin(), one.shape().end()), one.data());
+  py::object values = copy_to_numpy(one);
   if (kind_ == kMultiBinary) return values;
   const bool is_float = one.dtype() == DType::kFloat32;
   if (kind_ == kMultiDiscrete) {

@@ -1,0 +1,109 @@
+#include "row_reader.h"
+
+#include <stdexcept>
+#include <utility>
+
+#include "arrays.h"
+
+namespace torchbeast::python {
+
+using nest::Place;
+
+std::string describe_array(const py::array& array) {
+  return std::string(py::str(array.dtype())) + " " +
+         std::string(py::str(py::list(array.attr("shape"))));
+}
+
+bool RowReader::has_shape(const py::array& array, const Shape& shape) const {
+  const size_t skip = single_ ? 1 : 0;
+  if (static_cast<size_t>(array.ndim()) + skip != shape.size()) return false;
+  for (size_t i = skip; i < shape.size(); ++i) {
+    if (array.shape(static_cast<py::ssize_t>(i - skip)) != shape[i]) return false;
+  }
+  return true;
+}
+
+// The values as a C-contiguous array of `dtype`. Casts must be safe or of the same
+// kind, in NumPy's words; Python's integers may become any integer that holds them.
+py::array RowReader::cast(py::handle value, DType dtype, const Place& place,
+                          bool to_bool) {
+  const py::module_ numpy = py::module_::import("numpy");
+  py::object array = numpy.attr("asarray")(value);
+  const py::dtype from = py::cast<py::array>(array).dtype();
+  const py::dtype to = to_numpy(dtype);
+  const auto is_integer = [](const py::dtype& d) {
+    return d.kind() == 'i' || d.kind() == 'u';
+  };
+  if (is_integer(from) && is_integer(to) && !py::isinstance<py::array>(value)) {
+    array = array.attr("tolist")();  // array() below looks whether they fit
+  } else if (!(to_bool && is_integer(from)) &&
+             !py::cast<bool>(numpy.attr("can_cast")(from, to, "same_kind"))) {
+    throw std::invalid_argument("at " + place.str() + ": the environment gave " +
+                                std::string(py::str(from)) + ", which cannot become " +
+                                dtype_name(dtype) + " without loss");
+  }
+  return numpy.attr("array")(array, to, py::arg("order") = "C");
+}
+
+Array RowReader::read(py::handle value, const ArraySpec& spec, const Place& place,
+                      bool to_bool) {
+  const auto fits = [&](const py::array& array) {
+    return from_numpy(array) == spec.dtype && (array.flags() & py::array::c_style) != 0;
+  };
+  const bool is_array = py::isinstance<py::array>(value);
+  py::array array = is_array && fits(py::reinterpret_borrow<py::array>(value))
+                        ? py::reinterpret_borrow<py::array>(value)
+                        : cast(value, spec.dtype, place, to_bool);
+  if (!has_shape(array, spec.shape)) {
+    Shape wanted;
+    for (size_t i = single_ ? 1 : 0; i < spec.shape.size(); ++i) {
+      wanted.push_back(spec.shape[i]);
+    }
+    throw std::invalid_argument("at " + place.str() + ": the environment gave " +
+                                describe_array(array) + ", not " +
+                                ArraySpec{spec.dtype, wanted}.to_string());
+  }
+  auto* const data = static_cast<uint8_t*>(const_cast<void*>(array.data()));
+  held_.push_back(std::move(array));
+  return Array(spec, data, nullptr);
+}
+
+void RowReader::read_nest(py::handle value, const SpecNest& spec, const Place& place,
+                          std::vector<Array>* arrays) {
+  const auto refuse = [&](const std::string& wanted) {
+    throw std::invalid_argument("at " + place.str() + ": the environment gave " +
+                                std::string(py::repr(py::type::of(value))) + ", not " +
+                                wanted);
+  };
+  if (spec.is_leaf()) {
+    arrays->push_back(read(value, spec.leaf(), place));
+  } else if (spec.is_vector()) {
+    const auto& children = spec.vector();
+    const bool is_list = PyList_Check(value.ptr());
+    if (!is_list && !PyTuple_Check(value.ptr())) refuse("a tuple");
+    const auto items = py::reinterpret_borrow<py::sequence>(value);
+    if (items.size() != children.size()) {
+      refuse("a tuple of " + std::to_string(children.size()) + ": it has " +
+             std::to_string(items.size()));
+    }
+    for (size_t i = 0; i < children.size(); ++i) {
+      const py::object item = items[i];
+      read_nest(item, children[i], Place(place, i), arrays);
+    }
+  } else {
+    if (!PyDict_Check(value.ptr())) refuse("a dict");
+    for (const auto& [key, child] : spec.dict()) {
+      const auto item = py::reinterpret_borrow<py::object>(
+          PyDict_GetItemString(value.ptr(), key.c_str()));
+      if (!item) refuse("a dict with the key \"" + key + "\"");
+      read_nest(item, child, Place(place, key), arrays);
+    }
+    const auto size = static_cast<size_t>(PyDict_Size(value.ptr()));
+    if (size != spec.dict().size()) {
+      refuse("a dict of " + std::to_string(spec.dict().size()) + ": it has " +
+             std::to_string(size) + " keys");
+    }
+  }
+}
+
+}  // namespace torchbeast::python
