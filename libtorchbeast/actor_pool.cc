@@ -623,7 +623,7 @@ ActorPoolStats ActorPool::stats() const {
   Shared& shared = *shared_;
   const SessionContext& sessions = shared.sessions;
   const UnrollContext& unrolls = sessions.unrolls;
-  const auto seconds = [](uint64_t ns) { return static_cast<double>(ns) * 1e-9; };
+  const auto seconds = [](auto ns) { return static_cast<double>(ns) * 1e-9; };
   ActorPoolStats stats;
   stats.num_steps = unrolls.num_steps;
   stats.num_rollouts = sessions.num_rollouts;
@@ -633,10 +633,10 @@ ActorPoolStats ActorPool::stats() const {
   stats.bytes_copied = unrolls.bytes_copied;
   stats.pool_bytes =
       unrolls.rollout_pool.num_bytes() + unrolls.message_pool.num_bytes();
-  stats.env_seconds = seconds(unrolls.env_ns);
-  stats.env_wait_seconds = seconds(sessions.env_wait_ns);
-  stats.inference_wait_seconds = seconds(sessions.inference_wait_ns);
-  stats.queue_wait_seconds = seconds(sessions.queue_wait_ns);
+  stats.env_seconds = seconds(unrolls.env_ns.load());
+  stats.env_wait_seconds = seconds(sessions.env_wait_ns.load());
+  stats.inference_wait_seconds = seconds(sessions.inference_wait_ns.load());
+  stats.queue_wait_seconds = seconds(sessions.queue_wait_ns.load());
   MutexLock lock(shared.mutex);
   stats.num_connected = shared.num_connected;
   stats.num_refused = shared.num_refused;

@@ -1,68 +1,38 @@
 #include "array.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <new>
 
 namespace torchbeast {
 
-bool is_dtype(uint64_t number) {
-  return number >= static_cast<uint64_t>(DType::kBool) &&
-         number <= static_cast<uint64_t>(DType::kFloat64);
-}
+namespace {
+
+// By the number of a DType.
+struct {
+  const char* name;
+  size_t size;  // bytes
+} constexpr kDTypes[] = {{"unknown", 0}, {"bool", 1},  {"uint8", 1},   {"int8", 1},
+                         {"uint16", 2},  {"int16", 2}, {"uint32", 4},  {"int32", 4},
+                         {"uint64", 8},  {"int64", 8}, {"float16", 2}, {"float32", 4},
+                         {"float64", 8}};
+
+}  // namespace
+
+bool is_dtype(uint64_t number) { return number > 0 && number < std::size(kDTypes); }
 
 size_t item_size(DType dtype) {
-  switch (dtype) {
-    case DType::kBool:
-    case DType::kUint8:
-    case DType::kInt8:
-      return 1;
-    case DType::kUint16:
-    case DType::kInt16:
-    case DType::kFloat16:
-      return 2;
-    case DType::kUint32:
-    case DType::kInt32:
-    case DType::kFloat32:
-      return 4;
-    case DType::kUint64:
-    case DType::kInt64:
-    case DType::kFloat64:
-      return 8;
-  }
-  throw std::invalid_argument("no such dtype: " +
-                              std::to_string(static_cast<int>(dtype)));
+  const auto number = static_cast<size_t>(dtype);
+  if (is_dtype(number)) return kDTypes[number].size;
+  throw std::invalid_argument("no such dtype: " + std::to_string(number));
 }
 
 const char* dtype_name(DType dtype) {
-  switch (dtype) {
-    case DType::kBool:
-      return "bool";
-    case DType::kUint8:
-      return "uint8";
-    case DType::kInt8:
-      return "int8";
-    case DType::kUint16:
-      return "uint16";
-    case DType::kInt16:
-      return "int16";
-    case DType::kUint32:
-      return "uint32";
-    case DType::kInt32:
-      return "int32";
-    case DType::kUint64:
-      return "uint64";
-    case DType::kInt64:
-      return "int64";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat64:
-      return "float64";
-  }
-  return "unknown";
+  const auto number = static_cast<size_t>(dtype);
+  return kDTypes[is_dtype(number) ? number : 0].name;
 }
 
 Shape::Shape(std::initializer_list<int64_t> dims) {
@@ -161,9 +131,14 @@ struct MemoryPool::State {
   }
 
   const Allocator allocate;
+  // Sizes that vary between 1 and any number of entries need 6.5 times the largest.
+  static constexpr size_t kMostPerUse = 8;
+
   mutable Mutex mutex;
   std::map<size_t, std::vector<Block>> free TB_GUARDED_BY(mutex);
-  size_t total TB_GUARDED_BY(mutex) = 0;
+  size_t in_use TB_GUARDED_BY(mutex) = 0;  // bytes, as those below
+  size_t peak TB_GUARDED_BY(mutex) = 0;    // the most in use at once
+  size_t total TB_GUARDED_BY(mutex) = 0;   // in use and free
 };
 
 MemoryPool::MemoryPool(Allocator allocator)
@@ -176,12 +151,19 @@ Array MemoryPool::allocate(const ArraySpec& spec) {
   }
   const size_t size = State::size_class(num_bytes);
   Block block;
+  // Destroyed with no lock held: it may be Python's memory.
+  std::map<size_t, std::vector<Block>> dropped;
   {
     MutexLock lock(state_->mutex);
     auto& blocks = state_->free[size];
     if (!blocks.empty()) {
       block = std::move(blocks.back());
       blocks.pop_back();
+      state_->in_use += size;
+    } else if (state_->total + size >
+               State::kMostPerUse * std::max(state_->peak, state_->in_use + size)) {
+      dropped.swap(state_->free);
+      state_->total = state_->in_use;
     }
   }
   if (block.data == nullptr) {
@@ -196,14 +178,17 @@ Array MemoryPool::allocate(const ArraySpec& spec) {
     }
     MutexLock lock(state_->mutex);
     state_->total += size;
+    state_->in_use += size;
+    state_->peak = std::max(state_->peak, state_->in_use);
   }
   uint8_t* data = block.data;
-  // Hands the block back, or lets it go where the pool is gone.
+  // Hands the block back, or lets it go if the pool is gone.
   std::shared_ptr<void> owner(data,
                               [block = std::move(block), size,
                                pool = std::weak_ptr<State>(state_)](void*) mutable {
                                 if (auto state = pool.lock()) {
                                   MutexLock lock(state->mutex);
+                                  state->in_use -= size;
                                   state->free[size].push_back(std::move(block));
                                 }
                               });

@@ -81,8 +81,8 @@ struct ArraySpec {
   std::string to_string() const;  // "uint8 [8, 84, 84, 4]"
 };
 
-// A C-contiguous array. Copies share the memory; nothing here locks: whoever writes
-// makes sure that nobody else looks.
+// A C-contiguous array. Copies share the memory, and the last one frees it. One thread
+// at a time writes, and nobody else reads then; reading alone is thread-safe.
 class Array {
  public:
   Array() = default;
@@ -118,10 +118,13 @@ using ArrayNest = nest::Nest<Array>;
 using SpecNest = nest::Nest<ArraySpec>;
 
 // Memory for arrays that are used again and again: a block goes back to its pool when
-// the last array in it is gone, from whatever thread, also after the pool itself. From
-// then on another array may be written there. Thread-safe.
-// Blocks are never given back to the system before the pool ends, so that what a pool
-// holds is the most that was in use at once.
+// the last array in it is gone, from whatever thread, also after the pool itself.
+// Blocks come in sizes. If the sizes that are asked for change, what a pool holds stays
+// below 9 times the most that was in use at once; then it gives free blocks back to the
+// system. Thread-safe.
+//
+// A block is used again as soon as no array is in it. So whoever copies from it without
+// waiting, as a GPU does from pinned memory, keeps the array until the copy is done.
 class MemoryPool {
  public:
   struct Block {
@@ -135,7 +138,7 @@ class MemoryPool {
   explicit MemoryPool(Allocator allocator = nullptr);
 
   Array allocate(const ArraySpec& spec);
-  // Bytes of all blocks made so far.
+  // Bytes of all blocks, in use and free.
   size_t num_bytes() const;
 
  private:

@@ -84,6 +84,7 @@ struct BatchingStats {
 // batch. See the .cc file.
 class ItemQueue;
 
+// Thread-safe.
 class BatchingQueue {
  public:
   // Throws std::invalid_argument on sizes that make no sense.
@@ -112,6 +113,7 @@ class BatchingQueue {
   const std::shared_ptr<ItemQueue> queue_;
 };
 
+// Thread-safe.
 class DynamicBatcher {
  public:
   class Batch;
@@ -141,8 +143,8 @@ class DynamicBatcher {
   const std::shared_ptr<ItemQueue> queue_;
 };
 
-// Must be answered; if it is destroyed unanswered, its callers get AsyncError. It may
-// outlive its batcher.
+// Thread-safe. Must be answered; if it is destroyed unanswered, its callers get
+// AsyncError. It may outlive its batcher.
 class DynamicBatcher::Batch {
   struct State;
 

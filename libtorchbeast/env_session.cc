@@ -9,21 +9,6 @@ namespace torchbeast {
 
 namespace {
 
-// Adds the time from construction to destruction.
-class WaitTimer {
- public:
-  explicit WaitTimer(std::atomic<uint64_t>* total)
-      : total_(total), start_(Clock::now()) {}
-  ~WaitTimer() {
-    *total_ +=
-        static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - start_).count());
-  }
-
- private:
-  std::atomic<uint64_t>* const total_;
-  const Clock::time_point start_;
-};
-
 // Also gives the other environments' rows, which may be anything, their observations.
 void check_final_observation(const StreamSpec& spec, const EnvRow& row) {
   const Array* const truncated = truncated_field(spec, row.arrays);
@@ -105,13 +90,15 @@ EnvRow EnvSession::read_into(std::vector<Array> arrays) {
 
 bool EnvSession::act(Unroll* unroll) {
   while (std::optional<ArrayNest> question = unroll->question()) {
-    const WaitTimer timer(&context_.inference_wait_ns);
+    Stopwatch stopwatch(context_.inference_wait_ns);
+    stopwatch.start();
     unroll->answer(
         context_.inference_batcher->compute(std::move(*question), interrupt_));
   }
   std::optional<ArrayNest> rollout = unroll->take_rollout();
   if (!rollout) return false;
-  const WaitTimer timer(&context_.queue_wait_ns);
+  Stopwatch stopwatch(context_.queue_wait_ns);
+  stopwatch.start();
   context_.learner_queue->enqueue(std::move(*rollout), interrupt_);
   ++context_.num_rollouts;
   return true;
@@ -120,7 +107,8 @@ bool EnvSession::act(Unroll* unroll) {
 bool EnvSession::step(Unroll* unroll) {
   EnvRow next;
   {
-    const WaitTimer timer(&context_.env_wait_ns);
+    Stopwatch stopwatch(context_.env_wait_ns);
+    stopwatch.start();
     connection_.write(encode_action(unroll->action(), context_.unrolls.message_pool));
     next = read_into(unroll->next_row());
   }

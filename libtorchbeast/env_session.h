@@ -39,9 +39,9 @@ struct SessionContext {
 
   std::atomic<uint64_t> num_rollouts{0};
   std::atomic<uint64_t> bytes_received{0};
-  std::atomic<uint64_t> env_wait_ns{0};
-  std::atomic<uint64_t> inference_wait_ns{0};
-  std::atomic<uint64_t> queue_wait_ns{0};
+  std::atomic<int64_t> env_wait_ns{0};
+  std::atomic<int64_t> inference_wait_ns{0};
+  std::atomic<int64_t> queue_wait_ns{0};
 };
 
 // One thread at a time. Owns neither the connection nor the unroll, so an unroll may go

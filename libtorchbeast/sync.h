@@ -3,8 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -109,6 +111,24 @@ class CondVar {
 
  private:
   std::condition_variable condition_;
+};
+
+// Adds the time from start() to its end to a sum over threads. One thread.
+class Stopwatch {
+ public:
+  explicit Stopwatch(std::atomic<int64_t>& nanoseconds) : nanoseconds_(nanoseconds) {}
+  ~Stopwatch() {
+    if (start_ == Clock::time_point()) return;
+    nanoseconds_ += std::chrono::nanoseconds(Clock::now() - start_).count();
+  }
+  Stopwatch(const Stopwatch&) = delete;
+  void start() {
+    if (start_ == Clock::time_point()) start_ = Clock::now();
+  }
+
+ private:
+  std::atomic<int64_t>& nanoseconds_;
+  Clock::time_point start_{};
 };
 
 }  // namespace torchbeast

@@ -118,6 +118,25 @@ TEST_F(ArrayTest, PoolUsesBlocksAgain) {
   EXPECT_EQ(pool.num_bytes(), held_by_three);
 }
 
+TEST_F(ArrayTest, PoolIsBoundedWhateverSizesAreAskedFor) {
+  MemoryPool pool;
+  constexpr int64_t kInUse = 1 << 16;
+  for (int64_t size = kInUse; size >= 64; size -= size / 8) {
+    std::vector<Array> arrays;
+    for (int64_t used = 0; used + size <= kInUse; used += size) {
+      arrays.push_back(pool.allocate({DType::kUint8, {size}}));
+    }
+    EXPECT_LE(pool.num_bytes(), 9u * kInUse) << "of blocks of " << size;
+  }
+  // Batches of any number of entries find blocks to use again.
+  MemoryPool batches;
+  const auto allocate_all = [&] {
+    for (int64_t n = 1; n <= 64; ++n) batches.allocate({DType::kUint8, {n, 1000}});
+    return batches.num_bytes();
+  };
+  EXPECT_EQ(allocate_all(), allocate_all());
+}
+
 TEST_F(ArrayTest, PoolBlocksHoldWhatIsAskedFor) {
   MemoryPool pool;
   for (int64_t size = 0; size < 3000; ++size) {
