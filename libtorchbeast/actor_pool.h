@@ -93,6 +93,8 @@ struct ActorPoolStats {
   std::string last_error;  // why a stream was lost last
 };
 
+struct PoolStreams;  // see pool_streams.h
+
 // Thread-safe. Owns the threads of the streams that it dials; those of joined streams
 // are the listener's.
 class ActorPool {
@@ -151,9 +153,7 @@ class ActorPool {
                               const Interrupt& interrupt = nullptr);
 
  private:
-  class Actor;
-  struct Shared;  // between the actors and run()
-  std::shared_ptr<Shared> shared_;
+  std::shared_ptr<PoolStreams> shared_;
 };
 
 }  // namespace torchbeast

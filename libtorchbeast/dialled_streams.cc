@@ -1,0 +1,179 @@
+// Streams to environment servers that the pool dials.
+
+#include <algorithm>
+#include <new>
+#include <string>
+
+#include "pool_streams.h"
+
+namespace torchbeast {
+
+namespace {
+
+constexpr Milliseconds kFirstBackoff{50};  // doubled before each wait
+constexpr Milliseconds kLongestBackoff{1'000};
+constexpr Milliseconds kLongestBackoffAfterRefusal{10'000};
+// A server that is not there yet is no event before so long.
+constexpr Milliseconds kQuietStart{5'000};
+
+// The streams of one server, one after the other. One thread.
+class DialledStreams {
+ public:
+  // Of the address with this index.
+  DialledStreams(PoolStreams* shared, size_t index)
+      : shared_(*shared), index_(index), address_(shared->options.addresses[index]) {}
+
+  // The thread.
+  void run() {
+    try {
+      while (true) {
+        try_stream();
+        shared_.check_downtime();
+        shared_.sleep(backoff_);
+        if (shared_.closing) throw Stopped();
+      }
+    } catch (const Stopped&) {
+      shared_.close();
+    } catch (const ClosedBatchingQueue&) {
+      shared_.close();
+    } catch (...) {
+      shared_.fail(std::current_exception());
+    }
+  }
+
+ private:
+  // Until the stream ends by the other side's fault; what is thrown is this side's.
+  void try_stream() {
+    was_connected_ = was_cancelled_ = false;
+    num_dropped_ = 0;
+    try {
+      run_stream();
+    } catch (const EnvironmentError& error) {
+      after(Event::kEnvError, error.what(), false);
+      shared_.count_failure(error);
+    } catch (const WireError& error) {
+      after(Event::kRefused,
+            "the environment server at " + address_.to_string() +
+                " breaks the rules: " + error.what(),
+            false);
+    } catch (const TooManyBytes& error) {
+      after(Event::kRefused, no_memory() + ": " + error.what(), false);
+    } catch (const std::bad_alloc&) {
+      after(Event::kRefused, no_memory(), false);
+    } catch (const TransportError& error) {
+      after(error.may_pass ? Event::kLost : Event::kRefused, error.what(),
+            !error.may_pass);
+    }
+  }
+
+  std::string no_memory() const {
+    return "there is no memory for a rollout of the environment server at " +
+           address_.to_string();
+  }
+
+  // `is_final`: the server refuses this learner; rethrown if all do.
+  void after(Event::Kind kind, std::string text, bool is_final) {
+    if (shared_.closing) throw Stopped();
+    // Dialling in vain again and again is one event.
+    const bool is_news = was_connected_ || (text != last_text_ &&
+                                            (kind != Event::kLost || was_cancelled_ ||
+                                             Clock::now() - began_ > kQuietStart));
+    if (is_news) last_text_ = text;
+    shared_.note(text);
+    if (kind == Event::kRefused) ++shared_.num_refused;
+    if (num_dropped_ > 0) {
+      text += "\n" + std::to_string(num_dropped_) + " steps are dropped";
+    }
+    if (is_news) shared_.events.add(kind, std::move(text));
+    set_final(is_final);
+    backoff_ =
+        std::min(2 * backoff_, kind == Event::kRefused ? kLongestBackoffAfterRefusal
+                                                       : kLongestBackoff);
+  }
+
+  // REQUIRES: an error is being handled, if `is_final`.
+  void set_final(bool is_final) {
+    if (is_final_ == is_final) return;
+    is_final_ = is_final;
+    bool all;
+    {
+      MutexLock lock(shared_.mutex);
+      shared_.num_final += is_final ? 1 : -1;
+      all = shared_.num_final == shared_.options.addresses.size();
+    }
+    if (is_final && all && shared_.options.listener == nullptr) throw;
+  }
+
+  // From dialling until the stream is lost.
+  void run_stream() {
+    DialledConnection connection(address_, shared_.options.security, kStreamMethod,
+                                 "the environment server");
+    PoolStreams::Presence presence(&shared_, &connection, has_benefit_);
+    std::optional<Unroll> unroll;
+    try {
+      connection.open();
+      if (!seeding_) seeding_ = shared_.next_seeding(index_, !answered_before_);
+      const wire::EnvHello hello = connection.shake_hands(seeding_);
+      seeding_.reset();  // used
+      answered_before_ = true;
+      shared_.hellos.check(hello, connection.peer());
+      EnvSession session(&shared_.sessions, &connection, hello, [this] {
+        if (shared_.closing) throw Stopped();
+      });
+      const EnvRow first = session.read_row();
+      unroll.emplace(&shared_.sessions.unrolls, session.spec(), first,
+                     hello.first_step());
+      presence.connect();
+      was_connected_ = true;
+      set_final(false);
+      if (connected_before_) {
+        ++shared_.num_reconnects;
+        shared_.events.add(Event::kReturned, connection.peer());
+      }
+      connected_before_ = true;
+      session.act(&*unroll);
+      while (true) {
+        const bool finished = session.step(&*unroll);
+        presence.prove();
+        if (finished) backoff_ = kFirstBackoff;
+      }
+    } catch (const ClosedBatchingQueue&) {
+      throw;
+    } catch (...) {
+      // One that hangs, or never makes a step, gets no benefit of the doubt again.
+      was_cancelled_ = connection.is_cancelled();
+      const bool was_in_vain = was_connected_ || was_cancelled_;
+      has_benefit_ = presence.is_proven() || (has_benefit_ && !was_in_vain);
+      // What a run leaves unfinished when it ends was not lost.
+      if (unroll && !shared_.closing) num_dropped_ = unroll->num_unfinished_steps();
+      shared_.num_dropped_steps += static_cast<uint64_t>(num_dropped_);
+      throw;
+    }
+  }
+
+  PoolStreams& shared_;
+  const size_t index_;
+  const Address address_;
+
+  // Of this thread alone.
+  std::optional<wire::Seeding> seeding_;  // of the next stream
+  bool answered_before_ = false;
+  const Clock::time_point began_ = Clock::now();
+  bool connected_before_ = false;
+  bool has_benefit_ = true;
+  bool is_final_ = false;
+  std::string last_text_;
+  Milliseconds backoff_ = kFirstBackoff;
+  // Of the last connection.
+  bool was_connected_ = false;
+  bool was_cancelled_ = false;  // because it hung
+  int64_t num_dropped_ = 0;
+};
+
+}  // namespace
+
+void run_dialled(PoolStreams* shared, size_t index) {
+  DialledStreams(shared, index).run();
+}
+
+}  // namespace torchbeast

@@ -1,0 +1,114 @@
+// Streams of environments that have joined at the pool's listener.
+
+#include <new>
+#include <string>
+
+#include "pool_streams.h"
+#include "stream_server.h"
+
+namespace torchbeast {
+
+// In the stream's thread.
+grpc::Status PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {
+  const grpc::Status over(grpc::StatusCode::UNAVAILABLE,
+                          "this learner is about to end");
+  try {
+    unroll_joined(connection, hello);
+    return grpc::Status::OK;  // it has left
+  } catch (const Refusal&) {
+    throw;
+  } catch (const WireError& error) {  // the listener notes the event
+    note(error.what());
+    throw;
+  } catch (const TooManyBytes& error) {
+    throw Refusal{{grpc::StatusCode::RESOURCE_EXHAUSTED,
+                   std::string("this learner has no memory for it: ") + error.what()}};
+  } catch (const std::bad_alloc&) {
+    throw Refusal{{grpc::StatusCode::RESOURCE_EXHAUSTED,
+                   "this learner has no memory for a rollout of it"}};
+  } catch (const TransportError& error) {
+    if (!closing) {
+      note(error.what());
+      events.add(Event::kLost, error.what());
+    }
+    return {grpc::StatusCode::UNAVAILABLE, error.what()};
+  } catch (const Stopped&) {
+    return over;
+  } catch (const ClosedBatchingQueue&) {
+    close();
+    return over;
+  } catch (const EnvironmentError& error) {
+    if (!closing) {
+      note(error.what());
+      events.add(Event::kEnvError, error.what());
+      count_failure(error);
+    }
+    return grpc::Status::OK;  // it knows, and all was read
+  } catch (...) {
+    fail(std::current_exception());
+    return {grpc::StatusCode::ABORTED, "the run has failed"};
+  }
+}
+
+// Until the environment leaves.
+void PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& hello) {
+  Presence presence(this, &connection, false);
+  try {
+    hellos.check(hello, connection.peer());
+  } catch (const TransportError& error) {
+    throw Refusal{{grpc::StatusCode::FAILED_PRECONDITION, error.what()}};
+  }
+  const Interrupt interrupt = [this] {
+    if (closing || options.listener->is_closed()) throw Stopped();
+  };
+  EnvSession session(&sessions, &connection, hello, interrupt);
+  const uint64_t number = hello.first_step();
+  EnvRow newest;
+  try {
+    newest = session.read_row();
+  } catch (const Connection::Left&) {
+    return;
+  }
+  Places::Seat seat(&*places, &connection, hello.stream_id(),
+                    is_between_episodes(session.spec(), newest), interrupt);
+  presence.connect();
+  presence.prove();
+  std::unique_ptr<Unroll>& unroll = seat.unroll();
+  try {
+    switch (seat.arrival()) {
+      case Places::Arrival::kBegins:
+        unroll =
+            std::make_unique<Unroll>(&sessions.unrolls, session.spec(), newest, number);
+        break;
+      case Places::Arrival::kTakesOver:
+        unroll->hand_over(newest, number);
+        break;
+      case Places::Arrival::kGoesOn:
+        ++num_reconnects;
+        events.add(Event::kReturned, connection.peer());
+        if (number == unroll->newest_number() + 1) {
+          unroll->take(newest);
+        } else if (number != unroll->newest_number()) {
+          throw WireError("hello.first_step is " + std::to_string(number) +
+                          ", and this stream_id was at step " +
+                          std::to_string(unroll->newest_number()));
+        }
+        break;
+    }
+    session.act(unroll.get());
+    while (true) session.step(unroll.get());
+  } catch (const Connection::Left&) {
+    seat.departure = Places::Departure::kLeft;
+  } catch (const TransportError&) {
+    seat.departure = Places::Departure::kLost;
+    throw;
+  } catch (const WireError&) {
+    seat.departure = Places::Departure::kLost;
+    throw;
+  } catch (const EnvironmentError&) {
+    seat.departure = Places::Departure::kFailed;
+    throw;
+  }
+}
+
+}  // namespace torchbeast

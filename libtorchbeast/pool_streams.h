@@ -1,0 +1,188 @@
+// What the streams of an ActorPool share, and the threads that it dials from. Only the
+// pool's own .cc files include this.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "actor_pool.h"
+#include "connection.h"
+#include "env_session.h"
+#include "events.h"
+#include "listener.h"
+#include "places.h"
+#include "sync.h"
+#include "unroll.h"
+
+namespace torchbeast {
+
+// Ends a stream's thread in peace.
+struct Stopped {};
+
+// Thread-safe.
+struct PoolStreams {
+  class Presence;
+
+  PoolStreams(ActorPoolOptions options, std::shared_ptr<BatchingQueue> learner_queue,
+              std::shared_ptr<DynamicBatcher> inference_batcher,
+              ArrayNest initial_state)
+      : options(std::move(options)),
+        sessions(std::move(learner_queue), std::move(inference_batcher),
+                 this->options.unroll_length, std::move(initial_state),
+                 this->options.named_rows, this->options.max_rollout_bytes),
+        hellos(this->options.expected),
+        num_seeded(this->options.addresses.size()) {
+    const Listener* listener = this->options.listener.get();
+    if (listener != nullptr) {
+      places.emplace(static_cast<size_t>(listener->max_streams()), &num_dropped_steps);
+    }
+    if (this->options.hello) {
+      const auto& addresses = this->options.addresses;
+      hellos.check(*this->options.hello,
+                   addresses.empty() ? "the first environment"
+                                     : "the environment server at " + addresses[0]);
+    }
+  }
+
+  void close() TB_EXCLUDES(mutex) {
+    {
+      MutexLock lock(mutex);
+      closing = true;
+    }
+    changed.notify_all();
+  }
+
+  void fail(std::exception_ptr error) TB_EXCLUDES(mutex) {
+    {
+      MutexLock lock(mutex);
+      if (!closing && first_error == nullptr) first_error = std::move(error);
+      closing = true;
+    }
+    changed.notify_all();
+  }
+
+  // Sleeps, but not beyond close().
+  void sleep(Milliseconds time) TB_EXCLUDES(mutex) {
+    const auto end = Clock::now() + time;
+    MutexLock lock(mutex);
+    while (!closing && Clock::now() < end) changed.wait_until(mutex, end, nullptr);
+  }
+
+  void note(const std::string& error) TB_EXCLUDES(mutex) {
+    MutexLock lock(mutex);
+    last_error = error;
+  }
+
+  // From run()'s thread.
+  void cancel_all() TB_EXCLUDES(mutex) {
+    MutexLock lock(mutex);
+    for (Connection* connection : connections)
+      connection->cancel("is no longer wanted");
+  }
+  void cancel_stuck() TB_EXCLUDES(mutex) {
+    MutexLock lock(mutex);
+    for (Connection* connection : connections) {
+      connection->cancel_if_slow(options.step_timeout,
+                                 "has not answered within the step timeout");
+    }
+  }
+  void check_downtime() TB_EXCLUDES(mutex);
+  // REQUIRES: `error` is being handled.
+  void count_failure(const EnvironmentError& error) TB_EXCLUDES(mutex);
+
+  // Of the next stream of the server at address `index`.
+  std::optional<wire::Seeding> next_seeding(size_t index, bool is_first);
+
+  // An environment that has joined, in its stream's thread.
+  grpc::Status serve(Connection& connection, const wire::EnvHello& hello);
+  void unroll_joined(Connection& connection, const wire::EnvHello& hello);
+
+  const ActorPoolOptions options;
+  SessionContext sessions;
+  HelloCheck hellos;
+  std::optional<Places> places;  // with a listener
+
+  std::atomic<bool> closing{false};  // written under the mutex, for sleepers
+  std::atomic<bool> started{false};
+  Mutex mutex;
+  CondVar changed;
+  std::exception_ptr first_error TB_GUARDED_BY(mutex);
+  std::string last_error TB_GUARDED_BY(mutex);
+  std::set<Connection*> connections TB_GUARDED_BY(mutex);
+  uint64_t num_connected TB_GUARDED_BY(mutex) = 0;  // those that have sent a step
+  uint64_t num_present TB_GUARDED_BY(mutex) = 0;    // see Presence
+  uint64_t num_final TB_GUARDED_BY(mutex) = 0;      // servers that refuse for good
+  Clock::time_point down_since TB_GUARDED_BY(mutex) = Clock::now();
+  std::deque<Clock::time_point> failures TB_GUARDED_BY(mutex);  // of the last minute
+  EventLog events;
+
+  std::atomic<uint64_t> num_seeded;  // streams
+  std::atomic<uint64_t> num_reconnects{0};
+  std::atomic<uint64_t> num_dropped_steps{0};
+  std::atomic<uint64_t> num_refused{0};
+  std::atomic<uint64_t> num_env_failures{0};
+};
+
+// One connection of a stream. While it lives, run() can cancel the connection. While
+// one is present, the run does not end for lack of environments: one that has made a
+// step, or that has the benefit of the doubt.
+class PoolStreams::Presence {
+ public:
+  // Throws Stopped once the pool ends.
+  Presence(PoolStreams* shared, Connection* connection, bool has_benefit)
+      : shared_(*shared), connection_(connection) {
+    MutexLock lock(shared_.mutex);
+    if (shared_.closing) throw Stopped();
+    shared_.connections.insert(connection_);
+    if (has_benefit) come();
+  }
+  ~Presence() {
+    MutexLock lock(shared_.mutex);
+    shared_.connections.erase(connection_);
+    if (is_connected_) --shared_.num_connected;
+    if (is_present_) --shared_.num_present;
+    if (is_proven_) shared_.down_since = Clock::now();
+  }
+  Presence(const Presence&) = delete;
+
+  // Its first row is there.
+  void connect() {
+    MutexLock lock(shared_.mutex);
+    ++shared_.num_connected;
+    is_connected_ = true;
+  }
+  // It has made a step.
+  void prove() {
+    if (is_proven_) return;
+    MutexLock lock(shared_.mutex);
+    if (!is_present_) come();
+    is_proven_ = true;
+  }
+  bool is_proven() const { return is_proven_; }
+
+ private:
+  void come() TB_REQUIRES(shared_.mutex) {
+    ++shared_.num_present;
+    is_present_ = true;
+  }
+
+  PoolStreams& shared_;
+  Connection* const connection_;
+  bool is_connected_ = false;
+  bool is_present_ = false;
+  bool is_proven_ = false;
+};
+
+// Runs the streams of one server, one after the other, until the pool ends. Blocks;
+// throws nothing.
+void run_dialled(PoolStreams* shared, size_t index);
+
+}  // namespace torchbeast
