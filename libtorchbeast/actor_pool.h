@@ -28,8 +28,8 @@
 #include "expected.h"
 #include "listener.h"
 #include "sync.h"
+#include "torchbeast.pb.h"
 #include "transport.h"
-#include "wire.h"
 
 namespace torchbeast {
 

@@ -9,9 +9,9 @@
 #include <thread>
 #include <utility>
 
+#include "codec.h"
 #include "connection.h"
 #include "stepper.h"
-#include "wire.h"
 
 namespace torchbeast {
 
@@ -141,10 +141,7 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
   connection.open();
   const wire::AgentHello agent = connection.expect_agent_hello();
   if (agent.version() != kWireVersion) {
-    throw RefusedError(
-        connection.peer() + " speaks version " + std::to_string(agent.version()) +
-        " of the protocol, and this side " + std::to_string(kWireVersion) +
-        "; install the same torchbeast on both");
+    throw RefusedError(version_refusal(connection.peer(), agent.version()));
   }
   downtime += Clock::now() - down_since;
   connected = true;

@@ -3,6 +3,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "codec.h"
+
 namespace torchbeast {
 
 namespace {
@@ -43,15 +45,12 @@ wire::EnvHello Connection::shake_hands(const std::optional<wire::Seeding>& seedi
   write(encode(hello));
   grpc::ByteBuffer message;
   read(&message);
-  const Destination none = [](size_t, const ArraySpec&) -> Array {
-    throw WireError("a step before the hello");
-  };
-  Decoded decoded = decode_env_message(&message, none, none);
-  if (decoded.kind == Decoded::kError) {
-    throw EnvironmentError(peer() + " failed:\n" + decoded.error);
+  wire::EnvMessage answer = decode_env_message(&message);
+  if (answer.has_error()) {
+    throw EnvironmentError(peer() + " failed:\n" + answer.error().message());
   }
-  if (decoded.kind != Decoded::kHello) throw WireError("no hello");
-  return std::move(decoded.env_hello);
+  if (!answer.has_hello()) throw WireError("a step before the hello");
+  return std::move(*answer.mutable_hello());
 }
 
 void Connection::cancel(const char* reason) {
@@ -96,12 +95,9 @@ void DialledConnection::open() {
 wire::AgentHello DialledConnection::expect_agent_hello() {
   grpc::ByteBuffer message;
   read(&message);
-  const Destination none = [](size_t, const ArraySpec&) -> Array {
-    throw WireError("an action before the hello");
-  };
-  Decoded decoded = decode_agent_message(&message, none);
-  if (decoded.kind != Decoded::kHello) throw WireError("no hello");
-  return std::move(decoded.agent_hello);
+  wire::AgentMessage answer = decode_agent_message(&message);
+  if (!answer.has_hello()) throw WireError("an action before the hello");
+  return std::move(*answer.mutable_hello());
 }
 
 void DialledConnection::leave() {

@@ -15,8 +15,8 @@
 #include <utility>
 
 #include "sync.h"
+#include "torchbeast.pb.h"
 #include "transport.h"
-#include "wire.h"
 
 namespace torchbeast {
 

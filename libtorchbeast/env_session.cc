@@ -5,6 +5,8 @@
 #include <optional>
 #include <string>
 
+#include "codec.h"
+
 namespace torchbeast {
 
 namespace {
@@ -15,12 +17,10 @@ void check_final_observation(const StreamSpec& spec, const EnvRow& row) {
   const bool is_due = truncated != nullptr &&
                       std::any_of(truncated->data(), truncated->data() + spec.num_envs,
                                   [](uint8_t value) { return value != 0; });
-  const size_t wanted = is_due ? spec.num_observation_arrays : 0;
-  if (row.final_observation.size() != wanted) {
-    throw WireError("a step with " + std::to_string(row.final_observation.size()) +
-                    " arrays of final_observation, where " + std::to_string(wanted) +
-                    " are due: all of the observation if an episode was truncated, "
-                    "else none");
+  if (row.final_observation.empty() == is_due) {
+    throw WireError(is_due
+                        ? "final_observation is missing, and an episode is truncated"
+                        : "final_observation has bytes, and no episode is truncated");
   }
   for (size_t i = 0; i < row.final_observation.size(); ++i) {
     const Array &from = row.arrays[i], &to = row.final_observation[i];
@@ -60,31 +60,14 @@ EnvRow EnvSession::read_into(std::vector<Array> arrays) {
   context_.bytes_received += message.Length();
   EnvRow row;
   row.arrays = std::move(arrays);
-  const auto into_final = [&](size_t i, const ArraySpec& got) {
-    if (i >= spec_.num_observation_arrays || got != spec_.arrays[i]) {
-      throw WireError("final_observation has " + got.to_string() + " as array " +
-                      std::to_string(i) + ", not as the observation");
-    }
-    row.final_observation.push_back(context_.unrolls.message_pool.allocate(got));
-    return row.final_observation.back();
-  };
-  const Decoded decoded = decode_env_message(
-      &message, expect(spec_.arrays, row.arrays, "step"), into_final);
-  if (decoded.kind == Decoded::kError) {
-    throw EnvironmentError(connection_.peer() + " failed:\n" + decoded.error);
-  }
-  if (decoded.kind != Decoded::kStep) throw WireError("a second hello");
-  if (decoded.num_arrays != row.arrays.size()) {
-    throw WireError("a step with " + std::to_string(decoded.num_arrays) +
-                    " arrays, where the hello announced " +
-                    std::to_string(row.arrays.size()));
-  }
+  const std::optional<std::string> error =
+      decode_step(&message, spec_, context_.unrolls.message_pool, &row);
+  if (error) throw EnvironmentError(connection_.peer() + " failed:\n" + *error);
   check_values(spec_, row.arrays);
   check_final_observation(spec_, row);
   for (const Array& array : row.arrays) {
     context_.unrolls.bytes_copied += array.num_bytes();
   }
-  row.env_nanoseconds = decoded.env_nanoseconds;
   return row;
 }
 

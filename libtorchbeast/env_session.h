@@ -16,9 +16,9 @@
 #include "array.h"
 #include "batching.h"
 #include "connection.h"
+#include "stream_spec.h"
 #include "sync.h"
 #include "unroll.h"
-#include "wire.h"
 
 namespace torchbeast {
 

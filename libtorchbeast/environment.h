@@ -8,28 +8,23 @@
 #include <vector>
 
 #include "array.h"
+#include "stream_spec.h"
 #include "sync.h"
-#include "wire.h"
 
 namespace torchbeast {
 
 // E environments behind one stream. One thread at a time.
 class Environment {
  public:
-  // What a step says; the arrays' memory is valid until the next call.
-  struct Row {
-    std::vector<Array> arrays;             // as StreamSpec::arrays
-    std::vector<Array> final_observation;  // empty, or as the observation's arrays
-  };
-
   virtual ~Environment() = default;
   // Which games it plays; called before the first reset() or not at all.
   virtual void seed(const wire::Seeding&) {}
-  // Starts new episodes; the hello describes the row, and is valid from here on.
-  virtual Row reset() = 0;
+  // Starts new episodes; hello() describes the row, and is valid from here on. The
+  // row's memory is valid until the next call.
+  virtual EnvRow reset() = 0;
   virtual const wire::EnvHello& hello() const = 0;
-  // Arrays [E, ...] of the action, which the hello's action space describes.
-  virtual Row step(const std::vector<Array>& action) = 0;
+  // Makes a step with the action's arrays [E, ...], as the hello's action space says.
+  virtual EnvRow step(const std::vector<Array>& action) = 0;
 };
 
 // Makes the environment of a new stream. Its exceptions, and those of the environment,

@@ -6,7 +6,7 @@
 #include <map>
 #include <string>
 
-#include "wire.h"
+#include "torchbeast.pb.h"
 
 namespace torchbeast {
 

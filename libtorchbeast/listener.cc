@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "stream_server.h"
+#include "stream_spec.h"
 
 namespace torchbeast {
 
@@ -192,10 +193,7 @@ wire::EnvHello Listener::State::shake_hands(grpc::ServerContext* context,
   }
   if (hello.version() != kWireVersion) {
     throw Refusal{{grpc::StatusCode::FAILED_PRECONDITION,
-                   "this learner speaks version " + std::to_string(kWireVersion) +
-                       " of the protocol, and the environment version " +
-                       std::to_string(hello.version()) +
-                       "; install the same torchbeast on both"}};
+                   version_refusal("the environment", hello.version())}};
   }
   const StreamSpec valid(hello);
   try {

@@ -17,8 +17,8 @@
 #include "events.h"
 #include "expected.h"
 #include "sync.h"
+#include "torchbeast.pb.h"
 #include "transport.h"
-#include "wire.h"
 
 namespace torchbeast {
 

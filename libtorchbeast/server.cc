@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "codec.h"
 #include "stepper.h"
 #include "stream_server.h"
 
@@ -66,19 +67,13 @@ std::optional<wire::AgentHello> EnvServer::State::read_hello(
   const StreamServer::HelloDeadline deadline(&server, context);
   grpc::ByteBuffer message;
   if (!stream->Read(&message)) return std::nullopt;
-  const Destination none = [](size_t, const ArraySpec&) -> Array {
-    throw WireError("an action before the hello");
-  };
-  Decoded decoded = decode_agent_message(&message, none);
-  if (decoded.kind != Decoded::kHello) throw WireError("no hello");
-  if (decoded.agent_hello.version() != kWireVersion) {
+  wire::AgentMessage agent = decode_agent_message(&message);
+  if (!agent.has_hello()) throw WireError("an action before the hello");
+  if (agent.hello().version() != kWireVersion) {
     throw Refusal{{grpc::StatusCode::FAILED_PRECONDITION,
-                   "this server speaks version " + std::to_string(kWireVersion) +
-                       " of the protocol, and the learner version " +
-                       std::to_string(decoded.agent_hello.version()) +
-                       "; install the same torchbeast on both"}};
+                   version_refusal("the learner", agent.hello().version())}};
   }
-  return std::move(decoded.agent_hello);
+  return std::move(*agent.mutable_hello());
 }
 
 grpc::Status EnvServer::State::run_stream(grpc::ServerContext* context,

@@ -48,10 +48,8 @@ void Stepper::begin(const wire::AgentHello& agent) {
                              error.what());
   }
   encode_row(start);
-  action_specs_ = spec_.action.flatten();
-  for (const ArraySpec& spec : action_specs_) action_.push_back(pool_.allocate(spec));
-  action_destination_ = spec_.has_action ? expect(action_specs_, action_, "action")
-                                         : accept_any(spec_.num_envs, pool_, &action_);
+  spec_.action.for_each(
+      [this](const ArraySpec& spec) { action_.push_back(pool_.allocate(spec)); });
 }
 
 bool Stepper::is_between_episodes() const {
@@ -61,41 +59,39 @@ bool Stepper::is_between_episodes() const {
 }
 
 void Stepper::step(grpc::ByteBuffer* action) {
-  if (!spec_.has_action) action_.clear();
-  const Decoded decoded = decode_agent_message(action, action_destination_);
-  if (decoded.kind != Decoded::kAction) throw WireError("a second hello");
-  if (decoded.num_arrays != action_.size() || action_.empty()) {
-    throw WireError("an action of " + std::to_string(decoded.num_arrays) +
-                    " arrays, where the action space has " +
-                    std::to_string(spec_.has_action ? action_.size() : 1));
-  }
+  decode_action(action, action_);
   const During stepping(&activity_, "step()");
   const auto start = Clock::now();
   row_ = environment_->step(action_);
   encode_row(start);
 }
 
-void Stepper::encode_row(Clock::time_point start) {
-  const std::chrono::nanoseconds duration = Clock::now() - start;
+// Throws unless these are the first `count` arrays of a row.
+void Stepper::check(const std::vector<Array>& arrays, size_t count) const {
   const auto changed = [](const std::string& how) {
     throw std::runtime_error("the environment's rows have changed: " + how);
   };
-  if (row_.arrays.size() != spec_.arrays.size()) {
-    changed(std::to_string(row_.arrays.size()) + " arrays, not " +
-            std::to_string(spec_.arrays.size()));
+  if (arrays.size() != count) {
+    changed(std::to_string(arrays.size()) + " arrays, not " + std::to_string(count));
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (arrays[i].spec() == spec_.arrays[i]) continue;
+    changed("array " + std::to_string(i) + " is " + arrays[i].spec().to_string() +
+            ", not " + spec_.arrays[i].to_string());
+  }
+}
+
+void Stepper::encode_row(Clock::time_point start) {
+  const std::chrono::nanoseconds duration = Clock::now() - start;
+  check(row_.arrays, spec_.arrays.size());
+  if (!row_.final_observation.empty()) {
+    check(row_.final_observation, spec_.num_observation_arrays);
   }
   newest_bytes_copied_ = 0;
-  for (size_t i = 0; i < row_.arrays.size(); ++i) {
-    if (row_.arrays[i].spec() != spec_.arrays[i]) {
-      changed("array " + std::to_string(i) + " is " +
-              row_.arrays[i].spec().to_string() + ", not " +
-              spec_.arrays[i].to_string());
-    }
-    newest_bytes_copied_ += row_.arrays[i].num_bytes();
-  }
+  for (const Array& array : row_.arrays) newest_bytes_copied_ += array.num_bytes();
+  row_.env_nanoseconds = static_cast<uint64_t>(duration.count());
   newest_step_.Clear();  // its memory is used again for the next
-  newest_step_ = encode_step(row_.arrays, row_.final_observation, pool_,
-                             static_cast<uint64_t>(duration.count()));
+  newest_step_ = encode_step(row_, pool_);
 }
 
 }  // namespace torchbeast

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "sockets.h"
-#include "wire.h"
+#include "stream_spec.h"
 
 namespace torchbeast {
 

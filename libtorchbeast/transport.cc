@@ -226,7 +226,7 @@ void set_arguments(grpc::ServerBuilder* builder) {
 // ----------------------------------------------------------------------
 
 // What protoc's gRPC plugin writes for a method of two streams, with the messages left
-// as bytes: wire.h reads and writes them in place.
+// as bytes: codec.h reads and writes them in place.
 
 std::unique_ptr<DialledStream> open_stream(grpc::ChannelInterface* channel,
                                            grpc::ClientContext* context,

@@ -257,16 +257,14 @@ std::vector<Array> Unroll::action_of(const ArrayNest& outputs) const {
   }
   std::vector<Array> arrays;
   action->for_each([&](const Array& array) { arrays.push_back(array.at(0)); });
-  if (spec_.has_action) {
-    const std::vector<ArraySpec> wanted = spec_.action.flatten();
-    const auto fits = [](const ArraySpec& spec, const Array& array) {
-      return spec == array.spec();
-    };
-    if (!std::equal(wanted.begin(), wanted.end(), arrays.begin(), arrays.end(), fits)) {
-      throw std::invalid_argument("the agent's action is " + describe(arrays) +
-                                  ", and the environments want " + describe(wanted) +
-                                  " (behind a leading 1)");
-    }
+  const std::vector<ArraySpec> wanted = spec_.action.flatten();
+  const auto fits = [](const ArraySpec& spec, const Array& array) {
+    return spec == array.spec();
+  };
+  if (!std::equal(wanted.begin(), wanted.end(), arrays.begin(), arrays.end(), fits)) {
+    throw std::invalid_argument("the agent's action is " + describe(arrays) +
+                                ", and the environments want " + describe(wanted) +
+                                " (behind a leading 1)");
   }
   return arrays;
 }

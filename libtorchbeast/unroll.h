@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "array.h"
-#include "wire.h"
+#include "stream_spec.h"
 
 namespace torchbeast {
 
@@ -66,13 +66,6 @@ class RolloutBytes {
  private:
   UnrollContext& context_;
   uint64_t num_bytes_ = 0;
-};
-
-// A step, arrays [E, ...].
-struct EnvRow {
-  std::vector<Array> arrays;             // as StreamSpec::arrays
-  std::vector<Array> final_observation;  // empty, or as the observation's
-  uint64_t env_nanoseconds = 0;
 };
 
 // The field "truncated" of a row's arrays; null if there is none.

@@ -69,7 +69,7 @@ class Env:
 
     def __init__(self, observation_space=None, action_space=None, observe=None):
         self.observation_space = observation_space
-        self.action_space = action_space
+        self.action_space = spaces.Discrete(9) if action_space is None else action_space
         self.observe = observe or (lambda: np.zeros(3, np.float32))
         self.actions = []
 
@@ -167,7 +167,7 @@ def test_a_space_that_cannot_be_sent(address):
         probe(address)
 
 
-def test_without_spaces_they_come_from_the_first_observation(address):
+def test_an_observation_space_may_come_from_the_first_observation(address):
     def observe():
         return {"b": (1, 2.5), "a": np.zeros((2, 1), np.int16), "c": [True]}
 
@@ -176,7 +176,6 @@ def test_without_spaces_they_come_from_the_first_observation(address):
         (observation, *_), _ = play(address, zero)
     box = {"type": "Box", "shape": (), "low": None, "high": None}
     tuple_ = {"type": "Tuple", "spaces": (dict(box, dtype="bool"),)}
-    assert hello["action_space"] is None
     assert hello["observation_space"]["spaces"] == {
         "a": dict(box, dtype="int16", shape=(2, 1)),
         "b": {
@@ -189,6 +188,23 @@ def test_without_spaces_they_come_from_the_first_observation(address):
     assert observation["b"][0].tolist() == [[1]] * (T + 1)
     assert observation["b"][1].tolist() == [[2.5]] * (T + 1)
     assert observation["c"][0].dtype == torch.bool
+
+
+def test_an_action_space_is_needed(address):
+    class Without(Env):
+        def __init__(self):
+            super().__init__()
+            self.action_space = None
+
+    class VectorWithout(Vector):
+        action_space = None
+
+    for env_class in (Without, VectorWithout):
+        with (
+            serving(env_class, address),
+            pytest.raises(RuntimeError, match=f"{env_class.__name__}.*no action_space"),
+        ):
+            probe(address)
 
 
 # --- Observations ---------------------------------------------------------------------
@@ -283,10 +299,6 @@ def test_observations_may_be_written_over_in_place(address):
     [
         (spaces.Discrete(7), torch.tensor(6), 6),
         (spaces.Discrete(7, start=10), torch.tensor(6), 16),
-        (None, torch.tensor(6), 6),
-        (None, torch.tensor(6, dtype=torch.uint8), 6),
-        (None, torch.tensor([1, 2]), np.array([1, 2])),
-        (None, torch.tensor(0.5), np.array(0.5, np.float32)),
         (spaces.MultiDiscrete([3, 2, 4]), torch.tensor([2, 0, 3]), np.array([2, 0, 3])),
         (
             spaces.MultiDiscrete([3, 2], start=[1, 5]),

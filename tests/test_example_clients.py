@@ -32,7 +32,6 @@ ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "examples" / "clients"
 PROTO = ROOT / "libtorchbeast" / "proto"
 SECONDS = 30  # for what takes a moment
-EXTRA_FIELDS = ["last_action", "truncated"]
 
 
 # In one process: they build one program in one folder.
@@ -154,17 +153,12 @@ class Stream:
         assert known.ByteSize() == message.ByteSize()
         return getattr(message, kind)
 
-    def hello(self, version=1, seeding=None):
+    def hello(self, version=2, seeding=None):
         hello = self.wire.AgentHello(version=version, seeding=seeding)
         self.outgoing.put(self.wire.AgentMessage(hello=hello))
 
-    def act(self, actions, dtype=9, shape=None):
-        array = self.wire.Array(
-            dtype=dtype,
-            shape=[len(actions)] if shape is None else shape,
-            data=np.array(actions, "<i8").tobytes(),
-        )
-        action = self.wire.AgentAction(arrays=[array])
+    def act(self, actions, dtype="<i8"):
+        action = self.wire.AgentAction(arrays=np.array(actions, dtype).tobytes())
         self.outgoing.put(self.wire.AgentMessage(action=action))
 
     def end(self, code=None, text=""):
@@ -232,7 +226,7 @@ def expected_hello(wire, num_envs, stream_id, first_step):
     """Of CartPole-v1, as Gymnasium describes it."""
     space = gymnasium.make("CartPole-v1").observation_space
     return wire.EnvHello(
-        version=1,
+        version=2,
         environment="CartPole-v1",
         num_envs=num_envs,
         observation_space={
@@ -262,13 +256,16 @@ def receive_hello(stream, num_envs, first_step=0, stream_id=None):
     return stream_id
 
 
-def decode(array, dtype, shape):
-    assert (array.dtype, list(array.shape)) == (dtype, list(shape))
-    kind = {1: "?", 9: "<i8", 11: "<f4"}[dtype]
-    assert len(array.data) == math.prod(shape) * np.dtype(kind).itemsize
-    if dtype == 1:
-        assert set(array.data) <= {0, 1}
-    return np.frombuffer(array.data, kind).reshape(shape)
+def decode(data, *arrays):
+    """The arrays, given as (dtype, shape), one after the other in `data`."""
+    decoded = []
+    for dtype, shape in arrays:
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        assert dtype != "?" or set(data[:size]) <= {0, 1}
+        decoded.append(np.frombuffer(data[:size], dtype).reshape(shape))
+        data = data[size:]
+    assert not data
+    return decoded
 
 
 def simulate(observation, action):
@@ -290,15 +287,12 @@ class Follower:
 
     def decode(self, step):
         E = self.E
-        observation, reward, done, steps, returns, *extra = step.arrays
-        extra = dict(zip(EXTRA_FIELDS, extra, strict=True))
-        self.observation = decode(observation, 11, [E, 4])
-        self.reward = decode(reward, 11, [E])
-        self.done = decode(done, 1, [E])
-        steps = decode(steps, 9, [E])
-        returns = decode(returns, 11, [E])
-        self.cut = decode(extra["truncated"], 1, [E])
-        self.last_action = decode(extra["last_action"], 9, [E])
+        self.observation, self.reward, self.done, steps, returns, *extra = decode(
+            step.arrays,
+            *(("<f4", [E, 4]), ("<f4", [E]), ("?", [E]), ("<i8", [E]), ("<f4", [E])),
+            *(("<i8", [E]), ("?", [E])),  # the extra fields
+        )
+        self.last_action, self.cut = extra
         np.testing.assert_array_equal(steps, self.episode_step)
         np.testing.assert_array_equal(returns, self.episode_step)  # 1 a step
 
@@ -324,8 +318,8 @@ class Follower:
         np.testing.assert_array_equal(self.last_action, actions)
         np.testing.assert_array_equal(self.reward, 1)
         if self.cut.any():
-            final = decode(step.final_observation[0], 11, [self.E, 4])
-        assert len(step.final_observation) == self.cut.any()
+            (final,) = decode(step.final_observation, ("<f4", [self.E, 4]))
+        assert bool(step.final_observation) == self.cut.any()
         for e in range(self.E):
             expected, terminated = simulate(before[e], actions[e])
             assert terminated == (self.done[e] and not self.cut[e])
@@ -503,7 +497,7 @@ def test_sends_its_last_step_again_if_that_may_be_lost(start, learner):
         stream.act([1])
         step = stream.receive("step")
         number += 1
-        done = bool(decode(step.arrays[2], 1, [1])[0])
+        done = bool(step.arrays[4 * 4 + 4])
     stream.receive(None)
     stream.end(grpc.StatusCode.UNAVAILABLE, "about to end")
     stream = learner.accept()
@@ -538,14 +532,12 @@ def test_a_final_refusal_is_said_and_ends_it(start, learner, code, after):
 @pytest.mark.parametrize(
     ("says", "why"),
     [
-        (lambda stream: stream.hello(version=2), "version 2"),
+        (lambda stream: stream.hello(version=1), "version 1"),
         (lambda stream: stream.act([0]), "hello"),
         (lambda stream: (stream.hello(), stream.hello()), "not an action"),
         (lambda stream: (stream.hello(), stream.act([0, 1])), "INT64"),
-        (lambda stream: (stream.hello(), stream.act([0], dtype=12)), "INT64"),
-        (lambda stream: (stream.hello(), stream.act([0], shape=[])), "INT64"),
-        (lambda stream: (stream.hello(), stream.act([0], shape=[1, 1])), "INT64"),
-        (lambda stream: (stream.hello(), stream.act([], shape=[1])), "INT64"),
+        (lambda stream: (stream.hello(), stream.act([0], dtype="<i4")), "INT64"),
+        (lambda stream: (stream.hello(), stream.act([])), "INT64"),
         (lambda stream: (stream.hello(), stream.act([2])), "2"),
         (lambda stream: (stream.hello(), stream.act([-1])), "-1"),
     ],

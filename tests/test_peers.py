@@ -87,7 +87,7 @@ def make_hello(wire, stream_id=b""):
     }
     dtypes = {np.bool_: wire.BOOL, np.int64: wire.INT64, np.float32: wire.FLOAT32}
     return wire.EnvHello(
-        version=1,
+        version=2,
         environment="CartPole-v1",
         num_envs=E,
         observation_space=wire.Space(
@@ -123,21 +123,9 @@ def make_row(step):
 
 
 def encode_row(wire, row, final=()):
-    codes = {
-        **{"bool": wire.BOOL, "int8": wire.INT8, "int64": wire.INT64},
-        **{"float32": wire.FLOAT32, "float64": wire.FLOAT64},
-    }
-
-    def array(x):
-        return wire.Array(
-            dtype=codes[x.dtype.name],
-            shape=x.shape,
-            data=np.ascontiguousarray(x).data.tobytes(),
-        )
-
     step = wire.EnvStep(
-        arrays=[array(x) for x in row.values()],
-        final_observation=[array(x) for x in final],
+        arrays=b"".join(x.tobytes() for x in row.values()),
+        final_observation=b"".join(x.tobytes() for x in final),
     )
     return wire.EnvMessage(step=step).SerializeToString()
 
@@ -259,14 +247,14 @@ OBSERVATIONS = {
     "n below 0": (discrete(-5), "n is -5, must be 1 or more"),
     "n of 2**40": (discrete(2**40), "together may be at most 262144"),
     "n of 2**63 - 1": (discrete(2**63 - 1), "together may be at most 262144"),
-    "start + n": (discrete(2, 2**63 - 1), "exceed int64"),
+    "start + n": (discrete(2, 2**63 - 1), "exceed -2^53 to 2^53"),
     "one n of 0": (multi([2, 0]), "[1]: n is 0"),
     "one n of 2**31": (multi([2, 2**31]), "[1]: n is 2147483648"),
     "many n": (multi([2**17] * 3), "together may be at most 262144"),
     "starts for some": (multi([2, 3], [1]), "1 values in start"),
     "MultiBinary of 2**30": (binary([2**30]), "a dimension of 1073741824"),
     "no kind": (no_space, "a space without a kind"),
-    "no array": (tuple_of(), "no array at all"),
+    "no array": (tuple_of(), "no array with an element"),
     "keys without values": (dict_of(["a", "b"], discrete(2)), "2 keys and 1 values"),
     "a key twice": (dict_of("aa", discrete(2), discrete(2)), "comes twice"),
     "17 levels": (nested(17), "nested deeper than 16 levels"),
@@ -279,7 +267,7 @@ ACTIONS = {
     "Box of integers": (box("INT64", [2]), "no policy for the action space Box"),
     "n of 2**17": (discrete(2**17), "together may be at most 65536"),
     "Box of 2**17": (box("FLOAT32", [2**17]), "at most 65536 are allowed"),
-    "none": (None, "announce no action space"),
+    "none": (None, "action_space is missing"),
 }
 TWO_NUMBERS = {
     "truncated": ("INT64", [], "must be bool []"),
@@ -293,7 +281,7 @@ TWO_NUMBERS = {
     "huge": ("FLOAT64", [2**26], "larger than a message"),
 }
 NUMBERS = {
-    "version": (2, "version 1 of the protocol"),
+    "version": (1, "the environment speaks version 1 of the protocol"),
     "num_envs": (0, "num_envs is 0"),
     "num_envs ": (65536, "num_envs is 65536, allowed are 1 to 16384"),
     "first_step": (2**63, "first_step"),
@@ -385,12 +373,24 @@ def bad_rows(wire):
         'final_observation: observation["choice"]: 99 in environment 1',
     )
     row = make_row(2) | {"box": np.zeros((E, 5), np.float32)}
-    yield "shape", encode_row(wire, row), "float32 [3, 5]"
-    row = make_row(2) | {"reward": np.zeros(E)}
-    yield "dtype", encode_row(wire, row), "float64"
+    yield "shape", encode_row(wire, row), "step: 267 bytes"
     row = make_row(2)
     del row["mask"]
-    yield "too few", encode_row(wire, row), "13 arrays"
+    yield "too few", encode_row(wire, row), "step: 243 bytes"
+    row = make_row(2)
+    row["done"] = np.full(E, 2, np.uint8)
+    yield "bool", encode_row(wire, row), "is neither 0 nor 1"
+    row = make_row(2)
+    yield (
+        "final",
+        encode_row(wire, row, [row["binary"]]),
+        "final_observation: 6 bytes",
+    )
+    observation = [row[k] for k in ("binary", "box", "choice", "choices")]
+    yield "not due", encode_row(wire, row, observation), "no episode is truncated"
+    row = make_row(2)
+    row["truncated"][1] = True
+    yield "missing", encode_row(wire, row), "final_observation is missing"
     yield "garbage", b"\xff" * 1000, "malformed"
     hello = wire.EnvMessage(hello=make_hello(wire)).SerializeToString()
     yield "hello", hello, "a second hello"

@@ -490,8 +490,8 @@ def speaking(path, messages):
             server.stop(None).wait()
 
 
-ENV_HELLO_OF_VERSION_2 = b"\x0a\x04\x08\x02\x18\x01"  # hello {version: 2, num_envs: 1}
-AGENT_HELLO_OF_VERSION_2 = b"\x0a\x02\x08\x02"
+ENV_HELLO_OF_VERSION_1 = b"\x0a\x04\x08\x01\x18\x01"  # hello {version: 1, num_envs: 1}
+AGENT_HELLO_OF_VERSION_1 = b"\x0a\x02\x08\x01"
 GARBAGE = random.Random(1).randbytes(10_000)
 
 
@@ -511,9 +511,9 @@ def test_learner_meets_strange_peers(learn, tmp_path):
 
 
 def test_a_server_of_another_version(learn, tmp_path):
-    with speaking(tmp_path / "socket", [ENV_HELLO_OF_VERSION_2]) as future:
-        words = [future, "version 2", "version 1"]
-        assert_refused(learn, {"future": ({"server_addresses": future}, words)})
+    with speaking(tmp_path / "socket", [ENV_HELLO_OF_VERSION_1]) as past:
+        words = [past, "version 1", "version 2", "install the same torchbeast"]
+        assert_refused(learn, {"past": ({"server_addresses": past}, words)})
 
 
 def test_a_server_that_sends_no_messages_of_the_protocol(learn, tmp_path):
@@ -560,7 +560,7 @@ def test_servers_meet_strange_peers(serve, learn, pipes):
         channel = stack.enter_context(grpc.insecure_channel(address))
         stream = channel.stream_stream("/torchbeast.wire.EnvServer/Stream")
         for message, status, words in (
-            (AGENT_HELLO_OF_VERSION_2, "FAILED_PRECONDITION", "version 2; install the"),
+            (AGENT_HELLO_OF_VERSION_1, "FAILED_PRECONDITION", "install the same"),
             (GARBAGE, "INVALID_ARGUMENT", ""),
         ):
             with pytest.raises(grpc.RpcError) as error:

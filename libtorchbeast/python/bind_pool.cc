@@ -46,8 +46,7 @@ py::dict to_dict(const wire::EnvHello& hello) {
   return py::dict(
       "name"_a = hello.environment(), "num_envs"_a = hello.num_envs(),
       "observation_space"_a = space_to_python(hello.observation_space()),
-      "action_space"_a =
-          hello.has_action_space() ? space_to_python(hello.action_space()) : py::none(),
+      "action_space"_a = space_to_python(hello.action_space()),
       "extra_fields"_a = fields, "settings"_a = settings, "step_bytes"_a = step_bytes,
       "hello"_a = py::bytes(hello.SerializeAsString()));
 }
@@ -104,7 +103,7 @@ game_step and game_return, which are the episode's unless the environment has su
 The queue's rows have the agent's outputs, too; of two fields with one name, the agent's.
 
 Actions are what the policy draws: integers count from 0 whatever the action space's
-start, and floats are float32. They must fit the action space if the server has told one.
+start, and floats are float32. They must fit the action space of the environments.
 
 If environments of a step were truncated, see Server, and the outputs are a dict with
 "baseline" and "truncation_value" (both float32 [1, E]), the pool also asks the batcher
@@ -261,7 +260,7 @@ Returns a dict:
         MultiBinary    shape
         Tuple          spaces (tuple of such dicts)
         Dict           spaces (dict of such dicts)
-    action_space: such a dict of what the policy writes, or None: any actions are taken
+    action_space: such a dict, of what the policy writes
     extra_fields: dict from name to a dict of dtype and shape, in the order of a step
     settings: dict of str, the flags that the environments were made with; maybe empty
     step_bytes: of all arrays of a step

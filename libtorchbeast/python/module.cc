@@ -7,8 +7,8 @@
 #include <string>
 
 #include "../batching.h"
+#include "../stream_spec.h"
 #include "../transport.h"
-#include "../wire.h"
 #include "bindings.h"
 #include "gil.h"
 

@@ -119,7 +119,13 @@ class PythonEnvironment : public Environment {
     }
     hello_.set_num_envs(static_cast<uint32_t>(num_envs));
     const py::object space = py::getattr(env_, "action_space", py::none());
-    if (!space.is_none()) *hello_.mutable_action_space() = action_space(space);
+    if (space.is_none()) {
+      throw std::invalid_argument(
+          "the environment " + std::string(py::repr(env_)) +
+          " has no action_space. Give it one, such as gymnasium.spaces.Discrete(n), so "
+          "that the learner knows what actions to send");
+    }
+    *hello_.mutable_action_space() = action_space(space);
   }
 
   py::object env_;
@@ -141,8 +147,7 @@ class SingleEnvironment : public PythonEnvironment {
                      {},
                      {}};
     begin_hello(1);
-    if (hello_.has_action_space())
-      python_->action = action_nest(env_.attr("action_space"));
+    python_->action = action_nest(env_.attr("action_space"));
   }
   ~SingleEnvironment() override {
     WithGil gil;
@@ -150,7 +155,7 @@ class SingleEnvironment : public PythonEnvironment {
     python_.reset();
   }
 
-  Row reset() override {
+  EnvRow reset() override {
     return with_python([&] {
       py::object observation = reset_env();
       if (!hello_.has_observation_space()) {
@@ -168,7 +173,7 @@ class SingleEnvironment : public PythonEnvironment {
     });
   }
 
-  Row step(const std::vector<Array>& action) override {
+  EnvRow step(const std::vector<Array>& action) override {
     return with_python([&] {
       if (done_) {
         episode_step_ = 0;
@@ -276,10 +281,10 @@ class SingleEnvironment : public PythonEnvironment {
     return py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(pair, 0));
   }
 
-  Row make_row(py::object observation) {
+  EnvRow make_row(py::object observation) {
     static const Place root;
     reader_.clear();
-    Row row;
+    EnvRow row;
     row.arrays.reserve(spec_.arrays.size());
     reader_.read_nest(observation, spec_.observation, Place(root, kObservation),
                       &row.arrays);
@@ -299,21 +304,9 @@ class SingleEnvironment : public PythonEnvironment {
 
   py::object action_to_python(const std::vector<Array>& arrays) const {
     size_t next = 0;
-    if (spec_.has_action) {
-      return nest::to_python(python_->action, [&](const ActionLeaf& leaf) {
-        return leaf.to_python(arrays.at(next++));
-      });
-    }
-    const auto convert = [](const Array& array) -> py::object {
-      const py::array one = copy_to_numpy(array.at(0));
-      const char kind = one.dtype().kind();
-      if (one.ndim() == 0 && kind != 'f') return one.attr("item")();
-      return one;
-    };
-    if (arrays.size() == 1) return convert(arrays[0]);
-    py::tuple action(arrays.size());
-    for (size_t i = 0; i < arrays.size(); ++i) action[i] = convert(arrays[i]);
-    return std::move(action);
+    return nest::to_python(python_->action, [&](const ActionLeaf& leaf) {
+      return leaf.to_python(arrays.at(next++));
+    });
   }
 
   std::optional<Python> python_;
@@ -345,7 +338,7 @@ class VectorEnvironment : public PythonEnvironment {
     python_.reset();
   }
 
-  Row reset() override {
+  EnvRow reset() override {
     return with_python([&] {
       py::object row = call(python_->initial);
       if (fields_.empty()) begin(row);
@@ -353,21 +346,12 @@ class VectorEnvironment : public PythonEnvironment {
     });
   }
 
-  Row step(const std::vector<Array>& action) override {
+  EnvRow step(const std::vector<Array>& action) override {
     return with_python([&] {
-      py::object actions;
       size_t next = 0;
-      if (spec_.has_action) {
-        actions = nest::to_python(spec_.action, [&](const ArraySpec&) {
-          return copy_to_numpy(action.at(next++));
-        });
-      } else if (action.size() == 1) {
-        actions = copy_to_numpy(action[0]);
-      } else {
-        py::tuple all(action.size());
-        for (const Array& array : action) all[next++] = copy_to_numpy(array);
-        actions = std::move(all);
-      }
+      const py::object actions = nest::to_python(spec_.action, [&](const ArraySpec&) {
+        return copy_to_numpy(action.at(next++));
+      });
       return make_row(call(python_->step, py::make_tuple(actions)));
     });
   }
@@ -451,12 +435,12 @@ class VectorEnvironment : public PythonEnvironment {
     return value;
   }
 
-  Row make_row(py::object row) {
+  EnvRow make_row(py::object row) {
     static const Place root;
     static const Place final_place(root, kFinalObservation);
     check_row(row);
     reader_.clear();
-    Row result;
+    EnvRow result;
     result.arrays.reserve(spec_.arrays.size());
     const py::object observation = item(row, kObservation, py::str(kObservation));
     reader_.read_nest(observation, spec_.observation, Place(root, kObservation),

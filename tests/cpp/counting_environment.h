@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "array.h"
+#include "codec.h"
 #include "environment.h"
-#include "wire.h"
 
 namespace torchbeast {
 
@@ -71,14 +71,14 @@ class CountingEnvironment : public Environment {
     step_.assign(static_cast<size_t>(num_envs), 0);
   }
 
-  Row reset() override {
+  EnvRow reset() override {
     for (int64_t e = 0; e < num_envs_; ++e) write(e, 0, 0, true, 0, 0, false);
     return row_;
   }
 
   const wire::EnvHello& hello() const override { return hello_; }
 
-  Row step(const std::vector<Array>& action) override {
+  EnvRow step(const std::vector<Array>& action) override {
     row_.final_observation.clear();
     for (int64_t e = 0; e < num_envs_; ++e) {
       const int64_t a = action.at(0).as<int64_t>()[e];
@@ -122,7 +122,7 @@ class CountingEnvironment : public Environment {
   const bool with_truncation_;
   wire::EnvHello hello_;
   MemoryPool pool_;
-  Row row_;
+  EnvRow row_;
   std::vector<Array> final_;
   std::vector<int64_t> episode_, step_;
 };

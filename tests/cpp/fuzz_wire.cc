@@ -1,21 +1,27 @@
-// libFuzzer target of the wire codec: whatever comes is refused with a WireError, or is
-// what protobuf reads in it, too.
+// libFuzzer target of the codec and of the hello's rules: a message is refused with a
+// WireError, or it holds what protobuf's generated classes read in it. A step or action
+// of the right sizes that these classes have written is not refused.
 //
-// The first byte of the input chooses the message and the destinations (see Mode), the
-// second the size of the chunks that the rest, the message, is delivered in.
+// The first byte of the input chooses the message (see Kind), the second the size of
+// the chunks that the rest, the message, is delivered in; 0: one chunk.
 //
 //   clang++ -std=c++17 -g -O1 -fsanitize=fuzzer,address,undefined ... fuzz_wire.cc
 //   ./fuzz_wire tests/cpp/corpus
 
-#include <google/protobuf/io/zero_copy_stream_impl_lite.h>
+#include <google/protobuf/message.h>
 #include <google/protobuf/stubs/logging.h>
+#include <google/protobuf/unknown_field_set.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
-#include "wire.h"
+#include "codec.h"
 
 namespace torchbeast {
 namespace {
@@ -28,107 +34,55 @@ namespace {
     }                                                                              \
   } while (false)
 
-enum Mode : uint8_t {
-  kAgent = 1,      // an AgentMessage, else an EnvMessage
-  kExpect = 2,     // only the arrays of expected_specs() are taken, else any
-  kAcceptAny = 4,  // into a Destination of accept_any (of an AgentMessage)
-};
+enum Kind : uint8_t { kEnvHello = 0, kAgentHello = 1, kStep = 2, kAction = 3, kKinds };
+
+// E = 2; uint8 [3], bool [], float32 [0] are observed, and int64 [] is the action.
+wire::EnvHello make_hello() {
+  wire::EnvHello hello;
+  hello.set_version(kWireVersion);
+  hello.set_num_envs(2);
+  auto* spaces = hello.mutable_observation_space()->mutable_tuple();
+  const auto add = [&](wire::DType dtype) {
+    spaces->add_items()->mutable_box()->set_dtype(dtype);
+    return spaces->mutable_items(spaces->items_size() - 1)->mutable_box();
+  };
+  add(wire::UINT8)->add_shape(3);
+  add(wire::BOOL);
+  add(wire::FLOAT32)->add_shape(0);
+  hello.mutable_action_space()->mutable_discrete()->set_n(7);
+  wire::Field* field = hello.add_extra_fields();
+  field->set_name("truncated");
+  field->set_dtype(wire::BOOL);
+  return hello;
+}
+
+const StreamSpec& spec() {
+  static const StreamSpec spec(make_hello());
+  return spec;
+}
 
 MemoryPool& pool() {
   static MemoryPool pool;
   return pool;
 }
 
-const std::vector<ArraySpec>& expected_specs() {
-  static const std::vector<ArraySpec> specs = {{DType::kUint8, {2, 3}},
-                                               {DType::kFloat32, {2}},
-                                               {DType::kBool, {2}},
-                                               {DType::kInt64, {2}},
-                                               {DType::kFloat32, {2, 0}}};
-  return specs;
-}
-
 // Memory of its exact size, so that AddressSanitizer sees a byte too many. (Blocks of a
 // pool are larger than their arrays.)
-Array exact(const ArraySpec& spec) {
-  const auto data = std::make_shared<std::vector<uint8_t>>(spec.num_bytes());
-  return Array(spec, data->data(), data);
-}
-
-struct Arrays {
+std::vector<Array> exact(const std::vector<ArraySpec>& specs) {
   std::vector<Array> arrays;
-  Destination destination;
-
-  explicit Arrays(uint8_t mode) {
-    if ((mode & kExpect) != 0) {
-      for (const ArraySpec& spec : expected_specs()) arrays.push_back(exact(spec));
-      destination = expect(expected_specs(), arrays, "step");
-    } else if ((mode & kAcceptAny) != 0) {
-      destination = accept_any(2, pool(), &arrays);
-    } else {
-      destination = [this](size_t i, const ArraySpec& spec) {
-        CHECK(i == arrays.size());
-        arrays.push_back(exact(spec));
-        return arrays.back();
-      };
-    }
+  for (const ArraySpec& spec : specs) {
+    const auto data = std::make_shared<std::vector<uint8_t>>(spec.num_bytes());
+    arrays.emplace_back(spec, data->data(), data);
   }
-};
-
-struct Result {
-  Decoded decoded;
-  std::vector<Array> arrays;
-  std::vector<Array> final_observation;
-};
-
-Result decode(const std::string& message, int chunk, uint8_t mode) {
-  google::protobuf::io::ArrayInputStream in(message.data(),
-                                            static_cast<int>(message.size()), chunk);
-  const auto size = static_cast<int64_t>(message.size());
-  Arrays arrays(mode);
-  Arrays final_observation(mode);
-  Result result;
-  if ((mode & kAgent) != 0) {
-    result.decoded = decode_agent_message(&in, size, arrays.destination);
-  } else {
-    result.decoded = decode_env_message(&in, size, arrays.destination,
-                                        final_observation.destination);
-  }
-  const auto used = [](const std::vector<Array>& arrays, size_t count) {
-    CHECK(count <= arrays.size());
-    return std::vector<Array>(arrays.begin(),
-                              arrays.begin() + static_cast<ptrdiff_t>(count));
-  };
-  result.arrays = used(arrays.arrays, result.decoded.num_arrays);
-  result.final_observation =
-      used(final_observation.arrays, result.decoded.num_final_arrays);
-  return result;
+  return arrays;
 }
 
-void check_equal(const std::vector<Array>& a, const std::vector<Array>& b) {
-  CHECK(a.size() == b.size());
-  for (size_t i = 0; i < a.size(); ++i) {
-    CHECK(a[i].spec() == b[i].spec());
-    const size_t size = a[i].num_bytes();
-    CHECK(size == 0 || std::memcmp(a[i].data(), b[i].data(), size) == 0);
+grpc::ByteBuffer buffer_of(const std::string& bytes, size_t chunk = 1 << 20) {
+  std::vector<grpc::Slice> slices(1);
+  for (size_t i = 0; i < bytes.size(); i += chunk) {
+    slices.emplace_back(bytes.substr(i, chunk));
   }
-}
-
-void check_as_protobuf(const std::vector<Array>& arrays,
-                       const google::protobuf::RepeatedPtrField<wire::Array>& oracle) {
-  CHECK(arrays.size() == static_cast<size_t>(oracle.size()));
-  for (size_t i = 0; i < arrays.size(); ++i) {
-    const wire::Array& other = oracle[static_cast<int>(i)];
-    CHECK(static_cast<int>(arrays[i].dtype()) == static_cast<int>(other.dtype()));
-    CHECK(arrays[i].shape().size() == static_cast<size_t>(other.shape_size()));
-    for (size_t d = 0; d < arrays[i].shape().size(); ++d) {
-      CHECK(static_cast<uint64_t>(arrays[i].shape()[d]) ==
-            other.shape(static_cast<int>(d)));
-    }
-    const size_t size = arrays[i].num_bytes();
-    CHECK(size == other.data().size());
-    CHECK(size == 0 || std::memcmp(arrays[i].data(), other.data().data(), size) == 0);
-  }
+  return grpc::ByteBuffer(slices.data(), slices.size());
 }
 
 std::string bytes_of(const grpc::ByteBuffer& buffer) {
@@ -141,6 +95,40 @@ std::string bytes_of(const grpc::ByteBuffer& buffer) {
   return bytes;
 }
 
+std::string content(const std::vector<Array>& arrays) {
+  std::string bytes;
+  for (const Array& array : arrays) {
+    bytes += std::string(array.as<const char>(), array.num_bytes());
+  }
+  return bytes;
+}
+
+// Whether `bytes` are good for arrays of these specs.
+bool fits(const std::string& bytes, const std::vector<ArraySpec>& specs) {
+  size_t i = 0;
+  for (const ArraySpec& spec : specs) {
+    const std::string own = bytes.substr(std::min(i, bytes.size()), spec.num_bytes());
+    const auto is_bool = [](char c) { return c == 0 || c == 1; };
+    if (spec.dtype == DType::kBool && !std::all_of(own.begin(), own.end(), is_bool)) {
+      return false;
+    }
+    i += spec.num_bytes();
+  }
+  return i == bytes.size();
+}
+
+// What a generated class reads; nothing if it can't.
+template <typename Message>
+std::optional<Message> parse(const std::string& bytes) {
+  Message message;
+  if (!message.ParseFromString(bytes)) return std::nullopt;
+  return message;
+}
+
+bool has_known_fields(const google::protobuf::Message& message) {
+  return message.GetReflection()->GetUnknownFields(message).empty();
+}
+
 void check_limits(const StreamSpec& spec) {
   CHECK(spec.num_envs >= 1 && spec.num_envs <= kMaxEnvs);
   CHECK(spec.num_observation_arrays >= 1);
@@ -148,65 +136,98 @@ void check_limits(const StreamSpec& spec) {
   CHECK(spec.arrays.size() ==
         spec.num_observation_arrays + 4 + spec.extra_fields.size());
   CHECK(spec.arrays.size() <= static_cast<size_t>(kMaxArrays));
+  CHECK(spec.names.size() == spec.arrays.size());
+  CHECK(spec.rules.size() == spec.arrays.size());
+  CHECK(!spec.action.empty());
   size_t bytes = 0;
-  for (const ArraySpec& array : spec.arrays) {
+  for (size_t i = 0; i < spec.arrays.size(); ++i) {
+    const ArraySpec& array = spec.arrays[i];
     CHECK(array.shape.size() >= 1 && array.shape.size() <= kMaxSpaceDims + 1);
     CHECK(array.shape[0] == spec.num_envs);
     bytes += array.num_bytes();
+    const ValueRule& rule = spec.rules[i];
+    CHECK(rule.low.size() == rule.high.size());
+    CHECK(rule.low.size() <= 1 ||
+          rule.low.size() * static_cast<size_t>(spec.num_envs) == array.num_elements());
+    for (size_t k = 0; k < rule.low.size(); ++k) CHECK(rule.low[k] <= rule.high[k]);
   }
   CHECK(bytes <= static_cast<size_t>(kMaxMessageBytes));
-  CHECK(!spec.has_action || !spec.action.empty());
 }
 
-void check_env(const std::string& message, const Result& result) {
-  wire::EnvMessage oracle;
-  CHECK(oracle.ParseFromString(message));
-  std::string again;
-  switch (result.decoded.kind) {
-    case Decoded::kHello:
-      CHECK(oracle.has_hello());
-      CHECK(result.decoded.env_hello.SerializeAsString() ==
-            oracle.hello().SerializeAsString());
-      check_limits(StreamSpec(oracle.hello()));
-      CHECK(oracle.hello().stream_id().size() <= kMaxStreamIdBytes);
-      return;
-    case Decoded::kStep:
-      CHECK(oracle.has_step());
-      check_as_protobuf(result.arrays, oracle.step().arrays());
-      check_as_protobuf(result.final_observation, oracle.step().final_observation());
-      CHECK(result.decoded.env_nanoseconds == oracle.step().env_nanoseconds());
-      again = bytes_of(encode_step(result.arrays, result.final_observation, pool(),
-                                   result.decoded.env_nanoseconds));
-      break;
-    case Decoded::kError:
-      CHECK(oracle.has_error());
-      CHECK(result.decoded.error == oracle.error().message());
-      again = bytes_of(encode_error(result.decoded.error));
-      break;
-    case Decoded::kAction:
-      CHECK(false);
+void check_step(const std::string& message, size_t chunk) {
+  const auto oracle = parse<wire::EnvMessage>(message);
+  const bool is_canonical = oracle && oracle->has_step() &&
+                            oracle->SerializeAsString() == message &&
+                            has_known_fields(*oracle);
+  const std::string& final_bytes =
+      is_canonical ? oracle->step().final_observation() : std::string();
+  const bool must_fit =
+      is_canonical && fits(oracle->step().arrays(), spec().arrays) &&
+      (final_bytes.empty() || fits(final_bytes, spec().observation.flatten()));
+  EnvRow row;
+  row.arrays = exact(spec().arrays);
+  std::optional<std::string> error;
+  try {
+    grpc::ByteBuffer buffer = buffer_of(message, chunk);
+    error = decode_step(&buffer, spec(), pool(), &row);
+  } catch (const WireError&) {
+    CHECK(!must_fit);
+    throw;
   }
-  const Result second = decode(again, 1 << 20, 0);
-  CHECK(second.decoded.kind == result.decoded.kind);
-  check_equal(second.arrays, result.arrays);
-  check_equal(second.final_observation, result.final_observation);
-  CHECK(second.decoded.env_nanoseconds == result.decoded.env_nanoseconds);
-  // Texts are cut where they are long.
-  CHECK(second.decoded.error == result.decoded.error || again.size() > 60000);
-}
-
-void check_agent(const std::string& message, const Result& result) {
-  wire::AgentMessage oracle;
-  CHECK(oracle.ParseFromString(message));
-  if (result.decoded.kind == Decoded::kHello) {
-    CHECK(oracle.has_hello());
-    CHECK(result.decoded.agent_hello.version() == oracle.hello().version());
+  if (error) {
+    CHECK(oracle && oracle->has_error() && oracle->error().message() == *error);
+    const auto again = parse<wire::EnvMessage>(bytes_of(encode_error(*error)));
+    // A long text is cut.
+    CHECK(again && (again->error().message() == *error || error->size() > 60000));
     return;
   }
-  CHECK(result.decoded.kind == Decoded::kAction && oracle.has_action());
-  check_as_protobuf(result.arrays, oracle.action().arrays());
-  const std::string again = bytes_of(encode_action(result.arrays, pool()));
-  check_equal(decode(again, 1 << 20, kAgent).arrays, result.arrays);
+  wire::EnvMessage equal;
+  equal.mutable_step()->set_arrays(content(row.arrays));
+  equal.mutable_step()->set_final_observation(content(row.final_observation));
+  equal.mutable_step()->set_env_nanoseconds(row.env_nanoseconds);
+  CHECK(bytes_of(encode_step(row, pool())) == equal.SerializeAsString());
+  if (!oracle) return;  // generated classes take fewer forms of a length
+  CHECK(oracle->step().arrays() == equal.step().arrays());
+  CHECK(oracle->step().final_observation() == equal.step().final_observation());
+  CHECK(oracle->step().env_nanoseconds() == row.env_nanoseconds);
+}
+
+void check_action(const std::string& message, size_t chunk) {
+  const auto oracle = parse<wire::AgentMessage>(message);
+  const bool must_fit = oracle && oracle->has_action() &&
+                        oracle->SerializeAsString() == message &&
+                        has_known_fields(*oracle) &&
+                        fits(oracle->action().arrays(), spec().action.flatten());
+  const std::vector<Array> action = exact(spec().action.flatten());
+  try {
+    grpc::ByteBuffer buffer = buffer_of(message, chunk);
+    decode_action(&buffer, action);
+  } catch (const WireError&) {
+    CHECK(!must_fit);
+    throw;
+  }
+  wire::AgentMessage equal;
+  equal.mutable_action()->set_arrays(content(action));
+  CHECK(bytes_of(encode_action(action, pool())) == equal.SerializeAsString());
+  CHECK(!oracle || oracle->action().arrays() == equal.action().arrays());
+}
+
+void check_env_hello(const std::string& message, size_t chunk) {
+  grpc::ByteBuffer buffer = buffer_of(message, chunk);
+  const wire::EnvMessage decoded = decode_env_message(&buffer);
+  if (!decoded.has_hello()) return;
+  check_limits(StreamSpec(decoded.hello()));
+  CHECK(decoded.hello().stream_id().size() <= kMaxStreamIdBytes);
+  grpc::ByteBuffer again = encode(decoded);
+  CHECK(decode_env_message(&again).SerializeAsString() == decoded.SerializeAsString());
+}
+
+void check_agent_hello(const std::string& message, size_t chunk) {
+  grpc::ByteBuffer buffer = buffer_of(message, chunk);
+  const wire::AgentMessage decoded = decode_agent_message(&buffer);
+  grpc::ByteBuffer again = encode(decoded);
+  CHECK(decode_agent_message(&again).SerializeAsString() ==
+        decoded.SerializeAsString());
 }
 
 }  // namespace
@@ -217,12 +238,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   // Protobuf would write a line for each text that is not UTF-8.
   [[maybe_unused]] static const auto silent = google::protobuf::SetLogHandler(nullptr);
   if (size < 2) return 0;
-  const uint8_t mode = data[0];
-  const int chunk = data[1] == 0 ? 1 << 20 : data[1];
+  const size_t chunk = data[1] == 0 ? 1 << 20 : data[1];
   const std::string message(reinterpret_cast<const char*>(data + 2), size - 2);
+  constexpr decltype(&check_step) kChecks[] = {check_env_hello, check_agent_hello,
+                                               check_step, check_action};
   try {
-    const Result result = decode(message, chunk, mode);
-    (mode & kAgent) != 0 ? check_agent(message, result) : check_env(message, result);
+    kChecks[data[0] % kKinds](message, chunk);
   } catch (const WireError& error) {
     // Texts end up in logs and in the status of a call.
     CHECK(std::strlen(error.what()) < 4096);

@@ -38,16 +38,14 @@ class HandMade {
     *message.mutable_hello() = hello;
     connection_.write(encode(message));
   }
-  void send(const Environment::Row& row) {
-    connection_.write(encode_step(row.arrays, row.final_observation, pool_, 1));
-  }
+  void send(const EnvRow& row) { connection_.write(encode_step(row, pool_)); }
   void send(const grpc::ByteBuffer& message) { connection_.write(message); }
   // The action for two environments.
   std::vector<Array> receive() {
     grpc::ByteBuffer message;
     connection_.read(&message);
-    std::vector<Array> action;
-    decode_agent_message(&message, accept_any(2, pool_, &action));
+    std::vector<Array> action = {pool_.allocate({DType::kInt64, {2}})};
+    decode_action(&message, action);
     return action;
   }
   void leave() { connection_.leave(); }
@@ -71,9 +69,9 @@ class HandMade {
 };
 
 // A row of its own, not the environment's.
-Environment::Row keep(const Environment::Row& row) {
+EnvRow keep(const EnvRow& row) {
   static MemoryPool pool;
-  Environment::Row kept;
+  EnvRow kept;
   for (const Array& array : row.arrays) {
     kept.arrays.push_back(pool.allocate(array.spec()));
     copy(array, kept.arrays.back());
@@ -475,7 +473,7 @@ TEST_F(JoinTest, ComesBackWithTheSameOrTheNextStep) {
     stream.expect_hello();
     stream.say_hello(hello_of(environment, "me", 0));
     stream.send(environment.reset());
-    const Environment::Row row = keep(environment.step(stream.receive()));
+    const EnvRow row = keep(environment.step(stream.receive()));
     stream.send(row);
     action = stream.receive();
 
@@ -627,7 +625,7 @@ TEST_F(JoinTest, StrangersAreRefused) {
 
   CountingEnvironment environment(1, 2);
   MemoryPool pool;
-  const Environment::Row row = keep(environment.reset());
+  const EnvRow row = keep(environment.reset());
   const auto refusal = [&](const wire::EnvHello& hello, const grpc::ByteBuffer& step) {
     HandMade stream(unix_address());
     stream.expect_hello();
@@ -639,7 +637,7 @@ TEST_F(JoinTest, StrangersAreRefused) {
     }
     return stream.end();
   };
-  const grpc::ByteBuffer good = encode_step(row.arrays, {}, pool);
+  const grpc::ByteBuffer good = encode_step({row.arrays, {}, 0}, pool);
 
   EXPECT_TRUE(contains(refusal(CountingEnvironment(1, 3).hello(), good), "differ"));
   EXPECT_TRUE(contains(
@@ -647,8 +645,8 @@ TEST_F(JoinTest, StrangersAreRefused) {
   EXPECT_TRUE(
       contains(refusal(CountingEnvironment(1, 2, false).hello(), good), "truncated"));
   wire::EnvHello hello = environment.hello();
-  hello.set_version(2);
-  EXPECT_TRUE(contains(refusal(hello, good), "version 2"));
+  hello.set_version(1);
+  EXPECT_TRUE(contains(refusal(hello, good), "the environment speaks version 1"));
   EXPECT_TRUE(
       contains(refusal(hello_of(environment, std::string(65, 'x'), 0), good), "65"));
   EXPECT_TRUE(contains(refusal(hello_of(environment, "x", uint64_t{1} << 63), good),
@@ -656,10 +654,11 @@ TEST_F(JoinTest, StrangersAreRefused) {
   const auto with = [&](size_t i, const ArraySpec& spec) {
     std::vector<Array> arrays = row.arrays;
     arrays[i] = pool.allocate(spec);
-    return encode_step(arrays, {}, pool);
+    return encode_step({arrays, {}, 0}, pool);
   };
-  EXPECT_TRUE(contains(
-      refusal(environment.hello(), with(0, {DType::kUint8, {2, 2, 4}})), "[2, 2, 4]"));
+  EXPECT_TRUE(
+      contains(refusal(environment.hello(), with(0, {DType::kUint8, {2, 2, 4}})),
+               "step: 68 bytes"));
   const grpc::Slice garbage(std::string(100, '\xff'));
   EXPECT_TRUE(contains(refusal(environment.hello(), grpc::ByteBuffer(&garbage, 1)),
                        "malformed"));
@@ -782,7 +781,7 @@ TEST_F(JoinTest, BadValuesCostTheirStream) {
   stream.say_hello(environment.hello());
   stream.send(environment.reset());
   stream.send(environment.step(stream.receive()));
-  Environment::Row row = keep(environment.step(stream.receive()));
+  EnvRow row = keep(environment.step(stream.receive()));
   row.arrays[2].as<float>()[1] = std::nanf("");
   stream.send(row);
   EXPECT_TRUE(contains(stream.end(), "reward: nan in environment 1; allowed are"));
@@ -833,7 +832,7 @@ TEST_F(JoinTest, AnEnvironmentsErrorReachesBothSides) {
   class Failing : public CountingEnvironment {
    public:
     using CountingEnvironment::CountingEnvironment;
-    Row step(const std::vector<Array>& action) override {
+    EnvRow step(const std::vector<Array>& action) override {
       if (++count_ == 8) throw std::runtime_error("Traceback: it broke in step 8");
       return CountingEnvironment::step(action);
     }

@@ -20,16 +20,13 @@ class UnrollTest : public GuardedTest {
  protected:
   UnrollTest() : environment_(0, E), spec_(environment_.hello()) {}
 
-  static EnvRow to_row(const Environment::Row& row) {
-    return {row.arrays, row.final_observation, 7};
-  }
   std::unique_ptr<UnrollContext> make_context(bool named_rows,
                                               uint64_t max_bytes = 1 << 20) {
     return std::make_unique<UnrollContext>(T, CountingAgent::initial_state(),
                                            named_rows, max_bytes);
   }
   std::unique_ptr<Unroll> begin(UnrollContext* context) {
-    return std::make_unique<Unroll>(context, spec_, to_row(environment_.reset()), 0);
+    return std::make_unique<Unroll>(context, spec_, environment_.reset(), 0);
   }
   // Answers all questions, returns how many there were.
   int answer(Unroll& unroll) {
@@ -39,7 +36,7 @@ class UnrollTest : public GuardedTest {
     }
     return number;
   }
-  void step(Unroll& unroll) { unroll.take(to_row(environment_.step(unroll.action()))); }
+  void step(Unroll& unroll) { unroll.take(environment_.step(unroll.action())); }
 
   CountingEnvironment environment_;
   const StreamSpec spec_;
@@ -118,7 +115,7 @@ TEST_F(UnrollTest, AGameIsAnEpisodeUnlessTheEnvironmentSaysOtherwise) {
   auto* const extra = hello.add_extra_fields();
   extra->set_name("game_over");
   extra->set_dtype(wire::BOOL);
-  EnvRow first = to_row(environment_.reset());
+  EnvRow first = environment_.reset();
   MemoryPool memory;
   first.arrays.push_back(memory.allocate({DType::kBool, {E}}));
   for (int64_t e = 0; e < E; ++e) first.arrays.back().data()[e] = e == 1;
@@ -148,7 +145,7 @@ TEST_F(UnrollTest, ReadsIntoTheRolloutWithoutACopy) {
   const auto context = make_context(false);
   const auto unroll = begin(context.get());
   answer(*unroll);
-  const Environment::Row row = environment_.step(unroll->action());
+  const EnvRow row = environment_.step(unroll->action());
   const std::vector<Array> memory = unroll->next_row();
   for (size_t i = 0; i < memory.size(); ++i) copy(row.arrays[i], memory[i]);
   unroll->take({memory, {}, 0});

@@ -246,8 +246,6 @@ def usable(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
     Raises:
       FlagError: the learner can't use these environments; the message has the reason.
     """
-    if found["action_space"] is None:
-        raise FlagError(f"the environments at {where} announce no action space")
     is_atari = atari_wrappers.atari_game(flags.env) is not None
     try:
         observation_space, action_space = (

@@ -31,7 +31,7 @@
 #include "torchbeast.grpc.pb.h"
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "arrays are little-endian: make_array() and read_action() must swap bytes here"
+#error "arrays are little-endian: append() and read_action() must swap bytes here"
 #endif
 
 namespace {
@@ -40,7 +40,7 @@ namespace wire = torchbeast::wire;
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
-constexpr uint32_t kProtocolVersion = 1;
+constexpr uint32_t kProtocolVersion = 2;
 constexpr Seconds kFirstBackoff(0.1), kLongestBackoff(10);  // before connecting again
 
 // The connection is lost; connecting again may help.
@@ -131,16 +131,10 @@ class CartPole {
 
 // --- The messages --------------------------------------------------------------------
 
-wire::DType dtype_of(float) { return wire::FLOAT32; }
-wire::DType dtype_of(int64_t) { return wire::INT64; }
-wire::DType dtype_of(uint8_t) { return wire::BOOL; }
-
+// Appends the array's bytes to a field.
 template <typename T>
-void make_array(std::initializer_list<uint64_t> shape, const std::vector<T>& values,
-                wire::Array* array) {
-  array->set_dtype(dtype_of(T()));
-  for (uint64_t dim : shape) array->add_shape(dim);
-  array->set_data(values.data(), values.size() * sizeof(T));
+void append(const std::vector<T>& array, std::string* bytes) {
+  bytes->append(reinterpret_cast<const char*>(array.data()), array.size() * sizeof(T));
 }
 
 // E cart poles in lockstep, the environments of one stream.
@@ -237,16 +231,12 @@ class CartPoles {
   // Checks the message: do not trust the learner more than necessary.
   std::vector<int64_t> read_action(const wire::AgentAction& action) const {
     const size_t E = envs_.size();
-    if (action.arrays_size() != 1) throw Refused("an action is one array");
-    const wire::Array& array = action.arrays(0);
-    if (array.dtype() != wire::INT64 || array.shape_size() != 1 ||
-        array.shape(0) != E || array.data().size() != E * sizeof(int64_t)) {
-      throw Refused("an action of type " + std::to_string(array.dtype()) + " in " +
-                    std::to_string(array.data().size()) + " bytes instead of INT64 [" +
-                    std::to_string(E) + "]");
+    if (action.arrays().size() != E * sizeof(int64_t)) {
+      throw Refused("an action of " + std::to_string(action.arrays().size()) +
+                    " bytes instead of INT64 [" + std::to_string(E) + "]");
     }
     std::vector<int64_t> actions(E);
-    std::memcpy(actions.data(), array.data().data(), array.data().size());
+    std::memcpy(actions.data(), action.arrays().data(), action.arrays().size());
     for (int64_t a : actions) {
       if (a < 0 || a >= CartPole::kNumActions) {
         throw Refused("action " + std::to_string(a) + "; allowed are 0 to " +
@@ -265,20 +255,20 @@ class CartPoles {
   };
 
   wire::EnvStep make_step(const Rows& rows) {
-    const uint64_t E = envs_.size();
     const auto is_true = [](uint8_t x) { return x != 0; };
     all_done_ = std::all_of(rows.done.begin(), rows.done.end(), is_true);
     wire::EnvStep step;
-    make_array({E, 4}, rows.observations, step.add_arrays());
-    make_array({E}, rows.rewards, step.add_arrays());
-    make_array({E}, rows.done, step.add_arrays());
-    make_array({E}, episode_step_, step.add_arrays());
-    make_array({E}, episode_return_, step.add_arrays());
+    std::string* arrays = step.mutable_arrays();
+    append(rows.observations, arrays);
+    append(rows.rewards, arrays);
+    append(rows.done, arrays);
+    append(episode_step_, arrays);
+    append(episode_return_, arrays);
     // The extra fields, in the order of the hello.
-    make_array({E}, rows.actions, step.add_arrays());
-    make_array({E}, rows.truncated, step.add_arrays());
+    append(rows.actions, arrays);
+    append(rows.truncated, arrays);
     if (std::any_of(rows.truncated.begin(), rows.truncated.end(), is_true)) {
-      make_array({E, 4}, rows.final_observations, step.add_final_observation());
+      append(rows.final_observations, step.mutable_final_observation());
     }
     return step;
   }

@@ -31,7 +31,7 @@ from torchbeast_pb2_grpc import LearnerStub
 
 log = logging.getLogger("cartpole")
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before connecting again
 
 # After these, connecting again would not help.
@@ -107,15 +107,6 @@ class CartPole:
 
 
 # --- The messages ---------------------------------------------------------------------
-
-# Codes of `struct`, which writes them little-endian and without padding.
-STRUCT_CODES = {wire.BOOL: "?", wire.INT64: "q", wire.FLOAT32: "f"}
-
-
-def make_array(dtype: int, shape: list[int], values: list) -> wire.Array:
-    code = STRUCT_CODES[dtype]
-    data = struct.pack(f"<{math.prod(shape)}{code}", *values)
-    return wire.Array(dtype=dtype, shape=shape, data=data)
 
 
 def to_float32(x: float) -> float:
@@ -205,37 +196,28 @@ class CartPoles:
     ) -> wire.EnvStep:
         E = len(self.envs)
         self.all_done = all(done)
-        extra = {"last_action": actions, "truncated": truncated}
-        step = wire.EnvStep(
-            arrays=[
-                make_array(wire.FLOAT32, [E, 4], observations),
-                make_array(wire.FLOAT32, [E], rewards),
-                make_array(wire.BOOL, [E], done),
-                make_array(wire.INT64, [E], self.episode_step),
-                make_array(wire.FLOAT32, [E], self.episode_return),
-                *(make_array(d, [E], extra[name]) for name, d in self.EXTRA_FIELDS),
-            ]
+        # One array after the other; "<" is little-endian and without padding. The last
+        # two are the extra fields, in the order of the hello.
+        rows = struct.pack(
+            f"<{4 * E}f{E}f{E}?{E}q{E}f{E}q{E}?",
+            *(*observations, *rewards, *done, *self.episode_step),
+            *(*self.episode_return, *actions, *truncated),
         )
-        if any(truncated):
-            step.final_observation.append(make_array(wire.FLOAT32, [E, 4], final))
-        return step
+        return wire.EnvStep(
+            arrays=rows,
+            final_observation=struct.pack(f"<{4 * E}f", *final)
+            if any(truncated)
+            else b"",
+        )
 
     def read_action(self, action: wire.AgentAction) -> list[int]:
         """Checks the message: do not trust the learner more than necessary."""
         E = len(self.envs)
-        if len(action.arrays) != 1:
-            raise Refused(f"an action of {len(action.arrays)} arrays instead of one")
-        (array,) = action.arrays
-        if (
-            array.dtype != wire.INT64
-            or [*array.shape] != [E]
-            or len(array.data) != 8 * E
-        ):
+        if len(action.arrays) != 8 * E:
             raise Refused(
-                f"an action of dtype {array.dtype}, shape {[*array.shape]} in "
-                f"{len(array.data)} bytes instead of INT64 [{E}]"
+                f"an action of {len(action.arrays)} bytes instead of INT64 [{E}]"
             )
-        actions = [*struct.unpack(f"<{E}q", array.data)]
+        actions = [*struct.unpack(f"<{E}q", action.arrays)]
         if not all(0 <= a < CartPole.NUM_ACTIONS for a in actions):
             raise Refused(
                 f"actions {actions}; allowed are 0 to {CartPole.NUM_ACTIONS - 1}"

@@ -1,0 +1,50 @@
+// Writes and reads the messages of proto/torchbeast.proto.
+//
+// Handshakes and errors are written and read by protobuf's generated classes. These
+// would copy a step's arrays once more on each side. So a step or an action, whose
+// message is little more than one field of bytes, is copied from its arrays into the
+// transport's memory and from the transport's memory into arrays.
+//
+// A peer's message is read, or refused with a WireError: its length is compared with
+// the announced one before any byte is read.
+
+#pragma once
+
+#include <google/protobuf/message_lite.h>
+#include <grpcpp/support/byte_buffer.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "array.h"
+#include "stream_spec.h"
+
+namespace torchbeast {
+
+// A wire::EnvMessage or wire::AgentMessage with a hello. Throws WireError if it is too
+// large. StreamSpec checks a hello's rules.
+grpc::ByteBuffer encode(const google::protobuf::MessageLite& message);
+// An EnvMessage with an error. Any text can be sent: if it is long, its middle is left
+// out; if it is not UTF-8, all but its ASCII characters become "?".
+grpc::ByteBuffer encode_error(const std::string& text);
+// The arrays are copied once, into a block of `pool`. The transport returns the block
+// after sending it, from any thread. REQUIRES: the arrays are as a StreamSpec says.
+grpc::ByteBuffer encode_step(const EnvRow& row, MemoryPool& pool);
+grpc::ByteBuffer encode_action(const std::vector<Array>& action, MemoryPool& pool);
+
+// Read any message but a large one: for hellos and errors. Throw WireError.
+wire::EnvMessage decode_env_message(grpc::ByteBuffer* message);
+wire::AgentMessage decode_agent_message(grpc::ByteBuffer* message);
+// Reads a step into row->arrays, which the caller has allocated, and into new memory of
+// `pool` for a final observation. Returns the text if the message is an error instead.
+// Throws WireError if it is neither, or not as `spec` says. Then the arrays may hold
+// anything.
+std::optional<std::string> decode_step(grpc::ByteBuffer* message,
+                                       const StreamSpec& spec, MemoryPool& pool,
+                                       EnvRow* row);
+// Reads an action into `action`, which the caller has allocated. Throws WireError.
+void decode_action(grpc::ByteBuffer* message, const std::vector<Array>& action);
+
+}  // namespace torchbeast

@@ -1,0 +1,536 @@
+#include "stream_spec.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+
+namespace torchbeast {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+static_assert(static_cast<int>(wire::BOOL) == static_cast<int>(DType::kBool) &&
+                  static_cast<int>(wire::FLOAT64) == static_cast<int>(DType::kFloat64),
+              "DType has the wire's numbers");
+
+[[noreturn]] void refuse(const std::string& place, const std::string& why) {
+  throw WireError(place + ": " + why);
+}
+
+std::string at_most(int64_t number) {
+  return "at most " + std::to_string(number) + " are allowed";
+}
+
+// A peer's name, for errors: at most 64 bytes, on one line.
+std::string quoted(std::string name) {
+  size_t size = std::min<size_t>(name.size(), 64);
+  while (size < name.size() && (name[size] & 0xC0) == 0x80) --size;  // inside UTF-8
+  const bool is_cut = size < name.size();
+  name.resize(size);
+  for (char& c : name) {
+    if (static_cast<uint8_t>(c) < 0x20 || c == 0x7F) c = '?';
+  }
+  return '"' + name + (is_cut ? "...\"" : "\"");
+}
+
+void check_length(const std::string& text, const std::string& place) {
+  if (text.size() <= kMaxNameBytes) return;
+  refuse(place, quoted(text) + " has " + std::to_string(text.size()) + " bytes, " +
+                    at_most(kMaxNameBytes));
+}
+
+// --- Shapes --------------------------------------------------------------------------
+
+DType checked_dtype(wire::DType dtype, const std::string& place) {
+  if (dtype < 0 || !is_dtype(static_cast<uint64_t>(dtype))) {
+    refuse(place, "no such dtype: " + std::to_string(dtype) + ", allowed are 1 to 12");
+  }
+  return static_cast<DType>(dtype);
+}
+
+template <typename Dims>
+Shape checked_shape(const Dims& dims, const std::string& place) {
+  if (static_cast<size_t>(dims.size()) > kMaxSpaceDims) {
+    refuse(place, "more than " + std::to_string(kMaxSpaceDims) + " dimensions");
+  }
+  Shape shape;
+  for (uint64_t dim : dims) {
+    if (dim > static_cast<uint64_t>(kMaxMessageBytes)) {
+      refuse(place, "a dimension of " + std::to_string(dim) + ", " +
+                        at_most(kMaxMessageBytes));
+    }
+    shape.push_back(static_cast<int64_t>(dim));
+  }
+  return shape;
+}
+
+// The array that `num_envs` arrays make together, which fits into a message. A
+// dimension of 0 counts as 1, because NumPy, too, refuses arrays whose other dimensions
+// multiply to too much.
+ArraySpec batched(const ArraySpec& one, int64_t num_envs, const std::string& place) {
+  const ArraySpec spec{one.dtype, one.shape.behind({num_envs})};
+  uint64_t bytes = item_size(spec.dtype);
+  bool overflows = false;
+  for (int64_t dim : spec.shape) {
+    overflows |= __builtin_mul_overflow(
+        bytes, static_cast<uint64_t>(std::max<int64_t>(dim, 1)), &bytes);
+  }
+  if (overflows || bytes > static_cast<uint64_t>(kMaxMessageBytes)) {
+    refuse(place, spec.to_string() + " is larger than a message may be, " +
+                      std::to_string(kMaxMessageBytes) + " bytes");
+  }
+  return spec;
+}
+
+// --- Spaces --------------------------------------------------------------------------
+
+bool is_float(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kFloat32 ||
+         dtype == DType::kFloat64;
+}
+
+// The smallest and largest number of a dtype. Of 64 bits, the largest is rounded up.
+std::pair<double, double> range_of(DType dtype) {
+  if (is_float(dtype)) return {-kInfinity, kInfinity};
+  if (dtype == DType::kBool) return {0, 1};
+  const bool is_signed = dtype == DType::kInt8 || dtype == DType::kInt16 ||
+                         dtype == DType::kInt32 || dtype == DType::kInt64;
+  const int bits = 8 * static_cast<int>(item_size(dtype)) - (is_signed ? 1 : 0);
+  return {is_signed ? -std::ldexp(1, bits) : 0, std::ldexp(1, bits) - 1};
+}
+
+// How large a space may be, and whether its integers count from 0.
+struct Limits {
+  int64_t elements, choices;
+  bool is_action;
+};
+constexpr Limits kObservation{kMaxElements, kMaxChoices, false};
+constexpr Limits kAction{kMaxActionNumbers, kMaxActionNumbers, true};
+
+// Reads one space; throws WireError, naming the place, if it breaks a rule. One thread
+// at a time.
+class SpaceReader {
+ public:
+  SpaceReader(int64_t num_envs, const Limits& limits)
+      : num_envs_(num_envs), limits_(limits) {}
+
+  // Of the arrays that have been read, in their order.
+  std::vector<std::string> names;
+  std::vector<ValueRule> rules;
+
+  SpecNest read(const wire::Space& space, const std::string& place, int level) {
+    if (level > kMaxDepth) {
+      refuse(place, "spaces are nested deeper than " + std::to_string(kMaxDepth) +
+                        " levels, which is the most allowed");
+    }
+    switch (space.kind_case()) {
+      case wire::Space::kBox:
+        return read_box(space.box(), place);
+      case wire::Space::kDiscrete:
+        return read_choices({space.discrete().n()}, {space.discrete().start()}, false,
+                            place);
+      case wire::Space::kMultiDiscrete:
+        return read_multi_discrete(space.multi_discrete(), place);
+      case wire::Space::kMultiBinary:
+        return leaf({DType::kInt8, checked_shape(space.multi_binary().shape(), place)},
+                    {{0}, {1}}, place);
+      case wire::Space::kTuple:
+        return read_tuple(space.tuple(), place, level);
+      case wire::Space::kDict:
+        return read_dict(space.dict(), place, level);
+      case wire::Space::KIND_NOT_SET:
+        break;
+    }
+    refuse(place,
+           "a space without a kind; allowed are box, discrete, multi_discrete, "
+           "multi_binary, tuple and dict");
+  }
+
+ private:
+  void count_array(const std::string& place) {
+    if (++num_arrays_ > kMaxArrays) {
+      refuse(place, "the space has more than " + std::to_string(kMaxArrays) +
+                        " arrays, which is the most allowed");
+    }
+  }
+
+  SpecNest leaf(const ArraySpec& one, ValueRule rule, const std::string& place) {
+    count_array(place);
+    const ArraySpec spec = batched(one, num_envs_, place);
+    num_elements_ += static_cast<int64_t>(one.num_elements());
+    if (num_elements_ > limits_.elements) {
+      refuse(place, "the space has " + std::to_string(num_elements_) +
+                        " elements or more, " + at_most(limits_.elements));
+    }
+    names.push_back(place);
+    rules.push_back(std::move(rule));
+    return SpecNest(spec);
+  }
+
+  SpecNest read_box(const wire::Space::Box& box, const std::string& place) {
+    const ArraySpec one{checked_dtype(box.dtype(), place),
+                        checked_shape(box.shape(), place)};
+    batched(one, num_envs_, place);  // not too large to be counted
+    const auto size = static_cast<int64_t>(one.num_elements());
+    for (const auto& [name, count] :
+         {std::pair("low", box.low_size()), std::pair("high", box.high_size())}) {
+      if (count > 1 && count != size) {
+        refuse(place, "Box with " + std::to_string(count) + " values in " + name +
+                          "; allowed are 0, 1 or " + std::to_string(size) +
+                          ", the number of elements");
+      }
+    }
+    const auto range = range_of(one.dtype);
+    const bool is_wide = item_size(one.dtype) == 8;
+    double magnitude = kMaxMagnitude;
+    for (int i = 0; i < std::max(box.low_size(), box.high_size()); ++i) {
+      const auto bound = [i](const auto& values, double none) {
+        return values.empty() ? none : values.Get(values.size() == 1 ? 0 : i);
+      };
+      const double low = bound(box.low(), -kInfinity);
+      const double high = bound(box.high(), kInfinity);
+      const auto bad = [&](const std::string& why) {
+        refuse(place, "Box with bounds " + std::to_string(low) + " to " +
+                          std::to_string(high) + " of element " + std::to_string(i) +
+                          "; " + why);
+      };
+      if (!(low <= high)) bad("low must be at most high");  // also if one is NaN
+      if (low == kInfinity || high == -kInfinity) bad("nothing lies between");
+      for (const double x : {low, high}) {
+        if (std::isinf(x)) continue;
+        if (x < range.first || x > range.second) {
+          bad(std::string("one is outside of the dtype, ") + dtype_name(one.dtype));
+        }
+        // 64-bit integers may be as large as an exact bound.
+        if (is_wide && !is_float(one.dtype) && std::abs(x) <= kMaxStep) {
+          magnitude = std::max(magnitude, std::abs(x));
+        }
+      }
+    }
+    ValueRule rule;
+    if (is_float(one.dtype) || is_wide) {
+      rule = {{std::max(-magnitude, range.first)}, {magnitude}};
+    }
+    return leaf(one, std::move(rule), place);
+  }
+
+  // Of Discrete and MultiDiscrete.
+  SpecNest read_choices(const std::vector<int64_t>& n,
+                        const std::vector<int64_t>& start, bool is_multi,
+                        const std::string& place) {
+    ValueRule rule;
+    for (size_t i = 0; i < n.size(); ++i) {
+      const std::string at = is_multi ? place + "[" + std::to_string(i) + "]" : place;
+      const std::string number = std::to_string(n[i]);
+      if (n[i] < 1) refuse(at, "n is " + number + ", must be 1 or more");
+      if (n[i] > limits_.choices - num_choices_) {
+        refuse(at, "n is " + number +
+                       ", and all n of a space together may be at most " +
+                       std::to_string(limits_.choices));
+      }
+      num_choices_ += n[i];
+      if (start[i] < -kMaxStep || start[i] > kMaxStep - n[i] + 1) {
+        refuse(at, "start " + std::to_string(start[i]) + " and n " + number +
+                       " exceed -2^53 to 2^53");
+      }
+      const int64_t low = limits_.is_action ? 0 : start[i];
+      rule.low.push_back(static_cast<double>(low));
+      rule.high.push_back(static_cast<double>(low + n[i] - 1));
+    }
+    Shape shape;
+    if (is_multi) shape.push_back(static_cast<int64_t>(n.size()));
+    return leaf({DType::kInt64, shape}, std::move(rule), place);
+  }
+
+  SpecNest read_multi_discrete(const wire::Space::MultiDiscrete& space,
+                               const std::string& place) {
+    if (space.start_size() != 0 && space.start_size() != space.n_size()) {
+      refuse(place, "MultiDiscrete with " + std::to_string(space.start_size()) +
+                        " values in start; allowed are 0 or " +
+                        std::to_string(space.n_size()) + ", as many as in n");
+    }
+    std::vector<int64_t> start(space.start().begin(), space.start().end());
+    start.resize(static_cast<size_t>(space.n_size()), 0);
+    return read_choices({space.n().begin(), space.n().end()}, start, true, place);
+  }
+
+  SpecNest read_tuple(const wire::Space::Tuple& tuple, const std::string& place,
+                      int level) {
+    if (tuple.items_size() == 0) count_array(place);
+    SpecNest::Vector items;
+    for (int i = 0; i < tuple.items_size(); ++i) {
+      items.push_back(
+          read(tuple.items(i), place + "[" + std::to_string(i) + "]", level + 1));
+    }
+    return SpecNest(std::move(items));
+  }
+
+  SpecNest read_dict(const wire::Space::Dict& dict, const std::string& place,
+                     int level) {
+    if (dict.keys_size() != dict.values_size()) {
+      refuse(place, "Dict with " + std::to_string(dict.keys_size()) + " keys and " +
+                        std::to_string(dict.values_size()) +
+                        " values; there must be as many of both");
+    }
+    if (dict.keys_size() == 0) count_array(place);
+    std::map<std::string, const wire::Space*> values;  // in the order of the arrays
+    for (int i = 0; i < dict.keys_size(); ++i) {
+      const std::string& key = dict.keys(i);
+      check_length(key, place);
+      if (!values.emplace(key, &dict.values(i)).second) {
+        refuse(place, "the key " + quoted(key) + " comes twice");
+      }
+    }
+    SpecNest::Map items;
+    for (const auto& [key, value] : values) {
+      items.emplace(key, read(*value, place + "[" + quoted(key) + "]", level + 1));
+    }
+    return SpecNest(std::move(items));
+  }
+
+  const int64_t num_envs_;
+  const Limits limits_;
+  int64_t num_arrays_ = 0;
+  int64_t num_elements_ = 0;
+  int64_t num_choices_ = 0;
+};
+
+// --- Hellos --------------------------------------------------------------------------
+
+void check_settings(const wire::EnvHello& hello) {
+  if (hello.settings_size() > kMaxSettings) {
+    refuse("hello", std::to_string(hello.settings_size()) + " settings, " +
+                        at_most(kMaxSettings));
+  }
+  std::set<std::string> names;
+  for (const wire::Setting& setting : hello.settings()) {
+    const std::string place = "setting " + quoted(setting.name());
+    check_length(setting.name(), "setting");
+    check_length(setting.value(), place);
+    if (setting.name().empty()) refuse(place, "the name is empty");
+    if (!names.insert(setting.name()).second) refuse(place, "the name comes twice");
+  }
+}
+
+// An extra field that has a meaning: one environment's array, and its values.
+struct KnownField {
+  ArraySpec spec;
+  ValueRule rule;
+};
+
+}  // namespace
+
+std::string version_refusal(const std::string& peer, uint32_t version) {
+  return peer + " speaks version " + std::to_string(version) +
+         " of the protocol, and this side version " + std::to_string(kWireVersion) +
+         "; install the same torchbeast on both sides, and adapt your own clients to "
+         "its torchbeast.proto";
+}
+
+StreamSpec::StreamSpec(const wire::EnvHello& hello)
+    : environment(hello.environment()), num_envs(hello.num_envs()) {
+  if (hello.version() != kWireVersion) {
+    throw WireError(version_refusal("the environment", hello.version()));
+  }
+  check_length(environment, "hello.environment");
+  if (hello.stream_id().size() > kMaxStreamIdBytes) {
+    refuse("hello.stream_id", std::to_string(hello.stream_id().size()) + " bytes, " +
+                                  at_most(kMaxStreamIdBytes));
+  }
+  constexpr uint64_t kMaxFirstStep = std::numeric_limits<int64_t>::max();
+  if (hello.first_step() > kMaxFirstStep) {
+    refuse("hello.first_step", "is " + std::to_string(hello.first_step()) +
+                                   ", at most " + std::to_string(kMaxFirstStep) +
+                                   " is allowed");
+  }
+  if (num_envs < 1 || num_envs > kMaxEnvs) {
+    refuse("hello", "num_envs is " + std::to_string(num_envs) + ", allowed are 1 to " +
+                        std::to_string(kMaxEnvs));
+  }
+  if (!hello.has_action_space()) {
+    refuse("hello", "action_space is missing; announce the space of the actions");
+  }
+  check_settings(hello);
+
+  SpaceReader observations(num_envs, kObservation), actions(num_envs, kAction);
+  observation = observations.read(hello.observation_space(), "observation", 1);
+  action = actions.read(hello.action_space(), "action", 1);
+  arrays = observation.flatten();
+  num_observation_arrays = arrays.size();
+  names = std::move(observations.names);
+  rules = std::move(observations.rules);
+  const auto add = [this](const std::string& name, const ArraySpec& spec,
+                          ValueRule rule) {
+    names.push_back(name);
+    arrays.push_back(spec);
+    rules.push_back(std::move(rule));
+  };
+  constexpr double kMaxFloat = std::numeric_limits<float>::max();
+  const ValueRule any, number{{-kMaxMagnitude}, {kMaxMagnitude}};
+  const ValueRule finite{{-kMaxFloat}, {kMaxFloat}};
+  const ValueRule count{{0}, {static_cast<double>(kMaxStep)}};
+  add("reward", {DType::kFloat32, {num_envs}}, number);
+  add("done", {DType::kBool, {num_envs}}, any);
+  add("episode_step", {DType::kInt64, {num_envs}}, count);
+  add("episode_return", {DType::kFloat32, {num_envs}}, finite);
+
+  std::map<std::string, KnownField> known = {
+      {"truncated", {{DType::kBool, {}}, any}},
+      {"game_over", {{DType::kBool, {}}, any}},
+      {"game_step", {{DType::kInt64, {}}, count}},
+      {"game_return", {{DType::kFloat32, {}}, finite}}};
+  if (action.is_leaf()) {
+    const ArraySpec& spec = action.leaf();
+    ArraySpec one{spec.dtype, {}};
+    for (size_t i = 1; i < spec.shape.size(); ++i) one.shape.push_back(spec.shape[i]);
+    known["last_action"] = {one, is_float(spec.dtype) ? finite : actions.rules[0]};
+  }
+  const std::set<std::string> reserved = {"observation", "reward", "done",
+                                          "episode_step", "episode_return"};
+  std::set<std::string> taken = reserved;
+  for (const wire::Field& field : hello.extra_fields()) {
+    const std::string& name = field.name();
+    const std::string place = "extra field " + quoted(name);
+    check_length(name, "extra field");
+    if (name.empty()) refuse(place, "the name is empty");
+    if (!taken.insert(name).second) {
+      refuse(place, reserved.count(name) > 0 ? "the name is taken by the step"
+                                             : "the name comes twice");
+    }
+    const ArraySpec one{checked_dtype(field.dtype(), place),
+                        checked_shape(field.shape(), place)};
+    const auto found = known.find(name);
+    if (found != known.end() && one != found->second.spec) {
+      refuse(place,
+             "is " + one.to_string() + ", must be " + found->second.spec.to_string());
+    }
+    add(name, batched(one, num_envs, place),
+        found != known.end() ? found->second.rule : any);
+    extra_fields.push_back(name);
+  }
+
+  if (arrays.size() > static_cast<size_t>(kMaxArrays)) {
+    refuse("hello", "a step has " + std::to_string(arrays.size()) + " arrays, " +
+                        at_most(kMaxArrays));
+  }
+  // The largest messages: what they hold besides the arrays takes less than 64 bytes.
+  size_t step_bytes = 0, observation_bytes = 0, action_bytes = 0;
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    step_bytes += arrays[i].num_bytes();
+    if (i < num_observation_arrays) observation_bytes += arrays[i].num_bytes();
+  }
+  action.for_each([&](const ArraySpec& spec) { action_bytes += spec.num_bytes(); });
+  for (const auto& [place, bytes] : {std::pair("observation", observation_bytes),
+                                     std::pair("action", action_bytes)}) {
+    if (bytes == 0) refuse(place, "the space has no array with an element");
+  }
+  if (taken.count("truncated") > 0) step_bytes += observation_bytes;
+  for (const auto& [what, bytes] :
+       {std::pair("a step", step_bytes), std::pair("an action", action_bytes)}) {
+    if (bytes + 64 <= static_cast<size_t>(kMaxMessageBytes)) continue;
+    refuse("hello", std::string(what) + " of " + std::to_string(num_envs) +
+                        " environments has up to " + std::to_string(bytes + 64) +
+                        " bytes, " + at_most(kMaxMessageBytes));
+  }
+}
+
+// --- Values --------------------------------------------------------------------------
+
+namespace {
+
+std::string text_of(double x) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g", x);
+  return text;
+}
+
+// The first number that breaks a rule, and its index.
+struct Bad {
+  size_t i;
+  std::string text;
+};
+
+template <typename T>
+std::optional<Bad> find_bad(const Array& array, const ValueRule& rule) {
+  const T* const x = array.as<T>();
+  const size_t size = array.spec().num_elements(), num_bounds = rule.low.size();
+  const auto is_bad = [&](size_t i, size_t k) {  // also if it is NaN
+    return !(x[i] >= static_cast<T>(rule.low[k]) &&
+             x[i] <= static_cast<T>(rule.high[k]));
+  };
+  if (num_bounds == 1) {
+    // Compilers make vector instructions of this.
+    const T low = static_cast<T>(rule.low[0]), high = static_cast<T>(rule.high[0]);
+    int outside = 0;
+    for (size_t i = 0; i < size; ++i) outside |= !(x[i] >= low && x[i] <= high);
+    if (outside == 0) return std::nullopt;
+  }
+  for (size_t i = 0, k = 0; i < size; ++i, k = (k + 1 == num_bounds ? 0 : k + 1)) {
+    if (!is_bad(i, k)) continue;
+    if constexpr (std::is_integral_v<T>) return Bad{i, std::to_string(x[i])};
+    return Bad{i, text_of(static_cast<double>(x[i]))};
+  }
+  return std::nullopt;
+}
+
+// All finite numbers are smaller than the bounds: the largest is 65504.
+std::optional<Bad> find_bad_half(const Array& array) {
+  const uint16_t* const x = array.as<uint16_t>();
+  for (size_t i = 0; i < array.spec().num_elements(); ++i) {
+    if ((x[i] & 0x7C00) != 0x7C00) continue;
+    return Bad{i, (x[i] & 0x03FF) != 0 ? "nan" : "infinite"};
+  }
+  return std::nullopt;
+}
+
+std::optional<Bad> find_bad(const Array& array, const ValueRule& rule) {
+  if (rule.low.empty()) return std::nullopt;
+  switch (array.dtype()) {
+    case DType::kInt8:
+      return find_bad<int8_t>(array, rule);
+    case DType::kInt64:
+      return find_bad<int64_t>(array, rule);
+    case DType::kUint64:
+      return find_bad<uint64_t>(array, rule);
+    case DType::kFloat16:
+      return find_bad_half(array);
+    case DType::kFloat32:
+      return find_bad<float>(array, rule);
+    case DType::kFloat64:
+      return find_bad<double>(array, rule);
+    default:  // every value of it is allowed
+      return std::nullopt;
+  }
+}
+
+}  // namespace
+
+void check_values(const StreamSpec& spec, const std::vector<Array>& arrays) {
+  for (size_t k = 0; k < arrays.size(); ++k) {
+    const ValueRule& rule = spec.rules[k];
+    const std::optional<Bad> bad = find_bad(arrays[k], rule);
+    if (!bad) continue;
+    const size_t per_env =
+        arrays[k].spec().num_elements() / static_cast<size_t>(spec.num_envs);
+    const size_t element = bad->i % per_env;
+    const size_t bound = rule.low.size() == 1 ? 0 : element;
+    const double low = rule.low[bound], high = rule.high[bound];
+    const auto text = [&](double x) {
+      return is_float(arrays[k].dtype()) ? text_of(x)
+                                         : std::to_string(static_cast<int64_t>(x));
+    };
+    refuse(spec.names[k],
+           bad->text + " in environment " + std::to_string(bad->i / per_env) +
+               (per_env > 1 ? ", element " + std::to_string(element) : "") +
+               "; allowed are " +
+               (is_float(arrays[k].dtype()) ? "finite numbers from " : "") + text(low) +
+               " to " + text(high));
+  }
+}
+
+}  // namespace torchbeast

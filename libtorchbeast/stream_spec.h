@@ -1,0 +1,85 @@
+// What a stream's messages look like, as its environment's hello announces it.
+
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "array.h"
+#include "torchbeast.pb.h"
+
+namespace torchbeast {
+
+// The limits of proto/torchbeast.proto.
+constexpr uint32_t kWireVersion = 2;
+constexpr int kMaxDepth = 16;         // levels of Space
+constexpr int64_t kMaxArrays = 1024;  // of a step
+// Dimensions of one environment's array; a rollout puts [T, E] in front.
+constexpr size_t kMaxSpaceDims = Shape::kMaxDims - 2;
+constexpr int64_t kMaxEnvs = 16384;
+constexpr int64_t kMaxElements = 1 << 20;       // of one environment's observation
+constexpr int64_t kMaxChoices = 1 << 18;        // of an observation: sum of all n
+constexpr int64_t kMaxActionNumbers = 1 << 16;  // of an action: elements, sum of all n
+constexpr double kMaxMagnitude = 1e9;           // of observations and rewards
+constexpr int64_t kMaxStep = int64_t{1} << 53;  // of an episode or a game
+constexpr int64_t kMaxMessageBytes = 256 << 20;
+constexpr int64_t kMaxHelloBytes = 4 << 20;
+constexpr size_t kMaxNameBytes = 1024;
+constexpr int kMaxSettings = 1024;
+constexpr size_t kMaxStreamIdBytes = 64;
+
+// The arrays of a step that follow the observation's, in this order.
+enum StandardField : size_t {
+  kRewardField = 0,
+  kDoneField = 1,
+  kEpisodeStepField = 2,
+  kEpisodeReturnField = 3,
+  kStandardFields = 4,
+};
+
+// A message that breaks the rules; the text says which rule.
+class WireError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Why a peer of another version is refused; `peer` is the subject of the sentence.
+std::string version_refusal(const std::string& peer, uint32_t version);
+
+// The values that an array's numbers may have: finite ones from low to high. There is
+// one bound for all numbers or one per number of an environment; without bounds, any
+// value is allowed.
+struct ValueRule {
+  std::vector<double> low, high;
+};
+
+// The arrays of a stream's steps and actions. A value; copies share nothing.
+struct StreamSpec {
+  std::string environment;  // its name
+  int64_t num_envs = 0;
+  SpecNest observation;            // [E, ...]
+  std::vector<ArraySpec> arrays;   // of a step, in the wire's order, each [E, ...]
+  std::vector<std::string> names;  // of the arrays, for messages
+  std::vector<ValueRule> rules;    // of the arrays
+  size_t num_observation_arrays = 0;
+  std::vector<std::string> extra_fields;  // their names, in the order of the arrays
+  SpecNest action;                        // [E, ...]
+
+  // Throws WireError if the hello breaks a rule or exceeds a limit.
+  explicit StreamSpec(const wire::EnvHello& hello);
+  StreamSpec() = default;
+};
+
+// One step of a stream's environments, arrays [E, ...].
+struct EnvRow {
+  std::vector<Array> arrays;             // as StreamSpec::arrays
+  std::vector<Array> final_observation;  // empty, or as the observation's arrays
+  uint64_t env_nanoseconds = 0;
+};
+
+// Throws WireError, naming the array, the environment and the value, if a number of a
+// step's arrays (or of its first arrays only) breaks its rule. BOOLs are not checked.
+void check_values(const StreamSpec& spec, const std::vector<Array>& arrays);
+
+}  // namespace torchbeast
