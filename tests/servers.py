@@ -184,7 +184,9 @@ class Shifty(Coded):
 
 
 class Counting:
-    """Fast, and without spaces."""
+    """Fast, and without an observation space."""
+
+    action_space = spaces.Discrete(NUM_ACTIONS)
 
     def __init__(self):
         self.steps = 0
@@ -199,6 +201,8 @@ class Counting:
 
 class Loaded:
     """Says which torch this process has mapped; the real environment module is in."""
+
+    action_space = spaces.Discrete(NUM_ACTIONS)
 
     def __init__(self):
         import torchbeast.core.environment  # noqa: F401 # what polybeast_env imports

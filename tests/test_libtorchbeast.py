@@ -423,7 +423,11 @@ import numpy as np
 import libtorchbeast
 from libtorchbeast import *
 
+class Discrete:  # spaces are known by their names
+    n = 3
+
 class Env:
+    action_space = Discrete()
     def reset(self):
         return np.zeros(3)
     def step(self, action):

@@ -20,13 +20,17 @@ class UnrollTest : public GuardedTest {
  protected:
   UnrollTest() : environment_(0, E), spec_(environment_.hello()) {}
 
+  static EnvRow to_row(EnvRow row) {
+    row.env_nanoseconds = 7;
+    return row;
+  }
   std::unique_ptr<UnrollContext> make_context(bool named_rows,
                                               uint64_t max_bytes = 1 << 20) {
     return std::make_unique<UnrollContext>(T, CountingAgent::initial_state(),
                                            named_rows, max_bytes);
   }
   std::unique_ptr<Unroll> begin(UnrollContext* context) {
-    return std::make_unique<Unroll>(context, spec_, environment_.reset(), 0);
+    return std::make_unique<Unroll>(context, spec_, to_row(environment_.reset()), 0);
   }
   // Answers all questions, returns how many there were.
   int answer(Unroll& unroll) {
@@ -36,7 +40,7 @@ class UnrollTest : public GuardedTest {
     }
     return number;
   }
-  void step(Unroll& unroll) { unroll.take(environment_.step(unroll.action())); }
+  void step(Unroll& unroll) { unroll.take(to_row(environment_.step(unroll.action()))); }
 
   CountingEnvironment environment_;
   const StreamSpec spec_;
