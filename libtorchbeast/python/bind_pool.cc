@@ -11,6 +11,7 @@
 
 #include "../actor_pool.h"
 #include "../listener.h"
+#include "../stream_spec.h"
 #include "arrays.h"
 #include "bindings.h"
 #include "spaces.h"
