@@ -44,12 +44,12 @@ py::dict to_dict(const wire::EnvHello& hello) {
   }
   size_t step_bytes = 0;
   for (const ArraySpec& spec : StreamSpec(hello).arrays) step_bytes += spec.num_bytes();
-  return py::dict(
-      "name"_a = hello.environment(), "num_envs"_a = hello.num_envs(),
-      "observation_space"_a = space_to_python(hello.observation_space()),
-      "action_space"_a = space_to_python(hello.action_space()),
-      "extra_fields"_a = fields, "settings"_a = settings, "step_bytes"_a = step_bytes,
-      "hello"_a = py::bytes(hello.SerializeAsString()));
+  return py::dict("name"_a = hello.environment(), "num_envs"_a = hello.num_envs(),
+                  "observation_space"_a = space_to_python(hello.observation_space()),
+                  "action_space"_a = space_to_python(hello.action_space()),
+                  "extra_fields"_a = fields, "settings"_a = settings,
+                  "step_bytes"_a = step_bytes,
+                  "hello"_a = py::bytes(hello.SerializeAsString()));
 }
 
 py::dict to_dict(const ActorPoolStats& stats) {
