@@ -43,7 +43,7 @@ void PoolStreams::count_failure(const EnvironmentError& error) {
 // Some environment must be there.
 void PoolStreams::check_downtime() {
   const Listener* listener = options.listener.get();
-  if (places) places->expire(options.maximum_downtime);
+  if (slots) slots->expire(options.maximum_downtime);
   std::string why;
   {
     MutexLock lock(mutex);

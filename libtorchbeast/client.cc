@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "backoff.h"
 #include "codec.h"
 #include "connection.h"
 #include "stepper.h"
@@ -16,9 +17,6 @@
 namespace torchbeast {
 
 namespace {
-
-constexpr Milliseconds kFirstBackoff{100};
-constexpr Milliseconds kLongestBackoff{1'000};
 
 // A name that nobody else has.
 std::string random_id() {
@@ -87,7 +85,7 @@ struct EnvClient::State {
   bool lost_before = false;
   Clock::duration downtime{};  // since the last action, without time connected
   Clock::time_point down_since = Clock::now();
-  Milliseconds backoff = kFirstBackoff;
+  Backoff backoff;
 };
 
 // --- The working thread
@@ -140,9 +138,6 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
   const Registration registration(this, &connection);
   connection.open();
   const wire::AgentHello agent = connection.expect_agent_hello();
-  if (agent.version() != kWireVersion) {
-    throw RefusedError(version_refusal(connection.peer(), agent.version()));
-  }
   downtime += Clock::now() - down_since;
   connected = true;
   in_a_hurry = false;
@@ -161,7 +156,7 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
     if (lost_before) ++num_reconnects;
     lost_before = false;
     downtime = {};
-    backoff = kFirstBackoff;
+    backoff.reset();
     tell_what_it_raises(connection, [&] { stepper.step(&action); });
     ++newest_number;
     num_steps += static_cast<uint64_t>(stepper.num_envs());
@@ -195,7 +190,7 @@ void EnvClient::State::send_step(DialledConnection& connection,
 }
 
 void EnvClient::State::after_loss(const TransportError& error) {
-  lost_before = true;
+  lost_before = newest_number > 0;  // not if the first dials were in vain
   MutexLock lock(mutex);
   last_error = error.what();
   if (stopping) throw Stopped();
@@ -207,10 +202,9 @@ void EnvClient::State::after_loss(const TransportError& error) {
         "no learner for " + in_seconds(*options.maximum_downtime) + ": " + error.what(),
         false);
   }
-  const auto end = Clock::now() + backoff;
+  const auto end = Clock::now() + backoff.next();
   while (!stopping && Clock::now() < end) changed.wait_until(mutex, end, nullptr);
   if (stopping) throw Stopped();
-  backoff = std::min(2 * backoff, kLongestBackoff);
 }
 
 // --- The client

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "codec.h"
+#include "stream_spec.h"
 
 namespace torchbeast {
 
@@ -21,6 +22,10 @@ bool is_final(grpc::StatusCode code) {
     default:
       return false;
   }
+}
+
+void check_version(uint32_t version, const std::string& peer) {
+  if (version != kWireVersion) throw RefusedError(version_refusal(peer, version));
 }
 
 }  // namespace
@@ -50,6 +55,16 @@ wire::EnvHello Connection::shake_hands(const std::optional<wire::Seeding>& seedi
     throw EnvironmentError(peer() + " failed:\n" + answer.error().message());
   }
   if (!answer.has_hello()) throw WireError("a step before the hello");
+  check_version(answer.hello().version(), peer_);
+  return std::move(*answer.mutable_hello());
+}
+
+wire::AgentHello Connection::expect_agent_hello() {
+  grpc::ByteBuffer message;
+  read(&message);
+  wire::AgentMessage answer = decode_agent_message(&message);
+  if (!answer.has_hello()) throw WireError("an action before the hello");
+  check_version(answer.hello().version(), peer_);
   return std::move(*answer.mutable_hello());
 }
 
@@ -92,14 +107,6 @@ void DialledConnection::open() {
   stream_ = open_stream(channel_.get(), &context_, method_);
 }
 
-wire::AgentHello DialledConnection::expect_agent_hello() {
-  grpc::ByteBuffer message;
-  read(&message);
-  wire::AgentMessage answer = decode_agent_message(&message);
-  if (!answer.has_hello()) throw WireError("an action before the hello");
-  return std::move(*answer.mutable_hello());
-}
-
 void DialledConnection::leave() {
   const Waiting waiting(this);
   stream_->WritesDone();
@@ -139,25 +146,24 @@ void DialledConnection::throw_reason(bool) {
   throw TransportError(peer() + " is lost: " + status.error_message(), true);
 }
 
-// --- Joined
+// --- Served
 // ---------------------------------------------------------------------------
 
-JoinedConnection::JoinedConnection(grpc::ServerContext* context, ServedStream* stream)
-    : Connection("the environment that has joined from " + context->peer()),
-      context_(*context),
-      stream_(*stream) {}
+ServedConnection::ServedConnection(grpc::ServerContext* context, ServedStream* stream,
+                                   const std::string& peer)
+    : Connection(peer + " " + context->peer()), context_(*context), stream_(*stream) {}
 
-bool JoinedConnection::do_write(const grpc::ByteBuffer& message) {
+bool ServedConnection::do_write(const grpc::ByteBuffer& message) {
   return stream_.Write(message);
 }
 
-bool JoinedConnection::do_read(grpc::ByteBuffer* message) {
+bool ServedConnection::do_read(grpc::ByteBuffer* message) {
   return stream_.Read(message);
 }
 
-void JoinedConnection::do_cancel() { context_.TryCancel(); }
+void ServedConnection::do_cancel() { context_.TryCancel(); }
 
-void JoinedConnection::throw_reason(bool reading) {
+void ServedConnection::throw_reason(bool reading) {
   const char* reason = cancel_reason();
   if (reason != nullptr) throw TransportError(peer() + " " + reason, true);
   if (reading && !is_lost()) throw Left();

@@ -25,7 +25,7 @@ class EnvironmentError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Used by one thread; cancel() and cancel_if_slow() may be called by others.
+// One thread at a time, but for cancel() and cancel_if_slow(), which are thread-safe.
 class Connection {
  public:
   virtual ~Connection() = default;
@@ -37,9 +37,12 @@ class Connection {
   void read(grpc::ByteBuffer* message);
   struct Left {};
 
-  // The learner's side: says hello, returns the environment's. Throws as read(), and
-  // WireError, EnvironmentError.
+  // The learner's side of the handshake: says hello, returns the environment's. Throws
+  // as read(), RefusedError if it speaks another version, WireError, EnvironmentError.
   wire::EnvHello shake_hands(const std::optional<wire::Seeding>& seeding);
+  // The environment's side: returns the learner's hello. Throws as read(), RefusedError
+  // if it speaks another version, WireError.
+  wire::AgentHello expect_agent_hello();
 
   // Makes a read or write fail that waits or is to come, with this reason, which must
   // stay.
@@ -93,8 +96,6 @@ class DialledConnection : public Connection {
   // socket, or another user.
   void open();
 
-  // The environment's side: waits for the learner's hello.
-  wire::AgentHello expect_agent_hello();
   // Ends this side in peace and waits for the end of the other. Throws as read().
   void leave();
 
@@ -113,10 +114,12 @@ class DialledConnection : public Connection {
   bool finished_ = false;
 };
 
-// By an environment that has dialled this learner; it lives in the handler's thread.
-class JoinedConnection : public Connection {
+// By the other side. Lives in the thread of its stream's handler, and owns neither.
+class ServedConnection : public Connection {
  public:
-  JoinedConnection(grpc::ServerContext* context, ServedStream* stream);
+  // `peer` goes before the address in messages.
+  ServedConnection(grpc::ServerContext* context, ServedStream* stream,
+                   const std::string& peer);
 
   // Whether the other side is no longer there, without asking it for anything.
   bool is_lost() const { return context_.IsCancelled(); }

@@ -4,15 +4,13 @@
 #include <new>
 #include <string>
 
+#include "backoff.h"
 #include "pool_streams.h"
 
 namespace torchbeast {
 
 namespace {
 
-constexpr Milliseconds kFirstBackoff{50};  // doubled before each wait
-constexpr Milliseconds kLongestBackoff{1'000};
-constexpr Milliseconds kLongestBackoffAfterRefusal{10'000};
 // A server that is not there yet is no event before so long.
 constexpr Milliseconds kQuietStart{5'000};
 
@@ -29,7 +27,7 @@ class DialledStreams {
       while (true) {
         try_stream();
         shared_.check_downtime();
-        shared_.sleep(backoff_);
+        shared_.sleep(backoff_.next(was_refused_));
         if (shared_.closing) throw Stopped();
       }
     } catch (const Stopped&) {
@@ -86,9 +84,7 @@ class DialledStreams {
     }
     if (is_news) shared_.events.add(kind, std::move(text));
     set_final(is_final);
-    backoff_ =
-        std::min(2 * backoff_, kind == Event::kRefused ? kLongestBackoffAfterRefusal
-                                                       : kLongestBackoff);
+    was_refused_ = kind == Event::kRefused;
   }
 
   // REQUIRES: an error is being handled, if `is_final`.
@@ -135,7 +131,7 @@ class DialledStreams {
       while (true) {
         const bool finished = session.step(&*unroll);
         presence.prove();
-        if (finished) backoff_ = kFirstBackoff;
+        if (finished) backoff_.reset();
       }
     } catch (const ClosedBatchingQueue&) {
       throw;
@@ -163,10 +159,11 @@ class DialledStreams {
   bool has_benefit_ = true;
   bool is_final_ = false;
   std::string last_text_;
-  Milliseconds backoff_ = kFirstBackoff;
+  Backoff backoff_;
   // Of the last connection.
   bool was_connected_ = false;
   bool was_cancelled_ = false;  // because it hung
+  bool was_refused_ = false;
   int64_t num_dropped_ = 0;
 };
 

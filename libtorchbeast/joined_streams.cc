@@ -4,7 +4,6 @@
 #include <string>
 
 #include "pool_streams.h"
-#include "stream_server.h"
 
 namespace torchbeast {
 
@@ -14,24 +13,24 @@ grpc::Status PoolStreams::serve(Connection& connection, const wire::EnvHello& he
                           "this learner is about to end");
   try {
     unroll_joined(connection, hello);
-    return grpc::Status::OK;  // it has left
-  } catch (const Refusal&) {
+    return grpc::Status::OK;       // it has left
+  } catch (const RefusedError&) {  // the listener notes these events
     throw;
-  } catch (const WireError& error) {  // the listener notes the event
+  } catch (const BusyError&) {
+    throw;
+  } catch (const WireError& error) {
     note(error.what());
     throw;
   } catch (const TooManyBytes& error) {
-    throw Refusal{{grpc::StatusCode::RESOURCE_EXHAUSTED,
-                   std::string("this learner has no memory for it: ") + error.what()}};
+    throw BusyError(std::string("this learner has no memory for it: ") + error.what());
   } catch (const std::bad_alloc&) {
-    throw Refusal{{grpc::StatusCode::RESOURCE_EXHAUSTED,
-                   "this learner has no memory for a rollout of it"}};
+    throw BusyError("this learner has no memory for a rollout of it");
   } catch (const TransportError& error) {
     if (!closing) {
       note(error.what());
       events.add(Event::kLost, error.what());
     }
-    return {grpc::StatusCode::UNAVAILABLE, error.what()};
+    throw;
   } catch (const Stopped&) {
     return over;
   } catch (const ClosedBatchingQueue&) {
@@ -53,11 +52,7 @@ grpc::Status PoolStreams::serve(Connection& connection, const wire::EnvHello& he
 // Until the environment leaves.
 void PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& hello) {
   Presence presence(this, &connection, false);
-  try {
-    hellos.check(hello, connection.peer());
-  } catch (const TransportError& error) {
-    throw Refusal{{grpc::StatusCode::FAILED_PRECONDITION, error.what()}};
-  }
+  hellos.check(hello, connection.peer());
   const Interrupt interrupt = [this] {
     if (closing || options.listener->is_closed()) throw Stopped();
   };
@@ -69,21 +64,29 @@ void PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& he
   } catch (const Connection::Left&) {
     return;
   }
-  Places::Seat seat(&*places, &connection, hello.stream_id(),
-                    is_between_episodes(session.spec(), newest), interrupt);
+  UnrollSlots::Lease lease(&*slots, &connection, hello.stream_id(),
+                           is_between_episodes(session.spec(), newest), interrupt);
+  if (lease.arrival() == UnrollSlots::Arrival::kFull) {
+    throw BusyError("all " + std::to_string(slots->size()) +
+                    " places are taken; try again later");
+  }
+  if (lease.arrival() == UnrollSlots::Arrival::kReplaced) {
+    throw TransportError(
+        connection.peer() + " was replaced by a newer connection of its own", true);
+  }
   presence.connect();
   presence.prove();
-  std::unique_ptr<Unroll>& unroll = seat.unroll();
+  std::unique_ptr<Unroll>& unroll = lease.unroll();
   try {
-    switch (seat.arrival()) {
-      case Places::Arrival::kBegins:
+    switch (lease.arrival()) {
+      case UnrollSlots::Arrival::kBegins:
         unroll =
             std::make_unique<Unroll>(&sessions.unrolls, session.spec(), newest, number);
         break;
-      case Places::Arrival::kTakesOver:
+      case UnrollSlots::Arrival::kTakesOver:
         unroll->hand_over(newest, number);
         break;
-      case Places::Arrival::kGoesOn:
+      default:  // goes on
         ++num_reconnects;
         events.add(Event::kReturned, connection.peer());
         if (number == unroll->newest_number() + 1) {
@@ -98,15 +101,15 @@ void PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& he
     session.act(unroll.get());
     while (true) session.step(unroll.get());
   } catch (const Connection::Left&) {
-    seat.departure = Places::Departure::kLeft;
+    lease.departure = UnrollSlots::Departure::kLeft;
   } catch (const TransportError&) {
-    seat.departure = Places::Departure::kLost;
+    lease.departure = UnrollSlots::Departure::kLost;
     throw;
   } catch (const WireError&) {
-    seat.departure = Places::Departure::kLost;
+    lease.departure = UnrollSlots::Departure::kLost;
     throw;
   } catch (const EnvironmentError&) {
-    seat.departure = Places::Departure::kFailed;
+    lease.departure = UnrollSlots::Departure::kFailed;
     throw;
   }
 }

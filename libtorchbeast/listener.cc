@@ -116,8 +116,6 @@ grpc::Status Listener::State::serve(grpc::ServerContext* context,
     return run_stream(context, stream);
   } catch (const Connection::Left&) {
     return grpc::Status::OK;
-  } catch (const TransportError& error) {  // it has gone, or was cut
-    return {grpc::StatusCode::UNAVAILABLE, error.what()};
   } catch (const EnvironmentError& error) {  // in place of the hello
     note(Event::kEnvError, error.what());
     OnError tell;
@@ -140,13 +138,13 @@ grpc::Status Listener::State::serve(grpc::ServerContext* context,
 
 grpc::Status Listener::State::run_stream(grpc::ServerContext* context,
                                          ServedStream* stream) {
-  JoinedConnection connection(context, stream);
+  ServedConnection connection(context, stream, "the environment that has joined from");
   const wire::EnvHello hello = shake_hands(context, &connection);
 
   // While it lives, a stream is in the host's hands.
   class Hosted {
    public:
-    Hosted(State* state, const JoinedConnection& connection,
+    Hosted(State* state, const ServedConnection& connection,
            const wire::EnvHello& hello)
         : state_(*state) {
       MutexLock lock(state_.mutex);
@@ -191,22 +189,14 @@ wire::EnvHello Listener::State::shake_hands(grpc::ServerContext* context,
     const StreamServer::HelloDeadline deadline(&server, context);
     hello = connection->shake_hands(next_seeding());
   }
-  if (hello.version() != kWireVersion) {
-    throw Refusal{{grpc::StatusCode::FAILED_PRECONDITION,
-                   version_refusal("the environment", hello.version())}};
-  }
   const StreamSpec valid(hello);
-  try {
-    expected.check(hello, connection->peer());
-  } catch (const TransportError& error) {
-    throw Refusal{{grpc::StatusCode::FAILED_PRECONDITION, error.what()}};
-  }
+  expected.check(hello, connection->peer());
   return hello;
 }
 
 void Listener::State::propose(const wire::EnvHello& hello) {
   if (!unusable.empty() && without_identity(hello) == unusable) {
-    throw Refusal{{grpc::StatusCode::FAILED_PRECONDITION, why_unusable}};
+    throw RefusedError(why_unusable);
   }
   if (first_hello) return;
   first_hello = hello;
@@ -215,7 +205,7 @@ void Listener::State::propose(const wire::EnvHello& hello) {
 
 void Listener::State::refuse_if_over() {
   if (closing || detached) {
-    throw Refusal{{grpc::StatusCode::UNAVAILABLE, "this learner is about to end"}};
+    throw TransportError("this learner is about to end", true);
   }
 }
 
@@ -339,11 +329,10 @@ void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
     first.ParseFromString(first_);
     what.ParseFromString(bytes);
     keep_differing(&first, &what);
-    throw TransportError(first_peer_ + " and " + peer +
-                             " differ, and the environments of one run must not. The "
-                             "first: " +
-                             short_text(first) + ". The second: " + short_text(what),
-                         false);
+    throw RefusedError(first_peer_ + " and " + peer +
+                       " differ, and the environments of one run must not. The "
+                       "first: " +
+                       short_text(first) + ". The second: " + short_text(what));
   }
 }
 

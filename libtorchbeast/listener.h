@@ -40,6 +40,7 @@ struct ListenerStats {
   std::string last_refusal;  // why, or what was raised in place of a hello
 };
 
+// Thread-safe. Owns the streams' threads.
 class Listener {
  public:
   // Throws std::invalid_argument on a bad address or insufficient security.
@@ -75,7 +76,7 @@ class Listener {
   std::optional<wire::Seeding> next_seeding();
 
   // Runs an environment that has shaken hands, in the stream's thread; returns how the
-  // stream ends, may throw Refusal and WireError.
+  // stream ends, or throws as a handler of StreamServer.
   using Host = std::function<grpc::Status(Connection&, const wire::EnvHello&)>;
   // Called if an environment has raised in place of its hello.
   using OnError = std::function<void(const EnvironmentError&)>;
@@ -91,12 +92,12 @@ class Listener {
 };
 
 // All environments of a run are as expected, and alike: they have the spaces and fields
-// of the first.
+// of the first. Thread-safe.
 class HelloCheck {
  public:
   explicit HelloCheck(ExpectedEnvironment expected) : expected_(std::move(expected)) {}
 
-  // Throws TransportError, which says what differs. `peer` goes into messages.
+  // Throws RefusedError, which says what differs. `peer` goes into messages.
   void check(const wire::EnvHello& hello, const std::string& peer) TB_EXCLUDES(mutex_);
 
  private:

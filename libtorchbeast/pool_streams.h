@@ -18,9 +18,9 @@
 #include "env_session.h"
 #include "events.h"
 #include "listener.h"
-#include "places.h"
 #include "sync.h"
 #include "unroll.h"
+#include "unroll_slots.h"
 
 namespace torchbeast {
 
@@ -42,7 +42,7 @@ struct PoolStreams {
         num_seeded(this->options.addresses.size()) {
     const Listener* listener = this->options.listener.get();
     if (listener != nullptr) {
-      places.emplace(static_cast<size_t>(listener->max_streams()), &num_dropped_steps);
+      slots.emplace(static_cast<size_t>(listener->max_streams()), &num_dropped_steps);
     }
     if (this->options.hello) {
       const auto& addresses = this->options.addresses;
@@ -108,7 +108,7 @@ struct PoolStreams {
   const ActorPoolOptions options;
   SessionContext sessions;
   HelloCheck hellos;
-  std::optional<Places> places;  // with a listener
+  std::optional<UnrollSlots> slots;  // with a listener
 
   std::atomic<bool> closing{false};  // written under the mutex, for sleepers
   std::atomic<bool> started{false};

@@ -5,10 +5,10 @@
 #include <atomic>
 #include <iostream>
 #include <list>
-#include <optional>
 #include <utility>
 
 #include "codec.h"
+#include "connection.h"
 #include "stepper.h"
 #include "stream_server.h"
 
@@ -25,9 +25,8 @@ struct EnvServer::State {
                 options.max_streams, options.hello_timeout, nullptr}) {}
 
   grpc::Status serve(grpc::ServerContext* context, ServedStream* stream);
-  grpc::Status run_stream(grpc::ServerContext* context, ServedStream* stream);
-  std::optional<wire::AgentHello> read_hello(grpc::ServerContext* context,
-                                             ServedStream* stream);
+  // Until the learner ends the stream; throws Connection::Left then.
+  void run_stream(grpc::ServerContext* context, ServedConnection& connection);
   void report_stuck();
 
   // A stream's environment, from before it is made until it is gone.
@@ -51,35 +50,28 @@ struct EnvServer::State {
 
 grpc::Status EnvServer::State::serve(grpc::ServerContext* context,
                                      ServedStream* stream) {
+  ServedConnection connection(context, stream, "the learner at");
   try {
-    return run_stream(context, stream);
+    run_stream(context, connection);
+  } catch (const Connection::Left&) {
   } catch (const WireError&) {
+    throw;
+  } catch (const TransportError&) {
     throw;
   } catch (const std::exception& error) {
     stream->Write(encode_error(error.what()));
     return {grpc::StatusCode::ABORTED, "the environment failed"};
   }
+  return grpc::Status::OK;
 }
 
-// The learner's; none if it has just gone.
-std::optional<wire::AgentHello> EnvServer::State::read_hello(
-    grpc::ServerContext* context, ServedStream* stream) {
-  const StreamServer::HelloDeadline deadline(&server, context);
-  grpc::ByteBuffer message;
-  if (!stream->Read(&message)) return std::nullopt;
-  wire::AgentMessage agent = decode_agent_message(&message);
-  if (!agent.has_hello()) throw WireError("an action before the hello");
-  if (agent.hello().version() != kWireVersion) {
-    throw Refusal{{grpc::StatusCode::FAILED_PRECONDITION,
-                   version_refusal("the learner", agent.hello().version())}};
+void EnvServer::State::run_stream(grpc::ServerContext* context,
+                                  ServedConnection& connection) {
+  wire::AgentHello agent;
+  {
+    const StreamServer::HelloDeadline deadline(&server, context);
+    agent = connection.expect_agent_hello();
   }
-  return std::move(*agent.mutable_hello());
-}
-
-grpc::Status EnvServer::State::run_stream(grpc::ServerContext* context,
-                                          ServedStream* stream) {
-  const std::optional<wire::AgentHello> agent = read_hello(context, stream);
-  if (!agent) return grpc::Status::CANCELLED;
   struct Serving {
     Serving(State* server, std::string peer) : state(*server) {
       MutexLock lock(state.mutex);
@@ -96,22 +88,23 @@ grpc::Status EnvServer::State::run_stream(grpc::ServerContext* context,
   };
   const Serving serving(this, context->peer());
   Stepper stepper(factory, &serving.here->activity);
-  stepper.begin(*agent);
+  stepper.begin(agent);
   const auto write_step = [&] {
     bytes_sent += stepper.newest_step().Length();
     bytes_copied += stepper.newest_bytes_copied();
-    return stream->Write(stepper.newest_step());
+    connection.write(stepper.newest_step());
   };
   wire::EnvMessage hello;
   *hello.mutable_hello() = stepper.hello();
-  if (!stream->Write(encode(hello)) || !write_step()) return grpc::Status::CANCELLED;
-  grpc::ByteBuffer message;
-  while (stream->Read(&message)) {
-    stepper.step(&message);
+  connection.write(encode(hello));
+  write_step();
+  grpc::ByteBuffer action;
+  while (true) {
+    connection.read(&action);
+    stepper.step(&action);
     num_steps += static_cast<uint64_t>(stepper.num_envs());
-    if (!write_step()) break;
+    write_step();
   }
-  return grpc::Status::OK;
 }
 
 // --- The server

@@ -119,20 +119,23 @@ grpc::Status StreamServer::State::serve(grpc::ServerContext* context,
   grpc::Status status;
   try {
     if (!has_token(*context)) {
-      throw Refusal{{grpc::StatusCode::UNAUTHENTICATED,
-                     "it wants a token, and the one given is missing or "
-                     "wrong"}};
+      status = {grpc::StatusCode::UNAUTHENTICATED,
+                "it wants a token, and the one given is missing or wrong"};
+    } else if (count.now > options.max_streams) {
+      status = {grpc::StatusCode::RESOURCE_EXHAUSTED,
+                "this server has its " + std::to_string(options.max_streams) +
+                    " streams already"};
+    } else {
+      return handler(context, stream);
     }
-    if (count.now > options.max_streams) {
-      throw Refusal{{grpc::StatusCode::RESOURCE_EXHAUSTED,
-                     "this server has its " + std::to_string(options.max_streams) +
-                         " streams already"}};
-    }
-    return handler(context, stream);
-  } catch (const Refusal& refusal) {
-    status = refusal.status;
+  } catch (const RefusedError& error) {
+    status = {grpc::StatusCode::FAILED_PRECONDITION, error.what()};
   } catch (const WireError& error) {
     status = {grpc::StatusCode::INVALID_ARGUMENT, error.what()};
+  } catch (const BusyError& error) {
+    status = {grpc::StatusCode::RESOURCE_EXHAUSTED, error.what()};
+  } catch (const TransportError& error) {
+    return {grpc::StatusCode::UNAVAILABLE, error.what()};
   }
   ++num_refused;
   if (options.on_refusal) options.on_refusal(context->peer(), status);

@@ -25,16 +25,15 @@ struct StreamServerOptions {
   std::function<void(const std::string&, const grpc::Status&)> on_refusal;
 };
 
-// Thrown by a handler to turn its stream away.
-struct Refusal {
-  grpc::Status status;
-};
-
-// Thread-safe.
+// Thread-safe. Owns the streams' threads.
 class StreamServer {
  public:
-  // Calls `handler` in a thread of its own for each stream that shows the token. It may
-  // throw Refusal and WireError, which becomes INVALID_ARGUMENT; both are counted.
+  // Calls `handler` in a thread of its own for each stream that shows the token. What
+  // it throws becomes the stream's status, and counts as a refusal, but for the last:
+  //   RefusedError    FAILED_PRECONDITION
+  //   WireError       INVALID_ARGUMENT
+  //   BusyError       RESOURCE_EXHAUSTED
+  //   TransportError  UNAVAILABLE
   // Throws std::invalid_argument on a bad address or insufficient security.
   StreamServer(const char* method, StreamService::Handler handler,
                StreamServerOptions options);

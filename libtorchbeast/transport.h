@@ -37,6 +37,12 @@ class RefusedError : public TransportError {
   explicit RefusedError(const std::string& message) : TransportError(message, false) {}
 };
 
+// One side can't take the other now: it has all streams that it may have, ...
+class BusyError : public TransportError {
+ public:
+  explicit BusyError(const std::string& message) : TransportError(message, true) {}
+};
+
 // "unix:/tmp/polybeast.0" or "host:port", "[::1]:port".
 class Address {
  public:

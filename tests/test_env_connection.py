@@ -288,7 +288,7 @@ def test_settings_that_break_the_rules(tmp_path):
             pytest.raises(RuntimeError, match="setting"),
         ):
             probe(server.address)
-    with pytest.raises(ValueError, match="no spaces"):
+    with pytest.raises(ValueError, match="has spaces"):
         probe(f"unix:{tmp_path}/s", expected={"spaces": 1})
 
 

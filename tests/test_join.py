@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import certificates
@@ -324,6 +325,20 @@ def test_an_unusable_hello_is_not_the_measure(address):
 def test_a_factory_that_raises(address):
     with pytest.raises(RuntimeError, match="FileNotFoundError: no ROM here"):
         Client(servers.FailingToStart, address).run()
+
+
+def test_a_first_connection_is_no_reconnect(address):
+    client = Client(Coded, address)
+    thread = threading.Thread(target=client.run)
+    thread.start()
+    while not client.stats()["last_error"]:  # nobody listens
+        time.sleep(0.01)
+    with listening(address) as listener, joined(listener) as run:
+        play(run, {}, 1)
+        assert client.stats()["num_reconnects"] == 0
+        assert run.pool.stats()["num_reconnects"] == 0
+    client.stop()
+    thread.join()
 
 
 def test_no_learner(address):

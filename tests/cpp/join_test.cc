@@ -646,7 +646,7 @@ TEST_F(JoinTest, StrangersAreRefused) {
       contains(refusal(CountingEnvironment(1, 2, false).hello(), good), "truncated"));
   wire::EnvHello hello = environment.hello();
   hello.set_version(1);
-  EXPECT_TRUE(contains(refusal(hello, good), "the environment speaks version 1"));
+  EXPECT_TRUE(contains(refusal(hello, good), "speaks version 1 of the protocol"));
   EXPECT_TRUE(
       contains(refusal(hello_of(environment, std::string(65, 'x'), 0), good), "65"));
   EXPECT_TRUE(contains(refusal(hello_of(environment, "x", uint64_t{1} << 63), good),
