@@ -13,7 +13,7 @@ from torchbeast.core import atari_wrappers
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.connection_flags import uses_tls
 
-DIAL_SECONDS = 5.0  # time limit of each step of a handshake
+CONNECT_SECONDS = 5.0  # time limit of each step of a handshake
 
 
 def environment_settings(flags: argparse.Namespace) -> dict[str, str]:
@@ -70,7 +70,7 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
     host = host.strip("[]")
     with contextlib.suppress(OSError):
         for _ in range(2):  # a listener that just exits also closes, but only once
-            plain = socket.create_connection((host, int(port)), DIAL_SECONDS)
+            plain = socket.create_connection((host, int(port)), CONNECT_SECONDS)
             with plain:
                 if not uses_tls(flags):
                     return _tls_unwanted(plain)
