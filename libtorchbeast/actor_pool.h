@@ -10,8 +10,8 @@
 // from the environment into the message. Memory of rollouts is used again once the
 // learner's batch is made.
 //
-// Inputs of the batcher share memory with the rollout: whoever infers must not write
-// into them.
+// Inputs of the batcher share memory with the rollout. Inference must not write into
+// them.
 
 #pragma once
 

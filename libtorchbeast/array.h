@@ -123,8 +123,8 @@ using SpecNest = nest::Nest<ArraySpec>;
 // below 9 times the most that was in use at once; then it gives free blocks back to the
 // system. Thread-safe.
 //
-// A block is used again as soon as no array is in it. So whoever copies from it without
-// waiting, as a GPU does from pinned memory, keeps the array until the copy is done.
+// A block is used again as soon as no array is in it. If a copy from it runs on its
+// own, as a GPU's from pinned memory, keep the array until the copy is done.
 class MemoryPool {
  public:
   struct Block {

@@ -43,7 +43,7 @@ struct DynamicBatcher::Batch::State {
     MutexLock lock(mutex);
     return answered;
   }
-  // For whoever comes first; std::runtime_error for all others.
+  // Succeeds for the first caller; std::runtime_error for all others.
   void claim() TB_EXCLUDES(mutex) {
     MutexLock lock(mutex);
     if (answered) throw_answered();

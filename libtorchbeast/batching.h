@@ -57,14 +57,14 @@ struct BatchingOptions {
   std::optional<Milliseconds> timeout;
   // Items: how many may wait before enqueue (or compute) blocks; none: any number.
   std::optional<size_t> maximum_queue_size;
-  // Whether faulty items are refused when they come in, which tells who brought them,
-  // or only found when their batch is made, which then fails as a whole. Without it,
+  // If true, a faulty item is refused when it comes in, and its caller gets the error.
+  // If false, it is found when its batch is made, and the whole batch fails. Then
   // the arrays of an answer may also have more entries than the batch, which are
   // ignored: a consumer may pad.
   bool check = true;
   // Makes the memory of batches; answers are in ordinary memory. A batch's memory is
-  // used again as soon as no Array in it is left. So whoever lets a GPU copy from it
-  // holds the Array until that copy is done.
+  // used again as soon as no Array in it is left. If a GPU copies from it, hold
+  // the Array until that copy is done.
   MemoryPool::Allocator allocator;
 };
 

@@ -31,7 +31,7 @@ std::string random_id() {
   return id;
 }
 
-// Ends the client's thread in peace.
+// Ends the client's thread without an error.
 struct Stopped {};
 
 }  // namespace
@@ -190,7 +190,7 @@ void EnvClient::State::send_step(DialledConnection& connection,
 }
 
 void EnvClient::State::after_loss(const TransportError& error) {
-  lost_before = newest_number > 0;  // not if the first dials were in vain
+  lost_before = newest_number > 0;  // not if it was never connected
   MutexLock lock(mutex);
   last_error = error.what();
   if (stopping) throw Stopped();

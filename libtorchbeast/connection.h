@@ -1,4 +1,4 @@
-// One stream, whoever has dialled.
+// One stream, seen from either side.
 
 #pragma once
 
@@ -32,7 +32,7 @@ class Connection {
   Connection(const Connection&) = delete;
 
   // Throw TransportError if the stream is lost or cancelled, RefusedError if the other
-  // side says no, and read() Left if it has ended its side in peace.
+  // side says no, and read() Left if it has ended its side without an error.
   void write(const grpc::ByteBuffer& message);
   void read(grpc::ByteBuffer* message);
   struct Left {};
@@ -83,7 +83,8 @@ class Connection {
   std::atomic<const char*> cancel_reason_{nullptr};
 };
 
-// By who dials: the learner to an environment server, or an environment to the learner.
+// Opened by this process: the learner connects to an environment server, or an
+// environment to the learner.
 class DialledConnection : public Connection {
  public:
   // Throws std::invalid_argument if `security` does not suffice. `peer` goes before the
@@ -92,11 +93,12 @@ class DialledConnection : public Connection {
                     const char* method, const std::string& peer);
   ~DialledConnection() override;
 
-  // Dials; may be cancelled already. Throws TransportError if nobody listens at a unix
-  // socket, or another user.
+  // Connects; may be cancelled already. Throws TransportError if nobody listens at a
+  // unix socket, or another user.
   void open();
 
-  // Ends this side in peace and waits for the end of the other. Throws as read().
+  // Ends this side without an error and waits for the end of the other. Throws as
+  // read().
   void leave();
 
  private:

@@ -72,7 +72,7 @@ class DialledStreams {
   // `is_final`: the server refuses this learner; rethrown if all do.
   void after(Event::Kind kind, std::string text, bool is_final) {
     if (shared_.closing) throw Stopped();
-    // Dialling in vain again and again is one event.
+    // Attempts that fail one after the other are one event.
     const bool is_news = was_connected_ || (text != last_text_ &&
                                             (kind != Event::kLost || was_cancelled_ ||
                                              Clock::now() - began_ > kQuietStart));

@@ -20,8 +20,8 @@
 
 namespace torchbeast {
 
-// One caller of DynamicBatcher::compute, who waits for an answer. The caller holds it
-// and so does the batch: the last one lets it go.
+// A call of DynamicBatcher::compute that waits for its answer. Owned by the caller and
+// the batch together.
 class Call {
  public:
   // The first answer counts, later ones are ignored.
@@ -77,8 +77,8 @@ struct Item {
 //   consumer is on its way at a time; it takes all that fits into its batch, and wakes
 //   the next if there is more. So items that arrive close together share a batch, and
 //   no crowd runs for one item.
-// - Who leaves without doing what it may have been woken for (an interrupt, a faulty
-//   item) wakes the next.
+// - A consumer that leaves without its item (an interrupt, a faulty item) wakes the
+// next.
 // - Items move in and out under the lock; arrays are copied and destroyed outside.
 class ItemQueue {
  public:
@@ -94,7 +94,7 @@ class ItemQueue {
   std::vector<Item> take(const Interrupt& interrupt,
                          std::shared_ptr<Calls>* calls = nullptr) TB_EXCLUDES(mutex_);
   void forget(const std::shared_ptr<Calls>& calls) TB_EXCLUDES(mutex_);
-  // Takes back the item of a caller who leaves, if it still waits.
+  // Takes back the item of a caller that leaves, if it still waits.
   void withdraw(const Call* call) TB_EXCLUDES(mutex_);
 
   // Joins items into a batch. std::invalid_argument if `check` is off and there is

@@ -36,7 +36,7 @@ void keep_differing(wire::EnvHello* a, wire::EnvHello* b) {
   }
 }
 
-// What it is, without who it is and without its settings, which are as expected.
+// The hello without stream_id and settings: equal for environments of one kind.
 std::string without_identity(wire::EnvHello hello) {
   hello.clear_settings();
   hello.clear_stream_id();

@@ -67,7 +67,7 @@ class Listener {
   // hello are refused with the reason, and so are others that come with it. probe()
   // then waits for another.
   void refuse(const wire::EnvHello& hello, const std::string& reason);
-  // Who was refused, and which environments have raised in place of a hello.
+  // Refused peers, and environments that raised in place of a hello.
   EventLog& events();
 
   // --- For pools

@@ -24,7 +24,7 @@
 
 namespace torchbeast {
 
-// Ends a stream's thread in peace.
+// Ends a stream's thread without an error.
 struct Stopped {};
 
 // Thread-safe.

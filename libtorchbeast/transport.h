@@ -62,7 +62,7 @@ class Address {
   int port_ = 0;
 };
 
-// How one side shows who it is and what it asks of the other.
+// How one side proves its identity, and what proof it asks of the other.
 struct Security {
   // TLS, for host:port. Any of the next four asks for it, too. Contents of PEM files.
   bool tls = false;
@@ -105,8 +105,8 @@ void set_arguments(grpc::ServerBuilder* builder);
 extern const char kStreamMethod[];  // of EnvServer
 extern const char kJoinMethod[];    // of Learner
 
-// What who dials has, and who was dialled. Which of them is the learner, the method
-// says.
+// The two ends of a stream: the one that connected, and the one that listened. The
+// method says which of them is the learner.
 using DialledStream = grpc::ClientReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
 using ServedStream = grpc::ServerReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
 

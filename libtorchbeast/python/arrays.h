@@ -1,11 +1,11 @@
 // Arrays of NumPy and torch as arrays of the core, and back.
 //
 // Going in, C-contiguous memory is shared: the core holds a reference to the Python
-// object, and whoever writes into it before the core is done with it changes what the
-// core sees. Other strides, foreign byte orders and read-only memory are copied (what
-// comes out again can be written to).
+// object. A write before the core is done with it changes what the core sees. Other
+// strides, foreign byte orders and read-only memory are copied (what comes out again
+// can be written to).
 //
-// Coming out, memory is always shared: a torch tensor where torch is imported, else a
+// Coming out, memory is always shared: a torch tensor if torch is imported, else a
 // NumPy array.
 //
 // torch is never imported here, and NumPy only when the first array comes by.

@@ -28,8 +28,8 @@ Dropped& dropped() {
 
 struct Ending {
   std::atomic<bool> began{false};
-  // Threads on their way to the GIL. Who has counted itself here before the end began
-  // gets it: the end waits for that.
+  // Threads on their way to the GIL. The end waits until each thread that counted
+  // itself here before has got it.
   std::atomic<int> waiting{0};
   std::thread::id thread;  // the one that ends the interpreter; set before `began`
 };
@@ -90,7 +90,7 @@ void end() {
   Ending& end = ending();
   end.thread = std::this_thread::get_id();
   end.began = true;
-  // Who waits for the GIL asks for it every 5 ms, and gets it here.
+  // A thread that waits for the GIL asks for it every 5 ms, and gets it here.
   const auto deadline = Clock::now() + Milliseconds(1000);
   while (end.waiting > 0 && Clock::now() < deadline) {
     WithoutGil no_gil;

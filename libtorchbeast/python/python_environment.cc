@@ -35,8 +35,9 @@ std::string describe(const py::error_already_set& error) {
   }
 }
 
-// Keeps the Python side of this thread, which else would be made anew for every step,
-// and with it what Python code keeps per thread. REQUIRES, of both: the GIL is held.
+// Keeps Python's state of this thread, and so the variables that Python code keeps per
+// thread. Without it every step would make a new one. REQUIRES, of both: the GIL is
+// held.
 class ThreadState {
  public:
   ThreadState() : state_(PyGILState_Ensure()) {}

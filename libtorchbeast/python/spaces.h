@@ -22,7 +22,7 @@ namespace py = pybind11;
 // that is none of Box, Discrete, MultiDiscrete, MultiBinary, Tuple and Dict.
 wire::Space observation_space(py::handle space);
 
-// The space of an observation, where the environment does not tell: a Box without
+// The space of an observation, if the environment has none: a Box without
 // bounds for every array or number.
 wire::Space space_of_observation(py::handle observation);
 
