@@ -182,7 +182,7 @@ def test_sync_refuses_flags_that_break_the_promise(savedir):
     flags = {**SYNC, "total_steps": 60}
     runs.run(savedir, "a", **flags)
     output = fails(savedir, "a", num_actors=3, total_steps=120)
-    assert "--num_actors 2 -> 3 is not possible" in output
+    assert "can't change --num_actors 2 -> 3" in output
     runs.run(savedir, "a", total_steps=120)
     assert len(runs.read_logs(savedir, "a")) == 12
     runs.run(savedir, "b", **{**runs.SMALL, "total_steps": 60})

@@ -281,7 +281,7 @@ TWO_NUMBERS = {
     "huge": ("FLOAT64", [2**26], "larger than a message"),
 }
 NUMBERS = {
-    "version": (1, "the environment speaks version 1 of the protocol"),
+    "version": (1, "speaks version 1 of the protocol"),
     "num_envs": (0, "num_envs is 0"),
     "num_envs ": (65536, "num_envs is 65536, allowed are 1 to 16384"),
     "first_step": (2**63, "first_step"),
