@@ -6,6 +6,7 @@ every message, and can lose connections when it wants to. At the end the real on
 
 import ast
 import contextlib
+import fcntl
 import functools
 import itertools
 import math
@@ -32,10 +33,6 @@ ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "examples" / "clients"
 PROTO = ROOT / "libtorchbeast" / "proto"
 SECONDS = 30  # for what takes a moment
-
-
-# In one process: they build one program in one folder.
-pytestmark = pytest.mark.xdist_group("example_clients")
 
 
 # --- The clients ----------------------------------------------------------------------
@@ -69,12 +66,15 @@ def program():
     if subprocess.run(["pkg-config", "grpc++", "protobuf"]).returncode != 0:
         runs.skip("the C++ client needs gRPC's and protobuf's C++ libraries")
     folder = ROOT / "build" / "cartpole"
-    for command in (
-        ["cmake", "-S", CLIENTS / "cpp", "-B", folder],
-        ["cmake", "--build", folder],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other workers of pytest build it, too
+        for command in (
+            ["cmake", "-S", CLIENTS / "cpp", "-B", folder],
+            ["cmake", "--build", folder],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
     return folder / "cartpole"
 
 

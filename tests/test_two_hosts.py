@@ -24,10 +24,7 @@ from test_polybeast_faults import (
     rows_of,
 )
 
-pytestmark = [
-    pytest.mark.timeout(300),  # cuts take their time on a busy machine, too
-    pytest.mark.xdist_group("two_hosts"),  # one after the other: the link is watched
-]
+pytestmark = pytest.mark.timeout(300)  # cuts take their time on a busy machine, too
 
 SERVERS, LEARNERS = "10.213.0.1", "10.213.0.2"
 _numbers = itertools.count()
