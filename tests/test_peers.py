@@ -322,15 +322,15 @@ def assert_refused(wire, address, *, begun):
     begun: environments play already; of what only the learner can't use, the refusal
         says then that it differs.
     """
-    count = 0
-    for count, (name, hello, words) in enumerate(unusable_hellos(wire), 1):  # noqa: B007 # used after the loop
+    hellos = list(unusable_hellos(wire))
+    for name, hello, words in hellos:
         with Peer(address) as peer:
             peer.send(wire.EnvMessage(hello=hello).SerializeToString())
             peer.send(encode_row(wire, make_row(0)))
             code, text = peer.status()
         assert code in ("INVALID_ARGUMENT", "FAILED_PRECONDITION"), (name, code, text)
         assert words in text or (begun and "differ" in text), (name, text)
-    return count
+    return len(hellos)
 
 
 def bad_rows(wire):

@@ -13,12 +13,12 @@ if __name__ == "__main__":
     from torchbeast.core import processes
 
     processes.exit_on_stop_signals()  # the learner's imports take seconds
+    processes.require("libtorchbeast")
 
 # The learner, and with it torch, is imported late: server processes import this file.
 import argparse
 import multiprocessing as mp
 import secrets
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -103,10 +103,6 @@ def check_servers(servers: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
-    try:
-        import libtorchbeast  # noqa: F401
-    except ImportError as error:
-        sys.exit(str(error))  # says what to install
     from torchbeast.core import flags as flags_lib
     from torchbeast.core import resume, script
     from torchbeast.evaluate import evaluate

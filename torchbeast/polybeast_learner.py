@@ -19,6 +19,7 @@ if __name__ == "__main__":
     from torchbeast.core import processes
 
     processes.exit_on_stop_signals()  # the imports below take seconds
+    processes.require("libtorchbeast")
 
 import argparse
 import functools
@@ -32,13 +33,6 @@ from multiprocessing import connection
 from typing import Any
 
 import torch
-
-try:
-    import libtorchbeast  # noqa: F401 # if missing, its error says what to install
-except ImportError as error:
-    if __name__ != "__main__":
-        raise
-    sys.exit(str(error))
 
 from torchbeast.core import devices, processes, prof, resume, rollout, script
 from torchbeast.core import flags as flags_lib

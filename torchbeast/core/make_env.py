@@ -168,7 +168,8 @@ class MinAtarGame(gymnasium.Wrapper):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        self.unwrapped.game.last_action = 0  # type: ignore[attr-defined] # MinAtar's
+        game: Any = self.get_wrapper_attr("game")
+        game.last_action = 0
         return self.env.reset(seed=seed, options=options)
 
 

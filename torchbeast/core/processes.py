@@ -16,6 +16,7 @@ environment has started can be killed with it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -51,6 +52,14 @@ def exit_on_stop_signals() -> None:
     """Makes stop signals end the process at once; for the imports of a script."""
     for number in handled_signals():
         signal.signal(number, _exit_at_once)
+
+
+def require(module: str) -> None:
+    """Ends the process if a module is missing; its error says what to install."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        sys.exit(str(error))
 
 
 def _exit_at_once(number: int, frame: FrameType | None) -> None:

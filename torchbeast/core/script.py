@@ -17,17 +17,15 @@ def open_missing_streams() -> None:
     Otherwise the next opened file, such as a checkpoint, could get the descriptor of
     stderr, and C code would write its messages into it.
     """
-    for number in (0, 1, 2):
+    streams = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+    for number, (name, mode) in enumerate(streams):
         try:
             os.fstat(number)
         except OSError:
             opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
             os.set_inheritable(opened, True)
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            with contextlib.suppress(OSError):
-                stream = open(os.devnull, mode)  # noqa: SIM115 # never closed
-                setattr(sys, name, stream)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 class Outcome:
