@@ -126,7 +126,11 @@ class RMSProp(torch.optim.Optimizer):
         super().__init__(params, settings)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for weight in group["params"]:
                 gradient = weight.grad
@@ -146,22 +150,29 @@ class RMSProp(torch.optim.Optimizer):
                     weight.sub_(buffer)
                 else:
                     weight.addcdiv_(gradient, root, value=-group["lr"])
+        return loss
 
 
 def make_optimizer(
     model: torch.nn.Module, flags: Any
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """RMSProp with a learning rate that falls linearly to 0 over flags.total_steps.
+    """The optimizer; its learning rate falls linearly to 0 over flags.total_steps.
 
     The scheduler counts updates. One update uses batch_size · unroll_length steps.
     """
-    optimizer = RMSProp(
-        model.parameters(),
-        lr=flags.learning_rate,
-        momentum=flags.momentum,
-        eps=flags.epsilon,
-        alpha=flags.alpha,
-    )
+    optimizer: torch.optim.Optimizer
+    if flags.optimizer == "adam":
+        optimizer = torch.optim.Adam(
+            model.parameters(), lr=flags.learning_rate, eps=flags.epsilon
+        )
+    else:
+        optimizer = RMSProp(
+            model.parameters(),
+            lr=flags.learning_rate,
+            momentum=flags.momentum,
+            eps=flags.epsilon,
+            alpha=flags.alpha,
+        )
 
     def share_left(update: int) -> float:
         step = update * flags.batch_size * flags.unroll_length

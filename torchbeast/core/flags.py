@@ -201,9 +201,10 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
 
     add = parser.add_argument_group("optimizer").add_argument
     add("--learning_rate", type=float, default=0.0006, help="falls linearly to 0")
-    add("--alpha", type=float, default=0.99, help="RMSProp smoothing")
-    add("--momentum", type=float, default=0.0, help="RMSProp momentum")
-    add("--epsilon", type=float, default=0.01, help="RMSProp epsilon")
+    add("--optimizer", choices=("rmsprop", "adam"), default="rmsprop")
+    add("--alpha", type=float, default=0.99, help="RMSProp's smoothing")
+    add("--momentum", type=float, default=0.0, help="RMSProp's momentum")
+    add("--epsilon", type=float, default=0.01, help="the optimizer's ε")
     add(
         "--grad_norm_clipping",
         type=float,
