@@ -6,8 +6,8 @@ import torch
 from gymnasium import spaces
 
 from torchbeast import monobeast
+from torchbeast.core import checkpoint, rollout, vtrace
 from torchbeast.core import flags as flags_lib
-from torchbeast.core import rollout, vtrace
 from torchbeast.core.env_spec import EnvSpec
 from torchbeast.learner import Learner, impala_loss, learn
 
@@ -76,6 +76,34 @@ def test_the_order_of_the_rollouts_does_not_count(lstm):
         assert other_row[name] == pytest.approx(row[name], rel=1e-5), name
     for x, y in zip(learner.model.parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adam"])
+def test_updates_per_batch(optimizer):
+    """Three updates from one batch are three batches, but for what they count."""
+    argv = ("--optimizer", optimizer, "--total_steps", "1000000000000")
+    learner = make_learner(*argv)
+    batch, state = make_batch(learner)
+    for _ in range(3):
+        learn(learner, batch, state)
+    other = make_learner(*argv, "--updates_per_batch", "3")
+    row = learn(other, batch, state)
+    for x, y in zip(learner.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+    assert other.num_updates == 3
+    assert row["step"] == other.step == T * B
+    assert row["episodes"] == sum(t > 0 for t, _ in BEGINS)
+    assert other.scheduler.last_epoch == 1
+
+
+def test_a_run_keeps_its_optimizer():
+    learner = make_learner("--optimizer", "adam")
+    state = {**learner.state_dict(), "flags": learner.flags.as_dict()}
+    with pytest.raises(checkpoint.CheckpointError, match="--optimizer adam"):
+        make_learner("--optimizer", "rmsprop").load_state_dict(state)
+    del state["flags"]["optimizer"]  # of a version that had RMSProp alone
+    with pytest.raises(checkpoint.CheckpointError, match="--optimizer rmsprop"):
+        learner.load_state_dict(state)
 
 
 @LSTM

@@ -10,6 +10,7 @@ from torchbeast.learner import make_optimizer
 
 def make_flags(**changes):
     flags = {
+        "optimizer": "rmsprop",
         "learning_rate": 0.05,
         "momentum": 0.3,
         "epsilon": 0.02,
@@ -48,6 +49,24 @@ def test_steps_of_rmsprop(momentum):
         rate = flags.learning_rate * (1 - number / 10)
         buffer = momentum * buffer + rate * g / np.sqrt(square + flags.epsilon)
         w = w - buffer
+        np.testing.assert_allclose(model.weight.detach(), w, rtol=1e-12)
+
+
+def test_steps_of_adam():
+    """Kingma and Ba 2015, algorithm 1, with the same falling learning rate."""
+    flags = make_flags(optimizer="adam")
+    model, optimizer, scheduler = make(flags)
+    w = model.weight.detach().numpy().copy()
+    mean, square = np.zeros_like(w), np.zeros_like(w)
+    for number in range(4):
+        x = torch.randn(6, 4, dtype=torch.float64)
+        update(model, optimizer, scheduler, x)
+        g = model.weight.grad.numpy()
+        mean = 0.9 * mean + 0.1 * g
+        square = 0.999 * square + 0.001 * g**2
+        root = np.sqrt(square / (1 - 0.999 ** (number + 1))) + flags.epsilon
+        rate = flags.learning_rate * (1 - number / 10)
+        w = w - rate * mean / (1 - 0.9 ** (number + 1)) / root
         np.testing.assert_allclose(model.weight.detach(), w, rtol=1e-12)
 
 

@@ -1,7 +1,8 @@
 """Learning: the loss, the optimizer and one update.
 
 Both variants use this file. Read it top to bottom: impala_loss, RMSProp,
-make_optimizer, Learner, learn. V-trace is in core/vtrace.py, the model in model.py.
+make_optimizer, Learner, update, learn. V-trace is in core/vtrace.py, the model in
+model.py.
 """
 
 import collections
@@ -158,7 +159,7 @@ def make_optimizer(
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
     """The optimizer; its learning rate falls linearly to 0 over flags.total_steps.
 
-    The scheduler counts updates. One update uses batch_size · unroll_length steps.
+    The scheduler counts batches of batch_size · unroll_length steps.
     """
     optimizer: torch.optim.Optimizer
     if flags.optimizer == "adam":
@@ -174,8 +175,8 @@ def make_optimizer(
             alpha=flags.alpha,
         )
 
-    def share_left(update: int) -> float:
-        step = update * flags.batch_size * flags.unroll_length
+    def share_left(batch: int) -> float:
+        step = batch * flags.batch_size * flags.unroll_length
         return 1.0 - min(step, flags.total_steps) / flags.total_steps
 
     return optimizer, LambdaLR(optimizer, share_left)
@@ -230,6 +231,13 @@ class Learner:
           CheckpointError: it does not fit this model and optimizer.
         """
         checkpoint.check_fit(state["model_state_dict"], self.model)
+        optimizer = state["flags"].get("optimizer", "rmsprop")
+        if optimizer != self.flags.optimizer:
+            raise checkpoint.CheckpointError(
+                f"the checkpoint is of a run with --optimizer {optimizer}, and this "
+                f"run has --optimizer {self.flags.optimizer}. A run keeps its "
+                "optimizer: give the checkpoint's, or choose another --xpid"
+            )
         try:
             self._load_state_dict(state)
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -250,10 +258,10 @@ class Learner:
                 "param_groups"
             ]
             self.optimizer.load_state_dict(optimizer_state)
-            updates = self.step // (self.flags.batch_size * self.flags.unroll_length)
+            batches = self.step // (self.flags.batch_size * self.flags.unroll_length)
             with warnings.catch_warnings():  # about steps of the schedule alone
                 warnings.simplefilter("ignore", UserWarning)
-                for _ in range(updates):
+                for _ in range(batches):
                     self.scheduler.step()
         else:
             self.optimizer.load_state_dict(optimizer_state)
@@ -273,17 +281,16 @@ class Learner:
         return statistics.fmean(self.game_returns) if self.game_returns else None
 
 
-def learn(
+def update(
     learner: Learner, batch: dict[str, Nested], initial_state: State
-) -> dict[str, Any]:
-    """One update from one batch [T + 1, B, ...]. Returns a row for logs.csv.
+) -> dict[str, float]:
+    """One step of the optimizer. Returns the scalars of the loss and the gradient.
 
     Raises:
       FloatingPointError: the loss or the gradient is not finite: then the model is
         unchanged. Or the new weights are not finite: then the learner is unusable.
     """
     flags = learner.flags
-    learning_rate = learner.scheduler.get_last_lr()[0]
     outputs, _ = learner.model(batch, initial_state)
     auxiliary_losses = learner.model.auxiliary_losses(batch, outputs)
     loss, stats = impala_loss(
@@ -313,12 +320,29 @@ def learn(
             f"the update at step {learner.step} made weights that are not finite, "
             "from a finite loss and gradient. They are neither saved nor used: the "
             "same command resumes from the last checkpoint, if there is one. Lower "
-            f"--learning_rate (now {learning_rate:g}), or raise --epsilon (now "
-            f"{flags.epsilon:g})"
+            f"--learning_rate (now {learner.scheduler.get_last_lr()[0]:g}), or raise "
+            f"--epsilon (now {flags.epsilon:g})"
         )
+    learner.num_updates += 1
+    return scalars
+
+
+def learn(
+    learner: Learner, batch: dict[str, Nested], initial_state: State
+) -> dict[str, Any]:
+    """Learns from one batch [T + 1, B, ...]. Returns a row for logs.csv.
+
+    The batch is used for flags.updates_per_batch updates. V-trace corrects that the
+    policy has changed since the first.
+
+    Raises:
+      FloatingPointError: as update().
+    """
+    learning_rate = learner.scheduler.get_last_lr()[0]
+    for _ in range(learner.flags.updates_per_batch):
+        scalars = update(learner, batch, initial_state)
     learner.scheduler.step()
 
-    learner.num_updates += 1
     learner.step += batch["reward"][1:].numel()
     learner.ticks.append((time.perf_counter(), learner.step))
     learner.policy_lag = scalars["policy_lag"]

@@ -43,7 +43,8 @@ FREE_TO_CHANGE = OF_ONE_START | {
 # Flags that a resumed run with --sync may change: those that set how it learns from now
 # on. The others determine the games in progress and the order of updates.
 FREE_TO_CHANGE_IN_SYNC = FREE_TO_CHANGE | {
-    *("total_steps", "learning_rate", "alpha", "momentum", "epsilon"),
+    *("total_steps", "learning_rate", "updates_per_batch"),
+    *("alpha", "momentum", "epsilon"),
     *("grad_norm_clipping", "entropy_cost", "baseline_cost", "discounting"),
     *("reward_clipping", "sync", "clip_rho", "clip_pg_rho", "clip_c"),
     "trace_decay",
@@ -200,8 +201,14 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
     add("--trace_decay", type=float, default=1.0, help="V-trace's λ")
 
     add = parser.add_argument_group("optimizer").add_argument
-    add("--learning_rate", type=float, default=0.0006, help="falls linearly to 0")
     add("--optimizer", choices=("rmsprop", "adam"), default="rmsprop")
+    add("--learning_rate", type=float, default=0.0006, help="falls linearly to 0")
+    add(
+        "--updates_per_batch",
+        type=int,
+        default=1,
+        help="how often to learn from a batch; more need fewer steps, but more time",
+    )
     add("--alpha", type=float, default=0.99, help="RMSProp's smoothing")
     add("--momentum", type=float, default=0.0, help="RMSProp's momentum")
     add("--epsilon", type=float, default=0.01, help="the optimizer's ε")

@@ -54,6 +54,7 @@ RANGES: dict[str, Range] = {
     "num_actors": COUNT,
     "batch_size": COUNT,
     "unroll_length": COUNT,
+    "updates_per_batch": COUNT,
     "envs_per_actor": COUNT,
     "num_buffers": COUNT,
     "num_learner_threads": COUNT,
