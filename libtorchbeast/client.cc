@@ -89,7 +89,6 @@ struct EnvClient::State {
 };
 
 // --- The working thread
-// ---------------------------------------------------------------
 
 void EnvClient::State::work(std::optional<uint64_t> num_episodes) {
   std::exception_ptr caught;
@@ -208,7 +207,6 @@ void EnvClient::State::after_loss(const TransportError& error) {
 }
 
 // --- The client
-// -----------------------------------------------------------------------
 
 EnvClient::EnvClient(EnvironmentFactory factory, EnvClientOptions options)
     : state_(std::make_shared<State>(std::move(factory), std::move(options))) {}

@@ -31,7 +31,6 @@ void check_version(uint32_t version, const std::string& peer) {
 }  // namespace
 
 // --- What both have in common
-// ---------------------------------------------------------
 
 void Connection::write(const grpc::ByteBuffer& message) {
   const Waiting waiting(this);
@@ -82,7 +81,6 @@ void Connection::cancel_if_slow(Milliseconds limit, const char* reason) {
 }
 
 // --- Dialled
-// --------------------------------------------------------------------------
 
 DialledConnection::DialledConnection(const Address& address, const Security& security,
                                      const char* method, const std::string& peer)
@@ -147,7 +145,6 @@ void DialledConnection::throw_reason(bool) {
 }
 
 // --- Served
-// ---------------------------------------------------------------------------
 
 ServedConnection::ServedConnection(grpc::ServerContext* context, ServedStream* stream,
                                    const std::string& peer)

@@ -4,7 +4,6 @@
 #include <optional>
 #include <utility>
 
-#include "stream_server.h"
 #include "stream_spec.h"
 
 namespace torchbeast {
@@ -58,17 +57,21 @@ struct Listener::State {
       : max_streams(options.max_streams),
         seed(options.seed),
         expected(std::move(options.expected)),
-        // An environment may come back before its old connection is gone.
-        server(kJoinMethod,
-               [this](grpc::ServerContext* context, ServedStream* stream) {
-                 return serve(context, stream);
-               },
-               {std::move(options.address), std::move(options.security),
-                2 * options.max_streams, options.hello_timeout,
-                [this](const std::string& peer, const grpc::Status& status) {
-                  note(Event::kRefused, peer + ": " + status.error_message());
-                }}) {}
+        server(
+            kJoinMethod,
+            [this](grpc::ServerContext* context, ServedStream* stream) {
+              return serve(context, stream);
+            },
+            with_more_streams(std::move(options)),
+            [this](const std::string& peer, const grpc::Status& status) {
+              note(Event::kRefused, peer + ": " + status.error_message());
+            }) {}
 
+  // An environment may come back before its old connection is gone.
+  static StreamServerOptions with_more_streams(StreamServerOptions options) {
+    options.max_streams *= 2;
+    return options;
+  }
   grpc::Status serve(grpc::ServerContext* context, ServedStream* stream)
       TB_EXCLUDES(mutex);
   grpc::Status run_stream(grpc::ServerContext* context, ServedStream* stream)
@@ -108,7 +111,6 @@ struct Listener::State {
 };
 
 // --- One stream
-// -----------------------------------------------------------------------
 
 grpc::Status Listener::State::serve(grpc::ServerContext* context,
                                     ServedStream* stream) {
@@ -218,7 +220,6 @@ std::optional<wire::Seeding> Listener::State::next_seeding() {
 }
 
 // --- The listener
-// ---------------------------------------------------------------------
 
 Listener::Listener(ListenerOptions options)
     : state_(std::make_shared<State>(std::move(options))) {}
@@ -314,7 +315,6 @@ void Listener::detach() {
 }
 
 // --- Hellos
-// ---------------------------------------------------------------------------
 
 void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
   expected_.check(hello, peer);

@@ -16,19 +16,16 @@
 #include "connection.h"
 #include "events.h"
 #include "expected.h"
+#include "stream_server.h"
 #include "sync.h"
 #include "torchbeast.pb.h"
-#include "transport.h"
 
 namespace torchbeast {
 
-struct ListenerOptions {
-  std::string address;  // port 0: a free one
-  Security security;
-  int max_streams = 256;  // places for environments; more are refused
-  // How long an environment that has connected may take for its hello, which may need
-  // its first reset.
-  Milliseconds hello_timeout{60'000};
+// Those of a server; max_streams are the places for environments.
+struct ListenerOptions : StreamServerOptions {
+  ListenerOptions() { hello_timeout = Milliseconds(60'000); }  // it may need a reset
+
   // Of the run; none: streams get no seeding.
   std::optional<uint64_t> seed;
   ExpectedEnvironment expected;  // others are refused

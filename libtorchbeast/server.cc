@@ -10,19 +10,18 @@
 #include "codec.h"
 #include "connection.h"
 #include "stepper.h"
-#include "stream_server.h"
 
 namespace torchbeast {
 
 struct EnvServer::State {
-  State(EnvironmentFactory factory, EnvServerOptions options)
+  State(EnvironmentFactory factory, StreamServerOptions options)
       : factory(std::move(factory)),
-        server(kStreamMethod,
-               [this](grpc::ServerContext* context, ServedStream* stream) {
-                 return serve(context, stream);
-               },
-               {std::move(options.address), std::move(options.security),
-                options.max_streams, options.hello_timeout, nullptr}) {}
+        server(
+            kStreamMethod,
+            [this](grpc::ServerContext* context, ServedStream* stream) {
+              return serve(context, stream);
+            },
+            std::move(options)) {}
 
   grpc::Status serve(grpc::ServerContext* context, ServedStream* stream);
   // Until the learner ends the stream; throws Connection::Left then.
@@ -46,7 +45,6 @@ struct EnvServer::State {
 };
 
 // --- One stream
-// -----------------------------------------------------------------------
 
 grpc::Status EnvServer::State::serve(grpc::ServerContext* context,
                                      ServedStream* stream) {
@@ -108,7 +106,6 @@ void EnvServer::State::run_stream(grpc::ServerContext* context,
 }
 
 // --- The server
-// -----------------------------------------------------------------------
 
 void EnvServer::State::report_stuck() {
   if (!server.has_given_up() || stuck_reported.exchange(true)) return;
@@ -123,7 +120,7 @@ void EnvServer::State::report_stuck() {
   std::cerr << text + "\n" << std::flush;
 }
 
-EnvServer::EnvServer(EnvironmentFactory factory, EnvServerOptions options)
+EnvServer::EnvServer(EnvironmentFactory factory, StreamServerOptions options)
     : state_(std::make_shared<State>(std::move(factory), std::move(options))) {}
 
 EnvServer::~EnvServer() { stop(); }

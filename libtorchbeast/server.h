@@ -6,18 +6,10 @@
 #include <string>
 
 #include "environment.h"
+#include "stream_server.h"
 #include "sync.h"
-#include "transport.h"
 
 namespace torchbeast {
-
-struct EnvServerOptions {
-  std::string address = "unix:/tmp/polybeast";  // port 0: a free one
-  Security security;
-  int max_streams = 256;  // at once; more are refused
-  // How long a peer that has connected may stay silent.
-  Milliseconds hello_timeout{10'000};
-};
 
 struct EnvServerStats {
   uint64_t num_streams = 0;  // now
@@ -31,7 +23,7 @@ struct EnvServerStats {
 class EnvServer {
  public:
   // Throws std::invalid_argument on a bad address or insufficient security.
-  EnvServer(EnvironmentFactory factory, EnvServerOptions options);
+  EnvServer(EnvironmentFactory factory, StreamServerOptions options);
   ~EnvServer();  // stops
   EnvServer(const EnvServer&) = delete;
 

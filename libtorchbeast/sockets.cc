@@ -101,7 +101,6 @@ Descriptor::~Descriptor() {
 }
 
 // --- Listening
-// ------------------------------------------------------------------------
 
 ListeningSocket::ListeningSocket(const Address& address) {
   raise_descriptor_limit();
@@ -209,7 +208,6 @@ int ListeningSocket::accept(Milliseconds timeout) {
 }
 
 // --- Dialling
-// -------------------------------------------------------------------------
 
 int dial_unix(const Address& address, bool anybody) {
   const std::string place = "the socket " + address.to_string();

@@ -32,9 +32,11 @@ bool equal_secrets(const std::string& a, const std::string& b) {
 }  // namespace
 
 struct StreamServer::State {
-  State(const char* method, StreamService::Handler handler, StreamServerOptions options)
+  State(const char* method, StreamService::Handler handler, StreamServerOptions options,
+        OnRefusal on_refusal)
       : handler(std::move(handler)),
         options(std::move(options)),
+        on_refusal(std::move(on_refusal)),
         address(this->options.address),
         credentials(server_credentials(address, this->options.security)),
         service([this](grpc::ServerContext* context,
@@ -61,6 +63,7 @@ struct StreamServer::State {
 
   const StreamService::Handler handler;
   const StreamServerOptions options;
+  const OnRefusal on_refusal;
   const Address address;
   const std::shared_ptr<grpc::ServerCredentials> credentials;
   StreamService service;
@@ -95,7 +98,6 @@ thread_local const void* handling = nullptr;
 }  // namespace
 
 // --- One stream
-// -----------------------------------------------------------------------
 
 bool StreamServer::State::has_token(const grpc::ServerContext& context) const {
   if (options.security.token.empty()) return true;
@@ -138,7 +140,7 @@ grpc::Status StreamServer::State::serve(grpc::ServerContext* context,
     return {grpc::StatusCode::UNAVAILABLE, error.what()};
   }
   ++num_refused;
-  if (options.on_refusal) options.on_refusal(context->peer(), status);
+  if (on_refusal) on_refusal(context->peer(), status);
   return status;
 }
 
@@ -172,11 +174,11 @@ void StreamServer::State::watch() {
 }
 
 // --- The server
-// -----------------------------------------------------------------------
 
 StreamServer::StreamServer(const char* method, StreamService::Handler handler,
-                           StreamServerOptions options)
-    : state_(std::make_unique<State>(method, std::move(handler), std::move(options))) {}
+                           StreamServerOptions options, OnRefusal on_refusal)
+    : state_(std::make_unique<State>(method, std::move(handler), std::move(options),
+                                     std::move(on_refusal))) {}
 
 StreamServer::~StreamServer() = default;
 

@@ -19,10 +19,8 @@ struct StreamServerOptions {
   std::string address;  // port 0: a free one
   Security security;
   int max_streams = 256;  // at once; more are refused
-  // How long a peer that has connected may stay silent.
+  // How long a peer that has connected may take for its hello.
   Milliseconds hello_timeout{10'000};
-  // Called with the peer and the status, if not null, in the stream's thread.
-  std::function<void(const std::string&, const grpc::Status&)> on_refusal;
 };
 
 // Thread-safe. Owns the streams' threads.
@@ -34,9 +32,11 @@ class StreamServer {
   //   WireError       INVALID_ARGUMENT
   //   BusyError       RESOURCE_EXHAUSTED
   //   TransportError  UNAVAILABLE
-  // Throws std::invalid_argument on a bad address or insufficient security.
+  // Calls `on_refusal`, if not null, with the peer and the status in the stream's
+  // thread. Throws std::invalid_argument on a bad address or insufficient security.
+  using OnRefusal = std::function<void(const std::string&, const grpc::Status&)>;
   StreamServer(const char* method, StreamService::Handler handler,
-               StreamServerOptions options);
+               StreamServerOptions options, OnRefusal on_refusal = nullptr);
   ~StreamServer();  // REQUIRES: stop() was called
   StreamServer(const StreamServer&) = delete;
 

@@ -24,7 +24,6 @@ const char kStreamMethod[] = "/torchbeast.wire.EnvServer/Stream";
 const char kJoinMethod[] = "/torchbeast.wire.Learner/Join";
 
 // --- Addresses
-// ------------------------------------------------------------------------
 
 namespace {
 
@@ -89,7 +88,6 @@ std::string Address::to_string() const {
 }
 
 // --- Credentials
-// ----------------------------------------------------------------------
 
 namespace {
 
@@ -162,7 +160,6 @@ std::shared_ptr<grpc::ServerCredentials> server_credentials(const Address& addre
 }
 
 // --- Channels
-// -------------------------------------------------------------------------
 
 namespace {
 
@@ -223,7 +220,6 @@ void set_arguments(grpc::ServerBuilder* builder) {
 }
 
 // --- The service
-// ----------------------------------------------------------------------
 
 // What protoc's gRPC plugin writes for a method of two streams, with the messages left
 // as bytes: codec.h reads and writes them in place.

@@ -100,7 +100,6 @@ std::shared_ptr<grpc::Channel> make_channel(const Address& address,
 void set_arguments(grpc::ServerBuilder* builder);
 
 // --- The services
-// ---------------------------------------------------------------------
 
 extern const char kStreamMethod[];  // of EnvServer
 extern const char kJoinMethod[];    // of Learner

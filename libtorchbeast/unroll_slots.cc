@@ -66,7 +66,6 @@ void UnrollSlots::expire(Milliseconds maximum_downtime) {
 }
 
 // --- A lease
-// ---------------------------------------------------------------------------
 
 UnrollSlots::Lease::Lease(UnrollSlots* slots, Connection* connection,
                           const std::string& stream_id, bool between_episodes,

@@ -17,7 +17,15 @@ import servers
 import test_faults
 from certificates import Certificates
 
-from libtorchbeast import Client, Listener, RefusedError, Server, WireError, probe
+from libtorchbeast import (
+    Client,
+    Listener,
+    RefusedError,
+    Security,
+    Server,
+    WireError,
+    probe,
+)
 from torchbeast import polybeast_env, polybeast_learner
 from torchbeast.core import connection_flags
 from torchbeast.core.flags import FlagError
@@ -249,7 +257,7 @@ def test_a_socket_of_another_user_is_not_dialled():
         with subprocess.Popen(command, stdout=subprocess.PIPE) as squatter:
             assert squatter.stdout.readline() == b"there\n"
             with pytest.raises(RefusedError, match=f"belongs to user {NOBODY}"):
-                probe(address, SECONDS, token="secret")
+                probe(address, SECONDS, security=Security(token="secret"))
             assert squatter.stdout.readline() == b"0\n"  # it heard nothing
 
 
@@ -270,23 +278,23 @@ def test_nobody_is_taken_in_unseen(tmp_path):
     made.make("learner", "DNS:learner")
     identity = made.identity("learner")
     with pytest.raises(ValueError, match="anybody who reaches"):
-        Listener("0.0.0.0:0", **identity)
+        Listener("0.0.0.0:0", security=Security(**identity))
     for enough in (made.ca(), {"token": "x"}, {"insecure": True}):
-        Listener("0.0.0.0:0", **identity, **enough)
+        Listener("0.0.0.0:0", security=Security(**identity, **enough))
 
 
 def test_a_name_alone_asks_for_tls(tmp_path):
     """And without --tls_ca the system's authorities count."""
     made = Certificates(tmp_path)
     made.make("learner", "DNS:learner.example")
-    identity = made.identity("learner")
-    server = Server(servers.Coded, "127.0.0.1:0", **identity)
+    security = Security(**made.identity("learner"))
+    server = Server(servers.Coded, "127.0.0.1:0", security=security)
     server.start()
     name = {"tls_server_name": "learner.example"}
     dial = (
         "import json, sys, libtorchbeast;"
-        "security = json.loads(sys.argv[2]);"
-        "libtorchbeast.probe(sys.argv[1], **security)"
+        "security = libtorchbeast.Security(**json.loads(sys.argv[2]));"
+        "libtorchbeast.probe(sys.argv[1], security=security)"
     )
     trust = {"SSL_CERT_FILE": made.ca()["tls_ca"]}
     trust["GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"] = trust["SSL_CERT_FILE"]

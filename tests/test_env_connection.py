@@ -23,7 +23,7 @@ from servers import Coded, Run
 from test_actor_pool import act, initial_state
 from test_faults import wait_until
 
-from libtorchbeast import Client, Listener, RefusedError, Server, probe
+from libtorchbeast import Client, Listener, RefusedError, Security, Server, probe
 from torchbeast import polybeast_env, polybeast_learner
 from torchbeast.core import env_connection
 from torchbeast.core import flags as flags_lib
@@ -344,7 +344,7 @@ def test_why_tls_cannot_work(tls):
         ),
     ]
     for listens, dials, words in cases:
-        listener = Listener("127.0.0.1:0", **listens)
+        listener = Listener("127.0.0.1:0", security=Security(**listens))
         listener.start()
         fault = env_connection.tls_fault(listener.address, flags_of(**dials))
         if words is None:
@@ -433,10 +433,9 @@ def test_joiners_that_are_refused_say_why_and_end(join, tls, tmp_path):
     flags["tls_server_name"] = "torchbeast"
     listener = Listener(
         "127.0.0.1:0",
-        token="token-between-us",
         seed=3,
         expected=expected("--env=CartPole-v1", "--envs_per_actor=3"),
-        **tls.identity("learner"),
+        security=Security(token="token-between-us", **tls.identity("learner")),
     )
     listener.start()
     address = listener.address

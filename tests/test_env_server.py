@@ -24,6 +24,7 @@ from libtorchbeast import (
     ActorPool,
     BatchingQueue,
     RefusedError,
+    Security,
     Server,
     TransportError,
     probe,
@@ -718,7 +719,7 @@ def test_plain_tcp_beyond_this_machine_is_refused():
         probe("192.0.2.1:5000")
     with pytest.raises(ValueError, match="insecure"):
         ActorPool(T, BatchingQueue(), servers.DynamicBatcher(), ["192.0.2.1:1"], ())
-    with serving(Env, "0.0.0.0:0", insecure=True) as server:
+    with serving(Env, "0.0.0.0:0", security=Security(insecure=True)) as server:
         port = server.address.rpartition(":")[2]
         assert probe(f"127.0.0.1:{port}")["num_envs"] == 1
 
@@ -757,8 +758,7 @@ def test_more_streams_than_allowed(address):
     ("arguments", "match"),
     [
         ({"max_streams": 0}, "max_streams.*0"),
-        ({"token": ""}, "token is empty"),
-        ({"tls_key": "/no/such/key.pem"}, "tls_key: '/no/such/key.pem'"),
+        ({"security": Security(token="a b")}, "printable"),
     ],
 )
 def test_bad_arguments(arguments, match, address):
@@ -799,21 +799,56 @@ def test_a_text_that_is_not_utf8_reaches_python(address):
         assert re.search(match, run.pool.stats()["last_error"])
     peer.stop(None).wait()
     with pytest.raises(ValueError, match=r"tls_ca: '/no/\\xff' cannot be read"):
-        Server(Env, "localhost:0", tls_ca=b"/no/\xff")
+        Security(tls_ca=b"/no/\xff")
 
 
 # --- Token and TLS --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"token": ""}, ValueError, "token is empty"),
+        ({"token": b"sesame"}, TypeError, "token must be a str, not bytes"),
+        ({"tls": "sesame"}, TypeError, "tls must be a bool, not str"),
+        ({"secret": "sesame"}, TypeError, "no argument secret.*tls_server_name"),
+        ({"tls_ca": 3}, TypeError, "tls_ca must be a path, not int"),
+        ({"tls_ca": "/no/such/file"}, ValueError, "tls_ca: '/no/such/file'.*No such"),
+        ({"tls_key": "/"}, ValueError, "tls_key: '/' cannot be read"),
+        ({"tls_cert": __file__}, ValueError, "tls_cert.*not a PEM"),
+    ],
+)
+def test_bad_security(arguments, error, match):
+    with pytest.raises(error, match=match) as caught:
+        Security(**arguments)
+    assert "sesame" not in str(caught.value)
+
+
+def test_security_shows_no_secret_and_cannot_be_changed(tls):
+    assert repr(Security()) == "Security()"
+    security = Security(token="sesame", insecure=True, **identity(tls, "ours-server"))
+    expected = "Security(tls_cert=..., tls_key=..., token=..., insecure=True)"
+    assert repr(security) == expected
+    assert repr(Security(tls=True, **NAME)) == (
+        "Security(tls=True, tls_server_name='beast.example')"
+    )
+    with pytest.raises(AttributeError):
+        security.token = "another"
+    with pytest.raises(TypeError) as caught:  # its message has all arguments
+        Server(Env, 3, security=security)
+    assert "sesame" not in str(caught.value)
+
+
 def test_token(address):
-    with serving(Env, address, token="open-sesame") as server:
-        assert probe(address, token="open-sesame")["num_envs"] == 1
+    right = Security(token="open-sesame")
+    with serving(Env, address, security=right) as server:
+        assert probe(address, security=right)["num_envs"] == 1
         for wrong in ({}, {"token": "open-sesam"}, {"token": "open-sesame!"}):
             with pytest.raises(TransportError, match="token"):
-                probe(address, **wrong)
+                probe(address, security=Security(**wrong))
         assert server.stats()["num_refused"] == 3
         # Refused for good: the pool does not dial on.
-        with Run([address], zero, token="wrong") as run:
+        with Run([address], zero, security=Security(token="wrong")) as run:
             assert "token" in str(run.error())
 
 
@@ -835,16 +870,20 @@ def identity(tls, name):
 
 
 def test_tls(tls):
-    with serving(Env, "127.0.0.1:0", **identity(tls, "ours-server")) as server:
-        hello = probe(server.address, tls_ca=tls / "ours.pem", **NAME)
-        assert hello["num_envs"] == 1
-        with pytest.raises(TransportError):  # another authority
-            probe(server.address, tls_ca=tls / "foreign.pem", **NAME)
-        with pytest.raises(TransportError):  # the certificate's name is not the host's
-            probe(server.address, tls_ca=tls / "ours.pem")
-        with pytest.raises(TransportError):  # no TLS
-            probe(server.address)
-        with Run([server.address], zeros, tls_ca=tls / "ours.pem", **NAME) as run:
+    ours = Security(**identity(tls, "ours-server"))
+    right = Security(tls_ca=tls / "ours.pem", **NAME)
+    with serving(Env, "127.0.0.1:0", security=ours) as server:
+        assert probe(server.address, security=right)["num_envs"] == 1
+        for wrong in (
+            Security(tls_ca=tls / "foreign.pem", **NAME),  # another authority
+            Security(
+                tls_ca=tls / "ours.pem"
+            ),  # the certificate's name is not the host's
+            Security(),  # no TLS
+        ):
+            with pytest.raises(TransportError):
+                probe(server.address, security=wrong)
+        with Run([server.address], zeros, security=right) as run:
             assert next(run.queue)[0][0][0].shape == (T + 1, 1, 3)
 
 
@@ -853,21 +892,25 @@ def zeros(_):
 
 
 def test_client_certificates(tls):
-    arguments = {**identity(tls, "ours-server"), "tls_ca": tls / "ours.pem"}
-    security = {"tls_ca": tls / "ours.pem", **NAME}
-    with serving(Env, "127.0.0.1:0", **arguments) as server:
-        address = server.address
-        assert probe(address, **security, **identity(tls, "ours-client"))["num_envs"]
-        with pytest.raises(TransportError):
-            probe(address, **security)
-        with pytest.raises(TransportError):
-            probe(address, **security, **identity(tls, "foreign-client"))
+    trust = {"tls_ca": tls / "ours.pem"}
+    server_security = Security(**trust, **identity(tls, "ours-server"))
+    with serving(Env, "127.0.0.1:0", security=server_security) as server:
+
+        def ask(certificate):
+            return probe(
+                server.address, security=Security(**trust, **NAME, **certificate)
+            )
+
+        assert ask(identity(tls, "ours-client"))["num_envs"] == 1
+        for wrong in ({}, identity(tls, "foreign-client")):
+            with pytest.raises(TransportError):
+                ask(wrong)
 
 
 def test_incomplete_tls(tls):
     with pytest.raises(ValueError, match="key is missing"):
-        Server(Env, "127.0.0.1:0", tls_cert=tls / "ours-server.pem")
+        Server(Env, "127.0.0.1:0", security=Security(tls_cert=tls / "ours-server.pem"))
     with pytest.raises(ValueError, match="certificate and its key"):
-        Server(Env, "127.0.0.1:0", tls_ca=tls / "ours.pem")
+        Server(Env, "127.0.0.1:0", security=Security(tls_ca=tls / "ours.pem"))
     with pytest.raises(ValueError, match="TLS is for host:port"):
-        Server(Env, "unix:/tmp/x", **identity(tls, "ours-server"))
+        Server(Env, "unix:/tmp/x", security=Security(**identity(tls, "ours-server")))

@@ -643,7 +643,9 @@ def test_unrolls_span_those_who_come_and_go(start_client, native, tmp_path):
     certificates = Certificates(tmp_path)
     certificates.make("learner", "DNS:localhost")
     listener = native.Listener(
-        "localhost:0", max_streams=1, token="sesame", **certificates.identity("learner")
+        "localhost:0",
+        max_streams=1,
+        security=native.Security(token="sesame", **certificates.identity("learner")),
     )
     listener.start()
     (tmp_path / "token").write_text("sesame\n")

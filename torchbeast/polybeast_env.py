@@ -215,7 +215,7 @@ def make_server(flags: Flags, index: int, address: str, first_stream: int) -> An
             self.set_seed(seed, stream * E)
 
     settings = env_connection.environment_settings(flags)
-    shared = {"name": flags.env, "settings": settings, **security(flags)}
+    shared = {"name": flags.env, "settings": settings, "security": security(flags)}
     if flags.join:
         return libtorchbeast.Client(
             StreamEnvironment, address, maximum_downtime_s=None, **shared

@@ -31,9 +31,9 @@ template <typename T>
 T argument(py::handle value, const std::string& name, const char* wanted) {
   try {
     return py::cast<T>(value);
-  } catch (const py::cast_error&) {
+  } catch (const py::cast_error&) {  // only the type: the value may be a secret
     throw py::type_error(name + " must be " + wanted + ", not " +
-                         std::string(py::repr(value)));
+                         Py_TYPE(value.ptr())->tp_name);
   }
 }
 
@@ -52,29 +52,6 @@ std::string read_pem(py::handle value, const std::string& name) {
                                 "is not a PEM file: it has no line with -----BEGIN");
   }
   return text;
-}
-
-}  // namespace
-
-Milliseconds to_milliseconds(double milliseconds, const std::string& name) {
-  return duration(milliseconds, milliseconds, name, milliseconds >= 0);  // not if NaN
-}
-
-Milliseconds to_seconds(double seconds, const std::string& name) {
-  return duration(seconds * 1000, seconds, name, seconds >= 0);
-}
-
-Milliseconds to_positive_seconds(double seconds, const std::string& name) {
-  if (seconds == 0) throw std::invalid_argument(name + " must be above 0 seconds");
-  return to_seconds(seconds, name);
-}
-
-size_t to_size(int64_t value, const std::string& name) {
-  if (value < 0) {
-    throw std::invalid_argument(name + " must be at least 0, not " +
-                                std::to_string(value));
-  }
-  return static_cast<size_t>(value);
 }
 
 Security to_security(const py::kwargs& given) {
@@ -101,12 +78,78 @@ Security to_security(const py::kwargs& given) {
         throw std::invalid_argument("token is empty; give None for no token");
       }
     } else {
-      throw py::type_error("there is no argument " + name +
-                           "; those for security are tls, tls_ca, tls_cert, tls_key, "
+      throw py::type_error("Security has no argument " + name +
+                           "; allowed are tls, tls_ca, tls_cert, tls_key, "
                            "tls_server_name, token and insecure");
     }
   }
   return security;
+}
+
+// Shows what was given, but no secret.
+std::string to_text(const Security& security) {
+  std::string text;
+  const auto add = [&text](bool is_given, const std::string& argument) {
+    if (is_given) text += (text.empty() ? "" : ", ") + argument;
+  };
+  add(security.tls, "tls=True");
+  add(!security.ca.empty(), "tls_ca=...");
+  add(!security.cert.empty(), "tls_cert=...");
+  add(!security.key.empty(), "tls_key=...");
+  add(!security.server_name.empty(), "tls_server_name='" + security.server_name + "'");
+  add(!security.token.empty(), "token=...");
+  add(security.insecure, "insecure=True");
+  return "Security(" + text + ")";
+}
+
+}  // namespace
+
+void bind_security(py::module_& m) {
+  py::class_<Security>(m, "Security", R"(
+How one side of a connection proves its identity, and what proof it wants of the other.
+Server, Client, Listener, ActorPool and probe() take it. It can't be changed, and its repr
+shows no secret. Security() is plain: enough for unix sockets of this user and for
+addresses that only this machine reaches.
+
+Args, all by name:
+    tls: use TLS for host:port addresses; so does each of the next four. Files are read
+        here, once.
+    tls_ca: path of a PEM file: certificates that must have signed the other side's. None:
+        the side that connects trusts the system's, and the side that listens wants none.
+    tls_cert, tls_key: paths of PEM files: this side's certificate and its key. The side
+        that listens needs them for TLS.
+    tls_server_name: for the side that connects: the name in the other side's certificate,
+        if it is not the host's.
+    token: the side that connects shows it, and the side that listens refuses all others.
+    insecure: allow, beyond this machine, plain TCP, and TLS without tls_ca and token on
+        the side that listens. Also allow unix sockets of other users.
+
+Raises:
+    ValueError: a file cannot be read or is no PEM file, or the token is empty.
+)")
+      .def(py::init(&to_security))
+      .def("__repr__", [](const Security& self) { return to_text(self); });
+}
+
+Milliseconds to_milliseconds(double milliseconds, const std::string& name) {
+  return duration(milliseconds, milliseconds, name, milliseconds >= 0);  // not if NaN
+}
+
+Milliseconds to_seconds(double seconds, const std::string& name) {
+  return duration(seconds * 1000, seconds, name, seconds >= 0);
+}
+
+Milliseconds to_positive_seconds(double seconds, const std::string& name) {
+  if (seconds == 0) throw std::invalid_argument(name + " must be above 0 seconds");
+  return to_seconds(seconds, name);
+}
+
+size_t to_size(int64_t value, const std::string& name) {
+  if (value < 0) {
+    throw std::invalid_argument(name + " must be at least 0, not " +
+                                std::to_string(value));
+  }
+  return static_cast<size_t>(value);
 }
 
 ExpectedEnvironment to_expected(const py::object& given) {

@@ -63,23 +63,17 @@ Args:
     name: of the environment, as probe() shows it, such as the --env of a run.
     settings: dict of str, the flags that the environments are made with. A learner that
         has others refuses them.
-    tls_cert, tls_key: paths of PEM files: the server's certificate and its key. With them
-        a host:port address speaks TLS.
-    tls_ca: path of a PEM file: only clients whose certificates these have signed may
-        connect.
-    tls_server_name: for symmetry with ActorPool; a server does not use it.
-    token: clients must show it.
-    insecure: allow, beyond this machine, plain TCP, and TLS without tls_ca and token.
+    security: a Security.
 
 Raises:
-    ValueError: an argument is out of range, or a file cannot be read.
+    ValueError: an argument is out of range, or the security is too little for the address.
 )")
       .def(py::init([](py::object env_class, std::string server_address,
                        int max_streams, std::string name, const Settings& settings,
-                       const py::kwargs& security) {
-             EnvServerOptions options;
+                       const Security& security) {
+             StreamServerOptions options;
              options.address = std::move(server_address);
-             options.security = to_security(security);
+             options.security = security;
              options.max_streams = max_streams;
              return make_with_threads<EnvServer>(
                  [](EnvServer& server) { server.stop(); },
@@ -88,7 +82,7 @@ Raises:
            }),
            py::arg("env_class"), py::arg("server_address") = "unix:/tmp/polybeast",
            py::kw_only(), py::arg("max_streams") = 256, py::arg("name") = "",
-           py::arg("settings") = Settings())
+           py::arg("settings") = Settings(), py::arg("security") = Security())
       .def(
           "run",
           [](EnvServer& self) {
@@ -149,20 +143,19 @@ Dials the learner, which listens, and runs one environment (of E) there.
 Args:
     env_class: called once, without arguments; gives an environment as Server describes.
     learner_address: "unix:/path" or "host:port" of a Listener.
-    name, settings: as of Server.
+    name, settings, security: as of Server.
     maximum_downtime_s: seconds that there may be no learner, also at first. None or inf:
         for ever. Waiting for an action does not count.
-    The security arguments are those of ActorPool.
 
 Raises:
-    ValueError: an argument is out of range, or a file cannot be read.
+    ValueError: an argument is out of range, or the security is too little for the address.
 )")
       .def(py::init([](py::object env_class, std::string learner_address,
                        std::string name, std::optional<double> maximum_downtime_s,
-                       const Settings& settings, const py::kwargs& security) {
+                       const Settings& settings, const Security& security) {
              EnvClientOptions options;
              options.address = std::move(learner_address);
-             options.security = to_security(security);
+             options.security = security;
              options.maximum_downtime.reset();
              if (maximum_downtime_s) {
                options.maximum_downtime =
@@ -175,7 +168,7 @@ Raises:
            }),
            py::arg("env_class"), py::arg("learner_address"), py::arg("name") = "",
            py::kw_only(), py::arg("maximum_downtime_s") = 60.0,
-           py::arg("settings") = Settings())
+           py::arg("settings") = Settings(), py::arg("security") = Security())
       .def(
           "run",
           [](EnvClient& self, std::optional<int64_t> num_episodes) {

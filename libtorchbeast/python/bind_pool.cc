@@ -139,16 +139,10 @@ Args:
         first_stream + i * stream_stride, later ones those that follow.
     listener: a Listener that has been started, or None. Environments that join there are
         run, too. It serves one pool at a time.
-    tls: dial host:port addresses with TLS; so does each of the next four.
-    tls_ca: path of a PEM file: certificates that must have signed the server's; None: the
-        system's.
-    tls_cert, tls_key: paths of PEM files: the certificate to show, and its key.
-    tls_server_name: the name in the server's certificate, if it is not the host's.
-    token: shown to the servers.
-    insecure: allow plain TCP to other machines, and unix sockets of other users.
+    security: a Security, for the servers.
 
 Raises:
-    ValueError: an argument is out of range, or a file cannot be read.
+    ValueError: an argument is out of range, or the security is too little for an address.
 )")
       .def(py::init([](int64_t unroll_length,
                        std::shared_ptr<BatchingQueue> learner_queue,
@@ -160,7 +154,7 @@ Raises:
                        const std::optional<py::bytes>& hello,
                        std::shared_ptr<Listener> listener, const py::object& expected,
                        std::optional<uint64_t> seed, uint64_t first_stream,
-                       uint64_t stream_stride, const py::kwargs& security) {
+                       uint64_t stream_stride, const Security& security) {
              ActorPoolOptions options;
              options.unroll_length = unroll_length;
              options.named_rows = named_rows;
@@ -174,7 +168,7 @@ Raises:
              }
              options.addresses = std::move(env_server_addresses);
              options.listener = std::move(listener);
-             options.security = to_security(security);
+             options.security = security;
              options.step_timeout =
                  to_positive_seconds(step_timeout_s, "step_timeout_s");
              options.maximum_downtime =
@@ -197,7 +191,8 @@ Raises:
            py::arg("maximum_downtime_s") = 60.0, py::arg("max_env_failures") = 10,
            py::arg("hello") = py::none(), py::arg("listener") = py::none(),
            py::arg("expected") = py::none(), py::arg("seed") = py::none(),
-           py::arg("first_stream") = 0, py::arg("stream_stride") = 1)
+           py::arg("first_stream") = 0, py::arg("stream_stride") = 1,
+           py::arg("security") = Security())
       .def(
           "run", [](ActorPool& self) { self.run(check_signals()); },
           py::call_guard<WithoutGil>(), R"(
@@ -234,8 +229,7 @@ environments that have joined are the listener's.
   m.def(
       "probe",
       [](const std::string& address, double timeout_s, const py::object& expected,
-         const py::kwargs& security_arguments) {
-        const Security security = to_security(security_arguments);
+         const Security& security) {
         const Milliseconds timeout = to_positive_seconds(timeout_s, "timeout_s");
         const ExpectedEnvironment must_be = to_expected(expected);
         wire::EnvHello hello;
@@ -247,7 +241,7 @@ environments that have joined are the listener's.
         return to_dict(hello);
       },
       py::arg("address"), py::arg("timeout_s") = 10.0, py::kw_only(),
-      py::arg("expected") = py::none(), R"(
+      py::arg("expected") = py::none(), py::arg("security") = Security(), R"(
 Ask an environment server what it serves. It makes one environment for this and ends it.
 
 Returns a dict:
@@ -267,7 +261,7 @@ Returns a dict:
     step_bytes: of all arrays of a step
     hello: bytes, for ActorPool and Listener.refuse()
 
-`expected` and the security arguments are those of ActorPool.
+`expected` and `security` are as of ActorPool.
 
 Raises:
     RefusedError: the server refuses, for example the token, or is not as expected.
@@ -292,28 +286,28 @@ Args:
     expected, seed: as of ActorPool. Streams get numbers in the order in which they come.
     hello_timeout_s: seconds that an environment may take for its hello, which may need its
         first reset.
-    The security arguments are those of Server.
+    security: a Security.
 
 Raises:
-    ValueError: an argument is out of range, or a file cannot be read.
+    ValueError: an argument is out of range, or the security is too little for the address.
 )")
       .def(py::init([](std::string address, int max_streams, const py::object& expected,
                        std::optional<uint64_t> seed, double hello_timeout_s,
-                       const py::kwargs& security) {
+                       const Security& security) {
              ListenerOptions options;
              options.expected = to_expected(expected);
              options.seed = seed;
              options.hello_timeout =
                  to_positive_seconds(hello_timeout_s, "hello_timeout_s");
              options.address = std::move(address);
-             options.security = to_security(security);
+             options.security = security;
              options.max_streams = max_streams;
              return make_with_threads<Listener>(
                  [](Listener& listener) { listener.close(); }, std::move(options));
            }),
            py::arg("address"), py::kw_only(), py::arg("max_streams") = 256,
            py::arg("expected") = py::none(), py::arg("seed") = py::none(),
-           py::arg("hello_timeout_s") = 60.0)
+           py::arg("hello_timeout_s") = 60.0, py::arg("security") = Security())
       .def("start", &Listener::start, py::call_guard<WithoutGil>(), R"(
 Listen from here on, without blocking. Environments that join wait for a pool.
 

@@ -26,6 +26,7 @@ namespace torchbeast::python {
 
 namespace py = pybind11;
 
+void bind_security(py::module_& m);  // before those that take one
 void bind_batching(py::module_& m);
 void bind_listener(py::module_& m);  // before bind_pool
 void bind_pool(py::module_& m);
@@ -40,11 +41,6 @@ Milliseconds to_seconds(double seconds, const std::string& name);
 Milliseconds to_positive_seconds(double seconds, const std::string& name);
 
 size_t to_size(int64_t value, const std::string& name);
-
-// The keyword arguments that say how a connection is secured: tls_ca, tls_cert, tls_key
-// (paths of PEM files, which are read), tls_server_name, token and insecure. Throws
-// py::type_error if there are others.
-Security to_security(const py::kwargs& given);
 
 // None, or a dict of name, num_envs and settings, each of which may be missing.
 ExpectedEnvironment to_expected(const py::object& given);

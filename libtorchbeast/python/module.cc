@@ -79,6 +79,7 @@ tensors if torch is imported, else NumPy arrays. torch is never imported here.
 Calls that block let other threads run, and Ctrl-C interrupts them.
 )";
   bind_errors(m);
+  bind_security(m);
   bind_batching(m);
   bind_listener(m);
   bind_pool(m);

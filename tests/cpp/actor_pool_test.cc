@@ -21,8 +21,8 @@
 namespace torchbeast {
 namespace {
 
-EnvServerOptions server_options(const std::string& address) {
-  EnvServerOptions options;
+StreamServerOptions server_options(const std::string& address) {
+  StreamServerOptions options;
   options.address = address;
   return options;
 }
@@ -617,7 +617,7 @@ TEST_F(ActorPoolTest, PortsThatAreTaken) {
 }
 
 TEST_F(ActorPoolTest, TokensAreChecked) {
-  EnvServerOptions options = server_options(unix_address());
+  StreamServerOptions options = server_options(unix_address());
   options.security.token = "a-secret";
   EnvServer server(counting(1), options);
   server.start();
@@ -637,7 +637,7 @@ TEST_F(ActorPoolTest, TokensAreChecked) {
 }
 
 TEST_F(ActorPoolTest, TokensThatCannotTravelAreRefused) {
-  EnvServerOptions options = server_options(unix_address());
+  StreamServerOptions options = server_options(unix_address());
   options.security.token = "a secret";
   EXPECT_THROW(EnvServer(counting(1), options), std::invalid_argument);
   Security security;
@@ -647,7 +647,7 @@ TEST_F(ActorPoolTest, TokensThatCannotTravelAreRefused) {
 }
 
 TEST_F(ActorPoolTest, AWrongTokenEndsTheRunAtOnce) {
-  EnvServerOptions options = server_options(unix_address());
+  StreamServerOptions options = server_options(unix_address());
   options.security.token = "a-secret";
   EnvServer server(counting(1), options);
   server.start();
@@ -657,7 +657,7 @@ TEST_F(ActorPoolTest, AWrongTokenEndsTheRunAtOnce) {
 }
 
 TEST_F(ActorPoolTest, StreamsAreLimited) {
-  EnvServerOptions options = server_options(unix_address());
+  StreamServerOptions options = server_options(unix_address());
   options.max_streams = 1;
   EnvServer server(counting(1), options);
   server.start();
@@ -669,7 +669,7 @@ TEST_F(ActorPoolTest, StreamsAreLimited) {
 }
 
 TEST_F(ActorPoolTest, SilentLearnersAreCut) {
-  EnvServerOptions options = server_options(unix_address());
+  StreamServerOptions options = server_options(unix_address());
   options.hello_timeout = Milliseconds(300);
   EnvServer server(counting(1), options);
   server.start();

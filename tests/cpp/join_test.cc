@@ -180,7 +180,7 @@ TEST_F(JoinTest, RolloutsAreWhatHappened) {
 
 TEST_F(JoinTest, DiallingAndListeningGoTogether) {
   auto listener = listen(4, "", "127.0.0.1:0");
-  EnvServerOptions server_options;
+  StreamServerOptions server_options;
   server_options.address = "unix:" + directory_ + "/server";
   EnvServer server(counting(2), server_options);
   server.start();

@@ -43,7 +43,7 @@ class Interrupted : public CountingEnvironment {
 class ServerTest : public GuardedTest {
  protected:
   std::unique_ptr<EnvServer> serve(std::function<void()> in_step) {
-    EnvServerOptions options;
+    StreamServerOptions options;
     options.address = "unix:" + temporary_directory() + "/server";
     auto server = std::make_unique<EnvServer>(
         [this, in_step] { return std::make_unique<Interrupted>(in_step, gone_); },

@@ -82,20 +82,22 @@ def uses_tls(flags: argparse.Namespace) -> bool:
 
 
 def security(flags: argparse.Namespace) -> libtorchbeast.Security:
-    """The connection flags as arguments of libtorchbeast.
+    """The connection flags for libtorchbeast.
 
     Raises:
       FlagError: one of the files can't be used.
     """
-    return {
-        "tls": flags.tls,
-        "tls_ca": flags.tls_ca,
-        "tls_cert": flags.tls_cert,
-        "tls_key": flags.tls_key,
-        "tls_server_name": flags.tls_server_name,
-        "token": check_security(flags),
-        "insecure": flags.insecure,
-    }
+    import libtorchbeast  # may not be built
+
+    return libtorchbeast.Security(
+        tls=flags.tls,
+        tls_ca=flags.tls_ca,
+        tls_cert=flags.tls_cert,
+        tls_key=flags.tls_key,
+        tls_server_name=flags.tls_server_name,
+        token=check_security(flags),
+        insecure=flags.insecure,
+    )
 
 
 def check_security(flags: argparse.Namespace) -> str | None:

@@ -93,6 +93,7 @@ class RemoteEnvs:
         self.flags = flags
         self.seed = seed
         self.expected = expected_environment(flags)
+        self.security = security(flags)
         self.peer_log = PeerLog(log)
         self.addresses: list[str] = []
         self.listener: Any = None
@@ -105,7 +106,7 @@ class RemoteEnvs:
                     expected=self.expected,
                     seed=seed,
                     hello_timeout_s=flags.actor_timeout,
-                    **security(flags),
+                    security=self.security,
                 )
                 self.listener.start()
             except ValueError as error:
@@ -194,7 +195,7 @@ class RemoteEnvs:
                 where,
                 seconds,
                 expected=self.expected,
-                **security(self.flags),
+                security=self.security,
             )
             return usable(self.flags, found, where)
         found = self.listener.probe(1.0)

@@ -8,7 +8,6 @@ import torch
 
 import libtorchbeast
 from torchbeast.core import rollout
-from torchbeast.core.connection_flags import security
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.prof import Timings
@@ -131,7 +130,7 @@ class Streams:
                 first_stream=numbers[0],
                 stream_stride=numbers[1],
                 listener=listener,
-                **({} if listener else security(flags)),
+                security=envs.security,
             )
         except ValueError as error:  # the rollouts need more memory than there is
             raise FlagError(f"{error}; see --num_actors, --unroll_length") from error

@@ -1,22 +1,22 @@
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, TypedDict
-
-from typing_extensions import Unpack
+from typing import Any
 
 _Path = str | bytes | PathLike[str] | None
 _Allocator = Callable[[int], Any]
 
-class Security(TypedDict, total=False):
-    """How a connection is secured; a type of this stub only, see ActorPool."""
-
-    tls: bool
-    tls_ca: _Path
-    tls_cert: _Path
-    tls_key: _Path
-    tls_server_name: str | None
-    token: str | None
-    insecure: bool
+class Security:
+    def __init__(
+        self,
+        *,
+        tls: bool = False,
+        tls_ca: _Path = None,
+        tls_cert: _Path = None,
+        tls_key: _Path = None,
+        tls_server_name: str | None = None,
+        token: str | None = None,
+        insecure: bool = False,
+    ) -> None: ...
 
 class AsyncError(RuntimeError): ...
 class ClosedBatchingQueue(RuntimeError): ...
@@ -87,7 +87,7 @@ class ActorPool:
         seed: int | None = None,
         first_stream: int = 0,
         stream_stride: int = 1,
-        **security: Unpack[Security],
+        security: Security = ...,
     ) -> None: ...
     def run(self) -> None: ...
     def close(self) -> None: ...
@@ -104,7 +104,7 @@ class Server:
         max_streams: int = 256,
         name: str = "",
         settings: dict[str, str] = ...,
-        **security: Unpack[Security],
+        security: Security = ...,
     ) -> None: ...
     def run(self) -> None: ...
     def start(self) -> None: ...
@@ -122,7 +122,7 @@ class Listener:
         expected: dict[str, Any] | None = None,
         seed: int | None = None,
         hello_timeout_s: float = 60.0,
-        **security: Unpack[Security],
+        security: Security = ...,
     ) -> None: ...
     def start(self) -> None: ...
     def close(self) -> None: ...
@@ -142,7 +142,7 @@ class Client:
         *,
         maximum_downtime_s: float | None = 60.0,
         settings: dict[str, str] = ...,
-        **security: Unpack[Security],
+        security: Security = ...,
     ) -> None: ...
     def run(self, num_episodes: int | None = None) -> None: ...
     def stop(self, timeout_s: float = 5.0) -> None: ...
@@ -153,5 +153,5 @@ def probe(
     timeout_s: float = 10.0,
     *,
     expected: dict[str, Any] | None = None,
-    **security: Unpack[Security],
+    security: Security = ...,
 ) -> dict[str, Any]: ...
