@@ -809,7 +809,7 @@ def test_a_text_that_is_not_utf8_reaches_python(address):
     ("arguments", "error", "match"),
     [
         ({"token": ""}, ValueError, "token is empty"),
-        ({"token": b"sesame"}, TypeError, "token must be a str, not bytes"),
+        ({"token": ["sesame"]}, TypeError, "token must be a str, not list"),
         ({"tls": "sesame"}, TypeError, "tls must be a bool, not str"),
         ({"secret": "sesame"}, TypeError, "no argument secret.*tls_server_name"),
         ({"tls_ca": 3}, TypeError, "tls_ca must be a path, not int"),
