@@ -13,7 +13,7 @@ import threading
 import numpy as np
 import servers
 
-from libtorchbeast import Listener
+from libtorchbeast import Listener, Security
 
 
 def play_first(inputs):
@@ -25,7 +25,8 @@ def main():
     arguments = json.loads(sys.argv[1])
     if arguments["num_files"]:
         resource.setrlimit(resource.RLIMIT_NOFILE, arguments["num_files"])
-    listener = Listener(**arguments["listener"])
+    security = Security(token=arguments["token"])
+    listener = Listener(**arguments["listener"], security=security)
     listener.start()
     with servers.Run([], play_first, listener=listener, max_env_failures=1000) as run:
         drain = threading.Thread(target=lambda: [None for _ in run.queue])

@@ -39,10 +39,11 @@ MIB = 1 << 20
 
 
 class Learner:
-    def __init__(self, address, num_files=None, **arguments):
+    def __init__(self, address, num_files=None, token=None, **arguments):
         arguments = {
             "listener": {"address": address, **arguments},
             "num_files": num_files,
+            "token": token,
         }
         self.process = subprocess.Popen(
             [sys.executable, LEARNER, json.dumps(arguments)],
@@ -123,14 +124,14 @@ with grpc.insecure_channel(address) as channel:
 @pytest.mark.parametrize("token", [None, "open-sesame"])
 def test_a_message_that_inflates_is_refused(learn, token):
     pytest.importorskip("grpc")
-    secret = {"token": token} if token else {}
-    learner = learn(**secret)
-    learner.assert_takes_environments(**secret)
+    security = Security(token=token)
+    learner = learn(token=token)
+    learner.assert_takes_environments(security=security)
     before = learner.memory()
-    said = attack(BOMB, learner.address, 100 * MIB, *secret.values())
+    said = attack(BOMB, learner.address, 100 * MIB, *([token] if token else []))
     assert "gzip" in said
     assert learner.memory() - before < 32 * MIB
-    learner.assert_takes_environments(**secret)
+    learner.assert_takes_environments(security=security)
     learner.end()
 
 
