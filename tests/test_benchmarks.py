@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import regression
 import study
 import throughput
 
@@ -157,3 +158,33 @@ def test_study_compares_settings_and_keeps_finished_runs(tmp_path, capsys):
     assert "expected 'NAME: FLAGS', got 'slow --learning_rate 0'" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.timeout(240)  # two starts of a run
+def test_regression_compares_with_the_stored_returns(tmp_path, monkeypatch, capsys):
+    flags = ["--preset", "cartpole", "--total_steps", "3200"]
+    monkeypatch.setitem(regression.CASES, "cartpole", flags)
+    stored = tmp_path / "stored.json"
+
+    def check(name, *arguments):
+        out = str(tmp_path / name)
+        few = ["--cases", "mono-cartpole", "--seeds", "1", "--stored", str(stored)]
+        status = regression.main([*few, "--out", out, *arguments])
+        return status, capsys.readouterr().out
+
+    assert check("a", "--store")[0] == 0
+    returns = json.loads(stored.read_text())["mono-cartpole"]["returns"]
+    assert len(returns) == 1
+    assert 5 < returns[0] < 100
+    content = json.loads(stored.read_text())
+    within = regression.verdict("mono-cartpole", [0.86 * returns[0]], content)
+    assert within.startswith("ok: ")
+    content["mono-cartpole"]["returns"] = [400.0, 500.0]
+    stored.write_text(json.dumps(content))
+    status, said = check("b")
+    assert status == 1
+    assert "; FAILED: 237.9 and more were expected" in said
+    content["mono-cartpole"]["flags"] = ["--preset", "other"]
+    assert regression.verdict("mono-cartpole", [1.0], content).startswith("new: ")
+    with pytest.raises(SystemExit):
+        check("b")  # would mix the runs of two commits
