@@ -135,6 +135,95 @@ def test_a_message_that_inflates_is_refused(learn, token):
     learner.end()
 
 
+# Speaks HTTP/2 by hand: each of its connections begins a message and never ends it.
+FLOOD = r"""
+import socket
+import struct
+import sys
+import threading
+
+path, num_bytes, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+
+def frame(kind, flags, stream, payload):
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(
+        ">I", stream) + payload
+
+def text(value):
+    return bytes([len(value)]) + value.encode()
+
+HEADERS = b"".join((
+    b"\x83\x86\x04", text("/torchbeast.wire.Learner/Join"), b"\x01", text("learner"),
+    b"\x0f\x10", text("application/grpc"), b"\x00", text("te"), text("trailers"),
+))
+PART = frame(0, 0, 1, bytes(16384))
+
+def flood(sent, number):
+    # The windows of the connection and of the stream.
+    windows, initial = [65535, 65535], 65535
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(path)
+        peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
+        peer.sendall(frame(1, 4, 1, HEADERS))
+        begin = b"\0" + struct.pack(">I", num_bytes + 16384)
+        peer.sendall(frame(0, 0, 1, begin))
+        windows = [window - len(begin) for window in windows]
+        stream = peer.makefile("rb")
+        while sent[number] < num_bytes:
+            while min(windows) >= 16384 and sent[number] < num_bytes:
+                peer.sendall(PART)
+                windows = [window - 16384 for window in windows]
+                sent[number] += 16384
+            head = stream.read(9)
+            if len(head) < 9:
+                return
+            payload = stream.read(int.from_bytes(head[:3], "big"))
+            kind, flags, where = head[3], head[4], int.from_bytes(head[5:], "big")
+            if kind == 8:
+                windows[min(where, 1)] += int.from_bytes(payload, "big")
+            elif kind == 4 and not flags:
+                for i in range(0, len(payload), 6):
+                    name, value = struct.unpack(">HI", payload[i : i + 6])
+                    if name == 4:
+                        windows[1] += value - initial
+                        initial = value
+                peer.sendall(frame(4, 1, 0, b""))
+            elif kind == 6 and not flags:
+                peer.sendall(frame(6, 1, 0, payload))
+            elif kind in (3, 7) or (kind == 1 and flags & 1):  # the learner ends it
+                return
+        stream.read()  # until the learner has enough of it
+
+def run(sent, number):
+    try:
+        flood(sent, number)
+    except OSError:
+        pass
+
+sent = [0] * count
+threads = [threading.Thread(target=run, args=(sent, i)) for i in range(count)]
+for thread in threads:
+    thread.daemon = True
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(float(sys.argv[4]) / count)
+print(sum(sent))
+"""
+
+
+def test_messages_of_many_streams_share_a_bound(learn):
+    """Each is below the limit of one. The bound is 1 GiB; gRPC adds some overhead."""
+    learner = learn()
+    learner.assert_takes_environments()
+    before = learner.memory()
+    path = learner.address.removeprefix("unix:")
+    sent = int(attack(FLOOD, path, 240 * MIB, 16, 10.0))
+    assert sent > 1024 * MIB
+    assert learner.memory() - before < 1536 * MIB
+    learner.assert_takes_environments()
+    learner.end()
+
+
 COMPRESSING_SERVER = """
 import concurrent.futures
 import sys
