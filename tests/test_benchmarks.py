@@ -133,9 +133,8 @@ def test_transport_measures_a_bare_stream(tmp_path):
 @pytest.mark.timeout(240)  # three starts of a run
 def test_study_compares_settings_and_keeps_finished_runs(tmp_path, capsys):
     file, out = tmp_path / "study.txt", tmp_path / "out"
-    slow = (
-        "monobeast --preset cartpole --total_steps 3200  # all\n\nslow: --momentum 0\n"
-    )
+    slow = "monobeast --preset classic-control --total_steps 3200  # all\n\n"
+    slow += "slow: --momentum 0\n"
     file.write_text(slow)
     assert study.main([str(file), "--out", str(out)]) == 0
     logs = (out / "slow-1" / "logs.csv").read_bytes()

@@ -199,7 +199,9 @@ def expected(*argv):
 
 
 def test_settings_are_all_flags_that_shape_the_environments():
-    settings = env_connection.environment_settings(env_flags("--preset", "sticky"))
+    settings = env_connection.environment_settings(
+        env_flags("--preset", "sticky-atari")
+    )
     declared = argparse.ArgumentParser(add_help=False)
     flags_lib.add_environment_flags(declared)
     assert settings.keys() == vars(declared.parse_args([])).keys()
@@ -442,7 +444,7 @@ def test_joiners_that_are_refused_say_why_and_end(join, tls, tmp_path):
     good = [join(address, **flags) for _ in range(2)]
     cases = [
         (
-            {"env": "PongNoFrameskip-v4", "preset": "sticky"},
+            {"env": "PongNoFrameskip-v4", "preset": "sticky-atari"},
             ["--env PongNoFrameskip-v4 (this learner: CartPole-v1)"],
         ),
         (

@@ -715,7 +715,7 @@ def test_python_and_cpp_train_one_policy(start_client, native, tmp_path):
     run = functools.partial(
         runs.run, tmp_path, "a", module="torchbeast.polybeast_learner"
     )
-    flags = {"preset": "cartpole", "precision": "fp32", "torch_threads": 1}
+    flags = {"preset": "classic-control", "precision": "fp32", "torch_threads": 1}
     flags |= {"listen": address, "num_actors": 2}
     run(**flags, total_steps=20_000)
     assert [client.poll() for client in clients] == [None, None]  # they dial again

@@ -13,10 +13,10 @@ import torch
 
 import torchbeast
 from torchbeast import monobeast
-from torchbeast.core import devices
+from torchbeast.core import devices, presets
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.flags import FREE_TO_CHANGE, FlagError, Flags
-from torchbeast.core.presets import PRESETS
+from torchbeast.core.presets import PRESETS, RENAMED
 from torchbeast.core.ranges import RANGES
 
 # The command line that users copy from TorchBeast's README.
@@ -43,11 +43,18 @@ def actions(make_parser=monobeast.make_parser):
     return found
 
 
+def make_env_parser():
+    pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    from torchbeast import polybeast_env
+
+    return polybeast_env.make_parser()
+
+
 # --- Precedence ---
 
 
 def test_command_line_then_preset_then_default():
-    assert "total_steps" in PRESETS["cartpole"]
+    assert "total_steps" in PRESETS["classic-control"]
     assert parse().batch_size == monobeast.make_parser().get_default("batch_size")
     assert parse("--preset minatar").batch_size == PRESETS["minatar"]["batch_size"]
     for line in ("--preset minatar --batch_size 5", "--batch_size=5 --preset=minatar"):
@@ -62,8 +69,8 @@ def test_an_explicit_default_wins_over_the_preset():
     assert PRESETS["minatar"]["reward_clipping"] != default
     flags = parse(f"--preset minatar --reward_clipping {default}")
     assert flags.reward_clipping == default
-    assert parse("--preset sticky --life_loss").life_loss is True
-    assert parse("--preset sticky").life_loss is False
+    assert parse("--preset sticky-atari --life_loss").life_loss is True
+    assert parse("--preset sticky-atari").life_loss is False
 
 
 def test_a_checkpoint_stands_between_command_line_and_preset():
@@ -79,11 +86,13 @@ def test_a_checkpoint_stands_between_command_line_and_preset():
 
 def test_another_preset_counts_as_typed():
     saved = {"preset": "minatar", "batch_size": 6, "unroll_length": 9, "seed": 7}
-    flags = parse("--preset cartpole --unroll_length 7", saved=saved)
-    assert flags.batch_size == PRESETS["cartpole"]["batch_size"]
-    assert flags.env == PRESETS["cartpole"]["env"]
+    flags = parse("--preset classic-control --unroll_length 7", saved=saved)
+    assert flags.batch_size == PRESETS["classic-control"]["batch_size"]
+    assert flags.env == PRESETS["classic-control"]["env"]
     assert (flags.unroll_length, flags.seed) == (7, 7)
-    assert flags.typed == {"preset", "unroll_length"} | PRESETS["cartpole"].keys()
+    assert (
+        flags.typed == {"preset", "unroll_length"} | PRESETS["classic-control"].keys()
+    )
 
 
 def test_which_flags_were_typed():
@@ -149,6 +158,109 @@ def test_an_unknown_preset_is_refused(capsys):
     assert all(name in message for name in PRESETS)
 
 
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+@pytest.mark.parametrize("make_parser", [monobeast.make_parser, make_env_parser])
+def test_an_old_name_of_a_preset_is_refused_with_the_new_one(
+    old, new, make_parser, capsys
+):
+    with pytest.raises(SystemExit) as error:
+        make_parser().parse_args(["--preset", old])
+    assert error.value.code == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument --preset: '{old}' is now named '{new}'" in message
+    assert f"--preset {new}" in message
+
+
+def test_a_checkpoint_with_an_old_name_of_a_preset():
+    saved = {"preset": "cartpole", "batch_size": 6}
+    for line in ("", "--preset classic-control"):  # the same preset, so no change
+        flags = parse(line, saved=saved)
+        assert flags.preset == "classic-control"
+        assert flags.batch_size == 6
+        assert flags.env == PRESETS["classic-control"]["env"]
+    assert saved == {"preset": "cartpole", "batch_size": 6}
+
+
+def test_a_checkpoint_from_before_a_flag_keeps_learning_as_it_did(monkeypatch):
+    monkeypatch.setitem(PRESETS["minatar"], "optimizer", "adam")
+    assert parse("--preset minatar").optimizer == "adam"
+    assert parse(saved={"preset": "minatar"}).optimizer == "rmsprop"
+    assert parse("--optimizer adam", saved={"seed": 3}).optimizer == "adam"
+
+
+def test_the_published_preset_has_the_published_values():
+    """Espeholt et al. 2018: table G.1, and the text about Atari."""
+    published = {
+        # "End of episode when life lost", "Action repetitions", up to 30 no-ops, the
+        # set of actions that the game needs; no sticky actions.
+        "life_loss": True,
+        "frame_skip": 4,
+        "noop_max": 30,
+        "full_action_space": False,
+        "sticky_actions": 0.0,
+        "reward_clipping": "abs_one",
+        "unroll_length": 20,
+        "batch_size": 32,
+        "discounting": 0.99,
+        "baseline_cost": 0.5,
+        "entropy_cost": 0.01,
+        "optimizer": "rmsprop",
+        "alpha": 0.99,
+        "momentum": 0.0,
+        "epsilon": 0.01,
+        "learning_rate": 0.0006,
+        "grad_norm_clipping": 40.0,
+        "clip_rho": 1.0,
+        "clip_pg_rho": 1.0,
+        "clip_c": 1.0,
+        "trace_decay": 1.0,
+        "updates_per_batch": 1,
+        "model": "shallow",
+        "use_lstm": False,  # feed-forward
+        "total_steps": 200_000_000 // 4,  # 200 million frames
+        "max_episode_frames": 108_000,  # not published; half an hour, as in others
+    }
+    for name in ("impala-atari", "impala2018"):
+        flags = resolve(f"--preset {name}").as_dict()
+        assert {flag: flags[flag] for flag in published} == published
+        assert PRESETS[name].keys() == published.keys()  # nothing is a default
+
+
+def test_the_sticky_preset_differs_only_in_its_protocol():
+    changes = {
+        name: (PRESETS["impala-atari"][name], x)
+        for name, x in PRESETS["sticky-atari"].items()
+        if PRESETS["impala-atari"][name] != x
+    }
+    assert changes == {
+        "noop_max": (30, 0),
+        "sticky_actions": (0.0, 0.25),
+        "full_action_space": (False, True),
+        "life_loss": (True, False),
+    }
+    assert PRESETS["sticky-atari"]["max_episode_frames"] == 108_000
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_sets_all_that_determines_what_a_run_learns(preset):
+    """So that new defaults don't change it."""
+    groups = {g.title: g for g in monobeast.make_parser()._action_groups}
+    names = {"total_steps", "model", "use_lstm", "batch_size", "unroll_length"}
+    for title in ("loss", "optimizer"):
+        names |= {action.dest for action in groups[title]._group_actions}
+    if "env" not in PRESETS[preset]:  # Atari
+        names |= {action.dest for action in groups["Atari"]._group_actions}
+        names.remove("atari_backend")  # both give the same games
+    assert names <= PRESETS[preset].keys()
+
+
+def test_what_differs_from_the_preset():
+    line = "--preset minatar --entropy_cost 0.05 --env MinAtar/Freeway-v1 --seed 3"
+    differences = {"entropy_cost": 0.05, "env": "MinAtar/Freeway-v1"}
+    assert presets.differences(resolve(line).as_dict()) == differences
+    assert presets.differences(resolve("--seed 3").as_dict()) == {}
+
+
 def test_the_old_command_line_still_runs():
     flags = resolve(OLD_COMMAND_LINE)
     words = shlex.split(OLD_COMMAND_LINE)
@@ -201,8 +313,9 @@ def flags_read():
             if (
                 isinstance(node, ast.Attribute)
                 and isinstance(node.ctx, ast.Load)
-                and isinstance(node.value, ast.Name)
-                and node.value.id == "flags"
+                # flags.NAME or learner.flags.NAME
+                and getattr(node.value, "id", getattr(node.value, "attr", ""))
+                == "flags"
             ):
                 names.add(node.attr)
     return names

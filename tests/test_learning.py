@@ -8,7 +8,11 @@ import runs
 @pytest.mark.timeout(400)
 def test_cartpole_is_learned(tmp_path):
     """A random policy keeps the pole up for 22 steps."""
-    flags = {"preset": "cartpole", "total_steps": 60_000, "sync": True}  # repeatable
+    flags = {
+        "preset": "classic-control",
+        "total_steps": 60_000,
+        "sync": True,
+    }  # repeatable
     runs.run(tmp_path, "a", timeout=380, **flags)
     rows = runs.read_logs(tmp_path, "a")
     assert float(rows[-1]["mean_game_return_100"]) > 70

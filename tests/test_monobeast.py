@@ -113,13 +113,13 @@ def fails(savedir, xpid, **flags):
 
 def test_a_run_goes_on_where_it_was(savedir):
     """Resuming needs no flags, and typed flags win."""
-    runs.run(savedir, "a", **runs.SMALL, preset="cartpole")
+    runs.run(savedir, "a", **runs.SMALL, preset="classic-control")
     before = (savedir / "a" / "logs.csv").read_bytes()
     output = runs.run(savedir, "a")
     assert "The run a is at step 600 of --total_steps 600 already" in output
     assert "Finished" not in output
     output = runs.run(
-        *(savedir, "a"), preset="cartpole", total_steps=900, learning_rate=0.0003
+        *(savedir, "a"), preset="classic-control", total_steps=900, learning_rate=0.0003
     )
     assert "--learning_rate 0.002 -> 0.0003, --total_steps 600 -> 900." in output
     assert "--learning_rate 0.002" in (savedir / "a" / "out.log").read_text()
@@ -142,6 +142,25 @@ def test_a_run_goes_on_where_it_was(savedir):
     assert second["flags"]["env"] == "CartPole-v1"
     assert second["exit_status"] == 0
     assert second["signal"] is second["error"] is None
+
+
+def test_a_run_with_an_old_name_of_a_preset_goes_on(savedir):
+    runs.run(savedir, "a", **runs.SMALL, preset="classic-control")
+    path = savedir / "a" / "model.tar"
+    saved = torch.load(path, weights_only=True)
+    saved["flags"]["preset"] = "cartpole"
+    del saved["flags"]["optimizer"]  # the name is older than the flag
+    torch.save(saved, path)
+    output = runs.run(savedir, "a", total_steps=700)
+    assert "The preset cartpole is now named classic-control." in output
+    assert "Chosen again" not in output
+    assert "Changed flags: --total_steps 600 -> 700." in output
+    assert runs.read_logs(savedir, "a")[-1]["step"] == "700"
+    assert "3 games: mean" in runs.run(
+        *(savedir, "a"), mode="test", num_test_episodes=3
+    )
+    saved = torch.load(path, weights_only=True)
+    assert saved["flags"]["preset"] == "classic-control"
 
 
 def edit_checkpoint(path, **changes):

@@ -98,7 +98,7 @@ def test_trains_finishes_and_resumes(tmp_path, small, use_lstm):
 def test_the_policy_improves(tmp_path, small):
     """Far above the 20 of a random policy, which shuffled rollouts don't reach."""
     small |= {
-        "preset": "cartpole",
+        "preset": "classic-control",
         "env": None,
         "envs_per_actor": 8,
         "batch_size": 8,

@@ -399,7 +399,7 @@ def test_another_environment_than_asked_for(serve, learn, pipes):
 def test_servers_with_another_preset(serve, learn, pipes):
     """The learner names each flag; a learner with the same preset accepts them."""
     both = {"env": "PongNoFrameskip-v4", "envs_per_actor": 1}
-    servers = serve(pipes_basename=pipes, preset="sticky", **both)
+    servers = serve(pipes_basename=pipes, preset="sticky-atari", **both)
     (address,) = servers.addresses()
     both |= {"server_addresses": address, "batch_size": 1}
     words = [
@@ -408,7 +408,7 @@ def test_servers_with_another_preset(serve, learn, pipes):
         *("--full_action_space True (this learner: False)", "same flags"),
     ]
     assert_refused(learn, {"plain": (both, words)})
-    run = learn("sticky", preset="sticky", **both)
+    run = learn("sticky", preset="sticky-atari", **both)
     run.wait_for_updates(1)
     run.process.send_signal(signal.SIGINT)
     run.wait_for_end(130)

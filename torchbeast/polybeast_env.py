@@ -311,8 +311,12 @@ def make_parser() -> argparse.ArgumentParser:
         description="PolyBeast's environment servers.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    presets = sorted(flags_lib.PRESETS)
-    parser.add_argument("--preset", choices=presets, help="a named set of flags")
+    parser.add_argument(
+        "--preset",
+        type=flags_lib.preset_name,
+        choices=sorted(flags_lib.PRESETS),
+        help="a named set of flags",
+    )
     parser.add_argument(
         "--seed",
         type=int,

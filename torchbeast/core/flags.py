@@ -18,7 +18,7 @@ from typing import Any
 
 from torchbeast.core.devices import fast_bf16, learner_device
 from torchbeast.core.errors import FlagError
-from torchbeast.core.presets import PRESETS
+from torchbeast.core.presets import PRESETS, current_name, preset_name
 from torchbeast.core.ranges import RANGES
 
 # These flags describe one start, not the run. A resumed run does not take them from the
@@ -49,6 +49,9 @@ FREE_TO_CHANGE_IN_SYNC = FREE_TO_CHANGE | {
     *("reward_clipping", "sync", "clip_rho", "clip_pg_rho", "clip_c"),
     "trace_decay",
 }
+
+# How runs learned whose checkpoints lack the flag.
+BEFORE_THE_FLAG_EXISTED = {"optimizer": "rmsprop", "updates_per_batch": 1}
 
 
 class Flags(argparse.Namespace):
@@ -116,7 +119,12 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         choices=["train", "test", "test_render"],
         help="test: play games with a checkpoint; test_render: and show them",
     )
-    add("--preset", choices=sorted(PRESETS), help="a named set of flags")
+    add(
+        "--preset",
+        type=preset_name,
+        choices=sorted(PRESETS),
+        help="a named set of flags",
+    )
     add("--xpid", help="name of the run; if it exists, it is resumed")
     add("--savedir", default="~/logs/torchbeast", help="directory of the runs")
     add("--seed", type=int, default=1, help="of weights, actions and environments")
@@ -295,6 +303,9 @@ def parse(
     typed = _parse_typed(parser, argv)
     preset = PRESETS.get(flags.preset, {}) if flags.preset else {}
     saved = {k: v for k, v in (saved or {}).items() if k not in OF_ONE_START}
+    if saved:
+        saved = {**BEFORE_THE_FLAG_EXISTED, **saved}
+        saved["preset"] = current_name(saved.get("preset"))
     for action in parser._actions:
         name = action.dest
         if name in saved and not _fits(action, saved[name]):
@@ -305,7 +316,7 @@ def parse(
     if saved and "preset" in typed and flags.preset != saved.get("preset"):
         typed = preset | typed  # a new preset counts as typed
     elif saved:
-        preset = PRESETS.get(saved.get("preset") or "", {})
+        preset = PRESETS.get(saved["preset"] or "", {})
     known = flags.as_dict()
     for values in (preset, saved, typed):
         for name, value in values.items():

@@ -1,64 +1,152 @@
-"""--preset: named sets of flags."""
+"""--preset: named sets of flags.
 
+A preset sets every flag that determines what a run learns, also if it has the default
+value: so a later change of the defaults does not change the preset. It leaves out what
+fits the run to the machine, if that is no part of what it is for.
+"""
+
+import argparse
 from typing import Any
+
+# Espeholt et al. 2018, appendix G, shallow model without LSTM.
+_IMPALA: dict[str, Any] = {
+    "model": "shallow",
+    "use_lstm": False,
+    "unroll_length": 20,
+    "batch_size": 32,
+    "updates_per_batch": 1,
+    "discounting": 0.99,
+    "baseline_cost": 0.5,
+    "entropy_cost": 0.01,
+    "reward_clipping": "abs_one",
+    "clip_rho": 1.0,
+    "clip_pg_rho": 1.0,
+    "clip_c": 1.0,
+    "trace_decay": 1.0,
+    "optimizer": "rmsprop",
+    "learning_rate": 0.0006,
+    "alpha": 0.99,
+    "momentum": 0.0,
+    "epsilon": 0.01,
+    "grad_norm_clipping": 40.0,
+    "total_steps": 50_000_000,
+    "frame_skip": 4,
+    "noop_max": 30,
+    "sticky_actions": 0.0,
+    "full_action_space": False,
+    "life_loss": True,
+    "max_episode_frames": 108_000,
+}
 
 # The command line wins over these.
 PRESETS: dict[str, dict[str, Any]] = {
-    # Espeholt et al. 2018, appendix G, shallow model.
-    "impala2018": {
-        "unroll_length": 20,
-        "batch_size": 32,
-        "discounting": 0.99,
-        "baseline_cost": 0.5,
-        "entropy_cost": 0.01,
-        "learning_rate": 0.0006,
-        "alpha": 0.99,
-        "momentum": 0.0,
-        "epsilon": 0.01,
-        "grad_norm_clipping": 40.0,
-        "reward_clipping": "abs_one",
-        "total_steps": 50_000_000,
-        "noop_max": 30,
-        "sticky_actions": 0.0,
-        "full_action_space": False,
-        "life_loss": True,
-    },
+    "impala-atari": _IMPALA,
+    "impala2018": _IMPALA,  # its older name
     # Machado et al. 2018: sticky actions, all 18 actions, whole games.
-    "sticky": {
-        "unroll_length": 20,
-        "batch_size": 32,
-        "entropy_cost": 0.01,
-        "learning_rate": 0.0006,
-        "total_steps": 50_000_000,
+    "sticky-atari": {
+        **_IMPALA,
         "noop_max": 0,
         "sticky_actions": 0.25,
         "full_action_space": True,
         "life_loss": False,
-        "max_episode_frames": 108_000,
     },
     "minatar": {
         "env": "MinAtar/Breakout-v1",
         "num_actors": 2,
         "envs_per_actor": 16,
+        "model": "shallow",
+        "use_lstm": False,
         "unroll_length": 20,
         "batch_size": 16,
+        "updates_per_batch": 1,
+        "discounting": 0.99,
+        "baseline_cost": 0.5,
         "entropy_cost": 0.01,
-        "learning_rate": 0.0006,
-        "epsilon": 0.0001,
         "reward_clipping": "none",
+        "clip_rho": 1.0,
+        "clip_pg_rho": 1.0,
+        "clip_c": 1.0,
+        "trace_decay": 1.0,
+        "optimizer": "rmsprop",
+        "learning_rate": 0.0006,
+        "alpha": 0.99,
+        "momentum": 0.0,
+        "epsilon": 0.0001,
+        "grad_norm_clipping": 40.0,
         "total_steps": 3_000_000,
     },
-    "cartpole": {
+    "classic-control": {
         "env": "CartPole-v1",
         "num_actors": 2,
         "envs_per_actor": 8,
+        "model": "shallow",
+        "use_lstm": False,
         "unroll_length": 20,
         "batch_size": 8,
-        "entropy_cost": 0.01,
+        "updates_per_batch": 1,
+        "discounting": 0.99,
         "baseline_cost": 0.05,
+        "entropy_cost": 0.01,
+        "reward_clipping": "none",
+        "clip_rho": 1.0,
+        "clip_pg_rho": 1.0,
+        "clip_c": 1.0,
+        "trace_decay": 1.0,
+        "optimizer": "rmsprop",
         "learning_rate": 0.002,
         "alpha": 0.95,
-        "reward_clipping": "none",
+        "momentum": 0.0,
+        "epsilon": 0.01,
+        "grad_norm_clipping": 40.0,
         "total_steps": 500_000,
     },
+    # Continuous control: several updates from a batch, as in PPO, because a step of
+    # these environments costs about as much as a small network's update.
+    "mujoco": {
+        "env": "HalfCheetah-v5",
+        "num_actors": 2,
+        "envs_per_actor": 8,
+        "model": "shallow",
+        "use_lstm": False,
+        "unroll_length": 32,
+        "batch_size": 8,
+        "updates_per_batch": 4,
+        "discounting": 0.99,
+        "baseline_cost": 0.5,
+        "entropy_cost": 0.0003,
+        "reward_clipping": "none",
+        "clip_rho": 1.0,
+        "clip_pg_rho": 1.0,
+        "clip_c": 1.0,
+        "trace_decay": 0.95,
+        "optimizer": "adam",
+        "learning_rate": 0.0003,
+        "alpha": 0.99,  # of RMSProp; not used
+        "momentum": 0.0,  # of RMSProp; not used
+        "epsilon": 0.00001,
+        "grad_norm_clipping": 40.0,
+        "total_steps": 3_000_000,
+    },
 }
+
+RENAMED = {"sticky": "sticky-atari", "cartpole": "classic-control"}
+
+
+def preset_name(name: str) -> str:
+    """Checks a value of --preset, for argparse."""
+    if name in RENAMED:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is now named {RENAMED[name]!r}: give --preset {RENAMED[name]}"
+        )
+    return name
+
+
+def current_name(name: Any) -> Any:
+    """The present name of a preset that a checkpoint names."""
+    return RENAMED.get(name, name) if isinstance(name, str) else name
+
+
+def differences(values: dict[str, Any]) -> dict[str, Any]:
+    """Those of a run's flags that differ from its preset; without a preset, {}."""
+    preset = PRESETS.get(values.get("preset") or "", {})
+    return {k: values[k] for k, x in preset.items() if values.get(k, x) != x}

@@ -19,6 +19,7 @@ from torchbeast.core import checkpoint, devices
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.file_writer import read_meta
 from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.presets import RENAMED
 from torchbeast.core.run_folder import RunExistsError, RunFolder, has_content
 
 log = logging.getLogger(__name__)
@@ -185,11 +186,15 @@ def check_sync(flags: Flags, saved: dict[str, Any]) -> None:
 def describe(flags: Flags, saved: dict[str, Any]) -> list[str]:
     """Describes the flags that differ from the saved ones, one line per reason."""
     now = flags.as_dict()
+    notes = []
+    if saved.get("preset") in RENAMED:
+        name = saved["preset"]
+        notes.append(f"The preset {name} is now named {RENAMED[name]}.")
+        saved = saved | {"preset": RENAMED[name]}
     changes = flags_lib.changed(saved, flags, flags_lib.OF_ONE_START)
     typed = {name: x for name, x in changes.items() if name in flags.typed}
     gone = {name: x for name, x in changes.items() if name not in now}
     new = {name: x for name, x in changes.items() if name not in saved}
-    notes = []
     if typed:
         notes.append(f"Changed flags: {flags_lib.describe_changes(typed)}.")
     dropped = [f"--{name} {x}" for name, (x, _) in gone.items() if x is not None]
