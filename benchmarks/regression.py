@@ -27,7 +27,7 @@ from throughput import describe_machine
 STORED = Path(__file__).with_name("regression.json")
 CASES = {
     "breakout": ["--preset", "minatar", "--total_steps", "500000"],
-    "cartpole": ["--preset", "cartpole", "--total_steps", "200000"],
+    "cartpole": ["--preset", "classic-control", "--total_steps", "200000"],
 }
 SCRIPTS = {"mono": "monobeast", "poly": "polybeast"}
 DEVIATIONS = 3.0

@@ -310,14 +310,10 @@ def flags_read():
         if path.name == "plot.py":  # has flags of its own
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.ctx, ast.Load)
-                # flags.NAME or learner.flags.NAME
-                and getattr(node.value, "id", getattr(node.value, "attr", ""))
-                == "flags"
-            ):
-                names.add(node.attr)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value  # flags.NAME or learner.flags.NAME
+                if "flags" in (getattr(owner, "id", ""), getattr(owner, "attr", "")):
+                    names.add(node.attr)
     return names
 
 
