@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import servers
-import test_faults
+import watched_runs
 from certificates import Certificates
 
 from libtorchbeast import (
@@ -289,7 +289,7 @@ def test_more_connections_than_descriptors(learn):
         peers = [stack.enter_context(connect(learner)) for _ in range(300)]
         assert is_closed(peers[-1])  # those that would take the last descriptors
         assert num_files_of(learner) < 256
-    test_faults.wait_until(
+    watched_runs.wait_until(
         lambda: num_files_of(learner) < before + 20, "closed", SECONDS
     )
     learner.assert_takes_environments()

@@ -21,7 +21,7 @@ import servers
 from certificates import Certificates
 from servers import Coded, Run
 from test_actor_pool import act, initial_state
-from test_faults import wait_until
+from watched_runs import wait_until
 
 from libtorchbeast import Client, Listener, RefusedError, Security, Server, probe
 from torchbeast import polybeast_env, polybeast_learner

@@ -7,6 +7,7 @@ Every one of them costs a stream at most: it is told why, and the learner says w
 import contextlib
 import itertools
 import queue
+import signal
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from concurrent import futures
 
 import numpy as np
 import pytest
-import test_faults
+import watched_runs
 from runs import ROOT, read_logs
 
 grpc = pytest.importorskip("grpc", reason="needs grpcio and grpcio-tools")
@@ -57,7 +58,7 @@ def learn(tmp_path):
     started = []
 
     def start(**flags):
-        started.append(test_faults.Run(tmp_path, **{**LEARNER, **flags}))
+        started.append(watched_runs.Run(tmp_path, **{**LEARNER, **flags}))
         return started[-1]
 
     yield start
@@ -433,7 +434,7 @@ def test_joined_peers_that_nobody_can_use(learn, wire, tmp_path):
         assert int(last["refused"]) == refused
         assert last["streams"] == "1"
         assert int(last["dropped_steps"]) >= 2 * E
-        run.process.send_signal(test_faults.signal.SIGINT)
+        run.process.send_signal(signal.SIGINT)
         run.wait_for_end(130)
     run.assert_no_error()
     assert "A stream is refused: " in run.console
@@ -546,7 +547,7 @@ def test_dialled_servers_that_nobody_can_use(learn, wire, tmp_path):
         assert "[ERROR " not in run.console
         for name in ("good", "lies", "raises"):
             started[name].stop()
-        run.wait_for_end(1, 2 * test_faults.END_SECONDS)
+        run.wait_for_end(1, 2 * watched_runs.END_SECONDS)
     assert run.console.count("[ERROR ") == 1
     assert "TransportError: no connection for 2 s: " in run.console
 
@@ -559,7 +560,7 @@ def test_environments_that_always_raise_end_the_run(learn, wire, tmp_path):
     server = DialledServer(tmp_path / "server", lambda n: messages)
     try:
         run = learn(server_addresses=server.address, num_actors=1, max_env_failures=3)
-        run.wait_for_end(1, 4 * test_faults.END_SECONDS)
+        run.wait_for_end(1, 4 * watched_runs.END_SECONDS)
     finally:
         server.stop()
     assert "more than 3 environments have raised within a minute" in run.console

@@ -14,7 +14,7 @@ import pytest
 import runs
 import torch
 from gymnasium import spaces
-from test_faults import processes_of_session, wait_until
+from watched_runs import processes_of_session, wait_until
 
 from torchbeast import polybeast, polybeast_env
 from torchbeast.core import flags as flags_lib

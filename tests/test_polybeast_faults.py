@@ -20,12 +20,12 @@ import threading
 import pytest
 import runs
 import test_actor_pool
-import test_faults
 import torch
+import watched_runs
 from certificates import Certificates
 from servers import CodedVector, ServerProcess
 from servers import Run as PoolRun
-from test_faults import END_SECONDS, processes_of_session, wait_until
+from watched_runs import END_SECONDS, processes_of_session, wait_until
 
 import libtorchbeast
 from torchbeast import polybeast_env
@@ -120,7 +120,7 @@ def learn(tmp_path):
     started = []
 
     def start(xpid="run", **flags):
-        started.append(test_faults.Run(tmp_path, xpid, **{**LEARNER, **flags}))
+        started.append(watched_runs.Run(tmp_path, xpid, **{**LEARNER, **flags}))
         return started[-1]
 
     yield start

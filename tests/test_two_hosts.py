@@ -12,7 +12,7 @@ import time
 
 import pytest
 import runs
-import test_faults
+import watched_runs
 from certificates import Certificates
 from test_polybeast_faults import (
     LEARNER,
@@ -137,7 +137,7 @@ def learn(hosts, security, tmp_path):
 
     def start(xpid, **flags):
         flags = {**LEARNER, **security[1], **flags}
-        started.append(test_faults.Run(tmp_path, xpid, prefix=hosts.on(1), **flags))
+        started.append(watched_runs.Run(tmp_path, xpid, prefix=hosts.on(1), **flags))
         return started[-1]
 
     yield start
@@ -158,7 +158,7 @@ def losses(run):
 def wait_for_more(run):
     """Waits for reconnections, for as long as the backoff may take."""
     before = len(rows_of(run))
-    test_faults.wait_until(
+    watched_runs.wait_until(
         lambda: run.process.poll() is not None or len(rows_of(run)) > before + 10,
         "training goes on",
         PATIENT,
@@ -212,7 +212,7 @@ def test_the_link_is_cut_and_restored(hosts, serve, learn):
     # Less than an unroll of each, and they are cut in the middle of one or not.
     assert dropped_steps <= num_streams * E * T
     assert dropped_steps % E == 0
-    test_faults.wait_until(
+    watched_runs.wait_until(
         lambda: hosts.connections() == num_streams, "no lost one is held", PATIENT
     )
     run.process.send_signal(signal.SIGINT)
