@@ -214,6 +214,7 @@ def test_the_published_preset_has_the_published_values():
         "clip_pg_rho": 1.0,
         "clip_c": 1.0,
         "trace_decay": 1.0,
+        "normalize_advantages": False,
         "updates_per_batch": 1,
         "model": "shallow",
         "use_lstm": False,  # feed-forward

@@ -20,6 +20,7 @@ FLAGS = {
     "clip_pg_rho": 1.0,
     "clip_c": 1.0,
     "trace_decay": 1.0,
+    "normalize_advantages": False,
 }
 DISTRIBUTION = make_distribution(spaces.Discrete(A))
 
@@ -124,6 +125,28 @@ def test_parts_of_the_loss(reward_clipping, seed):
     assert stats["mean_value"].item() == pytest.approx(outputs["baseline"][:T].mean())
     assert stats["frac_rho_above_1"].item() == pytest.approx((log_rhos > 0).mean())
     assert not any(x.requires_grad for x in stats.values())
+
+
+def test_normalized_advantages():
+    """Only the policy's part changes, and the rewards' scale no longer counts in it."""
+    batch, outputs = make_batch()
+    vs, advantages, _ = oracle_targets(batch, outputs)
+    advantages = (advantages - advantages.mean()) / advantages.std()
+    expected = oracle_parts(
+        batch, outputs["policy_logits"], outputs["baseline"], vs, advantages
+    )
+    _, stats = loss_of(batch, outputs, normalize_advantages=True)
+    for name, value in expected.items():
+        assert stats[name].item() == pytest.approx(value, rel=1e-6), name
+    for nested, name in ((batch, "reward"), (outputs, "baseline")):
+        nested[name] = 3 * nested[name]
+    batch["truncation_value"] *= 3
+    scaled = {"normalize_advantages": True, "reward_clipping": "none"}
+    before = loss_of(*make_batch(), **scaled)[1]
+    after = loss_of(batch, outputs, **scaled)[1]
+    assert after["pg_loss"].item() == pytest.approx(before["pg_loss"].item(), rel=1e-5)
+    batch["reward"][:] = outputs["baseline"][:] = batch["truncation_value"][:] = 0
+    assert loss_of(batch, outputs, **scaled)[1]["pg_loss"].item() == 0
 
 
 def test_gradients_against_finite_differences():

@@ -45,7 +45,7 @@ def impala_loss(
         baseline [T + 1, B], float32.
       distribution: the policy distribution over actions, given logits.
       flags: reward_clipping, discounting, baseline_cost, entropy_cost, clip_rho,
-        clip_pg_rho, clip_c, trace_decay.
+        clip_pg_rho, clip_c, trace_decay, normalize_advantages.
       auxiliary_losses: scalars by name, see Net.auxiliary_losses.
 
     Returns:
@@ -78,10 +78,14 @@ def impala_loss(
         clip_c_threshold=flags.clip_c,
         trace_decay=flags.trace_decay,
     )
+    advantages = targets.pg_advantages
+    if flags.normalize_advantages:  # Schulman et al. 2017, in PPO's implementations
+        centred = advantages - advantages.mean()
+        advantages = centred / (centred.pow(2).mean().sqrt() + 1e-8)
     entropy = distribution.entropy(target_logits)
 
     # finite(): if the target policy masks the action, the advantage is 0.
-    pg_loss = -(vtrace.finite(log_probs) * targets.pg_advantages).sum()
+    pg_loss = -(vtrace.finite(log_probs) * advantages).sum()
     baseline_loss = flags.baseline_cost * 0.5 * (targets.vs - values).pow(2).sum()
     entropy_loss = -flags.entropy_cost * entropy.sum()
     auxiliary_losses = auxiliary_losses or {}

@@ -47,7 +47,7 @@ FREE_TO_CHANGE_IN_SYNC = FREE_TO_CHANGE | {
     *("alpha", "momentum", "epsilon"),
     *("grad_norm_clipping", "entropy_cost", "baseline_cost", "discounting"),
     *("reward_clipping", "sync", "clip_rho", "clip_pg_rho", "clip_c"),
-    "trace_decay",
+    *("trace_decay", "normalize_advantages"),
 }
 
 # How runs learned whose checkpoints lack the flag.
@@ -207,6 +207,12 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
     add("--clip_pg_rho", type=float, default=1.0, help="ρ̄ of the policy gradient")
     add("--clip_c", type=float, default=1.0, help="V-trace's c̄")
     add("--trace_decay", type=float, default=1.0, help="V-trace's λ")
+    add(
+        "--normalize_advantages",
+        action=toggle,
+        default=False,
+        help="scale the advantages of a batch to mean 0 and standard deviation 1",
+    )
 
     add = parser.add_argument_group("optimizer").add_argument
     add("--optimizer", choices=("rmsprop", "adam"), default="rmsprop")
