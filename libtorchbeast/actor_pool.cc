@@ -136,11 +136,7 @@ void ActorPool::run(const Interrupt& interrupt) {
       threads.emplace_back([&shared, i] { run_dialled(&shared, i); });
     }
     if (listener != nullptr) {
-      listener->attach(
-          [&shared](Connection& connection, const wire::EnvHello& hello) {
-            return shared.serve(connection, hello);
-          },
-          [&shared](const EnvironmentError& error) { shared.count_failure(error); });
+      listener->attach(&shared);
       attached = true;
     }
     while (!shared.closing) {
@@ -189,7 +185,6 @@ ActorPoolStats ActorPool::stats() const {
   stats.num_rollouts = sessions.num_rollouts;
   stats.num_reconnects = shared.num_reconnects;
   stats.num_dropped_steps = shared.num_dropped_steps;
-  stats.bytes_received = sessions.bytes_received;
   stats.bytes_copied = unrolls.bytes_copied;
   stats.pool_bytes =
       unrolls.rollout_pool.num_bytes() + unrolls.message_pool.num_bytes();

@@ -39,10 +39,6 @@ Shape::Shape(std::initializer_list<int64_t> dims) {
   for (int64_t dim : dims) push_back(dim);
 }
 
-Shape::Shape(const std::vector<int64_t>& dims) {
-  for (int64_t dim : dims) push_back(dim);
-}
-
 void Shape::push_back(int64_t dim) {
   if (size_ == kMaxDims) {
     throw std::invalid_argument("an array has more than " + std::to_string(kMaxDims) +
@@ -233,27 +229,26 @@ size_t copy(const Array& from, const Array& to) {
   return size;
 }
 
-Array concatenate(const std::vector<Array>& arrays, size_t dim, MemoryPool& pool,
-                  bool share_single) {
+bool can_join(const ArraySpec& a, const ArraySpec& b, size_t dim) {
+  if (dim >= a.shape.size() || dim >= b.shape.size()) return false;
+  ArraySpec with_size_of_a = b;
+  with_size_of_a.shape[dim] = a.shape[dim];
+  return a == with_size_of_a;
+}
+
+Array concatenate(const std::vector<Array>& arrays, size_t dim, MemoryPool& pool) {
   if (arrays.empty()) throw std::invalid_argument("nothing to join");
-  if (arrays[0].shape().size() <= dim) {
-    throw std::invalid_argument("cannot join along dimension " + std::to_string(dim) +
-                                " arrays of " + arrays[0].shape().to_string());
-  }
-  if (share_single && arrays.size() == 1) return arrays[0];
   ArraySpec joined = arrays[0].spec();
-  joined.shape[dim] = 0;
+  int64_t size = 0;
   for (const Array& array : arrays) {
-    ArraySpec rest = array.spec();
-    const int64_t size = rest.shape.size() > dim ? rest.shape[dim] : 0;
-    if (rest.shape.size() > dim) rest.shape[dim] = joined.shape[dim];
-    if (rest != joined) {
+    if (!can_join(array.spec(), joined, dim)) {
       throw std::invalid_argument("cannot join " + array.spec().to_string() + " with " +
-                                  arrays[0].spec().to_string() + ": only dimension " +
+                                  joined.to_string() + ": only dimension " +
                                   std::to_string(dim) + " may differ");
     }
-    joined.shape[dim] += size;
+    size += array.shape()[dim];
   }
+  joined.shape[dim] = size;
   Array result = pool.allocate(joined);
   const Split by = split(joined, dim);
   const size_t stride = by.inner * static_cast<size_t>(joined.shape[dim]);

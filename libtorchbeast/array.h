@@ -47,7 +47,6 @@ class Shape {
 
   Shape() = default;
   Shape(std::initializer_list<int64_t> dims);
-  explicit Shape(const std::vector<int64_t>& dims);
 
   void push_back(int64_t dim);  // std::invalid_argument if there are eight already
   size_t size() const { return size_; }
@@ -150,11 +149,11 @@ class MemoryPool {
 // number of bytes.
 size_t copy(const Array& from, const Array& to);
 
+// Whether the dtypes and all dimensions but `dim`, which both have, are equal.
+bool can_join(const ArraySpec& a, const ArraySpec& b, size_t dim);
 // Joins arrays along `dim` into memory of `pool`: [T, n_i, ...] -> [T, sum n_i, ...].
-// Dtypes and all other dimensions must be equal (std::invalid_argument). A single array
-// is returned as it is, uncopied, if `share_single`.
-Array concatenate(const std::vector<Array>& arrays, size_t dim, MemoryPool& pool,
-                  bool share_single);
+// std::invalid_argument if there are none or one can't be joined.
+Array concatenate(const std::vector<Array>& arrays, size_t dim, MemoryPool& pool);
 
 // Elements [begin, end) of `dim`, copied into memory of `pool`.
 Array slice(const Array& array, size_t dim, int64_t begin, int64_t end,

@@ -6,12 +6,15 @@
 
 namespace torchbeast {
 
-// BatchingQueue
-
-BatchingQueue::BatchingQueue(BatchingOptions options)
+BatchingBase::BatchingBase(BatchingOptions options)
     : queue_(std::make_shared<ItemQueue>(std::move(options))) {}
+BatchingBase::~BatchingBase() { close(); }
+size_t BatchingBase::size() const { return queue_->size(); }
+bool BatchingBase::is_closed() const { return queue_->is_closed(); }
+bool BatchingBase::close() { return queue_->close(); }
+BatchingStats BatchingBase::stats() const { return queue_->stats(); }
 
-BatchingQueue::~BatchingQueue() { close(); }
+// --- BatchingQueue
 
 void BatchingQueue::enqueue(ArrayNest item, const Interrupt& interrupt) {
   queue_->push(std::move(item), nullptr, interrupt);
@@ -23,12 +26,7 @@ std::optional<ArrayNest> BatchingQueue::dequeue(const Interrupt& interrupt) {
   return queue_->join(items);
 }
 
-size_t BatchingQueue::size() const { return queue_->size(); }
-bool BatchingQueue::is_closed() const { return queue_->is_closed(); }
-bool BatchingQueue::close() { return queue_->close(); }
-BatchingStats BatchingQueue::stats() const { return queue_->stats(); }
-
-// DynamicBatcher
+// --- DynamicBatcher
 
 // The callers of one batch, and whether they have been answered.
 struct DynamicBatcher::Batch::State {
@@ -68,16 +66,10 @@ struct DynamicBatcher::Batch::State {
   bool answered TB_GUARDED_BY(mutex) = false;
 };
 
-DynamicBatcher::DynamicBatcher(BatchingOptions options)
-    : queue_(std::make_shared<ItemQueue>(std::move(options))) {}
-
-DynamicBatcher::~DynamicBatcher() { close(); }
-
 ArrayNest DynamicBatcher::compute(ArrayNest inputs, const Interrupt& interrupt) {
   const auto call = std::make_shared<Call>();
   queue_->push(std::move(inputs), call, interrupt);
   Stopwatch stopwatch(queue_->producer_wait());
-  stopwatch.start();
   try {
     return call->wait(interrupt);
   } catch (...) {
@@ -109,11 +101,6 @@ std::shared_ptr<DynamicBatcher::Batch> DynamicBatcher::next(
     }
   }
 }
-
-size_t DynamicBatcher::size() const { return queue_->size(); }
-bool DynamicBatcher::is_closed() const { return queue_->is_closed(); }
-bool DynamicBatcher::close() { return queue_->close(); }
-BatchingStats DynamicBatcher::stats() const { return queue_->stats(); }
 
 DynamicBatcher::Batch::Batch(ArrayNest inputs, std::unique_ptr<State> state)
     : inputs_(std::move(inputs)), state_(std::move(state)) {}

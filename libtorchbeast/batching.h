@@ -15,9 +15,8 @@
 // - the queue is full: with small items and a large minimum nobody could ever go on.
 //
 // Copies: an item's arrays are held by reference until its batch is made, then copied
-// once into memory that is used again for later batches. A batch of a single item is
-// the item itself, without a copy, unless an allocator is given (whose memory, pinned
-// for example, is what the consumer wants then).
+// once. A batch of a single item is the item itself, without a copy, unless an
+// allocator is given.
 //
 // No lock is held while arrays are copied or destroyed: an array that comes from Python
 // needs Python's lock to be destroyed, and a holder of that may be waiting for ours.
@@ -31,6 +30,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "array.h"
@@ -62,9 +62,7 @@ struct BatchingOptions {
   // the arrays of an answer may also have more entries than the batch, which are
   // ignored: a consumer may pad.
   bool check = true;
-  // Makes the memory of batches; answers are in ordinary memory. A batch's memory is
-  // used again as soon as no Array in it is left. If a GPU copies from it, hold
-  // the Array until that copy is done.
+  // Makes the memory of batches, see MemoryPool; answers are in ordinary memory.
   MemoryPool::Allocator allocator;
 };
 
@@ -84,13 +82,29 @@ struct BatchingStats {
 // batch. See the .cc file.
 class ItemQueue;
 
-// Thread-safe.
-class BatchingQueue {
+// What both queues have in common. Thread-safe.
+class BatchingBase {
  public:
+  BatchingBase(const BatchingBase&) = delete;
+
+  size_t size() const;  // items waiting
+  bool is_closed() const;
+  // Wakes everybody and drops what waits. Returns false if it was closed already.
+  bool close();
+  BatchingStats stats() const;
+
+ protected:
   // Throws std::invalid_argument on sizes that make no sense.
-  explicit BatchingQueue(BatchingOptions options);
-  ~BatchingQueue();  // closes
-  BatchingQueue(const BatchingQueue&) = delete;
+  explicit BatchingBase(BatchingOptions options);
+  ~BatchingBase();  // closes
+
+  const std::shared_ptr<ItemQueue> queue_;
+};
+
+// Thread-safe.
+class BatchingQueue : public BatchingBase {
+ public:
+  explicit BatchingQueue(BatchingOptions options) : BatchingBase(std::move(options)) {}
 
   // Blocks while the queue is full. Throws ClosedBatchingQueue if it is closed before
   // there is room; std::invalid_argument, naming the place in the nest, on a nest
@@ -102,25 +116,14 @@ class BatchingQueue {
   // Blocks until a batch is complete; nothing once the queue is closed. With check off,
   // std::invalid_argument if there is a faulty item in the batch, which is dropped.
   std::optional<ArrayNest> dequeue(const Interrupt& interrupt = nullptr);
-
-  size_t size() const;  // items waiting
-  bool is_closed() const;
-  // Wakes everybody and drops what waits. Returns false if it was closed already.
-  bool close();
-  BatchingStats stats() const;
-
- private:
-  const std::shared_ptr<ItemQueue> queue_;
 };
 
 // Thread-safe.
-class DynamicBatcher {
+class DynamicBatcher : public BatchingBase {
  public:
   class Batch;
 
-  explicit DynamicBatcher(BatchingOptions options);
-  ~DynamicBatcher();  // closes
-  DynamicBatcher(const DynamicBatcher&) = delete;
+  explicit DynamicBatcher(BatchingOptions options) : BatchingBase(std::move(options)) {}
 
   // Blocks until a consumer has answered, and returns this item's part of the answer:
   // of every array the entries along batch_dim that belong to it, in memory of its own.
@@ -133,14 +136,6 @@ class DynamicBatcher {
   // off, the callers of a batch with a faulty item get AsyncError, and it goes on with
   // the next. What the allocator throws, comes through.
   std::shared_ptr<Batch> next(const Interrupt& interrupt = nullptr);
-
-  size_t size() const;
-  bool is_closed() const;
-  bool close();
-  BatchingStats stats() const;
-
- private:
-  const std::shared_ptr<ItemQueue> queue_;
 };
 
 // Thread-safe. Must be answered; if it is destroyed unanswered, its callers get

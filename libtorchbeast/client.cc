@@ -9,7 +9,6 @@
 #include <thread>
 #include <utility>
 
-#include "backoff.h"
 #include "codec.h"
 #include "connection.h"
 #include "stepper.h"
@@ -49,7 +48,6 @@ struct EnvClient::State {
   // From dialling until the episodes are done; throws TransportError if it is lost.
   void run_stream(Stepper& stepper, const std::string& stream_id,
                   std::optional<uint64_t> num_episodes);
-  void send_step(DialledConnection& connection, const Stepper& stepper);
   // Calls f, and sends the learner what the environment raises in it.
   template <typename F>
   void tell_what_it_raises(DialledConnection& connection, F&& f);
@@ -71,14 +69,11 @@ struct EnvClient::State {
   std::exception_ptr error TB_GUARDED_BY(mutex);
   DialledConnection* connection TB_GUARDED_BY(mutex) = nullptr;
   std::string last_error TB_GUARDED_BY(mutex);
-  // Whether the learner owes an answer soon; for an action it may take its time.
-  std::atomic<bool> in_a_hurry{true};
 
   std::atomic<bool> connected{false};
   std::atomic<uint64_t> num_steps{0};
   std::atomic<uint64_t> num_episodes{0};
   std::atomic<uint64_t> num_reconnects{0};
-  std::atomic<uint64_t> bytes_sent{0};
 
   // Of the working thread alone.
   uint64_t newest_number = 0;
@@ -124,7 +119,6 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
     Registration(State* state, DialledConnection* connection) : state(*state) {
       MutexLock lock(this->state.mutex);
       if (this->state.stopping) throw Stopped();
-      this->state.in_a_hurry = true;
       this->state.connection = connection;
     }
     ~Registration() {
@@ -139,7 +133,6 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
   const wire::AgentHello agent = connection.expect_agent_hello();
   downtime += Clock::now() - down_since;
   connected = true;
-  in_a_hurry = false;
   if (!stepper.has_begun()) {
     tell_what_it_raises(connection, [&] { stepper.begin(agent); });
   }
@@ -148,7 +141,7 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
   hello.mutable_hello()->set_stream_id(stream_id);
   hello.mutable_hello()->set_first_step(newest_number);
   connection.write(encode(hello));
-  send_step(connection, stepper);
+  connection.write(stepper.newest_step());
   grpc::ByteBuffer action;
   while (!num_episodes || this->num_episodes < *num_episodes) {
     connection.read(&action);
@@ -160,7 +153,7 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
     ++newest_number;
     num_steps += static_cast<uint64_t>(stepper.num_envs());
     if (stepper.is_between_episodes()) ++this->num_episodes;
-    send_step(connection, stepper);
+    connection.write(stepper.newest_step());
   }
   connection.leave();
 }
@@ -172,20 +165,9 @@ void EnvClient::State::tell_what_it_raises(DialledConnection& connection, F&& f)
   } catch (const WireError&) {
     throw;
   } catch (const std::exception& error) {
-    in_a_hurry = true;
-    try {
-      connection.write(encode_error(error.what()));
-      connection.leave();
-    } catch (const TransportError&) {  // the learner can't be told
-    }
+    connection.leave_with_error(error.what());
     throw;
   }
-}
-
-void EnvClient::State::send_step(DialledConnection& connection,
-                                 const Stepper& stepper) {
-  bytes_sent += stepper.newest_step().Length();
-  connection.write(stepper.newest_step());
 }
 
 void EnvClient::State::after_loss(const TransportError& error) {
@@ -244,7 +226,7 @@ void EnvClient::run(std::optional<uint64_t> num_episodes, const Interrupt& inter
 void EnvClient::State::wait(const Interrupt& interrupt) {
   MutexLock lock(mutex);
   while (!done && !(stopping && Clock::now() >= give_up_at)) {
-    if (connection != nullptr && in_a_hurry) {
+    if (connection != nullptr && connection->is_shaking_hands()) {
       connection->cancel_if_slow(options.hello_timeout, "has not answered in time");
     }
     changed.wait_until(mutex, stopping ? give_up_at : Clock::time_point::max(),
@@ -271,7 +253,6 @@ EnvClientStats EnvClient::stats() const {
   stats.num_steps = state.num_steps;
   stats.num_episodes = state.num_episodes;
   stats.num_reconnects = state.num_reconnects;
-  stats.bytes_sent = state.bytes_sent;
   MutexLock lock(state.mutex);
   stats.last_error = state.last_error;
   return stats;

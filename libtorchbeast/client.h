@@ -29,8 +29,7 @@ struct EnvClientStats {
   uint64_t num_steps = 0;       // E for each
   uint64_t num_episodes = 0;    // steps in which those of all E have ended
   uint64_t num_reconnects = 0;  // times that it was back after a loss
-  uint64_t bytes_sent = 0;
-  std::string last_error;  // why it was without a learner last
+  std::string last_error;       // why it was without a learner last
 };
 
 // Thread-safe.

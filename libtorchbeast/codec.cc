@@ -99,12 +99,6 @@ grpc::ByteBuffer encode_arrays(uint32_t tag, const EnvRow& row, MemoryPool& pool
   return share(block, begin, static_cast<size_t>(to - begin));
 }
 
-// Cuts off the text behind `size` bytes, but not inside a character of UTF-8.
-std::string first_bytes(const std::string& text, size_t size) {
-  while (size < text.size() && size > 0 && (text[size] & 0xC0) == 0x80) --size;
-  return text.substr(0, size);
-}
-
 }  // namespace
 
 grpc::ByteBuffer encode(const google::protobuf::MessageLite& message) {
@@ -150,10 +144,6 @@ grpc::ByteBuffer encode_action(const std::vector<Array>& action, MemoryPool& poo
 // --- Reading -------------------------------------------------------------------------
 
 namespace {
-
-[[noreturn]] void refuse(const std::string& place, const std::string& why) {
-  throw WireError(place + ": " + why);
-}
 
 [[noreturn]] void malformed() {
   throw WireError("malformed message: it is none that torchbeast.proto describes");
@@ -205,24 +195,6 @@ void skip_field(io::CodedInputStream& in, uint32_t tag) {
   if (!is_good || tag >> 3 == 0) malformed();
 }
 
-// Reads a message whose only field is `only`: calls read_field(in, tag) for each field
-// in this field, and skips those for which it returns false. Returns false if the
-// message begins with another field.
-template <typename F>
-bool read_message(grpc::ByteBuffer* message, uint32_t only, const F& read_field) {
-  const int size = checked_size(*message, kMaxMessageBytes);
-  grpc::ProtoBufferReader buffer(message);
-  io::CodedInputStream in(&buffer);
-  in.PushLimit(size);
-  if (in.ReadTag() != only) return false;
-  if (read_length(in) != in.BytesUntilLimit()) malformed();
-  while (in.BytesUntilLimit() > 0) {
-    const uint32_t tag = in.ReadTag();
-    if (!read_field(in, tag)) skip_field(in, tag);
-  }
-  return true;
-}
-
 // Other numbers than 0 and 1 are undefined behaviour in NumPy and torch.
 bool are_bools(const uint8_t* data, size_t size) {
   uint8_t bits = 0;
@@ -230,16 +202,13 @@ bool are_bools(const uint8_t* data, size_t size) {
   return bits <= 1;
 }
 
-void check_size(size_t size, const std::vector<Array>& arrays, const char* what) {
-  if (size == bytes_of(arrays)) return;
-  refuse(what, std::to_string(size) + " bytes, and the spaces of the hello make " +
-                   std::to_string(bytes_of(arrays)));
-}
-
 // Reads a field of `size` bytes.
 void read_arrays(io::CodedInputStream& in, int size, const std::vector<Array>& arrays,
                  const char* what) {
-  check_size(static_cast<size_t>(size), arrays, what);
+  if (static_cast<size_t>(size) != bytes_of(arrays)) {
+    refuse(what, std::to_string(size) + " bytes, and the spaces of the hello make " +
+                     std::to_string(bytes_of(arrays)));
+  }
   for (const Array& array : arrays) {
     const size_t bytes = array.num_bytes();
     if (!in.ReadRaw(array.data(), static_cast<int>(bytes))) malformed();
@@ -247,6 +216,33 @@ void read_arrays(io::CodedInputStream& in, int size, const std::vector<Array>& a
       refuse(what, "a BOOL of " + array.spec().to_string() + " is neither 0 nor 1");
     }
   }
+}
+
+// Reads a message whose only field is `only`, an EnvStep or an AgentAction: its arrays,
+// and all else with read_field(in, tag), which returns false for what is to be skipped.
+// Returns false if the message begins with another field.
+template <typename F>
+bool read_message(grpc::ByteBuffer* message, uint32_t only,
+                  const std::vector<Array>& arrays, const char* what,
+                  const F& read_field) {
+  const int size = checked_size(*message, kMaxMessageBytes);
+  grpc::ProtoBufferReader buffer(message);
+  io::CodedInputStream in(&buffer);
+  in.PushLimit(size);
+  if (in.ReadTag() != only) return false;
+  if (read_length(in) != in.BytesUntilLimit()) malformed();
+  bool has_arrays = false;
+  while (in.BytesUntilLimit() > 0) {
+    const uint32_t tag = in.ReadTag();
+    if (tag == kArraysTag) {
+      read_arrays(in, read_length(in), arrays, what);
+      has_arrays = true;
+    } else if (!read_field(in, tag)) {
+      skip_field(in, tag);
+    }
+  }
+  if (!has_arrays) read_arrays(in, 0, arrays, what);
+  return true;
 }
 
 }  // namespace
@@ -262,12 +258,8 @@ wire::AgentMessage decode_agent_message(grpc::ByteBuffer* message) {
 std::optional<std::string> decode_step(grpc::ByteBuffer* message,
                                        const StreamSpec& spec, MemoryPool& pool,
                                        EnvRow* row) {
-  bool has_arrays = false;
   const auto read_field = [&](io::CodedInputStream& in, uint32_t tag) {
-    if (tag == kArraysTag) {
-      read_arrays(in, read_length(in), row->arrays, "step");
-      has_arrays = true;
-    } else if (tag == kFinalTag) {
+    if (tag == kFinalTag) {
       row->final_observation.clear();
       const int size = read_length(in);
       for (size_t i = 0; i < spec.num_observation_arrays && size > 0; ++i) {
@@ -281,8 +273,7 @@ std::optional<std::string> decode_step(grpc::ByteBuffer* message,
     }
     return true;
   };
-  if (read_message(message, kStepTag, read_field)) {
-    if (!has_arrays) check_size(0, row->arrays, "step");
+  if (read_message(message, kStepTag, row->arrays, "step", read_field)) {
     return std::nullopt;
   }
   const wire::EnvMessage other = decode_env_message(message);
@@ -292,18 +283,10 @@ std::optional<std::string> decode_step(grpc::ByteBuffer* message,
 }
 
 void decode_action(grpc::ByteBuffer* message, const std::vector<Array>& action) {
-  bool has_arrays = false;
-  const auto read_field = [&](io::CodedInputStream& in, uint32_t tag) {
-    if (tag != kArraysTag) return false;
-    read_arrays(in, read_length(in), action, "action");
-    has_arrays = true;
-    return true;
-  };
-  if (!read_message(message, kActionTag, read_field)) {
-    const bool is_hello = decode_agent_message(message).has_hello();
-    throw WireError(is_hello ? "a second hello" : "message: no action");
-  }
-  if (!has_arrays) check_size(0, action, "action");
+  const auto skip = [](io::CodedInputStream&, uint32_t) { return false; };
+  if (read_message(message, kActionTag, action, "action", skip)) return;
+  const bool is_hello = decode_agent_message(message).has_hello();
+  throw WireError(is_hello ? "a second hello" : "message: no action");
 }
 
 }  // namespace torchbeast

@@ -55,6 +55,7 @@ wire::EnvHello Connection::shake_hands(const std::optional<wire::Seeding>& seedi
   }
   if (!answer.has_hello()) throw WireError("a step before the hello");
   check_version(answer.hello().version(), peer_);
+  is_shaking_hands_ = false;
   return std::move(*answer.mutable_hello());
 }
 
@@ -64,6 +65,7 @@ wire::AgentHello Connection::expect_agent_hello() {
   wire::AgentMessage answer = decode_agent_message(&message);
   if (!answer.has_hello()) throw WireError("an action before the hello");
   check_version(answer.hello().version(), peer_);
+  is_shaking_hands_ = false;
   return std::move(*answer.mutable_hello());
 }
 
@@ -105,7 +107,17 @@ void DialledConnection::open() {
   stream_ = open_stream(channel_.get(), &context_, method_);
 }
 
+void DialledConnection::leave_with_error(const std::string& text) {
+  shake_hands_again();
+  try {
+    write(encode_error(text));
+    leave();
+  } catch (const TransportError&) {
+  }
+}
+
 void DialledConnection::leave() {
+  shake_hands_again();
   const Waiting waiting(this);
   stream_->WritesDone();
   grpc::ByteBuffer message;

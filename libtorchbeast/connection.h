@@ -50,6 +50,9 @@ class Connection {
   // The same if one has been waiting for so long.
   void cancel_if_slow(Milliseconds limit, const char* reason);
   bool is_cancelled() const { return cancel_reason_ != nullptr; }
+  // Whether the other side owes its hello, or its end. For a step or an action it may
+  // take longer. Thread-safe.
+  bool is_shaking_hands() const { return is_shaking_hands_; }
 
   // For messages: "the environment server at unix:/tmp/polybeast.0".
   const std::string& peer() const { return peer_; }
@@ -68,6 +71,7 @@ class Connection {
    private:
     std::atomic<int64_t>& since_;
   };
+  void shake_hands_again() { is_shaking_hands_ = true; }
   // Null if nobody has cancelled.
   const char* cancel_reason() const { return cancel_reason_; }
 
@@ -81,6 +85,7 @@ class Connection {
   const std::string peer_;
   std::atomic<int64_t> waiting_since_{0};  // ticks of Clock; 0: not waiting
   std::atomic<const char*> cancel_reason_{nullptr};
+  std::atomic<bool> is_shaking_hands_{true};
 };
 
 // Opened by this process: the learner connects to an environment server, or an
@@ -100,6 +105,8 @@ class DialledConnection : public Connection {
   // Ends this side without an error and waits for the end of the other. Throws as
   // read().
   void leave();
+  // Sends what the environment has raised, and leaves. A lost connection is no error.
+  void leave_with_error(const std::string& text);
 
  private:
   bool do_write(const grpc::ByteBuffer& message) override;

@@ -4,7 +4,6 @@
 #include <new>
 #include <string>
 
-#include "backoff.h"
 #include "pool_streams.h"
 
 namespace torchbeast {

@@ -57,7 +57,6 @@ EnvRow EnvSession::read_row() {
 EnvRow EnvSession::read_into(std::vector<Array> arrays) {
   grpc::ByteBuffer message;
   connection_.read(&message);
-  context_.bytes_received += message.Length();
   EnvRow row;
   row.arrays = std::move(arrays);
   const std::optional<std::string> error =
@@ -74,14 +73,12 @@ EnvRow EnvSession::read_into(std::vector<Array> arrays) {
 bool EnvSession::act(Unroll* unroll) {
   while (std::optional<ArrayNest> question = unroll->question()) {
     Stopwatch stopwatch(context_.inference_wait_ns);
-    stopwatch.start();
     unroll->answer(
         context_.inference_batcher->compute(std::move(*question), interrupt_));
   }
   std::optional<ArrayNest> rollout = unroll->take_rollout();
   if (!rollout) return false;
   Stopwatch stopwatch(context_.queue_wait_ns);
-  stopwatch.start();
   context_.learner_queue->enqueue(std::move(*rollout), interrupt_);
   ++context_.num_rollouts;
   return true;
@@ -91,7 +88,6 @@ bool EnvSession::step(Unroll* unroll) {
   EnvRow next;
   {
     Stopwatch stopwatch(context_.env_wait_ns);
-    stopwatch.start();
     connection_.write(encode_action(unroll->action(), context_.unrolls.message_pool));
     next = read_into(unroll->next_row());
   }

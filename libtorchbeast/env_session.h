@@ -24,21 +24,11 @@ namespace torchbeast {
 
 // What the sessions of a pool share. Thread-safe.
 struct SessionContext {
-  SessionContext(std::shared_ptr<BatchingQueue> learner_queue,
-                 std::shared_ptr<DynamicBatcher> inference_batcher,
-                 int64_t unroll_length, ArrayNest initial_state, bool named_rows,
-                 uint64_t max_rollout_bytes)
-      : learner_queue(std::move(learner_queue)),
-        inference_batcher(std::move(inference_batcher)),
-        unrolls(unroll_length, std::move(initial_state), named_rows,
-                max_rollout_bytes) {}
-
   const std::shared_ptr<BatchingQueue> learner_queue;
   const std::shared_ptr<DynamicBatcher> inference_batcher;
   UnrollContext unrolls;
 
   std::atomic<uint64_t> num_rollouts{0};
-  std::atomic<uint64_t> bytes_received{0};
   std::atomic<int64_t> env_wait_ns{0};
   std::atomic<int64_t> inference_wait_ns{0};
   std::atomic<int64_t> queue_wait_ns{0};

@@ -23,7 +23,7 @@ struct Event {
   std::string text;  // names the peer
 };
 
-// Keeps the newest ones until they are taken. Any number of threads may use it.
+// Keeps the newest ones until they are taken. Thread-safe.
 class EventLog {
  public:
   void add(Event::Kind kind, std::string text) TB_EXCLUDES(mutex_) {

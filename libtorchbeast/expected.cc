@@ -9,9 +9,10 @@ namespace {
 // The one setting that the hello says twice.
 constexpr char kEnv[] = "env";
 
-}  // namespace
-
-std::string ExpectedEnvironment::differences(const wire::EnvHello& hello) const {
+// What is different in `hello`; empty if nothing is.
+std::string differences(const ExpectedEnvironment& expected,
+                        const wire::EnvHello& hello) {
+  const auto& [name, num_envs, settings] = expected;
   std::string text;
   const auto add = [&text](const std::string& what) {
     if (!text.empty()) text += ", ";
@@ -50,9 +51,11 @@ std::string ExpectedEnvironment::differences(const wire::EnvHello& hello) const 
   return text;
 }
 
+}  // namespace
+
 void ExpectedEnvironment::check(const wire::EnvHello& hello,
                                 const std::string& peer) const {
-  const std::string text = differences(hello);
+  const std::string text = differences(*this, hello);
   if (!text.empty()) {
     throw RefusedError(peer + " has " + text + "; give both sides the same flags");
   }

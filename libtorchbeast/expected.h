@@ -16,10 +16,8 @@ struct ExpectedEnvironment {
   // Those of the hello, all of them; empty: any.
   std::map<std::string, std::string> settings;
 
-  // What is different in the environments of this hello, as flags with both values;
-  // empty if nothing is. A name or settings that the hello leaves out may be anything.
-  std::string differences(const wire::EnvHello& hello) const;
-  // Throws RefusedError, which names `peer` and all differences.
+  // Throws RefusedError, which names `peer` and all differences, as flags with both
+  // values. A name or settings that the hello leaves out may be anything.
   void check(const wire::EnvHello& hello, const std::string& peer) const;
 };
 

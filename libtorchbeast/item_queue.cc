@@ -95,14 +95,6 @@ int64_t check_item(const ArrayNest& item, const BatchingOptions& options) {
   return width;
 }
 
-bool can_join(const ArraySpec& a, const ArraySpec& b, size_t dim) {
-  if (a.dtype != b.dtype || a.shape.size() != b.shape.size()) return false;
-  for (size_t i = 0; i < a.shape.size(); ++i) {
-    if (i != dim && a.shape[i] != b.shape[i]) return false;
-  }
-  return true;
-}
-
 void check_joinable(const ArrayNest& item, const ArrayNest& waiting, size_t dim) {
   size_t number = 0;
   const auto check = [&](const Array& old, const Array& array) {
@@ -190,7 +182,7 @@ void ItemQueue::push(ArrayNest nest, std::shared_ptr<Call> call,
     }
   }
 
-  Stopwatch stopwatch(producer_wait_);
+  Stopwatch stopwatch(producer_wait_, false);
   WakeUps wake(*this);
   MutexLock lock(mutex_);
   try {
@@ -224,7 +216,7 @@ void ItemQueue::push(ArrayNest nest, std::shared_ptr<Call> call,
 std::vector<Item> ItemQueue::take(const Interrupt& interrupt,
                                   std::shared_ptr<Calls>* calls) {
   std::vector<Item> batch;
-  Stopwatch stopwatch(consumer_wait_);
+  Stopwatch stopwatch(consumer_wait_, false);
   WakeUps wake(*this);
   MutexLock lock(mutex_);
   while (true) {
@@ -304,7 +296,7 @@ ArrayNest ItemQueue::join(std::vector<Item>& items) {
   } else {
     uint64_t bytes = 0;
     batch = nest::zip(std::move(nests)).map([&](const std::vector<Array>& arrays) {
-      Array joined = concatenate(arrays, options_.batch_dim, batches_, false);
+      Array joined = concatenate(arrays, options_.batch_dim, batches_);
       bytes += joined.num_bytes();
       return joined;
     });

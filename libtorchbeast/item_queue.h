@@ -21,7 +21,7 @@
 namespace torchbeast {
 
 // A call of DynamicBatcher::compute that waits for its answer. Owned by the caller and
-// the batch together.
+// the batch together. Thread-safe.
 class Call {
  public:
   // The first answer counts, later ones are ignored.

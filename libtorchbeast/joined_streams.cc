@@ -1,20 +1,21 @@
 // Streams of environments that have joined at the pool's listener.
 
 #include <new>
+#include <stdexcept>
 #include <string>
 
 #include "pool_streams.h"
 
 namespace torchbeast {
 
-// In the stream's thread.
-grpc::Status PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {
-  const grpc::Status over(grpc::StatusCode::UNAVAILABLE,
-                          "this learner is about to end");
+// In the stream's thread. The listener notes refusals.
+void PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {
+  const TransportError over("this learner is about to end", true);
   try {
     unroll_joined(connection, hello);
-    return grpc::Status::OK;       // it has left
-  } catch (const RefusedError&) {  // the listener notes these events
+  } catch (const Connection::Left&) {
+    throw;
+  } catch (const RefusedError&) {
     throw;
   } catch (const BusyError&) {
     throw;
@@ -32,20 +33,18 @@ grpc::Status PoolStreams::serve(Connection& connection, const wire::EnvHello& he
     }
     throw;
   } catch (const Stopped&) {
-    return over;
+    throw over;
   } catch (const ClosedBatchingQueue&) {
     close();
-    return over;
-  } catch (const EnvironmentError& error) {
-    if (!closing) {
-      note(error.what());
-      events.add(Event::kEnvError, error.what());
-      count_failure(error);
-    }
-    return grpc::Status::OK;  // it knows, and all was read
+    throw over;
+  } catch (const EnvironmentError& error) {  // it knows, and all was read
+    if (closing) return;
+    note(error.what());
+    events.add(Event::kEnvError, error.what());
+    count_failure(error);
   } catch (...) {
     fail(std::current_exception());
-    return {grpc::StatusCode::ABORTED, "the run has failed"};
+    throw std::runtime_error("the run has failed");
   }
 }
 
@@ -58,14 +57,10 @@ void PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& he
   };
   EnvSession session(&sessions, &connection, hello, interrupt);
   const uint64_t number = hello.first_step();
-  EnvRow newest;
-  try {
-    newest = session.read_row();
-  } catch (const Connection::Left&) {
-    return;
-  }
+  const EnvRow newest = session.read_row();
   UnrollSlots::Lease lease(&*slots, &connection, hello.stream_id(),
-                           is_between_episodes(session.spec(), newest), interrupt);
+                           is_between_episodes(session.spec(), newest.arrays),
+                           interrupt);
   if (lease.arrival() == UnrollSlots::Arrival::kFull) {
     throw BusyError("all " + std::to_string(slots->size()) +
                     " places are taken; try again later");

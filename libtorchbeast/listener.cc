@@ -1,6 +1,11 @@
 #include "listener.h"
 
+#include <google/protobuf/util/message_differencer.h>
+
+#include <algorithm>
 #include <atomic>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -8,45 +13,27 @@
 
 namespace torchbeast {
 
+using google::protobuf::util::MessageDifferencer;
+
 namespace {
 
-// Clears the fields that are the same in both.
-void keep_differing(wire::EnvHello* a, wire::EnvHello* b) {
-  const auto same = [&](auto get) {
-    return get(*a).SerializeAsString() == get(*b).SerializeAsString();
-  };
-  if (a->environment() == b->environment()) {
-    a->clear_environment();
-    b->clear_environment();
-  }
-  if (a->num_envs() == b->num_envs()) {
-    a->clear_num_envs();
-    b->clear_num_envs();
-  }
-  a->clear_version();
-  b->clear_version();
-  if (same([](const wire::EnvHello& hello) { return hello.observation_space(); })) {
-    a->clear_observation_space();
-    b->clear_observation_space();
-  }
-  if (same([](const wire::EnvHello& hello) { return hello.action_space(); })) {
-    a->clear_action_space();
-    b->clear_action_space();
-  }
-}
-
-// The hello without stream_id and settings: equal for environments of one kind.
-std::string without_identity(wire::EnvHello hello) {
+// The hello without what is the environment's own: equal for environments of one kind.
+wire::EnvHello without_identity(wire::EnvHello hello) {
   hello.clear_settings();
   hello.clear_stream_id();
   hello.clear_first_step();
-  return hello.SerializeAsString();
+  return hello;
 }
 
-// Short enough for the status of a call.
-std::string short_text(const wire::EnvHello& hello) {
-  constexpr size_t kMax = 1000;
-  const std::string text = hello.ShortDebugString();
+// What is different in `b`, short enough for the status of a call; empty if nothing is.
+std::string differences(const wire::EnvHello& a, const wire::EnvHello& b) {
+  constexpr size_t kMax = 2000;
+  std::string text;
+  MessageDifferencer differencer;
+  differencer.ReportDifferencesToString(&text);
+  differencer.Compare(a, b);
+  if (!text.empty()) text.pop_back();  // the last end of a line
+  std::replace(text.begin(), text.end(), '\n', ';');
   return text.size() > kMax ? text.substr(0, kMax) + "..." : text;
 }
 
@@ -58,10 +45,8 @@ struct Listener::State {
         seed(options.seed),
         expected(std::move(options.expected)),
         server(
-            kJoinMethod,
-            [this](grpc::ServerContext* context, ServedStream* stream) {
-              return serve(context, stream);
-            },
+            kJoinMethod, "the environment that has joined from",
+            [this](ServedConnection& connection) { serve(connection); },
             with_more_streams(std::move(options)),
             [this](const std::string& peer, const grpc::Status& status) {
               note(Event::kRefused, peer + ": " + status.error_message());
@@ -72,12 +57,12 @@ struct Listener::State {
     options.max_streams *= 2;
     return options;
   }
-  grpc::Status serve(grpc::ServerContext* context, ServedStream* stream)
-      TB_EXCLUDES(mutex);
-  grpc::Status run_stream(grpc::ServerContext* context, ServedStream* stream)
-      TB_EXCLUDES(mutex);
-  wire::EnvHello shake_hands(grpc::ServerContext* context, Connection* connection)
-      TB_EXCLUDES(mutex);
+  void serve(ServedConnection& connection) TB_EXCLUDES(mutex);
+  wire::EnvHello shake_hands(Connection* connection) TB_EXCLUDES(mutex);
+  // The host, in whose hands a stream is until this is destroyed; null if there is
+  // none.
+  using Hosted = std::unique_ptr<StreamHost, std::function<void(StreamHost*)>>;
+  Hosted enter_host() TB_REQUIRES(mutex);
   void refuse_if_over() TB_REQUIRES(mutex);
   std::optional<wire::Seeding> next_seeding();
   // For probe(), or a refusal.
@@ -97,13 +82,13 @@ struct Listener::State {
   Mutex mutex;
   CondVar changed;
   bool closing TB_GUARDED_BY(mutex) = false;
-  bool detached TB_GUARDED_BY(mutex) =
-      false;  // a pool has ended, and no other is there
-  Host host TB_GUARDED_BY(mutex);
-  OnError on_error TB_GUARDED_BY(mutex);
+  // A pool has ended, and no other is there.
+  bool detached TB_GUARDED_BY(mutex) = false;
+  StreamHost* host TB_GUARDED_BY(mutex) = nullptr;
   int num_hosted TB_GUARDED_BY(mutex) = 0;  // streams in the host's hands
   std::optional<wire::EnvHello> first_hello TB_GUARDED_BY(mutex);  // for probe()
-  std::string unusable TB_GUARDED_BY(mutex);  // the last that refuse() got
+  std::optional<wire::EnvHello> unusable
+      TB_GUARDED_BY(mutex);  // the last that refuse() got
   std::string why_unusable TB_GUARDED_BY(mutex);
   std::string last_refusal TB_GUARDED_BY(mutex);
 
@@ -112,92 +97,63 @@ struct Listener::State {
 
 // --- One stream
 
-grpc::Status Listener::State::serve(grpc::ServerContext* context,
-                                    ServedStream* stream) {
+void Listener::State::serve(ServedConnection& connection) {
+  wire::EnvHello hello;
+  Hosted hosted;
   try {
-    return run_stream(context, stream);
-  } catch (const Connection::Left&) {
-    return grpc::Status::OK;
+    hello = shake_hands(&connection);
   } catch (const EnvironmentError& error) {  // in place of the hello
     note(Event::kEnvError, error.what());
-    OnError tell;
     {
       MutexLock lock(mutex);
-      tell = on_error;
-      if (tell) ++num_hosted;
+      hosted = enter_host();
     }
-    if (tell) {
-      tell(error);
-      {
-        MutexLock lock(mutex);
-        --num_hosted;
-      }
-      changed.notify_all();
-    }
-    return grpc::Status::OK;
+    if (hosted) hosted->count_failure(error);
+    return;
   }
-}
-
-grpc::Status Listener::State::run_stream(grpc::ServerContext* context,
-                                         ServedStream* stream) {
-  ServedConnection connection(context, stream, "the environment that has joined from");
-  const wire::EnvHello hello = shake_hands(context, &connection);
-
-  // While it lives, a stream is in the host's hands.
-  class Hosted {
-   public:
-    Hosted(State* state, const ServedConnection& connection,
-           const wire::EnvHello& hello)
-        : state_(*state) {
-      MutexLock lock(state_.mutex);
-      while (true) {
-        state_.refuse_if_over();
-        state_.propose(hello);
-        if (state_.host) break;
-        state_.changed.wait_until(state_.mutex, Clock::now() + kLookPeriod, [&] {
-          if (connection.is_lost()) {
-            throw TransportError(connection.peer() + " is lost", true);
-          }
-        });
-      }
-      host = state_.host;
-      ++state_.num_hosted;
+  const auto check = [&connection] {
+    if (connection.is_lost()) {
+      throw TransportError(connection.peer() + " is lost", true);
     }
-    ~Hosted() {
-      {
-        MutexLock lock(state_.mutex);
-        --state_.num_hosted;
-      }
-      state_.changed.notify_all();
-    }
-    Hosted(const Hosted&) = delete;
-    Host host;
-
-   private:
-    State& state_;
   };
-  const Hosted hosted(this, connection, hello);
-  return hosted.host(connection, hello);
+  {
+    MutexLock lock(mutex);
+    while (true) {
+      refuse_if_over();
+      propose(hello);
+      hosted = enter_host();
+      if (hosted) break;
+      changed.wait_until(mutex, Clock::now() + kLookPeriod, check);
+    }
+  }
+  hosted->serve(connection, hello);
 }
 
-wire::EnvHello Listener::State::shake_hands(grpc::ServerContext* context,
-                                            Connection* connection) {
+Listener::State::Hosted Listener::State::enter_host() {
+  if (host == nullptr) return nullptr;
+  ++num_hosted;
+  return Hosted(host, [this](StreamHost*) {
+    {
+      MutexLock lock(mutex);
+      --num_hosted;
+    }
+    changed.notify_all();
+  });
+}
+
+wire::EnvHello Listener::State::shake_hands(Connection* connection) {
   {
     MutexLock lock(mutex);
     refuse_if_over();
   }
-  wire::EnvHello hello;
-  {
-    const StreamServer::HelloDeadline deadline(&server, context);
-    hello = connection->shake_hands(next_seeding());
-  }
+  const wire::EnvHello hello = connection->shake_hands(next_seeding());
   const StreamSpec valid(hello);
   expected.check(hello, connection->peer());
   return hello;
 }
 
 void Listener::State::propose(const wire::EnvHello& hello) {
-  if (!unusable.empty() && without_identity(hello) == unusable) {
+  if (unusable && MessageDifferencer::Equals(without_identity(hello), *unusable)) {
     throw RefusedError(why_unusable);
   }
   if (first_hello) return;
@@ -288,15 +244,14 @@ void Listener::refuse(const wire::EnvHello& hello, const std::string& reason) {
 
 EventLog& Listener::events() { return state_->events; }
 
-void Listener::attach(Host host, OnError on_error) {
+void Listener::attach(StreamHost* host) {
   {
     MutexLock lock(state_->mutex);
-    if (state_->host) {
+    if (state_->host != nullptr) {
       throw std::invalid_argument("the listener at " + state_->server.address() +
                                   " has a pool already");
     }
-    state_->host = std::move(host);
-    state_->on_error = std::move(on_error);
+    state_->host = host;
     state_->detached = false;
   }
   state_->changed.notify_all();
@@ -306,7 +261,6 @@ void Listener::detach() {
   State& state = *state_;
   MutexLock lock(state.mutex);
   state.host = nullptr;
-  state.on_error = nullptr;
   state.detached = true;
   state.changed.notify_all();
   while (state.num_hosted > 0) {
@@ -318,22 +272,17 @@ void Listener::detach() {
 
 void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
   expected_.check(hello, peer);
-  const std::string bytes = without_identity(hello);
+  const wire::EnvHello kind = without_identity(hello);
   MutexLock lock(mutex_);
-  if (first_.empty()) {
-    first_ = bytes;
+  if (!first_) {
+    first_ = kind;
     first_peer_ = peer;
-  } else if (bytes != first_) {
-    wire::EnvHello first;
-    wire::EnvHello what;
-    first.ParseFromString(first_);
-    what.ParseFromString(bytes);
-    keep_differing(&first, &what);
-    throw RefusedError(first_peer_ + " and " + peer +
-                       " differ, and the environments of one run must not. The "
-                       "first: " +
-                       short_text(first) + ". The second: " + short_text(what));
+    return;
   }
+  const std::string text = differences(*first_, kind);
+  if (text.empty()) return;
+  throw RefusedError(first_peer_ + " and " + peer +
+                     " differ, and the environments of one run must not: " + text);
 }
 
 }  // namespace torchbeast

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -37,6 +36,18 @@ struct ListenerStats {
   std::string last_refusal;  // why, or what was raised in place of a hello
 };
 
+// Runs the environments that have joined; a pool is one. Thread-safe.
+class StreamHost {
+ public:
+  virtual ~StreamHost() = default;
+  // Runs an environment that has shaken hands, in the stream's thread, until it leaves.
+  // Throws as a handler of StreamServer.
+  virtual void serve(Connection& connection, const wire::EnvHello& hello) = 0;
+  // An environment has raised in place of its hello. REQUIRES: the error is being
+  // handled.
+  virtual void count_failure(const EnvironmentError& error) = 0;
+};
+
 // Thread-safe. Owns the streams' threads.
 class Listener {
  public:
@@ -45,15 +56,12 @@ class Listener {
   ~Listener();  // closes
   Listener(const Listener&) = delete;
 
-  // Listens from here on. Throws std::runtime_error as EnvServer::start.
-  void start();
-  // Ends all streams, waits for their threads, removes the socket. May be called from
-  // any thread, any number of times, also before start.
+  void start();  // as StreamServer's
+  // As StreamServer::stop, without a limit.
   void close();
   bool is_closed() const;
 
-  // Where it listens, with the port that it has found.
-  std::string address() const;
+  std::string address() const;  // as StreamServer's
   int max_streams() const;
   ListenerStats stats() const;
 
@@ -72,13 +80,9 @@ class Listener {
   // With the next number, for a stream that does not come through this listener.
   std::optional<wire::Seeding> next_seeding();
 
-  // Runs an environment that has shaken hands, in the stream's thread; returns how the
-  // stream ends, or throws as a handler of StreamServer.
-  using Host = std::function<grpc::Status(Connection&, const wire::EnvHello&)>;
-  // Called if an environment has raised in place of its hello.
-  using OnError = std::function<void(const EnvironmentError&)>;
-  // Streams run there from here on. Throws std::invalid_argument if there is one.
-  void attach(Host host, OnError on_error);
+  // Streams run there from here on. Throws std::invalid_argument if there is a host.
+  // REQUIRES: it lives until detach().
+  void attach(StreamHost* host);
   // Waits until no stream runs there. Streams are refused from here on, until another
   // attaches.
   void detach();
@@ -100,7 +104,7 @@ class HelloCheck {
  private:
   const ExpectedEnvironment expected_;
   Mutex mutex_;
-  std::string first_ TB_GUARDED_BY(mutex_);  // serialized
+  std::optional<wire::EnvHello> first_ TB_GUARDED_BY(mutex_);
   std::string first_peer_ TB_GUARDED_BY(mutex_);
 };
 

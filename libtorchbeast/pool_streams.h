@@ -28,16 +28,17 @@ namespace torchbeast {
 struct Stopped {};
 
 // Thread-safe.
-struct PoolStreams {
+struct PoolStreams : StreamHost {
   class Presence;
 
   PoolStreams(ActorPoolOptions options, std::shared_ptr<BatchingQueue> learner_queue,
               std::shared_ptr<DynamicBatcher> inference_batcher,
               ArrayNest initial_state)
       : options(std::move(options)),
-        sessions(std::move(learner_queue), std::move(inference_batcher),
-                 this->options.unroll_length, std::move(initial_state),
-                 this->options.named_rows, this->options.max_rollout_bytes),
+        sessions{std::move(learner_queue),
+                 std::move(inference_batcher),
+                 {this->options.unroll_length, std::move(initial_state),
+                  this->options.named_rows, this->options.max_rollout_bytes}},
         hellos(this->options.expected),
         num_seeded(this->options.addresses.size()) {
     const Listener* listener = this->options.listener.get();
@@ -52,14 +53,8 @@ struct PoolStreams {
     }
   }
 
-  void close() TB_EXCLUDES(mutex) {
-    {
-      MutexLock lock(mutex);
-      closing = true;
-    }
-    changed.notify_all();
-  }
-
+  void close() TB_EXCLUDES(mutex) { fail(nullptr); }
+  // Ends the run; the first error is the run's.
   void fail(std::exception_ptr error) TB_EXCLUDES(mutex) {
     {
       MutexLock lock(mutex);
@@ -96,13 +91,13 @@ struct PoolStreams {
   }
   void check_downtime() TB_EXCLUDES(mutex);
   // REQUIRES: `error` is being handled.
-  void count_failure(const EnvironmentError& error) TB_EXCLUDES(mutex);
+  void count_failure(const EnvironmentError& error) override TB_EXCLUDES(mutex);
 
   // Of the next stream of the server at address `index`.
   std::optional<wire::Seeding> next_seeding(size_t index, bool is_first);
 
   // An environment that has joined, in its stream's thread.
-  grpc::Status serve(Connection& connection, const wire::EnvHello& hello);
+  void serve(Connection& connection, const wire::EnvHello& hello) override;
   void unroll_joined(Connection& connection, const wire::EnvHello& hello);
 
   const ActorPoolOptions options;

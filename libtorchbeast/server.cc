@@ -1,10 +1,9 @@
 #include "server.h"
 
-#include <grpcpp/server_context.h>
-
 #include <atomic>
 #include <iostream>
 #include <list>
+#include <stdexcept>
 #include <utility>
 
 #include "codec.h"
@@ -17,15 +16,13 @@ struct EnvServer::State {
   State(EnvironmentFactory factory, StreamServerOptions options)
       : factory(std::move(factory)),
         server(
-            kStreamMethod,
-            [this](grpc::ServerContext* context, ServedStream* stream) {
-              return serve(context, stream);
-            },
+            kStreamMethod, "the learner at",
+            [this](ServedConnection& connection) { serve(connection); },
             std::move(options)) {}
 
-  grpc::Status serve(grpc::ServerContext* context, ServedStream* stream);
+  void serve(ServedConnection& connection) TB_EXCLUDES(mutex);
   // Until the learner ends the stream; throws Connection::Left then.
-  void run_stream(grpc::ServerContext* context, ServedConnection& connection);
+  void run_stream(ServedConnection& connection) TB_EXCLUDES(mutex);
   void report_stuck();
 
   // A stream's environment, from before it is made until it is gone.
@@ -39,37 +36,27 @@ struct EnvServer::State {
   std::list<Served> served TB_GUARDED_BY(mutex);
   std::atomic<bool> stuck_reported{false};
   std::atomic<uint64_t> num_steps{0};
-  std::atomic<uint64_t> bytes_sent{0};
   std::atomic<uint64_t> bytes_copied{0};
   StreamServer server;  // the first to end
 };
 
 // --- One stream
 
-grpc::Status EnvServer::State::serve(grpc::ServerContext* context,
-                                     ServedStream* stream) {
-  ServedConnection connection(context, stream, "the learner at");
+void EnvServer::State::serve(ServedConnection& connection) {
   try {
-    run_stream(context, connection);
-  } catch (const Connection::Left&) {
+    run_stream(connection);
   } catch (const WireError&) {
     throw;
   } catch (const TransportError&) {
     throw;
   } catch (const std::exception& error) {
-    stream->Write(encode_error(error.what()));
-    return {grpc::StatusCode::ABORTED, "the environment failed"};
+    connection.write(encode_error(error.what()));
+    throw std::runtime_error("the environment failed");
   }
-  return grpc::Status::OK;
 }
 
-void EnvServer::State::run_stream(grpc::ServerContext* context,
-                                  ServedConnection& connection) {
-  wire::AgentHello agent;
-  {
-    const StreamServer::HelloDeadline deadline(&server, context);
-    agent = connection.expect_agent_hello();
-  }
+void EnvServer::State::run_stream(ServedConnection& connection) {
+  const wire::AgentHello agent = connection.expect_agent_hello();
   struct Serving {
     Serving(State* server, std::string peer) : state(*server) {
       MutexLock lock(state.mutex);
@@ -84,11 +71,10 @@ void EnvServer::State::run_stream(grpc::ServerContext* context,
     State& state;
     std::list<Served>::iterator here;
   };
-  const Serving serving(this, context->peer());
+  const Serving serving(this, connection.peer());
   Stepper stepper(factory, &serving.here->activity);
   stepper.begin(agent);
   const auto write_step = [&] {
-    bytes_sent += stepper.newest_step().Length();
     bytes_copied += stepper.newest_bytes_copied();
     connection.write(stepper.newest_step());
   };
@@ -144,7 +130,6 @@ EnvServerStats EnvServer::stats() const {
   stats.num_streams = state_->server.num_streams();
   stats.num_steps = state_->num_steps;
   stats.num_refused = state_->server.num_refused();
-  stats.bytes_sent = state_->bytes_sent;
   stats.bytes_copied = state_->bytes_copied;
   return stats;
 }

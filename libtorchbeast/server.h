@@ -15,7 +15,6 @@ struct EnvServerStats {
   uint64_t num_streams = 0;  // now
   uint64_t num_steps = 0;    // E for each
   uint64_t num_refused = 0;  // streams that were turned away
-  uint64_t bytes_sent = 0;
   uint64_t bytes_copied = 0;
 };
 
@@ -27,20 +26,11 @@ class EnvServer {
   ~EnvServer();  // stops
   EnvServer(const EnvServer&) = delete;
 
-  // Listens from here on. Throws std::runtime_error, with the reason, if that can't be:
-  // no such directory, in use by a running server, ... A socket that a dead server has
-  // left is replaced; one that this server makes is the user's alone.
-  void start();
-  // Blocks until stop() is done or gives up. Starts if that has not been done.
+  void start();  // as StreamServer's, and so are the others
   void run(const Interrupt& interrupt = nullptr);
-  // Ends all streams, waits for their environments to be destroyed, and removes the
-  // socket. Environments that hang are left behind `limit` after the first call; a line
-  // on stderr names them. They go on using the factory and what it has made. May be
-  // called from any thread, also that of an environment, which is not waited for then;
-  // any number of times, also before start.
+  // Environments that hang are left behind; a line on stderr names them. They go on
+  // using the factory and what it has made.
   void stop(Milliseconds limit = kStopLimit);
-
-  // Where it listens, with the port that it has found.
   std::string address() const;
   EnvServerStats stats() const;
 

@@ -56,6 +56,12 @@ Descriptor make_socket(int family) {
   return made;
 }
 
+// The port in the name of a TCP socket.
+in_port_t& port_of(sockaddr* name) {
+  return name->sa_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(name)->sin6_port
+                                     : reinterpret_cast<sockaddr_in*>(name)->sin_port;
+}
+
 // The user whose process has connected, or listens, at the other end.
 bool get_peer_user(int fd, uid_t* user) {
 #ifdef SO_PEERCRED
@@ -148,12 +154,8 @@ void ListeningSocket::listen_tcp(const Address& address) {
     set_option(made.get(), SOL_SOCKET, SO_REUSEADDR, 1);
     if (found->ai_family == AF_INET6) {  // [::] is for IPv4, too
       set_option(made.get(), IPPROTO_IPV6, IPV6_V6ONLY, 0);
-      reinterpret_cast<sockaddr_in6*>(found->ai_addr)->sin6_port =
-          htons(static_cast<uint16_t>(port_));
-    } else {
-      reinterpret_cast<sockaddr_in*>(found->ai_addr)->sin_port =
-          htons(static_cast<uint16_t>(port_));
     }
+    port_of(found->ai_addr) = htons(static_cast<uint16_t>(port_));
     if (made.get() < 0 || bind(made.get(), found->ai_addr, found->ai_addrlen) != 0 ||
         listen(made.get(), SOMAXCONN) != 0) {
       error = errno;
@@ -163,9 +165,7 @@ void ListeningSocket::listen_tcp(const Address& address) {
     sockaddr_storage name{};
     socklen_t size = sizeof(name);
     getsockname(made.get(), reinterpret_cast<sockaddr*>(&name), &size);
-    port_ = ntohs(name.ss_family == AF_INET6
-                      ? reinterpret_cast<sockaddr_in6*>(&name)->sin6_port
-                      : reinterpret_cast<sockaddr_in*>(&name)->sin_port);
+    port_ = ntohs(port_of(reinterpret_cast<sockaddr*>(&name)));
     sockets_.push_back(std::move(made));
   }
   if (sockets_.empty()) cannot_listen(address, std::strerror(error));

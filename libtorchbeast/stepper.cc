@@ -1,6 +1,5 @@
 #include "stepper.h"
 
-#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -50,12 +49,6 @@ void Stepper::begin(const wire::AgentHello& agent) {
   encode_row(start);
   spec_.action.for_each(
       [this](const ArraySpec& spec) { action_.push_back(pool_.allocate(spec)); });
-}
-
-bool Stepper::is_between_episodes() const {
-  const Array& done = row_.arrays[spec_.num_observation_arrays + kDoneField];
-  return std::all_of(done.data(), done.data() + spec_.num_envs,
-                     [](uint8_t done) { return done != 0; });
 }
 
 void Stepper::step(grpc::ByteBuffer* action) {

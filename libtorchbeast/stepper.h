@@ -34,7 +34,9 @@ class Stepper {
   const grpc::ByteBuffer& newest_step() const { return newest_step_; }
   uint64_t newest_bytes_copied() const { return newest_bytes_copied_; }
   // Whether the newest step begins new episodes for all E.
-  bool is_between_episodes() const;
+  bool is_between_episodes() const {
+    return torchbeast::is_between_episodes(spec_, row_.arrays);
+  }
   // Makes a step. Throws WireError, and makes none, if the message is not an action for
   // this environment.
   void step(grpc::ByteBuffer* action);

@@ -32,9 +32,10 @@ bool equal_secrets(const std::string& a, const std::string& b) {
 }  // namespace
 
 struct StreamServer::State {
-  State(const char* method, StreamService::Handler handler, StreamServerOptions options,
-        OnRefusal on_refusal)
-      : handler(std::move(handler)),
+  State(const char* method, std::string peer, Handler handler,
+        StreamServerOptions options, OnRefusal on_refusal)
+      : peer(std::move(peer)),
+        handler(std::move(handler)),
         options(std::move(options)),
         on_refusal(std::move(on_refusal)),
         address(this->options.address),
@@ -47,21 +48,28 @@ struct StreamServer::State {
                                   std::to_string(this->options.max_streams));
     }
   }
-
-  // One stream, in a thread of its own.
-  grpc::Status serve(grpc::ServerContext* context, ServedStream* stream);
-  bool has_token(const grpc::ServerContext& context) const;
   ~State() {
     if (ender.joinable()) ender.detach();  // this is its last act
   }
 
+  // One stream, in a thread of its own.
+  grpc::Status serve(grpc::ServerContext* context, ServedStream* stream)
+      TB_EXCLUDES(mutex);
+  bool has_token(const grpc::ServerContext& context) const;
   void watch() TB_EXCLUDES(mutex);
   void end(std::unique_ptr<grpc::Server> server) TB_EXCLUDES(mutex);
   bool is_over() const TB_REQUIRES(mutex) {
     return ended || (stopping && Clock::now() >= give_up_at);
   }
+  void wait(const Interrupt& interrupt) TB_REQUIRES(mutex) {
+    while (!is_over()) {
+      changed.wait_until(mutex, stopping ? give_up_at : Clock::time_point::max(),
+                         interrupt);
+    }
+  }
 
-  const StreamService::Handler handler;
+  const std::string peer;
+  const Handler handler;
   const StreamServerOptions options;
   const OnRefusal on_refusal;
   const Address address;
@@ -82,11 +90,8 @@ struct StreamServer::State {
   Clock::time_point give_up_at TB_GUARDED_BY(mutex);  // if stopping
   bool ended TB_GUARDED_BY(mutex) = false;            // all handlers have returned
   int port TB_GUARDED_BY(mutex) = 0;
-  // Streams whose peers have not said hello yet.
-  std::set<std::pair<Clock::time_point, grpc::ServerContext*>> silent
-      TB_GUARDED_BY(mutex);
+  std::set<Connection*> connections TB_GUARDED_BY(mutex);
 
-  std::atomic<int> num_streams{0};
   std::atomic<uint64_t> num_refused{0};
 };
 
@@ -110,26 +115,40 @@ bool StreamServer::State::has_token(const grpc::ServerContext& context) const {
 
 grpc::Status StreamServer::State::serve(grpc::ServerContext* context,
                                         ServedStream* stream) {
-  struct Count {
-    explicit Count(std::atomic<int>* count) : count(*count), now(++*count) {}
-    ~Count() { --count; }
-    std::atomic<int>& count;
-    const int now;
+  ServedConnection connection(context, stream, peer);
+  // While it lives, watch() may cancel the connection.
+  struct Registration {
+    Registration(State* state, Connection* connection)
+        : state(*state), connection(connection) {
+      MutexLock lock(state->mutex);
+      state->connections.insert(connection);
+      number = state->connections.size();
+    }
+    ~Registration() {
+      MutexLock lock(state.mutex);
+      state.connections.erase(connection);
+    }
+    State& state;
+    Connection* const connection;
+    size_t number;
   };
-  const Count count(&num_streams);
+  const Registration registration(this, &connection);
   handling = this;
   grpc::Status status;
   try {
     if (!has_token(*context)) {
       status = {grpc::StatusCode::UNAUTHENTICATED,
                 "it wants a token, and the one given is missing or wrong"};
-    } else if (count.now > options.max_streams) {
+    } else if (registration.number > static_cast<size_t>(options.max_streams)) {
       status = {grpc::StatusCode::RESOURCE_EXHAUSTED,
                 "this server has its " + std::to_string(options.max_streams) +
                     " streams already"};
     } else {
-      return handler(context, stream);
+      handler(connection);
+      return grpc::Status::OK;
     }
+  } catch (const Connection::Left&) {
+    return grpc::Status::OK;
   } catch (const RefusedError& error) {
     status = {grpc::StatusCode::FAILED_PRECONDITION, error.what()};
   } catch (const WireError& error) {
@@ -138,22 +157,12 @@ grpc::Status StreamServer::State::serve(grpc::ServerContext* context,
     status = {grpc::StatusCode::RESOURCE_EXHAUSTED, error.what()};
   } catch (const TransportError& error) {
     return {grpc::StatusCode::UNAVAILABLE, error.what()};
+  } catch (const std::exception& error) {
+    return {grpc::StatusCode::ABORTED, error.what()};
   }
   ++num_refused;
   if (on_refusal) on_refusal(context->peer(), status);
   return status;
-}
-
-StreamServer::HelloDeadline::HelloDeadline(StreamServer* server,
-                                           grpc::ServerContext* context)
-    : state_(*server->state_), since_(Clock::now()), context_(context) {
-  MutexLock lock(state_.mutex);
-  state_.silent.emplace(since_, context_);
-}
-
-StreamServer::HelloDeadline::~HelloDeadline() {
-  MutexLock lock(state_.mutex);
-  state_.silent.erase({since_, context_});
 }
 
 // Accepts connections, and ends streams whose peers say nothing.
@@ -162,9 +171,9 @@ void StreamServer::State::watch() {
     {
       MutexLock lock(mutex);
       if (stopping) return;
-      for (const auto& [since, context] : silent) {
-        if (!is_longer(Clock::now() - since, options.hello_timeout)) break;
-        context->TryCancel();
+      for (Connection* connection : connections) {
+        if (!connection->is_shaking_hands()) continue;
+        connection->cancel_if_slow(options.hello_timeout, "has not said hello in time");
       }
     }
     grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
@@ -175,10 +184,10 @@ void StreamServer::State::watch() {
 
 // --- The server
 
-StreamServer::StreamServer(const char* method, StreamService::Handler handler,
+StreamServer::StreamServer(const char* method, std::string peer, Handler handler,
                            StreamServerOptions options, OnRefusal on_refusal)
-    : state_(std::make_unique<State>(method, std::move(handler), std::move(options),
-                                     std::move(on_refusal))) {}
+    : state_(std::make_unique<State>(method, std::move(peer), std::move(handler),
+                                     std::move(options), std::move(on_refusal))) {}
 
 StreamServer::~StreamServer() = default;
 
@@ -228,11 +237,7 @@ void StreamServer::run(const Interrupt& interrupt) {
   }
   if (start_now) start();
   MutexLock lock(state.mutex);
-  while (!state.is_over()) {
-    state.changed.wait_until(
-        state.mutex, state.stopping ? state.give_up_at : Clock::time_point::max(),
-        interrupt);
-  }
+  state.wait(interrupt);
 }
 
 // gRPC waits for handlers without a limit. So a thread of its own does that, and this
@@ -263,9 +268,7 @@ void StreamServer::stop(Milliseconds limit, std::shared_ptr<void> owner) {
   bool ended;
   {
     MutexLock lock(state.mutex);
-    while (!state.is_over()) {
-      state.changed.wait_until(state.mutex, state.give_up_at, nullptr);
-    }
+    state.wait(nullptr);
     ended = state.ended;
   }
   MutexLock lifecycle(state.lifecycle);
@@ -297,7 +300,8 @@ std::string StreamServer::address() const {
 }
 
 uint64_t StreamServer::num_streams() const {
-  return static_cast<uint64_t>(std::max(0, state_->num_streams.load()));
+  MutexLock lock(state_->mutex);
+  return state_->connections.size();
 }
 
 uint64_t StreamServer::num_refused() const { return state_->num_refused; }

@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 
+#include "connection.h"
 #include "sync.h"
 #include "transport.h"
 
@@ -26,16 +27,21 @@ struct StreamServerOptions {
 // Thread-safe. Owns the streams' threads.
 class StreamServer {
  public:
-  // Calls `handler` in a thread of its own for each stream that shows the token. What
-  // it throws becomes the stream's status, and counts as a refusal, but for the last:
+  // Called in a thread of its own for each stream that shows the token. The stream ends
+  // with status OK if it returns or throws Connection::Left; otherwise with the text of
+  // what it throws, and one of these, of which the first three count as refusals:
   //   RefusedError    FAILED_PRECONDITION
   //   WireError       INVALID_ARGUMENT
   //   BusyError       RESOURCE_EXHAUSTED
   //   TransportError  UNAVAILABLE
-  // Calls `on_refusal`, if not null, with the peer and the status in the stream's
-  // thread. Throws std::invalid_argument on a bad address or insufficient security.
+  //   std::exception  ABORTED
+  using Handler = std::function<void(ServedConnection&)>;
+  // Called with the peer and the status in the stream's thread.
   using OnRefusal = std::function<void(const std::string&, const grpc::Status&)>;
-  StreamServer(const char* method, StreamService::Handler handler,
+
+  // `peer` goes before a peer's address in messages; `on_refusal` may be null. Throws
+  // std::invalid_argument on a bad address or insufficient security.
+  StreamServer(const char* method, std::string peer, Handler handler,
                StreamServerOptions options, OnRefusal on_refusal = nullptr);
   ~StreamServer();  // REQUIRES: stop() was called
   StreamServer(const StreamServer&) = delete;
@@ -62,21 +68,6 @@ class StreamServer {
  private:
   struct State;
   const std::unique_ptr<State> state_;
-
- public:
-  // While it lives, the peer of a stream owes its hello; if it does not come in time,
-  // the stream is cancelled.
-  class HelloDeadline {
-   public:
-    HelloDeadline(StreamServer* server, grpc::ServerContext* context);
-    ~HelloDeadline();
-    HelloDeadline(const HelloDeadline&) = delete;
-
-   private:
-    State& state_;
-    const Clock::time_point since_;
-    grpc::ServerContext* const context_;
-  };
 };
 
 }  // namespace torchbeast

@@ -18,30 +18,25 @@ static_assert(static_cast<int>(wire::BOOL) == static_cast<int>(DType::kBool) &&
                   static_cast<int>(wire::FLOAT64) == static_cast<int>(DType::kFloat64),
               "DType has the wire's numbers");
 
-[[noreturn]] void refuse(const std::string& place, const std::string& why) {
-  throw WireError(place + ": " + why);
-}
-
-std::string at_most(int64_t number) {
-  return "at most " + std::to_string(number) + " are allowed";
+// "hello: 1025 settings, at most 1024 are allowed".
+void check_most(const std::string& place, uint64_t number, const std::string& unit,
+                int64_t most) {
+  if (number <= static_cast<uint64_t>(most)) return;
+  refuse(place, std::to_string(number) + " " + unit + ", at most " +
+                    std::to_string(most) + " are allowed");
 }
 
 // A peer's name, for errors: at most 64 bytes, on one line.
-std::string quoted(std::string name) {
-  size_t size = std::min<size_t>(name.size(), 64);
-  while (size < name.size() && (name[size] & 0xC0) == 0x80) --size;  // inside UTF-8
-  const bool is_cut = size < name.size();
-  name.resize(size);
-  for (char& c : name) {
+std::string quoted(const std::string& name) {
+  std::string text = first_bytes(name, 64);
+  for (char& c : text) {
     if (static_cast<uint8_t>(c) < 0x20 || c == 0x7F) c = '?';
   }
-  return '"' + name + (is_cut ? "...\"" : "\"");
+  return '"' + text + (text.size() < name.size() ? "...\"" : "\"");
 }
 
 void check_length(const std::string& text, const std::string& place) {
-  if (text.size() <= kMaxNameBytes) return;
-  refuse(place, quoted(text) + " has " + std::to_string(text.size()) + " bytes, " +
-                    at_most(kMaxNameBytes));
+  check_most(place, text.size(), "bytes in " + quoted(text), kMaxNameBytes);
 }
 
 // --- Shapes --------------------------------------------------------------------------
@@ -53,17 +48,12 @@ DType checked_dtype(wire::DType dtype, const std::string& place) {
   return static_cast<DType>(dtype);
 }
 
-template <typename Dims>
-Shape checked_shape(const Dims& dims, const std::string& place) {
-  if (static_cast<size_t>(dims.size()) > kMaxSpaceDims) {
-    refuse(place, "more than " + std::to_string(kMaxSpaceDims) + " dimensions");
-  }
+Shape checked_shape(const google::protobuf::RepeatedField<uint64_t>& dims,
+                    const std::string& place) {
+  check_most(place, static_cast<size_t>(dims.size()), "dimensions", kMaxSpaceDims);
   Shape shape;
   for (uint64_t dim : dims) {
-    if (dim > static_cast<uint64_t>(kMaxMessageBytes)) {
-      refuse(place, "a dimension of " + std::to_string(dim) + ", " +
-                        at_most(kMaxMessageBytes));
-    }
+    check_most(place, dim, "elements in a dimension", kMaxMessageBytes);
     shape.push_back(static_cast<int64_t>(dim));
   }
   return shape;
@@ -124,10 +114,7 @@ class SpaceReader {
   std::vector<ValueRule> rules;
 
   SpecNest read(const wire::Space& space, const std::string& place, int level) {
-    if (level > kMaxDepth) {
-      refuse(place, "spaces are nested deeper than " + std::to_string(kMaxDepth) +
-                        " levels, which is the most allowed");
-    }
+    check_most(place, static_cast<size_t>(level), "levels of spaces", kMaxDepth);
     switch (space.kind_case()) {
       case wire::Space::kBox:
         return read_box(space.box(), place);
@@ -153,20 +140,14 @@ class SpaceReader {
 
  private:
   void count_array(const std::string& place) {
-    if (++num_arrays_ > kMaxArrays) {
-      refuse(place, "the space has more than " + std::to_string(kMaxArrays) +
-                        " arrays, which is the most allowed");
-    }
+    check_most(place, ++num_arrays_, "arrays", kMaxArrays);
   }
 
   SpecNest leaf(const ArraySpec& one, ValueRule rule, const std::string& place) {
     count_array(place);
     const ArraySpec spec = batched(one, num_envs_, place);
-    num_elements_ += static_cast<int64_t>(one.num_elements());
-    if (num_elements_ > limits_.elements) {
-      refuse(place, "the space has " + std::to_string(num_elements_) +
-                        " elements or more, " + at_most(limits_.elements));
-    }
+    num_elements_ += one.num_elements();
+    check_most(place, num_elements_, "elements or more in the space", limits_.elements);
     names.push_back(place);
     rules.push_back(std::move(rule));
     return SpecNest(spec);
@@ -185,7 +166,7 @@ class SpaceReader {
                           ", the number of elements");
       }
     }
-    const auto range = range_of(one.dtype);
+    const auto [lowest, highest] = range_of(one.dtype);
     const bool is_wide = item_size(one.dtype) == 8;
     double magnitude = kMaxMagnitude;
     for (int i = 0; i < std::max(box.low_size(), box.high_size()); ++i) {
@@ -203,7 +184,7 @@ class SpaceReader {
       if (low == kInfinity || high == -kInfinity) bad("nothing lies between");
       for (const double x : {low, high}) {
         if (std::isinf(x)) continue;
-        if (x < range.first || x > range.second) {
+        if (x < lowest || x > highest) {
           bad(std::string("one is outside of the dtype, ") + dtype_name(one.dtype));
         }
         // 64-bit integers may be as large as an exact bound.
@@ -212,11 +193,8 @@ class SpaceReader {
         }
       }
     }
-    ValueRule rule;
-    if (is_float(one.dtype) || is_wide) {
-      rule = {{std::max(-magnitude, range.first)}, {magnitude}};
-    }
-    return leaf(one, std::move(rule), place);
+    if (!is_float(one.dtype) && !is_wide) return leaf(one, {}, place);
+    return leaf(one, {{std::max(-magnitude, lowest)}, {magnitude}}, place);
   }
 
   // Of Discrete and MultiDiscrete.
@@ -295,18 +273,16 @@ class SpaceReader {
 
   const int64_t num_envs_;
   const Limits limits_;
-  int64_t num_arrays_ = 0;
-  int64_t num_elements_ = 0;
+  uint64_t num_arrays_ = 0;
+  uint64_t num_elements_ = 0;
   int64_t num_choices_ = 0;
 };
 
 // --- Hellos --------------------------------------------------------------------------
 
 void check_settings(const wire::EnvHello& hello) {
-  if (hello.settings_size() > kMaxSettings) {
-    refuse("hello", std::to_string(hello.settings_size()) + " settings, " +
-                        at_most(kMaxSettings));
-  }
+  check_most("hello", static_cast<size_t>(hello.settings_size()), "settings",
+             kMaxSettings);
   std::set<std::string> names;
   for (const wire::Setting& setting : hello.settings()) {
     const std::string place = "setting " + quoted(setting.name());
@@ -325,6 +301,15 @@ struct KnownField {
 
 }  // namespace
 
+void refuse(const std::string& place, const std::string& why) {
+  throw WireError(place + ": " + why);
+}
+
+std::string first_bytes(const std::string& text, size_t size) {
+  while (size < text.size() && size > 0 && (text[size] & 0xC0) == 0x80) --size;
+  return text.substr(0, size);
+}
+
 std::string version_refusal(const std::string& peer, uint32_t version) {
   return peer + " speaks version " + std::to_string(version) +
          " of the protocol, and this side version " + std::to_string(kWireVersion) +
@@ -338,16 +323,9 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello)
     throw WireError(version_refusal("the environment", hello.version()));
   }
   check_length(environment, "hello.environment");
-  if (hello.stream_id().size() > kMaxStreamIdBytes) {
-    refuse("hello.stream_id", std::to_string(hello.stream_id().size()) + " bytes, " +
-                                  at_most(kMaxStreamIdBytes));
-  }
-  constexpr uint64_t kMaxFirstStep = std::numeric_limits<int64_t>::max();
-  if (hello.first_step() > kMaxFirstStep) {
-    refuse("hello.first_step", "is " + std::to_string(hello.first_step()) +
-                                   ", at most " + std::to_string(kMaxFirstStep) +
-                                   " is allowed");
-  }
+  check_most("hello.stream_id", hello.stream_id().size(), "bytes", kMaxStreamIdBytes);
+  check_most("hello.first_step", hello.first_step(), "steps",
+             std::numeric_limits<int64_t>::max());
   if (num_envs < 1 || num_envs > kMaxEnvs) {
     refuse("hello", "num_envs is " + std::to_string(num_envs) + ", allowed are 1 to " +
                         std::to_string(kMaxEnvs));
@@ -414,10 +392,7 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello)
     extra_fields.push_back(name);
   }
 
-  if (arrays.size() > static_cast<size_t>(kMaxArrays)) {
-    refuse("hello", "a step has " + std::to_string(arrays.size()) + " arrays, " +
-                        at_most(kMaxArrays));
-  }
+  check_most("hello", arrays.size(), "arrays per step", kMaxArrays);
   // The largest messages: what they hold besides the arrays takes less than 64 bytes.
   size_t step_bytes = 0, observation_bytes = 0, action_bytes = 0;
   for (size_t i = 0; i < arrays.size(); ++i) {
@@ -432,14 +407,28 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello)
   if (taken.count("truncated") > 0) step_bytes += observation_bytes;
   for (const auto& [what, bytes] :
        {std::pair("a step", step_bytes), std::pair("an action", action_bytes)}) {
-    if (bytes + 64 <= static_cast<size_t>(kMaxMessageBytes)) continue;
-    refuse("hello", std::string(what) + " of " + std::to_string(num_envs) +
-                        " environments has up to " + std::to_string(bytes + 64) +
-                        " bytes, " + at_most(kMaxMessageBytes));
+    check_most("hello", bytes + 64,
+               std::string("bytes in ") + what + " of " + std::to_string(num_envs) +
+                   " environments",
+               kMaxMessageBytes);
   }
 }
 
-// --- Values --------------------------------------------------------------------------
+// --- Rows ----------------------------------------------------------------------------
+
+const Array* truncated_field(const StreamSpec& spec, const std::vector<Array>& arrays) {
+  const auto& names = spec.extra_fields;
+  const auto found = std::find(names.begin(), names.end(), "truncated");
+  if (found == names.end()) return nullptr;
+  return &arrays[spec.num_observation_arrays + kStandardFields +
+                 static_cast<size_t>(found - names.begin())];
+}
+
+bool is_between_episodes(const StreamSpec& spec, const std::vector<Array>& arrays) {
+  const Array& done = arrays[spec.num_observation_arrays + kDoneField];
+  return std::all_of(done.data(), done.data() + spec.num_envs,
+                     [](uint8_t value) { return value != 0; });
+}
 
 namespace {
 

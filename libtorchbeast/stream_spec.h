@@ -44,6 +44,11 @@ class WireError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+[[noreturn]] void refuse(const std::string& place, const std::string& why);
+// The text without what is behind `size` bytes, and not cut inside a character of
+// UTF-8.
+std::string first_bytes(const std::string& text, size_t size);
+
 // Why a peer of another version is refused; `peer` is the subject of the sentence.
 std::string version_refusal(const std::string& peer, uint32_t version);
 
@@ -77,6 +82,11 @@ struct EnvRow {
   std::vector<Array> final_observation;  // empty, or as the observation's arrays
   uint64_t env_nanoseconds = 0;
 };
+
+// The field "truncated" of a row's arrays; null if there is none.
+const Array* truncated_field(const StreamSpec& spec, const std::vector<Array>& arrays);
+// Whether these arrays of a step are the first rows of new episodes for all E.
+bool is_between_episodes(const StreamSpec& spec, const std::vector<Array>& arrays);
 
 // Throws WireError, naming the array, the environment and the value, if a number of a
 // step's arrays (or of its first arrays only) breaks its rule. BOOLs are not checked.

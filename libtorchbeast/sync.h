@@ -56,6 +56,23 @@ constexpr Milliseconds kInterruptPeriod{100};
 // wake-up (its bug 25847).
 constexpr Milliseconds kLookPeriod{1000};
 
+// How long to wait before the next attempt to connect: 0.1 s at first, then twice as
+// long each time, up to 1 s, or 10 s if the peer refuses. One thread at a time.
+class Backoff {
+ public:
+  // `refused`: whether the peer was there and said no.
+  Milliseconds next(bool refused = false) {
+    wait_ = std::min(2 * wait_, Milliseconds(refused ? 10'000 : 1'000));
+    return wait_;
+  }
+  // The peer has done its work.
+  void reset() { wait_ = kFirst / 2; }
+
+ private:
+  static constexpr Milliseconds kFirst{100};
+  Milliseconds wait_ = kFirst / 2;
+};
+
 // Thread-safe.
 class TB_ATTRIBUTE(capability("mutex")) Mutex {
  public:
@@ -113,10 +130,14 @@ class CondVar {
   std::condition_variable condition_;
 };
 
-// Adds the time from start() to its end to a sum over threads. One thread.
+// Adds the time from start() to its end, if it was started, to a sum over threads. One
+// thread at a time.
 class Stopwatch {
  public:
-  explicit Stopwatch(std::atomic<int64_t>& nanoseconds) : nanoseconds_(nanoseconds) {}
+  explicit Stopwatch(std::atomic<int64_t>& nanoseconds, bool starts = true)
+      : nanoseconds_(nanoseconds) {
+    if (starts) start();
+  }
   ~Stopwatch() {
     if (start_ == Clock::time_point()) return;
     nanoseconds_ += std::chrono::nanoseconds(Clock::now() - start_).count();

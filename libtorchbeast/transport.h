@@ -114,7 +114,7 @@ std::unique_ptr<DialledStream> open_stream(grpc::ChannelInterface* channel,
                                            grpc::ClientContext* context,
                                            const char* method = kStreamMethod);
 
-// Server side: calls `handler` in a thread of its own for each stream.
+// Server side: calls `handler` in a thread of its own for each stream. Thread-safe.
 class StreamService : public grpc::Service {
  public:
   using Handler = std::function<grpc::Status(grpc::ServerContext*, ServedStream*)>;

@@ -11,13 +11,10 @@ namespace torchbeast {
 
 namespace {
 
-const ArraySpec& spec_of(const Array& array) { return array.spec(); }
-const ArraySpec& spec_of(const ArraySpec& spec) { return spec; }
-template <typename T>
-std::string describe(const std::vector<T>& arrays) {
+std::string describe(const std::vector<ArraySpec>& specs) {
   std::string text;
-  for (const T& array : arrays) {
-    text += (text.empty() ? "" : ", ") + spec_of(array).to_string();
+  for (const ArraySpec& spec : specs) {
+    text += (text.empty() ? "" : ", ") + spec.to_string();
   }
   return text.empty() ? "nothing" : text;
 }
@@ -34,11 +31,6 @@ void copy_arrays(const std::vector<Array>& from, const std::vector<Array>& to) {
   for (size_t i = 0; i < to.size(); ++i) {
     if (from[i].data() != to[i].data()) copy(from[i], to[i]);
   }
-}
-
-bool all(const Array& bools) {
-  return std::all_of(bools.data(), bools.data() + bools.num_bytes(),
-                     [](uint8_t value) { return value != 0; });
 }
 
 }  // namespace
@@ -66,18 +58,6 @@ void check_rollout_bytes(const StreamSpec& spec, int64_t unroll_length,
       std::to_string(num_rows) + " rows of " + std::to_string(step) +
       " bytes, exceed max_rollout_bytes, which is " + std::to_string(max_bytes) +
       ": use fewer streams, shorter unrolls, or more memory");
-}
-
-bool is_between_episodes(const StreamSpec& spec, const EnvRow& row) {
-  return all(row.arrays[spec.num_observation_arrays + kDoneField]);
-}
-
-const Array* truncated_field(const StreamSpec& spec, const std::vector<Array>& arrays) {
-  const auto& names = spec.extra_fields;
-  const auto found = std::find(names.begin(), names.end(), "truncated");
-  if (found == names.end()) return nullptr;
-  return &arrays[spec.num_observation_arrays + kStandardFields +
-                 static_cast<size_t>(found - names.begin())];
 }
 
 RolloutBytes::RolloutBytes(UnrollContext* context, const StreamSpec& spec)
@@ -134,7 +114,7 @@ void Unroll::write_env_row(const EnvRow& row) {
 }
 
 bool Unroll::is_between_episodes() const {
-  return all(rollout_.env[spec_.num_observation_arrays + kDoneField].at(t_));
+  return torchbeast::is_between_episodes(spec_, env_row(t_));
 }
 
 // --- The agent
@@ -142,7 +122,7 @@ bool Unroll::is_between_episodes() const {
 // First about the real end of truncated episodes, then about the newest row.
 std::optional<ArrayNest> Unroll::question() {
   if (acted_) return std::nullopt;
-  std::vector<Array> env = env_time_row(t_);
+  std::vector<Array> env = env_row(t_, true);
   if (!final_observation_.empty()) {
     for (size_t i = 0; i < final_observation_.size(); ++i) {
       env[i] = final_observation_[i].with_leading_one();
@@ -256,13 +236,14 @@ std::vector<Array> Unroll::action_of(const ArrayNest& outputs) const {
                                 outputs.describe());
   }
   std::vector<Array> arrays;
-  action->for_each([&](const Array& array) { arrays.push_back(array.at(0)); });
+  std::vector<ArraySpec> specs;
+  action->for_each([&](const Array& array) {
+    arrays.push_back(array.at(0));
+    specs.push_back(arrays.back().spec());
+  });
   const std::vector<ArraySpec> wanted = spec_.action.flatten();
-  const auto fits = [](const ArraySpec& spec, const Array& array) {
-    return spec == array.spec();
-  };
-  if (!std::equal(wanted.begin(), wanted.end(), arrays.begin(), arrays.end(), fits)) {
-    throw std::invalid_argument("the agent's action is " + describe(arrays) +
+  if (specs != wanted) {
+    throw std::invalid_argument("the agent's action is " + describe(specs) +
                                 ", and the environments want " + describe(wanted) +
                                 " (behind a leading 1)");
   }
@@ -305,17 +286,12 @@ std::optional<ArrayNest> Unroll::take_rollout() {
   return rollout;
 }
 
-std::vector<Array> Unroll::env_row(int64_t t) const {
+std::vector<Array> Unroll::env_row(int64_t t, bool with_time) const {
   std::vector<Array> row;
   row.reserve(rollout_.env.size());
-  for (const Array& array : rollout_.env) row.push_back(array.at(t));
-  return row;
-}
-
-std::vector<Array> Unroll::env_time_row(int64_t t) const {
-  std::vector<Array> row;
-  row.reserve(rollout_.env.size());
-  for (const Array& array : rollout_.env) row.push_back(array.row(t));
+  for (const Array& array : rollout_.env) {
+    row.push_back(with_time ? array.row(t) : array.at(t));
+  }
   return row;
 }
 
@@ -359,7 +335,7 @@ ArrayNest Unroll::tile(const ArrayNest& state) {
     if (n == spec_.num_envs) return array;
     if (n == 1) {
       return concatenate(std::vector<Array>(static_cast<size_t>(spec_.num_envs), array),
-                         1, context_.message_pool, false);
+                         1, context_.message_pool);
     }
     throw std::invalid_argument("the initial agent state has " +
                                 array.shape().to_string() +

@@ -30,20 +30,13 @@ uint64_t half_of_memory();
 
 // What the unrolls of a pool share. Thread-safe.
 struct UnrollContext {
-  UnrollContext(int64_t unroll_length, ArrayNest initial_state, bool named_rows,
-                uint64_t max_bytes)
-      : unroll_length(unroll_length),
-        initial_state(std::move(initial_state)),
-        named_rows(named_rows),
-        max_bytes(max_bytes) {}
-
   const int64_t unroll_length;    // T
   const ArrayNest initial_state;  // [layers, 1 or E, ...]
   const bool named_rows;          // see ActorPoolOptions
   const uint64_t max_bytes;       // of the rollouts in progress
 
-  MemoryPool rollout_pool;
-  MemoryPool message_pool;
+  MemoryPool rollout_pool{};
+  MemoryPool message_pool{};
 
   std::atomic<uint64_t> num_steps{0};
   std::atomic<uint64_t> num_bytes{0};  // of the rollouts in progress
@@ -55,7 +48,8 @@ struct UnrollContext {
 void check_rollout_bytes(const StreamSpec& spec, int64_t unroll_length,
                          uint64_t num_streams, uint64_t max_bytes);
 
-// A rollout's share of UnrollContext::num_bytes, as long as it lives. One thread.
+// A rollout's share of UnrollContext::num_bytes, as long as it lives. One thread
+// at a time.
 class RolloutBytes {
  public:
   // Throws TooManyBytes.
@@ -67,11 +61,6 @@ class RolloutBytes {
   UnrollContext& context_;
   uint64_t num_bytes_ = 0;
 };
-
-// The field "truncated" of a row's arrays; null if there is none.
-const Array* truncated_field(const StreamSpec& spec, const std::vector<Array>& arrays);
-// Whether it is the first row of new episodes for all E.
-bool is_between_episodes(const StreamSpec& spec, const EnvRow& row);
 
 // One thread at a time. Owns the rollout's memory. Steps have numbers, counted by the
 // environment.
@@ -126,8 +115,8 @@ class Unroll {
   void check_form(const ArrayNest& outputs) const;
   void keep_truncation_value(const ArrayNest& outputs);
   std::vector<Array> action_of(const ArrayNest& outputs) const;
-  std::vector<Array> env_row(int64_t t) const;       // [E, ...] each
-  std::vector<Array> env_time_row(int64_t t) const;  // [1, E, ...] each
+  // Row t, [E, ...] each; with a leading 1 if `with_time`.
+  std::vector<Array> env_row(int64_t t, bool with_time = false) const;
   ArrayNest named(std::vector<Array> arrays) const;
   ArrayNest positional(std::vector<Array> arrays) const;
   ArrayNest env_nest(std::vector<Array> arrays) const {

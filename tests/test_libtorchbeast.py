@@ -322,6 +322,7 @@ def test_what_there_is():
         "Listener",
         "Server",
         "RefusedError",
+        "Security",
         "TransportError",
         "WireError",
         "probe",

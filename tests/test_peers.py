@@ -241,9 +241,9 @@ OBSERVATIONS = {
     "no dtype": (box("DTYPE_UNSPECIFIED", [2]), "no such dtype: 0"),
     "Box of 2**20 + 1": (box("UINT8", [2**20 + 1]), "at most 1048576 are allowed"),
     "Box of 8M": (box("FLOAT32", [8, 1000, 1000]), "at most 1048576 are allowed"),
-    "Box of 2**60": (box("UINT8", [2**60]), "a dimension of 1152921504606846976"),
+    "Box of 2**60": (box("UINT8", [2**60]), "1152921504606846976 elements in"),
     "Box of 2**28 squared": (box("UINT8", [2**28, 2**28]), "larger than a message"),
-    "Box of 7 dimensions": (box("UINT8", [1] * 7), "more than 6 dimensions"),
+    "Box of 7 dimensions": (box("UINT8", [1] * 7), "7 dimensions, at most 6"),
     "n of 0": (discrete(0), "n is 0, must be 1 or more"),
     "n below 0": (discrete(-5), "n is -5, must be 1 or more"),
     "n of 2**40": (discrete(2**40), "together may be at most 262144"),
@@ -253,13 +253,13 @@ OBSERVATIONS = {
     "one n of 2**31": (multi([2, 2**31]), "[1]: n is 2147483648"),
     "many n": (multi([2**17] * 3), "together may be at most 262144"),
     "starts for some": (multi([2, 3], [1]), "1 values in start"),
-    "MultiBinary of 2**30": (binary([2**30]), "a dimension of 1073741824"),
+    "MultiBinary of 2**30": (binary([2**30]), "1073741824 elements in a dimension"),
     "no kind": (no_space, "a space without a kind"),
     "no array": (tuple_of(), "no array with an element"),
     "keys without values": (dict_of(["a", "b"], discrete(2)), "2 keys and 1 values"),
     "a key twice": (dict_of("aa", discrete(2), discrete(2)), "comes twice"),
-    "17 levels": (nested(17), "nested deeper than 16 levels"),
-    "1030 arrays": (tuple_of(*[discrete(2)] * 1030), "more than 1024 arrays"),
+    "17 levels": (nested(17), "17 levels of spaces, at most 16"),
+    "1030 arrays": (tuple_of(*[discrete(2)] * 1030), "1025 arrays, at most 1024"),
 }
 ACTIONS = {
     "Tuple": (tuple_of(discrete(2)), "no policy for the action space Tuple"),
@@ -287,7 +287,7 @@ NUMBERS = {
     "num_envs ": (65536, "num_envs is 65536, allowed are 1 to 16384"),
     "first_step": (2**63, "first_step"),
     "stream_id": (b"x" * 65, "65 bytes, at most 64"),
-    "environment": ("x" * 1025, "1025 bytes, at most 1024"),
+    "environment": ("x" * 1025, "1025 bytes in"),
     "environment ": ("Pong-v5", "Pong-v5"),
 }
 

@@ -140,28 +140,16 @@ std::optional<DType> from_numpy(const py::array& array) {
   const py::dtype dtype = array.dtype();
   const char order = dtype.byteorder();
   if (order != '=' && order != '|') return std::nullopt;
-  const auto bits = dtype.itemsize() * 8;
-  switch (dtype.kind()) {
-    case 'b':
-      return DType::kBool;
-    case 'u':
-      return bits == 8    ? DType::kUint8
-             : bits == 16 ? DType::kUint16
-             : bits == 32 ? DType::kUint32
-                          : DType::kUint64;
-    case 'i':
-      return bits == 8    ? DType::kInt8
-             : bits == 16 ? DType::kInt16
-             : bits == 32 ? DType::kInt32
-                          : DType::kInt64;
-    case 'f':
-      if (bits == 16) return DType::kFloat16;
-      if (bits == 32) return DType::kFloat32;
-      if (bits == 64) return DType::kFloat64;
-      return std::nullopt;
-    default:
-      return std::nullopt;
+  const auto size = static_cast<size_t>(dtype.itemsize());
+  const char kind = dtype.kind();
+  for (size_t i = 1; i < kNumDTypes; ++i) {
+    const auto candidate = static_cast<DType>(i);
+    // NumPy's letters for the kinds are the first ones of the names: b, u, i and f.
+    if (dtype_name(candidate)[0] == kind && item_size(candidate) == size) {
+      return candidate;
+    }
   }
+  return std::nullopt;
 }
 
 Shape shape_of(const py::array& array) {

@@ -19,6 +19,14 @@ using namespace py::literals;
 // kStopLimit, as Python's default of stop().
 constexpr double kStopSeconds = kStopLimit.count() / 1000.0;
 
+// stop(timeout_s) of both.
+template <typename T>
+void stop(T& self, double timeout_s) {
+  const Milliseconds timeout = to_seconds(timeout_s, "timeout_s");
+  WithoutGil no_gil;
+  self.stop(timeout);
+}
+
 void bind_server(py::module_& m) {
   py::class_<EnvServer, std::shared_ptr<EnvServer>>(m, "Server", R"(
 Serves environments: each stream has one of its own, made by env_class().
@@ -106,14 +114,7 @@ server has left is replaced.
 Raises:
     RuntimeError: it cannot listen there; says why.
 )")
-      .def(
-          "stop",
-          [](EnvServer& self, double timeout_s) {
-            const Milliseconds timeout = to_seconds(timeout_s, "timeout_s");
-            WithoutGil no_gil;
-            self.stop(timeout);
-          },
-          py::arg("timeout_s") = kStopSeconds, R"(
+      .def("stop", &stop<EnvServer>, py::arg("timeout_s") = kStopSeconds, R"(
 End all streams, wait for their environments to be closed, and remove the unix socket.
 Environments that have not returned timeout_s seconds after the first call are left behind,
 and a line on stderr names them. Any thread may call it, any number of times. If an
@@ -125,14 +126,14 @@ environment calls it, that one is not waited for.
           "stats",
           [](const EnvServer& self) {
             const EnvServerStats stats = self.stats();
-            return py::dict(
-                "num_streams"_a = stats.num_streams, "num_steps"_a = stats.num_steps,
-                "num_refused"_a = stats.num_refused, "bytes_sent"_a = stats.bytes_sent,
-                "bytes_copied"_a = stats.bytes_copied);
+            return py::dict("num_streams"_a = stats.num_streams,
+                            "num_steps"_a = stats.num_steps,
+                            "num_refused"_a = stats.num_refused,
+                            "bytes_copied"_a = stats.bytes_copied);
           },
           R"(
 num_streams (now), and counters since the beginning: num_steps (E for each), num_refused,
-bytes_sent, bytes_copied.
+bytes_copied.
 )");
 }
 
@@ -188,14 +189,7 @@ Raises:
     TransportError: no learner for too long.
     RuntimeError: the environment raised; with its traceback. The learner gets it, too.
 )")
-      .def(
-          "stop",
-          [](EnvClient& self, double timeout_s) {
-            const Milliseconds timeout = to_seconds(timeout_s, "timeout_s");
-            WithoutGil no_gil;
-            self.stop(timeout);
-          },
-          py::arg("timeout_s") = kStopSeconds, R"(
+      .def("stop", &stop<EnvClient>, py::arg("timeout_s") = kStopSeconds, R"(
 End run() after the step in progress, without waiting. An environment that has not returned
 timeout_s seconds after the first call is left behind: run() returns, and a line on stderr
 says where it hangs. Any thread may call it, any number of times.
@@ -208,12 +202,11 @@ says where it hangs. Any thread may call it, any number of times.
                             "num_steps"_a = stats.num_steps,
                             "num_episodes"_a = stats.num_episodes,
                             "num_reconnects"_a = stats.num_reconnects,
-                            "bytes_sent"_a = stats.bytes_sent,
                             "last_error"_a = to_text(stats.last_error));
           },
           R"(
 connected (now), and counters since the beginning: num_steps (E for each), num_episodes
-(steps in which those of all E have ended), num_reconnects, bytes_sent. last_error says why
+(steps in which those of all E have ended), num_reconnects. last_error says why
 there was no learner last.
 )");
 }

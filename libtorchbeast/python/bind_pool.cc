@@ -59,8 +59,8 @@ py::dict to_dict(const ActorPoolStats& stats) {
       "num_dropped_steps"_a = stats.num_dropped_steps,
       "num_connected"_a = stats.num_connected, "num_refused"_a = stats.num_refused,
       "num_env_failures"_a = stats.num_env_failures,
-      "bytes_received"_a = stats.bytes_received, "bytes_copied"_a = stats.bytes_copied,
-      "pool_bytes"_a = stats.pool_bytes, "env_seconds"_a = stats.env_seconds,
+      "bytes_copied"_a = stats.bytes_copied, "pool_bytes"_a = stats.pool_bytes,
+      "env_seconds"_a = stats.env_seconds,
       "env_wait_seconds"_a = stats.env_wait_seconds,
       "inference_wait_seconds"_a = stats.inference_wait_seconds,
       "queue_wait_seconds"_a = stats.queue_wait_seconds,
@@ -211,11 +211,12 @@ Raises the first error that ends it:
            "The number of environment steps: E for each step of a stream.")
       .def(
           "stats", [](const ActorPool& self) { return to_dict(self.stats()); }, R"(
-Counters since the beginning: num_steps, num_rollouts, num_reconnects, num_dropped_steps,
-num_connected (streams now), num_refused (dialled streams), num_env_failures,
-bytes_received, bytes_copied, pool_bytes. Summed over streams: env_seconds (what the
-environments needed for their steps), env_wait_seconds, inference_wait_seconds,
-queue_wait_seconds. last_error says why a stream was lost last.
+Counters since the beginning: num_steps, num_rollouts, num_reconnects (streams that were
+lost and came back), num_dropped_steps (of rollouts that were given up after a loss),
+num_connected (streams now), num_refused (dialled streams), num_env_failures, bytes_copied,
+pool_bytes. Summed over streams: env_seconds (what the environments needed for their
+steps), env_wait_seconds, inference_wait_seconds, queue_wait_seconds. last_error says why a
+stream was lost last.
 )")
       .def(
           "events", [](ActorPool& self) { return to_tuple(self.events().take()); },

@@ -62,53 +62,31 @@ const std::string kTruncated = "truncated";
 const std::string kFinalObservation = "final_observation";
 constexpr char kBeginStream[] = "begin_stream";
 
-// What both kinds of environments share. Made, used and destroyed in one thread.
+// What both kinds of environments share. REQUIRES, of all: the GIL is held.
 class PythonEnvironment : public Environment {
- protected:
-  // Calls f with the GIL; Python's exceptions become text.
-  template <typename F>
-  static auto with_python(F&& f) {
-    WithGil gil;
-    try {
-      return f();
-    } catch (const py::error_already_set& error) {
-      throw std::runtime_error(describe(error));
-    } catch (const WireError& error) {  // the environment's mistake, not the peer's
-      throw std::runtime_error(std::string("this environment can't be served: ") +
-                               error.what());
-    }
-  }
-
  public:
   ~PythonEnvironment() override {
-    WithGil gil;
     try {
       if (py::hasattr(env_, "close")) call(env_.attr("close"));
     } catch (py::error_already_set& error) {
       error.discard_as_unraisable(env_);
     }
-    env_ = py::object();
-    thread_state_.reset();
   }
 
   const wire::EnvHello& hello() const override { return hello_; }
 
   void seed(const wire::Seeding& seeding) override {
-    with_python([&] {
-      if (py::hasattr(env_, kBeginStream)) {
-        call(env_.attr(kBeginStream), py::make_tuple(seeding.seed(), seeding.stream()));
-      } else {
-        seed_without_method(seeding);
-      }
-    });
+    if (py::hasattr(env_, kBeginStream)) {
+      call(env_.attr(kBeginStream), py::make_tuple(seeding.seed(), seeding.stream()));
+    } else {
+      seed_without_method(seeding);
+    }
   }
 
  protected:
   // `described`: the hello, as far as it does not come from the environment.
   PythonEnvironment(py::object env, const wire::EnvHello& described)
-      : env_(std::move(env)), hello_(described) {
-    thread_state_.emplace();
-  }
+      : env_(std::move(env)), hello_(described) {}
 
   // For environments that have no begin_stream().
   virtual void seed_without_method(const wire::Seeding&) {}
@@ -132,89 +110,66 @@ class PythonEnvironment : public Environment {
   py::object env_;
   wire::EnvHello hello_;
   StreamSpec spec_;  // from reset() on
-
- private:
-  std::optional<ThreadState> thread_state_;
 };
 
 // reset() and step(action) of a single environment.
 class SingleEnvironment : public PythonEnvironment {
  public:
   SingleEnvironment(py::object env, const wire::EnvHello& described)
-      : PythonEnvironment(std::move(env), described), reader_(true) {
-    python_ = Python{env_.attr("reset"),
-                     env_.attr("step"),
-                     py::getattr(env_, "observation_space", py::none()),
-                     {},
-                     {}};
+      : PythonEnvironment(std::move(env), described),
+        reset_(env_.attr("reset")),
+        step_(env_.attr("step")),
+        observation_space_(py::getattr(env_, "observation_space", py::none())),
+        reader_(true) {
     begin_hello(1);
-    python_->action = action_nest(env_.attr("action_space"));
-  }
-  ~SingleEnvironment() override {
-    WithGil gil;
-    reader_.clear();
-    python_.reset();
+    action_space_ = env_.attr("action_space");
   }
 
   EnvRow reset() override {
-    return with_python([&] {
-      py::object observation = reset_env();
-      if (!hello_.has_observation_space()) {
-        *hello_.mutable_observation_space() =
-            python_->observation_space.is_none()
-                ? space_of_observation(observation)
-                : torchbeast::python::observation_space(python_->observation_space);
-        spec_ = StreamSpec(hello_);
-      }
-      reward_ = 0;
-      done_ = true;
-      episode_step_ = 0;
-      episode_return_ = 0;
-      return make_row(std::move(observation));
-    });
+    py::object observation = reset_env();
+    if (!hello_.has_observation_space()) {
+      *hello_.mutable_observation_space() = observation_space_.is_none()
+                                                ? space_of_observation(observation)
+                                                : observation_space(observation_space_);
+      spec_ = StreamSpec(hello_);
+    }
+    reward_ = 0;
+    done_ = true;
+    episode_step_ = 0;
+    episode_return_ = 0;
+    return make_row(std::move(observation));
   }
 
   EnvRow step(const std::vector<Array>& action) override {
-    return with_python([&] {
-      if (done_) {
-        episode_step_ = 0;
-        episode_return_ = 0;
-      }
-      const py::object result =
-          call(python_->step, py::make_tuple(action_to_python(action)));
-      const auto size =
-          PyTuple_Check(result.ptr()) ? PyTuple_GET_SIZE(result.ptr()) : 0;
-      if (size != 4 && size != 5) {
-        throw std::invalid_argument(
-            "step() must return (observation, reward, done, info) or (observation, "
-            "reward, terminated, truncated, info), not " +
-            (size == 0 ? std::string(py::repr(py::type::of(result)))
-                       : "a tuple of " + std::to_string(size)));
-      }
-      reward_ = number(PyTuple_GET_ITEM(result.ptr(), 1));
-      done_ =
-          is_true(PyTuple_GET_ITEM(result.ptr(), 2), size == 5 ? "terminated" : "done");
-      if (size == 5) {
-        done_ = is_true(PyTuple_GET_ITEM(result.ptr(), 3), "truncated") || done_;
-      }
-      episode_step_ += 1;
-      episode_return_ += reward_;
-      return make_row(done_ ? reset_env()
-                            : py::reinterpret_borrow<py::object>(
-                                  PyTuple_GET_ITEM(result.ptr(), 0)));
-    });
+    if (done_) {
+      episode_step_ = 0;
+      episode_return_ = 0;
+    }
+    const py::object result = call(
+        step_,
+        py::make_tuple(action_to_python(hello_.action_space(), action_space_, action)));
+    const auto size = PyTuple_Check(result.ptr()) ? PyTuple_GET_SIZE(result.ptr()) : 0;
+    if (size != 4 && size != 5) {
+      throw std::invalid_argument(
+          "step() must return (observation, reward, done, info) or (observation, "
+          "reward, terminated, truncated, info), not " +
+          (size == 0 ? std::string(py::repr(py::type::of(result)))
+                     : "a tuple of " + std::to_string(size)));
+    }
+    reward_ = number(PyTuple_GET_ITEM(result.ptr(), 1));
+    done_ =
+        is_true(PyTuple_GET_ITEM(result.ptr(), 2), size == 5 ? "terminated" : "done");
+    if (size == 5) {
+      done_ = is_true(PyTuple_GET_ITEM(result.ptr(), 3), "truncated") || done_;
+    }
+    episode_step_ += 1;
+    episode_return_ += reward_;
+    return make_row(
+        done_ ? reset_env()
+              : py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(result.ptr(), 0)));
   }
 
  private:
-  // To be destroyed with the GIL.
-  struct Python {
-    py::object reset;
-    py::object step;
-    py::object observation_space;
-    ActionNest action;
-    py::object observation;  // keeps the last row's memory
-  };
-
   // The error is Python's; REQUIRES: one is set.
   [[noreturn]] static void refuse(PyObject* object, const std::string& field,
                                   const std::string& wanted) {
@@ -249,7 +204,7 @@ class SingleEnvironment : public PythonEnvironment {
     bool reset_takes_it = false;
     try {
       const py::object signature =
-          py::module_::import("inspect").attr("signature")(python_->reset);
+          py::module_::import("inspect").attr("signature")(reset_);
       reset_takes_it = signature.attr("parameters").contains("seed");
     } catch (const py::error_already_set&) {  // written in C: nothing to inspect
     }
@@ -261,10 +216,10 @@ class SingleEnvironment : public PythonEnvironment {
   }
 
   py::object call_reset() {
-    if (!first_seed_) return call(python_->reset);
+    if (!first_seed_) return call(reset_);
     const int64_t seed = *first_seed_;
     first_seed_.reset();
-    return python_->reset(py::arg("seed") = seed);
+    return reset_(py::arg("seed") = seed);
   }
 
   // The observation alone, whether an info comes with it or not.
@@ -275,7 +230,7 @@ class SingleEnvironment : public PythonEnvironment {
         !PyDict_Check(PyTuple_GET_ITEM(pair, 1))) {
       return result;
     }
-    const py::object& space = python_->observation_space;
+    const py::object& space = observation_space_;
     const bool is_observation = !space.is_none() && py::hasattr(space, "spaces") &&
                                 py::cast<bool>(space.attr("contains")(result));
     if (is_observation) return result;
@@ -289,7 +244,7 @@ class SingleEnvironment : public PythonEnvironment {
     row.arrays.reserve(spec_.arrays.size());
     reader_.read_nest(observation, spec_.observation, Place(root, kObservation),
                       &row.arrays);
-    python_->observation = std::move(observation);
+    observation_ = std::move(observation);
     reward32_ = static_cast<float>(reward_);
     episode_return32_ = static_cast<float>(episode_return_);
     const auto add = [&](DType dtype, void* value) {
@@ -303,14 +258,11 @@ class SingleEnvironment : public PythonEnvironment {
     return row;
   }
 
-  py::object action_to_python(const std::vector<Array>& arrays) const {
-    size_t next = 0;
-    return nest::to_python(python_->action, [&](const ActionLeaf& leaf) {
-      return leaf.to_python(arrays.at(next++));
-    });
-  }
-
-  std::optional<Python> python_;
+  const py::object reset_;
+  const py::object step_;
+  const py::object observation_space_;
+  py::object action_space_;
+  py::object observation_;  // keeps the last row's memory
   RowReader reader_;
   std::optional<int64_t> first_seed_;  // of the first reset
 
@@ -327,49 +279,34 @@ class SingleEnvironment : public PythonEnvironment {
 class VectorEnvironment : public PythonEnvironment {
  public:
   VectorEnvironment(py::object env, const wire::EnvHello& described)
-      : PythonEnvironment(std::move(env), described), reader_(false) {
-    python_ = Python{env_.attr("initial"), env_.attr("step"), {}, {}, {}};
+      : PythonEnvironment(std::move(env), described),
+        initial_(env_.attr("initial")),
+        step_(env_.attr("step")),
+        reader_(false) {
     begin_hello(py::cast<int64_t>(env_.attr("num_envs")));
     *hello_.mutable_observation_space() =
-        torchbeast::python::observation_space(env_.attr("observation_space"));
-  }
-  ~VectorEnvironment() override {
-    WithGil gil;
-    reader_.clear();
-    python_.reset();
+        observation_space(env_.attr("observation_space"));
   }
 
   EnvRow reset() override {
-    return with_python([&] {
-      py::object row = call(python_->initial);
-      if (fields_.empty()) begin(row);
-      return make_row(std::move(row));
-    });
+    py::object row = call(initial_);
+    if (fields_.empty()) begin(row);
+    return make_row(std::move(row));
   }
 
   EnvRow step(const std::vector<Array>& action) override {
-    return with_python([&] {
-      size_t next = 0;
-      const py::object actions = nest::to_python(spec_.action, [&](const ArraySpec&) {
-        return copy_to_numpy(action.at(next++));
-      });
-      return make_row(call(python_->step, py::make_tuple(actions)));
+    size_t next = 0;
+    const py::object actions = nest::to_python(spec_.action, [&](const ArraySpec&) {
+      return copy_to_numpy(action.at(next++));
     });
+    return make_row(call(step_, py::make_tuple(actions)));
   }
 
  private:
   struct Field {
     std::string name;
+    py::object key;  // the name as Python's string
     ArraySpec spec;
-    bool is_bool;
-  };
-  // To be destroyed with the GIL.
-  struct Python {
-    py::object initial;
-    py::object step;
-    std::vector<py::object> names;  // of the fields, as Python's strings
-    py::object row;                 // these keep the last row's memory
-    py::object final_observation;
   };
 
   static void check_row(py::handle row) {
@@ -422,8 +359,7 @@ class VectorEnvironment : public PythonEnvironment {
     names.insert(names.end(), extra.begin(), extra.end());
     for (size_t i = 0; i < names.size(); ++i) {
       const ArraySpec& spec = spec_.arrays.at(spec_.num_observation_arrays + i);
-      fields_.push_back({names[i], spec, spec.dtype == DType::kBool});
-      python_->names.push_back(py::str(names[i]));
+      fields_.push_back({names[i], py::str(names[i]), spec});
       if (names[i] == kTruncated) truncated_ = spec_.num_observation_arrays + i;
     }
   }
@@ -446,11 +382,10 @@ class VectorEnvironment : public PythonEnvironment {
     const py::object observation = item(row, kObservation, py::str(kObservation));
     reader_.read_nest(observation, spec_.observation, Place(root, kObservation),
                       &result.arrays);
-    for (size_t i = 0; i < fields_.size(); ++i) {
-      const Field& field = fields_[i];
-      const py::object value = item(row, field.name, python_->names[i]);
-      result.arrays.push_back(
-          reader_.read(value, field.spec, Place(root, field.name), field.is_bool));
+    for (const Field& field : fields_) {
+      const py::object value = item(row, field.name, field.key);
+      result.arrays.push_back(reader_.read(value, field.spec, Place(root, field.name),
+                                           field.spec.dtype == DType::kBool));
     }
     const auto size = static_cast<size_t>(PyDict_Size(row.ptr()));
     if (size != fields_.size() + 1) {
@@ -458,7 +393,7 @@ class VectorEnvironment : public PythonEnvironment {
           "the row has " + std::to_string(size) + " fields, the first had " +
           std::to_string(fields_.size() + 1) + "; all rows must have the same");
     }
-    python_->row = std::move(row);
+    row_ = std::move(row);
     if (truncated_ && any(result.arrays[*truncated_])) {
       py::object last = py::getattr(env_, kFinalObservation.c_str(), py::none());
       if (last.is_none()) {
@@ -468,7 +403,7 @@ class VectorEnvironment : public PythonEnvironment {
       }
       reader_.read_nest(last, spec_.observation, final_place,
                         &result.final_observation);
-      python_->final_observation = std::move(last);
+      final_observation_ = std::move(last);
     }
     return result;
   }
@@ -479,7 +414,10 @@ class VectorEnvironment : public PythonEnvironment {
                        [](bool value) { return value; });
   }
 
-  std::optional<Python> python_;
+  const py::object initial_;
+  const py::object step_;
+  py::object row_;  // these keep the last row's memory
+  py::object final_observation_;
   RowReader reader_;
   std::vector<Field> fields_;        // behind the observation
   std::optional<size_t> truncated_;  // its index in a row's arrays
@@ -509,6 +447,52 @@ std::unique_ptr<Environment> make_environment(py::handle env_class,
   return std::make_unique<SingleEnvironment>(std::move(env), described);
 }
 
+// Calls f with the GIL; Python's exceptions become text.
+template <typename F>
+auto with_python(F&& f) {
+  WithGil gil;
+  try {
+    return f();
+  } catch (const py::error_already_set& error) {
+    throw std::runtime_error(describe(error));
+  } catch (const WireError& error) {  // the environment's mistake, not the peer's
+    throw std::runtime_error(std::string("this environment can't be served: ") +
+                             error.what());
+  }
+}
+
+// For a thread without the GIL: takes it in each call. Made, used and destroyed in one
+// thread.
+class GuardedEnvironment : public Environment {
+ public:
+  GuardedEnvironment(py::handle env_class, const wire::EnvHello& described) {
+    with_python([&] {
+      environment_ = make_environment(env_class, described);
+      thread_state_.emplace();
+    });
+  }
+  ~GuardedEnvironment() override {
+    WithGil gil;
+    environment_ = nullptr;
+    thread_state_.reset();
+  }
+
+  const wire::EnvHello& hello() const override { return environment_->hello(); }
+  void seed(const wire::Seeding& seeding) override {
+    with_python([&] { environment_->seed(seeding); });
+  }
+  EnvRow reset() override {
+    return with_python([&] { return environment_->reset(); });
+  }
+  EnvRow step(const std::vector<Array>& action) override {
+    return with_python([&] { return environment_->step(action); });
+  }
+
+ private:
+  std::unique_ptr<Environment> environment_;
+  std::optional<ThreadState> thread_state_;
+};
+
 }  // namespace
 
 EnvironmentFactory environment_factory(py::object env_class, std::string name,
@@ -527,13 +511,9 @@ EnvironmentFactory environment_factory(py::object env_class, std::string name,
     setting->set_name(flag);
     setting->set_value(value);
   }
-  return [kept, described = std::move(described)]() -> std::unique_ptr<Environment> {
-    WithGil gil;
-    try {
-      return make_environment(static_cast<PyObject*>(kept.get()), described);
-    } catch (const py::error_already_set& error) {
-      throw std::runtime_error(describe(error));
-    }
+  return [kept, described = std::move(described)] {
+    return std::make_unique<GuardedEnvironment>(static_cast<PyObject*>(kept.get()),
+                                                described);
   };
 }
 

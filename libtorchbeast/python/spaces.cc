@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <optional>
 #include <utility>
 
@@ -177,6 +178,60 @@ py::object bounds_to_python(const Field& bounds, const py::tuple& shape) {
   return numpy().attr("array")(to_tuple(bounds)).attr("reshape")(shape);
 }
 
+// Throws unless each choice is below its n.
+void check_choices(const Array& choices, const std::vector<int64_t>& n,
+                   py::handle space) {
+  for (size_t i = 0; i < n.size(); ++i) {
+    const int64_t value = choices.as<int64_t>()[i];
+    if (value >= 0 && value < n[i]) continue;
+    throw std::invalid_argument(
+        "the action " + std::to_string(value) + " is out of range, allowed are 0 to " +
+        std::to_string(n[i] - 1) + " for " + std::string(py::str(space)));
+  }
+}
+
+// Reads the arrays from *next on, in their order, which is that of a Dict's keys.
+py::object to_python(const wire::Space& kind, py::handle space,
+                     std::vector<Array>::const_iterator* next) {
+  if (kind.has_tuple()) {
+    const py::sequence children = space.attr("spaces");
+    py::tuple result(children.size());
+    for (size_t i = 0; i < children.size(); ++i) {
+      result[i] = to_python(kind.tuple().items(static_cast<int>(i)),
+                            py::object(children[i]), next);
+    }
+    return std::move(result);
+  }
+  if (kind.has_dict()) {
+    std::map<std::string, const wire::Space*> children;
+    for (int i = 0; i < kind.dict().keys_size(); ++i) {
+      children.emplace(kind.dict().keys(i), &kind.dict().values(i));
+    }
+    const py::object spaces = space.attr("spaces");
+    py::dict result;
+    for (const auto& [key, child] : children) {
+      result[py::str(key)] = to_python(*child, spaces[py::str(key)], next);
+    }
+    return std::move(result);
+  }
+  const Array& array = *(*next)++;
+  if (kind.has_discrete()) {
+    check_choices(array, {kind.discrete().n()}, space);
+    return py::int_(array.as<int64_t>()[0] + kind.discrete().start());
+  }
+  py::object values = copy_to_numpy(array.at(0));
+  if (kind.has_multi_binary()) return values;
+  if (kind.has_multi_discrete()) {
+    const auto& multi = kind.multi_discrete();
+    check_choices(array, {multi.n().begin(), multi.n().end()}, space);
+    if (!multi.start().empty())
+      values = values + numpy().attr("array")(to_tuple(multi.start()));
+  } else if (array.dtype() == DType::kFloat32) {
+    values = numpy().attr("clip")(values, space.attr("low"), space.attr("high"));
+  }
+  return numpy().attr("asarray")(values, space.attr("dtype"));
+}
+
 }  // namespace
 
 wire::Space observation_space(py::handle space) {
@@ -196,121 +251,54 @@ wire::Space space_of_observation(py::handle observation) {
       }));
 }
 
-ActionLeaf::ActionLeaf(py::handle space)
-    : space_(py::reinterpret_borrow<py::object>(space)) {
-  const std::string kind = kind_of(space, nest::Place());
-  kind_ = kind == "Discrete"        ? kDiscrete
-          : kind == "MultiDiscrete" ? kMultiDiscrete
-          : kind == "MultiBinary"   ? kMultiBinary
-                                    : kBox;
-  if (kind_ == kDiscrete) {
-    n_ = {py::cast<int64_t>(space.attr("n"))};
-    start_ = {py::cast<int64_t>(py::getattr(space, "start", py::int_(0)))};
-  } else if (kind_ == kMultiDiscrete) {
-    n_ = integers(space.attr("nvec"));
-    start_ = py::hasattr(space, "start") ? integers(space.attr("start"))
-                                         : std::vector<int64_t>(n_.size(), 0);
-  }
-}
-
-py::object ActionLeaf::to_python(const Array& array) const {
-  for (size_t i = 0; i < n_.size(); ++i) {
-    const int64_t value = array.as<int64_t>()[i];
-    if (value < 0 || value >= n_[i]) {
-      throw std::invalid_argument("the action " + std::to_string(value) +
-                                  " is out of range, allowed are 0 to " +
-                                  std::to_string(n_[i] - 1) + " for " +
-                                  std::string(py::str(space_)));
-    }
-  }
-  if (kind_ == kDiscrete) return py::int_(array.as<int64_t>()[0] + start_[0]);
-
-  const Array one = array.at(0);
-  py::object values = copy_to_numpy(one);
-  if (kind_ == kMultiBinary) return values;
-  const bool is_float = one.dtype() == DType::kFloat32;
-  if (kind_ == kMultiDiscrete) {
-    values = values + py::array(py::cast(start_));
-  } else if (is_float) {
-    values = numpy().attr("clip")(values, space_.attr("low"), space_.attr("high"));
-  }
-  return numpy().attr("asarray")(values, space_.attr("dtype"));
-}
-
-ActionNest action_nest(py::handle space) {
-  const std::string kind = kind_of(space, nest::Place());
-  if (kind == "Tuple") {
-    ActionNest::Vector items;
-    for_each_child(space, nest::Place(),
-                   [&](const std::string&, py::handle child, const nest::Place&) {
-                     items.push_back(action_nest(child));
-                   });
-    return ActionNest(std::move(items));
-  }
-  if (kind == "Dict") {
-    ActionNest::Map items;
-    for_each_child(space, nest::Place(),
-                   [&](const std::string& key, py::handle child, const nest::Place&) {
-                     items.emplace(key, action_nest(child));
-                   });
-    return ActionNest(std::move(items));
-  }
-  return ActionNest(ActionLeaf(space));
+py::object action_to_python(const wire::Space& kind, py::handle space,
+                            const std::vector<Array>& arrays) {
+  auto next = arrays.begin();
+  return to_python(kind, space, &next);
 }
 
 py::object space_to_python(const wire::Space& space) {
-  py::dict result;
+  using namespace py::literals;
   switch (space.kind_case()) {
     case wire::Space::kBox: {
       const py::tuple shape = to_tuple(space.box().shape());
-      result["type"] = "Box";
-      result["dtype"] = dtype_name(static_cast<DType>(space.box().dtype()));
-      result["shape"] = shape;
-      result["low"] = bounds_to_python(space.box().low(), shape);
-      result["high"] = bounds_to_python(space.box().high(), shape);
-      break;
+      return py::dict("type"_a = "Box",
+                      "dtype"_a = dtype_name(static_cast<DType>(space.box().dtype())),
+                      "shape"_a = shape,
+                      "low"_a = bounds_to_python(space.box().low(), shape),
+                      "high"_a = bounds_to_python(space.box().high(), shape));
     }
     case wire::Space::kDiscrete:
-      result["type"] = "Discrete";
-      result["n"] = space.discrete().n();
-      result["start"] = space.discrete().start();
-      break;
+      return py::dict("type"_a = "Discrete", "n"_a = space.discrete().n(),
+                      "start"_a = space.discrete().start());
     case wire::Space::kMultiDiscrete: {
-      const auto& multi = space.multi_discrete();
-      result["type"] = "MultiDiscrete";
-      result["n"] = to_tuple(multi.n());
-      result["start"] =
-          multi.start().empty()
-              ? py::tuple(py::cast(std::vector<int64_t>(multi.n_size(), 0)))
-              : to_tuple(multi.start());
-      break;
+      auto start = space.multi_discrete().start();
+      start.Resize(space.multi_discrete().n_size(), 0);
+      return py::dict("type"_a = "MultiDiscrete",
+                      "n"_a = to_tuple(space.multi_discrete().n()),
+                      "start"_a = to_tuple(start));
     }
     case wire::Space::kMultiBinary:
-      result["type"] = "MultiBinary";
-      result["shape"] = to_tuple(space.multi_binary().shape());
-      break;
+      return py::dict("type"_a = "MultiBinary",
+                      "shape"_a = to_tuple(space.multi_binary().shape()));
     case wire::Space::kTuple: {
       py::list items;
       for (const wire::Space& child : space.tuple().items()) {
         items.append(space_to_python(child));
       }
-      result["type"] = "Tuple";
-      result["spaces"] = py::tuple(items);
-      break;
+      return py::dict("type"_a = "Tuple", "spaces"_a = py::tuple(items));
     }
     case wire::Space::kDict: {
       py::dict items;
       for (int i = 0; i < space.dict().keys_size(); ++i) {
         items[py::str(space.dict().keys(i))] = space_to_python(space.dict().values(i));
       }
-      result["type"] = "Dict";
-      result["spaces"] = items;
-      break;
+      return py::dict("type"_a = "Dict", "spaces"_a = items);
     }
     case wire::Space::KIND_NOT_SET:
-      return py::none();
+      break;
   }
-  return std::move(result);
+  return py::none();
 }
 
 }  // namespace torchbeast::python

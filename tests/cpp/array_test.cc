@@ -43,14 +43,13 @@ TEST_F(ArrayTest, Shapes) {
   EXPECT_EQ(shape[2], 7);
   EXPECT_EQ(shape.to_string(), "[5, 3, 7]");
   EXPECT_EQ(Shape{}.to_string(), "[]");
-  EXPECT_EQ(shape, Shape(std::vector<int64_t>{5, 3, 7}));
+  EXPECT_EQ(shape, (Shape{5, 3, 7}));
   EXPECT_NE(shape, (Shape{5, 3}));
   EXPECT_NE(shape, (Shape{5, 3, 8}));
   EXPECT_EQ((Shape{84, 83}.behind({20, 8})), (Shape{20, 8, 84, 83}));
   Shape longest{1, 2, 3, 4, 5, 6, 7, 8};
   EXPECT_THROW(longest.push_back(9), std::invalid_argument);
   EXPECT_THROW(longest.behind({1}), std::invalid_argument);
-  EXPECT_THROW(Shape(std::vector<int64_t>(9, 1)), std::invalid_argument);
 }
 
 TEST_F(ArrayTest, SpecsCountElementsAndBytes) {
@@ -210,7 +209,7 @@ TEST_F(ArrayTest, ConcatenateAndSliceLikeTheNaiveOnes) {
       arrays.push_back(numbered(shape, static_cast<int32_t>(1000 * i)));
     }
     SCOPED_TRACE(shape.to_string() + " dim " + std::to_string(dim));
-    const Array joined = concatenate(arrays, dim, pool, false);
+    const Array joined = concatenate(arrays, dim, pool);
     expect_same(joined, naive_concatenate(arrays, dim));
 
     const int64_t size = joined.shape()[dim];
@@ -230,7 +229,7 @@ TEST_F(ArrayTest, ConcatenateKeepsEveryDType) {
     const size_t size = item_size(dtype);
     std::memset(a.data(), 1, 2 * size);
     std::memset(b.data(), 2, 4 * size);
-    const Array joined = concatenate({a, b}, 1, pool, false);
+    const Array joined = concatenate({a, b}, 1, pool);
     EXPECT_EQ(joined.spec(), (ArraySpec{dtype, {2, 3}}));
     for (size_t i = 0; i < 6 * size; ++i) {
       EXPECT_EQ(joined.data()[i], i / size % 3 == 0 ? 1 : 2);
@@ -241,8 +240,7 @@ TEST_F(ArrayTest, ConcatenateKeepsEveryDType) {
 TEST_F(ArrayTest, ConcatenateOneArray) {
   MemoryPool pool;
   const Array array = numbered({5, 3});
-  EXPECT_EQ(concatenate({array}, 1, pool, true).data(), array.data());
-  const Array copied = concatenate({array}, 1, pool, false);
+  const Array copied = concatenate({array}, 1, pool);
   EXPECT_NE(copied.data(), array.data());
   expect_same(copied, array);
 }
@@ -250,11 +248,12 @@ TEST_F(ArrayTest, ConcatenateOneArray) {
 TEST_F(ArrayTest, ConcatenateAndSliceErrors) {
   MemoryPool pool;
   const auto joining = [&](const std::vector<Array>& arrays) {
-    return error_of<std::invalid_argument>([&] { concatenate(arrays, 1, pool, true); });
+    return error_of<std::invalid_argument>([&] { concatenate(arrays, 1, pool); });
   };
   const Array bytes({DType::kUint8, {5, 3}}, nullptr, nullptr);
   EXPECT_TRUE(contains(joining({}), "nothing to join"));
-  EXPECT_TRUE(contains(joining({numbered({5})}), "dimension 1 arrays of [5]"));
+  EXPECT_TRUE(contains(joining({numbered({5})}),
+                       "cannot join int32 [5] with int32 [5]: only dimension 1"));
   EXPECT_TRUE(contains(joining({numbered({5, 3}), numbered({4, 3})}),
                        "cannot join int32 [4, 3] with int32 [5, 3]"));
   EXPECT_TRUE(contains(joining({numbered({5, 3}), numbered({5})}),

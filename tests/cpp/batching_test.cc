@@ -679,7 +679,7 @@ TEST_F(DynamicBatcherTest, NoArrayEndsUnderTheLock) {
   auto first = async_compute(batcher, asking_item(batcher, ended));
   auto second = async_compute(batcher, asking_item(batcher, ended));
   batcher.next()->set_outputs(asking_item(batcher, ended).map([](const Array& array) {
-    return concatenate({array, array}, 1, *std::make_unique<MemoryPool>(), false);
+    return concatenate({array, array}, 1, *std::make_unique<MemoryPool>());
   }));
   first.get();
   second.get();

@@ -429,8 +429,8 @@ TEST(Codec, DeepNestingDoesNotOverflowTheStack) {
     return refusal([&] { StreamSpec{decode_env_message(&buffer).hello()}; });
   };
   EXPECT_TRUE(contains(reason(16), "no array with an element"));
-  EXPECT_TRUE(contains(reason(17), "nested deeper than 16 levels"));
-  EXPECT_TRUE(contains(reason(30), "nested deeper than 16 levels"));
+  EXPECT_TRUE(contains(reason(17), "17 levels of spaces, at most 16"));
+  EXPECT_TRUE(contains(reason(30), "17 levels of spaces, at most 16"));
   for (int levels : {100, 10000}) EXPECT_TRUE(contains(reason(levels), "malformed"));
 }
 

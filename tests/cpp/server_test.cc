@@ -79,7 +79,7 @@ TEST_F(ServerTest, AnEnvironmentThatHangsIsLeftBehind) {
   server.reset();
   EXPECT_LT(Clock::now() - start, Milliseconds(20'000));
   const std::string text = testing::internal::GetCapturedStderr();
-  EXPECT_NE(text.find("step() for unix:"), std::string::npos) << text;
+  EXPECT_NE(text.find("step() for the learner at unix:"), std::string::npos) << text;
   go_on.set_value();
   gone_->get_future().wait();
 }

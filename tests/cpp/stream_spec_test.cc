@@ -137,8 +137,8 @@ TEST(StreamSpecTest, SettingsKeepTheRules) {
   EXPECT_NE(reason("", "1", 1).find("the name is empty"), std::string::npos);
   EXPECT_EQ(reason("a", std::string(1024, 'x'), 1), "accepted");
   EXPECT_EQ(reason("a", std::string(1025, 'x'), 1),
-            "setting \"a\": \"" + std::string(64, 'x') +
-                "...\" has 1025 bytes, at most 1024 are allowed");
+            "setting \"a\": 1025 bytes in \"" + std::string(64, 'x') +
+                "...\", at most 1024 are allowed");
   EXPECT_EQ(reason("a", "1", 1025), "hello: 1025 settings, at most 1024 are allowed");
 }
 
@@ -164,16 +164,16 @@ TEST(StreamSpecTest, RefusesWithAReason) {
   EXPECT_EQ(reason([](auto* hello) { hello->set_environment(std::string(1024, 'x')); }),
             "accepted");
   EXPECT_EQ(reason([](auto* hello) { hello->set_environment(std::string(1025, 'x')); }),
-            "hello.environment: \"" + std::string(64, 'x') +
-                "...\" has 1025 bytes, at most 1024 are allowed");
+            "hello.environment: 1025 bytes in \"" + std::string(64, 'x') +
+                "...\", at most 1024 are allowed");
   // A long name is cut between characters, and stays on one line.
   EXPECT_EQ(reason([](auto* hello) {
               std::string name = "\n" + std::string(62, 'x');
               while (name.size() <= 1024) name += "\xC3\xA9";
               hello->set_environment(name);
             }),
-            "hello.environment: \"?" + std::string(62, 'x') +
-                "...\" has 1025 bytes, at most 1024 are allowed");
+            "hello.environment: 1025 bytes in \"?" + std::string(62, 'x') +
+                "...\", at most 1024 are allowed");
   EXPECT_EQ(reason([](auto* hello) { hello->set_stream_id(std::string(64, '\0')); }),
             "accepted");
   EXPECT_EQ(reason([](auto* hello) { hello->set_stream_id(std::string(65, 'x')); }),
@@ -181,8 +181,8 @@ TEST(StreamSpecTest, RefusesWithAReason) {
   EXPECT_EQ(reason([](auto* hello) { hello->set_first_step((uint64_t{1} << 63) - 1); }),
             "accepted");
   EXPECT_EQ(reason([](auto* hello) { hello->set_first_step(uint64_t{1} << 63); }),
-            "hello.first_step: is 9223372036854775808, at most 9223372036854775807 is "
-            "allowed");
+            "hello.first_step: 9223372036854775808 steps, at most 9223372036854775807 "
+            "are allowed");
   EXPECT_EQ(reason([](auto* hello) { hello->clear_observation_space(); }),
             "observation: a space without a kind; allowed are box, discrete, "
             "multi_discrete, multi_binary, tuple and dict");
@@ -201,7 +201,7 @@ TEST(StreamSpecTest, RefusesWithAReason) {
   };
   EXPECT_EQ(field("count", wire::INT8, {1, 2, 3, 4, 5, 6}), "accepted");
   EXPECT_EQ(field("count", wire::INT8, {1, 2, 3, 4, 5, 6, 7}),
-            "extra field \"count\": more than 6 dimensions");
+            "extra field \"count\": 7 dimensions, at most 6 are allowed");
   EXPECT_EQ(field("count", wire::DTYPE_UNSPECIFIED, {}),
             "extra field \"count\": no such dtype: 0, allowed are 1 to 12");
   EXPECT_EQ(field("count", static_cast<wire::DType>(-1), {}),
@@ -219,7 +219,7 @@ TEST(StreamSpecTest, RefusesWithAReason) {
                 add_field(hello, std::to_string(i), wire::BOOL, {});
               }
             }),
-            "hello: a step has 1025 arrays, at most 1024 are allowed");
+            "hello: 1025 arrays per step, at most 1024 are allowed");
   EXPECT_EQ(field("truncated", wire::BOOL, {}), "accepted");
   EXPECT_EQ(field("truncated", wire::UINT8, {}),
             "extra field \"truncated\": is uint8 [], must be bool []");
@@ -262,7 +262,7 @@ TEST(StreamSpecTest, BoundsAWholeStep) {
   EXPECT_EQ(StreamSpec(hello).arrays.size(), 1024u);
   add_field(&hello, "b", wire::BOOL, {});
   EXPECT_EQ(refusal([&] { const StreamSpec spec(hello); }),
-            "hello: a step has 1025 arrays, at most 1024 are allowed");
+            "hello: 1025 arrays per step, at most 1024 are allowed");
 }
 
 // --- Values --------------------------------------------------------------------------
@@ -385,11 +385,13 @@ TEST(SpaceSpec, RefusesNamingThePlace) {
 
   // Shapes and dtypes.
   EXPECT_EQ(reason(box(wire::UINT8, {1, 2, 3, 4, 5, 6})), "accepted");
-  EXPECT_EQ(inside(box(wire::UINT8, {1, 2, 3, 4, 5, 6, 7})), "more than 6 dimensions");
+  EXPECT_EQ(inside(box(wire::UINT8, {1, 2, 3, 4, 5, 6, 7})),
+            "7 dimensions, at most 6 are allowed");
   EXPECT_EQ(inside(box(static_cast<wire::DType>(13), {1})),
             "no such dtype: 13, allowed are 1 to 12");
   EXPECT_EQ(inside(box(wire::UINT8, {~uint64_t{0}})),
-            "a dimension of 18446744073709551615, at most 268435456 are allowed");
+            "18446744073709551615 elements in a dimension, at most 268435456 are "
+            "allowed");
   EXPECT_EQ(inside(box(wire::FLOAT64, {1 << 26})),
             "float64 [3, 67108864] is larger than a message may be, 268435456 bytes");
   EXPECT_EQ(inside(box(wire::FLOAT64, {1 << 28, 1 << 28, 1 << 28, 0})),
@@ -397,7 +399,7 @@ TEST(SpaceSpec, RefusesNamingThePlace) {
             "may be, 268435456 bytes");
   wire::Space space;
   for (int i = 0; i < 7; ++i) space.mutable_multi_binary()->add_shape(1);
-  EXPECT_EQ(inside(space), "more than 6 dimensions");
+  EXPECT_EQ(inside(space), "7 dimensions, at most 6 are allowed");
 
   // Bounds.
   const auto bounded = [&](const std::vector<double>& low,
@@ -466,7 +468,7 @@ TEST(SpaceSpec, RefusesNamingThePlace) {
   // Sizes.
   EXPECT_EQ(reason(box(wire::UINT8, {1 << 20})), "accepted");
   EXPECT_EQ(inside(box(wire::UINT8, {(1 << 20) + 1})),
-            "the space has 1048577 elements or more, at most 1048576 are allowed");
+            "1048577 elements or more in the space, at most 1048576 are allowed");
   EXPECT_EQ(inside(discrete((1 << 18) + 1)),
             "n is 262145, and all n of a space together may be at most 262144");
   EXPECT_EQ(reason(tuple({discrete(1 << 17), discrete((1 << 17) + 1)})),
@@ -512,7 +514,7 @@ TEST(SpaceSpec, RefusesNamingThePlace) {
             "the key \"a\" comes twice");
   EXPECT_EQ(
       inside(dict({{std::string(1025, 'k'), discrete(2)}})),
-      "\"" + std::string(64, 'k') + "...\" has 1025 bytes, at most 1024 are allowed");
+      "1025 bytes in \"" + std::string(64, 'k') + "...\", at most 1024 are allowed");
   for (const wire::Space& nothing :
        {tuple({}), dict({{"a", tuple({})}}), box(wire::UINT8, {3, 0})}) {
     EXPECT_EQ(reason(nothing), "observation: the space has no array with an element");
@@ -534,8 +536,7 @@ TEST(SpaceSpec, BoundsLevelsAndArrays) {
     place = (level % 2 == 0 ? "[0]" : "[\"k\"]") + place;
   }
   EXPECT_EQ(space_refusal(nested),
-            "observation" + place +
-                ": spaces are nested deeper than 16 levels, which is the most allowed");
+            "observation" + place + ": 17 levels of spaces, at most 16 are allowed");
 
   // The last array allowed is an empty Dict; other arrays of a step come on top.
   std::vector<wire::Space> items(1018, discrete(2));
@@ -545,8 +546,7 @@ TEST(SpaceSpec, BoundsLevelsAndArrays) {
   EXPECT_EQ(space_refusal(tuple(items)), "accepted");
   items.push_back(tuple({}));
   EXPECT_EQ(space_refusal(tuple(items)),
-            "observation[1024]: the space has more than 1024 arrays, which is the most "
-            "allowed");
+            "observation[1024]: 1025 arrays, at most 1024 are allowed");
 }
 
 }  // namespace

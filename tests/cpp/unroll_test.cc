@@ -26,8 +26,8 @@ class UnrollTest : public GuardedTest {
   }
   std::unique_ptr<UnrollContext> make_context(bool named_rows,
                                               uint64_t max_bytes = 1 << 20) {
-    return std::make_unique<UnrollContext>(T, CountingAgent::initial_state(),
-                                           named_rows, max_bytes);
+    return std::unique_ptr<UnrollContext>(
+        new UnrollContext{T, CountingAgent::initial_state(), named_rows, max_bytes});
   }
   std::unique_ptr<Unroll> begin(UnrollContext* context) {
     return std::make_unique<Unroll>(context, spec_, to_row(environment_.reset()), 0);
