@@ -11,7 +11,14 @@ import pytest
 import torchbeast
 
 ROOT = pathlib.Path(torchbeast.__path__[0])
-SCRIPTS = {"monobeast", "polybeast_learner", "polybeast_env", "polybeast", "plot"}
+SCRIPTS = {
+    "monobeast",
+    "polybeast_learner",
+    "polybeast_env",
+    "polybeast",
+    "plot",
+    "report",
+}
 # From top to bottom: a module imports only from its own floor and from those below.
 FLOORS = [SCRIPTS, {"evaluate"}, {"learner"}, {"model"}]
 

@@ -161,7 +161,7 @@ def test_study_compares_settings_and_keeps_finished_runs(tmp_path, capsys):
 
 @pytest.mark.timeout(240)  # two starts of a run
 def test_regression_compares_with_the_stored_returns(tmp_path, monkeypatch, capsys):
-    flags = ["--preset", "cartpole", "--total_steps", "3200"]
+    flags = ["--preset", "classic-control", "--total_steps", "3200"]
     monkeypatch.setitem(regression.CASES, "cartpole", flags)
     stored = tmp_path / "stored.json"
 

@@ -196,14 +196,36 @@ def test_meta(tmp_path, monkeypatch):
     assert ended == meta | end | {"starts": [entry | end]}
     assert entry["flags"] == meta["args"]
     assert (entry["first_step"], entry["date_start"]) == (0, meta["date_start"])
-    for name in ("git", "slurm", "env", "versions"):
+    for name in ("git", "slurm", "env", "versions", "hardware", "protocol", "preset"):
         assert entry[name] == meta[name]
+    assert meta["hardware"]["cpus"] == len(os.sched_getaffinity(0))
+    assert meta["hardware"]["memory_gib"] > 0.1
     start, end = (
         datetime.datetime.fromisoformat(ended[f"date_{n}"]) for n in ("start", "end")
     )
     assert before <= start <= end
     for name in names(writer.path):
         assert "swordfish" not in (writer.path / name).read_text()
+
+
+def test_meta_has_preset_and_protocol(tmp_path):
+    flags = {"preset": "minatar", "env": "MinAtar/Freeway-v1", "entropy_cost": 0.05}
+    writer = FileWriter(str(tmp_path), "run", flags | {"reward_clipping": "none"})
+    writer.close(successful=True)
+    meta = read_meta(writer.path)
+    assert meta["preset"] == "minatar"
+    differences = {"env": "MinAtar/Freeway-v1", "entropy_cost": 0.05}
+    assert meta["preset_changes"] == differences
+    assert meta["protocol"] == {
+        "env": "MinAtar/Freeway-v1",
+        "sticky_actions": 0.1,
+        "full_action_space": False,
+        "reward_clipping": "none",
+    }
+    assert meta["protocol_text"] == (
+        "MinAtar/Freeway-v1, sticky actions 0.1, minimal action set, rewards not "
+        "clipped"
+    )
 
 
 def test_slurm(tmp_path, monkeypatch):
@@ -221,9 +243,8 @@ def make_checkout(folder):
     package = folder / "torchbeast" / "core"
     package.mkdir(parents=True)
     source = pathlib.Path(file_writer.__file__)
-    for name in ("file_writer.py", "run_folder.py", "logs_csv.py", "errors.py"):
-        (package / name).write_bytes(source.with_name(name).read_bytes())
-    (package / "__init__.py").touch()
+    for path in source.parent.glob("*.py"):
+        (package / path.name).write_bytes(path.read_bytes())
     (package.parent / "__init__.py").touch()
     (folder / "README").write_text("one\n")
 

@@ -308,7 +308,7 @@ def flags_read():
     """Names read as flags.NAME in the package."""
     names = set()
     for path in Path(torchbeast.__path__[0]).rglob("*.py"):
-        if path.name == "plot.py":  # has flags of its own
+        if path.name == "plot.py":  # it has flags of its own
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):

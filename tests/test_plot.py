@@ -1,4 +1,5 @@
 import gzip
+import json
 import os
 import pathlib
 import subprocess
@@ -9,13 +10,14 @@ import pytest
 
 from torchbeast import plot
 from torchbeast.core.file_writer import FileWriter
+from torchbeast.core.saved_runs import find_run, read_run
 
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def make_run(savedir, xpid, returns, **columns):
+def make_run(savedir, xpid, returns, flags=None, **columns):
     """A run with `returns` (None: no game ended) every 15 steps of 4 frames."""
-    writer = FileWriter(str(savedir), xpid, {})
+    writer = FileWriter(str(savedir), xpid, flags or {})
     for tick, value in enumerate(returns):
         row = {"step": 15 * tick, "frames": 60 * tick, "mean_game_return": value}
         writer.log(row | {name: values[tick] for name, values in columns.items()})
@@ -54,7 +56,7 @@ def test_moving_average(window):
 
 def test_curve_skips_rows_without_a_value(tmp_path):
     path = make_run(tmp_path, "run", [None, 1.0, None, 5.0, float("nan"), 6.0])
-    run = plot.read_run(path)
+    run = read_run(path)
     result = plot.curve(run, "step", "mean_game_return", smooth=2)
     assert result.label == "run"
     assert result.x.tolist() == [15, 45, 75]
@@ -66,12 +68,12 @@ def test_curve_skips_rows_without_a_value(tmp_path):
 
 def test_a_compressed_log_reads_as_the_plain_one(tmp_path):
     path = make_run(tmp_path, "run", [2.0, None, 4.0])
-    plain = plot.read_run(path)
+    plain = read_run(path)
     logs = path / "logs.csv"
     (path / "logs.csv.gz").write_bytes(gzip.compress(logs.read_bytes()))
     logs.unlink()
-    assert plot.find_run("run", tmp_path) == path
-    for name, column in plot.read_run(path).columns.items():
+    assert find_run("run", tmp_path) == path
+    for name, column in read_run(path).columns.items():
         np.testing.assert_array_equal(column, plain.columns[name])
 
 
@@ -79,7 +81,7 @@ def test_curve_over_time(tmp_path):
     (tmp_path / "logs.csv").write_text(
         "_tick,_time,step,loss\n0,1000.0,0,\n1,2800.0,15,2\n2,4600.0,30,3\n"
     )
-    result = plot.curve(plot.read_run(tmp_path), "time", "loss", smooth=1)
+    result = plot.curve(read_run(tmp_path), "time", "loss", smooth=1)
     assert result.x.tolist() == [0.5, 1.0]
 
 
@@ -87,14 +89,14 @@ def test_curve_over_time(tmp_path):
 def test_a_line_that_is_being_written_is_left_out(tmp_path, last):
     text = "_tick,_time,step,loss\n0,1.0,0,7\n1,2.0,15,8\n"
     (tmp_path / "logs.csv").write_text(text + last)
-    result = plot.curve(plot.read_run(tmp_path), "step", "loss", smooth=1)
+    result = plot.curve(read_run(tmp_path), "step", "loss", smooth=1)
     assert result.x.tolist() == [0, 15]
 
 
 @pytest.mark.parametrize("text", ["", "_tick,_time,step,loss\n"])
 def test_a_run_without_rows(tmp_path, text):
     (tmp_path / "logs.csv").write_text(text)
-    run = plot.read_run(tmp_path)
+    run = read_run(tmp_path)
     if text:
         assert plot.curve(run, "time", "loss", smooth=1) is None
     else:
@@ -225,3 +227,74 @@ def test_without_matplotlib(tmp_path, capsys, monkeypatch):
         plot.main(["a", "--savedir", str(tmp_path)])
     assert caught.value.code == 1
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+# --- Protocols ---
+
+PONG = {"env": "Pong-v4", "sticky_actions": 0.0, "life_loss": True, "seed": 1}
+
+
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """Draws runs by their names; returns the texts of the title and the legend."""
+    figure = pytest.importorskip("matplotlib.figure")
+    texts = []
+
+    class Figure(figure.Figure):
+        def savefig(self, *arguments, **options):
+            legends = [axes.get_legend() for axes in self.axes]
+            texts.append(self._suptitle.get_text())
+            texts.extend(t.get_text() for x in legends if x for t in x.get_texts())
+
+    monkeypatch.setattr(figure, "Figure", Figure)
+
+    def draw(*arguments):
+        plot.main([*arguments, "--savedir", str(tmp_path)])
+        return texts
+
+    return draw
+
+
+def test_the_title_has_the_protocol(tmp_path, drawn):
+    make_run(tmp_path, "a-1", [0.0, 5.0], PONG)
+    (title,) = drawn("a-1")
+    assert title.split("\n") == [
+        "a-1",
+        "Atari pong, no sticky actions, episodes end with a life",
+    ]
+
+
+def test_the_legend_says_what_differs(tmp_path, drawn):
+    make_run(tmp_path, "a-1", [0.0, 5.0], PONG)
+    make_run(tmp_path, "a-2", [0.0, 6.0], PONG | {"seed": 2, "env": "ALE/Pong-v5"})
+    make_run(tmp_path, "b", [0.0, 6.0], PONG | {"sticky_actions": 0.25})
+    make_run(tmp_path, "old", [0.0, 6.0])
+    assert drawn("a-1", "a-2", "b", "old", "--group") == [
+        "Atari pong, episodes end with a life",
+        "a (2 runs, mean ± std)\nno sticky actions",
+        "b\nsticky actions 0.25",
+        "old",
+    ]
+
+
+def test_runs_of_different_protocols_are_not_averaged(tmp_path, capsys):
+    make_run(tmp_path, "a-1", [0.0, 5.0], PONG)
+    make_run(tmp_path, "a-2", [0.0, 6.0], PONG | {"life_loss": False})
+    with pytest.raises(SystemExit) as caught:
+        plot.main(["a-1", "a-2", "--savedir", str(tmp_path), "--group"])
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert "the runs of the group a have different protocols" in message
+    assert "a-1: episodes end with a life; a-2: episodes are whole games" in message
+
+
+def test_a_protocol_of_a_run_before_there_were_protocols(tmp_path):
+    path = make_run(tmp_path, "a", [0.0, 5.0], PONG)
+    meta = json.loads((path / "meta.json").read_text())
+    del meta["protocol"]
+    (path / "meta.json").write_text(json.dumps(meta))
+    assert read_run(path).protocol() == {
+        "env": "Atari pong",
+        "sticky_actions": 0.0,
+        "life_loss": True,
+    }

@@ -1,22 +1,38 @@
-"""Plays games with a checkpoint: --mode test and test_render."""
+"""Plays games with a checkpoint: --mode test and test_render.
+
+Each game has a number. Its environment's seed and its actions' random numbers follow
+from --seed and the number, so a game does not depend on the others, nor on how many
+processes play. Read it top to bottom: evaluate, test, play_in_processes, play.
+"""
 
 import argparse
+import collections
 import contextlib
-import functools
+import json
 import logging
 import os
+import pickle
 import statistics
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from multiprocessing import connection
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from torchbeast.core import checkpoint, resume
+from torchbeast.core import checkpoint, file_writer, processes, protocol, resume
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
+from torchbeast.core.actors import actor_context
+from torchbeast.core.env_spec import CLOSE_SECONDS
 from torchbeast.core.environment import Environment
+from torchbeast.core.errors import UserError
 from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.nested import map_nested
+from torchbeast.core.run_folder import atomic_write
 from torchbeast.core.seeds import derive_seed
 from torchbeast.core.video import Video, has_display
 from torchbeast.model import make_model
@@ -24,6 +40,18 @@ from torchbeast.model import make_model
 log = logging.getLogger(__name__)
 
 TEST_STREAM = 2**31  # no actor has this number, so training never plays these games
+# Games that a process plays at the same time. The rounding of a forward pass depends on
+# the size of the batch and on the row in it. So a batch always has this size, even if
+# fewer games are left, and game n is always played in row n % BATCH.
+BATCH = 8
+
+
+class Game(NamedTuple):
+    """A finished game: its number from 0 on, return, and length in agent steps."""
+
+    number: int
+    game_return: float
+    length: int
 
 
 def evaluate(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
@@ -33,67 +61,231 @@ def evaluate(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Non
     saved = checkpoint.load(path)
     checkpoint.check(saved, path, for_test=True)
     flags = flags_lib.parse(parser, argv, saved["flags"])
-    flags.xpid = None  # a test writes nothing
+    xpid, flags.xpid = flags.xpid, None  # a test continues no run
     resume.announce_environment(flags, saved)
-    test(flags_lib.resolve(flags).freeze(), saved["model_state_dict"])
+    flags = flags_lib.resolve(flags).freeze()
+    result = test(flags, saved["model_state_dict"])
+    if flags.mode == "test" and not flags.video:
+        step = saved.get("stats", {}).get("step")
+        about = {"xpid": xpid, "checkpoint": path.name, "step": step, "flags": flags}
+        write_result(path.resolve().with_name("test.json"), about | result)
 
 
-@torch.inference_mode()
-def test(flags: Flags, model_state: dict[str, torch.Tensor]) -> list[float]:
-    """Plays flags.num_test_episodes games and returns their returns.
-
-    Each environment plays a fixed share of the games. Otherwise short games would be
-    counted more often than long ones.
+def test(flags: Flags, model_state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Plays flags.num_test_episodes games; returns what test.json has about them.
 
     Args:
       model_state: state dict of the model.
     """
-    wants_window = flags.mode == "test_render" and not flags.video
-    if wants_window and not has_display():
+    started = time.monotonic()
+    numbers = range(flags.num_test_episodes)
+    with contextlib.ExitStack() as stack:
+        if flags.mode == "test_render" or flags.video:
+            found = play(flags, model_state, numbers, stack.enter_context(_view(flags)))
+        else:
+            found = play_in_processes(flags, model_state, numbers)
+        games = []
+        stack.callback(found.close)
+        for game in found:
+            games.append(game)
+            log.info("Game %d: return %.2f after %d steps", *game)
+    games.sort()  # by number
+    returns = [game.game_return for game in games]
+    lengths = [game.length for game in games]
+    result = {
+        "num_games": len(games),
+        "policy": "greedy" if flags.greedy else "sampled",
+        "mean": statistics.fmean(returns),
+        "std": statistics.stdev(returns) if len(returns) > 1 else 0.0,
+        "min": min(returns),
+        "max": max(returns),
+        "median": statistics.median(returns),
+        "mean_length": statistics.fmean(lengths),
+        "seconds": round(time.monotonic() - started, 1),
+        "returns": returns,
+        "lengths": lengths,
+    }
+    log.info(
+        "%d games: mean return %.2f, standard deviation %.2f, min %.2f, max %.2f, "
+        "median %.2f (%s actions, %d steps, %.0f s)",
+        *(result["num_games"], result["mean"], result["std"], result["min"]),
+        *(result["max"], result["median"], result["policy"], sum(lengths)),
+        result["seconds"],
+    )
+    if flags.video:
+        log.info("Video in %s", flags.video)
+    return result
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Writes test.json. If it can't be written, logs a warning."""
+    flags = result["flags"].as_dict()
+    rules = protocol.find_protocol(flags)
+    text = json.dumps(
+        {
+            **result,
+            "seed": flags["seed"],
+            "flags": flags,
+            "protocol": rules,
+            "protocol_text": protocol.describe(rules),
+            "date": file_writer.now(),
+            **file_writer.provenance(),
+        },
+        indent=2,
+        default=str,
+    )
+    try:
+        with atomic_write(path) as file:
+            file.write(f"{text}\n".encode())
+        log.info("Wrote %s", path)
+    except OSError as error:  # for example, somebody else's run
+        log.warning("Can't write %s: %s. The result is only in this log.", path, error)
+
+
+# --- Playing --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _view(flags: Flags) -> Iterator[Video | None]:
+    """The video; or None, if the environment has a window."""
+    if flags.video:
+        with Video(flags.video) as video:
+            yield video
+        return
+    if not has_display():
         raise FlagError(
             "--mode test_render needs a display, and neither DISPLAY nor "
             "WAYLAND_DISPLAY is set; record a video instead: --video FILE.mp4"
         )
-    render_mode = "human" if wants_window else "rgb_array" if flags.video else None
-    num_envs = 1 if render_mode else min(flags.num_test_episodes, 16)
-    flags = flags.replace(seed=derive_seed(flags.seed, TEST_STREAM))
-    env = Environment(flags, num_envs, render_mode=render_mode)
-    model = make_model(
-        flags, env.observation_space, env.action_space, torch.device("cpu")
+    yield None
+
+
+def play_in_processes(
+    flags: Flags, model_state: dict[str, torch.Tensor], numbers: Sequence[int]
+) -> Generator[Game, None, None]:
+    """Plays games in one process per core; yields them as they end.
+
+    Raises:
+      UserError: what `play` raises, in a process.
+      ProcessError: a process raised something else, or died.
+    """
+    count = min(processes.num_cpus(), -(-len(numbers) // BATCH))
+    context = actor_context()
+    weights = pickle.dumps(model_state)  # bytes: tensors would go through shared memory
+    children: dict[Any, Any] = {}  # by pipe
+    left: dict[Any, int] = {}  # games that have not ended, by pipe
+    seconds_to_close = 0.0
+    guardian = processes.Guardian(seconds=0)
+    try:
+        for i in range(count):
+            pipe, child_pipe = context.Pipe(duplex=False)
+            own = [n for n in numbers if n // BATCH % count == i]  # whole batches
+            arguments = (flags, weights, own, child_pipe)
+            child = context.Process(target=_play_in_child, args=arguments, daemon=True)
+            guardian.start(child)
+            child_pipe.close()
+            children[pipe], left[pipe] = child, len(own)
+        while left:
+            ready: list[Any] = connection.wait(list(left))
+            for pipe in ready:
+                try:
+                    message = pipe.recv()
+                except EOFError:
+                    children[pipe].join()
+                    how = processes.how_it_ended(children[pipe].exitcode)
+                    raise processes.ProcessError(
+                        f"a process that played games of {flags.env} died {how}"
+                    ) from None
+                if isinstance(message, Exception):
+                    raise message
+                yield message
+                left[pipe] -= 1
+                if not left[pipe]:
+                    del left[pipe]
+        seconds_to_close = CLOSE_SECONDS
+    finally:
+        guardian.end(list(children.values()), seconds_to_close)
+        guardian.close()
+
+
+def _play_in_child(
+    flags: Flags, weights: bytes, numbers: Sequence[int], pipe: connection.Connection
+) -> None:
+    """The child process: sends each game, or an exception."""
+    processes.begin_child()
+    torch.set_num_threads(1)
+    try:
+        for game in play(flags, pickle.loads(weights), numbers):
+            pipe.send(game)
+    except UserError as error:
+        pipe.send(error)
+    except Exception:
+        text = f"a game of {flags.env} failed:\n{traceback.format_exc()}"
+        pipe.send(processes.ProcessError(text))
+
+
+@torch.inference_mode()
+def play(
+    flags: Flags,
+    model_state: dict[str, torch.Tensor],
+    numbers: Iterable[int],
+    video: Video | None = None,
+) -> Generator[Game, None, None]:
+    """Plays the games with these numbers; yields them as they end.
+
+    With --mode test_render or --video, it plays one after the other and draws them.
+    """
+    render = "rgb_array" if video else "human" if flags.mode == "test_render" else None
+    waiting: dict[int, collections.deque[int]] = collections.defaultdict(
+        collections.deque
     )
-    checkpoint.check_fit(model_state, model)
-    model.load_state_dict(model_state)
-    prepare_to_act(model)
-    generator = torch.Generator().manual_seed(derive_seed(flags.seed))
-    distribution = model.distribution
-    sample = functools.partial(distribution.sample, generator=generator)
-    choose = distribution.mode if flags.greedy else sample
-    quota = [len(range(i, flags.num_test_episodes, num_envs)) for i in range(num_envs)]
-    returns: list[float] = []
-    state = model.initial_state(num_envs)
-    row = env.initial()
+    for number in numbers:  # by the row of the batch in which the game is played
+        waiting[0 if render else number % BATCH].append(number)
+    flags = flags.replace(seed=derive_seed(flags.seed, TEST_STREAM))
     with contextlib.ExitStack() as stack:
-        stack.callback(env.close)
-        video = stack.enter_context(Video(flags.video)) if flags.video else None
-        while any(quota):
+        envs: dict[int, Environment] = {}
+        for i in waiting:
+            envs[i] = env = Environment(flags, 1, i, render_mode=render)
+            stack.callback(env.close)
+        spaces = env.observation_space, env.action_space
+        model = make_model(flags, *spaces, torch.device("cpu"))
+        checkpoint.check_fit(model_state, model)
+        model.load_state_dict(model_state)
+        prepare_to_act(model)
+        generators = [torch.Generator() for _ in range(BATCH)]
+        playing: dict[int, int] = {}  # row of the batch: number of the game
+
+        def choose(logits: torch.Tensor) -> torch.Tensor:  # [1, BATCH, P]
+            if flags.greedy:
+                return model.distribution.mode(logits)
+            each = zip(logits.split(1, dim=1), generators, strict=True)
+            sample = model.distribution.sample
+            return torch.cat([sample(x, generator=g) for x, g in each], dim=1)
+
+        def start(i: int) -> dict[str, Any]:
+            """Starts the next game of row i; returns its first environment row."""
+            playing[i] = waiting[i].popleft()
+            generators[i].manual_seed(derive_seed(flags.seed, playing[i]))
+            envs[i].set_seed(flags.seed, playing[i])
+            return envs[i].initial()
+
+        rows: list[dict[str, Any]] = [env.initial()] * BATCH  # to fill the batch
+        for i in envs:
+            rows[i] = start(i)
+        state = model.initial_state(BATCH)
+        while playing:
             if video:
                 video.add(np.asarray(env.render()))
-            outputs, state = act_step(model, to_tensors(row), state, choose)
-            row = env.step(outputs["action"].squeeze(0).numpy())
-            for i in np.flatnonzero(row["game_over"]):
-                if quota[i]:
-                    quota[i] -= 1
-                    returns.append(float(row["game_return"][i]))
-                    log.info(
-                        "Game %d: return %.2f after %d steps",
-                        *(len(returns), returns[-1], row["game_step"][i]),
+            batch = map_nested(lambda *x: np.concatenate(x), *rows)  # [BATCH, ...]
+            outputs, state = act_step(model, to_tensors(batch), state, choose)
+            actions = outputs["action"].squeeze(0).numpy()
+            for i, number in list(playing.items()):
+                rows[i] = row = envs[i].step(actions[i : i + 1])
+                if row["game_over"][0]:
+                    yield Game(
+                        number, row["game_return"].item(), row["game_step"].item()
                     )
-    deviation = statistics.stdev(returns) if len(returns) > 1 else 0.0
-    log.info(
-        "%d games: mean return %.2f, standard deviation %.2f, min %.2f, max %.2f",
-        *(len(returns), statistics.fmean(returns), deviation),
-        *(min(returns), max(returns)),
-    )
-    if flags.video:
-        log.info("Video in %s", flags.video)
-    return returns
+                    if waiting[i]:
+                        rows[i] = start(i)
+                    else:
+                        del playing[i]

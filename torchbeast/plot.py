@@ -5,22 +5,25 @@
 A curve is a moving average of a column of logs.csv; the values themselves are drawn
 faintly behind it. With --group, runs whose names differ only by a seed at the end
 (pong-seed1, pong-seed2; pong_1, pong_2) are drawn as mean and standard deviation.
+
+The title has the protocol: what makes scores comparable. If the runs have different
+protocols, the legend says what differs, and --group refuses to average them.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import gzip
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-# Names of log files, and how to open them. Archived logs may be compressed.
-LOGS: dict[str, Callable[..., Any]] = {"logs.csv": open, "logs.csv.gz": gzip.open}
+from torchbeast.core import protocol
+from torchbeast.core.saved_runs import Run, find_run, read_run
+
 # Flag → (column, label of the axis).
 X_AXES = {
     "step": ("step", "agent steps"),
@@ -28,14 +31,7 @@ X_AXES = {
     "time": ("_time", "hours since the first row"),
 }
 GRID_POINTS = 400  # points in x where the runs of a group are averaged
-MOST_NAMES = 20  # maximal names in an error message
-
-
-class Run(NamedTuple):
-    """One run: its name and the columns of its logs.csv, [N] float64; NaN if empty."""
-
-    name: str
-    columns: dict[str, np.ndarray]
+TITLE_WIDTH = 100  # characters of a line of the protocol
 
 
 class Curve(NamedTuple):
@@ -47,40 +43,7 @@ class Curve(NamedTuple):
     raw: np.ndarray | None = None
     low: np.ndarray | None = None
     high: np.ndarray | None = None
-
-
-def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
-    """The folder of the run: savedir/xpid, or xpid itself if it is a path.
-
-    Raises:
-      ValueError: neither has a logs.csv; the message lists the runs in savedir.
-    """
-    for folder in (savedir / xpid, pathlib.Path(xpid).expanduser()):
-        if any((folder / name).is_file() for name in LOGS):
-            return folder.resolve()
-    logs = savedir.glob("*/logs.csv")
-    names = [path.parent.name for path in logs if not path.parent.is_symlink()]
-    raise ValueError(
-        f"no run {xpid!r}: neither {savedir / xpid} nor {xpid} has a logs.csv. "
-        f"Runs in {savedir}: {_listing(sorted(names))}."
-    )
-
-
-def read_run(folder: pathlib.Path) -> Run:
-    """Reads logs.csv. Skips an unfinished line; text counts as an empty cell."""
-    path, open_text = next(
-        (folder / name, function)
-        for name, function in LOGS.items()
-        if (folder / name).is_file()
-    )
-    with open_text(path, "rt", encoding="utf-8", newline="") as file:
-        # A power failure can leave zeros, which csv refuses before Python 3.11.
-        lines = (line.replace("\0", "\ufffd") for line in file)
-        header, *rows = list(csv.reader(lines)) or [[]]
-    rows = [row for row in rows if len(row) == len(header)]
-    values = np.array([[_number(cell) for cell in row] for row in rows])
-    values = values.reshape(len(rows), len(header))
-    return Run(folder.name, {name: values[:, i] for i, name in enumerate(header)})
+    note: str = ""  # for the legend, after the label
 
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:
@@ -113,6 +76,25 @@ def curve(run: Run, x: str, y: str, smooth: int) -> Curve | None:
     return Curve(run.name, xs[some], moving_average(ys[some], smooth), ys[some])
 
 
+def check_groups(runs: Sequence[Run]) -> None:
+    """Raises ValueError if runs of one group have different protocols."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(group_name(run.name), []).append(run)
+    for name, members in groups.items():
+        known = [run for run in members if run.protocol() is not None]
+        _, own = protocol.split_common(run.protocol() for run in known)
+        if any(own):
+            each = "; ".join(
+                f"{run.name}: {protocol.describe(rest)}"
+                for run, rest in zip(known, own, strict=True)
+            )
+            raise ValueError(
+                f"the runs of the group {name} have different protocols, so their "
+                f"mean says nothing ({each}). Leave out some, or --group"
+            )
+
+
 def group_name(name: str) -> str:
     """The name of a run without the seed at its end: pong-seed1 → pong."""
     return re.sub(r"[-_.](seed|s)?[-_.]?\d+$", "", name) or name
@@ -138,7 +120,8 @@ def group_curves(curves: Sequence[Curve]) -> list[Curve]:
         y = np.stack([np.interp(x, m.x, m.y) for m in members])  # [runs, GRID_POINTS]
         mean, spread = y.mean(axis=0), y.std(axis=0)
         label = f"{name} ({len(members)} runs, mean ± std)"
-        joined.append(Curve(label, x, mean, low=mean - spread, high=mean + spread))
+        low, high, note = mean - spread, mean + spread, members[0].note
+        joined.append(Curve(label, x, mean, low=low, high=high, note=note))
     return joined
 
 
@@ -162,7 +145,8 @@ def draw(
     for axes, (column, curves) in zip(all_axes, panels.items(), strict=True):
         for c in curves:
             color = colors[c.label]
-            axes.plot(c.x, c.y, color=color, label=c.label, linewidth=1.6, zorder=3)
+            label = "\n".join([c.label, *textwrap.wrap(c.note, TITLE_WIDTH)])
+            axes.plot(c.x, c.y, color=color, label=label, linewidth=1.6, zorder=3)
             if len(c.x) == 1:
                 axes.plot(c.x, c.y, "o", color=color)
             if c.raw is not None and not np.array_equal(c.raw, c.y):
@@ -180,7 +164,7 @@ def draw(
     all_axes[-1].set_xlabel(xlabel)
     if xlabel != X_AXES["time"][1]:  # it would print 0.05 hours as 50m
         all_axes[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
-    figure.suptitle(title)
+    figure.suptitle(title, fontsize="medium")
     figure.savefig(out, dpi=120)
 
 
@@ -234,16 +218,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         names = [run.name for run in runs]
         if len(set(names)) < len(names):  # the same name in different folders
             runs = [
-                Run(str(folder), run.columns)
+                run._replace(name=str(folder))
                 for folder, run in zip(folders, runs, strict=True)
             ]
+        if flags.group:
+            check_groups(runs)
+        known = [run for run in runs if run.protocol() is not None]
+        common, own = protocol.split_common(run.protocol() for run in known)
+        notes = {
+            run.name: protocol.describe(rest)
+            for run, rest in zip(known, own, strict=True)
+        }
         panels: dict[str, Sequence[Curve]] = {}
         for y in flags.y:
             found = [curve(run, flags.x, y, flags.smooth) for run in runs]
             for run, one in zip(runs, found, strict=True):
                 if one is None:
                     print(f"{run.name}: no value of {y} yet")
-            panels[y] = [one for one in found if one is not None]
+            panels[y] = [
+                one._replace(note=notes.get(one.label, ""))
+                for one in found
+                if one is not None
+            ]
             if flags.group:
                 panels[y] = group_curves(panels[y])
         if not any(panels.values()):
@@ -251,25 +247,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         out = flags.out or (folders[0] if len(folders) == 1 else pathlib.Path()) / (
             "plot.png"
         )
-        title = runs[0].name if len(runs) == 1 else ""
-        draw(panels, X_AXES[flags.x][1], title, out)
+        title = [runs[0].name] if len(runs) == 1 else []
+        title += textwrap.wrap(protocol.describe(common), TITLE_WIDTH)
+        draw(panels, X_AXES[flags.x][1], "\n".join(title), out)
     except ImportError as error:
         parser.exit(1, f"Drawing needs matplotlib ({error}): pip install matplotlib\n")
     except (ValueError, OSError) as error:
         parser.exit(2, f"Cannot draw: {error}\n")
     print(f"Drawn to {out}")
-
-
-def _number(cell: str) -> float:
-    try:
-        return float(cell)
-    except ValueError:
-        return float("nan")
-
-
-def _listing(names: list[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return (", ".join(names[:MOST_NAMES]) or "none") + more
 
 
 if __name__ == "__main__":

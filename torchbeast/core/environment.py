@@ -129,12 +129,16 @@ class Environment:
         return SeededGames(env, self.seed, index, self.log_actions, checker)
 
     def set_seed(self, seed: int, first_index: int) -> None:
-        """Changes the seed and the numbers; only before the first `initial()`."""
+        """Changes the seed and the numbers. `initial()` has to follow.
+
+        The games are then those of a new object with this seed and these numbers.
+        """
         self.seed = seed
         self.indices = range(first_index, first_index + self.num_envs)
+        self._initial_calls = 0
         if self.exact_resume:
             for env, index in zip(self.envs.envs, self.indices, strict=True):
-                env.seed, env.index = seed, index
+                env.set_seed(seed, index)
 
     def _warn(self, e: int, key: str, message: str) -> None:
         self._warnings[e] += 1

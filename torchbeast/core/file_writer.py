@@ -18,7 +18,10 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torchbeast.core.hardware import hardware
 from torchbeast.core.logs_csv import LogsCsv
+from torchbeast.core.presets import differences
+from torchbeast.core.protocol import describe, find_protocol
 from torchbeast.core.run_folder import (
     RunExistsError,
     RunFolder,
@@ -66,8 +69,8 @@ class FileWriter:
     out.log     the output of the root logger while this object is open, appended
     logs.csv    one row per call of `log`; the first line names the columns
     fields.csv  one line for each set of columns that logs.csv has had; the last counts
-    meta.json   flags, git state, Slurm ids, versions, dates and the end of the newest
-                start; `starts` has the same of every start
+    meta.json   flags, preset, protocol, git state, versions, hardware, Slurm ids, dates
+                and the end of the newest start; `starts` has the same of every start
 
     savedir/latest links to the run that was started last. The folder is locked until
     `close`, so one process at a time writes to a run.
@@ -159,7 +162,7 @@ class FileWriter:
             if self._closed:
                 return
             self._closed = True
-            end = {"successful": successful, "date_end": _now()}
+            end = {"successful": successful, "date_end": now()}
             self._meta |= end
             self._meta["starts"][-1] |= end | {
                 "last_step": last_step,
@@ -178,17 +181,21 @@ class FileWriter:
     ) -> dict[str, Any]:
         old = read_meta(self.path)
         first = old if resume_step is not None else {}
-        now = _now()
+        date = now()
+        protocol = find_protocol(args)
         start = {
             "args": dict(args),
-            "git": _git_state(),
+            "preset": args.get("preset"),
+            "preset_changes": differences(dict(args)),
+            "protocol": protocol,
+            "protocol_text": describe(protocol),
+            **provenance(),
             "slurm": _environment(SLURM_VARIABLES) or None,
             "env": _environment(ENVIRONMENT_VARIABLES),
-            "versions": _versions(),
         }
         # If this start is killed, its entry stays like this.
         entry = {
-            "date_start": now,
+            "date_start": date,
             "date_end": None,
             "first_step": resume_step or 0,
             "last_step": None,
@@ -203,9 +210,9 @@ class FileWriter:
         return {
             "xpid": xpid,
             **start,
-            "date_start": first.get("date_start", now),
+            "date_start": first.get("date_start", date),
             "date_end": None,
-            "resumed": resumed if resume_step is None else [*resumed, now],
+            "resumed": resumed if resume_step is None else [*resumed, date],
             "successful": False,
             "starts": [*old.get("starts", []), entry],
         }
@@ -289,7 +296,13 @@ def _link_latest(link: pathlib.Path, target: str) -> None:
         log.warning("Cannot link %s to %s: %s", link, target, error)
 
 
-def _now() -> str:
+def provenance() -> dict[str, Any]:
+    """The code and the machine: git state, versions, hardware."""
+    return {"git": _git_state(), "versions": _versions(), "hardware": hardware()}
+
+
+def now() -> str:
+    """The date in UTC, for meta.json and test.json."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 

@@ -46,6 +46,12 @@ class SeededGames(gymnasium.Wrapper):
         self.actions: list[np.ndarray] = []
         self.game_goes_on = False
 
+    def set_seed(self, seed: int, index: int) -> None:
+        """Changes seed and index. The next reset() starts the first game."""
+        self.seed, self.index = seed, index
+        self.game = -1
+        self.game_goes_on = False
+
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:

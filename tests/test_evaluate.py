@@ -1,0 +1,214 @@
+"""--mode test: real processes, and the games that they play."""
+
+import json
+import os
+import re
+import signal
+import statistics
+
+import pytest
+import runs
+import torch
+from watched_runs import processes_of_session, wait_until
+
+from torchbeast import evaluate, monobeast
+from torchbeast.core import flags as flags_lib
+from torchbeast.core.environment import Environment
+from torchbeast.model import make_model
+
+
+def make_flags(*words):
+    flags = flags_lib.parse(monobeast.make_parser(), words)
+    return monobeast.resolve_layout(flags_lib.resolve(flags)).freeze()
+
+
+def make_weights(flags):
+    """Random weights. With these, actions have different probabilities."""
+    torch.manual_seed(3)
+    env = Environment(flags, 1)
+    spaces = env.observation_space, env.action_space
+    env.close()
+    model = make_model(flags, *spaces, torch.device("cpu"))
+    torch.nn.init.normal_(model.policy.weight, std=0.1)
+    return model.state_dict()
+
+
+# --- Games ---
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--env", "CartPole-v1", "--use_lstm"),
+        ("--env", "environments:GridWorld", "--greedy"),
+        ("--env", "environments:Steering"),
+    ],
+)
+def test_a_game_does_not_depend_on_the_others(words):
+    flags = make_flags(*words)
+    weights = make_weights(flags)
+    games = sorted(evaluate.play(flags, weights, range(21)))
+    assert [game.number for game in games] == list(range(21))
+    assert len({game[1:] for game in games}) > 2
+    assert sorted(evaluate.play(flags, weights, range(21))) == games
+    assert sorted(evaluate.play(flags, weights, [20, 3, 7])) == [
+        games[i] for i in (3, 7, 20)
+    ]
+    other = flags.replace(seed=2)
+    assert sorted(evaluate.play(other, weights, range(21))) != games
+
+
+@pytest.mark.parametrize("backend", ["native", "python"])
+def test_a_game_of_atari_does_not_depend_on_the_others(backend):
+    words = "--env Breakout-v4 --sticky_actions 0.25 --max_episode_frames 600"
+    flags = make_flags(*words.split(), "--atari_backend", backend)
+    weights = make_weights(flags)
+    games = sorted(evaluate.play(flags, weights, range(11)))
+    assert len({game[1:] for game in games}) > 2
+    assert sorted(evaluate.play(flags, weights, [10, 5])) == [games[5], games[10]]
+
+
+def test_weights_that_do_not_fit():
+    flags = make_flags("--env", "CartPole-v1")
+    weights = make_weights(flags)
+    with pytest.raises(evaluate.UserError, match="is not in the checkpoint"):
+        next(evaluate.play(flags.replace(use_lstm=True), weights, range(3)))
+
+
+# --- test.json ---
+
+
+def read_result(savedir, xpid="a"):
+    return json.loads((savedir / xpid / "test.json").read_text())
+
+
+@pytest.mark.parametrize("greedy", [None, True])
+def test_what_test_json_has(tmp_path, greedy):
+    runs.run(tmp_path, "a", **runs.SMALL, seed=5)
+    test = {"mode": "test", "num_test_episodes": 11, "greedy": greedy}
+    output = runs.run(tmp_path, "a", **test)
+    path = tmp_path / "a" / "test.json"
+    assert f"Wrote {path}" in output
+    result = read_result(tmp_path)
+    assert len(result["returns"]) == len(result["lengths"]) == 11
+    assert result["returns"] == result["lengths"]  # CartPole: 1 per step
+    logged = dict(re.findall(r"Game (\d+): return ([\d.]+) after", output))
+    assert {int(k): float(v) for k, v in logged.items()} == dict(
+        enumerate(result["returns"])
+    )
+    for name in ("mean", "median", "min", "max"):
+        function = getattr(statistics, name, None) or {"min": min, "max": max}[name]
+        assert result[name] == pytest.approx(function(result["returns"]))
+    assert result["std"] == pytest.approx(statistics.stdev(result["returns"]))
+    assert result["mean_length"] == pytest.approx(result["mean"])
+    assert result["policy"] == ("greedy" if greedy else "sampled")
+    assert result["num_games"] == 11
+    assert (result["step"], result["seed"], result["xpid"]) == (600, 5, "a")
+    assert result["checkpoint"] == "model.tar"
+    assert result["flags"]["env"] == "CartPole-v1"
+    assert result["protocol"] == {"env": "CartPole-v1", "reward_clipping": "none"}
+    assert result["protocol_text"] == "CartPole-v1, rewards not clipped"
+    meta = json.loads((tmp_path / "a" / "meta.json").read_text())
+    for name in ("git", "versions", "hardware", "protocol"):
+        assert result[name] == meta[name]
+    assert result["date"] >= meta["date_end"]
+    assert result["seconds"] > 0
+    assert not list(path.parent.glob(".test.json*"))
+    # The same games again; --seed gives others.
+    runs.run(tmp_path, "latest", **test)
+    assert read_result(tmp_path)["returns"] == result["returns"]
+    runs.run(tmp_path, "a", **test, seed=6)
+    assert read_result(tmp_path)["returns"] != result["returns"]
+
+
+def test_the_number_of_processes_changes_nothing(tmp_path):
+    cpus = os.sched_getaffinity(0)
+    if len(cpus) < 2:
+        runs.skip("needs two cores")
+    runs.run(tmp_path, "a", **runs.SMALL, use_lstm=True)
+    results = []
+    for allowed, games in ((cpus, 13), ({min(cpus)}, 9)):
+        os.sched_setaffinity(0, allowed)  # children inherit it
+        try:
+            runs.run(tmp_path, "a", mode="test", num_test_episodes=games)
+        finally:
+            os.sched_setaffinity(0, cpus)
+        results.append(read_result(tmp_path))
+    assert [r["hardware"]["cpus"] for r in results] == [len(cpus), 1]
+    assert results[0]["returns"][:9] == results[1]["returns"]
+
+
+def test_a_folder_that_can_not_be_written(tmp_path):
+    """Not by permissions, because root may write everywhere."""
+    runs.run(tmp_path, "a", **runs.SMALL)
+    path = tmp_path / "a" / "test.json"
+    path.mkdir()
+    output = runs.run(tmp_path, "a", mode="test", num_test_episodes=2)
+    assert "2 games: mean return" in output
+    assert f"Can't write {path}: " in output
+    assert "The result is only in this log." in output
+    assert not list(path.parent.glob(".test.json*"))
+
+
+# --- Faults ---
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    """A run on an environment that fails on demand."""
+    savedir = tmp_path_factory.mktemp("runs")
+    flags = {**runs.SMALL, "env": "faulty:Environment", "total_steps": 20}
+    runs.run(savedir, "a", **flags)
+    return savedir
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (
+            "raise_error",
+            ["a game of faulty:Environment failed", "ValueError: the ball"],
+        ),
+        ("leave", ["played games of faulty:Environment died with exit status 3"]),
+    ],
+)
+def test_an_environment_that_fails_in_a_test(
+    faulty, tmp_path, monkeypatch, fault, words
+):
+    file = tmp_path / "fault"
+    file.write_text(fault)
+    monkeypatch.setenv("FAULT_FILE", str(file))
+    process = runs.start(faulty, "a", mode="test", num_test_episodes=9)
+    output = runs.finish(process)
+    assert process.returncode == 1, output
+    for word in words:
+        assert word in output
+    assert output.count("[ERROR ") == 1
+    assert not (faulty / "a" / "test.json").exists()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (9, -9)])
+def test_a_test_that_is_ended_leaves_nothing(
+    faulty, tmp_path, monkeypatch, number, status
+):
+    file = tmp_path / "fault"
+    file.write_text("hold_the_lock")  # the worst case: only SIGKILL ends it
+    monkeypatch.setenv("FAULT_FILE", str(file))
+    env = "faulty:WithProgram"
+    process = runs.start(faulty, "a", mode="test", num_test_episodes=9, env=env)
+
+    def sleeping():
+        commands = [p.command for p in processes_of_session(process.pid)]
+        return sum(command.startswith("sleep ") for command in commands) >= 2
+
+    wait_until(sleeping, "the games began", 60)
+    os.kill(process.pid, number)
+    output = runs.finish(process)
+    assert process.returncode == status, output
+    wait_until(lambda: not processes_of_session(process.pid), "all processes ended")
+
+
+def test_an_environment_that_does_not_close_delays_the_end_only(faulty):
+    env = "faulty:SlowToClose"
+    output = runs.run(faulty, "a", mode="test", num_test_episodes=3, env=env)
+    assert "3 games: mean return" in output

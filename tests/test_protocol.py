@@ -1,0 +1,83 @@
+import gymnasium
+import pytest
+
+from torchbeast import monobeast
+from torchbeast.core import flags as flags_lib
+from torchbeast.core import protocol
+
+
+def find(*words):
+    flags = flags_lib.parse(monobeast.make_parser(), words)
+    return protocol.find_protocol(flags.as_dict())
+
+
+def test_atari_by_presets():
+    published = find("--preset", "impala-atari")
+    assert published == {
+        "env": "Atari pong",
+        "frame_skip": 4,
+        "noop_max": 30,
+        "sticky_actions": 0.0,
+        "full_action_space": False,
+        "life_loss": True,
+        "max_episode_frames": 108_000,
+        "reward_clipping": "abs_one",
+    }
+    assert protocol.describe(published) == (
+        "Atari pong, 4 frames per action, up to 30 no-ops, no sticky actions, minimal "
+        "action set, episodes end with a life, at most 108,000 frames, rewards clipped"
+    )
+    assert protocol.describe(find("--preset", "sticky-atari")) == (
+        "Atari pong, 4 frames per action, no no-ops, sticky actions 0.25, all actions, "
+        "episodes are whole games, at most 108,000 frames, rewards clipped"
+    )
+
+
+def test_the_form_of_an_id_and_other_flags_change_nothing():
+    for words in (
+        ("--env", "ALE/Pong-v5", "--seed", "7"),
+        ("--env", "Pong-v4", "--atari_backend", "python", "--learning_rate", "1"),
+    ):
+        assert find(*words) == find()
+    assert find("--env", "Qbert-v4") != find()
+
+
+def test_other_environments():
+    flags = ("--reward_clipping", "none")
+    assert find("--env", "CartPole-v1", *flags, "--sticky_actions", "0.3") == {
+        "env": "CartPole-v1",
+        "reward_clipping": "none",
+    }
+    assert find("--env", "mine:Class")["env"] == "mine:Class"
+    assert protocol.find_protocol({}) is None
+    assert protocol.describe(None) == "protocol unknown"
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+@pytest.mark.parametrize(
+    "name", ["Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders"]
+)
+@pytest.mark.filterwarnings("ignore:.*out of date")
+def test_minatar_plays_as_its_protocol_says(name, version):
+    pytest.importorskip("minatar")
+    from minatar.gym import register_envs
+
+    if "MinAtar/Breakout-v1" not in gymnasium.registry:
+        register_envs()
+    env = gymnasium.make(f"MinAtar/{name}-{version}")
+    found = find("--env", f"MinAtar/{name}-{version}")
+    game = env.unwrapped.game
+    assert game.sticky_action_prob == found["sticky_actions"]
+    assert found.get("difficulty_ramping") == getattr(game.env, "ramping", None)
+    minimal = len(game.minimal_action_set())
+    actions = game.num_actions() if found["full_action_space"] else minimal
+    assert env.action_space.n == actions
+
+
+def test_what_protocols_share():
+    one, two = {"env": "a", "x": 1, "y": 2}, {"env": "a", "x": 1, "y": 3}
+    assert protocol.split_common([one, None, two]) == (
+        {"env": "a", "x": 1},
+        [{"y": 2}, {"y": 3}],
+    )
+    assert protocol.split_common([]) == ({}, [])

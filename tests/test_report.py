@@ -1,0 +1,130 @@
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from torchbeast import report
+from torchbeast.core.file_writer import FileWriter
+from torchbeast.core.saved_runs import read_run
+
+ROOT = pathlib.Path(__file__).parents[1]
+FLAGS = {
+    "env": "MinAtar/Breakout-v1",
+    "preset": "minatar",
+    "entropy_cost": 0.05,
+    "reward_clipping": "none",
+    "seed": 3,
+}
+
+
+def make_run(savedir, xpid="a", flags=FLAGS):
+    writer = FileWriter(str(savedir), xpid, flags)
+    for step, games, mean in ((1000, 0, None), (2000, 7, 0.5), (3000, 250, 1.25)):
+        writer.log({"step": step, "games": games, "mean_game_return_100": mean})
+    writer.close(successful=True)
+    return writer.path
+
+
+def edit_meta(path, **changes):
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps(meta | changes))
+
+
+def test_the_row_of_a_run(tmp_path):
+    path = make_run(tmp_path)
+    edit_meta(
+        path,
+        git={"commit": "0123456789abcdef", "dirty": True},
+        hardware={"cpu": "Some CPU", "cpus": 2, "gpus": ["Some GPU"]},
+        starts=[],
+    )
+    row = report.table_row(path)
+    assert row == {
+        "run": "a",
+        "env": "MinAtar/Breakout-v1",
+        "protocol": "sticky actions 0.1, minimal action set, rewards not clipped",
+        "preset": "minatar --entropy_cost 0.05",
+        "seed": "3",
+        "commit": "0123456 + changes",
+        "steps": "3,000",
+        "return, last 100 games": "1.25",
+        "test, mean ± std": "",
+        "wall-clock": row["wall-clock"],
+        "hardware": "2 × Some CPU, Some GPU",
+    }
+    test = {"mean": 2.5, "std": 0.75, "num_games": 200, "policy": "greedy"}
+    (path / "test.json").write_text(json.dumps(test))
+    tested = report.table_row(path)["test, mean ± std"]
+    assert tested == "2.50 ± 0.75 (200 games, greedy)"
+
+
+def test_a_resumed_run(tmp_path):
+    """Its pauses don't count, and its commits and protocols are those of all starts."""
+    path = make_run(tmp_path)
+    rows = ["_tick,_time,step", "0,1010,10", "1,1060,20", "2,5005,30", "3,8600,40"]
+    (path / "logs.csv").write_text("\n".join(rows) + "\n")
+    starts = [{"git": {"commit": c * 40}, "flags": FLAGS} for c in "aab"]
+    date = "1970-01-01T{}+00:00".format
+    edit_meta(
+        path,
+        date_start=date("00:16:40"),  # 1000
+        resumed=[date("01:23:20"), date("02:46:40")],  # 5000, 10000
+        starts=starts,
+        git=starts[-1]["git"],
+    )
+    assert read_run(path).seconds() == 60 + 3600
+    row = report.table_row(path)
+    assert row["wall-clock"] == "1:01:00"
+    assert row["commit"] == "aaaaaaa → bbbbbbb"
+    assert "changed" not in row["protocol"]
+    starts[1]["flags"] = FLAGS | {"reward_clipping": "abs_one"}
+    edit_meta(path, starts=starts)
+    assert report.table_row(path)["protocol"] == "**changed during the run**"
+
+
+def test_the_command_prints_a_table(tmp_path):
+    make_run(tmp_path)
+    b = make_run(tmp_path, "b", {"env": "a|b"})
+    done = subprocess.run(
+        [*(sys.executable, "-m", "torchbeast.report", "a", b), "--savedir", tmp_path],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    header, line, first, second = done.stdout.splitlines()
+    assert header.startswith("| run | env | protocol | preset | seed | commit |")
+    assert "test" not in header  # no run was tested
+    assert line.count("---") == header.count("|") - 1
+    assert first.startswith("| a | MinAtar/Breakout-v1 | sticky")
+    assert second.startswith("| b | a\\|b | as registered |  |")
+
+
+def test_the_results_of_the_docs_have_rows():
+    folders = [path.parent for path in (ROOT / "docs/results").glob("*/meta.json")]
+    assert len(folders) > 5
+    for folder in folders:
+        row = report.table_row(folder)
+        assert row["env"]
+        assert row["commit"]
+        assert row["wall-clock"] > "0:00:05"
+        assert "changed" not in row["protocol"]
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [(None, "no run 'b'"), ("{", "test.json is not a result"), ("{}", "KeyError")],
+)
+def test_errors(tmp_path, capsys, test, message):
+    path = make_run(tmp_path)
+    if test is not None:
+        (path / "test.json").write_text(test)
+    with pytest.raises(SystemExit) as caught:
+        report.main(["b" if test is None else "a", "--savedir", str(tmp_path)])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

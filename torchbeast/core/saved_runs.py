@@ -1,0 +1,118 @@
+"""Reading the files of runs: logs.csv, meta.json, test.json. Loads no torch."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import gzip
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchbeast.core.file_writer import read_meta
+from torchbeast.core.protocol import stored_protocol
+
+# Names of log files, and how to open them. Archived logs may be compressed.
+LOGS: dict[str, Callable[..., Any]] = {"logs.csv": open, "logs.csv.gz": gzip.open}
+MOST_NAMES = 20  # maximal names in an error message
+
+
+class Run(NamedTuple):
+    """One run: its name and the columns of its logs.csv, [N] float64; NaN if empty.
+
+    Attributes:
+      meta: the content of meta.json; {} without.
+    """
+
+    name: str
+    columns: dict[str, np.ndarray]
+    meta: dict[str, Any]
+
+    def protocol(self) -> dict[str, Any] | None:
+        return stored_protocol(self.meta)
+
+    def last(self, column: str) -> float | None:
+        """The last value of a column; None if it has none."""
+        values = self.columns.get(column, np.empty(0))
+        values = values[np.isfinite(values)]
+        return float(values[-1]) if len(values) else None
+
+    def seconds(self) -> float | None:
+        """Wall-clock time of the logged updates, from each start, without pauses."""
+        if "_time" not in self.columns or not self.columns["_time"].size:
+            return None
+        times = self.columns["_time"]
+        dates = [self.meta.get("date_start"), *self.meta.get("resumed", ())]
+        starts = [datetime.datetime.fromisoformat(x).timestamp() for x in dates if x]
+        starts = starts or [float(times[0])]
+        seconds = 0.0
+        for begin, end in zip(starts, [*starts[1:], float("inf")], strict=True):
+            own = times[(times >= begin) & (times < end)]
+            seconds += float(own[-1]) - begin if len(own) else 0.0
+        return seconds
+
+
+def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
+    """The folder of the run: savedir/xpid, or xpid itself if it is a path.
+
+    Raises:
+      ValueError: neither has a logs.csv; the message lists the runs in savedir.
+    """
+    for folder in (savedir / xpid, pathlib.Path(xpid).expanduser()):
+        if any((folder / name).is_file() for name in LOGS):
+            return folder.resolve()
+    logs = savedir.glob("*/logs.csv")
+    names = [path.parent.name for path in logs if not path.parent.is_symlink()]
+    raise ValueError(
+        f"no run {xpid!r}: neither {savedir / xpid} nor {xpid} has a logs.csv. "
+        f"Runs in {savedir}: {_listing(sorted(names))}."
+    )
+
+
+def read_run(folder: pathlib.Path) -> Run:
+    """Reads a run. Skips an unfinished line; text counts as an empty cell."""
+    path, open_text = next(
+        (folder / name, function)
+        for name, function in LOGS.items()
+        if (folder / name).is_file()
+    )
+    with open_text(path, "rt", encoding="utf-8", newline="") as file:
+        # A power failure can leave zeros, which csv refuses before Python 3.11.
+        lines = (line.replace("\0", "\ufffd") for line in file)
+        header, *rows = list(csv.reader(lines)) or [[]]
+    rows = [row for row in rows if len(row) == len(header)]
+    values = np.array([[_number(cell) for cell in row] for row in rows])
+    values = values.reshape(len(rows), len(header))
+    columns = {name: values[:, i] for i, name in enumerate(header)}
+    return Run(folder.name, columns, read_meta(folder))
+
+
+def read_test(folder: pathlib.Path) -> dict[str, Any] | None:
+    """The content of test.json; None if there is none.
+
+    Raises:
+      ValueError: the file is damaged.
+    """
+    path = folder / "test.json"
+    try:
+        test = json.loads(path.read_text(encoding="utf-8"))
+        return {name: test[name] for name in ("mean", "std", "num_games", "policy")}
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is not a result of --mode test: {error!r}") from None
+
+
+def _number(cell: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        return float("nan")
+
+
+def _listing(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return (", ".join(names[:MOST_NAMES]) or "none") + more
