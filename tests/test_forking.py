@@ -144,7 +144,7 @@ def test_another_optimizer_and_schedule(tmp_path):
     falling = [peak * math.cos(math.pi / 2 * i / 54) ** 2 for i in range(54)]
     assert rates[6:] == pytest.approx(falling)
     moments = fork.checkpoint()["optimizer_state_dict"]["state"][0]
-    assert {"exp_avg", "exp_avg_sq"} <= moments.keys()  # of Adam
+    assert {"exp_avg", "exp_avg_sq"} <= moments.keys()  # of AdamW
 
 
 def test_the_document_shows_the_patches():
