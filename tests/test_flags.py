@@ -1,5 +1,6 @@
 import ast
 import copy
+import math
 import os
 import pickle
 import re
@@ -215,6 +216,7 @@ def test_the_published_preset_has_the_published_values():
         "clip_c": 1.0,
         "trace_decay": 1.0,
         "normalize_advantages": False,
+        "clip_ratio": math.inf,
         "updates_per_batch": 1,
         "model": "shallow",
         "use_lstm": False,  # feed-forward

@@ -1,4 +1,5 @@
 import argparse
+import math
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ FLAGS = {
     "clip_c": 1.0,
     "trace_decay": 1.0,
     "normalize_advantages": False,
+    "clip_ratio": math.inf,
 }
 DISTRIBUTION = make_distribution(spaces.Discrete(A))
 
@@ -83,7 +85,8 @@ def oracle_targets(batch, outputs, **changes):
             rewards[t, b] = reward
             discounts[t, b] = 0 if batch["done"][t + 1, b] else flags["discounting"]
     values = outputs["baseline"]
-    targets = ground_truth(log_rhos, discounts, rewards, values[:T], values[T])
+    clips = {name: flags[name] for name in ("clip_rho", "clip_pg_rho", "clip_c")}
+    targets = ground_truth(log_rhos, discounts, rewards, values[:T], values[T], **clips)
     return *targets, log_rhos
 
 
@@ -147,6 +150,30 @@ def test_normalized_advantages():
     assert after["pg_loss"].item() == pytest.approx(before["pg_loss"].item(), rel=1e-5)
     batch["reward"][:] = outputs["baseline"][:] = batch["truncation_value"][:] = 0
     assert loss_of(batch, outputs, **scaled)[1]["pg_loss"].item() == 0
+
+
+def test_clip_ratio_stops_what_has_gone_too_far():
+    """The gradient of PPO's loss, by autograd, where V-trace's weights don't clip."""
+    batch, outputs = make_batch()
+    settings = {"clip_rho": math.inf, "clip_pg_rho": math.inf, "entropy_cost": 0.0}
+    _, weighted, log_rhos = oracle_targets(batch, outputs, **settings)
+    logits = torch.tensor(outputs["policy_logits"]).requires_grad_()
+    chosen = torch.as_tensor(batch["action"])[:-1, :, None]
+    log_probs = logits.log_softmax(-1)[:-1].gather(-1, chosen).squeeze(-1)
+    behavior = log_softmax(batch["policy_logits"])[:-1]
+    behavior = np.take_along_axis(behavior, chosen.numpy(), -1).squeeze(-1)
+    ratios = (log_probs - torch.as_tensor(behavior)).exp()
+    advantages = torch.as_tensor(weighted / np.exp(log_rhos))
+    clipped = ratios.clamp(0.7, 1.3) * advantages
+    torch.minimum(ratios * advantages, clipped).sum().neg().backward()
+
+    learned = {name: torch.tensor(x).requires_grad_() for name, x in outputs.items()}
+    loss, stats = loss_of(batch, learned, **settings, clip_ratio=0.3)
+    loss.backward()
+    torch.testing.assert_close(learned["policy_logits"].grad, logits.grad)
+    stopped = (logits.grad[:-1] == 0).all(-1).float().mean().item()
+    assert 0.1 < stopped < 0.9
+    assert stats["frac_clipped"].item() == pytest.approx(stopped)
 
 
 def test_gradients_against_finite_differences():

@@ -45,7 +45,7 @@ def impala_loss(
         baseline [T + 1, B], float32.
       distribution: the policy distribution over actions, given logits.
       flags: reward_clipping, discounting, baseline_cost, entropy_cost, clip_rho,
-        clip_pg_rho, clip_c, trace_decay, normalize_advantages.
+        clip_pg_rho, clip_c, trace_decay, normalize_advantages, clip_ratio.
       auxiliary_losses: scalars by name, see Net.auxiliary_losses.
 
     Returns:
@@ -82,6 +82,13 @@ def impala_loss(
     if flags.normalize_advantages:  # Schulman et al. 2017, in PPO's implementations
         centred = advantages - advantages.mean()
         advantages = centred / (centred.pow(2).mean().sqrt() + 1e-8)
+    # No gradient where the policy has already moved far enough in its direction: the
+    # gradient of Schulman et al. 2017, equation 7, with V-trace's weights.
+    ratios = log_rhos.exp()
+    too_far = torch.where(
+        advantages > 0, ratios > 1 + flags.clip_ratio, ratios < 1 - flags.clip_ratio
+    )
+    advantages = advantages.masked_fill(too_far, 0)
     entropy = distribution.entropy(target_logits)
 
     # finite(): if the target policy masks the action, the advantage is 0.
@@ -100,6 +107,7 @@ def impala_loss(
         "entropy": entropy.detach().mean(),  # nats per step
         "mean_value": values.detach().mean(),
         "frac_rho_above_1": (log_rhos > 0).float().mean(),
+        "frac_clipped": too_far.float().mean(),
     }
     auxiliary_stats = {name: loss.detach() for name, loss in auxiliary_losses.items()}
     return total_loss, join_columns(stats, auxiliary_stats)

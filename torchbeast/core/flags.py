@@ -10,6 +10,7 @@ Importing this module does not load torch, because environment servers parse fla
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import secrets
 import time
@@ -47,7 +48,7 @@ FREE_TO_CHANGE_IN_SYNC = FREE_TO_CHANGE | {
     *("alpha", "momentum", "epsilon"),
     *("grad_norm_clipping", "entropy_cost", "baseline_cost", "discounting"),
     *("reward_clipping", "sync", "clip_rho", "clip_pg_rho", "clip_c"),
-    *("trace_decay", "normalize_advantages"),
+    *("trace_decay", "normalize_advantages", "clip_ratio"),
 }
 
 # How runs learned whose checkpoints lack the flag.
@@ -213,6 +214,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         default=False,
         help="scale the advantages of a batch to mean 0 and standard deviation 1",
     )
+    add("--clip_ratio", type=float, default=math.inf, help="PPO's ε (inf: no clipping)")
 
     add = parser.add_argument_group("optimizer").add_argument
     add("--optimizer", choices=("rmsprop", "adam"), default="rmsprop")

@@ -6,6 +6,7 @@ fits the run to the machine, if that is no part of what it is for.
 """
 
 import argparse
+import math
 from typing import Any
 
 # Espeholt et al. 2018, appendix G, shallow model without LSTM.
@@ -24,6 +25,7 @@ _IMPALA: dict[str, Any] = {
     "clip_c": 1.0,
     "trace_decay": 1.0,
     "normalize_advantages": False,
+    "clip_ratio": math.inf,
     "optimizer": "rmsprop",
     "learning_rate": 0.0006,
     "alpha": 0.99,
@@ -69,6 +71,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_c": 1.0,
         "trace_decay": 0.95,
         "normalize_advantages": False,
+        "clip_ratio": math.inf,
         "optimizer": "adam",
         "learning_rate": 0.001,
         "alpha": 0.99,  # of RMSProp; not used
@@ -95,6 +98,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_c": 1.0,
         "trace_decay": 1.0,
         "normalize_advantages": False,
+        "clip_ratio": math.inf,
         "optimizer": "rmsprop",
         "learning_rate": 0.002,
         "alpha": 0.95,
@@ -123,6 +127,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_c": 1.0,
         "trace_decay": 0.95,
         "normalize_advantages": True,
+        "clip_ratio": math.inf,
         "optimizer": "adam",
         "learning_rate": 0.0003,
         "alpha": 0.99,  # of RMSProp; not used

@@ -66,6 +66,7 @@ RANGES: dict[str, Range] = {
     "clip_rho": Range(0, math.inf, False),  # inf: no clipping
     "clip_pg_rho": Range(0, math.inf, False),
     "clip_c": Range(0, math.inf, False),
+    "clip_ratio": Range(0, math.inf, False),  # inf: no clipping
     "trace_decay": SHARE,
     "learning_rate": AT_LEAST_ZERO,
     "alpha": SHARE,
