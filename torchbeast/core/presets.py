@@ -41,6 +41,24 @@ _IMPALA: dict[str, Any] = {
     "max_episode_frames": 108_000,
 }
 
+# What the presets with Adam share.
+_ADAM: dict[str, Any] = {
+    "num_actors": 2,
+    "model": "shallow",
+    "use_lstm": False,
+    "discounting": 0.99,
+    "reward_clipping": "none",
+    "clip_rho": 1.0,
+    "clip_pg_rho": 1.0,
+    "clip_c": 1.0,
+    "trace_decay": 0.95,
+    "optimizer": "adam",
+    "alpha": 0.99,  # of RMSProp; not used
+    "momentum": 0.0,  # of RMSProp; not used
+    "epsilon": 0.00001,
+    "grad_norm_clipping": 40.0,
+}
+
 # The command line wins over these.
 PRESETS: dict[str, dict[str, Any]] = {
     "impala-atari": _IMPALA,
@@ -54,86 +72,49 @@ PRESETS: dict[str, dict[str, Any]] = {
         "life_loss": False,
     },
     "minatar": {
+        **_ADAM,
         "env": "MinAtar/Breakout-v1",
-        "num_actors": 2,
         "envs_per_actor": 16,
-        "model": "shallow",
-        "use_lstm": False,
         "unroll_length": 20,
         "batch_size": 16,
         "updates_per_batch": 4,
-        "discounting": 0.99,
         "baseline_cost": 0.5,
         "entropy_cost": 0.02,
-        "reward_clipping": "none",
-        "clip_rho": 1.0,
-        "clip_pg_rho": 1.0,
-        "clip_c": 1.0,
-        "trace_decay": 0.95,
         "normalize_advantages": False,
         "clip_ratio": math.inf,
-        "optimizer": "adam",
         "learning_rate": 0.001,
-        "alpha": 0.99,  # of RMSProp; not used
-        "momentum": 0.0,  # of RMSProp; not used
-        "epsilon": 0.00001,
-        "grad_norm_clipping": 40.0,
         "total_steps": 10_000_000,
     },
+    # PPO's scaled advantages and clipping. The values of CartPole reach 100: the small
+    # baseline_cost keeps their loss from filling the gradient.
     "classic-control": {
+        **_ADAM,
         "env": "CartPole-v1",
-        "num_actors": 2,
         "envs_per_actor": 8,
-        "model": "shallow",
-        "use_lstm": False,
-        "unroll_length": 20,
+        "unroll_length": 32,
         "batch_size": 8,
-        "updates_per_batch": 1,
-        "discounting": 0.99,
-        "baseline_cost": 0.05,
+        "updates_per_batch": 4,
+        "baseline_cost": 0.01,
         "entropy_cost": 0.01,
-        "reward_clipping": "none",
-        "clip_rho": 1.0,
-        "clip_pg_rho": 1.0,
-        "clip_c": 1.0,
-        "trace_decay": 1.0,
-        "normalize_advantages": False,
-        "clip_ratio": math.inf,
-        "optimizer": "rmsprop",
-        "learning_rate": 0.002,
-        "alpha": 0.95,
-        "momentum": 0.0,
-        "epsilon": 0.01,
-        "grad_norm_clipping": 40.0,
+        "normalize_advantages": True,
+        "clip_ratio": 0.2,
+        "learning_rate": 0.001,
         "total_steps": 500_000,
     },
     # Continuous control, with the usual values of PPO. One update per batch: after
     # several, Gaussian policies differ so much that V-trace cuts almost all of it.
     "mujoco": {
+        **_ADAM,
         "env": "HalfCheetah-v5",
-        "num_actors": 2,
         "envs_per_actor": 8,
-        "model": "shallow",
-        "use_lstm": False,
         "unroll_length": 32,
         "batch_size": 8,
         "updates_per_batch": 1,
-        "discounting": 0.99,
         "baseline_cost": 0.5,
         "entropy_cost": 0.003,
-        "reward_clipping": "none",
-        "clip_rho": 1.0,
-        "clip_pg_rho": 1.0,
-        "clip_c": 1.0,
-        "trace_decay": 0.95,
         "normalize_advantages": True,
         "clip_ratio": math.inf,
-        "optimizer": "adam",
         "learning_rate": 0.0003,
-        "alpha": 0.99,  # of RMSProp; not used
-        "momentum": 0.0,  # of RMSProp; not used
-        "epsilon": 0.00001,
-        "grad_norm_clipping": 40.0,
         "total_steps": 3_000_000,
     },
 }
