@@ -189,7 +189,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         default=2,
         help="actor processes, or streams in PolyBeast",
     )
-    add("--batch_size", type=int, default=8, help="rollouts per learner batch")
+    add("--batch_size", type=int, default=4, help="rollouts per learner batch")
     add("--unroll_length", type=int, default=20, help="steps per rollout")
     add("--disable_cuda", action=toggle, default=False, help="use no GPU")
     add("--learner_device", help="for example cuda:1; default: the first GPU, if any")
@@ -218,7 +218,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
 
     add = parser.add_argument_group("optimizer").add_argument
     add("--optimizer", choices=("rmsprop", "adam"), default="rmsprop")
-    add("--learning_rate", type=float, default=0.0006, help="falls linearly to 0")
+    add("--learning_rate", type=float, default=0.0007, help="falls linearly to 0")
     add(
         "--updates_per_batch",
         type=int,
@@ -227,7 +227,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
     )
     add("--alpha", type=float, default=0.99, help="RMSProp's smoothing")
     add("--momentum", type=float, default=0.0, help="RMSProp's momentum")
-    add("--epsilon", type=float, default=0.01, help="the optimizer's ε")
+    add("--epsilon", type=float, default=1e-6, help="the optimizer's ε")
     add(
         "--grad_norm_clipping",
         type=float,
