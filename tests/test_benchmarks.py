@@ -1,11 +1,13 @@
 """The benchmarks, run for seconds: do they measure the right thing?"""
 
+import gzip
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import keep_run
 import numpy as np
 import pytest
 import regression
@@ -187,3 +189,20 @@ def test_regression_compares_with_the_stored_returns(tmp_path, monkeypatch, caps
     assert regression.verdict("mono-cartpole", [1.0], content).startswith("new: ")
     with pytest.raises(SystemExit):
         check("b")  # would mix the runs of two commits
+
+
+def test_keep_run_thins_the_log_and_hides_paths(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    lines = [f"{i},{i * i}" for i in range(1001)]
+    (run / "logs.csv").write_text("\n".join(["_tick,step", *lines]) + "\n")
+    meta = {"args": {"savedir": str(tmp_path)}, "starts": [{"savedir": str(tmp_path)}]}
+    (run / "meta.json").write_text(json.dumps(meta))
+    keep_run.main([str(run), "--to", str(tmp_path / "kept"), "--rows", "11"])
+    kept = tmp_path / "kept" / "run"
+    with gzip.open(kept / "logs.csv.gz", "rt") as file:
+        header, *rows = file.read().splitlines()
+    assert header == "_tick,step"
+    assert rows == lines[::100]
+    assert str(tmp_path) not in (kept / "meta.json").read_text()
+    assert not (kept / "test.json").exists()

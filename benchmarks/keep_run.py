@@ -1,0 +1,71 @@
+"""Copies runs into a folder that is small enough to commit.
+
+    python benchmarks/keep_run.py ~/logs/torchbeast/pong-1 --to docs/results --name pong
+
+Of logs.csv it keeps --rows rows, evenly spread, with the first and the last one;
+meta.json gets the default --savedir. If test.json exists, it is copied, too.
+"""
+
+import argparse
+import csv
+import gzip
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SAVEDIR = "~/logs/torchbeast"
+
+
+def thin(rows: list[list[str]], most: int) -> list[list[str]]:
+    """At most `most` of the rows, at least 2, evenly spread."""
+    most = min(max(most, 2), len(rows))
+    places = {round(i * (len(rows) - 1) / (most - 1)) for i in range(most)}
+    return [rows[i] for i in sorted(places)]
+
+
+def without_paths(nested: Any) -> Any:
+    """A copy of meta.json's content in which each savedir is the default."""
+    if isinstance(nested, dict):
+        return {
+            k: SAVEDIR if k == "savedir" else without_paths(v)
+            for k, v in nested.items()
+        }
+    if isinstance(nested, list):
+        return [without_paths(x) for x in nested]
+    return nested
+
+
+def keep(run: Path, folder: Path, most: int) -> None:
+    """Writes logs.csv.gz, meta.json and test.json of a run to the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (run / "logs.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([header, *thin(rows, most)])
+    # mtime: the same run gives the same bytes.
+    data = gzip.compress(text.getvalue().encode(), compresslevel=9, mtime=0)
+    (folder / "logs.csv.gz").write_bytes(data)
+    meta = without_paths(json.loads((run / "meta.json").read_text()))
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    if (run / "test.json").exists():
+        shutil.copy(run / "test.json", folder / "test.json")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("--to", type=Path, default=Path("docs/results"))
+    parser.add_argument("--name", help="of the copy; default: that of the run")
+    parser.add_argument("--rows", type=int, default=1000)
+    args = parser.parse_args(argv)
+    keep(args.run, args.to / (args.name or args.run.name), args.rows)
+
+
+if __name__ == "__main__":
+    main()
