@@ -135,7 +135,7 @@ def test_transport_measures_a_bare_stream(tmp_path):
 @pytest.mark.timeout(240)  # three starts of a run
 def test_study_compares_settings_and_keeps_finished_runs(tmp_path, capsys):
     file, out = tmp_path / "study.txt", tmp_path / "out"
-    slow = "monobeast --preset classic-control --total_steps 3200  # all\n\n"
+    slow = "monobeast --preset classic-control --total_steps 2560  # all\n\n"
     slow += "slow: --momentum 0\n"
     file.write_text(slow)
     assert study.main([str(file), "--out", str(out)]) == 0
@@ -149,7 +149,7 @@ def test_study_compares_settings_and_keeps_finished_runs(tmp_path, capsys):
     assert header.count("|") == lines[0].count("|")
     for name in ("slow", "still"):
         curve = study.read_curve(out / f"{name}-1")
-        assert curve[-1]["step"] == 3200
+        assert curve[-1]["step"] == 2560
         assert len((out / "curves" / f"{name}-1.csv").read_text().splitlines()) > 5
         assert (
             curve[-1]["mean_game_return_100"] > 5
@@ -163,7 +163,7 @@ def test_study_compares_settings_and_keeps_finished_runs(tmp_path, capsys):
 
 @pytest.mark.timeout(240)  # two starts of a run
 def test_regression_compares_with_the_stored_returns(tmp_path, monkeypatch, capsys):
-    flags = ["--preset", "classic-control", "--total_steps", "3200"]
+    flags = ["--preset", "classic-control", "--total_steps", "2560"]
     monkeypatch.setitem(regression.CASES, "cartpole", flags)
     stored = tmp_path / "stored.json"
 

@@ -171,7 +171,7 @@ def test_weights_are_nan(start):
     run.wait_for_end(1, 2 * END_SECONDS)
     run.assert_error(
         "the update at step 0 made weights that are not finite",
-        *("--learning_rate (now 0.0006)", "--epsilon (now 0)"),
+        *("--learning_rate (now 0.0007)", "--epsilon (now 0)"),
         tracebacks=1,
     )
     assert run.assert_files() == {}
