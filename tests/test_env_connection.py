@@ -25,7 +25,7 @@ from watched_runs import wait_until
 
 from libtorchbeast import Client, Listener, RefusedError, Security, Server, probe
 from torchbeast import polybeast_env, polybeast_learner
-from torchbeast.core import env_connection
+from torchbeast.core import declared_flags, env_connection
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.remote_envs import expected_environment
 
@@ -203,7 +203,7 @@ def test_settings_are_all_flags_that_shape_the_environments():
         env_flags("--preset", "sticky-atari")
     )
     declared = argparse.ArgumentParser(add_help=False)
-    flags_lib.add_environment_flags(declared)
+    declared_flags.add_environment_flags(declared)
     assert settings.keys() == vars(declared.parse_args([])).keys()
     assert settings["sticky_actions"] == "0.25"
     assert settings["life_loss"] == "False"
@@ -217,13 +217,13 @@ def test_settings_are_all_flags_that_shape_the_environments():
 
 
 def test_a_flag_of_a_fork_is_a_setting(monkeypatch):
-    declare = flags_lib.add_environment_flags
+    declare = declared_flags.add_environment_flags
 
     def declare_more(parser):
         declare(parser)
         parser.add_argument("--difficulty", type=int, default=3)
 
-    monkeypatch.setattr(flags_lib, "add_environment_flags", declare_more)
+    monkeypatch.setattr(declared_flags, "add_environment_flags", declare_more)
     flags = env_flags("--env=CartPole-v1", "--difficulty=4")
     settings = env_connection.environment_settings(flags)
     assert settings == {"env": "CartPole-v1", "difficulty": "4"}

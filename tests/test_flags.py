@@ -217,6 +217,8 @@ def test_the_published_preset_has_the_published_values():
         "trace_decay": 1.0,
         "normalize_advantages": False,
         "clip_ratio": math.inf,
+        "rollouts": "fixed",
+        "replay_ratio": 0.0,
         "updates_per_batch": 1,
         "model": "shallow",
         "use_lstm": False,  # feed-forward
@@ -378,7 +380,7 @@ def test_resolving_fills_in_what_is_open(monkeypatch):
     assert flags.precision in ("fp32", "bf16")
     assert flags.num_buffers >= flags.num_actors * flags.envs_per_actor
     open_flags = {name for name, value in flags.as_dict().items() if value is None}
-    assert open_flags == {"preset", "video", "learner_device"}
+    assert open_flags == {"preset", "video", "learner_device", "replay_file"}
 
 
 def test_what_is_given_stays():

@@ -23,7 +23,9 @@ from torchbeast.core.env_spec import EnvSpec
 from torchbeast.core.finite import all_finite, find_cause
 from torchbeast.core.flags import Flags
 from torchbeast.core.logs_csv import join_columns
+from torchbeast.core.mixer import Mixer
 from torchbeast.core.nested import Nested
+from torchbeast.core.replay_memory import make_replay
 from torchbeast.core.rollout import State
 from torchbeast.model import make_model
 
@@ -40,12 +42,14 @@ def impala_loss(
     """The IMPALA loss, summed over time and batch (Espeholt et al. 2018, section 4.2).
 
     Args:
-      batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py.
+      batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py. It may have
+        the fields `step_counts` [T + 1, B] and `replayed` [B], bool.
       outputs: of the learner's model for all T + 1 rows: policy_logits [T + 1, B, P],
         baseline [T + 1, B], float32.
       distribution: the policy distribution over actions, given logits.
       flags: reward_clipping, discounting, baseline_cost, entropy_cost, clip_rho,
-        clip_pg_rho, clip_c, trace_decay, normalize_advantages, clip_ratio.
+        clip_pg_rho, clip_c, trace_decay, normalize_advantages, clip_ratio,
+        and kl_threshold if columns are replayed.
       auxiliary_losses: scalars by name, see Net.auxiliary_losses.
 
     Returns:
@@ -67,6 +71,19 @@ def impala_loss(
 
     log_probs = distribution.log_prob(target_logits, actions)
     log_rhos = (log_probs - distribution.log_prob(behavior_logits, actions)).detach()
+    replay_stats: dict[str, torch.Tensor] = {}
+    valid = (
+        batch["step_counts"][:-1] if "step_counts" in batch else torch.ones_like(done)
+    )
+    explore = valid  # the steps whose entropy counts
+    if "replayed" in batch:  # LASER: Schmitt et al. 2019
+        replayed = valid & batch["replayed"]
+        explore = valid & ~replayed
+        with torch.no_grad():
+            kl = distribution.implied_kl(target_logits, behavior_logits, flags.clip_rho)
+        rejected = replayed & (kl > flags.kl_threshold)
+        valid = valid & ~rejected
+        replay_stats["frac_rejected"] = rejected.sum() / replayed.sum()
     targets = vtrace.from_importance_weights(
         log_rhos,
         discounts,
@@ -77,11 +94,14 @@ def impala_loss(
         clip_pg_rho_threshold=flags.clip_pg_rho,
         clip_c_threshold=flags.clip_c,
         trace_decay=flags.trace_decay,
+        valid=valid,
     )
+    # Where a step does not count, its advantage and the error of its value are 0.
     advantages = targets.pg_advantages
     if flags.normalize_advantages:  # Schulman et al. 2017, in PPO's implementations
-        centred = advantages - advantages.mean()
-        advantages = centred / (centred.pow(2).mean().sqrt() + 1e-8)
+        centred = valid * (advantages - advantages.sum() / valid.sum())
+        deviation = (centred.pow(2).sum() / valid.sum()).sqrt()
+        advantages = centred / (deviation + 1e-8)
     # No gradient where the policy has already moved far enough in its direction: the
     # gradient of Schulman et al. 2017, equation 7, with V-trace's weights.
     ratios = log_rhos.exp()
@@ -89,7 +109,7 @@ def impala_loss(
         advantages > 0, ratios > 1 + flags.clip_ratio, ratios < 1 - flags.clip_ratio
     )
     advantages = advantages.masked_fill(too_far, 0)
-    entropy = distribution.entropy(target_logits)
+    entropy = distribution.entropy(target_logits) * explore
 
     # finite(): if the target policy masks the action, the advantage is 0.
     pg_loss = -(vtrace.finite(log_probs) * advantages).sum()
@@ -99,15 +119,20 @@ def impala_loss(
     total_loss = sum(
         auxiliary_losses.values(), start=pg_loss + baseline_loss + entropy_loss
     )
+
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return (x * valid).sum() / valid.sum()
+
     stats = {
         "total_loss": total_loss.detach(),
         "pg_loss": pg_loss.detach(),
         "baseline_loss": baseline_loss.detach(),
         "entropy_loss": entropy_loss.detach(),
-        "entropy": entropy.detach().mean(),  # nats per step
-        "mean_value": values.detach().mean(),
-        "frac_rho_above_1": (log_rhos > 0).float().mean(),
-        "frac_clipped": too_far.float().mean(),
+        "entropy": entropy.detach().sum() / explore.sum(),  # nats per step
+        "mean_value": mean(values.detach()),
+        "frac_rho_above_1": mean(log_rhos > 0),
+        "frac_clipped": mean(too_far),
+        **replay_stats,
     }
     auxiliary_stats = {name: loss.detach() for name, loss in auxiliary_losses.items()}
     return total_loss, join_columns(stats, auxiliary_stats)
@@ -196,6 +221,8 @@ def make_optimizer(
 
 # --- The learner ----------------------------------------------------------------------
 
+GAMES_LOGGED = 100  # in the column mean_game_return_100
+
 
 class Learner:
     """The state of learning: model, optimizer, schedule, counters.
@@ -211,12 +238,19 @@ class Learner:
             flags, env_spec.observation_space, env_spec.action_space, self.device
         )
         self.optimizer, self.scheduler = make_optimizer(self.model, flags)
+        self.mixer: Mixer | None = None
+        if flags.replay_ratio > 0:
+            spec = rollout.row_spec(env_spec.observation_space, self.model.distribution)
+            state = self.model.initial_state(1)
+            self.mixer = Mixer(make_replay(flags, spec), flags, state, self.device)
         self.diverged = False  # the weights are not finite
         self.step = 0  # environment steps learned from
         self.num_updates = 0
         self.episodes = 0
         self.games = 0
-        self.game_returns: collections.deque[float] = collections.deque(maxlen=100)
+        self.game_returns: collections.deque[float] = collections.deque(
+            maxlen=max(GAMES_LOGGED, flags.episodes_for_avg)
+        )
         # (time, step) of the last updates, for sps().
         self.ticks: collections.deque = collections.deque(maxlen=50)
         self.policy_lag = 0.0
@@ -233,6 +267,7 @@ class Learner:
                 "episodes": self.episodes,
                 "games": self.games,
                 "game_returns": list(self.game_returns),
+                "replayed_steps": self.mixer.replayed_steps if self.mixer else 0,
             },
         }
 
@@ -280,6 +315,8 @@ class Learner:
             self.scheduler.load_state_dict(state["scheduler_state_dict"])
         self.episodes, self.games = stats["episodes"], stats["games"]
         self.game_returns.extend(stats["game_returns"])
+        if self.mixer:
+            self.mixer.replayed_steps = stats.get("replayed_steps", 0)
 
     def sps(self) -> float | None:
         """Steps per second over the last updates; None before the second update."""
@@ -288,9 +325,10 @@ class Learner:
         (t0, step0), (t1, step1) = self.ticks[0], self.ticks[-1]
         return (step1 - step0) / (t1 - t0)
 
-    def mean_return(self) -> float | None:
-        """Mean return of the last 100 games; None before the first."""
-        return statistics.fmean(self.game_returns) if self.game_returns else None
+    def mean_return(self, games: int) -> float | None:
+        """Mean return of the last games; None before the first."""
+        last = list(self.game_returns)[-games:]
+        return statistics.fmean(last) if last else None
 
 
 def update(
@@ -313,10 +351,7 @@ def update(
     grad_norm = torch.nn.utils.clip_grad_norm_(
         learner.model.parameters(), flags.grad_norm_clipping
     )
-    lag = learner.num_updates - batch["policy_version"][:-1].float().mean()
-    suspect = batch["env_warnings"][1:].sum()
-    more = {"grad_norm": grad_norm, "policy_lag": lag, "env_warnings": suspect}
-    stats = join_columns(stats, more)
+    stats = join_columns(stats, {"grad_norm": grad_norm})
     values = torch.stack([x.float() for x in stats.values()]).tolist()  # one transfer
     scalars = dict(zip(stats, values, strict=True))
     if not all(np.isfinite([scalars["total_loss"], scalars["grad_norm"]])):
@@ -347,17 +382,32 @@ def learn(
     The batch is used for flags.updates_per_batch updates. V-trace corrects that the
     policy has changed since the first.
 
+    LASER (Schmitt et al. 2019) adds replayed columns to the batch. Until the replay has
+    learn_start steps, it only stores the batch.
+
     Raises:
       FloatingPointError: as update().
     """
     learning_rate = learner.scheduler.get_last_lr()[0]
-    for _ in range(learner.flags.updates_per_batch):
-        scalars = update(learner, batch, initial_state)
+    flags, mixer = learner.flags, learner.mixer
+    ready = mixer.add(batch, learner.step) if mixer else True
+    scalars: dict[str, float] = {}
+    if ready:
+        rows, state = (
+            mixer.mix(batch, initial_state) if mixer else (batch, initial_state)
+        )
+        if flags.rollouts == "episode":
+            rows, state = rollout.cut_at_episodes(rows, state)
+        for _ in range(flags.updates_per_batch):
+            scalars = update(learner, rows, state)
+        if mixer:
+            mixer.carry_states(learner.model)
     learner.scheduler.step()
 
+    version = batch["policy_version"][:-1].float().mean().item()
+    learner.policy_lag = learner.num_updates - ready - version  # of the last update
     learner.step += batch["reward"][1:].numel()
     learner.ticks.append((time.perf_counter(), learner.step))
-    learner.policy_lag = scalars["policy_lag"]
     ends = rollout.episode_ends(batch)
     learner.episodes += len(ends["episode_return"])
     learner.games += len(ends["game_return"])
@@ -371,8 +421,11 @@ def learn(
         "sps": learner.sps(),
     }
     after = {
+        "policy_lag": learner.policy_lag,
+        "env_warnings": batch["env_warnings"][1:].sum().item(),
+        **(mixer.columns(learner.step) if mixer else {}),
         **means,
-        "mean_game_return_100": learner.mean_return(),
+        "mean_game_return_100": learner.mean_return(GAMES_LOGGED),
         "episodes": learner.episodes,
         "games": learner.games,
         "learning_rate": learning_rate,

@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchbeast.core import declared_flags, processes, resume, rollout, script
 from torchbeast.core import flags as flags_lib
-from torchbeast.core import processes, resume, rollout, script
 from torchbeast.core.acting import (
     SharedWeights,
     act_step,
@@ -305,7 +305,7 @@ def log_timings(run: Run, actors: Actors) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = flags_lib.make_parser("MonoBeast: IMPALA on one machine.", TORSOS)
+    parser = declared_flags.make_parser("MonoBeast: IMPALA on one machine.", TORSOS)
     add = parser.add_argument_group("MonoBeast").add_argument
     add("--envs_per_actor", type=int, help="environments per actor process")
     add("--num_buffers", type=int, help="slots for rollouts in shared memory")

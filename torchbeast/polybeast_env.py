@@ -34,7 +34,13 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
-from torchbeast.core import env_connection, processes, script
+from torchbeast.core import (
+    declared_flags,
+    env_connection,
+    presets,
+    processes,
+    script,
+)
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.connection_flags import (
     ServerError,
@@ -313,8 +319,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--preset",
-        type=flags_lib.preset_name,
-        choices=sorted(flags_lib.PRESETS),
+        type=presets.preset_name,
+        choices=sorted(presets.PRESETS),
         help="a named set of flags",
     )
     parser.add_argument(
@@ -323,7 +329,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=1,
         help="of the environments, if the learner sends none (older versions)",
     )
-    flags_lib.add_environment_flags(parser)
+    declared_flags.add_environment_flags(parser)
     add_server_flags(parser)
     add_connection_flags(parser)
     return parser

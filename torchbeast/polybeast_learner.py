@@ -34,7 +34,15 @@ from typing import Any
 
 import torch
 
-from torchbeast.core import devices, processes, prof, resume, rollout, script
+from torchbeast.core import (
+    declared_flags,
+    devices,
+    processes,
+    prof,
+    resume,
+    rollout,
+    script,
+)
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import ActingModels, act_step
 from torchbeast.core.connection_flags import add_connection_flags
@@ -331,7 +339,7 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = flags_lib.make_parser("PolyBeast's learner.", TORSOS)
+    parser = declared_flags.make_parser("PolyBeast's learner.", TORSOS)
     add_learner_flags(parser)
     add_connection_flags(parser)
     parser.set_defaults(envs_per_actor=None)  # the environments' value

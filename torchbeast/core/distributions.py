@@ -18,6 +18,8 @@ from gymnasium import spaces
 
 from torchbeast.core import vtrace
 
+NUM_SAMPLES = 64  # for the mean over a policy that has no sum
+
 
 class ActionDistribution(ABC):
     """The interface of all distributions.
@@ -55,6 +57,26 @@ class ActionDistribution(ABC):
     def features(self, action: torch.Tensor) -> torch.Tensor:
         """Encodes actions [..., *action_shape] for a network: [..., num_features]."""
 
+    def implied_kl(
+        self, target: torch.Tensor, behavior: torch.Tensor, clip_rho: float
+    ) -> torch.Tensor:
+        """KL(π ‖ π̃) [...] in nats, where π̃ ∝ min(ρ̄ μ, π) is what V-trace evaluates.
+
+        Schmitt et al. 2019, section 4.1. With X = max(0, log π - log μ - log ρ̄), it is
+        E_π[X] + log E_π[exp(-X)]. Here both means are over samples of π.
+
+        Args:
+          target, behavior: logits [..., num_logits] of π and μ.
+          clip_rho: ρ̄; inf gives 0.
+        """
+        many = target.expand(NUM_SAMPLES, *target.shape)
+        actions = self.sample(many)
+        log_ratio = self.log_prob(many, actions) - self.log_prob(
+            behavior.expand(many.shape), actions
+        )
+        excess = (log_ratio - math.log(clip_rho)).clamp(min=0)
+        return excess.mean(0) + excess.neg().exp().mean(0).log()
+
 
 class Categorical(ActionDistribution):
     """Discrete(n): softmax over n logits."""
@@ -85,6 +107,18 @@ class Categorical(ActionDistribution):
 
     def features(self, action: torch.Tensor) -> torch.Tensor:
         return F.one_hot(action.long(), self.num_logits).float()
+
+    def implied_kl(
+        self, target: torch.Tensor, behavior: torch.Tensor, clip_rho: float
+    ) -> torch.Tensor:
+        """As the base class, but exact: the means are over all actions."""
+        log_target = F.log_softmax(target, dim=-1)
+        log_ratio = log_target - F.log_softmax(behavior, dim=-1)
+        policy = log_target.exp()
+        # An action that π never takes, maybe because it is masked, adds nothing.
+        excess = (log_ratio - math.log(clip_rho)).clamp(min=0)
+        excess = excess.masked_fill(policy == 0, 0)
+        return (policy * excess).sum(-1) + (policy * excess.neg().exp()).sum(-1).log()
 
 
 class MultiCategorical(ActionDistribution):

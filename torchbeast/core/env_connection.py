@@ -9,8 +9,7 @@ import re
 import socket
 import ssl
 
-from torchbeast.core import atari_wrappers
-from torchbeast.core import flags as flags_lib
+from torchbeast.core import atari_wrappers, declared_flags
 from torchbeast.core.connection_flags import uses_tls
 
 CONNECT_SECONDS = 5.0  # time limit of each step of a handshake
@@ -25,7 +24,7 @@ def environment_settings(flags: argparse.Namespace) -> dict[str, str]:
     is_atari = atari_wrappers.atari_game(flags.env) is not None
     return {
         action.dest: _as_text(action, getattr(flags, action.dest))
-        for action in flags_lib.environment_flags(is_atari)
+        for action in declared_flags.environment_flags(is_atari)
     }
 
 

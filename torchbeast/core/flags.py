@@ -1,5 +1,7 @@
 """Command-line flags: declared once, resolved once, then frozen.
 
+core/declared_flags.py declares those that both variants share.
+
 Each flag takes the first value that exists: from the command line, from the checkpoint
 that the run resumes from, from the preset, the default. If the command line names
 another preset than the checkpoint, that preset's flags count as typed.
@@ -10,16 +12,16 @@ Importing this module does not load torch, because environment servers parse fla
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import secrets
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torchbeast.core.devices import fast_bf16, learner_device
 from torchbeast.core.errors import FlagError
-from torchbeast.core.presets import PRESETS, current_name, preset_name
+from torchbeast.core.presets import PRESETS, current_name
 from torchbeast.core.ranges import RANGES
 
 # These flags describe one start, not the run. A resumed run does not take them from the
@@ -27,15 +29,17 @@ from torchbeast.core.ranges import RANGES
 OF_ONE_START = {
     *("mode", "savedir", "xpid", "allow_flag_changes", "disable_checkpoint"),
     *("write_profiler_trace", "video", "num_test_episodes", "greedy"),
-    "trust_checkpoint_env",
+    *("trust_checkpoint_env", "suppress_logs"),
 }
 
 # Flags that don't change what a run learns. Some exist in one variant only.
 FREE_TO_CHANGE = OF_ONE_START | {
     *("preset", "tensorboard", "checkpoint_interval", "actor_timeout"),
+    *("episodes_for_avg", "replay_file"),
     # Devices, addresses and security.
     *("learner_device", "actor_device", "disable_cuda", "num_inference_threads"),
     *("pipes_basename", "server_addresses", "listen", "bind", "join"),
+    "save_replay",
     *("tls", "tls_cert", "tls_key", "tls_ca", "tls_server_name"),
     *("token_file", "insecure"),
     *("connect_timeout", "max_restarts", "num_actions"),
@@ -48,7 +52,7 @@ FREE_TO_CHANGE_IN_SYNC = FREE_TO_CHANGE | {
     *("alpha", "momentum", "epsilon"),
     *("grad_norm_clipping", "entropy_cost", "baseline_cost", "discounting"),
     *("reward_clipping", "sync", "clip_rho", "clip_pg_rho", "clip_c"),
-    *("trace_decay", "normalize_advantages", "clip_ratio"),
+    *("trace_decay", "normalize_advantages", "clip_ratio", "kl_threshold"),
 }
 
 # How runs learned whose checkpoints lack the flag.
@@ -99,200 +103,6 @@ class Flags(argparse.Namespace):
         return {k: v for k, v in sorted(vars(self).items()) if not k.startswith("_")}
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, unless a flag has none."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        no_default = action.default is None
-        return action.help if no_default else super()._get_help_string(action)
-
-
-def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentParser:
-    """The flags that both variants share."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=HelpFormatter
-    )
-    toggle = argparse.BooleanOptionalAction
-    add = parser.add_argument_group("run").add_argument
-    add(
-        "--mode",
-        default="train",
-        choices=["train", "test", "test_render"],
-        help="test: play games with a checkpoint; test_render: and show them",
-    )
-    add(
-        "--preset",
-        type=preset_name,
-        choices=sorted(PRESETS),
-        help="a named set of flags",
-    )
-    add("--xpid", help="name of the run; if it exists, it is resumed")
-    add("--savedir", default="~/logs/torchbeast", help="directory of the runs")
-    add("--seed", type=int, default=1, help="of weights, actions and environments")
-    add("--total_steps", type=int, default=100_000, help="environment steps to train")
-    add(
-        "--sync",
-        action=toggle,
-        default=False,
-        help="reproducible: actors and learner take turns",
-    )
-    add(
-        "--allow_flag_changes",
-        action="store_true",
-        help="has no effect: typed flags always win over those of the checkpoint",
-    )
-    add(
-        "--trust_checkpoint_env",
-        action=toggle,
-        default=True,
-        help="allow a checkpoint to name the module to import (--env module:Class)",
-    )
-    add(
-        "--disable_checkpoint",
-        action="store_true",
-        help="neither save nor load a checkpoint",
-    )
-    add(
-        "--checkpoint_interval",
-        type=float,
-        default=600.0,
-        help="seconds between checkpoints",
-    )
-    add(
-        "--tensorboard",
-        action=toggle,
-        default=False,
-        help="also write TensorBoard event files",
-    )
-    add(
-        "--write_profiler_trace",
-        action="store_true",
-        help="profile some updates of the learner process; writes trace.json",
-    )
-
-    add_environment_flags(parser)
-
-    add = parser.add_argument_group("model").add_argument
-    add("--model", default="shallow", choices=list(torsos), help="torso for images")
-    add("--use_lstm", action=toggle, default=False, help="add a recurrent core")
-    add(
-        "--precision",
-        default="auto",
-        choices=["auto", "fp32", "bf16"],
-        help="dtype of the image encoders; auto: bf16 if the hardware supports it",
-    )
-
-    add = parser.add_argument_group("layout").add_argument
-    add(
-        "--num_actors",
-        type=int,
-        default=2,
-        help="actor processes, or streams in PolyBeast",
-    )
-    add("--batch_size", type=int, default=4, help="rollouts per learner batch")
-    add("--unroll_length", type=int, default=20, help="steps per rollout")
-    add("--disable_cuda", action=toggle, default=False, help="use no GPU")
-    add("--learner_device", help="for example cuda:1; default: the first GPU, if any")
-
-    add = parser.add_argument_group("loss").add_argument
-    add("--entropy_cost", type=float, default=0.01, help="weight of the entropy bonus")
-    add("--baseline_cost", type=float, default=0.5, help="weight of the value loss")
-    add("--discounting", type=float, default=0.99, help="γ")
-    add(
-        "--reward_clipping",
-        default="abs_one",
-        choices=["abs_one", "none"],
-        help="abs_one clips rewards to [-1, 1]",
-    )
-    add("--clip_rho", type=float, default=1.0, help="V-trace's ρ̄ (inf: no clipping)")
-    add("--clip_pg_rho", type=float, default=1.0, help="ρ̄ of the policy gradient")
-    add("--clip_c", type=float, default=1.0, help="V-trace's c̄")
-    add("--trace_decay", type=float, default=1.0, help="V-trace's λ")
-    add(
-        "--normalize_advantages",
-        action=toggle,
-        default=False,
-        help="scale the advantages of a batch to mean 0 and standard deviation 1",
-    )
-    add("--clip_ratio", type=float, default=math.inf, help="PPO's ε (inf: no clipping)")
-
-    add = parser.add_argument_group("optimizer").add_argument
-    add("--optimizer", choices=("rmsprop", "adam"), default="rmsprop")
-    add("--learning_rate", type=float, default=0.0007, help="falls linearly to 0")
-    add(
-        "--updates_per_batch",
-        type=int,
-        default=1,
-        help="how often to learn from a batch; more need fewer steps, but more time",
-    )
-    add("--alpha", type=float, default=0.99, help="RMSProp's smoothing")
-    add("--momentum", type=float, default=0.0, help="RMSProp's momentum")
-    add("--epsilon", type=float, default=1e-6, help="the optimizer's ε")
-    add(
-        "--grad_norm_clipping",
-        type=float,
-        default=40.0,
-        help="largest norm of the gradient (inf: no clipping)",
-    )
-
-    add = parser.add_argument_group("test").add_argument
-    add("--num_test_episodes", type=int, default=10, help="games to play")
-    add("--greedy", action="store_true", help="take the most likely action")
-    add("--video", help="record the test to this .mp4 file")
-    return parser
-
-
-ATARI = "Atari"  # title of the group of flags that have no effect on other environments
-
-
-def add_environment_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that determine the environment.
-
-    PolyBeast's learner refuses environment servers with other values.
-    """
-    toggle = argparse.BooleanOptionalAction
-    add = parser.add_argument_group("environment").add_argument
-    add("--env", default="PongNoFrameskip-v4", help="a Gymnasium id or module:Class")
-    add = parser.add_argument_group(ATARI).add_argument
-    add(
-        *("--atari_backend", "--envs"),
-        default="native",
-        choices=["native", "python"],
-        help="ale-py's vector environment (C++) or the Python wrappers",
-    )
-    add("--frame_skip", type=int, default=4, help="frames per action")
-    add(
-        "--noop_max", type=int, default=30, help="maximal no-ops at the start of a game"
-    )
-    add(
-        "--sticky_actions",
-        type=float,
-        default=0.0,
-        help="probability of repeating the previous action",
-    )
-    add("--full_action_space", action=toggle, default=False, help="all 18 actions")
-    add(
-        "--life_loss",
-        action=toggle,
-        default=True,
-        help="a lost life ends the training episode",
-    )
-    add(
-        "--max_episode_frames",
-        type=int,
-        default=108_000,
-        help="frames after which a game is truncated",
-    )
-
-
-def environment_flags(is_atari: bool) -> list[argparse.Action]:
-    """The flags of add_environment_flags that have an effect."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add_environment_flags(parser)
-    groups = [g for g in parser._action_groups if is_atari or g.title != ATARI]
-    return [action for group in groups for action in group._group_actions]
-
-
 def parse(
     parser: argparse.ArgumentParser,
     argv: Sequence[str] | None = None,
@@ -307,6 +117,8 @@ def parse(
     Raises:
       FlagError: a saved flag has a value that is not allowed.
     """
+    words = sys.argv[1:] if argv is None else argv
+    argv = ["--model=deep" if word == "--use_resnet" else word for word in words]
     flags = parser.parse_args(argv, Flags())
     typed = _parse_typed(parser, argv)
     preset = PRESETS.get(flags.preset, {}) if flags.preset else {}
@@ -415,6 +227,19 @@ def resolve(flags: Flags) -> Flags:
     if flags.mode == "train" and flags.video:
         raise FlagError(
             f"--video {flags.video} records a test, not training: add --mode test"
+        )
+    if flags.learn_start is None:
+        flags.learn_start = min(10_000, flags.replay_size // 2)
+    if flags.replay_ratio and flags.replay_size < max(8 * flags.unroll_length, 1):
+        raise FlagError(
+            f"--replay_ratio {flags.replay_ratio:g} needs a replay: give --replay_size "
+            f"of at least 8 times --unroll_length {flags.unroll_length}, got "
+            f"{flags.replay_size}"
+        )
+    if flags.learn_start > flags.replay_size:
+        raise FlagError(
+            f"--learn_start {flags.learn_start:,} is more than --replay_size "
+            f"{flags.replay_size:,}: learning would never start"
         )
     if flags.precision == "auto":
         flags.precision = "bf16" if fast_bf16(learner_device(flags)) else "fp32"

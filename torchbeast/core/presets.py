@@ -26,6 +26,8 @@ _IMPALA: dict[str, Any] = {
     "trace_decay": 1.0,
     "normalize_advantages": False,
     "clip_ratio": math.inf,
+    "rollouts": "fixed",
+    "replay_ratio": 0.0,
     "optimizer": "rmsprop",
     "learning_rate": 0.0006,
     "alpha": 0.99,
@@ -52,6 +54,8 @@ _ADAM: dict[str, Any] = {
     "clip_pg_rho": 1.0,
     "clip_c": 1.0,
     "trace_decay": 0.95,
+    "rollouts": "fixed",
+    "replay_ratio": 0.0,
     "optimizer": "adam",
     "alpha": 0.99,  # of RMSProp; not used
     "momentum": 0.0,  # of RMSProp; not used
@@ -70,6 +74,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sticky_actions": 0.25,
         "full_action_space": True,
         "life_loss": False,
+    },
+    # Schmitt et al. 2019: 7 replayed rollouts for each online one. They keep 10 million
+    # steps, which need 71 GB; this is a tenth.
+    "laser-atari": {
+        **_IMPALA,
+        "batch_size": 4,
+        "replay_size": 1_000_000,
+        "replay_ratio": 7.0,
+        "learn_start": 20_000,
+        "kl_threshold": 0.3,
     },
     "minatar": {
         **_ADAM,

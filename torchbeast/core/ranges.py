@@ -45,6 +45,7 @@ SECONDS = Range(0, 1e6, False)
 
 RANGES: dict[str, Range] = {
     "total_steps": STEPS,
+    "episodes_for_avg": COUNT,
     "seed": Range(0, 2**64, True, False),  # for torch.manual_seed
     "checkpoint_interval": Range(0, math.inf),
     "frame_skip": COUNT,
@@ -54,6 +55,10 @@ RANGES: dict[str, Range] = {
     "num_actors": COUNT,
     "batch_size": COUNT,
     "unroll_length": COUNT,
+    "replay_size": Range(0, LARGEST_COUNT),
+    "replay_ratio": AT_LEAST_ZERO,
+    "learn_start": Range(0, LARGEST_COUNT),
+    "kl_threshold": Range(0, math.inf),
     "updates_per_batch": COUNT,
     "envs_per_actor": COUNT,
     "num_buffers": COUNT,

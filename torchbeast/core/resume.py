@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torchbeast.core import checkpoint, devices
+from torchbeast.core import checkpoint, devices, script
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.file_writer import read_meta
 from torchbeast.core.flags import FlagError, Flags
@@ -74,6 +74,8 @@ def begin(
       RunExistsError: the run was started before and can't be resumed.
     """
     flags = flags_lib.parse(parser, argv)
+    if flags.suppress_logs:
+        script.print_warnings_only()
     flags_lib.resolve_folder(flags)
     with RunFolder(flags.savedir, flags.xpid) as folder:
         yield _begin(parser, argv, folder, resolve_layout)

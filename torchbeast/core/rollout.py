@@ -15,6 +15,7 @@ episode's real last observation; else it is 0.
 """
 
 import dataclasses
+import itertools
 import math
 import os
 from mmap import PAGESIZE
@@ -38,6 +39,11 @@ STORED_AS = {
     "uint32": "int64",
     "uint64": "int64",
 }
+
+# Fields of row t that belong to the step from row t. The others are results of the step
+# that led to row t.
+OF_THE_STEP = {"observation", "action", "policy_logits", "baseline", "policy_version"}
+OF_THE_STEP |= {name for name, x in EXTRA_FIELDS.items() if x.of == "observation"}
 
 # Recurrent state of a model: tensors [layers, batch, ...].
 State = tuple[torch.Tensor, ...]
@@ -186,3 +192,52 @@ def episode_ends(batch: dict[str, Nested]) -> dict[str, list]:
         "game_return": batch["game_return"][1:][game_over].tolist(),
         "game_step": batch["game_step"][1:][game_over].tolist(),
     }
+
+
+def cut_at_episodes(
+    batch: dict[str, Nested], state: State
+) -> tuple[dict[str, Nested], State]:
+    """Cuts rollouts, so that each has steps of one episode only.
+
+    A rollout in which episodes end becomes several, of T + 1 rows as before. Each keeps
+    the rows of one episode at their places; the other rows are zero. If its episode
+    ends, the row after the last step keeps the results of that step, such as reward and
+    done, and no observation.
+
+    Args:
+      batch: rollouts [T + 1, B, ...].
+      state: the recurrent state [layers, B, ...] before row 0.
+
+    Returns:
+      Rollouts [T + 1, N, ...], N >= B, with the field `step_counts` [T + 1, N] bool:
+      which rows hold an observation of the rollout's episode. And the state before row
+      0.
+    """
+    done = batch["done"]
+    num_rows = len(done)
+    pieces = []  # column, first row, row after the last
+    for b, column in enumerate(done.unbind(1)):
+        begins = [0, *(column[1:].nonzero().flatten() + 1).tolist()]
+        for begin, end in itertools.pairwise([*begins, num_rows]):
+            if begin < num_rows - 1:  # row T alone has no step
+                pieces.append((b, begin, end))
+    columns, begin, end = torch.tensor(pieces, device=done.device).unbind(1)
+    t = torch.arange(num_rows, device=done.device).unsqueeze(1)
+    inside = (t >= begin) & (t < end)  # [T + 1, N]
+    result = inside | (t == end)
+
+    def keep(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.reshape(*rows.shape, *[1] * (x.dim() - 2))
+        return torch.where(rows, x[:, columns], x.new_zeros(()))
+
+    per_column = {"replayed"} & batch.keys()
+    cut: dict[str, Nested] = {name: batch[name][columns] for name in per_column}
+    for name in batch.keys() - {"replayed", "step_counts"}:
+        rows = inside if name in OF_THE_STEP else result
+        cut[name] = map_nested(lambda x, rows=rows: keep(x, rows), batch[name])
+    mask = (
+        batch["step_counts"][:, columns]
+        if "step_counts" in batch
+        else torch.ones_like(inside)
+    )
+    return {**cut, "step_counts": mask & inside}, tuple(x[:, columns] for x in state)

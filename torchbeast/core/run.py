@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from torchbeast.core import checkpoint, errors, processes, resume
+from torchbeast.core import checkpoint, errors, processes, replay_memory, resume
 from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.logs_csv import join_columns
 from torchbeast.core.prof import Profile, Timings
@@ -75,6 +75,9 @@ class Run:
         self.resumed = start.saved is not None
         if start.saved:
             learner.load_state_dict(start.saved)
+        saved_replay = start.folder.path / replay_memory.FILE
+        if start.saved and learner.mixer and saved_replay.exists():
+            replay_memory.load(learner.mixer.replay, saved_replay)
         if learner.device.type == "cpu":
             torch.set_num_threads(self.flags.torch_threads)
             keep_freed_memory()
@@ -153,8 +156,9 @@ class Run:
           streams: connected and expected streams, such as "3/4"; None in MonoBeast.
         """
         learner = self.learner
+        mean_return = learner.mean_return(self.flags.episodes_for_avg)
         self._status_line.show(
-            *(learner.step, learner.sps(), learner.mean_return(), learner.games),
+            *(learner.step, learner.sps(), mean_return, learner.games),
             *(learner.policy_lag, queued, acted, streams),
         )
 
@@ -252,6 +256,10 @@ class Run:
             }
             path = self.start.folder.path / "model.tar"
             checkpoint.save(path, state | (more or {}))
+            if learner.mixer and flags.save_replay:
+                replay_memory.save(
+                    learner.mixer.replay, path.with_name(replay_memory.FILE)
+                )
             self._saved_at, self._last_save = learner.num_updates, time.monotonic()
         finally:
             self._saving = False
@@ -347,8 +355,8 @@ class Run:
             learner.step,
             learner.sps() or 0,
             learner.games,
-            len(learner.game_returns),
-            format_return(learner.mean_return()),
+            min(len(learner.game_returns), self.flags.episodes_for_avg),
+            format_return(learner.mean_return(self.flags.episodes_for_avg)),
         )
         self._writer.close(
             status == 0,

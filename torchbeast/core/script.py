@@ -11,6 +11,12 @@ from collections.abc import Iterator
 from torchbeast.core import errors, processes
 
 
+def print_warnings_only() -> None:
+    """For --suppress_logs: out.log still gets all lines."""
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(logging.WARNING)
+
+
 def open_missing_streams() -> None:
     """Opens closed standard streams as /dev/null, also for child processes.
 

@@ -134,6 +134,7 @@ def from_importance_weights(
     clip_pg_rho_threshold: float | None = 1.0,
     clip_c_threshold: float | None = 1.0,
     trace_decay: float = 1.0,
+    valid: torch.Tensor | None = None,
 ) -> VTraceReturns:
     """V-trace from log importance weights (equation 1 and remark 2 of the paper).
 
@@ -149,6 +150,9 @@ def from_importance_weights(
         clipping.
       clip_c_threshold: c̄, clips the weights of the trace; None: no clipping.
       trace_decay: λ in [0, 1]; 1 is the paper's V-trace.
+      valid: [T, B] bool, the steps that count; None: all. At the others the trace is
+        cut (Schmitt et al. 2019, section 4.2): the target is the value itself, and the
+        advantage is 0.
 
     Returns:
       VTraceReturns, without gradients.
@@ -179,9 +183,11 @@ def from_importance_weights(
     rhos = log_rhos.exp()  # [T, B, C... or 1...]
     clipped_rhos = _clip(rhos, clip_rho_threshold)
     cs = trace_decay * _clip(rhos, clip_c_threshold)
-
     next_values = torch.cat([values[1:], bootstrap_value.unsqueeze(0)])
     deltas = clipped_rhos * (rewards + discounts * next_values - values)
+    if valid is not None:
+        valid = valid.reshape(*valid.shape, *[1] * (values.dim() - 2))
+        deltas, cs = deltas.masked_fill(~valid, 0), cs.masked_fill(~valid, 0)
     # Backwards in time: vs_t - V(x_t) = δ_t + γ_t c_t (vs_{t+1} - V(x_{t+1})).
     decays = discounts * cs
     acc = torch.zeros_like(bootstrap_value)
@@ -194,6 +200,8 @@ def from_importance_weights(
     next_vs = torch.cat([vs[1:], bootstrap_value.unsqueeze(0)])
     pg_rhos = _clip(rhos, clip_pg_rho_threshold)
     pg_advantages = pg_rhos * (rewards + discounts * next_vs - values)
+    if valid is not None:
+        pg_advantages = pg_advantages.masked_fill(~valid, 0)
     return VTraceReturns(vs=vs, pg_advantages=pg_advantages)
 
 

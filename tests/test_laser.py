@@ -1,0 +1,142 @@
+"""Runs with replay, in both variants, as a user starts them."""
+
+import json
+import math
+
+import pytest
+import runs
+
+LASER = {
+    **runs.SMALL,
+    "batch_size": 3,
+    "use_lstm": True,
+    "replay_size": 500,
+    "replay_ratio": 1.5,
+    "learn_start": 100,
+    "total_steps": 1200,
+}
+
+
+def learned(rows):
+    return [row for row in rows if row["total_loss"]]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("variant", ["monobeast", "polybeast"])
+@pytest.mark.parametrize("rollouts", ["fixed", "episode"])
+def test_a_run_with_replay(tmp_path, variant, rollouts):
+    if variant == "polybeast":
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    module = f"torchbeast.{variant}"
+    runs.run(tmp_path, "laser", module=module, rollouts=rollouts, **LASER)
+    rows = runs.read_logs(tmp_path, "laser")
+    steps = LASER["batch_size"] * LASER["unroll_length"]
+    assert [int(row["step"]) for row in rows][-1] == LASER["total_steps"]
+    first = learned(rows)[0]
+    assert not rows[5]["total_loss"]
+    # It waits until the complete episodes have 100 steps.
+    assert 100 <= float(first["replay_fill"]) * 500 <= 500
+    for row in learned(rows):
+        assert math.isfinite(float(row["total_loss"]))
+        assert 0 <= float(row["frac_rejected"] or 0) <= 1
+        assert float(row["replay_age"]) >= 0
+    assert max(float(row["replay_fill"]) for row in rows) <= 1
+    assert len(rows) * steps == LASER["total_steps"]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("save", [True, False])
+def test_a_resumed_run_has_or_refills_its_replay(tmp_path, save):
+    runs.run(tmp_path, "laser", save_replay=save or None, **LASER)
+    before = len(runs.read_logs(tmp_path, "laser"))
+    output = runs.run(tmp_path, "laser", total_steps=1600)
+    rows = runs.read_logs(tmp_path, "laser")[before:]
+    assert int(rows[-1]["step"]) == 1605
+    assert bool(rows[0]["total_loss"]) == save
+    assert learned(rows)
+    assert ("Loaded" in output) == save
+    assert (tmp_path / "laser" / "replay.zip").exists() == save
+
+
+@pytest.mark.timeout(100)
+def test_a_damaged_replay_is_named(tmp_path):
+    runs.run(tmp_path, "laser", save_replay=True, **LASER)
+    path = tmp_path / "laser" / "replay.zip"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 255
+    path.write_bytes(data)
+    process = runs.start(tmp_path, "laser", total_steps=1600)
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert "replay.zip can't be loaded" in output
+    assert "Remove it" in output
+    assert "Traceback" not in output
+    path.unlink()
+    runs.run(tmp_path, "laser", total_steps=1600)
+
+
+@pytest.mark.timeout(200)
+def test_without_replayed_rollouts_it_is_impala(tmp_path):
+    """A ratio of 0, and rollouts that are cut, give the same weights bit by bit."""
+    same = {**runs.SMALL, "sync": True}
+    runs.run(tmp_path, "impala", **same)
+    runs.run(tmp_path, "zero", **same, replay_size=500, replay_ratio=0)
+    logs = [runs.read_logs(tmp_path, name) for name in ("impala", "zero")]
+    assert runs.without_time(logs[0]) == runs.without_time(logs[1])
+
+
+@pytest.mark.timeout(200)
+def test_cut_rollouts_learn_the_same(tmp_path):
+    """Up to rounding: the sums have another order."""
+    same = {**runs.SMALL, "sync": True, "total_steps": 150}
+    runs.run(tmp_path, "fixed", **same)
+    runs.run(tmp_path, "episode", **same, rollouts="episode")
+    logs = [runs.read_logs(tmp_path, name) for name in ("fixed", "episode")]
+    for left, right in zip(*logs, strict=True):
+        for name in ("total_loss", "entropy", "grad_norm", "mean_value"):
+            assert float(left[name]) == pytest.approx(float(right[name]), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"replay_ratio": 1}, ["--replay_ratio 1", "--replay_size", "got 0"]),
+        ({"replay_ratio": -1}, ["--replay_ratio", "at least 0", "-1"]),
+        (
+            {"replay_ratio": 1, "replay_size": 100, "learn_start": 101},
+            ["--learn_start 101", "--replay_size 100"],
+        ),
+        (
+            {"replay_ratio": 1, "replay_size": 2 * 10**9},
+            ["--replay_size 2,000,000,000 needs", "GB", "lower it"],
+        ),
+        (
+            {"replay_ratio": 1, "replay_size": 500, "replay_file": "/nowhere/replay"},
+            ["--replay_file /nowhere/replay"],
+        ),
+    ],
+)
+def test_what_can_not_work_is_refused(tmp_path, flags, words):
+    process = runs.start(tmp_path, "bad", **{**runs.SMALL, **flags})
+    output = runs.finish(process)
+    assert process.returncode == 1
+    for word in words:
+        assert word in output
+    assert "Traceback" not in output
+
+
+def test_the_fork_s_command_line(tmp_path):
+    """The flags of the LASER fork of MonoBeast."""
+    words = {
+        "use_resnet": True,
+        "suppress_logs": True,
+        "episodes_for_avg": 3,
+        "num_threads": 1,
+    }
+    output = runs.run(tmp_path, "fork", **{**LASER, **words, "total_steps": 200})
+    assert "[INFO" not in output
+    assert "Finished at step 210" in (tmp_path / "fork" / "out.log").read_text()
+    assert (
+        json.loads((tmp_path / "fork" / "meta.json").read_text())["args"]["model"]
+        == "deep"
+    )

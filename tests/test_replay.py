@@ -1,0 +1,411 @@
+"""The replay gives back what was stored, and the learner uses it as LASER says."""
+
+import argparse
+import io
+import logging
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import runs
+import torch
+from gymnasium import spaces
+
+from torchbeast.core import replay_memory, rollout
+from torchbeast.core.distributions import make_distribution
+from torchbeast.core.mixer import Mixer
+from torchbeast.core.nested import map_nested
+from torchbeast.core.replay import Replay, ReplayError
+from torchbeast.model import Net
+
+T, A = 5, 3
+STACK = (4, 7, 9)  # frames, height, width
+OBSERVATIONS = spaces.Dict(
+    {
+        "stack": spaces.Box(0, 255, STACK, np.uint8),
+        "last": spaces.Box(0, 255, (7, 9, 4), np.uint8),  # frames on the last axis
+        "colours": spaces.Box(0, 255, (3, 8, 7), np.uint8),
+        "vector": spaces.Box(-1, 1, (2,), np.float32),
+    }
+)
+DISTRIBUTION = make_distribution(spaces.Discrete(A))
+SPEC = rollout.row_spec(OBSERVATIONS, DISTRIBUTION)
+
+
+def dtype_of(spec):
+    return torch.empty(0, dtype=spec.dtype).numpy().dtype
+
+
+class Game:
+    """Rows of one environment, random but for `done`, with a history of its steps.
+
+    Args:
+      lengths: of its episodes; a negative one is truncated.
+    """
+
+    def __init__(self, rng, lengths):
+        self.rng, self.rows, self.truncated = rng, [], set()
+        step = 0
+        ends = {}
+        for n in lengths:
+            step += abs(n)
+            ends[step] = n < 0
+        frames = None
+        for t in range(step + 1):
+            row = {
+                name: self._random(leaf)
+                for name, leaf in SPEC.items()
+                if name != "observation"
+            }
+            row["last_action"] %= A
+            row["done"] = np.array(t == 0 or t in ends)
+            row["truncated"] = np.array(ends.get(t, False))
+            frame = rng.integers(256, size=STACK[1:]).astype(np.uint8)
+            first = row["done"] or frames is None
+            frames = [frame] * 4 if first else [*frames[1:], frame]
+            row["observation"] = {
+                "stack": np.stack(frames),
+                "last": np.stack(frames, axis=-1),
+                "colours": self._random(SPEC["observation"]["colours"]),
+                "vector": self._random(SPEC["observation"]["vector"]),
+            }
+            self.rows.append(row)
+
+    def _random(self, spec):
+        return self.rng.integers(0, 200, spec.shape).astype(dtype_of(spec))
+
+    def rollouts(self):
+        """Rollouts [T + 1, ...]; the rest of the steps is dropped."""
+        for begin in range(0, len(self.rows) - T, T):
+            yield stack(self.rows[begin : begin + T + 1])
+
+
+def stack(rows, axis=0):
+    return map_nested(lambda *x: np.stack(x, axis=axis), *rows)
+
+
+def make_replay(capacity, seed=1):
+    return Replay(SPEC, capacity, T, np.zeros, seed)
+
+
+def play(replay, games):
+    """Adds the rollouts of all games, two at a time, in turns."""
+    queues = [list(game.rollouts()) for game in games]
+    while any(queues):
+        ready = [queue.pop(0) for queue in queues if queue]
+        for i in range(0, len(ready), 2):
+            replay.add(stack(ready[i : i + 2], axis=1), step=7)
+
+
+def numbered(games):
+    """{bytes of the image: (game, t)}: which row a replayed one comes from."""
+    return {
+        row["observation"]["colours"].tobytes(): (game, t)
+        for game in games
+        for t, row in enumerate(game.rows)
+    }
+
+
+def check_unroll(rows, games):
+    """Compares an unroll [T + 1, ...] with the games."""
+    places = numbered(games)
+    previous = None
+    for t in range(T + 1):
+        row = map_nested(lambda x, t=t: x[t], rows)
+        game, at = places[row["observation"]["colours"].tobytes()]
+        original = game.rows[at]
+        for name in rollout.OF_THE_STEP & row.keys():
+            map_nested(np.testing.assert_array_equal, row[name], original[name])
+        goes_on = previous is not None and (game, at) == (previous[0], previous[1] + 1)
+        if previous is not None:
+            game_before, before = previous
+            result = game_before.rows[before + 1]  # of the step before
+            for name in row.keys() - rollout.OF_THE_STEP - {"done", "step_counts"}:
+                np.testing.assert_array_equal(row[name], result[name], err_msg=name)
+            assert bool(row["done"]) == bool(result["done"])
+            assert rows["step_counts"][t - 1] == (not result["truncated"])
+            assert goes_on or result["done"]
+        if row["done"]:
+            assert original["done"]  # the first observation of an episode
+        previous = game, at
+
+
+def test_replayed_unrolls_are_what_was_stored():
+    rng = np.random.default_rng(1)
+    games = [
+        Game(rng, rng.choice([1, 2, 3, 8, -4, 17], size=20)),
+        Game(rng, [T, T, 2 * T, T] * 3),  # episodes that end with rollouts
+        Game(rng, [40, 1, 1, 1, 30]),
+    ]
+    replay = make_replay(10_000)
+    play(replay, games)
+    for _ in range(200):
+        rows, readers = replay.read(3)
+        for i, reader in enumerate(readers):
+            column = map_nested(lambda x, i=i: x[:, i], rows)
+            check_unroll(column, games)
+            episode = replay.episode(reader.episode)
+            assert 0 <= reader.position < episode.length
+            assert episode.stored_at == 7
+    assert replay.num_lost == 0
+
+
+def test_a_reader_goes_on_where_it_ended():
+    rng = np.random.default_rng(2)
+    games = [Game(rng, [3, -9, 12, 4, 26, 5])]
+    replay = make_replay(1000)
+    play(replay, games)
+    places = numbered(games)
+    ends = {}
+    for _ in range(100):
+        rows, readers = replay.read(2)
+        images = rows["observation"]["colours"]
+        for i, reader in enumerate(readers):
+            first, last = (places[images[t, i].tobytes()][1] for t in (0, T))
+            assert ends.get(id(reader), first) == first
+            ends[id(reader)] = last
+            assert rows["done"][0, i] == games[0].rows[first]["done"]
+
+
+def test_episodes_are_chosen_by_their_length():
+    rng = np.random.default_rng(3)
+    games = [Game(rng, [2, 30, 8, T])]
+    replay = make_replay(1000)
+    play(replay, games)
+    places = numbered(games)
+    steps = np.zeros(len(games[0].rows))
+    for _ in range(4000):
+        rows, _ = replay.read(1)
+        for t in range(T):
+            steps[places[rows["observation"]["colours"][t, 0].tobytes()][1]] += 1
+    lengths = (2, 30, 8, T)
+    for begin, n in zip(np.cumsum((0, *lengths)), lengths, strict=False):
+        share = steps[begin : begin + n].sum() / steps.sum()
+        # An episode of n steps is chosen n times as often and has n times the steps.
+        assert share == pytest.approx(n**2 / sum(m**2 for m in lengths), rel=0.15)
+
+
+def test_the_oldest_make_room():
+    rng = np.random.default_rng(4)
+    games = [Game(rng, [9, 11, 7, -8] * 12) for _ in range(2)]
+    replay = make_replay(150)
+    queues = [list(game.rollouts()) for game in games]
+    for i, pair in enumerate(zip(*queues, strict=True)):
+        replay.add(stack(pair, axis=1), step=i)
+        if i < 10:
+            continue
+        rows, _ = replay.read(4)
+        places = numbered(games)
+        for b in range(4):
+            check_unroll(map_nested(lambda x, b=b: x[:, b], rows), games)
+            _, at = places[rows["observation"]["colours"][T, b].tobytes()]
+            assert i * T - at < 150  # not older than the capacity
+        assert 0.5 * 150 < replay.size <= 150
+
+
+def test_a_long_episode_is_cut():
+    """Environments without ends can be replayed; where it is cut does not count."""
+    rng = np.random.default_rng(5)
+    game = Game(rng, [500])
+    replay = make_replay(80)
+    play(replay, [game])
+    assert replay.size >= 20
+    places = numbered([game])
+    cut = 0
+    for _ in range(50):
+        rows, _ = replay.read(1)
+        at = [places[x.tobytes()][1] for x in rows["observation"]["colours"][:, 0]]
+        for t in range(T):
+            if at[t + 1] == at[t] + 1 and not rows["done"][t + 1, 0]:
+                assert rows["step_counts"][t, 0]
+            else:
+                assert rows["done"][t + 1, 0]
+                ends = bool(game.rows[at[t] + 1]["done"])
+                assert rows["step_counts"][t, 0] == ends
+                cut += not ends
+    assert cut >= 3
+
+
+def test_too_small_for_whole_episodes():
+    rng = np.random.default_rng(6)
+    games = [Game(rng, [15] * 4) for _ in range(6)]
+    with pytest.raises(ReplayError, match=r"40 steps.*6 environments.*--replay_size"):
+        play(make_replay(40), games)
+
+
+def test_a_lost_rollout_costs_one_episode():
+    rng = np.random.default_rng(7)
+    game = Game(rng, [12, 12, 12])
+    replay = make_replay(200)
+    for i, rows in enumerate(game.rollouts()):
+        if i != 1:  # rows 5 to 10 are lost
+            replay.add(map_nested(lambda x: x[:, None], rows), step=0)
+    assert replay.num_lost == 2  # rows 10 and 11; the first 5 wait
+    for _ in range(30):
+        rows, _ = replay.read(1)
+        check_unroll(map_nested(lambda x: x[:, 0], rows), [game])
+    assert replay.size == 12
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_memory_is_as_announced(in_file, tmp_path):
+    """The memory that a full replay takes is what was said, within 5 %."""
+    path = str(tmp_path / "replay") if in_file else ""
+    words = [sys.executable, "-c", f"import test_replay; test_replay.fill({path!r})"]
+    done = subprocess.run(
+        words, env=runs.environment(), capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    said, used, size = map(float, done.stdout.split())
+    assert size > 0.9
+    assert said == pytest.approx(NUM_STEPS * 84 * 84 / 1e9, rel=0.1)  # a frame a step
+    assert used == pytest.approx(said, rel=0.05)
+    assert list(tmp_path.iterdir()) == []  # the file has no name any more
+
+
+NUM_STEPS = 10_000  # of the replay in the test above
+
+
+def fill(path):
+    """Fills a replay and writes GB said, GB used, and the share that is filled."""
+    flags = argparse.Namespace(
+        replay_size=NUM_STEPS, unroll_length=T, seed=1, replay_file=path or None
+    )
+    spec = rollout.row_spec(spaces.Box(0, 255, (4, 84, 84), np.uint8), DISTRIBUTION)
+    said = io.StringIO()
+    logging.basicConfig(level=logging.INFO, stream=said)
+    row = {
+        name: np.zeros((T + 1, 1, *s.shape), dtype_of(s))
+        for name, s in spec.items()
+        if name != "observation"
+    }
+    rng = np.random.default_rng(1)
+    frames = list(rng.integers(256, size=(4, 84, 84)).astype(np.uint8))
+    images = [np.stack(frames)]
+    before = resident()
+    replay = replay_memory.make_replay(flags, spec)
+    for step in range(0, 2 * NUM_STEPS, T):
+        for _ in range(T):
+            frame = rng.integers(256, size=(84, 84)).astype(np.uint8)
+            frames = [*frames[1:], frame]
+            images.append(np.stack(frames))
+        done = np.zeros((T + 1, 1), bool)
+        done[[0, T], 0] = step % 100 == 0, (step + T) % 100 == 0
+        observation = np.stack(images)[:, None]
+        replay.add({**row, "observation": observation, "done": done}, step)
+        images = images[-1:]
+    gigabytes = said.getvalue().split(": ")[1].split(" GB")[0]
+    words = gigabytes, (resident() - before) / 1e9, replay.size / NUM_STEPS
+    sys.stdout.write(" ".join(map(str, words)))
+
+
+def resident():
+    with open("/proc/self/status") as file:
+        values = dict(line.split(":") for line in file)
+    return 1024 * sum(
+        int(values[name].split()[0]) for name in ("RssAnon", "RssFile", "RssShmem")
+    )
+
+
+def test_a_replay_that_does_not_fit_is_refused(tmp_path):
+    flags = argparse.Namespace(
+        replay_size=10**7, unroll_length=T, seed=1, replay_file=None
+    )
+    with pytest.raises(ReplayError, match=r"needs .* GB, but only 1 GB of memory"):
+        replay_memory.make_replay(flags, SPEC, available=10**9)
+    flags.replay_file = str(tmp_path / "file")
+    with pytest.raises(ReplayError, match=r"only 1 GB of the file .*file"):
+        replay_memory.make_replay(flags, SPEC, available=10**9)
+
+
+def make_mixer(replay, model, ratio):
+    flags = argparse.Namespace(replay_ratio=ratio, learn_start=0)
+    return Mixer(replay, flags, model.initial_state(1), torch.device("cpu"))
+
+
+def test_states_are_those_of_whole_episodes():
+    """The state before an unroll equals that of its episode, run alone."""
+    rng = np.random.default_rng(8)
+    games = [Game(rng, [3, 9, 14, 22, 6])]
+    replay = make_replay(1000)
+    play(replay, games)
+    torch.manual_seed(1)
+    model = Net(OBSERVATIONS, spaces.Discrete(A), use_lstm=True)
+    mixer = make_mixer(replay, model, 1.5)
+    places = numbered(games)
+    batch = map_nested(
+        torch.from_numpy, map_nested(lambda x: x[:, None], next(games[0].rollouts()))
+    )
+    batch = map_nested(lambda x: torch.cat([x, x], dim=1), batch)
+    compared = 0
+    for _ in range(12):
+        mixed, state = mixer.mix(batch, model.initial_state(2))
+        assert mixed["replayed"].tolist() == [False] * 2 + [True] * 3
+        for i in range(2, 5):
+            image = mixed["observation"]["colours"][0, i].numpy().tobytes()
+            _, at = places[image]
+            begin = max(t for t in range(at + 1) if games[0].rows[t]["done"])
+            if begin == at:
+                continue
+            whole = stack(games[0].rows[begin:at])
+            whole = map_nested(lambda x: torch.from_numpy(x)[:, None], whole)
+            with torch.no_grad():
+                _, expected = model(whole, model.initial_state(1))
+            for x, y in zip(state, expected, strict=True):
+                torch.testing.assert_close(x[:, i : i + 1], y, rtol=1e-4, atol=1e-5)
+            compared += 1
+        mixer.carry_states(model)
+    assert compared > 10
+
+
+def test_fractions_of_a_ratio_add_up():
+    rng = np.random.default_rng(9)
+    games = [Game(rng, [12] * 5)]
+    replay = make_replay(1000)
+    play(replay, games)
+    model = Net(OBSERVATIONS, spaces.Discrete(A))
+    mixer = make_mixer(replay, model, 0.3)
+    rows = map_nested(lambda x: torch.from_numpy(x)[:, None], next(games[0].rollouts()))
+    sizes = []
+    for _ in range(10):
+        mixed, _ = mixer.mix(rows, ())
+        sizes.append(mixed["done"].shape[1] - 1)
+    assert sizes == [0, 0, 0, 1, 0, 0, 1, 0, 0, 1]
+
+
+def test_implied_kl_of_all_spaces():
+    """Against sums over all actions, or a fine grid of them."""
+    torch.manual_seed(1)
+    target, behavior = torch.randn(2, 4, 5, 3).double()
+    for clip_rho in (0.7, 1.0, 2.5):
+        p, m = target.softmax(-1), behavior.softmax(-1)
+        implied = torch.minimum(clip_rho * m, p)
+        implied /= implied.sum(-1, keepdim=True)
+        expected = (p * (p / implied).log()).sum(-1)
+        found = DISTRIBUTION.implied_kl(target, behavior, clip_rho)
+        torch.testing.assert_close(found, expected)
+        shifted = DISTRIBUTION.implied_kl(target + 5, behavior - 3, clip_rho)
+        torch.testing.assert_close(shifted, expected)
+    for space in (spaces.MultiDiscrete([3, 4]), spaces.Box(-1, 1, (1,), np.float32)):
+        distribution = make_distribution(space)
+        pair = torch.randn(2, 1, distribution.num_logits)
+        many = pair.expand(2, 4000, distribution.num_logits)
+        found = distribution.implied_kl(many[0], many[1], 1.0).mean()
+        if isinstance(space, spaces.MultiDiscrete):
+            actions = torch.cartesian_prod(torch.arange(3), torch.arange(4))
+            weight = 1.0
+        else:
+            actions = torch.linspace(-30, 30, 200_001)[:, None]
+            weight = 60 / 200_000
+        n = len(actions)
+        p, m = (distribution.log_prob(x.expand(n, -1), actions).exp() for x in pair)
+        implied = torch.minimum(m, p)
+        implied /= implied.sum() * weight
+        inside = p > 0
+        expected = (p * (p / implied.clamp(min=1e-38)).log())[inside].sum() * weight
+        assert found.item() == pytest.approx(expected.item(), rel=0.1)
+        same = distribution.implied_kl(many[0], many[0], 1.0)
+        assert same.abs().max() == 0
+        assert distribution.implied_kl(many[0], many[1], math.inf).abs().max() == 0

@@ -1,0 +1,246 @@
+"""The flags that both variants share, and those of environments.
+
+Importing this module does not load torch, because environment servers parse flags too.
+"""
+
+import argparse
+import math
+from collections.abc import Iterable
+
+from torchbeast.core.presets import PRESETS, preset_name
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, unless a flag has none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        no_default = action.default is None
+        return action.help if no_default else super()._get_help_string(action)
+
+
+def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentParser:
+    """The flags that both variants share."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=HelpFormatter
+    )
+    toggle = argparse.BooleanOptionalAction
+    add = parser.add_argument_group("run").add_argument
+    add(
+        "--mode",
+        default="train",
+        choices=["train", "test", "test_render"],
+        help="test: play games with a checkpoint; test_render: and show them",
+    )
+    add(
+        "--preset",
+        type=preset_name,
+        choices=sorted(PRESETS),
+        help="a named set of flags",
+    )
+    add("--xpid", help="name of the run; if it exists, it is resumed")
+    add("--savedir", default="~/logs/torchbeast", help="directory of the runs")
+    add("--seed", type=int, default=1, help="of weights, actions and environments")
+    add("--total_steps", type=int, default=100_000, help="environment steps to train")
+    add(
+        "--sync",
+        action=toggle,
+        default=False,
+        help="reproducible: actors and learner take turns",
+    )
+    add(
+        "--allow_flag_changes",
+        action="store_true",
+        help="has no effect: typed flags always win over those of the checkpoint",
+    )
+    add(
+        "--trust_checkpoint_env",
+        action=toggle,
+        default=True,
+        help="allow a checkpoint to name the module to import (--env module:Class)",
+    )
+    add(
+        "--disable_checkpoint",
+        action="store_true",
+        help="neither save nor load a checkpoint",
+    )
+    add(
+        "--checkpoint_interval",
+        type=float,
+        default=600.0,
+        help="seconds between checkpoints",
+    )
+    add(
+        "--tensorboard",
+        action=toggle,
+        default=False,
+        help="also write TensorBoard event files",
+    )
+    add(
+        "--write_profiler_trace",
+        action="store_true",
+        help="profile some updates of the learner process; writes trace.json",
+    )
+
+    add("--suppress_logs", action="store_true", help="print warnings and errors only")
+    add(
+        "--episodes_for_avg",
+        type=int,
+        default=100,
+        help="games in the mean return that is printed",
+    )
+
+    add_environment_flags(parser)
+
+    add = parser.add_argument_group("model").add_argument
+    add(
+        "--model",
+        default="shallow",
+        choices=list(torsos),
+        help="torso for images; --use_resnet means --model deep",
+    )
+    add("--use_lstm", action=toggle, default=False, help="add a recurrent core")
+    add(
+        "--precision",
+        default="auto",
+        choices=["auto", "fp32", "bf16"],
+        help="dtype of the image encoders; auto: bf16 if the hardware supports it",
+    )
+
+    add = parser.add_argument_group("layout").add_argument
+    add(
+        "--num_actors",
+        type=int,
+        default=2,
+        help="actor processes, or streams in PolyBeast",
+    )
+    add("--batch_size", type=int, default=4, help="rollouts per learner batch")
+    add("--unroll_length", type=int, default=20, help="steps per rollout")
+    add(
+        "--rollouts",
+        default="fixed",
+        choices=["fixed", "episode"],
+        help="episode: the learner cuts rollouts where episodes end",
+    )
+    add("--disable_cuda", action=toggle, default=False, help="use no GPU")
+    add("--learner_device", help="for example cuda:1; default: the first GPU, if any")
+
+    add = parser.add_argument_group("loss").add_argument
+    add("--entropy_cost", type=float, default=0.01, help="weight of the entropy bonus")
+    add("--baseline_cost", type=float, default=0.5, help="weight of the value loss")
+    add("--discounting", type=float, default=0.99, help="γ")
+    add(
+        "--reward_clipping",
+        default="abs_one",
+        choices=["abs_one", "none"],
+        help="abs_one clips rewards to [-1, 1]",
+    )
+    add("--clip_rho", type=float, default=1.0, help="V-trace's ρ̄ (inf: no clipping)")
+    add("--clip_pg_rho", type=float, default=1.0, help="ρ̄ of the policy gradient")
+    add("--clip_c", type=float, default=1.0, help="V-trace's c̄")
+    add("--trace_decay", type=float, default=1.0, help="V-trace's λ")
+    add(
+        "--normalize_advantages",
+        action=toggle,
+        default=False,
+        help="scale the advantages of a batch to mean 0 and standard deviation 1",
+    )
+    add("--clip_ratio", type=float, default=math.inf, help="PPO's ε (inf: no clipping)")
+
+    add = parser.add_argument_group("optimizer").add_argument
+    add("--optimizer", choices=("rmsprop", "adam"), default="rmsprop")
+    add("--learning_rate", type=float, default=0.0007, help="falls linearly to 0")
+    add(
+        "--updates_per_batch",
+        type=int,
+        default=1,
+        help="how often to learn from a batch; more need fewer steps, but more time",
+    )
+    add("--alpha", type=float, default=0.99, help="RMSProp's smoothing")
+    add("--momentum", type=float, default=0.0, help="RMSProp's momentum")
+    add("--epsilon", type=float, default=1e-6, help="the optimizer's ε")
+    add(
+        "--grad_norm_clipping",
+        type=float,
+        default=40.0,
+        help="largest norm of the gradient (inf: no clipping)",
+    )
+
+    add = parser.add_argument_group("replay (LASER)").add_argument
+    add("--replay_size", type=int, default=0, help="steps that the replay holds")
+    add(
+        "--replay_ratio",
+        type=float,
+        default=0.0,
+        help="replayed rollouts for each one of the environments",
+    )
+    add("--learn_start", type=int, help="learn when the replay has this many steps")
+    add(
+        "--kl_threshold",
+        type=float,
+        default=0.3,
+        help="a replayed step counts if KL(π ‖ π̃) is at most this, in nats",
+    )
+    add("--replay_file", help="keep the replay in this file, which ends with the run")
+    add(
+        "--save_replay",
+        action=toggle,
+        default=False,
+        help="save the replay with each checkpoint",
+    )
+
+    add = parser.add_argument_group("test").add_argument
+    add("--num_test_episodes", type=int, default=10, help="games to play")
+    add("--greedy", action="store_true", help="take the most likely action")
+    add("--video", help="record the test to this .mp4 file")
+    return parser
+
+
+ATARI = "Atari"  # title of the group of flags that have no effect on other environments
+
+
+def add_environment_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that determine the environment.
+
+    PolyBeast's learner refuses environment servers with other values.
+    """
+    toggle = argparse.BooleanOptionalAction
+    add = parser.add_argument_group("environment").add_argument
+    add("--env", default="PongNoFrameskip-v4", help="a Gymnasium id or module:Class")
+    add = parser.add_argument_group(ATARI).add_argument
+    add(
+        *("--atari_backend", "--envs"),
+        default="native",
+        choices=["native", "python"],
+        help="ale-py's vector environment (C++) or the Python wrappers",
+    )
+    add("--frame_skip", type=int, default=4, help="frames per action")
+    add(
+        "--noop_max", type=int, default=30, help="maximal no-ops at the start of a game"
+    )
+    add(
+        "--sticky_actions",
+        type=float,
+        default=0.0,
+        help="probability of repeating the previous action",
+    )
+    add("--full_action_space", action=toggle, default=False, help="all 18 actions")
+    add(
+        "--life_loss",
+        action=toggle,
+        default=True,
+        help="a lost life ends the training episode",
+    )
+    add(
+        "--max_episode_frames",
+        type=int,
+        default=108_000,
+        help="frames after which a game is truncated",
+    )
+
+
+def environment_flags(is_atari: bool) -> list[argparse.Action]:
+    """The flags of add_environment_flags that have an effect."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_environment_flags(parser)
+    groups = [g for g in parser._action_groups if is_atari or g.title != ATARI]
+    return [action for group in groups for action in group._group_actions]

@@ -1,0 +1,94 @@
+"""Batches that mix online and replayed rollouts, for LASER; see core/replay.py."""
+
+from typing import Any
+
+import torch
+
+from torchbeast.core.nested import Nested, map_nested
+from torchbeast.core.replay import Reader, Replay
+from torchbeast.core.rollout import State
+
+
+class Mixer:
+    """Stores the batches of a learner and adds replayed columns to them.
+
+    Args:
+      flags: replay_ratio, learn_start.
+      initial_state: the recurrent state of a new episode, with B = 1.
+      device: of the learner.
+    """
+
+    def __init__(
+        self, replay: Replay, flags: Any, initial_state: State, device: torch.device
+    ) -> None:
+        self.replay = replay
+        self._ratio, self._learn_start = flags.replay_ratio, flags.learn_start
+        self._initial_state, self._device = initial_state, device
+        self._due = 0.0  # replayed columns
+        self.replayed_steps = 0
+        self._readers: list[Reader] = []  # of the replayed columns of the last batch
+        self._last: tuple[dict[str, Nested], State] | None = None  # these columns
+
+    def add(self, batch: dict[str, Nested], step: int) -> bool:
+        """Stores a batch. Returns whether the replay is full enough to learn."""
+        stored = {name: batch[name] for name in self.replay.fields}
+        self.replay.add(map_nested(lambda x: x.cpu().numpy(), stored), step)
+        return self.replay.size >= self._learn_start
+
+    def mix(
+        self, batch: dict[str, Nested], state: State
+    ) -> tuple[dict[str, Nested], State]:
+        """Adds replayed columns, replay_ratio for each one of the batch [T + 1, B].
+
+        Returns:
+          The batch [T + 1, B + n] with the fields `step_counts` [T + 1, B + n] and
+          `replayed` [B + n], bool; the state before row 0.
+        """
+        B = batch["done"].shape[1]
+        self._due += self._ratio * B
+        n = int(self._due + 1e-9)
+        self._due -= n
+        self._readers, self._last = [], None
+        if n == 0:
+            return batch, state
+        rows, self._readers = self.replay.read(n)
+        self.replayed_steps += rows["done"][1:].size
+        replayed = map_nested(
+            lambda x: torch.from_numpy(x).to(self._device, non_blocking=True), rows
+        )
+        states = [reader.state or self._initial_state for reader in self._readers]
+        replayed_state = tuple(torch.cat(x, dim=1) for x in zip(*states, strict=True))
+        self._last = replayed, replayed_state
+        online = {name: batch[name] for name in replayed if name != "step_counts"}
+        online["step_counts"] = batch.get("step_counts", torch.ones_like(batch["done"]))
+        mixed = map_nested(lambda *x: torch.cat(x, dim=1), online, replayed)
+        is_replayed = torch.arange(B + n, device=self._device) >= B
+        state = tuple(
+            torch.cat(x, dim=1) for x in zip(state, replayed_state, strict=True)
+        )
+        return {**mixed, "replayed": is_replayed}, state
+
+    @torch.no_grad()
+    def carry_states(self, model: Any) -> None:
+        """Computes the states before the next unrolls with the model's new weights."""
+        if self._last is None or not self._initial_state:
+            return
+        rows, state = self._last
+        before_last = map_nested(lambda x: x[:-1], rows)
+        _, state = model(before_last, state)
+        for i, reader in enumerate(self._readers):
+            reader.state = tuple(x[:, i : i + 1].clone() for x in state)
+
+    def columns(self, step: int) -> dict[str, float | None]:
+        """Columns of logs.csv about the replay."""
+        ages = [
+            step - episode.stored_at
+            for reader in self._readers
+            if (episode := self.replay.episode(reader.episode))
+        ]
+        return {
+            "replayed_steps": self.replayed_steps,
+            "replay_fill": self.replay.size / self.replay.capacity,
+            "replay_age": sum(ages) / len(ages) if ages else None,
+            "replay_lost": self.replay.num_lost,
+        }

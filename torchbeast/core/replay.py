@@ -1,0 +1,386 @@
+"""Replay of whole episodes, for LASER.
+
+Schmitt, Hessel and Simonyan, "Off-Policy Actor-Critic with Shared Experience Replay",
+2019. https://arxiv.org/abs/1909.11583
+
+    batch [T + 1, B] -> Replay.add: joins rollouts to episodes; the oldest make room
+                        Replay.read: n unrolls [T + 1, n] of episodes
+    batch [T + 1, B + n] <- Mixer: online and replayed columns, with recurrent states
+
+A step of an episode has two parts. What the agent saw and did is from row t of a
+rollout, its result from row t + 1, where the next episode may begin. Each is stored
+once, with one slot number per step.
+
+A reader replays one episode after the other, without a gap, as an environment plays
+them. Each unroll goes on where the last one of the reader has ended. The episode is
+chosen with a probability that is proportional to its length.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchbeast.core import rollout
+from torchbeast.core.errors import UserError
+from torchbeast.core.frames import Create, FrameStacks, Slots, stack_size
+from torchbeast.core.nested import Nested, map_nested
+from torchbeast.core.rollout import OF_THE_STEP, State
+
+SPARE_FRAMES = 1 / 32  # of the capacity, for the stacks that begin episodes
+LONGEST_SHARE = 1 / 4  # of the capacity; a longer episode is cut
+
+
+class ReplayError(UserError, ValueError):
+    """The replay can't be made with these flags on this machine."""
+
+
+@dataclasses.dataclass
+class Episode:
+    """Some steps of one environment, in order.
+
+    Attributes:
+      slots, frames: what they occupy, an array per piece; one array if complete.
+      is_cut: the end is not that of the episode, or its value is not known.
+      stored_at: the learner's step when the episode was complete.
+      touched: number of steps that the replay had got when the episode last grew.
+    """
+
+    number: int
+    slots: list[np.ndarray] = dataclasses.field(default_factory=list)
+    frames: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
+    length: int = 0
+    is_cut: bool = False
+    stored_at: int = 0
+    touched: int = 0
+
+
+@dataclasses.dataclass
+class Reader:
+    """Where an unroll begins.
+
+    Attributes:
+      episode, position: the episode and the step of row 0; no episode at first.
+      state: the recurrent state before row 0, [layers, 1, ...]; () at first.
+    """
+
+    episode: int | None = None
+    position: int = 0
+    state: State = ()
+
+
+class Plain:
+    """Values of one field, by slot."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def read(self, slots: np.ndarray) -> np.ndarray:
+        return self.array[slots]
+
+    def arrays(self) -> list[np.ndarray]:
+        return [self.array]
+
+
+class Replay:
+    """Stores episodes and replays them. Not thread-safe.
+
+    Args:
+      spec: the fields of a row, see rollout.row_spec.
+      capacity: number of steps.
+      unroll_length: T.
+      create: makes the arrays that hold the steps.
+      seed: of the choice of episodes.
+
+    Attributes:
+      size: number of steps in complete episodes.
+    """
+
+    def __init__(
+        self,
+        spec: dict[str, Nested],
+        capacity: int,
+        unroll_length: int,
+        create: Create,
+        seed: int,
+    ) -> None:
+        self.capacity, self.unroll_length = capacity, unroll_length
+        self.size = 0
+        self.num_added = 0
+        self.num_lost = 0  # steps whose episode was not complete
+        self._stacks: list[FrameStacks] = []
+        self._stores = {
+            name: map_nested(lambda s, name=name: self._make_store(s, name, create), x)
+            for name, x in spec.items()
+        }
+        self._slots = Slots(capacity)
+        self._owner = np.zeros(capacity, np.int64)  # number of the slot's episode, or 0
+        self._used = 0  # no slot from here on was ever taken
+        self._complete: dict[int, Episode] = {}  # the oldest first
+        # Episodes that go on, by the digest of the row that continues them; see _key.
+        self._open: dict[bytes, list[Episode]] = {}
+        self._num_episodes = 0
+        self._readers: collections.deque[Reader] = collections.deque()
+        self._rng = np.random.default_rng(seed)
+
+    def _make_store(
+        self, spec: rollout.Spec, name: str, create: Create
+    ) -> Plain | FrameStacks:
+        dtype = torch.empty(0, dtype=spec.dtype).numpy().dtype
+        if name != "observation" or stack_size(spec.shape, dtype) == 1:
+            return Plain(create((self.capacity, *spec.shape), dtype))
+        room = int(self.capacity * (1 + SPARE_FRAMES)) + 64
+        self._stacks.append(FrameStacks(spec.shape, self.capacity, room, create))
+        return self._stacks[-1]
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields of a row that are stored."""
+        return list(self._stores)
+
+    def episode(self, number: int | None) -> Episode | None:
+        """A complete episode by its number, if it is still there."""
+        return self._complete.get(number or 0)
+
+    # --- Storing
+
+    def add(self, rows: dict[str, Nested], step: int) -> None:
+        """Adds rollouts [T + 1, B, ...], NumPy.
+
+        The rollouts of an environment come in order, but no field says which one they
+        are from: row 0 of a rollout is the last row of the one before.
+
+        Args:
+          step: the learner's, to tell the age later.
+
+        Raises:
+          ReplayError: no room for one whole episode of each environment.
+        """
+        T = len(rows["done"]) - 1
+        self.num_added += rows["done"][1:].size
+        for b in range(rows["done"].shape[1]):
+            column = map_nested(lambda x, b=b: x[:, b], rows)
+            done = column["done"]
+            episode = self._new_episode() if done[0] else self._take_open(column)
+            begin = 0
+            for end in [*(np.flatnonzero(done[1:]) + 1).tolist(), T]:
+                if end == begin:
+                    break  # an episode ends in row T
+                if episode is None:
+                    self.num_lost += end - begin
+                else:
+                    self._append(episode, column, begin, end)
+                    if done[end] or episode.length > LONGEST_SHARE * self.capacity:
+                        # The value of a truncated episode's last observation is that
+                        # of old weights, so its last step does not count.
+                        episode.is_cut = not done[end] or bool(column["truncated"][end])
+                        self._finish(episode, step)
+                        episode = self._new_episode()
+                if done[end] and episode is None:
+                    episode = self._new_episode()
+                begin = end
+            if episode is not None and not done[T]:
+                episode.touched = self.num_added
+                self._open.setdefault(self._key(column, T), []).append(episode)
+
+    def _new_episode(self) -> Episode:
+        self._num_episodes += 1
+        return Episode(self._num_episodes, frames=[[] for _ in self._stacks])
+
+    def _key(self, column: dict[str, Nested], t: int) -> bytes:
+        """Digest of row t with all its fields."""
+        digest = hashlib.blake2b(digest_size=16)
+        map_nested(lambda x: digest.update(x[t].tobytes()), column)
+        return digest.digest()
+
+    def _take_open(self, column: dict[str, Nested]) -> Episode | None:
+        key = self._key(column, 0)
+        episodes = self._open.get(key)
+        if not episodes:
+            return None
+        episode = episodes.pop(0)
+        if not episodes:
+            del self._open[key]
+        return episode
+
+    def _append(
+        self, episode: Episode, column: dict[str, Nested], begin: int, end: int
+    ) -> None:
+        """Adds the steps from rows begin to end - 1."""
+        n = end - begin
+        before = int(episode.slots[-1][-1]) if episode.slots else None
+        stacks: list[tuple[FrameStacks, np.ndarray]] = []
+
+        def collect(store: Any, x: np.ndarray) -> None:
+            if isinstance(store, FrameStacks):
+                stacks.append((store, x[begin:end]))
+
+        map_nested(collect, self._stores["observation"], column["observation"])
+        new = [store.find_new(x, before) for store, x in stacks]
+        while self._slots.num_free < n or any(
+            store.slots.num_free < mask.sum()
+            for (store, _), mask in zip(stacks, new, strict=True)
+        ):
+            self._make_room()
+        slots = self._slots.take(n)
+        self._owner[slots] = episode.number
+        self._used = max(self._used, int(slots.max()) + 1)
+        for i, (store, x) in enumerate(stacks):
+            episode.frames[i].append(store.write(slots, x, new[i], before))
+        for name, stores in self._stores.items():
+            first = begin if name in OF_THE_STEP else begin + 1
+
+            def write(store: Any, x: np.ndarray, first: int = first) -> None:
+                if isinstance(store, Plain):
+                    store.array[slots] = x[first : first + n]
+
+            map_nested(write, stores, column[name])
+        episode.slots.append(slots)
+        episode.length += n
+
+    def _finish(self, episode: Episode, step: int) -> None:
+        episode.slots = [np.concatenate(episode.slots)]
+        episode.frames = [[np.concatenate(pieces)] for pieces in episode.frames]
+        episode.stored_at = step
+        self._complete[episode.number] = episode
+        self.size += episode.length
+
+    def _make_room(self) -> None:
+        """Removes the oldest complete episode, or a lost one that never went on."""
+        for key, episodes in self._open.items():  # the one that grew first is first
+            if self.num_added - episodes[0].touched > self.capacity:
+                lost = episodes.pop(0)
+                if not episodes:
+                    del self._open[key]
+                self.num_lost += lost.length
+                self._free(lost)
+                return
+            break
+        if not self._complete:
+            raise ReplayError(
+                f"the replay has {self.capacity:,} steps, which one unfinished episode "
+                f"of each of {sum(map(len, self._open.values())) + 1} environments "
+                "fills: raise --replay_size, or use fewer environments"
+            )
+        oldest = self._complete.pop(next(iter(self._complete)))
+        self.size -= oldest.length
+        self._free(oldest)
+
+    def _free(self, episode: Episode) -> None:
+        for slots in episode.slots:
+            self._owner[slots] = 0
+            self._slots.give_back(slots)
+        for store, pieces in zip(self._stacks, episode.frames, strict=True):
+            for frames in pieces:
+                store.slots.give_back(frames)
+
+    # --- Replaying
+
+    def read(self, n: int) -> tuple[dict[str, Nested], list[Reader]]:
+        """Reads n unrolls [T + 1, n, ...], NumPy. At least one episode is complete.
+
+        The field `step_counts` is False at the last step of an episode that was
+        truncated or cut.
+
+        Returns:
+          The rows; and the readers. Put the state before the last row into each.
+        """
+        while len(self._readers) < n:
+            self._readers.append(Reader())
+        readers = [self._readers[i] for i in range(n)]
+        self._readers.rotate(-n)
+        plans = [self._plan(reader) for reader in readers]
+        fronts, results, begins, mask = (
+            np.stack(x, axis=1) for x in zip(*plans, strict=True)
+        )
+
+        def gather(stores: Nested, slots: np.ndarray) -> Nested:
+            return map_nested(lambda store: store.read(slots), stores)
+
+        rows = {}
+        for name, stores in self._stores.items():
+            rows[name] = gather(stores, fronts if name in OF_THE_STEP else results)
+            if name not in OF_THE_STEP:
+                map_nested(lambda x: x.__setitem__(results < 0, 0), rows[name])
+        rows["done"] = begins
+        rows["step_counts"] = mask
+        return rows, readers
+
+    def _plan(self, reader: Reader) -> tuple[np.ndarray, ...]:
+        """The next rows [T + 1] of a reader, which then points at the last of them.
+
+        Returns:
+          Slots of the steps from the rows; slots of the steps to the rows, or -1; which
+          rows begin an episode; which steps count.
+        """
+        num_rows = self.unroll_length + 1
+        fronts, results = np.empty((2, num_rows), np.int64)
+        begins, mask = np.zeros(num_rows, bool), np.ones(num_rows, bool)
+        episode = self.episode(reader.episode)
+        if episode is None:
+            episode, reader.position, reader.state = self._choose(), 0, ()
+        position, last, t = reader.position, -1, 0
+        while True:
+            (slots,) = episode.slots
+            n = min(num_rows - t, len(slots) - position)
+            fronts[t : t + n] = slots[position : position + n]
+            results[t] = last if position == 0 else slots[position - 1]
+            results[t + 1 : t + n] = fronts[t : t + n - 1]
+            begins[t] = position == 0
+            t, position = t + n, position + n
+            if t == num_rows:
+                break
+            mask[t - 1] = not episode.is_cut
+            episode, position, last = self._choose(), 0, slots[-1]
+        reader.episode, reader.position = episode.number, position - 1
+        return fronts, results, begins, mask
+
+    def _choose(self) -> Episode:
+        """A complete episode, with a probability proportional to its length."""
+        while True:
+            number = int(self._owner[self._rng.integers(self._used)])
+            if number in self._complete:
+                return self._complete[number]
+
+    # --- Saving
+
+    def arrays(self) -> list[np.ndarray]:
+        """The arrays that hold the steps, always in the same order."""
+        found: list[np.ndarray] = []
+        map_nested(lambda store: found.extend(store.arrays()), self._stores)
+        return found
+
+    def index(self) -> list[dict[str, Any]]:
+        """Which steps each complete episode has, in plain values; see restore."""
+        return [
+            {
+                "slots": episode.slots[0].tolist(),
+                "frames": [pieces[0].tolist() for pieces in episode.frames],
+                "is_cut": episode.is_cut,
+                "stored_at": episode.stored_at,
+            }
+            for episode in self._complete.values()
+        ]
+
+    def restore(self, index: list[dict[str, Any]]) -> None:
+        """Takes over the episodes of an index. The arrays must have their steps."""
+        assert not self._num_episodes, "the replay is in use"
+        for saved in index:
+            episode = self._new_episode()
+            slots = np.array(saved["slots"], np.int64)
+            episode.slots, episode.length = [slots], len(slots)
+            episode.frames = [[np.array(x, np.int64)] for x in saved["frames"]]
+            episode.is_cut, episode.stored_at = saved["is_cut"], saved["stored_at"]
+            self._owner[slots] = episode.number
+            self._used = max(self._used, int(slots.max()) + 1)
+            self._complete[episode.number] = episode
+            self.size += episode.length
+        episodes = self._complete.values()
+        self._slots.keep([x.slots[0] for x in episodes])
+        for i, store in enumerate(self._stacks):
+            store.slots.keep([x.frames[i][0] for x in episodes])

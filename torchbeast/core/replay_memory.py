@@ -1,0 +1,163 @@
+"""The memory or the file that holds a replay."""
+
+import contextlib
+import json
+import logging
+import math
+import mmap
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchbeast.core.nested import Nested
+from torchbeast.core.replay import Replay, ReplayError
+from torchbeast.core.run_folder import atomic_write
+
+log = logging.getLogger(__name__)
+
+
+FILE = "replay.zip"  # beside model.tar
+PIECE = 2**26  # bytes to read or write at once
+
+
+def make_replay(
+    flags: Any, spec: dict[str, Nested], available: int | None = None
+) -> Replay:
+    """Makes the replay of the flags replay_size, replay_file and unroll_length.
+
+    Args:
+      spec: the fields of a row, see rollout.row_spec.
+      available: bytes; default: what the machine has.
+
+    Raises:
+      ReplayError: it does not fit into the memory, or on the disk.
+    """
+    sizes = []
+
+    def measure(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        sizes.append(math.prod(shape) * dtype.itemsize)
+        return np.empty(0, dtype)
+
+    capacity, T, path = flags.replay_size, flags.unroll_length, flags.replay_file
+    try:
+        Replay(spec, capacity, T, measure, flags.seed)
+    except MemoryError:  # even the lists of free slots are too large
+        sizes.append(2 * 8 * capacity)
+    needed = sum(sizes) + 2 * 8 * capacity
+    place = "memory" if path is None else f"the file {path}"
+    if available is None:
+        available = free_memory() if path is None else free_disk(path)
+    if needed > available:
+        raise ReplayError(
+            f"--replay_size {capacity:,} needs {needed / 1e9:.3g} GB, but only "
+            f"{available / 1e9:.3g} GB of {place} are free: lower it"
+            + ("" if path else ", or put the replay into a file with --replay_file")
+        )
+    log.info(
+        "Replay of up to %s steps: %.3g GB in %s.", f"{capacity:,}", needed / 1e9, place
+    )
+    create = np.zeros if path is None else FileArrays(path, sum(sizes)).create
+    return Replay(spec, capacity, T, create, flags.seed)
+
+
+class FileArrays:
+    """Arrays in one file, which has no name any more: it ends with the process."""
+
+    def __init__(self, path: str, size: int) -> None:
+        size += 64 * mmap.PAGESIZE  # to align the arrays
+        try:
+            with open(path, "x+b") as file:
+                os.unlink(path)
+                os.posix_fallocate(file.fileno(), 0, size)
+                self._memory = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise ReplayError(
+                f"--replay_file {path} can't be made: {error}. Give the path of a new "
+                "file in a folder that exists"
+            ) from error
+        self._offset = 0
+
+    def create(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        array: np.ndarray = np.ndarray(shape, dtype, self._memory, self._offset)
+        self._offset += -(-array.nbytes // 64) * 64  # aligned
+        return array
+
+
+def free_disk(path: str) -> int:
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise ReplayError(f"--replay_file {path}: there is no folder {folder}")
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
+
+
+def free_memory() -> int:
+    """Bytes of memory that this process can still use (Linux), or of the machine."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(x for x in lines if x.startswith("MemAvailable"))
+        free = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # in a container
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return free
+
+
+# --- With a checkpoint ----------------------------------------------------------------
+
+
+def save(replay: Replay, path: Path) -> None:
+    """Writes the complete episodes to a file, atomically.
+
+    Raises:
+      ReplayError: the file can't be written, for example on a full disk. The old one,
+        if any, is unchanged.
+    """
+    shapes = [[list(x.shape), x.dtype.str] for x in replay.arrays()]
+    content = {"arrays": shapes, "episodes": replay.index()}
+    try:
+        with atomic_write(path) as file, zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("index.json", json.dumps(content))
+            for i, array in enumerate(replay.arrays()):
+                with archive.open(str(i), "w", force_zip64=True) as part:
+                    data = array.data.cast("B")
+                    for begin in range(0, len(data), PIECE):
+                        part.write(data[begin : begin + PIECE])
+    except OSError as error:
+        raise ReplayError(
+            f"{path} can't be written: {error}. Free some space, or leave out "
+            "--save_replay"
+        ) from error
+    log.info("Saved %s: %s steps.", path, f"{replay.size:,}")
+
+
+def load(replay: Replay, path: Path) -> None:
+    """Reads what save has written into a new replay of the same size and spaces.
+
+    Raises:
+      ReplayError: the file is damaged or does not fit. The replay is then unusable.
+    """
+    shapes = [[list(x.shape), x.dtype.str] for x in replay.arrays()]
+    try:
+        with zipfile.ZipFile(path) as archive:
+            content = json.loads(archive.read("index.json"))
+            if content["arrays"] != shapes:
+                raise ValueError("it has another --replay_size or other spaces")
+            for i, array in enumerate(replay.arrays()):
+                with archive.open(str(i)) as part:  # checks the checksum
+                    data, begin = array.data.cast("B"), 0
+                    while piece := part.read(PIECE):
+                        data[begin : begin + len(piece)] = piece
+                        begin += len(piece)
+        replay.restore(content["episodes"])
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise ReplayError(
+            f"{path} can't be loaded: {error}. Remove it: then the run refills its "
+            "replay before it goes on learning"
+        ) from error
+    log.info("Loaded %s: %s steps.", path, f"{replay.size:,}")
