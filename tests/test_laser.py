@@ -107,6 +107,10 @@ def test_cut_rollouts_learn_the_same(tmp_path):
             ["--learn_start 101", "--replay_size 100"],
         ),
         (
+            {"replay_ratio": 1, "replay_size": 500, "sync": True},
+            ["--sync resumes exactly", "--disable_checkpoint"],
+        ),
+        (
             {"replay_ratio": 1, "replay_size": 2 * 10**9},
             ["--replay_size 2,000,000,000 needs", "GB", "lower it"],
         ),

@@ -360,6 +360,28 @@ def test_states_are_those_of_whole_episodes():
     assert compared > 10
 
 
+def test_when_the_learner_may_learn():
+    """Also if unfinished episodes never let the replay reach learn_start."""
+    rng = np.random.default_rng(10)
+    games = [Game(rng, [12] * 30) for _ in range(2)]
+    model = Net(OBSERVATIONS, spaces.Discrete(A))
+    device = torch.device("cpu")
+    for learn_start, first in ((0, 24), (50, 72), (100, 80)):
+        replay = make_replay(100)
+        flags = argparse.Namespace(replay_ratio=1, learn_start=learn_start)
+        mixer = Mixer(replay, flags, model.initial_state(1), device)
+        ready = []
+        for pair in zip(*(game.rollouts() for game in games), strict=True):
+            rows = map_nested(torch.from_numpy, stack(pair, axis=1))
+            ready.append(mixer.add(rows, step=0))
+            if ready[-1]:
+                mixer.mix(rows, ())
+        begin = ready.index(True)
+        assert all(ready[begin:])
+        assert (begin + 1) * 2 * T >= first
+        assert begin < 14
+
+
 def test_fractions_of_a_ratio_add_up():
     rng = np.random.default_rng(9)
     games = [Game(rng, [12] * 5)]

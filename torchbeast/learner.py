@@ -404,8 +404,10 @@ def learn(
             mixer.carry_states(learner.model)
     learner.scheduler.step()
 
+    # The weights that the last update has changed, or those of now.
+    newest = learner.num_updates - 1 if ready else learner.num_updates
     version = batch["policy_version"][:-1].float().mean().item()
-    learner.policy_lag = learner.num_updates - ready - version  # of the last update
+    learner.policy_lag = newest - version
     learner.step += batch["reward"][1:].numel()
     learner.ticks.append((time.perf_counter(), learner.step))
     ends = rollout.episode_ends(batch)

@@ -230,11 +230,16 @@ def resolve(flags: Flags) -> Flags:
         )
     if flags.learn_start is None:
         flags.learn_start = min(10_000, flags.replay_size // 2)
-    if flags.replay_ratio and flags.replay_size < max(8 * flags.unroll_length, 1):
+    if flags.replay_ratio and flags.replay_size < 8 * flags.unroll_length:
         raise FlagError(
             f"--replay_ratio {flags.replay_ratio:g} needs a replay: give --replay_size "
             f"of at least 8 times --unroll_length {flags.unroll_length}, got "
             f"{flags.replay_size}"
+        )
+    if flags.replay_ratio and flags.sync and not flags.disable_checkpoint:
+        raise FlagError(
+            "--sync resumes exactly, but a checkpoint does not have what the replay "
+            "goes on with: add --disable_checkpoint, or leave out --sync"
         )
     if flags.learn_start > flags.replay_size:
         raise FlagError(

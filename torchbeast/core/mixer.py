@@ -24,16 +24,23 @@ class Mixer:
         self.replay = replay
         self._ratio, self._learn_start = flags.replay_ratio, flags.learn_start
         self._initial_state, self._device = initial_state, device
+        self._started = False
         self._due = 0.0  # replayed columns
         self.replayed_steps = 0
         self._readers: list[Reader] = []  # of the replayed columns of the last batch
         self._last: tuple[dict[str, Nested], State] | None = None  # these columns
 
     def add(self, batch: dict[str, Nested], step: int) -> bool:
-        """Stores a batch. Returns whether the replay is full enough to learn."""
+        """Stores a batch. Returns whether the learner may learn.
+
+        It may from learn_start steps on. A replay that was full is enough, too, because
+        unfinished episodes may keep it below learn_start.
+        """
         stored = {name: batch[name] for name in self.replay.fields}
         self.replay.add(map_nested(lambda x: x.cpu().numpy(), stored), step)
-        return self.replay.size >= self._learn_start
+        enough = self.replay.size >= self._learn_start or self.replay.was_full
+        self._started = self._started or enough
+        return self._started and self.replay.size > 0
 
     def mix(
         self, batch: dict[str, Nested], state: State

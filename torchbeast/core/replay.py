@@ -99,6 +99,7 @@ class Replay:
 
     Attributes:
       size: number of steps in complete episodes.
+      was_full: whether an episode had to make room.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Replay:
         self.size = 0
         self.num_added = 0
         self.num_lost = 0  # steps whose episode was not complete
+        self.was_full = False
         self._stacks: list[FrameStacks] = []
         self._stores = {
             name: map_nested(lambda s, name=name: self._make_store(s, name, create), x)
@@ -252,6 +254,7 @@ class Replay:
 
     def _make_room(self) -> None:
         """Removes the oldest complete episode, or a lost one that never went on."""
+        self.was_full = True
         for key, episodes in self._open.items():  # the one that grew first is first
             if self.num_added - episodes[0].touched > self.capacity:
                 lost = episodes.pop(0)
