@@ -17,6 +17,10 @@ except ImportError as error:
         "test_dynamic_batcher.py",
         "test_env_connection.py",
         "test_env_server.py",
+        "test_server_addresses.py",
+        "test_vector_servers.py",
+        "test_peer_numbers.py",
+        "test_polybeast_spaces.py",
         "test_join.py",
         "test_libtorchbeast.py",
         "test_polybeast.py",
@@ -33,8 +37,17 @@ def pytest_report_header():
     return None
 
 
+pytest_plugins = ["watched_servers"]
+
+
 @pytest.fixture(autouse=True)
 def repeatable():
     """One thread, which is fastest for small tensors. Every test has its own seed."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
+
+
+@pytest.fixture
+def address(tmp_path):
+    """Where a server of the test may listen."""
+    return f"unix:{tmp_path}/socket"

@@ -128,11 +128,6 @@ def check(rollouts, followers):
             followers[number].check(rollout, c)
 
 
-@pytest.fixture
-def address(tmp_path):
-    return f"unix:{tmp_path}/socket"
-
-
 @pytest.mark.parametrize("env", ["Coded", "OldGym"])
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_every_row_of_single_environments(env, transport, address):

@@ -1,41 +1,24 @@
 """libtorchbeast.Server and probe: environments, addresses, security."""
 
 import contextlib
-import functools
 import os
-import re
-import socket
-import stat
 import sys
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import gym
 import numpy as np
 import pytest
-import servers
 import torch
-from certificates import Certificates
 from gymnasium import spaces
 from servers import Run, ServerProcess
 
 from libtorchbeast import (
-    ActorPool,
-    BatchingQueue,
-    RefusedError,
-    Security,
     Server,
     TransportError,
     probe,
 )
 
 T = 5
-
-
-@pytest.fixture
-def address(tmp_path):
-    return f"unix:{tmp_path}/socket"
 
 
 @contextlib.contextmanager
@@ -80,6 +63,35 @@ class Env:
     def step(self, action):
         self.actions.append(action)
         return self.observe(), 1.0, False, False, {}
+
+
+class Vector:
+    """Two environments; `change` changes its rows from the second on."""
+
+    num_envs = 2
+    observation_space = spaces.Box(-9, 9, (3,))
+    action_space = spaces.Discrete(4, start=2)
+    final_observation = None
+
+    def __init__(self, change=(), extra=()):
+        self.change = dict(change)
+        self.row = {
+            "observation": np.zeros((2, 3), np.float32),
+            "reward": np.zeros(2),
+            "done": np.ones(2, bool),
+            "episode_step": np.zeros(2, np.int32),
+            "episode_return": np.zeros(2),
+            **dict(extra),
+        }
+
+    def initial(self):
+        return self.row
+
+    def step(self, actions):
+        assert actions.dtype == np.int64
+        assert actions.tolist() == [3, 3]  # what the policy wrote
+        row = {**self.row, **self.change}
+        return {key: value for key, value in row.items() if value is not None}
 
 
 # --- Spaces ---------------------------------------------------------------------------
@@ -477,157 +489,6 @@ def test_close_may_fail(address, monkeypatch):
     assert str(report.exc_value) == "cannot close"
 
 
-# --- Vectorised environments ----------------------------------------------------------
-
-
-class Vector:
-    """Two environments; `change` changes its rows from the second on."""
-
-    num_envs = 2
-    observation_space = spaces.Box(-9, 9, (3,))
-    action_space = spaces.Discrete(4, start=2)
-    final_observation = None
-
-    def __init__(self, change=(), extra=()):
-        self.change = dict(change)
-        self.row = {
-            "observation": np.zeros((2, 3), np.float32),
-            "reward": np.zeros(2),
-            "done": np.ones(2, bool),
-            "episode_step": np.zeros(2, np.int32),
-            "episode_return": np.zeros(2),
-            **dict(extra),
-        }
-
-    def initial(self):
-        return self.row
-
-    def step(self, actions):
-        assert actions.dtype == np.int64
-        assert actions.tolist() == [3, 3]  # what the policy wrote
-        row = {**self.row, **self.change}
-        return {key: value for key, value in row.items() if value is not None}
-
-
-def threes(_):
-    return torch.full((1, 2), 3)
-
-
-def test_vector_hello(address):
-    extra = {"z": np.zeros((2, 5), np.int16), "b": np.zeros(2), "truncated": [0, 0]}
-    with serving(lambda: Vector(extra=extra), address):
-        hello = probe(address)
-        env_outputs, _ = play(address, threes, batch=2)
-    assert hello["num_envs"] == 2
-    fields = {
-        "b": {"dtype": "float64", "shape": ()},
-        "truncated": {"dtype": "bool", "shape": ()},
-        "z": {"dtype": "int16", "shape": (5,)},
-    }
-    assert list(hello["extra_fields"].items()) == list(fields.items())
-    assert env_outputs[5]["z"].shape == (T + 1, 2, 5)
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"reward": None}, 'no "reward"'),
-        ({"reward": np.zeros(3)}, r'"reward".*\[3\], not float32 \[2\]'),
-        ({"episode_step": np.zeros(2)}, '"episode_step".*float64.*int64'),
-        ({"more": np.zeros(2)}, "6 fields.*5"),
-        ({"observation": np.zeros((2, 4))}, r'"observation".*\[2, 4\]'),
-    ],
-)
-def test_vector_rows_that_do_not_fit(change, match, address):
-    make = functools.partial(Vector, change)
-    with serving(make, address), pytest.raises(RuntimeError, match=match):
-        play(address, threes, batch=2)
-
-
-@pytest.mark.parametrize(
-    ("attributes", "match"),
-    [
-        ({"num_envs": 0}, "num_envs.*0"),
-        ({"num_envs": 3}, r"\[2, 3\], not float32 \[3, 3\]"),
-        ({"initial": lambda self: 3}, "dict, not.*int"),
-        ({"observation_space": None}, "None is none of Box"),
-    ],
-)
-def test_vector_environments_that_cannot_be_served(attributes, match, address):
-    env_class = type("Bad", (Vector,), attributes)
-    with serving(env_class, address), pytest.raises(RuntimeError, match=match):
-        probe(address)
-
-
-@pytest.mark.parametrize(
-    ("extra", "match"),
-    [
-        ({"x": np.zeros(3)}, '"x".*num_envs, 2'),
-        ({"x": np.array(["a", "b"])}, '"x".*<U1'),
-        ({3: np.zeros(2)}, "keys.*3"),
-    ],
-)
-def test_extra_fields_that_cannot_be_served(extra, match, address):
-    make = functools.partial(Vector, extra=extra)
-    with serving(make, address), pytest.raises(RuntimeError, match=match):
-        probe(address)
-
-
-def test_truncated_needs_the_final_observation(address):
-    make = functools.partial(
-        Vector, {"truncated": [False, True]}, {"truncated": np.zeros(2, bool)}
-    )
-    with (
-        serving(make, address),
-        pytest.raises(RuntimeError, match="final_observation is None"),
-    ):
-        play(address, threes, batch=2)
-
-
-def test_gymnasium_vector_environments_are_refused_with_a_hint(address):
-    class VectorEnv(Env):
-        pass
-
-    with (
-        serving(VectorEnv, address),
-        pytest.raises(RuntimeError, match=r"torchbeast\.core\.environment"),
-    ):
-        probe(address)
-
-
-def test_the_environment_module_of_torchbeast(address):
-    """Atari's Environment is such an object; GridWorld stands in for it here."""
-    import argparse
-    from functools import partial
-
-    from torchbeast.core.environment import Environment
-
-    flags = argparse.Namespace(
-        env="environments:GridWorld", atari_backend="python", seed=1, sync=False
-    )
-    make = partial(Environment, flags, 3)
-    with serving(make, address):
-        hello = probe(address)
-        env_outputs, action = play(
-            address, lambda _: torch.tensor([[1, 2, 3]]), batch=3
-        )
-    assert hello["num_envs"] == 3
-    assert hello["observation_space"]["spaces"]["map"]["shape"] == (8, 9, 2)
-    assert {"truncated", "game_return", "last_action"} <= set(hello["extra_fields"])
-    twin = make()
-    row = twin.initial()
-    for t in range(T + 1):
-        for key in ("map",):
-            np.testing.assert_array_equal(
-                env_outputs[0][key][t], row["observation"][key]
-            )
-        np.testing.assert_array_equal(env_outputs[1][t], row["reward"])
-        np.testing.assert_array_equal(
-            env_outputs[5]["last_action"][t], row["last_action"]
-        )
-        row = twin.step(action[t].numpy())
-
-
 # --- The process ----------------------------------------------------------------------
 
 
@@ -639,278 +500,3 @@ def test_a_server_process_never_loads_torch(address):
         (observation, *_), _ = play(address, zero)
     # "torch" in sys.modules, files of torch in /proc/self/maps
     assert observation.unique().tolist() == [0]
-
-
-# --- Addresses ------------------------------------------------------------------------
-
-
-def path_of(address):
-    return address.removeprefix("unix:")
-
-
-def test_the_socket_is_private_and_removed(address):
-    with serving(Env, address) as server:
-        assert server.address == address
-        status = os.stat(path_of(address))
-        assert stat.S_ISSOCK(status.st_mode)
-        assert stat.S_IMODE(status.st_mode) == 0o600
-    assert not os.path.exists(path_of(address))
-
-
-def test_a_stale_socket_is_replaced(address):
-    with ServerProcess("Counting", address) as server:
-        server.kill()
-        assert os.path.exists(path_of(address))
-        with serving(Env, address):
-            assert probe(address)["num_envs"] == 1
-    assert not os.path.exists(path_of(address))
-
-
-def test_a_socket_in_use_is_refused(address):
-    with serving(Env, address):
-        with pytest.raises(RuntimeError, match=f"{address}.*another server"):
-            Server(Env, address).start()
-        assert probe(address)["num_envs"] == 1
-    assert not os.path.exists(path_of(address))
-
-
-def test_a_file_is_not_replaced(address):
-    with open(path_of(address), "w") as file:
-        file.write("precious")
-    with pytest.raises(RuntimeError, match="not a socket"):
-        Server(Env, address).run()
-    with open(path_of(address)) as file:
-        assert file.read() == "precious"
-
-
-@pytest.mark.parametrize(
-    ("bad", "match"),
-    [
-        ("unix:/tmp/" + "x" * 200, "205 bytes.*107|205 bytes.*allows"),
-        ("unix:", "empty"),
-        ("nonsense", "host:port"),
-        ("localhost:99999", "65535"),
-    ],
-)
-def test_bad_addresses(bad, match):
-    with pytest.raises(ValueError, match=match):
-        Server(Env, bad)
-    with pytest.raises(ValueError, match=match):
-        probe(bad)
-
-
-def test_no_such_directory(tmp_path):
-    with pytest.raises(RuntimeError, match="No such file or directory"):
-        Server(Env, f"unix:{tmp_path}/no/socket").start()
-
-
-def test_tcp_finds_a_free_port():
-    with serving(Env, "127.0.0.1:0") as server:
-        assert re.fullmatch(r"127\.0\.0\.1:[1-9]\d+", server.address)
-        assert probe(server.address)["num_envs"] == 1
-        with pytest.raises(RuntimeError, match="in use"):
-            Server(Env, server.address).start()
-
-
-def test_plain_tcp_beyond_this_machine_is_refused():
-    with pytest.raises(ValueError, match="insecure"):
-        Server(Env, "0.0.0.0:0")
-    with pytest.raises(ValueError, match="insecure"):
-        probe("192.0.2.1:5000")
-    with pytest.raises(ValueError, match="insecure"):
-        ActorPool(T, BatchingQueue(), servers.DynamicBatcher(), ["192.0.2.1:1"], ())
-    with serving(Env, "0.0.0.0:0", security=Security(insecure=True)) as server:
-        port = server.address.rpartition(":")[2]
-        assert probe(f"127.0.0.1:{port}")["num_envs"] == 1
-
-
-def test_run_and_stop_from_another_thread(address):
-    server = Server(Env, address)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    assert probe_until_there(address)["num_envs"] == 1
-    server.stop()
-    thread.join(timeout=20)
-    assert not thread.is_alive()
-    server.run()  # a stopped server's run() returns at once
-    with pytest.raises(RuntimeError, match="stopped"):
-        server.start()
-
-
-def probe_until_there(address):
-    while True:
-        with contextlib.suppress(TransportError):
-            return probe(address)
-
-
-def test_more_streams_than_allowed(address):
-    with (
-        serving(Env, address, max_streams=1) as server,
-        Run([address], lambda _: ((zero(0),), ())) as run,
-    ):
-        next(run.queue)
-        with pytest.raises(TransportError, match="1 streams already"):
-            probe(address)
-        assert server.stats()["num_refused"] == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"max_streams": 0}, "max_streams.*0"),
-        ({"security": Security(token="a b")}, "printable"),
-    ],
-)
-def test_bad_arguments(arguments, match, address):
-    with pytest.raises(ValueError, match=match):
-        Server(Env, address, **arguments)
-
-
-def test_probe_has_a_deadline(tmp_path):
-    silent = socket.socket(socket.AF_UNIX)
-    silent.bind(f"{tmp_path}/silent")
-    silent.listen()
-    start = time.monotonic()
-    with pytest.raises(TransportError, match="in time"):
-        probe(f"unix:{tmp_path}/silent", timeout_s=0.2)
-    assert time.monotonic() - start < 10
-    silent.close()
-    with pytest.raises(ValueError, match="timeout_s must be above 0"):
-        probe(f"unix:{tmp_path}/silent", 0)
-
-
-def test_a_text_that_is_not_utf8_reaches_python(address):
-    grpc = pytest.importorskip("grpc")
-
-    def refuse(requests, context):
-        context.abort(grpc.StatusCode.FAILED_PRECONDITION, b"caf\xe9 \xff")
-
-    method = grpc.stream_stream_rpc_method_handler(refuse)
-    service = ("torchbeast.wire.EnvServer", {"Stream": method})
-    peer = grpc.server(ThreadPoolExecutor(2))
-    peer.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(*service)])
-    peer.add_insecure_port(address)
-    peer.start()
-    match = r"refuses: caf\\xe9 \\xff$"
-    with pytest.raises(RefusedError, match=match):
-        probe(address)
-    with Run([address], zero) as run:
-        assert re.search(match, str(run.error()))
-        assert re.search(match, run.pool.stats()["last_error"])
-    peer.stop(None).wait()
-    with pytest.raises(ValueError, match=r"tls_ca: '/no/\\xff' cannot be read"):
-        Security(tls_ca=b"/no/\xff")
-
-
-# --- Token and TLS --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"token": ""}, ValueError, "token is empty"),
-        ({"token": ["sesame"]}, TypeError, "token must be a str, not list"),
-        ({"tls": "sesame"}, TypeError, "tls must be a bool, not str"),
-        ({"secret": "sesame"}, TypeError, "no argument secret.*tls_server_name"),
-        ({"tls_ca": 3}, TypeError, "tls_ca must be a path, not int"),
-        ({"tls_ca": "/no/such/file"}, ValueError, "tls_ca: '/no/such/file'.*No such"),
-        ({"tls_key": "/"}, ValueError, "tls_key: '/' cannot be read"),
-        ({"tls_cert": __file__}, ValueError, "tls_cert.*not a PEM"),
-    ],
-)
-def test_bad_security(arguments, error, match):
-    with pytest.raises(error, match=match) as caught:
-        Security(**arguments)
-    assert "sesame" not in str(caught.value)
-
-
-def test_security_shows_no_secret_and_cannot_be_changed(tls):
-    assert repr(Security()) == "Security()"
-    security = Security(token="sesame", insecure=True, **identity(tls, "ours-server"))
-    expected = "Security(tls_cert=..., tls_key=..., token=..., insecure=True)"
-    assert repr(security) == expected
-    assert repr(Security(tls=True, **NAME)) == (
-        "Security(tls=True, tls_server_name='beast.example')"
-    )
-    with pytest.raises(AttributeError):
-        security.token = "another"
-    with pytest.raises(TypeError) as caught:  # its message has all arguments
-        Server(Env, 3, security=security)
-    assert "sesame" not in str(caught.value)
-
-
-def test_token(address):
-    right = Security(token="open-sesame")
-    with serving(Env, address, security=right) as server:
-        assert probe(address, security=right)["num_envs"] == 1
-        for wrong in ({}, {"token": "open-sesam"}, {"token": "open-sesame!"}):
-            with pytest.raises(TransportError, match="token"):
-                probe(address, security=Security(**wrong))
-        assert server.stats()["num_refused"] == 3
-        # Refused for good: the pool does not dial on.
-        with Run([address], zero, security=Security(token="wrong")) as run:
-            assert "token" in str(run.error())
-
-
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory):
-    """A directory with certificates of our own and of a foreign authority."""
-    certificates = Certificates(tmp_path_factory.mktemp("tls"))
-    for authority in ("ours", "foreign"):
-        certificates.make(f"{authority}-server", "DNS:beast.example", authority)
-        certificates.make(f"{authority}-client", "DNS:me", authority)
-    return certificates.folder
-
-
-NAME = {"tls_server_name": "beast.example"}
-
-
-def identity(tls, name):
-    return {"tls_cert": tls / f"{name}.pem", "tls_key": str(tls / f"{name}.key")}
-
-
-def test_tls(tls):
-    ours = Security(**identity(tls, "ours-server"))
-    right = Security(tls_ca=tls / "ours.pem", **NAME)
-    with serving(Env, "127.0.0.1:0", security=ours) as server:
-        assert probe(server.address, security=right)["num_envs"] == 1
-        for wrong in (
-            Security(tls_ca=tls / "foreign.pem", **NAME),  # another authority
-            Security(
-                tls_ca=tls / "ours.pem"
-            ),  # the certificate's name is not the host's
-            Security(),  # no TLS
-        ):
-            with pytest.raises(TransportError):
-                probe(server.address, security=wrong)
-        with Run([server.address], zeros, security=right) as run:
-            assert next(run.queue)[0][0][0].shape == (T + 1, 1, 3)
-
-
-def zeros(_):
-    return (zero(0),), ()
-
-
-def test_client_certificates(tls):
-    trust = {"tls_ca": tls / "ours.pem"}
-    server_security = Security(**trust, **identity(tls, "ours-server"))
-    with serving(Env, "127.0.0.1:0", security=server_security) as server:
-
-        def ask(certificate):
-            return probe(
-                server.address, security=Security(**trust, **NAME, **certificate)
-            )
-
-        assert ask(identity(tls, "ours-client"))["num_envs"] == 1
-        for wrong in ({}, identity(tls, "foreign-client")):
-            with pytest.raises(TransportError):
-                ask(wrong)
-
-
-def test_incomplete_tls(tls):
-    with pytest.raises(ValueError, match="key is missing"):
-        Server(Env, "127.0.0.1:0", security=Security(tls_cert=tls / "ours-server.pem"))
-    with pytest.raises(ValueError, match="certificate and its key"):
-        Server(Env, "127.0.0.1:0", security=Security(tls_ca=tls / "ours.pem"))
-    with pytest.raises(ValueError, match="TLS is for host:port"):
-        Server(Env, "unix:/tmp/x", security=Security(**identity(tls, "ours-server")))

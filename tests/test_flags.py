@@ -380,7 +380,13 @@ def test_resolving_fills_in_what_is_open(monkeypatch):
     assert flags.precision in ("fp32", "bf16")
     assert flags.num_buffers >= flags.num_actors * flags.envs_per_actor
     open_flags = {name for name, value in flags.as_dict().items() if value is None}
-    assert open_flags == {"preset", "video", "learner_device", "replay_file"}
+    assert open_flags == {
+        "preset",
+        "video",
+        "learner_device",
+        "replay_file",
+        "ray_address",
+    }
 
 
 def test_what_is_given_stays():

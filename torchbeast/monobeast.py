@@ -33,7 +33,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchbeast.core import declared_flags, processes, resume, rollout, script
+from torchbeast.core import (
+    declared_flags,
+    launcher,
+    processes,
+    resume,
+    rollout,
+    script,
+)
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import (
     SharedWeights,
@@ -41,7 +48,7 @@ from torchbeast.core.acting import (
     prepare_to_act,
     to_tensors,
 )
-from torchbeast.core.actors import Actors, actor_context
+from torchbeast.core.actors import actor_context
 from torchbeast.core.env_spec import find_env_spec
 from torchbeast.core.environment import Environment
 from torchbeast.core.flags import FlagError, Flags
@@ -260,7 +267,7 @@ def train(start: resume.Start) -> int:
         if start.saved and not flags.sync:  # don't repeat the games before the resume
             actor_flags = flags.replace(seed=derive_seed(flags.seed, learner.step))
         saved = start.saved["actors"] if start.saved and flags.sync else None
-        actors = Actors(act, actor_flags, buffers, weights, saved)
+        actors = launcher.launch_actors(act, actor_flags, buffers, weights, saved)
         run.stack.callback(log_timings, run, actors)
         run.stack.callback(actors.close)
         for i in range(1 if flags.sync else flags.num_learner_threads):
@@ -296,7 +303,7 @@ def train(start: resume.Start) -> int:
     return run.exit_status
 
 
-def log_timings(run: Run, actors: Actors) -> None:
+def log_timings(run: Run, actors: Any) -> None:
     learner = format_shares(run.timings.shares())
     log.info("Learner: %s. Actors: %s.", learner, actors.timing_summary())
 
@@ -323,6 +330,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=120.0,
         help="seconds without a step after which the run fails",
     )
+    launcher.add_flags(parser)
     return parser
 
 
@@ -348,6 +356,7 @@ def resolve_layout(flags: Flags) -> Flags:
             f"--num_buffers {flags.num_buffers} is too small: {A} actors with {E} "
             f"environments each and a batch of {B} rollouts need at least {least}"
         )
+    launcher.check(flags)
     if flags.sync and (A * E % B or flags.num_buffers != A * E):
         raise FlagError(
             f"--sync learns from all {A * E} environments in turn (--num_actors {A} "

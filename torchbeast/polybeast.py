@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchbeast import polybeast_env
-from torchbeast.core import connection_flags, processes
+from torchbeast.core import connection_flags, launcher, processes
 from torchbeast.core.flags import FlagError, Flags
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
         num_servers=None, envs_per_actor=connection_flags.ENVS_PER_ACTOR
     )
     polybeast_env.add_server_flags(parser)
+    launcher.add_flags(parser)
     # The default is a new name for each run.
     parser.set_defaults(pipes_basename=None)
     return parser
@@ -50,16 +51,21 @@ def resolve_layout(flags: Flags) -> Flags:
     for name in ("server_addresses", "bind", "listen", "join"):
         if name not in flags.typed:  # from a checkpoint of another script
             setattr(flags, name, None)
-    if flags.server_addresses or flags.bind or flags.listen or flags.join:
+    listens = flags.listen and flags.launcher == "processes"
+    if flags.server_addresses or flags.bind or listens or flags.join:
         raise FlagError(
             "torchbeast.polybeast starts its servers on this machine. For other "
             "machines, start torchbeast.polybeast_env with --bind there and "
             "torchbeast.polybeast_learner with --server_addresses here; or the learner "
             "with --listen and the environments with --join"
         )
+    launcher.check(flags)
     if flags.pipes_basename is None:
         name = f"{connection_flags.PIPES_BASENAME}-{secrets.token_hex(4)}"
         flags.pipes_basename = name
+    if flags.launcher == "ray":
+        flags.num_actors = flags.num_actors or connection_flags.NUM_SERVERS
+        flags.num_servers = flags.num_actors
     if flags.num_servers is None:
         flags.num_actors = flags.num_actors or connection_flags.NUM_SERVERS
         # More server processes than cores would only take memory.
@@ -76,6 +82,8 @@ def train(start: resume.Start) -> int:
 
     flags = start.flags
     resume.announce_environment(flags, start.saved)
+    if flags.launcher == "ray":
+        return train_with_ray(start)
     # Not forked, because gRPC does not work in a forked process.
     context = mp.get_context("spawn")
     servers = context.Process(
@@ -92,6 +100,19 @@ def train(start: resume.Start) -> int:
             if servers.is_alive():
                 servers.kill()
                 servers.join()
+
+
+def train_with_ray(start: resume.Start) -> int:
+    """The same with the servers on a Ray cluster."""
+    from torchbeast import polybeast_learner
+    from torchbeast.core.ray_servers import RayServers  # optional
+
+    servers = RayServers(polybeast_env.serve_under_ray, start.flags)
+    try:
+        start = start._replace(flags=servers.flags)
+        return polybeast_learner.train(start, servers.check)
+    finally:
+        servers.close()
 
 
 def check_servers(servers: Any) -> None:

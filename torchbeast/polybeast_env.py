@@ -60,6 +60,7 @@ log = logging.getLogger("torchbeast.polybeast_env")
 
 SHUTDOWN_SECONDS = 5.0  # a server that does not exit within this time is killed
 WATCH_SECONDS = 0.5  # between two checks of a client
+PAUSE_SECONDS = 1.0  # before others replace environments that have raised
 REPEAT_SECONDS = 60.0  # between equal messages about a waiting client
 
 
@@ -121,6 +122,38 @@ def serve(
         sys.exit(1)
 
 
+def serve_under_ray(flags: Flags, index: int) -> None:
+    """What a Ray actor does as server `index`: it joins the learner until it is killed.
+
+    If an environment raises, the learner hears of it, and gets new ones.
+
+    Raises:
+      ServerError: the environments can't be made, or the learner refuses them.
+    """
+    try:
+        describe(flags)
+    except UserError as error:
+        raise ServerError(f"{type(error).__name__}: {error}") from None
+    except Exception:
+        raise ServerError(traceback.format_exc()) from None
+    while True:
+        with user_errors():
+            client = make_server(flags, index, flags.join, 0)
+        try:
+            return run_client(flags, client, Log())
+        except EnvironmentFailed:
+            time.sleep(PAUSE_SECONDS)  # the learner logs the reason
+        except RefusedForGood as error:
+            raise ServerError(f"can't join: {error}") from None
+
+
+class Log:
+    """Logs what a server tells its supervisor."""
+
+    def send(self, kind: str, *rest: str) -> None:
+        log.info("%s: %s", kind, *rest)
+
+
 class SharedPipe:
     """The pipe to the supervisor. Thread-safe."""
 
@@ -134,8 +167,11 @@ class SharedPipe:
             self.pipe.send((kind, *rest))
 
 
-def run_client(flags: Flags, client: Any, pipe: SharedPipe) -> None:
+def run_client(flags: Flags, client: Any, pipe: Any) -> None:
     """Steps environments for the learner until SIGTERM. Waits for it without a limit.
+
+    Args:
+      pipe: takes messages, as SharedPipe.send does. Thread-safe.
 
     Raises:
       RefusedForGood: the learner refuses, or no connection with it can work.
@@ -163,7 +199,7 @@ def run_client(flags: Flags, client: Any, pipe: SharedPipe) -> None:
 def watch_client(
     flags: Flags,
     client: Any,
-    pipe: SharedPipe,
+    pipe: Any,
     over: threading.Event,
     faults: list[str],
 ) -> None:

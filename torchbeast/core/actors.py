@@ -72,6 +72,13 @@ def run_actor(
             pipe.send(("error", text))
 
 
+def mean_timings(timings: Sequence[dict[str, float]]) -> str:
+    """Describes how actors spent their time, on average. {}: not known yet."""
+    known = [t for t in timings if t]
+    names = known[0] if known else {}
+    return format_shares({k: statistics.fmean(t[k] for t in known) for k in names})
+
+
 class Actors:
     """The actor processes, seen from the learner. For its main thread only.
 
@@ -178,11 +185,7 @@ class Actors:
 
     def timing_summary(self) -> str:
         """Describes how the actors spent their time, on average."""
-        known = [t for t in self.timings if t]
-        if not known:
-            return format_shares({})
-        names = known[0]
-        return format_shares({k: statistics.fmean(t[k] for t in known) for k in names})
+        return mean_timings(self.timings)
 
     def close(self) -> None:
         """Ends all processes and the programs that their environments have started."""

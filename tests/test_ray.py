@@ -1,0 +1,258 @@
+"""Both variants under Ray: real Ray processes, and clusters of two nodes.
+
+Skipped without Ray: pip install '.[ray]'.
+"""
+
+import os
+import signal
+import statistics
+import subprocess
+import time
+
+import certificates
+import pytest
+import runs
+
+ray = pytest.importorskip("ray")
+
+STEPS = 1200
+MONO = {**runs.SMALL, "launcher": "ray", "total_steps": STEPS}
+POLY = {**MONO, "module": "torchbeast.polybeast", "torch_threads": 1, "batch_size": 3}
+BOTH = pytest.mark.parametrize("flags", [MONO, POLY], ids=["mono", "poly"])
+FOREVER = 10**9
+STARTED: list[subprocess.Popen] = []
+pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("ray")]
+
+
+def ray_actors():
+    """Process ids of the Ray actors of a run on this machine."""
+    listed = subprocess.run(
+        ["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True
+    )
+    lines = [line.split(maxsplit=1) for line in listed.stdout.splitlines()]
+    names = ("ray::Player", "ray::EnvServer")
+    return [int(pid) for pid, args in lines if args.startswith(names)]
+
+
+@pytest.fixture(autouse=True)
+def ended():
+    """Ends the runs that a test has started."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def start(*arguments, **flags):
+    STARTED.append(runs.start(*arguments, **flags))
+    return STARTED[-1]
+
+
+def wait_for(wanted, what, process, seconds=150):
+    deadline = time.monotonic() + seconds
+    while not wanted():
+        assert process.poll() is None, runs.finish(process)
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.1)
+
+
+def wait_for_words(folder, words, process):
+    log = folder / "ray" / "out.log"
+    wait_for(lambda: words in log.read_text(), words, process)
+
+
+def wait_for_replacement(folder, process, flags):
+    if "module" not in flags:
+        wait_for_words(folder, "Ray has replaced it", process)
+    else:
+        wait_for_words(folder, "A stream is lost", process)
+        wait_for(lambda: has_both_streams(folder), "second stream", process)
+    assert len(ray_actors()) == 2
+
+
+def has_both_streams(folder):
+    return int(runs.read_logs(folder, "ray")[-1]["streams"]) == 2
+
+
+def learns_on(folder, process):
+    rows = len(runs.read_logs(folder, "ray"))
+    runs.wait_for_rows(process, folder, "ray", rows + 200, timeout=150)
+
+
+def stop(process):
+    """Ctrl-C in a terminal, which all processes get; nothing may be left."""
+    os.killpg(process.pid, signal.SIGINT)
+    output = runs.finish(process)
+    assert process.returncode == 130, output
+    assert "Saved" in output
+    assert_nothing_left()
+
+
+def assert_nothing_left():
+    deadline = time.monotonic() + 30
+    while ray_actors():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def cluster():
+    """A Ray cluster with a CPU each on two nodes. The run belongs to the first."""
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    # Of several nodes with its own address, a run takes any.
+    nodes.second = nodes.add_node(num_cpus=1, node_ip_address="127.0.0.2")
+    yield nodes
+    nodes.shutdown()
+
+
+@pytest.fixture
+def secrets(tmp_path):
+    """A token, and a certificate for the name `learner`."""
+    made = certificates.Certificates(tmp_path)
+    made.make("learner", "DNS:learner")
+    token = tmp_path / "token"
+    token.write_text("sesame")
+    identity = made.identity("learner")
+    return {**identity, "token_file": token, "tls_server_name": "learner"}, made.ca()
+
+
+@BOTH
+def test_a_run_on_this_machine(tmp_path, flags):
+    output = runs.run(tmp_path, "ray", timeout=200, **flags)
+    assert "Ray runs 2 actors on" in output
+    rows = runs.read_logs(tmp_path, "ray")
+    steps = flags["batch_size"] * flags["unroll_length"]
+    assert [int(row["step"]) for row in rows] == list(range(steps, STEPS + 1, steps))
+    assert any(float(row["mean_game_return"] or 0) > 5 for row in rows)
+    # With the first weights for ever, it would be half of the updates.
+    assert 0 < statistics.median(float(row["policy_lag"]) for row in rows) < 20
+    module = flags.get("module", "torchbeast.monobeast")
+    output = runs.run(tmp_path, "ray", 200, module=module, total_steps=STEPS + 100)
+    assert f"Resuming at step {STEPS}." in output
+    assert "Ray runs 2 actors on" in output
+
+
+@BOTH
+def test_a_dead_actor_is_replaced(tmp_path, flags):
+    process = start(tmp_path, "ray", **{**flags, "total_steps": FOREVER})
+    runs.wait_for_rows(process, tmp_path, "ray", 20, timeout=200)
+    victims = ray_actors()
+    assert len(victims) == 2
+    os.kill(victims[0], signal.SIGKILL)
+    wait_for_replacement(tmp_path, process, flags)
+    learns_on(tmp_path, process)
+    stop(process)
+
+
+@BOTH
+def test_the_learner_is_killed(tmp_path, flags):
+    process = start(tmp_path, "ray", **{**flags, "total_steps": FOREVER})
+    runs.wait_for_rows(process, tmp_path, "ray", 20, timeout=200)
+    assert len(ray_actors()) == 2
+    process.kill()
+    assert_nothing_left()
+
+
+@pytest.mark.parametrize("authority", [False, True])
+def test_a_node_dies(tmp_path, cluster, secrets, authority):
+    """Its actor goes on at another. In PolyBeast with a token and certificates."""
+    own, ca = secrets
+    # Without an authority the servers trust the learner's certificate itself.
+    flags = {**POLY, **own, **(ca if authority else {})}
+    survives_a_dead_node(tmp_path, cluster, flags)
+
+
+def test_a_node_of_monobeast_dies(tmp_path, cluster):
+    survives_a_dead_node(tmp_path, cluster, MONO)
+
+
+def survives_a_dead_node(folder, cluster, flags):
+    flags = {**flags, "ray_address": cluster.address, "total_steps": FOREVER}
+    process = start(folder, "ray", **flags)
+    runs.wait_for_rows(process, folder, "ray", 20, timeout=200)
+    assert len(ray_actors()) == 2
+    cluster.add_node(num_cpus=1, node_ip_address="127.0.0.3")
+    cluster.remove_node(cluster.second, allow_graceful=False)
+    wait_for_replacement(folder, process, flags)
+    learns_on(folder, process)
+    stop(process)
+
+
+def test_there_is_no_room_for_a_replacement(tmp_path, cluster):
+    """The others go on, and the log says it."""
+    flags = {"ray_address": cluster.address, "total_steps": FOREVER, "actor_timeout": 9}
+    process = start(tmp_path, "ray", **{**MONO, **flags})
+    runs.wait_for_rows(process, tmp_path, "ray", 20, timeout=200)
+    cluster.remove_node(cluster.second, allow_graceful=False)
+    wait_for_words(tmp_path, "no unroll for 9 s. Ray may have no room", process)
+    learns_on(tmp_path, process)
+    stop(process)
+
+
+@BOTH
+def test_an_environment_can_not_be_made(tmp_path, flags):
+    process = start(tmp_path, "ray", **{**flags, "env": "faulty:NoPlace"})
+    output = runs.finish(process, 200)
+    assert process.returncode == 1
+    assert "NoPlace" in output
+
+
+@BOTH
+def test_an_environment_raises(tmp_path, flags, monkeypatch):
+    """MonoBeast's run ends; PolyBeast's survives --max_env_failures of them."""
+    fault = tmp_path / "fault"
+    monkeypatch.setenv("FAULT_FILE", str(fault))
+    flags = {**flags, "env": "faulty:Environment", "total_steps": FOREVER}
+    process = start(tmp_path, "ray", **flags)
+    runs.wait_for_rows(process, tmp_path, "ray", 20, timeout=200)
+    fault.write_text("raise_error")
+    if "module" in flags:  # PolyBeast
+        wait_for_words(tmp_path, "An environment raised", process)
+        fault.unlink()
+        wait_for(lambda: has_both_streams(tmp_path), "second stream", process)
+        learns_on(tmp_path, process)
+        fault.write_text("raise_error")
+    output = runs.finish(process, 200)
+    assert process.returncode == 1
+    assert "ValueError: the ball left the table" in output
+
+
+def test_no_room_at_the_start(tmp_path):
+    process = start(tmp_path, "ray", **{**MONO, "num_actors": 200, "actor_timeout": 20})
+    output = runs.finish(process, 250)
+    assert process.returncode == 1
+    assert "Ray did not start 200 actors within 20 s" in output
+    assert "lower --num_actors" in output
+
+
+def test_a_cluster_needs_tls(tmp_path, cluster):
+    flags = {**POLY, "ray_address": cluster.address}
+    process = start(tmp_path, "ray", **flags)
+    output = runs.finish(process, 250)
+    assert process.returncode == 1
+    assert "neither encrypted nor authenticated. Give TLS" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"ray_address": "127.0.0.1:1"}, "no Ray cluster at --ray_address 127.0.0.1:1"),
+        ({"sync": True}, "--sync needs --launcher processes"),
+        (
+            {"launcher": "processes", "ray_address": "auto"},
+            "--ray_address needs --launcher ray",
+        ),
+    ],
+)
+@BOTH
+def test_what_can_not_work(tmp_path, flags, wrong, words):
+    process = start(tmp_path, "ray", **{**flags, **wrong})
+    output = runs.finish(process, 250)
+    assert process.returncode == 1
+    assert words in output
+    assert "Traceback" not in output

@@ -1,0 +1,140 @@
+"""PolyBeast's servers and learner, started apart, each in a session of its own.
+
+This is a pytest plugin with the fixtures serve, learn and pipes.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import runs
+import watched_runs
+from watched_runs import END_SECONDS, processes_of_session, wait_until
+
+T, E = 5, 3
+SHARED = {"env": "CartPole-v1", "envs_per_actor": E}
+LEARNER = {
+    "module": "torchbeast.polybeast_learner",
+    "num_actors": None,
+    "unroll_length": T,
+    "batch_size": 2 * E,
+    "reward_clipping": "none",
+    **SHARED,
+}
+
+
+class Servers:
+    """`python -m torchbeast.polybeast_env` in its own session."""
+
+    def __init__(self, folder, prefix=(), env_vars=None, **flags):
+        self.console_path = folder / f"servers-{len(list(folder.glob('servers-*')))}"
+        words = [sys.executable, "-m", "torchbeast.polybeast_env"]
+        for name, value in {**SHARED, "num_servers": 1, **flags}.items():
+            words += [f"--{name}", str(value)]
+        with self.console_path.open("wb") as console:
+            self.process = subprocess.Popen(
+                [*prefix, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                env={**runs.environment(), **(env_vars or {})},
+                start_new_session=True,
+            )
+        self.pid = self.process.pid
+
+    @property
+    def console(self):
+        return self.console_path.read_text(errors="replace")
+
+    def addresses(self, number=1):
+        """The servers' addresses, when `number` of them listen."""
+
+        def found():
+            assert self.process.poll() is None, self.console
+            return re.findall(r"Server \d+ at (\S+): ", self.console)
+
+        wait_until(lambda: len(found()) >= number, "servers listen")
+        return found()
+
+    def children(self):
+        """The server processes by pid, oldest first."""
+        found = processes_of_session(self.pid)
+        return [p.pid for p in found if "spawn_main" in p.command]
+
+    def wait_for_end(self, status):
+        try:
+            assert self.process.wait(END_SECONDS * 2) == status, self.console
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"no end:\n{self.console}")
+        self.assert_nothing_left()
+
+    def assert_nothing_left(self):
+        wait_until(lambda: not processes_of_session(self.pid), "no process left")
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Starts servers; what is left of them is killed after the test."""
+    started = []
+
+    def start(**flags):
+        started.append(Servers(tmp_path, **flags))
+        return started[-1]
+
+    yield start
+    for servers in started:
+        servers.kill()
+
+
+@pytest.fixture
+def learn(tmp_path):
+    """Starts learners; what is left of them is killed after the test."""
+    started = []
+
+    def start(xpid="run", **flags):
+        started.append(watched_runs.Run(tmp_path, xpid, **{**LEARNER, **flags}))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.kill()
+
+
+@pytest.fixture
+def pipes(tmp_path):
+    """--pipes_basename; the test must leave no socket of this name."""
+    yield f"unix:{tmp_path}/pipe"
+    assert not list(tmp_path.glob("pipe*"))
+
+
+def rows_of(run):
+    return runs.read_logs(run.savedir, run.xpid)
+
+
+def assert_whole_updates(run):
+    """Every update learned from B whole unrolls; counts of losses never go back."""
+    rows = rows_of(run)
+    assert {int(row["step"]) % (2 * E * T) for row in rows} == {0}
+    for before, after in itertools.pairwise(rows):
+        assert int(after["step"]) - int(before["step"]) == 2 * E * T
+        for name in ("reconnects", "dropped_steps"):
+            assert int(after[name]) >= int(before[name])
+    return rows
+
+
+def assert_says(run, *words):
+    """The log ends with one error, of one line, that has all these words."""
+    run.assert_error()
+    (error,) = [line for line in run.console.splitlines() if "[ERROR " in line]
+    for word in words:
+        assert word in error
