@@ -134,6 +134,10 @@ def test_a_run_on_this_machine(tmp_path, flags):
     output = runs.run(tmp_path, "ray", 200, module=module, total_steps=STEPS + 100)
     assert f"Resuming at step {STEPS}." in output
     assert "Ray runs 2 actors on" in output
+    flags = {"module": module, "total_steps": STEPS + 200, "launcher": "processes"}
+    output = runs.run(tmp_path, "ray", **flags)
+    assert f"Resuming at step {STEPS + 100}" in output
+    assert "Ray" not in output
 
 
 @BOTH

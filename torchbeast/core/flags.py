@@ -43,6 +43,7 @@ FREE_TO_CHANGE = OF_ONE_START | {
     *("tls", "tls_cert", "tls_key", "tls_ca", "tls_server_name"),
     *("token_file", "insecure"),
     *("connect_timeout", "max_restarts", "num_actions"),
+    *("launcher", "ray_address"),
 }
 
 # Flags that a resumed run with --sync may change: those that set how it learns from now

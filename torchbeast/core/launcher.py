@@ -29,8 +29,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def check(flags: Flags) -> None:
     """Raises FlagError if the run can't use Ray."""
     if flags.launcher == "processes":
-        if flags.ray_address:
+        if "ray_address" in flags.typed:
             raise FlagError("--ray_address needs --launcher ray")
+        flags.ray_address = None  # of a checkpoint
         return
     if flags.sync:
         raise FlagError("--sync needs --launcher processes")
