@@ -25,6 +25,8 @@ def atari_flags(env, **changes):
         "full_action_space": False,
         "life_loss": True,
         "max_episode_frames": 108000,
+        "env_kwargs": None,
+        "wrapper": None,
     }
     return argparse.Namespace(**{**flags, **changes})
 

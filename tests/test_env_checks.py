@@ -110,7 +110,10 @@ def test_first_step(name):
         ),
         (misbehaving.NoOptions, r"reset\(\) does not follow .*argument 'options'"),
         (misbehaving.RewardInAList, r"float64 \[1\] as reward"),
-        (misbehaving.NeedsArguments, r"can't be made: .*missing .*'size'.* function"),
+        (
+            misbehaving.NeedsArguments,
+            r"can't be made: .*missing .*'size'.* --env_kwargs",
+        ),
     ],
 )
 def test_registered_environments(entry_point, match):
@@ -139,7 +142,7 @@ def test_an_environments_own_errors_stay_as_they_are():
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("NeedsArguments", r"missing .*'size'.* def make\(\): return NeedsArguments\("),
+        ("NeedsArguments", r"missing .*'size'.* --env_kwargs passes"),
         ("several", r"vector environment \(CartPoleVectorEnv\).*--envs_per_actor"),
         (
             "nothing",

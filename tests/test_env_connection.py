@@ -200,7 +200,7 @@ def expected(*argv):
 
 def test_settings_are_all_flags_that_shape_the_environments():
     settings = env_connection.environment_settings(
-        env_flags("--preset", "sticky-atari")
+        env_flags("--preset=sticky-atari", "--env_kwargs={}", "--wrapper=a:b")
     )
     declared = argparse.ArgumentParser(add_help=False)
     declared_flags.add_environment_flags(declared)
@@ -211,6 +211,12 @@ def test_settings_are_all_flags_that_shape_the_environments():
     for flags in (env_flags(sticky_actions=0), env_flags("--sticky_actions=0")):
         settings = env_connection.environment_settings(flags)
         assert settings["sticky_actions"] == "0.0"
+    # Flags without a value are left out.
+    assert not settings.keys() & {"env_kwargs", "wrapper"}
+    # The order and the spaces of JSON have no meaning.
+    for text in ('{"b": 1, "a": [2]}', '{"a":[2],"b":1}'):
+        settings = env_connection.environment_settings(env_flags("--env_kwargs", text))
+        assert settings["env_kwargs"] == '{"a": [2], "b": 1}'
     # Atari's flags have no effect elsewhere.
     flags = env_flags("--env=CartPole-v1", "--sticky_actions=0.5")
     assert env_connection.environment_settings(flags) == {"env": "CartPole-v1"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from torchbeast.core import environment, extra_fields
+from torchbeast.core import declared_flags, environment, extra_fields
 from torchbeast.core.environment import Environment
 from torchbeast.core.extra_fields import ExtraField
 from torchbeast.core.make_env import (
@@ -19,19 +19,11 @@ from torchbeast.core.seeded_games import game_seed
 
 
 def env_flags(env, **changes):
-    flags = {
-        "env": env,
-        "atari_backend": "python",
-        "seed": 3,
-        "sync": False,
-        "frame_skip": 4,
-        "noop_max": 30,
-        "sticky_actions": 0.0,
-        "full_action_space": False,
-        "life_loss": True,
-        "max_episode_frames": 108000,
-    }
-    return argparse.Namespace(**{**flags, **changes})
+    parser = argparse.ArgumentParser()
+    declared_flags.add_environment_flags(parser)
+    flags = parser.parse_args([f"--env={env}", "--atari_backend=python"])
+    settings = {"seed": 3, "sync": False, **changes}
+    return argparse.Namespace(**{**vars(flags), **settings})
 
 
 def here(definition):
@@ -398,6 +390,77 @@ def test_initial_starts_new_games():
     assert not np.array_equal(row["observation"], first)
     expected, _ = gymnasium.make("CartPole-v1").reset(seed=game_seed(3, 1, 1))
     np.testing.assert_array_equal(row["observation"][1], expected)
+
+
+# --- Arguments and wrappers ---
+
+
+class Sized(Counter):
+    """Has a parameter."""
+
+    def __init__(self, size, step=1):
+        super().__init__()
+        self.observation_space = spaces.Box(-9, 9, (size,))
+        self.size, self.by = size, step
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(self.size, np.float32), {}
+
+    def step(self, action):
+        return np.full(self.size, self.by, np.float32), 1.0, False, False, {}
+
+
+def double(env):
+    return gymnasium.wrappers.TransformObservation(
+        env, lambda x: x * 2, env.observation_space
+    )
+
+
+def plus_one(env):
+    return gymnasium.wrappers.TransformObservation(
+        env, lambda x: x + 1, env.observation_space
+    )
+
+
+NOT_CALLABLE = 3
+
+
+def test_arguments_of_a_class():
+    env = Environment(env_flags(here(Sized), env_kwargs='{"size": 5, "step": 3}'), 2)
+    env.initial()
+    row = env.step(np.zeros(2, np.int64))
+    assert row["observation"].tolist() == [[3.0] * 5] * 2
+
+
+@pytest.mark.parametrize(
+    ("env", "kwargs", "found"),
+    [
+        ("CartPole-v1", '{"sutton_barto_reward": true}', 0.0),
+        ("CartPole-v1", None, 1.0),
+    ],
+)
+def test_arguments_of_an_id(env, kwargs, found):
+    env = Environment(env_flags(env, env_kwargs=kwargs), 1)
+    env.initial()
+    assert env.step(np.zeros(1, np.int64))["reward"] == [found]
+
+
+def test_arguments_of_an_atari_game():
+    create_env(env_flags("ALE/Freeway-v5", env_kwargs='{"difficulty": 1}'))
+    with pytest.raises(RuntimeError, match=r"(?i)difficult"):
+        create_env(env_flags("ALE/Freeway-v5", env_kwargs='{"difficulty": 77}'))
+
+
+@pytest.mark.parametrize(
+    ("wrappers", "found"),
+    [((double, plus_one), 3.0), ((plus_one, double), 4.0), ((double,), 2.0)],
+)
+def test_wrappers_in_their_order(wrappers, found):
+    wrapper = ",".join(map(here, wrappers))
+    flags = env_flags(here(Sized), env_kwargs='{"size": 1}', wrapper=wrapper)
+    env = Environment(flags, 1)
+    env.initial()
+    assert env.step(np.zeros(1, np.int64))["observation"] == [[found]]
 
 
 # --- Old Gym --------------------------------------------------------------------------

@@ -10,7 +10,9 @@ import pytest
 from gymnasium import spaces
 from test_environment import Counter, Echo, env_flags, here
 
+from torchbeast.core.env_checks import InvalidEnvironmentError
 from torchbeast.core.environment import Environment
+from torchbeast.core.errors import FlagError
 from torchbeast.core.make_env import (
     MissingPackageError,
     UnknownEnvironmentError,
@@ -126,3 +128,26 @@ def test_stepping_needs_no_torch():
     """Processes that only step environments stay small."""
     code = "import sys, torchbeast.core.environment; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"env_kwargs": '{"length": 1}'}, InvalidEnvironmentError, r"'length'"),
+        ({"env": "CartPole-v1", "env_kwargs": '{"size": 1}'}, None, r"'size'"),
+        ({"wrapper": "no_such_module:f"}, MissingPackageError, "--wrapper no_such_mod"),
+        ({"wrapper": f"{__name__}:Countr"}, None, "--wrapper .* Did you mean Counter"),
+        ({"wrapper": "math:pi"}, InvalidEnvironmentError, "--wrapper math:pi .* 3.14"),
+        ({"wrapper": "math"}, UnknownEnvironmentError, "full module name"),
+        ({"wrapper": "builtins:id"}, InvalidEnvironmentError, "--wrapper builtins:id"),
+        (
+            {"env": "Pong-v4", "atari_backend": "native", "env_kwargs": '{"mode": 1}'},
+            FlagError,
+            "--atari_backend python",
+        ),
+    ],
+)
+def test_arguments_and_wrappers_that_can_not_work(changes, error, match):
+    flags = env_flags(**{"env": here(Counter), **changes})
+    with pytest.raises(error or ValueError, match=match):
+        Environment(flags, 1)

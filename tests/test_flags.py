@@ -386,6 +386,9 @@ def test_resolving_fills_in_what_is_open(monkeypatch):
         "learner_device",
         "replay_file",
         "ray_address",
+        "config",
+        "env_kwargs",
+        "wrapper",
     }
 
 

@@ -229,9 +229,15 @@ class LifeLoss(gymnasium.Wrapper):
 
 
 def make_atari(
-    flags: argparse.Namespace, render_mode: str | None = None
+    flags: argparse.Namespace,
+    render_mode: str | None = None,
+    arguments: dict[str, Any] | None = None,
 ) -> gymnasium.Env:
-    """Makes one environment: observations [4, 84, 84] uint8, unclipped rewards."""
+    """Makes one environment: observations [4, 84, 84] uint8, unclipped rewards.
+
+    Args:
+      arguments: further ones of ale_py.AtariEnv, such as difficulty.
+    """
     env: gymnasium.Env = SeededAtari(
         _require_game(flags.env),
         obs_type="grayscale",
@@ -240,6 +246,7 @@ def make_atari(
         full_action_space=flags.full_action_space,
         max_num_frames_per_episode=0,  # SkipFrames truncates
         render_mode=render_mode,  # type: ignore[arg-type] # a literal; AtariEnv checks it
+        **(arguments or {}),
     )
     env = StartOfGame(env, flags.noop_max)
     env = SkipFrames(env, flags.frame_skip, flags.max_episode_frames)

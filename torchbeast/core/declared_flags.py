@@ -4,6 +4,7 @@ Importing this module does not load torch, because environment servers parse fla
 """
 
 import argparse
+import json
 import math
 from collections.abc import Iterable
 
@@ -36,6 +37,11 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         type=preset_name,
         choices=sorted(PRESETS),
         help="a named set of flags",
+    )
+    add(
+        "--config",
+        metavar="FILE",
+        help="flags from a .toml file or a run's meta.json; the command line wins",
     )
     add("--xpid", help="name of the run; if it exists, it is resumed")
     add("--savedir", default="~/logs/torchbeast", help="directory of the runs")
@@ -195,6 +201,19 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
     return parser
 
 
+def json_object(text: str) -> str:
+    """Checks a JSON object, for argparse. Returns it with sorted names."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f"""{text!r} is not an object, such as '{{"size": 8}}'"""
+        )
+    return json.dumps(value, sort_keys=True)
+
+
 ATARI = "Atari"  # title of the group of flags that have no effect on other environments
 
 
@@ -206,6 +225,17 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
     toggle = argparse.BooleanOptionalAction
     add = parser.add_argument_group("environment").add_argument
     add("--env", default="PongNoFrameskip-v4", help="a Gymnasium id or module:Class")
+    add(
+        "--env_kwargs",
+        type=json_object,
+        metavar="JSON",
+        help="""arguments of the environment, such as '{"size": 8}'""",
+    )
+    add(
+        "--wrapper",
+        metavar="MODULE:FUNCTION,...",
+        help="functions or classes that wrap each environment, the innermost first",
+    )
     add = parser.add_argument_group(ATARI).add_argument
     add(
         *("--atari_backend", "--envs"),

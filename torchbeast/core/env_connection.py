@@ -19,19 +19,20 @@ def environment_settings(flags: argparse.Namespace) -> dict[str, str]:
     """The flags that determine the environments, as text: {name: value}.
 
     A learner refuses environments with other values. Flags for Atari are left out if
-    the environment is not an Atari game.
+    the environment is not an Atari game, and so are flags without a value.
     """
     is_atari = atari_wrappers.atari_game(flags.env) is not None
     return {
-        action.dest: _as_text(action, getattr(flags, action.dest))
+        action.dest: _as_text(action, value)
         for action in declared_flags.environment_flags(is_atari)
+        if (value := getattr(flags, action.dest)) is not None
     }
 
 
 def _as_text(flag: argparse.Action, value: object) -> str:
     # A preset may give 0 if the command line gives 0.0.
     convert = flag.type if callable(flag.type) else str
-    return str(value if value is None else convert(str(value)))
+    return str(convert(str(value)))
 
 
 # --- Why a connection can't work ------------------------------------------------------

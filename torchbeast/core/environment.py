@@ -19,6 +19,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.core import atari_wrappers
 from torchbeast.core.env_checks import Checker
+from torchbeast.core.errors import FlagError
 from torchbeast.core.extra_fields import EXTRA_FIELDS, make_fields
 from torchbeast.core.make_env import create_env
 from torchbeast.core.nested import flatten, map_nested
@@ -104,10 +105,14 @@ class Environment:
                 f"--atari_backend must be native or python, got {flags.atari_backend!r}"
             )
         is_atari = atari_wrappers.atari_game(flags.env) is not None
+        is_native = is_atari and flags.atari_backend == "native"
+        if is_native and (flags.env_kwargs or flags.wrapper):
+            raise FlagError(
+                f"for {flags.env}, --env_kwargs and --wrapper need --atari_backend "
+                "python"
+            )
         self.frames_per_step: int = flags.frame_skip if is_atari else 1
-        self.exact_resume = not (
-            is_atari and flags.atari_backend == "native" and render_mode is None
-        )
+        self.exact_resume = not (is_native and render_mode is None)
         self.envs: Any
         if self.exact_resume:
             self.envs = gymnasium.vector.SyncVectorEnv(

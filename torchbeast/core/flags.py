@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from torchbeast.core import config_file
 from torchbeast.core.devices import fast_bf16, learner_device
 from torchbeast.core.errors import FlagError
 from torchbeast.core.presets import PRESETS, current_name
@@ -29,7 +30,7 @@ from torchbeast.core.ranges import RANGES
 OF_ONE_START = {
     *("mode", "savedir", "xpid", "allow_flag_changes", "disable_checkpoint"),
     *("write_profiler_trace", "video", "num_test_episodes", "greedy"),
-    *("trust_checkpoint_env", "suppress_logs"),
+    *("trust_checkpoint_env", "suppress_logs", "config"),
 }
 
 # Flags that don't change what a run learns. Some exist in one variant only.
@@ -118,7 +119,8 @@ def parse(
     Raises:
       FlagError: a saved flag has a value that is not allowed.
     """
-    words = sys.argv[1:] if argv is None else argv
+    words = list(sys.argv[1:] if argv is None else argv)
+    words = config_file.find(parser, words) + words  # the command line wins
     argv = ["--model=deep" if word == "--use_resnet" else word for word in words]
     flags = parser.parse_args(argv, Flags())
     typed = _parse_typed(parser, argv)

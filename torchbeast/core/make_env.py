@@ -7,6 +7,7 @@ import argparse
 import difflib
 import importlib
 import inspect
+import json
 import operator
 import re
 from collections.abc import Callable
@@ -52,9 +53,11 @@ def create_env(
 
         "PongNoFrameskip-v4", "ALE/Pong-v5"  an Atari id, see atari_wrappers.py
         "CartPole-v1", "MinAtar/Breakout-v1", "package.module:Id-v0"  a Gymnasium id
-        "package.module:name"  a class or function; it is called without arguments, or
-                               with render_mode if it has that parameter
+        "package.module:name"  a class or function; it is called with render_mode if it
+                               has that parameter
 
+    It gets the arguments in `flags.env_kwargs`, a JSON object or None. The functions or
+    classes in `flags.wrapper`, separated by commas, wrap it one after the other.
     Environments of the old Gym API are adapted.
 
     Raises:
@@ -64,13 +67,26 @@ def create_env(
       InvalidEnvironmentError: the object is not a usable environment.
     """
     name = flags.env
+    arguments = json.loads(flags.env_kwargs or "{}")
     if atari_wrappers.atari_game(name):
-        env = atari_wrappers.make_atari(flags, render_mode)
+        env = atari_wrappers.make_atari(flags, render_mode, arguments)
     elif ":" in name and not re.search(r"-v\d+$", name):
-        env = _from_python_path(name, render_mode)
+        env = _from_python_path(name, render_mode, arguments)
     else:
-        env = _from_gymnasium(name, render_mode)
+        env = _from_gymnasium(name, render_mode, arguments)
     check_interface(name, env)
+    for wrapper in filter(None, (flags.wrapper or "").split(",")):
+        wrap = _find(f"--wrapper {wrapper}", wrapper)
+        if not callable(wrap):
+            raise InvalidEnvironmentError(
+                f"--wrapper {wrapper} names {describe(wrap)}, not a class or function "
+                "that wraps an environment"
+            )
+        env = wrap(env)
+        if not isinstance(env, gymnasium.Env):
+            raise InvalidEnvironmentError(
+                f"--wrapper {wrapper} returned {describe(env)}, not an environment"
+            )
     try:
         check_observation_space(env.observation_space)
         check_action_space(env.action_space)
@@ -80,7 +96,9 @@ def create_env(
     return env
 
 
-def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
+def _from_gymnasium(
+    name: str, render_mode: str | None, arguments: dict[str, Any]
+) -> gymnasium.Env:
     if name.startswith("MinAtar/") and "MinAtar/Breakout-v1" not in gymnasium.registry:
         try:
             minatar = importlib.import_module("minatar.gym")
@@ -90,9 +108,9 @@ def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
             ) from error
         minatar.register_envs()
     try:
-        # Some take no render_mode, not even None.
-        mode: dict[str, Any] = {"render_mode": render_mode} if render_mode else {}
-        env = gymnasium.make(name, disable_env_checker=True, **mode)
+        if render_mode:  # some take no render_mode, not even None
+            arguments = {"render_mode": render_mode, **arguments}
+        env = gymnasium.make(name, disable_env_checker=True, **arguments)
         return MinAtarGame(env) if name.startswith("MinAtar/") else env
     except gymnasium.error.UnregisteredEnv as error:
         close = _close_matches(name)
@@ -108,7 +126,8 @@ def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
     except gymnasium.error.DependencyNotInstalled as error:
         raise MissingPackageError(f"--env {name} needs a package: {error}") from error
     except ModuleNotFoundError as error:
-        raise _missing_module(name, error) from error
+        named = name.partition(":")[0]
+        raise _missing_module(f"--env {name}", named, error) from error
     except ImportError as error:  # a renamed attribute or a missing system library
         raise MissingPackageError(f"--env {name}: {error}") from error
     except (TypeError, gymnasium.error.Error) as error:
@@ -116,8 +135,7 @@ def _from_gymnasium(name: str, render_mode: str | None) -> gymnasium.Env:
             raise _cannot_render(name, str(error)) from error
         if raised_by_call(error.__context__ or error):
             raise InvalidEnvironmentError(
-                f"--env {name} can't be made: {error}. If it needs arguments, write a "
-                "function that passes them, and give --env package.module:function"
+                f"--env {name} can't be made: {error}. --env_kwargs passes arguments"
             ) from error
         raise
 
@@ -132,9 +150,9 @@ _PACKAGES = {
 }
 
 
-def _missing_module(name: str, error: BaseException) -> MissingPackageError:
-    """Finds the missing module, which the named module may have tried to import."""
-    named = missing = name.partition(":")[0]
+def _missing_module(flag: str, named: str, error: BaseException) -> MissingPackageError:
+    """Finds the missing module, which the module `named` may have tried to import."""
+    missing = named
     cause: BaseException | None = error
     while cause is not None:  # Gymnasium's own error does not name the module
         missing = getattr(cause, "name", None) or missing
@@ -146,7 +164,7 @@ def _missing_module(name: str, error: BaseException) -> MissingPackageError:
     else:
         what, hint = f"it needs the module {missing}, which is missing", ""
     return MissingPackageError(
-        f"--env {name}: {what}. For a package: pip install "
+        f"{flag}: {what}. For a package: pip install "
         f"{_PACKAGES.get(package, package)}{hint}."
     )
 
@@ -184,27 +202,34 @@ def _close_matches(name: str) -> list[str]:
     return [by_lower_case[id] for id in close]
 
 
-def _from_python_path(name: str, render_mode: str | None) -> gymnasium.Env:
-    module_name, _, path = name.partition(":")
-    if not module_name or module_name.startswith("."):
+def _find(flag: str, path: str) -> Any:
+    """The object package.module:name. `flag` begins the messages of errors."""
+    module_name, _, attribute = path.partition(":")
+    if not module_name or module_name.startswith(".") or not attribute:
         raise UnknownEnvironmentError(
-            f"--env {name}: package.module:Class needs the full module name"
+            f"{flag}: package.module:Class needs the full module name"
         )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise _missing_module(name, error) from error
+        raise _missing_module(flag, module_name, error) from error
     try:
-        make = operator.attrgetter(path)(module)
+        return operator.attrgetter(attribute)(module)
     except AttributeError as error:
-        close = difflib.get_close_matches(path, dir(module))
+        close = difflib.get_close_matches(attribute, dir(module))
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
         raise UnknownEnvironmentError(
-            f"--env {name}: module {module_name} has no {path}.{hint}"
+            f"{flag}: module {module_name} has no {attribute}.{hint}"
         ) from error
-    arguments = {}
-    if render_mode is not None and _takes(make, "render_mode"):
-        arguments["render_mode"] = render_mode
+
+
+def _from_python_path(
+    name: str, render_mode: str | None, arguments: dict[str, Any]
+) -> gymnasium.Env:
+    make = _find(f"--env {name}", name)
+    takes_mode = _takes(make, "render_mode")
+    if render_mode is not None and takes_mode:
+        arguments = {"render_mode": render_mode, **arguments}
     _check_arguments(name, make, arguments)
     env = make(**arguments)
     check_interface(name, env)
@@ -214,8 +239,8 @@ def _from_python_path(name: str, render_mode: str | None) -> gymnasium.Env:
         raise _cannot_render(
             name,
             f"its render_mode is {env.render_mode!r}, not {render_mode!r}"
-            if arguments
-            else f"{path} takes no argument render_mode",
+            if takes_mode
+            else f"{name.partition(':')[2]} takes no argument render_mode",
         )
     return env
 
@@ -235,9 +260,8 @@ def _check_arguments(name: str, make: Any, arguments: dict[str, Any]) -> None:
         signature.bind(**arguments)
     except TypeError as error:
         raise InvalidEnvironmentError(
-            f"--env {name} is called without arguments, but its signature is "
-            f"{signature}: {error}. Write a function, def make(): return "
-            f"{name.rpartition(':')[2]}(...), and give its name instead"
+            f"--env {name} is called with the arguments {arguments}, but its signature "
+            f"is {signature}: {error}. --env_kwargs passes arguments"
         ) from None
 
 

@@ -213,23 +213,24 @@ def describe(flags: Flags, saved: dict[str, Any]) -> list[str]:
 
 
 def announce_environment(flags: Flags, saved: dict[str, Any] | None) -> None:
-    """Logs the module that will be imported because a checkpoint names it.
+    """Logs the modules that will be imported because a checkpoint names them.
 
     Raises:
       FlagError: --no-trust_checkpoint_env refuses it.
     """
-    named = (saved or {}).get("flags", {}).get("env")
-    if "env" in flags.typed or flags.env != named or ":" not in flags.env:
-        return
-    module = flags.env.partition(":")[0]
-    if not flags.trust_checkpoint_env:
-        raise FlagError(
-            f"the checkpoint names --env {flags.env}, but --no-trust_checkpoint_env "
-            f"forbids to import the module {module}. If you trust it, add "
-            f"--env {flags.env}"
+    for name in ("env", "wrapper"):
+        named = (saved or {}).get("flags", {}).get(name) or ""
+        if name in flags.typed or getattr(flags, name) != named or ":" not in named:
+            continue
+        modules = ", ".join(part.partition(":")[0] for part in named.split(","))
+        if not flags.trust_checkpoint_env:
+            raise FlagError(
+                f"the checkpoint names --{name} {named}, but --no-trust_checkpoint_env "
+                f"forbids to import the module {modules}. If you trust it, add "
+                f"--{name} {named}"
+            )
+        log.warning(
+            "The checkpoint names --%s %s: the module %s will be imported, which runs "
+            "its code. To prevent that, add --no-trust_checkpoint_env.",
+            *(name, named, modules),
         )
-    log.warning(
-        "The checkpoint names --env %s: the module %s will be imported, which runs its "
-        "code. To prevent that, add --no-trust_checkpoint_env.",
-        *(flags.env, module),
-    )

@@ -1,0 +1,113 @@
+"""--config: flags from a TOML file, or from a run's meta.json."""
+
+import json
+
+import pytest
+import runs
+
+from torchbeast import monobeast, polybeast
+from torchbeast.core import flags as flags_lib
+from torchbeast.core.errors import FlagError
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file and returns --config with it."""
+
+    def write(text, name="run.toml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return f"--config={path}"
+
+    return write
+
+
+def parse(*argv):
+    return flags_lib.parse(monobeast.make_parser(), argv)
+
+
+def test_every_kind_of_flag(write):
+    config = write(
+        """
+        env = "a:B"
+        seed = 7
+        learning_rate = 1e-4
+        clip_ratio = inf
+        use_lstm = true
+        life_loss = false
+        greedy = false
+        model = "deep"
+        [env_kwargs]
+        size = 3
+        names = ["x"]
+        """
+    )
+    flags = parse(config)
+    assert (flags.env, flags.seed, flags.learning_rate) == ("a:B", 7, 0.0001)
+    assert flags.clip_ratio == float("inf")
+    assert (flags.use_lstm, flags.life_loss, flags.greedy) == (True, False, False)
+    assert json.loads(flags.env_kwargs) == {"size": 3, "names": ["x"]}
+    assert {"seed", "life_loss", "env_kwargs"} <= flags.typed
+
+
+def test_the_command_line_wins_and_the_preset_loses(write):
+    config = write('preset = "minatar"\nbatch_size = 3\nentropy_cost = 0.5\n')
+    flags = parse("--batch_size=5", config)
+    assert (flags.batch_size, flags.entropy_cost) == (5, 0.5)
+    assert flags.env == "MinAtar/Breakout-v1"
+
+
+def test_a_checkpoint_loses(write):
+    saved = parse("--seed=3", "--entropy_cost=0.2").as_dict()
+    config = write("seed = 4")
+    flags = flags_lib.parse(monobeast.make_parser(), [config], saved)
+    assert (flags.seed, flags.entropy_cost) == (4, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "match"),
+    [
+        ("sed = 3", "a.toml", "no flag sed. Did you mean seed"),
+        ("seed = ", "a.toml", "a.toml: Invalid value"),
+        ("use_lstm = 1", "a.toml", "use_lstm must be true or false, got 1"),
+        ("[3]", "meta.json", "not the meta.json of a run"),
+        ("{", "meta.json", "meta.json: "),
+    ],
+)
+def test_files_that_can_not_be_used(write, text, name, match):
+    with pytest.raises(FlagError, match=match):
+        parse(write(text, name))
+
+
+def test_there_is_no_such_file(tmp_path):
+    with pytest.raises(FlagError, match=r"nowhere\.toml.*No such file"):
+        parse(f"--config={tmp_path}/nowhere.toml")
+
+
+def test_values_are_checked_as_on_the_command_line(write, capsys):
+    with pytest.raises(SystemExit):
+        parse(write('model = "huge"'))
+    assert "invalid choice: 'huge'" in capsys.readouterr().err
+
+
+def test_the_flags_of_another_variant_are_left_out(write):
+    args = {"num_servers": 3, "seed": 9, "savedir": "/a", "xpid": "b", "video": None}
+    config = write(json.dumps({"args": args}), "meta.json")
+    flags = parse(config)
+    assert flags.seed == 9
+    assert (flags.xpid, "num_servers" in flags.as_dict()) == (None, False)
+    assert flags_lib.parse(polybeast.make_parser(), [config]).num_servers == 3
+
+
+def test_a_run_is_repeated(tmp_path):
+    """With --sync it repeats to the last bit."""
+    flags = {**runs.SMALL, "seed": 5, "sync": True, "entropy_cost": 0.03}
+    runs.run(tmp_path, "first", **flags)
+    config = tmp_path / "first" / "meta.json"
+    runs.run(tmp_path, "second", config=config)
+    first, second = (
+        runs.without_time(runs.read_logs(tmp_path, xpid))
+        for xpid in ("first", "second")
+    )
+    assert len(first) > 10
+    assert first == second

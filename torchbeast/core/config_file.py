@@ -1,0 +1,82 @@
+"""--config: flags from a file."""
+
+import argparse
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchbeast.core.errors import FlagError
+
+# Flags of a meta.json that name a place or a time, and not what the run does.
+OF_ITS_RUN = {"mode", "savedir", "xpid", "config", "video", "pipes_basename", "listen"}
+
+
+def find(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """The command line that --config stands for; empty without this flag.
+
+    Raises:
+      FlagError: the file can't be read, or has a flag that there is not.
+    """
+    if not any(action.dest == "config" for action in parser._actions):
+        return []
+    only = argparse.ArgumentParser(add_help=False)
+    only.add_argument("--config")
+    flags, _ = only.parse_known_args(argv)
+    return read(parser, Path(flags.config)) if flags.config else []
+
+
+def read(parser: argparse.ArgumentParser, path: Path) -> list[str]:
+    """The command line of a TOML file, or of a run's meta.json."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        is_meta = path.suffix == ".json"
+        values = _flags_of_run(json.loads(text)) if is_meta else _parse_toml(text)
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, JSON or TOML
+        raise FlagError(f"--config {path}: {error}") from error
+    actions = {
+        action.dest: action
+        for action in parser._actions
+        if action.option_strings and action.dest not in ("help", "config")
+    }
+    words = []
+    for name, value in values.items():
+        if name in actions:
+            words += _words(actions[name], value)
+        elif not is_meta:  # a meta.json may be that of another variant
+            close = difflib.get_close_matches(name, actions, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise FlagError(f"--config {path}: there is no flag {name}.{hint}")
+    return words
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    try:
+        import tomllib  # from Python 3.11 on
+    except ImportError as error:
+        raise FlagError("--config with a .toml file needs Python 3.11") from error
+    return tomllib.loads(text)
+
+
+def _flags_of_run(meta: Any) -> dict[str, Any]:
+    if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
+        raise ValueError("this is not the meta.json of a run: it has no args")
+    return {k: v for k, v in meta["args"].items() if k not in OF_ITS_RUN}
+
+
+def _words(action: argparse.Action, value: Any) -> list[str]:
+    """The words that set one flag; none if the value is that of a flag left out."""
+    option = action.option_strings[0]
+    if value is None:
+        return []
+    if action.nargs != 0:
+        if isinstance(value, dict):
+            value = json.dumps(value)
+        return [f"{option}={value}"]
+    if not isinstance(value, bool):
+        raise FlagError(f"--config: {action.dest} must be true or false, got {value!r}")
+    if value:
+        return [option]
+    no = [name for name in action.option_strings if name.startswith("--no-")]
+    return no[:1]
