@@ -32,6 +32,18 @@ def previous_path(path: str | os.PathLike[str]) -> pathlib.Path:
     return path.with_name(f"{path.stem}.previous{path.suffix}")
 
 
+def find(place: str | os.PathLike[str], savedir: str = "") -> pathlib.Path:
+    """The path of the checkpoint that `place` names.
+
+    Args:
+      place: a file, the folder of a run, or the name of a run in `savedir`.
+    """
+    path = pathlib.Path(place).expanduser()
+    if savedir and not path.exists():
+        path = pathlib.Path(savedir).expanduser() / place
+    return path / "model.tar" if path.is_dir() else path
+
+
 def save(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """Writes `state` to `path` atomically, and keeps the previous checkpoint.
 
@@ -178,12 +190,49 @@ def check_fit(found: dict[str, Any], model: torch.nn.Module) -> None:
     Raises:
       CheckpointError: names or shapes differ; the message lists them.
     """
+    differences = _differences(found, model)
+    if differences:
+        raise CheckpointError(
+            "the checkpoint's weights don't fit the model that the flags and the "
+            f"environment's spaces define: {_some(differences)}. Give the --env, "
+            "--model and --use_lstm of the checkpoint, or another --xpid"
+        )
+
+
+def take_over(path: str | os.PathLike[str], model: torch.nn.Module) -> None:
+    """Loads those weights of a checkpoint that fit the model; logs the others.
+
+    Raises:
+      CheckpointError: the file can't be read, or none of its weights fits.
+    """
+    path = pathlib.Path(path)
+    saved = load(path)
+    check(saved, path, for_test=True)
+    found, wanted = saved["model_state_dict"], model.state_dict()
+    fitting = {
+        name: x
+        for name, x in found.items()
+        if name in wanted and wanted[name].shape == x.shape
+    }
+    differences = _differences(found, model)
+    if not fitting:
+        raise CheckpointError(
+            f"none of the weights of {path} fits this model: {_some(differences)}"
+        )
+    model.load_state_dict(fitting, strict=False)
+    log.info("Took %d of %d weights from %s.", len(fitting), len(wanted), path)
+    if differences:
+        log.warning("These were not taken: %s.", "; ".join(differences))
+
+
+def _differences(found: dict[str, Any], model: torch.nn.Module) -> list[str]:
+    """Describes the weights whose names or shapes differ from the model's."""
     wanted = model.state_dict()
 
     def shape(x: torch.Tensor) -> str:
         return str(list(x.shape))
 
-    differences = [
+    return [
         *(
             f"{name} is {shape(found[name])} in the checkpoint, but {shape(x)} here"
             for name, x in wanted.items()
@@ -200,16 +249,12 @@ def check_fit(found: dict[str, Any], model: torch.nn.Module) -> None:
             if name not in wanted
         ),
     ]
-    if differences:
-        shown = 6
-        rest = len(differences) - shown
-        more = f"; and {rest} more" if rest > 0 else ""
-        raise CheckpointError(
-            "the checkpoint's weights don't fit the model that the flags and the "
-            f"environment's spaces define: {'; '.join(differences[:shown])}{more}. "
-            "Give the --env, --model and --use_lstm of the checkpoint, or another "
-            "--xpid"
-        )
+
+
+def _some(texts: list[str], shown: int = 6) -> str:
+    rest = len(texts) - shown
+    more = f"; and {rest} more" if rest > 0 else ""
+    return f"{'; '.join(texts[:shown])}{more}"
 
 
 def rng_state() -> dict[str, Any]:

@@ -44,6 +44,11 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         help="flags from a .toml file or a run's meta.json; the command line wins",
     )
     add("--xpid", help="name of the run; if it exists, it is resumed")
+    add(
+        "--init_from",
+        metavar="XPID|FILE",
+        help="start with the weights of another run, as far as they fit",
+    )
     add("--savedir", default="~/logs/torchbeast", help="directory of the runs")
     add("--seed", type=int, default=1, help="of weights, actions and environments")
     add("--total_steps", type=int, default=100_000, help="environment steps to train")

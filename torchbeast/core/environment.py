@@ -159,7 +159,7 @@ class Environment:
         self._initial_calls += 1
         observation, infos = self.envs.reset(seed=seeds)
         self._zero_counts()
-        action_shape, action_dtype = self._action_shape_and_dtype()
+        action_shape, action_dtype = _actions_of(self.action_space, self.num_envs)
         none = np.zeros(self.num_envs, np.bool_)
         self._row = self._make_row(
             observation=observation,
@@ -177,7 +177,7 @@ class Environment:
         """Takes one action in each environment and returns the next row."""
         actions = np.asarray(actions)
         observation, reward, terminated, truncated, infos = self.envs.step(
-            self._to_env_actions(actions)
+            to_env_actions(self.action_space, self.num_envs, actions)
         )
         done = terminated | truncated
         truncated = truncated & ~terminated
@@ -255,29 +255,6 @@ class Environment:
         out: Any = create_empty_array(self.observation_space, self.num_envs)
         return concatenate(self.observation_space, observations, out)
 
-    def _action_shape_and_dtype(self) -> tuple[tuple[int, ...], type]:
-        dtype = np.float32 if isinstance(self.action_space, spaces.Box) else np.int64
-        return (self.num_envs, *(self.action_space.shape or ())), dtype
-
-    def _to_env_actions(self, actions: np.ndarray) -> np.ndarray:
-        """Converts actions of the policy to actions of the space."""
-        space = self.action_space
-        shape, dtype = self._action_shape_and_dtype()
-        if actions.shape != shape or actions.dtype != dtype:
-            raise ValueError(
-                f"actions must be {np.dtype(dtype)} {list(shape)} for {space}, got "
-                f"{actions.dtype} {list(actions.shape)}"
-            )
-        if isinstance(space, spaces.Box):
-            return np.clip(actions, space.low, space.high).astype(space.dtype)
-        assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
-        sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
-        if not ((actions >= 0) & (actions < sizes)).all():
-            raise ValueError(
-                f"actions must be in 0 to {sizes} - 1, got {actions.tolist()}"
-            )
-        return (actions + space.start).astype(space.dtype)
-
     def try_out(self) -> None:
         """Resets and steps each environment once, to find errors early.
 
@@ -288,7 +265,7 @@ class Environment:
             self.on_warning = lambda key, message: None  # the servers log it later
             self.set_seed(secrets.randbits(31), self.indices.start)
             self.initial()
-            shape, dtype = self._action_shape_and_dtype()
+            shape, dtype = _actions_of(self.action_space, self.num_envs)
             self.step(np.zeros(shape, dtype))
 
     def render(self) -> np.ndarray | None:
@@ -370,6 +347,35 @@ class Environment:
         self.final_observation = state["final_observation"]
         self._row = {**state["row"], "observation": observation}
         return self._row
+
+
+def to_env_actions(
+    space: spaces.Space, num_envs: int, actions: np.ndarray
+) -> np.ndarray:
+    """Converts actions of a policy [num_envs, ...] to actions of the space.
+
+    Raises:
+      ValueError: they are not actions of a policy for this space.
+    """
+    shape, dtype = _actions_of(space, num_envs)
+    if actions.shape != shape or actions.dtype != dtype:
+        raise ValueError(
+            f"actions must be {np.dtype(dtype)} {list(shape)} for {space}, got "
+            f"{actions.dtype} {list(actions.shape)}"
+        )
+    if isinstance(space, spaces.Box):
+        return np.clip(actions, space.low, space.high).astype(space.dtype)
+    assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
+    sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
+    if not ((actions >= 0) & (actions < sizes)).all():
+        raise ValueError(f"actions must be in 0 to {sizes} - 1, got {actions.tolist()}")
+    return (actions + space.start).astype(space.dtype)
+
+
+def _actions_of(space: spaces.Space, num_envs: int) -> tuple[tuple[int, ...], type]:
+    """Shape and dtype of a policy's actions in `num_envs` environments."""
+    dtype = np.float32 if isinstance(space, spaces.Box) else np.int64
+    return (num_envs, *(space.shape or ())), dtype
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:

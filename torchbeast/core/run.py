@@ -75,6 +75,9 @@ class Run:
         self.resumed = start.saved is not None
         if start.saved:
             learner.load_state_dict(start.saved)
+        elif self.flags.init_from:
+            source = checkpoint.find(self.flags.init_from, self.flags.savedir)
+            checkpoint.take_over(source, learner.model)
         saved_replay = start.folder.path / replay_memory.FILE
         if start.saved and learner.mixer and saved_replay.exists():
             replay_memory.load(learner.mixer.replay, saved_replay)

@@ -1,0 +1,72 @@
+"""--init_from: the weights of another run."""
+
+import shutil
+
+import pytest
+import runs
+import torch
+
+FIRST = {**runs.SMALL, "batch_size": 3}
+# Too small to change the weights by more than their rounding.
+ONE_UPDATE = {**FIRST, "seed": 4, "total_steps": 15, "learning_rate": 1e-12}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A folder with a finished run."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs.run(folder, "first", **FIRST)
+    return folder / "first"
+
+
+def weights(folder):
+    return torch.load(folder / "model.tar", weights_only=True)["model_state_dict"]
+
+
+@pytest.mark.parametrize(
+    ("how", "module"),
+    [
+        ("name", "torchbeast.monobeast"),
+        ("folder", "torchbeast.monobeast"),
+        ("file", "torchbeast.polybeast"),
+    ],
+)
+def test_all_weights_are_taken(first, tmp_path, how, module):
+    if module.endswith("polybeast"):
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    if how == "name":
+        shutil.copytree(first, tmp_path / "first")
+    place = {"name": "first", "folder": first, "file": first / "model.tar"}[how]
+    flags = {**ONE_UPDATE, "module": module, "init_from": place}
+    output = runs.run(tmp_path, "a", **flags)
+    assert "These were not taken" not in output
+    found, expected = weights(tmp_path / "a"), weights(first)
+    assert found.keys() == expected.keys()
+    assert f"Took {len(found)} of {len(found)} weights" in output
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x)
+    # The counters are the new run's, and a resumed run keeps what it has learned.
+    assert [int(row["step"]) for row in runs.read_logs(tmp_path, "a")] == [15]
+    output = runs.run(tmp_path, "a", module=module, total_steps=30, init_from=place)
+    assert "Resuming at step 15" in output
+    assert "Took" not in output
+
+
+def test_what_does_not_fit_is_named(first, tmp_path):
+    flags = {**ONE_UPDATE, "env": "Acrobot-v1", "init_from": first}
+    output = runs.run(tmp_path, "a", **flags)
+    assert "These were not taken: " in output
+    assert "policy.weight is [2, 131] in the checkpoint, but [3, 132] here" in output
+    found, expected = weights(tmp_path / "a"), weights(first)
+    same = [name for name in found if found[name].shape == expected[name].shape]
+    assert 0 < len(same) < len(found)
+    for name in same:
+        torch.testing.assert_close(found[name], expected[name])
+
+
+def test_what_can_not_be_used(first, tmp_path):
+    process = runs.start(tmp_path, "a", **FIRST, init_from="nobody")
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert f"{tmp_path}/nobody" in output
+    assert "Traceback" not in output
