@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
+from torchbeast.core.action_masks import NAME as MASK
+from torchbeast.core.action_masks import has_mask
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.rollout import State
 
@@ -127,7 +129,8 @@ class Net(nn.Module):
 
     Args:
       observation_space: Box, Discrete, MultiDiscrete, MultiBinary, or nested Dicts and
-        Tuples of these.
+        Tuples of these. If it is a Dict with a part "action_mask", actions whose mask
+        is 0 are never taken.
       action_space: Discrete, MultiDiscrete or Box.
       torso: a name in TORSOS.
       use_lstm: add a recurrent core (LSTM, 256) after the encoders.
@@ -219,8 +222,12 @@ class Net(nn.Module):
         x = torch.cat([f.float() for f in features], dim=-1)  # [T * B, D]
         if self.core is not None:
             x, state = self._unroll(x.view(T, B, -1), rows["done"], state)
+        logits = self.policy(x).view(T, B, -1)
+        if has_mask(self.observation_space):
+            allowed = rows["observation"][MASK].flatten(2) != 0
+            logits = self.distribution.mask(logits, allowed)
         return {
-            "policy_logits": self.policy(x).view(T, B, -1),
+            "policy_logits": logits,
             "baseline": self.baseline(x).view(T, B),
         }, state
 

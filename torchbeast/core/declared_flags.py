@@ -241,6 +241,12 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION,...",
         help="functions or classes that wrap each environment, the innermost first",
     )
+    add(
+        "--mask_actions",
+        action=toggle,
+        default=False,
+        help="""never take an action that info["action_mask"] forbids""",
+    )
     add = parser.add_argument_group(ATARI).add_argument
     add(
         *("--atari_backend", "--envs"),

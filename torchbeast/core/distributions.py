@@ -4,8 +4,8 @@ An action distribution has no parameters. It turns the flat logits [..., num_log
 the model into actions, log-probabilities and entropies. So model, loss and actors work
 with any action space.
 
-To mask actions, set their logits to -inf (`logits.masked_fill(~allowed, -inf)`). They
-are never sampled and add nothing to the entropy. Leave at least one action.
+Actions whose logits are -inf, see `mask`, are never sampled and add nothing to the
+entropy.
 """
 
 import math
@@ -57,6 +57,15 @@ class ActionDistribution(ABC):
     def features(self, action: torch.Tensor) -> torch.Tensor:
         """Encodes actions [..., *action_shape] for a network: [..., num_features]."""
 
+    def mask(self, logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+        """Sets the logits of forbidden choices to -inf.
+
+        Args:
+          logits, allowed: [..., num_logits]; allowed is bool. Where it forbids all
+            choices, all count as allowed: after the end of an episode there are none.
+        """
+        raise ValueError(f"the actions of a {type(self).__name__} can't be masked")
+
     def implied_kl(
         self, target: torch.Tensor, behavior: torch.Tensor, clip_rho: float
     ) -> torch.Tensor:
@@ -107,6 +116,10 @@ class Categorical(ActionDistribution):
 
     def features(self, action: torch.Tensor) -> torch.Tensor:
         return F.one_hot(action.long(), self.num_logits).float()
+
+    def mask(self, logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+        allowed = allowed | ~allowed.any(-1, keepdim=True)
+        return logits.masked_fill(~allowed, -math.inf)
 
     def implied_kl(
         self, target: torch.Tensor, behavior: torch.Tensor, clip_rho: float
@@ -160,6 +173,10 @@ class MultiCategorical(ActionDistribution):
     def features(self, action: torch.Tensor) -> torch.Tensor:
         parts = zip(self._parts, action.unbind(dim=-1), strict=True)
         return torch.cat([d.features(a) for d, a in parts], dim=-1)
+
+    def mask(self, logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+        parts = zip(self._parts, self._split(logits), self._split(allowed), strict=True)
+        return torch.cat([d.mask(x, a) for d, x, a in parts], dim=-1)
 
 
 class DiagonalGaussian(ActionDistribution):

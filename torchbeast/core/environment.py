@@ -18,6 +18,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.core import atari_wrappers
+from torchbeast.core.action_masks import first_allowed, has_mask
 from torchbeast.core.env_checks import Checker
 from torchbeast.core.errors import FlagError
 from torchbeast.core.extra_fields import EXTRA_FIELDS, make_fields
@@ -106,10 +107,10 @@ class Environment:
             )
         is_atari = atari_wrappers.atari_game(flags.env) is not None
         is_native = is_atari and flags.atari_backend == "native"
-        if is_native and (flags.env_kwargs or flags.wrapper):
+        if is_native and (flags.env_kwargs or flags.wrapper or flags.mask_actions):
             raise FlagError(
-                f"for {flags.env}, --env_kwargs and --wrapper need --atari_backend "
-                "python"
+                f"for {flags.env}, --env_kwargs, --wrapper and --mask_actions need "
+                "--atari_backend python"
             )
         self.frames_per_step: int = flags.frame_skip if is_atari else 1
         self.exact_resume = not (is_native and render_mode is None)
@@ -264,9 +265,12 @@ class Environment:
         if self.exact_resume:  # the native path needs no test
             self.on_warning = lambda key, message: None  # the servers log it later
             self.set_seed(secrets.randbits(31), self.indices.start)
-            self.initial()
+            row = self.initial()
             shape, dtype = _actions_of(self.action_space, self.num_envs)
-            self.step(np.zeros(shape, dtype))
+            actions: np.ndarray = np.zeros(shape, dtype)
+            if has_mask(self.observation_space):
+                actions = first_allowed(self.action_space, row["observation"])
+            self.step(actions)
 
     def render(self) -> np.ndarray | None:
         """Draws the first environment: [H, W, 3] uint8, or None if it has a window."""

@@ -18,6 +18,7 @@ import numpy as np
 from gymnasium import spaces
 
 from torchbeast.core import atari_wrappers
+from torchbeast.core.action_masks import MaskFromInfo, check_mask
 from torchbeast.core.env_checks import (
     InvalidEnvironmentError,
     check_interface,
@@ -57,7 +58,8 @@ def create_env(
                                has that parameter
 
     It gets the arguments in `flags.env_kwargs`, a JSON object or None. The functions or
-    classes in `flags.wrapper`, separated by commas, wrap it one after the other.
+    classes in `flags.wrapper`, separated by commas, wrap it one after the other. With
+    `flags.mask_actions` the observation gets info["action_mask"].
     Environments of the old Gym API are adapted.
 
     Raises:
@@ -87,6 +89,9 @@ def create_env(
             raise InvalidEnvironmentError(
                 f"--wrapper {wrapper} returned {describe(env)}, not an environment"
             )
+    if flags.mask_actions:
+        env = MaskFromInfo(env)
+    check_mask(env.observation_space, env.action_space)
     try:
         check_observation_space(env.observation_space)
         check_action_space(env.action_space)

@@ -16,6 +16,7 @@ from gymnasium import spaces
 
 import libtorchbeast
 from torchbeast.core import atari_wrappers, rollout
+from torchbeast.core.action_masks import check_mask
 from torchbeast.core.connection_flags import (
     ServerError,
     security,
@@ -253,6 +254,7 @@ def usable(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
             make_space(found[name]) for name in ("observation_space", "action_space")
         )
         distribution = make_distribution(action_space)
+        check_mask(observation_space, action_space)
     except (ValueError, AssertionError, OverflowError) as error:
         raise FlagError(f"the environments at {where}: {error}") from error
     env = EnvSpec(

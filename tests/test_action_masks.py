@@ -1,0 +1,185 @@
+"""Masks of actions: in acting, in the learner, in evaluation."""
+
+import gymnasium
+import numpy as np
+import pytest
+import runs
+import torch
+from gymnasium import spaces
+from test_evaluate import make_flags
+
+from torchbeast.core.acting import to_tensors
+from torchbeast.core.action_masks import MaskFromInfo
+from torchbeast.core.distributions import make_distribution
+from torchbeast.core.env_checks import InvalidEnvironmentError
+from torchbeast.core.environment import Environment
+from torchbeast.model import make_model
+
+
+class InInfo(gymnasium.Env):
+    """Games of 7 steps. Raises if a forbidden action is taken; allows two at a time."""
+
+    observation_space = spaces.Box(0, 1, (3,))
+    action_space = spaces.Discrete(5, start=2)
+
+    def draw(self):
+        """A new mask, and an observation that says nothing of it."""
+        self.allowed = np.zeros(5, np.int8)
+        self.allowed[self.np_random.choice(5, 2, replace=False)] = 1
+        return np.zeros(3, np.float32), {"action_mask": self.allowed}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.draw()
+
+    def check(self, action):
+        assert self.allowed[action - 2], f"{action} is forbidden: {self.allowed}"
+
+    def step(self, action):
+        self.check(action)
+        self.steps += 1
+        observation, info = self.draw()
+        over = self.steps == 7
+        return observation, 1.0, over and self.terminates, over, info
+
+    terminates = True
+
+
+class InDict(InInfo):
+    """The same with the mask in the observation; truncated games."""
+
+    terminates = False
+    observation_space = spaces.Dict(
+        {
+            "action_mask": spaces.Box(0, 1, (5,), np.int8),
+            "vector": spaces.Box(0, 1, (3,)),
+        }
+    )
+
+    def draw(self):
+        observation, _ = super().draw()
+        return {"action_mask": self.allowed, "vector": observation}, {}
+
+
+class Several(InInfo):
+    """Two choices; the mask is a tuple, as for MultiDiscrete.sample."""
+
+    action_space = spaces.MultiDiscrete([3, 4])
+
+    def draw(self):
+        self.masks = tuple(
+            np.eye(n, dtype=np.int8)[self.np_random.integers(n)] for n in (3, 4)
+        )
+        return np.zeros(3, np.float32), {"action_mask": self.masks}
+
+    def check(self, action):
+        for mask, choice in zip(self.masks, action, strict=True):
+            assert mask[choice], f"{action} is forbidden: {self.masks}"
+
+
+FLAGS = {
+    "InInfo": {"mask_actions": True},
+    "InDict": {"use_lstm": True},
+    "Several": {"mask_actions": True},
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
+def test_a_forbidden_action_is_never_taken(tmp_path, name, module):
+    """Neither in training nor in a test; the environments raise."""
+    if module.endswith("polybeast"):
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    flags = {**runs.SMALL, "module": module, "batch_size": 3}
+    flags |= {"env": f"test_action_masks:{name}", **FLAGS[name]}
+    runs.run(tmp_path, "a", **flags)
+    rows = runs.read_logs(tmp_path, "a")
+    if name == "Several":
+        assert {float(row["entropy"]) for row in rows} == {0.0}, "one is allowed"
+    else:
+        # A policy over two of the actions has at most log 2.
+        assert 0.6 < float(rows[0]["entropy"]) <= np.log(2) + 1e-6
+    output = runs.run(tmp_path, "a", module=module, mode="test", num_test_episodes=30)
+    assert "30 games: mean return 7.00" in output
+
+
+def test_an_environment_of_others():
+    """Taxi has its mask in the info; an action against a wall is forbidden."""
+    newest = max(name for name in gymnasium.registry if name.startswith("Taxi-"))
+    flags = make_flags(f"--env={newest}", "--mask_actions")
+    envs = Environment(flags, 4)
+    spaces_of_env = envs.observation_space, envs.action_space
+    model = make_model(flags, *spaces_of_env, torch.device("cpu"))
+    row, forbidden = envs.initial(), 0
+    for _ in range(100):
+        outputs, _ = model(to_tensors(row))
+        actions = model.distribution.sample(outputs["policy_logits"])[0].numpy()
+        mask = row["observation"]["action_mask"]
+        assert (np.take_along_axis(mask, actions[:, None], 1) == 1).all()
+        forbidden += (mask == 0).sum()
+        row = envs.step(actions)
+    assert forbidden > 100
+    envs.close()
+
+
+def test_masked_logits():
+    discrete = make_distribution(spaces.Discrete(3))
+    logits = torch.tensor([[0.5, 1.0, 2.0]] * 2, requires_grad=True)
+    allowed = torch.tensor([[True, True, False], [False, False, False]])
+    masked = discrete.mask(logits, allowed)
+    # The second row allows nothing, as after the end of an episode.
+    expected = [[0.5, 1.0, -torch.inf], [0.5, 1.0, 2.0]]
+    assert masked.tolist() == expected
+    log_prob = discrete.log_prob(masked, torch.tensor([1, 2]))
+    torch.testing.assert_close(log_prob[0].exp(), torch.sigmoid(torch.tensor(0.5)))
+    (log_prob.sum() + discrete.entropy(masked).sum()).backward()
+    assert logits.grad.isfinite().all()
+    assert logits.grad[0, 2] == 0
+
+    several = make_distribution(spaces.MultiDiscrete([2, 3]))
+    masked = several.mask(torch.zeros(5), torch.tensor([0, 1, 0, 0, 0]) != 0)
+    assert masked.tolist() == [-torch.inf, 0, 0, 0, 0]
+
+    with pytest.raises(ValueError, match="DiagonalGaussian can't be masked"):
+        make_distribution(spaces.Box(-1, 1, (2,))).mask(torch.zeros(4), allowed)
+
+
+class Wrong(InInfo):
+    def __init__(self, action_space=None, info=None):
+        self.action_space = action_space or spaces.Discrete(5)
+        self.info = info or {}
+
+    def draw(self):
+        return np.zeros(3, np.float32), self.info
+
+
+@pytest.mark.parametrize(
+    ("env", "match"),
+    [
+        (Wrong(spaces.Box(-1, 1, (2,))), "needs Discrete or MultiDiscrete.*Box"),
+        (Wrong(info={"mask": 3}), r"the info has no action_mask, only \['mask'\]"),
+        (Wrong(info={"action_mask": np.ones(4)}), r"needs 5 numbers"),
+    ],
+)
+def test_infos_that_can_not_be_used(env, match):
+    with pytest.raises(InvalidEnvironmentError, match=match):
+        MaskFromInfo(env).reset()
+
+
+class WrongSize(InDict):
+    action_space = spaces.Discrete(6)
+
+
+class NoChoices(InDict):
+    action_space = spaces.Box(-1, 1, (5,))
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [("WrongSize", "it needs 6 numbers"), ("NoChoices", "it needs Discrete")],
+)
+def test_masks_that_do_not_fit_the_actions(name, match):
+    flags = make_flags(f"--env=test_action_masks:{name}")
+    with pytest.raises(InvalidEnvironmentError, match=match):
+        Environment(flags, 1)

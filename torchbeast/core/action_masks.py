@@ -1,0 +1,117 @@
+"""Action masks: which actions are possible now.
+
+They are the part "action_mask" of a Dict observation, so every row has them, and
+model.py gives the other actions the probability 0.
+"""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from torchbeast.core.env_checks import InvalidEnvironmentError, describe
+
+NAME = "action_mask"
+
+
+def has_mask(observation_space: spaces.Space) -> bool:
+    return (
+        isinstance(observation_space, spaces.Dict) and NAME in observation_space.spaces
+    )
+
+
+def mask_size(action_space: spaces.Space) -> int | None:
+    """The number of choices in the space; None if it can't be masked."""
+    if isinstance(action_space, spaces.Discrete):
+        return int(action_space.n)
+    if isinstance(action_space, spaces.MultiDiscrete):
+        return int(action_space.nvec.sum())
+    return None
+
+
+def check_mask(observation_space: spaces.Space, action_space: spaces.Space) -> None:
+    """Raises InvalidEnvironmentError if the observation has an unusable mask."""
+    if not has_mask(observation_space):
+        return
+    space: Any = observation_space[NAME]  # type: ignore[index] # a Dict
+    size = mask_size(action_space)
+    if size is None or spaces.flatdim(space) != size:
+        needed = (
+            "Discrete or MultiDiscrete actions" if size is None else f"{size} numbers"
+        )
+        raise InvalidEnvironmentError(
+            f"the part {NAME} of the observation is {space}. For actions of "
+            f"{action_space}, it needs {needed}"
+        )
+
+
+def first_allowed(
+    action_space: spaces.Space, observation: dict[str, np.ndarray]
+) -> np.ndarray:
+    """For each environment the first allowed action, as the policy counts it.
+
+    Args:
+      observation: its part "action_mask" is [E, ...].
+    """
+    mask = observation[NAME].reshape(len(observation[NAME]), -1) != 0
+    if isinstance(action_space, spaces.MultiDiscrete):
+        parts = np.split(mask, np.cumsum(action_space.nvec)[:-1], axis=1)
+        return np.stack([part.argmax(1) for part in parts], axis=1)
+    return mask.argmax(1)
+
+
+class MaskFromInfo(gymnasium.Wrapper):
+    """Adds info["action_mask"] to the observation.
+
+    A Dict observation gets a further part. Any other becomes the part "observation". A
+    mask of MultiDiscrete actions may be a tuple with an array for each choice.
+
+    Raises:
+      InvalidEnvironmentError: the actions can't be masked; later, an info has no mask,
+        or one of another size.
+    """
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        size = mask_size(env.action_space)
+        if size is None:
+            raise InvalidEnvironmentError(
+                "--mask_actions needs Discrete or MultiDiscrete actions, and these "
+                f"are {env.action_space}"
+            )
+        self.size = size
+        inner = env.observation_space
+        self.is_dict = isinstance(inner, spaces.Dict)
+        parts = (
+            inner.spaces if isinstance(inner, spaces.Dict) else {"observation": inner}
+        )
+        self.observation_space = spaces.Dict({**parts, NAME: spaces.MultiBinary(size)})
+
+    def _add_mask(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
+        if NAME not in info:
+            raise InvalidEnvironmentError(
+                f"--mask_actions: the info has no {NAME}, only {sorted(info)}"
+            )
+        mask = info[NAME]
+        if isinstance(mask, tuple):
+            mask = np.concatenate([np.asarray(part).reshape(-1) for part in mask])
+        mask = np.asarray(mask).reshape(-1)
+        if len(mask) != self.size:
+            raise InvalidEnvironmentError(
+                f"--mask_actions: the info has {describe(info[NAME])} as {NAME}, and "
+                f"{self.env.action_space} needs {self.size} numbers"
+            )
+        parts = observation if self.is_dict else {"observation": observation}
+        return {**parts, NAME: (mask != 0).astype(np.int8)}
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        observation, info = self.env.reset(seed=seed, options=options)
+        return self._add_mask(observation, info), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        masked = self._add_mask(observation, info)
+        return masked, reward, terminated, truncated, info
