@@ -387,6 +387,7 @@ def test_resolving_fills_in_what_is_open(monkeypatch):
         "replay_file",
         "ray_address",
         "config",
+        "wandb",
         "init_from",
         "env_kwargs",
         "wrapper",

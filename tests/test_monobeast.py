@@ -11,7 +11,7 @@ import pytest
 import runs
 import torch
 
-from torchbeast.core.status import Board
+from torchbeast.core.trackers import TensorBoard
 
 SYNC = {**runs.SMALL, "sync": True}
 
@@ -232,7 +232,7 @@ def test_tensorboard_gets_the_scalars_of_a_resumed_run(savedir):
     runs.finish(process)
     before = runs.read_logs(savedir, "a")
     # Points beyond the checkpoint, as a run leaves them that is killed: written again.
-    lost = Board(savedir / "a", int(before[-1]["step"]))
+    lost = TensorBoard(savedir / "a", int(before[-1]["step"]))
     lost.log({"step": int(before[-1]["step"]) + 10, "total_loss": 1e9})
     lost.close()
     runs.run(savedir, "a", **runs.SMALL, tensorboard=True)

@@ -86,6 +86,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         default=False,
         help="also write TensorBoard event files",
     )
+    add("--wandb", metavar="PROJECT", help="also log to Weights & Biases")
     add(
         "--write_profiler_trace",
         action="store_true",

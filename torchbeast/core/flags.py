@@ -35,7 +35,7 @@ OF_ONE_START = {
 
 # Flags that don't change what a run learns. Some exist in one variant only.
 FREE_TO_CHANGE = OF_ONE_START | {
-    *("preset", "tensorboard", "checkpoint_interval", "actor_timeout"),
+    *("preset", "tensorboard", "wandb", "checkpoint_interval", "actor_timeout"),
     *("episodes_for_avg", "replay_file"),
     # Devices, addresses and security.
     *("learner_device", "actor_device", "disable_cuda", "num_inference_threads"),

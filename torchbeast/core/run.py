@@ -28,7 +28,8 @@ from torchbeast.core import checkpoint, errors, processes, replay_memory, resume
 from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.logs_csv import join_columns
 from torchbeast.core.prof import Profile, Timings
-from torchbeast.core.status import Board, Status, format_return
+from torchbeast.core.status import Status, format_return
+from torchbeast.core.trackers import Tracker, make_trackers
 
 log = logging.getLogger(__name__)
 
@@ -98,15 +99,14 @@ class Run:
         self._saved_at, self._last_save = learner.num_updates, time.monotonic()
         self._profile = Profile(self.flags, learner.num_updates)
         self._status_line = Status(learner.step, self.flags.total_steps)
-        self._board: Board | None = None
+        self._trackers: list[Tracker] = []
         self.wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self.wake_reader, False)
         os.set_blocking(self._wake_writer, False)
 
     def __enter__(self) -> Run:
         start, flags = self.start, self.flags
-        if flags.tensorboard:
-            self._board = Board(start.folder.path, self.learner.step)
+        self._trackers = make_trackers(flags, start.folder.path, self.learner.step)
         # From now on signals are only noted, so that meta.json gets the end of the run.
         for number in processes.handled_signals():
             signal.signal(number, self._on_signal)
@@ -218,15 +218,15 @@ class Run:
             self.timings.time("learn")
 
     def log(self, *parts: dict[str, Any]) -> None:
-        """Writes a row to logs.csv and TensorBoard.
+        """Writes a row to logs.csv and the trackers.
 
         Raises:
           ColumnError: two parts have a column of the same name.
         """
         row = join_columns(*parts)
         self._writer.log(row)
-        if self._board:
-            self._board.log(row)
+        for tracker in self._trackers:
+            tracker.log(row)
 
     # --- Checkpoints
 
@@ -350,8 +350,8 @@ class Run:
             self._fail(error)
             status = self.exit_status
         self._profile.close(self._writer.path)
-        if self._board:
-            self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
         log.info(
             "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
             "Failed" if status == 1 else "Stopped" if status else "Finished",

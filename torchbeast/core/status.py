@@ -1,18 +1,14 @@
-"""The progress of a run: the live line, and TensorBoard."""
+"""The progress of a run: the live line."""
 
 import contextlib
 import datetime
 import logging
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
-
-from torchbeast.core.flags import FlagError
-from torchbeast.core.run_folder import writing
 
 log = logging.getLogger(__name__)
 
@@ -118,45 +114,3 @@ class Status:
 
 def format_return(mean_return: float | None) -> str:
     return "-" if mean_return is None else f"{mean_return:.2f}"
-
-
-class Board:
-    """TensorBoard event files, in the folder of the run.
-
-    Args:
-      step: the first step of this start. TensorBoard hides older points beyond it,
-        because a resumed run writes them again.
-
-    Raises:
-      FlagError: the package is missing.
-    """
-
-    def __init__(self, path: Path, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise FlagError(
-                "--tensorboard needs the package tensorboard: pip install tensorboard"
-            ) from error
-        self.path = path
-        with writing(path):
-            # TensorBoard also hides purge_step itself.
-            self.writer = SummaryWriter(str(path), purge_step=step + 1)
-
-    def log(self, row: dict[str, Any]) -> None:
-        """Writes the numbers of a row of logs.csv.
-
-        Raises:
-          RunFileError: the disk is full.
-        """
-        with writing(self.path):
-            for name, value in row.items():
-                if value is not None and name != "step":
-                    self.writer.add_scalar(name, value, row["step"])
-
-    def close(self) -> None:
-        """Logs an error if the disk is full; does not raise."""
-        try:
-            self.writer.close()
-        except OSError as error:
-            log.error("Can't write the last TensorBoard events: %s", error)

@@ -1,0 +1,69 @@
+"""--wandb: real runs without a network. TensorBoard's test is in test_monobeast.py."""
+
+import json
+import struct
+
+import pytest
+import runs
+
+BLOCK = 32768
+
+
+def records(data):
+    """The messages of a .wandb file, which is a log in LevelDB's format."""
+    position, message = 7, b""  # after the file's header
+    while position < len(data):
+        left = BLOCK - position % BLOCK
+        if left < 7:  # too short for a header
+            position += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, position)
+        message += data[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield message
+            message = b""
+
+
+def history(folder):
+    """The rows that offline runs have written: [(id of the run, {column: value})]."""
+    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    found = []
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        for data in records(path.read_bytes()):
+            record = messages.Record.FromString(data)
+            if record.WhichOneof("record_type") == "history":
+                row = {
+                    item.key or item.nested_key[0]: json.loads(item.value_json)
+                    for item in record.history.item
+                }
+                found.append((path.stem, row))
+    return found
+
+
+@pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
+def test_weights_and_biases_of_a_resumed_run(tmp_path, monkeypatch, module):
+    pytest.importorskip("wandb")
+    if module.endswith("polybeast"):
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    flags = {**runs.SMALL, "module": module, "batch_size": 3, "wandb": "project"}
+    runs.run(tmp_path, "a", **flags)
+    runs.run(tmp_path, "a", module=module, total_steps=900)
+    rows, found = runs.read_logs(tmp_path, "a"), history(tmp_path / "a")
+    assert len({run for run, _ in found}) == 1, "one run"
+    assert int(rows[-1]["step"]) == 900
+    assert [row["step"] for _, row in found] == [int(row["step"]) for row in rows]
+    for (_, seen), row in zip(found, rows, strict=True):
+        assert seen["total_loss"] == pytest.approx(float(row["total_loss"]))
+        assert ("mean_game_return" in seen) == bool(row["mean_game_return"])
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text("raise ImportError('no wandb here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = runs.start(tmp_path, "a", **runs.SMALL, wandb="project")
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert "--wandb needs the package wandb: pip install wandb" in output
+    assert "Traceback" not in output
