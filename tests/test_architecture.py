@@ -20,7 +20,7 @@ SCRIPTS = {
     "report",
 }
 # From top to bottom: a module imports only from its own floor and from those below.
-FLOORS = [SCRIPTS, {"agent", "evaluate"}, {"learner"}, {"model"}]
+FLOORS = [SCRIPTS, {"agent", "evaluator"}, {"evaluate"}, {"learner"}, {"model"}]
 
 
 def imports(path):

@@ -57,7 +57,8 @@ class Game(NamedTuple):
 def evaluate(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
     """Tests the checkpoint of --xpid, with the flags saved in it."""
     flags = flags_lib.parse(parser, argv)
-    path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest", "model.tar")
+    path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest")
+    path /= flags.checkpoint
     saved = checkpoint.load(path)
     checkpoint.check(saved, path, for_test=True)
     flags = flags_lib.parse(parser, argv, saved["flags"])

@@ -58,6 +58,7 @@ from torchbeast.core.rollout import State
 from torchbeast.core.run import Run
 from torchbeast.core.seeds import derive_seed
 from torchbeast.evaluate import evaluate
+from torchbeast.evaluator import Evaluator
 from torchbeast.learner import Learner, learn
 from torchbeast.model import TORSOS, make_model
 
@@ -276,10 +277,12 @@ def train(start: resume.Start) -> int:
         def more_to_save() -> dict[str, Any]:
             return {"actors": actors.save()} if flags.sync else {}
 
+        evaluator = Evaluator(run)
         # --sync works in rounds: each actor fills its slots, then the learner uses all
         # of them. The next round starts when all slots are free again. Only then the
         # run may be saved or end.
         while run.going(may_stop := not flags.sync or len(free) == flags.num_buffers):
+            evaluator.poll()
             if may_stop:
                 if run.save_is_due():
                     run.save(more_to_save())

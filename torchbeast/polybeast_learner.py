@@ -54,6 +54,7 @@ from torchbeast.core.run import Run, keep_freed_memory
 from torchbeast.core.seeds import derive_seed
 from torchbeast.core.streams import Streams, SyncBarrier, as_stored
 from torchbeast.evaluate import evaluate
+from torchbeast.evaluator import Evaluator
 from torchbeast.learner import Learner, learn
 from torchbeast.model import TORSOS
 
@@ -272,8 +273,10 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
             work = learn_in_rounds if flags.sync else learn_from_queue
             run.start_thread(f"learner-{i}", work, stop)
 
+        evaluator = Evaluator(run)
         reported, reported_at = counts(), time.monotonic()
         while run.going():
+            evaluator.poll()
             if run.save_is_due():
                 run.save()
             connection.wait([run.wake_reader], 1.0)

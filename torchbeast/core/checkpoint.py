@@ -44,7 +44,9 @@ def find(place: str | os.PathLike[str], savedir: str = "") -> pathlib.Path:
     return path / "model.tar" if path.is_dir() else path
 
 
-def save(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+def save(
+    path: str | os.PathLike[str], state: dict[str, Any], keep_previous: bool = True
+) -> None:
     """Writes `state` to `path` atomically, and keeps the previous checkpoint.
 
     It serialises the state in memory and checks that it can be loaded. Then it writes a
@@ -55,6 +57,7 @@ def save(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
       path: the file, usually model.tar. Its old content moves to `previous_path(path)`.
       state: tensors and plain Python values in dicts, lists and tuples, as
         torch.load(weights_only=True) accepts them. No NumPy arrays, no other classes.
+      keep_previous: whether the old content is kept.
 
     Raises:
       CheckpointError: `state` holds something else, or the file can't be written, for
@@ -77,7 +80,7 @@ def save(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())  # before the old checkpoint is renamed
-            if path.exists():
+            if keep_previous and path.exists():
                 _keep_previous(path)
     except Exception as error:
         raise CheckpointError(
@@ -85,6 +88,20 @@ def save(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
             f"({_free_space(path.parent)}): {error}. The previous checkpoint, if any, "
             "is unchanged. Free some space or choose another --savedir."
         ) from error
+
+
+def keep(path: pathlib.Path, step: int) -> None:
+    """Keeps the checkpoint also as, for example, model.50000.tar.
+
+    Raises:
+      CheckpointError: the folder can't be written.
+    """
+    target = path.with_name(f"{path.stem}.{step}{path.suffix}")
+    try:
+        target.unlink(missing_ok=True)
+        os.link(path, target)  # `save` replaces the file, and does not change it
+    except OSError as error:
+        raise CheckpointError(f"Can't keep {path} as {target.name}: {error}") from error
 
 
 def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:

@@ -81,6 +81,19 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         help="seconds between checkpoints",
     )
     add(
+        "--checkpoint_history",
+        type=int,
+        default=0,
+        help="checkpoints to keep, evenly over the run, as model.STEP.tar",
+    )
+    add(
+        "--eval_interval",
+        type=int,
+        default=0,
+        help="steps between evaluations in a process beside the training; 0: none",
+    )
+    add("--eval_episodes", type=int, default=10, help="games of an evaluation")
+    add(
         "--tensorboard",
         action=toggle,
         default=False,
@@ -202,6 +215,11 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
 
     add = parser.add_argument_group("test").add_argument
     add("--num_test_episodes", type=int, default=10, help="games to play")
+    add(
+        "--checkpoint",
+        default="model.tar",
+        help="file in the folder of the run, such as model.best.tar",
+    )
     add("--greedy", action="store_true", help="take the most likely action")
     add("--video", help="record the test to this .mp4 file")
     return parser

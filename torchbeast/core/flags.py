@@ -30,13 +30,14 @@ from torchbeast.core.ranges import RANGES
 OF_ONE_START = {
     *("mode", "savedir", "xpid", "allow_flag_changes", "disable_checkpoint"),
     *("write_profiler_trace", "video", "num_test_episodes", "greedy"),
-    *("trust_checkpoint_env", "suppress_logs", "config"),
+    *("trust_checkpoint_env", "suppress_logs", "config", "checkpoint"),
 }
 
 # Flags that don't change what a run learns. Some exist in one variant only.
 FREE_TO_CHANGE = OF_ONE_START | {
     *("preset", "tensorboard", "wandb", "checkpoint_interval", "actor_timeout"),
-    *("episodes_for_avg", "replay_file"),
+    *("episodes_for_avg", "replay_file", "checkpoint_history"),
+    *("eval_interval", "eval_episodes"),
     # Devices, addresses and security.
     *("learner_device", "actor_device", "disable_cuda", "num_inference_threads"),
     *("pipes_basename", "server_addresses", "listen", "bind", "join"),

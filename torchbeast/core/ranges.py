@@ -48,6 +48,9 @@ RANGES: dict[str, Range] = {
     "episodes_for_avg": COUNT,
     "seed": Range(0, 2**64, True, False),  # for torch.manual_seed
     "checkpoint_interval": Range(0, math.inf),
+    "checkpoint_history": Range(0, LARGEST_COUNT),
+    "eval_interval": Range(0, LARGEST_STEP),
+    "eval_episodes": COUNT,
     "frame_skip": COUNT,
     "noop_max": Range(0, LARGEST_COUNT),
     "sticky_actions": SHARE,

@@ -88,6 +88,7 @@ class Run:
         self.stack = contextlib.ExitStack()
         self.timings = Timings()
         self.exit_status = 1
+        self._next_columns: dict[str, Any] = {}
         self._threads: list[threading.Thread] = []
         self._stop_threads: list[Callable[[], None]] = []
         self._thread_errors: list[BaseException] = []
@@ -97,6 +98,7 @@ class Run:
         self._lock = threading.Lock()  # protects the learner
         self._longest_update = 0.0  # seconds
         self._saved_at, self._last_save = learner.num_updates, time.monotonic()
+        self._kept = self._milestone()
         self._profile = Profile(self.flags, learner.num_updates)
         self._status_line = Status(learner.step, self.flags.total_steps)
         self._trackers: list[Tracker] = []
@@ -217,13 +219,19 @@ class Run:
             self._longest_update = max(self._longest_update, seconds)
             self.timings.time("learn")
 
+    def add_columns(self, columns: dict[str, Any]) -> None:
+        """Adds columns to the next row. In later rows they are empty."""
+        with self._lock:
+            self._next_columns |= columns
+
     def log(self, *parts: dict[str, Any]) -> None:
         """Writes a row to logs.csv and the trackers.
 
         Raises:
           ColumnError: two parts have a column of the same name.
         """
-        row = join_columns(*parts)
+        row = join_columns(*parts, self._next_columns)
+        self._next_columns = dict.fromkeys(self._next_columns)
         self._writer.log(row)
         for tracker in self._trackers:
             tracker.log(row)
@@ -232,7 +240,19 @@ class Run:
 
     def save_is_due(self) -> bool:
         flags, seconds = self.flags, time.monotonic() - self._last_save
-        return seconds > flags.checkpoint_interval
+        return seconds > flags.checkpoint_interval or self._milestone() > self._kept
+
+    def _milestone(self) -> int:
+        """How many of the --checkpoint_history checkpoints are due by now."""
+        step = min(self.learner.step, self.flags.total_steps)
+        return self.flags.checkpoint_history * step // self.flags.total_steps
+
+    def copy_weights(self) -> tuple[int, dict[str, torch.Tensor]]:
+        """The present step and a copy of the weights, after an update in progress."""
+        with self._lock:
+            weights = self.learner.model.state_dict()
+            copies = {k: x.detach().cpu().clone() for k, x in weights.items()}
+            return self.learner.step, copies
 
     def save(self, more: dict[str, Any] | None = None) -> None:
         """Saves a checkpoint, if there were updates since the last one.
@@ -264,6 +284,9 @@ class Run:
                     learner.mixer.replay, path.with_name(replay_memory.FILE)
                 )
             self._saved_at, self._last_save = learner.num_updates, time.monotonic()
+            if self._milestone() > self._kept:
+                self._kept = self._milestone()
+                checkpoint.keep(path, learner.step)
         finally:
             self._saving = False
             self._lock.release()

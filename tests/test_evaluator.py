@@ -1,0 +1,128 @@
+"""--eval_interval, model.best.tar and --checkpoint_history, in real runs."""
+
+import os
+import re
+import signal
+import statistics
+import time
+
+import pytest
+import runs
+import torch
+from watched_runs import processes_of_session, wait_until
+
+from torchbeast import evaluate, monobeast
+from torchbeast.core import flags as flags_lib
+
+FLAGS = {
+    **runs.SMALL,
+    "batch_size": 3,
+    "total_steps": 6000,
+    "eval_interval": 500,
+    "eval_episodes": 3,
+}
+FOREVER = 10**9
+
+
+def results(folder):
+    """(step of the weights, mean return) of each evaluation in logs.csv."""
+    rows = [row for row in runs.read_logs(folder, "a") if row["eval_return"]]
+    return [(int(row["eval_step"]), float(row["eval_return"])) for row in rows]
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
+def test_results_and_the_best_checkpoint(tmp_path, module):
+    if module.endswith("polybeast"):
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    process = runs.start(
+        tmp_path, "a", **{**FLAGS, "module": module, "total_steps": FOREVER}
+    )
+    runs.wait_for_rows(process, tmp_path, "a", 1)
+    deadline = time.monotonic() + 60
+    while len(results(tmp_path)) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output = runs.finish(process)
+    assert process.returncode == 130
+    wait_until(lambda: not processes_of_session(process.pid), "all ended")
+    found = results(tmp_path)
+    assert [step for step, _ in found] == sorted({step for step, _ in found})
+    assert found[0][0] == 0, "the weights at the start"
+    assert len(re.findall("3 test games, mean return", output)) >= len(found)
+    best = load(tmp_path / "a" / "model.best.tar")
+    assert best["stats"]["eval_return"] >= max(value for _, value in found)
+    # What another process says of these weights:
+    argv = ["--xpid=a", "--mode=test"]
+    flags = flags_lib.parse(monobeast.make_parser(), argv, best["flags"])
+    flags = flags_lib.resolve(flags).freeze()
+    games = evaluate.play(flags, best["model_state_dict"], range(3))
+    mean = statistics.fmean(game.game_return for game in games)
+    assert mean == best["stats"]["eval_return"]
+    output = runs.run(
+        tmp_path, "a", module=module, mode="test", checkpoint="model.best.tar"
+    )
+    assert "10 games: mean return" in output
+
+
+def test_a_resumed_run_knows_the_best(tmp_path):
+    runs.run(tmp_path, "a", **FLAGS)
+    path = tmp_path / "a" / "model.best.tar"
+    best = load(path)
+    best["stats"]["eval_return"] = 1e9
+    torch.save(best, path)
+    before = path.read_bytes()
+    runs.run(tmp_path, "a", total_steps=12000)
+    assert results(tmp_path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_run_goes_on_without_evaluations(tmp_path, monkeypatch, how):
+    fault = tmp_path / "fault"
+    monkeypatch.setenv("FAULT_FILE", str(fault))
+    env = "evaluated:OnlyTraining" if how == "raises" else "CartPole-v1"
+    process = runs.start(tmp_path, "a", **{**FLAGS, "env": env, "total_steps": FOREVER})
+    log = tmp_path / "a" / "out.log"
+    runs.wait_for_rows(process, tmp_path, "a", 5)
+    if how == "killed":
+        children = processes_of_session(process.pid)
+        (evaluator,) = [p.pid for p in children if os.getpriority(0, p.pid) == 19]
+        os.kill(evaluator, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while "There are no more evaluations" not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    runs.wait_for_rows(process, tmp_path, "a", len(runs.read_logs(tmp_path, "a")) + 50)
+    process.send_signal(signal.SIGINT)
+    output = runs.finish(process)
+    assert process.returncode == 130
+    if how == "killed":
+        assert "its process died" in output
+    else:
+        assert "ZeroDivisionError" in output
+
+
+def test_checkpoints_are_kept(tmp_path):
+    flags = {**runs.SMALL, "checkpoint_history": 3}
+    runs.run(tmp_path, "a", **flags)  # 600 steps
+    folder = tmp_path / "a"
+
+    def kept():
+        found = [re.fullmatch(r"model\.(\d+)\.tar", p.name) for p in folder.iterdir()]
+        return sorted(int(match[1]) for match in found if match)
+
+    first = kept()
+    assert len(first) == 3
+    for wanted, step in zip((200, 400, 600), first, strict=True):
+        assert wanted <= step < wanted + 200
+        assert load(folder / f"model.{step}.tar")["stats"]["step"] == step
+    weights = [load(folder / f"model.{step}.tar")["model_state_dict"] for step in first]
+    assert not torch.equal(weights[0]["policy.bias"], weights[1]["policy.bias"])
+    runs.run(tmp_path, "a", total_steps=1200)  # more are due at 800 and 1200
+    assert kept()[:3] == first
+    assert len(kept()) == 5
