@@ -1,6 +1,7 @@
-"""--env evaluated:OnlyTraining raises in the process of --eval_interval only."""
+"""Environments that fail in the process of --eval_interval only."""
 
 import os
+import time
 
 import faulty
 
@@ -9,4 +10,11 @@ class OnlyTraining(faulty.Environment):
     def step(self, action):
         if os.nice(0) == 19:
             raise ZeroDivisionError
+        return super().step(action)
+
+
+class HangsInTests(faulty.Environment):
+    def step(self, action):
+        while os.nice(0) == 19:
+            time.sleep(0.1)
         return super().step(action)

@@ -171,13 +171,21 @@ class WrongSize(InDict):
     action_space = spaces.Discrete(6)
 
 
+class WrongKind(InDict):
+    observation_space = spaces.Dict({"action_mask": spaces.Discrete(5)})
+
+
 class NoChoices(InDict):
     action_space = spaces.Box(-1, 1, (5,))
 
 
 @pytest.mark.parametrize(
     ("name", "match"),
-    [("WrongSize", "it needs 6 numbers"), ("NoChoices", "it needs Discrete")],
+    [
+        ("WrongSize", "needs a Box or MultiBinary of 6 numbers"),
+        ("WrongKind", "needs a Box or MultiBinary of 5 numbers"),
+        ("NoChoices", "can't be masked; Discrete"),
+    ],
 )
 def test_masks_that_do_not_fit_the_actions(name, match):
     flags = make_flags(f"--env=test_action_masks:{name}")

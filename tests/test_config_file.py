@@ -69,7 +69,7 @@ def test_a_checkpoint_loses(write):
     [
         ("sed = 3", "a.toml", "no flag sed. Did you mean seed"),
         ("seed = ", "a.toml", "a.toml: Invalid value"),
-        ("use_lstm = 1", "a.toml", "use_lstm must be true or false, got 1"),
+        ("use_lstm = 1", "a.toml", r"a\.toml: use_lstm must be true or false, got 1"),
         ("[3]", "meta.json", "not the meta.json of a run"),
         ("{", "meta.json", "meta.json: "),
     ],
@@ -97,6 +97,20 @@ def test_the_flags_of_another_variant_are_left_out(write):
     assert flags.seed == 9
     assert (flags.xpid, "num_servers" in flags.as_dict()) == (None, False)
     assert flags_lib.parse(polybeast.make_parser(), [config]).num_servers == 3
+
+
+def test_a_list_is_joined(write):
+    assert parse(write('wrapper = ["a:b", "c:d"]')).wrapper == "a:b,c:d"
+
+
+def test_what_was_chosen_for_the_layout_is_chosen_again(tmp_path):
+    runs.run(tmp_path, "first", **runs.SMALL)
+    config = tmp_path / "first" / "meta.json"
+    flags = {"config": config, "num_actors": 4, "module": "torchbeast.monobeast"}
+    output = runs.run(tmp_path, "second", **flags)
+    assert "Finished at step 600" in output
+    meta = json.loads((tmp_path / "second" / "meta.json").read_text())
+    assert meta["args"]["num_buffers"] >= 12
 
 
 def test_a_run_is_repeated(tmp_path):

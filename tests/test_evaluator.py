@@ -52,7 +52,6 @@ def test_results_and_the_best_checkpoint(tmp_path, module):
     wait_until(lambda: not processes_of_session(process.pid), "all ended")
     found = results(tmp_path)
     assert [step for step, _ in found] == sorted({step for step, _ in found})
-    assert found[0][0] == 0, "the weights at the start"
     assert len(re.findall("3 test games, mean return", output)) >= len(found)
     best = load(tmp_path / "a" / "model.best.tar")
     assert best["stats"]["eval_return"] >= max(value for _, value in found)
@@ -60,13 +59,49 @@ def test_results_and_the_best_checkpoint(tmp_path, module):
     argv = ["--xpid=a", "--mode=test"]
     flags = flags_lib.parse(monobeast.make_parser(), argv, best["flags"])
     flags = flags_lib.resolve(flags).freeze()
-    games = evaluate.play(flags, best["model_state_dict"], range(3))
+    weights, stream = best["model_state_dict"], evaluate.EVAL_STREAM
+    games = list(evaluate.play(flags, weights, range(3), stream=stream))
     mean = statistics.fmean(game.game_return for game in games)
     assert mean == best["stats"]["eval_return"]
+    assert games != list(evaluate.play(flags, weights, range(3))), "not the test's"
     output = runs.run(
         tmp_path, "a", module=module, mode="test", checkpoint="model.best.tar"
     )
     assert "10 games: mean return" in output
+    assert (tmp_path / "a" / "test.best.json").exists()
+    assert not (tmp_path / "a" / "test.json").exists()
+
+
+def test_what_a_checkpoint_names_is_not_imported(tmp_path):
+    """PolyBeast's learner makes environments for evaluations only."""
+    pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    poly = {**FLAGS, "module": "torchbeast.polybeast", "env": "faulty:Environment"}
+    runs.run(tmp_path, "a", **poly)
+    flags = {"total_steps": FOREVER, "no-trust_checkpoint_env": True}
+    flags |= {"module": "torchbeast.polybeast_learner", "connect_timeout": 20}
+    process = runs.start(tmp_path, "a", **flags)
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert "forbids to import the module faulty" in output
+
+
+def test_a_damaged_best_checkpoint_is_replaced(tmp_path):
+    runs.run(tmp_path, "a", **FLAGS)
+    path = tmp_path / "a" / "model.best.tar"
+    path.write_bytes(b"no checkpoint")
+    output = runs.run(tmp_path, "a", total_steps=12000)
+    assert "model.best.tar is not used" in output
+    assert load(path)["stats"]["eval_return"] > 0
+
+
+def test_a_stop_signal_while_a_test_game_hangs(tmp_path):
+    flags = {**FLAGS, "env": "evaluated:HangsInTests", "total_steps": FOREVER}
+    process = runs.start(tmp_path, "a", **flags)
+    runs.wait_for_rows(process, tmp_path, "a", 60)
+    process.send_signal(signal.SIGTERM)
+    runs.finish(process, 30)
+    assert process.returncode == 143
+    wait_until(lambda: not processes_of_session(process.pid), "all ended")
 
 
 def test_a_resumed_run_knows_the_best(tmp_path):

@@ -68,5 +68,7 @@ def test_what_can_not_be_used(first, tmp_path):
     process = runs.start(tmp_path, "a", **FIRST, init_from="nobody")
     output = runs.finish(process)
     assert process.returncode == 1
-    assert f"{tmp_path}/nobody" in output
+    assert f"--init_from nobody: there is neither a run of this name in {tmp_path}" in (
+        output
+    )
     assert "Traceback" not in output

@@ -234,7 +234,7 @@ def test_tensorboard_gets_the_scalars_of_a_resumed_run(savedir):
     # Points beyond the checkpoint, as a run leaves them that is killed: written again.
     lost = TensorBoard(savedir / "a", int(before[-1]["step"]))
     lost.log({"step": int(before[-1]["step"]) + 10, "total_loss": 1e9})
-    lost.close()
+    lost.close(0)
     runs.run(savedir, "a", **runs.SMALL, tensorboard=True)
     accumulator = events.EventAccumulator(str(savedir / "a"))
     accumulator.Reload()

@@ -86,6 +86,7 @@ def stop(process):
     os.killpg(process.pid, signal.SIGINT)
     output = runs.finish(process)
     assert process.returncode == 130, output
+    assert "The run failed" not in output
     assert "Saved" in output
     assert_nothing_left()
 
@@ -150,6 +151,18 @@ def test_a_dead_actor_is_replaced(tmp_path, flags):
     wait_for_replacement(tmp_path, process, flags)
     learns_on(tmp_path, process)
     stop(process)
+
+
+@BOTH
+def test_sigterm_saves(tmp_path, flags):
+    """Ray has a handler of its own for this signal."""
+    process = start(tmp_path, "ray", **{**flags, "total_steps": FOREVER})
+    runs.wait_for_rows(process, tmp_path, "ray", 20, timeout=200)
+    process.terminate()
+    output = runs.finish(process)
+    assert process.returncode == 143, output
+    assert "Saved" in output
+    assert_nothing_left()
 
 
 @BOTH
@@ -260,3 +273,10 @@ def test_what_can_not_work(tmp_path, flags, wrong, words):
     assert process.returncode == 1
     assert words in output
     assert "Traceback" not in output
+
+
+def test_flags_without_effect_are_refused(tmp_path):
+    process = start(tmp_path, "ray", **POLY, num_servers=2)
+    output = runs.finish(process, 250)
+    assert process.returncode == 1
+    assert "--num_servers has no effect with --launcher ray" in output

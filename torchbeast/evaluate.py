@@ -39,7 +39,8 @@ from torchbeast.model import make_model
 
 log = logging.getLogger(__name__)
 
-TEST_STREAM = 2**31  # no actor has this number, so training never plays these games
+# No actor has these numbers, so training never plays these games.
+TEST_STREAM, EVAL_STREAM = 2**31, 2**31 + 1
 # Games that a process plays at the same time. The rounding of a forward pass depends on
 # the size of the batch and on the row in it. So a batch always has this size, even if
 # fewer games are left, and game n is always played in row n % BATCH.
@@ -69,7 +70,8 @@ def evaluate(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Non
     if flags.mode == "test" and not flags.video:
         step = saved.get("stats", {}).get("step")
         about = {"xpid": xpid, "checkpoint": path.name, "step": step, "flags": flags}
-        write_result(path.resolve().with_name("test.json"), about | result)
+        name = Path(path.name.replace("model", "test", 1)).with_suffix(".json")
+        write_result(path.resolve().with_name(str(name)), about | result)
 
 
 def test(flags: Flags, model_state: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -231,10 +233,14 @@ def play(
     model_state: dict[str, torch.Tensor],
     numbers: Iterable[int],
     video: Video | None = None,
+    stream: int = TEST_STREAM,
 ) -> Generator[Game, None, None]:
     """Plays the games with these numbers; yields them as they end.
 
     With --mode test_render or --video, it plays one after the other and draws them.
+
+    Args:
+      stream: games of another stream have other seeds.
     """
     render = "rgb_array" if video else "human" if flags.mode == "test_render" else None
     waiting: dict[int, collections.deque[int]] = collections.defaultdict(
@@ -242,7 +248,7 @@ def play(
     )
     for number in numbers:  # by the row of the batch in which the game is played
         waiting[0 if render else number % BATCH].append(number)
-    flags = flags.replace(seed=derive_seed(flags.seed, TEST_STREAM))
+    flags = flags.replace(seed=derive_seed(flags.seed, stream))
     with contextlib.ExitStack() as stack:
         envs: dict[int, Environment] = {}
         for i in waiting:

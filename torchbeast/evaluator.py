@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
+import pathlib
 import pickle
 import statistics
+import threading
+import time
 import traceback
 from multiprocessing import connection
 from typing import Any
@@ -17,12 +21,13 @@ from torchbeast.core import checkpoint, processes
 from torchbeast.core.actors import actor_context
 from torchbeast.core.flags import Flags
 from torchbeast.core.run import Run
-from torchbeast.evaluate import play
+from torchbeast.evaluate import EVAL_STREAM, play
 
 log = logging.getLogger(__name__)
 
 BEST = "model.best.tar"
 CLOSE_SECONDS = 2.0
+WARNING_SECONDS = 600.0  # between two warnings of a slow evaluation
 
 
 class Evaluator:
@@ -30,8 +35,8 @@ class Evaluator:
 
     The results are columns of logs.csv: in the next row after the games, `eval_return`
     and `eval_length` (means), and `eval_step`, that of the weights. It always plays the
-    same games. While it plays, no other evaluation begins. If it fails, the log says
-    so, and the run goes on without.
+    same games, which are not those of --mode test. While it plays, no other evaluation
+    begins. If it fails, the log says so, and the run goes on without.
 
     Its methods are for the main thread.
     """
@@ -39,7 +44,7 @@ class Evaluator:
     def __init__(self, run: Run) -> None:
         self.run, self.flags = run, run.flags
         self._process: Any = None
-        self._busy = False
+        self._busy, self._since = False, 0.0  # since when; or the last warning
         self._weights: tuple[int, dict[str, torch.Tensor]] = (0, {})
         self._best = -math.inf
         if not self.flags.eval_interval:
@@ -47,7 +52,7 @@ class Evaluator:
         self._due = run.learner.step
         self._path = run.start.folder.path / BEST
         if run.resumed and self._path.exists():
-            self._best = checkpoint.load(self._path)["stats"]["eval_return"]
+            self._best = best_return(self._path)
         run.add_columns(dict.fromkeys(("eval_step", "eval_return", "eval_length")))
         self._guardian = processes.Guardian(seconds=0)
         self._pipe, child_pipe = actor_context().Pipe()
@@ -65,16 +70,28 @@ class Evaluator:
         try:
             if self._busy and self._pipe.poll():
                 self._take(self._pipe.recv())
-            if self._process and not self._busy and self.run.learner.step >= self._due:
-                self._weights = step, weights = self.run.copy_weights()
-                self._pipe.send(pickle.dumps(weights))  # bytes: see evaluate.py
-                self._busy = True
-                interval = self.flags.eval_interval
-                self._due = (step // interval + 1) * interval
         except (EOFError, OSError):
             self._process.join(1.0)
             how = processes.how_it_ended(self._process.exitcode)
             self._give_up(f"its process died {how}")
+        if self._busy and time.monotonic() - self._since > WARNING_SECONDS:
+            self._since = time.monotonic()
+            log.warning(
+                "The evaluation of step %s needs more than %g s.",
+                *(f"{self._weights[0]:,}", WARNING_SECONDS),
+            )
+        is_due = self._process and self.run.learner.step >= self._due
+        if is_due and not self._busy and (copied := self.run.copy_weights()):
+            self._weights = copied
+            self._busy, self._since = True, time.monotonic()
+            interval = self.flags.eval_interval
+            self._due = (copied[0] // interval + 1) * interval
+            # In a thread, because the process may be slow to take them.
+            threading.Thread(target=self._send, args=copied[1:], daemon=True).start()
+
+    def _send(self, weights: dict[str, torch.Tensor]) -> None:
+        with contextlib.suppress(OSError):  # `poll` sees that the process has died
+            self._pipe.send(pickle.dumps(weights))  # bytes: see evaluate.py
 
     def _take(self, result: Any) -> None:
         self._busy = False
@@ -111,6 +128,15 @@ class Evaluator:
             self._process = None
 
 
+def best_return(path: pathlib.Path) -> float:
+    """The return of the best checkpoint so far; -inf if the file can't be read."""
+    try:
+        return float(checkpoint.load(path)["stats"]["eval_return"])
+    except (checkpoint.CheckpointError, LookupError, TypeError, ValueError) as error:
+        log.warning("%s is not used: %s", path, error)
+        return -math.inf
+
+
 def _evaluate(flags: Flags, pipe: connection.Connection) -> None:
     """The child process: answers weights with games, or with the text of an error."""
     processes.begin_child()
@@ -119,7 +145,8 @@ def _evaluate(flags: Flags, pipe: connection.Connection) -> None:
     try:
         while True:
             weights = pickle.loads(pipe.recv())
-            pipe.send(list(play(flags, weights, range(flags.eval_episodes))))
+            numbers = range(flags.eval_episodes)
+            pipe.send(list(play(flags, weights, numbers, stream=EVAL_STREAM)))
     except (EOFError, OSError):  # the run has ended
         pass
     except BaseException:

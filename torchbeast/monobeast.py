@@ -301,7 +301,7 @@ def train(start: resume.Start) -> int:
             while len(filled) >= B:
                 batches.put([filled.popleft() for _ in range(B)])
             run.show(len(filled) + batches.qsize() * B, actors.num_steps())
-        if flags.sync:
+        if flags.sync and not flags.disable_checkpoint:
             run.save(more_to_save())
     return run.exit_status
 

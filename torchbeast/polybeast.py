@@ -64,6 +64,12 @@ def resolve_layout(flags: Flags) -> Flags:
         name = f"{connection_flags.PIPES_BASENAME}-{secrets.token_hex(4)}"
         flags.pipes_basename = name
     if flags.launcher == "ray":
+        useless = sorted(flags.typed & {"num_servers", "max_restarts"})
+        if useless:
+            raise FlagError(
+                f"--{useless[0]} has no effect with --launcher ray: each of "
+                "--num_actors is a server, and Ray restarts it"
+            )
         flags.num_actors = flags.num_actors or connection_flags.NUM_SERVERS
         flags.num_servers = flags.num_actors
     if flags.num_servers is None:

@@ -157,6 +157,8 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
     env_seed = flags.seed
     if start.saved:  # don't repeat the games before the resume
         env_seed = derive_seed(flags.seed, start.saved["stats"]["step"])
+    if flags.eval_interval:  # only then does this machine make an environment
+        resume.announce_environment(flags, start.saved)
     B, T = flags.batch_size, flags.unroll_length
     envs = RemoteEnvs(flags, env_seed)
     try:

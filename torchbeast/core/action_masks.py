@@ -36,13 +36,16 @@ def check_mask(observation_space: spaces.Space, action_space: spaces.Space) -> N
         return
     space: Any = observation_space[NAME]  # type: ignore[index] # a Dict
     size = mask_size(action_space)
-    if size is None or spaces.flatdim(space) != size:
-        needed = (
-            "Discrete or MultiDiscrete actions" if size is None else f"{size} numbers"
+    if size is None:
+        raise InvalidEnvironmentError(
+            f"the observation has the part {NAME}, and actions of {action_space} can't "
+            "be masked; Discrete and MultiDiscrete actions can"
         )
+    is_vector = isinstance(space, spaces.Box | spaces.MultiBinary)
+    if not is_vector or int(np.prod(space.shape)) != size:
         raise InvalidEnvironmentError(
             f"the part {NAME} of the observation is {space}. For actions of "
-            f"{action_space}, it needs {needed}"
+            f"{action_space}, it needs a Box or MultiBinary of {size} numbers"
         )
 
 

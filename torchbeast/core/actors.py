@@ -65,11 +65,16 @@ def run_actor(
             env.on_warning = lambda *warning: pipe.send(("warning", *warning))
             act(flags, index, env, pipe, buffers, weights_memory, progress, saved)
     except BaseException as error:  # EOFError: the learner has closed the pipe
-        is_user_error = isinstance(error, InvalidEnvironmentError)
-        text = str(error) if is_user_error else traceback.format_exc()
         # The send fails if the learner has exited or closed the pipe.
         with contextlib.suppress(OSError):
-            pipe.send(("error", text))
+            pipe.send(("error", error_text(error)))
+
+
+def error_text(error: BaseException) -> str:
+    """What the learner says of an actor's error; a traceback only if it may help."""
+    if isinstance(error, InvalidEnvironmentError):
+        return str(error)
+    return "".join(traceback.format_exception(error))
 
 
 def mean_timings(timings: Sequence[dict[str, float]]) -> str:

@@ -36,10 +36,10 @@ def find(place: str | os.PathLike[str], savedir: str = "") -> pathlib.Path:
     """The path of the checkpoint that `place` names.
 
     Args:
-      place: a file, the folder of a run, or the name of a run in `savedir`.
+      place: the name of a run in `savedir`, a file, or the folder of a run.
     """
     path = pathlib.Path(place).expanduser()
-    if savedir and not path.exists():
+    if savedir and (pathlib.Path(savedir).expanduser() / place).is_dir():
         path = pathlib.Path(savedir).expanduser() / place
     return path / "model.tar" if path.is_dir() else path
 
@@ -98,8 +98,7 @@ def keep(path: pathlib.Path, step: int) -> None:
     """
     target = path.with_name(f"{path.stem}.{step}{path.suffix}")
     try:
-        target.unlink(missing_ok=True)
-        os.link(path, target)  # `save` replaces the file, and does not change it
+        _link_or_copy(path, target)  # `save` replaces the file, and does not change it
     except OSError as error:
         raise CheckpointError(f"Can't keep {path} as {target.name}: {error}") from error
 
@@ -216,13 +215,21 @@ def check_fit(found: dict[str, Any], model: torch.nn.Module) -> None:
         )
 
 
-def take_over(path: str | os.PathLike[str], model: torch.nn.Module) -> None:
+def take_over(place: str, savedir: str, model: torch.nn.Module) -> None:
     """Loads those weights of a checkpoint that fit the model; logs the others.
+
+    Args:
+      place, savedir: see `find`.
 
     Raises:
       CheckpointError: the file can't be read, or none of its weights fits.
     """
-    path = pathlib.Path(path)
+    path = find(place, savedir)
+    if not path.exists():
+        raise CheckpointError(
+            f"--init_from {place}: there is neither a run of this name in {savedir}, "
+            f"nor a file {path}"
+        )
     saved = load(path)
     check(saved, path, for_test=True)
     found, wanted = saved["model_state_dict"], model.state_dict()
@@ -234,7 +241,8 @@ def take_over(path: str | os.PathLike[str], model: torch.nn.Module) -> None:
     differences = _differences(found, model)
     if not fitting:
         raise CheckpointError(
-            f"none of the weights of {path} fits this model: {_some(differences)}"
+            f"--init_from {place}: none of its weights fits this model: "
+            f"{_some(differences)}"
         )
     model.load_state_dict(fitting, strict=False)
     log.info("Took %d of %d weights from %s.", len(fitting), len(wanted), path)
@@ -329,8 +337,12 @@ def _reason(error: Exception) -> str:
 
 def _keep_previous(path: pathlib.Path) -> None:
     """Gives the checkpoint at `path` a second name, so that `path` can be replaced."""
-    previous = previous_path(path)
-    temporary = previous.with_name(f".{previous.name}.tmp")
+    _link_or_copy(path, previous_path(path))
+
+
+def _link_or_copy(path: pathlib.Path, target: pathlib.Path) -> None:
+    """Gives a file a second name, atomically."""
+    temporary = target.with_name(f".{target.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
         os.link(path, temporary)
@@ -341,7 +353,7 @@ def _keep_previous(path: pathlib.Path) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    temporary.replace(previous)
+    temporary.replace(target)
     temporary.unlink(missing_ok=True)  # stays if both are links to the same file
 
 

@@ -9,8 +9,11 @@ from typing import Any
 
 from torchbeast.core.errors import FlagError
 
-# Flags of a meta.json that name a place or a time, and not what the run does.
-OF_ITS_RUN = {"mode", "savedir", "xpid", "config", "video", "pipes_basename", "listen"}
+# Flags of a meta.json that name a place, and not what the run does.
+OF_ITS_RUN = {
+    *("mode", "savedir", "xpid", "config", "video", "checkpoint"),
+    *("pipes_basename", "listen", "bind", "join", "server_addresses", "ray_address"),
+}
 
 
 def find(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
@@ -43,7 +46,7 @@ def read(parser: argparse.ArgumentParser, path: Path) -> list[str]:
     words = []
     for name, value in values.items():
         if name in actions:
-            words += _words(actions[name], value)
+            words += _words(path, actions[name], value)
         elif not is_meta:  # a meta.json may be that of another variant
             close = difflib.get_close_matches(name, actions, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
@@ -62,10 +65,11 @@ def _parse_toml(text: str) -> dict[str, Any]:
 def _flags_of_run(meta: Any) -> dict[str, Any]:
     if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
         raise ValueError("this is not the meta.json of a run: it has no args")
-    return {k: v for k, v in meta["args"].items() if k not in OF_ITS_RUN}
+    chosen_there = {*OF_ITS_RUN, *meta.get("flags_left_open", ())}  # and again here
+    return {k: v for k, v in meta["args"].items() if k not in chosen_there}
 
 
-def _words(action: argparse.Action, value: Any) -> list[str]:
+def _words(path: Path, action: argparse.Action, value: Any) -> list[str]:
     """The words that set one flag; none if the value is that of a flag left out."""
     option = action.option_strings[0]
     if value is None:
@@ -73,9 +77,13 @@ def _words(action: argparse.Action, value: Any) -> list[str]:
     if action.nargs != 0:
         if isinstance(value, dict):
             value = json.dumps(value)
+        if isinstance(value, list):
+            value = ",".join(map(str, value))
         return [f"{option}={value}"]
     if not isinstance(value, bool):
-        raise FlagError(f"--config: {action.dest} must be true or false, got {value!r}")
+        raise FlagError(
+            f"--config {path}: {action.dest} must be true or false, got {value!r}"
+        )
     if value:
         return [option]
     no = [name for name in action.option_strings if name.startswith("--no-")]

@@ -15,7 +15,7 @@ import pathlib
 import platform
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torchbeast.core.hardware import hardware
@@ -83,6 +83,7 @@ class FileWriter:
         from the first larger step on are cut.
       folder: the run's folder, if the caller has locked it; the caller closes it.
       start_over: if the run was started before and resume_step is None, cut all rows.
+      left_open: the flags that were chosen for the machine or from other flags.
 
     Raises:
       ValueError: xpid is not a plain name, or logs.csv is damaged.
@@ -102,6 +103,7 @@ class FileWriter:
         resume_step: int | None = None,
         folder: RunFolder | None = None,
         start_over: bool = False,
+        left_open: Sequence[str] = (),
     ) -> None:
         self._lock = threading.Lock()
         self._closed = False
@@ -120,7 +122,7 @@ class FileWriter:
                 stack.callback(_detach, _attach(self.path / "out.log"))
                 self._logs = LogsCsv(self.path, resume_step)
                 stack.callback(self._logs.close)
-                self._meta = self._start_meta(xpid, args, resume_step)
+                self._meta = self._start_meta(xpid, args, resume_step, left_open)
                 self._write_meta(reserve=ROOM_FOR_THE_END)
                 _link_latest(self.path.with_name("latest"), xpid)
             self._resources = stack.pop_all()
@@ -177,7 +179,11 @@ class FileWriter:
             self._resources.close()
 
     def _start_meta(
-        self, xpid: str, args: Mapping[str, Any], resume_step: int | None
+        self,
+        xpid: str,
+        args: Mapping[str, Any],
+        resume_step: int | None,
+        left_open: Sequence[str],
     ) -> dict[str, Any]:
         old = read_meta(self.path)
         first = old if resume_step is not None else {}
@@ -190,6 +196,7 @@ class FileWriter:
             "protocol": protocol,
             "protocol_text": describe(protocol),
             **provenance(),
+            "flags_left_open": list(left_open),
             "slurm": _environment(SLURM_VARIABLES) or None,
             "env": _environment(ENVIRONMENT_VARIABLES),
         }

@@ -71,34 +71,55 @@ def create_env(
     name = flags.env
     arguments = json.loads(flags.env_kwargs or "{}")
     if atari_wrappers.atari_game(name):
-        env = atari_wrappers.make_atari(flags, render_mode, arguments)
+        try:
+            env = atari_wrappers.make_atari(flags, render_mode, arguments)
+        except TypeError as error:
+            raise InvalidEnvironmentError(
+                f"--env_kwargs {flags.env_kwargs} of {name}: {error}"
+            ) from error
     elif ":" in name and not re.search(r"-v\d+$", name):
         env = _from_python_path(name, render_mode, arguments)
     else:
         env = _from_gymnasium(name, render_mode, arguments)
     check_interface(name, env)
-    for wrapper in filter(None, (flags.wrapper or "").split(",")):
-        wrap = _find(f"--wrapper {wrapper}", wrapper)
-        if not callable(wrap):
-            raise InvalidEnvironmentError(
-                f"--wrapper {wrapper} names {describe(wrap)}, not a class or function "
-                "that wraps an environment"
-            )
-        env = wrap(env)
-        if not isinstance(env, gymnasium.Env):
-            raise InvalidEnvironmentError(
-                f"--wrapper {wrapper} returned {describe(env)}, not an environment"
-            )
-    if flags.mask_actions:
-        env = MaskFromInfo(env)
-    check_mask(env.observation_space, env.action_space)
     try:
+        for wrapper in filter(None, (flags.wrapper or "").split(",")):
+            env = _wrap(env, wrapper)
+        if flags.mask_actions:
+            env = MaskFromInfo(env)
+        check_mask(env.observation_space, env.action_space)
         check_observation_space(env.observation_space)
         check_action_space(env.action_space)
     except UnsupportedSpaceError as error:
         env.close()
         raise UnsupportedSpaceError(f"--env {name}: {error}") from None
+    except BaseException:
+        env.close()
+        raise
     return env
+
+
+def _wrap(env: gymnasium.Env, wrapper: str) -> gymnasium.Env:
+    """Calls one function or class of --wrapper."""
+    wrap = _find(f"--wrapper {wrapper}", wrapper)
+    if not callable(wrap):
+        raise InvalidEnvironmentError(
+            f"--wrapper {wrapper} names {describe(wrap)}, not a class or function "
+            "that wraps an environment"
+        )
+    try:
+        wrapped = wrap(env)
+    except TypeError as error:
+        if not raised_by_call(error):
+            raise
+        raise InvalidEnvironmentError(
+            f"--wrapper {wrapper} is called with the environment alone: {error}"
+        ) from error
+    if not isinstance(wrapped, gymnasium.Env):
+        raise InvalidEnvironmentError(
+            f"--wrapper {wrapper} returned {describe(wrapped)}, not an environment"
+        )
+    return wrapped
 
 
 def _from_gymnasium(

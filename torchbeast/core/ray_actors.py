@@ -14,7 +14,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe, connection
 from typing import Any
@@ -25,7 +24,7 @@ from ray.exceptions import RayTaskError
 
 from torchbeast.core import rollout
 from torchbeast.core.acting import SharedWeights
-from torchbeast.core.actors import ActorError, mean_timings
+from torchbeast.core.actors import ActorError, error_text, mean_timings
 from torchbeast.core.environment import Environment
 from torchbeast.core.flags import Flags
 from torchbeast.core.nested import Nested, map_nested
@@ -79,9 +78,9 @@ class Player:
                 env.on_warning = lambda *warning: pipe.send(("warning", *warning))
                 shared = (self.buffers, self.memory, self.progress)
                 act(self.flags, self.index, env, pipe, *shared, None)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):
-                pipe.send(("error", traceback.format_exc()))
+                pipe.send(("error", error_text(error)))
 
     def node(self) -> str:
         """The address of the machine it runs on."""
@@ -166,7 +165,7 @@ class RayActors:
             self._cluster.start(
                 Player,
                 [(act, flags, index, shape, specs) for index in self.idle],
-                flags.actor_timeout,
+                "actor_timeout",
             )
         except BaseException:
             self._cluster.close()
@@ -185,7 +184,7 @@ class RayActors:
         reference.future().add_done_callback(self._wake)
 
     def _wake(self, future: Any) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake; closed: it is over
+        with contextlib.suppress(OSError):  # full: it is awake
             os.write(self._done_writer, b"d")
 
     def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:

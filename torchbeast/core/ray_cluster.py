@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import ray
 from ray import exceptions
 
+from torchbeast.core import processes
 from torchbeast.core.errors import UserError
 from torchbeast.core.flags import Flags
 
@@ -29,10 +31,11 @@ class Cluster:
         self.flags = flags
         self.actors: list[Any] = []
         self._is_ours = not ray.is_initialized()
+        handlers = {n: signal.getsignal(n) for n in processes.handled_signals()}
         try:
             check_reachable(flags.ray_address)
             ray.init(
-                address=flags.ray_address,
+                address=flags.ray_address or "local",
                 ignore_reinit_error=True,
                 configure_logging=False,
                 include_dashboard=False if flags.ray_address is None else None,
@@ -41,17 +44,21 @@ class Cluster:
             raise UserError(
                 f"no Ray cluster at --ray_address {flags.ray_address}: {error}"
             ) from error
+        finally:  # Ray replaces that of SIGTERM
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
-    def start(self, kind: type, arguments: Sequence[tuple], seconds: float) -> None:
+    def start(self, kind: type, arguments: Sequence[tuple], limit: str) -> None:
         """Starts Ray actors, one per tuple of arguments. Each needs a CPU.
 
         Args:
           kind: their class. Its method node() returns the address of its machine.
-          seconds: time limit until all have started.
+          limit: the flag with the time limit until all have started, in seconds.
 
         Raises:
           UserError: the cluster has no room for them, or one can't start.
         """
+        seconds = getattr(self.flags, limit)
         # Ray starts a dead one again, on any machine with room, and repeats its call.
         remote: Any = ray.remote(
             num_cpus=1,
@@ -68,7 +75,7 @@ class Cluster:
             raise UserError(
                 f"Ray did not start {len(arguments)} actors within {seconds:g} s. Each "
                 f"needs a CPU, and the cluster has {cpus:g}: lower --num_actors, add "
-                "machines or raise --actor_timeout"
+                f"machines or raise --{limit}"
             ) from None
         except exceptions.RayError as error:
             raise UserError(f"a Ray actor failed to start:\n{error}") from error

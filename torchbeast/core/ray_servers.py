@@ -88,7 +88,7 @@ class RayServers:
                     (serve, server_flags(self.flags), index, server_files(flags))
                     for index in range(flags.num_actors)
                 ],
-                flags.connect_timeout,
+                "connect_timeout",
             )
             self.running = [actor.run.remote() for actor in self.cluster.actors]
         except BaseException:

@@ -77,8 +77,9 @@ class Run:
         if start.saved:
             learner.load_state_dict(start.saved)
         elif self.flags.init_from:
-            source = checkpoint.find(self.flags.init_from, self.flags.savedir)
-            checkpoint.take_over(source, learner.model)
+            checkpoint.take_over(
+                self.flags.init_from, self.flags.savedir, learner.model
+            )
         saved_replay = start.folder.path / replay_memory.FILE
         if start.saved and learner.mixer and saved_replay.exists():
             replay_memory.load(learner.mixer.replay, saved_replay)
@@ -89,6 +90,7 @@ class Run:
         self.timings = Timings()
         self.exit_status = 1
         self._next_columns: dict[str, Any] = {}
+        self._columns_lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._stop_threads: list[Callable[[], None]] = []
         self._thread_errors: list[BaseException] = []
@@ -108,7 +110,8 @@ class Run:
 
     def __enter__(self) -> Run:
         start, flags = self.start, self.flags
-        self._trackers = make_trackers(flags, start.folder.path, self.learner.step)
+        step = self.learner.step if self.resumed else None
+        self._trackers = make_trackers(flags, start.folder.path, step)
         # From now on signals are only noted, so that meta.json gets the end of the run.
         for number in processes.handled_signals():
             signal.signal(number, self._on_signal)
@@ -119,6 +122,7 @@ class Run:
             resume_step=self.learner.step if self.resumed else None,
             folder=start.folder,
             start_over=start.over,
+            left_open=start.left_open,
         )
         self._old_wakeup = signal.set_wakeup_fd(
             self._wake_writer, warn_on_full_buffer=False
@@ -220,8 +224,8 @@ class Run:
             self.timings.time("learn")
 
     def add_columns(self, columns: dict[str, Any]) -> None:
-        """Adds columns to the next row. In later rows they are empty."""
-        with self._lock:
+        """Adds columns to the next row. In later rows they are empty. Thread-safe."""
+        with self._columns_lock:
             self._next_columns |= columns
 
     def log(self, *parts: dict[str, Any]) -> None:
@@ -230,8 +234,9 @@ class Run:
         Raises:
           ColumnError: two parts have a column of the same name.
         """
-        row = join_columns(*parts, self._next_columns)
-        self._next_columns = dict.fromkeys(self._next_columns)
+        with self._columns_lock:
+            row = join_columns(*parts, self._next_columns)
+            self._next_columns = dict.fromkeys(self._next_columns)
         self._writer.log(row)
         for tracker in self._trackers:
             tracker.log(row)
@@ -240,19 +245,24 @@ class Run:
 
     def save_is_due(self) -> bool:
         flags, seconds = self.flags, time.monotonic() - self._last_save
-        return seconds > flags.checkpoint_interval or self._milestone() > self._kept
+        is_due = seconds > flags.checkpoint_interval or self._milestone() > self._kept
+        return is_due and not flags.disable_checkpoint
 
     def _milestone(self) -> int:
         """How many of the --checkpoint_history checkpoints are due by now."""
         step = min(self.learner.step, self.flags.total_steps)
         return self.flags.checkpoint_history * step // self.flags.total_steps
 
-    def copy_weights(self) -> tuple[int, dict[str, torch.Tensor]]:
-        """The present step and a copy of the weights, after an update in progress."""
-        with self._lock:
+    def copy_weights(self) -> tuple[int, dict[str, torch.Tensor]] | None:
+        """The present step and a copy of the weights; None while an update hangs."""
+        if not self._lock.acquire(timeout=1.0):
+            return None
+        try:
             weights = self.learner.model.state_dict()
             copies = {k: x.detach().cpu().clone() for k, x in weights.items()}
             return self.learner.step, copies
+        finally:
+            self._lock.release()
 
     def save(self, more: dict[str, Any] | None = None) -> None:
         """Saves a checkpoint, if there were updates since the last one.
@@ -373,8 +383,6 @@ class Run:
             self._fail(error)
             status = self.exit_status
         self._profile.close(self._writer.path)
-        for tracker in self._trackers:
-            tracker.close()
         log.info(
             "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
             "Failed" if status == 1 else "Stopped" if status else "Finished",
@@ -391,6 +399,8 @@ class Run:
             signal=signal.Signals(status - 128).name if status > 128 else None,
             error=self._error if status == 1 else None,
         )
+        for tracker in self._trackers:
+            tracker.close(status)
         signal.set_wakeup_fd(self._old_wakeup)
         if any(thread.is_alive() for thread in self._threads):
             # Python can't exit cleanly while a thread is inside torch.

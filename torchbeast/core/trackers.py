@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchbeast.core.flags import FlagError, Flags
-from torchbeast.core.run_folder import writing
+from torchbeast.core.run_folder import atomic_write, writing
 
 log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 60.0  # for the upload at the end of a run
 
 
 class Tracker(Protocol):
@@ -23,25 +25,25 @@ class Tracker(Protocol):
     def log(self, row: dict[str, Any]) -> None:
         """Takes the columns of one update; row["step"] never falls. None: no value."""
 
-    def close(self) -> None:
-        """Writes what is left. Does not raise."""
+    def close(self, exit_status: int) -> None:
+        """Writes what is left, within a minute. Does not raise."""
 
 
-def make_trackers(flags: Flags, path: Path, step: int) -> list[Tracker]:
+def make_trackers(flags: Flags, path: Path, step: int | None) -> list[Tracker]:
     """The trackers that the flags ask for.
 
     Args:
       path: the folder of the run.
-      step: the first step of this start.
+      step: that of the checkpoint; None if the run does not resume.
 
     Raises:
       FlagError: a package is missing.
     """
     trackers: list[Tracker] = []
     if flags.tensorboard:
-        trackers.append(TensorBoard(path, step))
+        trackers.append(TensorBoard(path, step or 0))
     if flags.wandb:
-        trackers.append(WeightsAndBiases(flags, path))
+        trackers.append(WeightsAndBiases(flags, path, step is not None))
     return trackers
 
 
@@ -75,7 +77,7 @@ class TensorBoard:
                 if value is not None and name != "step":
                     self.writer.add_scalar(name, value, row["step"])
 
-    def close(self) -> None:
+    def close(self, exit_status: int) -> None:
         try:
             self.writer.close()
         except OSError as error:
@@ -91,16 +93,17 @@ class WeightsAndBiases:
       FlagError: the package is missing, or the run can't be started.
     """
 
-    def __init__(self, flags: Flags, path: Path) -> None:
+    def __init__(self, flags: Flags, path: Path, resumes: bool) -> None:
         try:
             import wandb
         except ImportError as error:
-            raise FlagError("--wandb needs the package wandb: pip install wandb") from (
-                error
-            )
+            raise FlagError(
+                "--wandb needs the package wandb: pip install wandb"
+            ) from error
         identity = path / "wandb_id.txt"
-        if not identity.exists():
-            identity.write_text(secrets.token_hex(8))
+        if not resumes or not identity.exists():
+            with atomic_write(identity) as file:
+                file.write(secrets.token_hex(8).encode())
         try:
             self.run: Any = wandb.init(
                 project=flags.wandb,
@@ -109,18 +112,21 @@ class WeightsAndBiases:
                 resume="allow",
                 dir=path,
                 config=flags.as_dict(),
+                settings=wandb.Settings(finish_timeout=CLOSE_SECONDS),
             )
         except (wandb.Error, OSError) as error:
             raise FlagError(
                 f"--wandb {flags.wandb}: {error}. WANDB_MODE=offline needs no network"
             ) from error
+        # With its own count of steps, which only grows, W&B would refuse the steps that
+        # a run resumed after a crash logs again.
+        self.run.define_metric("*", step_metric="step")
 
     def log(self, row: dict[str, Any]) -> None:
-        known = {k: x for k, x in row.items() if x is not None}
-        self.run.log(known, step=row["step"])
+        self.run.log({k: x for k, x in row.items() if x is not None})
 
-    def close(self) -> None:
+    def close(self, exit_status: int) -> None:
         try:
-            self.run.finish()
+            self.run.finish(exit_code=exit_status)
         except Exception as error:  # whatever the service answers, the run has ended
             log.error("Can't finish the run at Weights & Biases: %s", error)
