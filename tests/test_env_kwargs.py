@@ -1,11 +1,17 @@
-"""--env_kwargs and --wrapper in whole runs, in both variants."""
+"""--env_kwargs and --wrapper, also in whole runs of both variants."""
 
 import gymnasium
+import numpy as np
 import pytest
 import runs
+from gymnasium import spaces
+from test_environment import Counter, env_flags, here
+
+from torchbeast.core.environment import Environment
+from torchbeast.core.make_env import create_env
 
 
-class Sized(gymnasium.Env):
+class Whole(gymnasium.Env):
     """Episodes of 4 steps; `size` is the reward and the length of an observation."""
 
     action_space = gymnasium.spaces.Discrete(2)
@@ -37,7 +43,7 @@ def test_they_reach_the_environments_and_a_resumed_run(tmp_path, module):
         **runs.SMALL,
         "module": module,
         "batch_size": 3,
-        "env": "test_env_kwargs:Sized",
+        "env": "test_env_kwargs:Whole",
         "env_kwargs": '{"size": 7}',
         "wrapper": "test_env_kwargs:ten_times",
     }
@@ -54,3 +60,71 @@ def test_they_reach_the_environments_and_a_resumed_run(tmp_path, module):
     assert process.returncode == 1
     assert "names --wrapper test_env_kwargs:ten_times" in output
     assert "forbids to import the module test_env_kwargs" in output
+
+
+class Sized(Counter):
+    """Has a parameter."""
+
+    def __init__(self, size, step=1):
+        super().__init__()
+        self.observation_space = spaces.Box(-9, 9, (size,))
+        self.size, self.by = size, step
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(self.size, np.float32), {}
+
+    def step(self, action):
+        return np.full(self.size, self.by, np.float32), 1.0, False, False, {}
+
+
+def double(env):
+    return gymnasium.wrappers.TransformObservation(
+        env, lambda x: x * 2, env.observation_space
+    )
+
+
+def plus_one(env):
+    return gymnasium.wrappers.TransformObservation(
+        env, lambda x: x + 1, env.observation_space
+    )
+
+
+NOT_CALLABLE = 3
+
+
+def test_arguments_of_a_class():
+    env = Environment(env_flags(here(Sized), env_kwargs='{"size": 5, "step": 3}'), 2)
+    env.initial()
+    row = env.step(np.zeros(2, np.int64))
+    assert row["observation"].tolist() == [[3.0] * 5] * 2
+
+
+@pytest.mark.parametrize(
+    ("env", "kwargs", "found"),
+    [
+        ("CartPole-v1", '{"sutton_barto_reward": true}', 0.0),
+        ("CartPole-v1", None, 1.0),
+    ],
+)
+def test_arguments_of_an_id(env, kwargs, found):
+    env = Environment(env_flags(env, env_kwargs=kwargs), 1)
+    env.initial()
+    assert env.step(np.zeros(1, np.int64))["reward"] == [found]
+
+
+def test_arguments_of_an_atari_game():
+    create_env(env_flags("ALE/Freeway-v5", env_kwargs='{"difficulty": 1}'))
+    with pytest.raises(RuntimeError, match=r"(?i)difficult"):
+        create_env(env_flags("ALE/Freeway-v5", env_kwargs='{"difficulty": 77}'))
+
+
+@pytest.mark.parametrize(
+    ("wrappers", "found"),
+    [((double, plus_one), 3.0), ((plus_one, double), 4.0), ((double,), 2.0)],
+)
+def test_wrappers_in_their_order(wrappers, found):
+    wrapper = ",".join(map(here, wrappers))
+    flags = env_flags(here(Sized), env_kwargs='{"size": 1}', wrapper=wrapper)
+    env = Environment(flags, 1)
+    env.initial()
+    assert env.step(np.zeros(1, np.int64))["observation"] == [[found]]
