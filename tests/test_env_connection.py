@@ -200,7 +200,10 @@ def expected(*argv):
 
 def test_settings_are_all_flags_that_shape_the_environments():
     settings = env_connection.environment_settings(
-        env_flags("--preset=sticky-atari", "--env_kwargs={}", "--wrapper=a:b")
+        env_flags(
+            *("--preset=sticky-atari", "--env_kwargs={}", "--wrapper=a:b"),
+            "--mask_actions",
+        )
     )
     declared = argparse.ArgumentParser(add_help=False)
     declared_flags.add_environment_flags(declared)
@@ -212,7 +215,7 @@ def test_settings_are_all_flags_that_shape_the_environments():
         settings = env_connection.environment_settings(flags)
         assert settings["sticky_actions"] == "0.0"
     # Flags without a value are left out.
-    assert not settings.keys() & {"env_kwargs", "wrapper"}
+    assert not settings.keys() & {"env_kwargs", "wrapper", "mask_actions"}
     # The order and the spaces of JSON have no meaning.
     for text in ('{"b": 1, "a": [2]}', '{"a":[2],"b":1}'):
         settings = env_connection.environment_settings(env_flags("--env_kwargs", text))

@@ -391,6 +391,7 @@ def test_resolving_fills_in_what_is_open(monkeypatch):
         "init_from",
         "env_kwargs",
         "wrapper",
+        "mask_actions",
     }
 
 

@@ -263,7 +263,6 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--mask_actions",
         action=toggle,
-        default=False,
         help="""never take an action that info["action_mask"] forbids""",
     )
     add = parser.add_argument_group(ATARI).add_argument
