@@ -1,13 +1,17 @@
-"""A checkpoint as an agent, for example in a notebook:
+"""A checkpoint as an agent, for example in a notebook.
 
-from torchbeast import load_agent
+This plays two steps:
 
-agent = load_agent("~/logs/torchbeast/latest")
-env = agent.make_env()
-observation, _ = env.reset()
-action, state = agent.act(observation)
-observation, reward, terminated, truncated, _ = env.step(action)
-action, state = agent.act(observation, state, reward)
+    from torchbeast import load_agent
+
+    agent = load_agent("~/logs/torchbeast/latest")
+    env = agent.make_env()
+    observation, _ = env.reset()
+    action, state = agent.act(observation)
+    observation, reward, terminated, truncated, _ = env.step(action)
+    action, state = agent.act(observation, state, reward)
+
+Without a state, an episode begins.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from torchbeast.evaluate import EVAL_STREAM, play
 log = logging.getLogger(__name__)
 
 BEST = "model.best.tar"
-CLOSE_SECONDS = 2.0
 WARNING_SECONDS = 600.0  # between two warnings of a slow evaluation
 
 
@@ -54,6 +53,7 @@ class Evaluator:
         if run.resumed and self._path.exists():
             self._best = best_return(self._path)
         run.add_columns(dict.fromkeys(("eval_step", "eval_return", "eval_length")))
+        self._sender: threading.Thread | None = None
         self._guardian = processes.Guardian(seconds=0)
         self._pipe, child_pipe = actor_context().Pipe()
         self._process = actor_context().Process(
@@ -87,7 +87,8 @@ class Evaluator:
             interval = self.flags.eval_interval
             self._due = (copied[0] // interval + 1) * interval
             # In a thread, because the process may be slow to take them.
-            threading.Thread(target=self._send, args=copied[1:], daemon=True).start()
+            self._sender = threading.Thread(target=self._send, args=copied[1:])
+            self._sender.start()
 
     def _send(self, weights: dict[str, torch.Tensor]) -> None:
         with contextlib.suppress(OSError):  # `poll` sees that the process has died
@@ -122,9 +123,11 @@ class Evaluator:
 
     def _close(self) -> None:
         if self._process:
-            self._pipe.close()
-            self._guardian.end([self._process], CLOSE_SECONDS)
+            self._guardian.end([self._process], seconds=0)  # ends `_send`, too
             self._guardian.close()
+            if self._sender:
+                self._sender.join()
+            self._pipe.close()
             self._process = None
 
 

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
-from torchbeast.core.action_masks import NAME as MASK
-from torchbeast.core.action_masks import has_mask
+from torchbeast.core import action_masks
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.rollout import State
 
@@ -223,8 +222,8 @@ class Net(nn.Module):
         if self.core is not None:
             x, state = self._unroll(x.view(T, B, -1), rows["done"], state)
         logits = self.policy(x).view(T, B, -1)
-        if has_mask(self.observation_space):
-            allowed = rows["observation"][MASK].flatten(2) != 0
+        if action_masks.mask_space(self.observation_space):
+            allowed = rows["observation"][action_masks.NAME].flatten(2) != 0
             logits = self.distribution.mask(logits, allowed)
         return {
             "policy_logits": logits,

@@ -268,7 +268,8 @@ def train(start: resume.Start) -> int:
         if start.saved and not flags.sync:  # don't repeat the games before the resume
             actor_flags = flags.replace(seed=derive_seed(flags.seed, learner.step))
         saved = start.saved["actors"] if start.saved and flags.sync else None
-        actors = launcher.launch_actors(act, actor_flags, buffers, weights, saved)
+        actors_class = launcher.actors_class(flags)
+        actors = actors_class(act, actor_flags, buffers, weights, saved)
         run.stack.callback(log_timings, run, actors)
         run.stack.callback(actors.close)
         for i in range(1 if flags.sync else flags.num_learner_threads):

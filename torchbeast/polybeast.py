@@ -70,13 +70,12 @@ def resolve_layout(flags: Flags) -> Flags:
                 f"--{useless[0]} has no effect with --launcher ray: each of "
                 "--num_actors is a server, and Ray restarts it"
             )
+    if flags.num_servers is None or flags.launcher == "ray":
         flags.num_actors = flags.num_actors or connection_flags.NUM_SERVERS
-        flags.num_servers = flags.num_actors
-    if flags.num_servers is None:
-        flags.num_actors = flags.num_actors or connection_flags.NUM_SERVERS
+        one_each = flags.sync or flags.launcher == "ray"
         # More server processes than cores would only take memory.
-        cores = flags.num_actors if flags.sync else processes.num_cpus()
-        flags.num_servers = min(flags.num_actors, cores)
+        most = flags.num_actors if one_each else processes.num_cpus()
+        flags.num_servers = min(flags.num_actors, most)
     polybeast_env.check(flags)
     return polybeast_learner.resolve_layout(flags)
 

@@ -130,6 +130,7 @@ def serve_under_ray(flags: Flags, index: int) -> None:
     Raises:
       ServerError: the environments can't be made, or the learner refuses them.
     """
+    script.configure_logging()  # Ray prints it where the learner runs
     try:
         describe(flags)
     except UserError as error:

@@ -4,6 +4,7 @@ They are the part "action_mask" of a Dict observation, so every row has them, an
 model.py gives the other actions the probability 0.
 """
 
+import math
 from typing import Any
 
 import gymnasium
@@ -15,10 +16,11 @@ from torchbeast.core.env_checks import InvalidEnvironmentError, describe
 NAME = "action_mask"
 
 
-def has_mask(observation_space: spaces.Space) -> bool:
-    return (
-        isinstance(observation_space, spaces.Dict) and NAME in observation_space.spaces
-    )
+def mask_space(observation_space: spaces.Space) -> spaces.Space | None:
+    """The space of the mask in observations; None without a mask."""
+    if isinstance(observation_space, spaces.Dict):
+        return observation_space.spaces.get(NAME)
+    return None
 
 
 def mask_size(action_space: spaces.Space) -> int | None:
@@ -32,17 +34,16 @@ def mask_size(action_space: spaces.Space) -> int | None:
 
 def check_mask(observation_space: spaces.Space, action_space: spaces.Space) -> None:
     """Raises InvalidEnvironmentError if the observation has an unusable mask."""
-    if not has_mask(observation_space):
+    space, size = mask_space(observation_space), mask_size(action_space)
+    if space is None:
         return
-    space: Any = observation_space[NAME]  # type: ignore[index] # a Dict
-    size = mask_size(action_space)
     if size is None:
         raise InvalidEnvironmentError(
             f"the observation has the part {NAME}, and actions of {action_space} can't "
             "be masked; Discrete and MultiDiscrete actions can"
         )
-    is_vector = isinstance(space, spaces.Box | spaces.MultiBinary)
-    if not is_vector or int(np.prod(space.shape)) != size:
+    has_numbers = isinstance(space, spaces.Box | spaces.MultiBinary)
+    if not has_numbers or math.prod(space.shape or ()) != size:
         raise InvalidEnvironmentError(
             f"the part {NAME} of the observation is {space}. For actions of "
             f"{action_space}, it needs a Box or MultiBinary of {size} numbers"
@@ -84,11 +85,10 @@ class MaskFromInfo(gymnasium.Wrapper):
                 f"are {env.action_space}"
             )
         self.size = size
-        inner = env.observation_space
-        self.is_dict = isinstance(inner, spaces.Dict)
-        parts = (
-            inner.spaces if isinstance(inner, spaces.Dict) else {"observation": inner}
-        )
+        self.is_dict = isinstance(env.observation_space, spaces.Dict)
+        parts = {"observation": env.observation_space}
+        if isinstance(env.observation_space, spaces.Dict):
+            parts = env.observation_space.spaces
         self.observation_space = spaces.Dict({**parts, NAME: spaces.MultiBinary(size)})
 
     def _add_mask(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:

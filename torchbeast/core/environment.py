@@ -18,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.core import atari_wrappers
-from torchbeast.core.action_masks import first_allowed, has_mask
+from torchbeast.core.action_masks import first_allowed, mask_space
 from torchbeast.core.env_checks import Checker
 from torchbeast.core.errors import FlagError
 from torchbeast.core.extra_fields import EXTRA_FIELDS, make_fields
@@ -268,7 +268,7 @@ class Environment:
             row = self.initial()
             shape, dtype = _actions_of(self.action_space, self.num_envs)
             actions: np.ndarray = np.zeros(shape, dtype)
-            if has_mask(self.observation_space):
+            if mask_space(self.observation_space):
                 actions = first_allowed(self.action_space, row["observation"])
             self.step(actions)
 

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchbeast.core.flags import FlagError, Flags
-
-# Both variants import this module, and PolyBeast's servers don't load torch.
-if TYPE_CHECKING:
-    from torchbeast.core.acting import SharedWeights
-    from torchbeast.core.nested import Nested
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -39,18 +33,12 @@ def check(flags: Flags) -> None:
         raise FlagError("--launcher ray needs Ray: pip install '.[ray]'")
 
 
-def launch_actors(
-    act: Callable[..., None],
-    flags: Flags,
-    buffers: dict[str, Nested],
-    weights: SharedWeights,
-    saved: Sequence[dict[str, Any]] | None,
-) -> Any:
-    """Starts MonoBeast's actors: an Actors, or with --launcher ray a RayActors."""
+def actors_class(flags: Flags) -> Any:
+    """The class of MonoBeast's actors: Actors, or with --launcher ray RayActors."""
     if flags.launcher == "ray":
         from torchbeast.core.ray_actors import RayActors  # optional
 
-        return RayActors(act, flags, buffers, weights)
-    from torchbeast.core.actors import Actors
+        return RayActors
+    from torchbeast.core.actors import Actors  # PolyBeast's servers don't load torch
 
-    return Actors(act, flags, buffers, weights, saved)
+    return Actors

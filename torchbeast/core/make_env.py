@@ -74,6 +74,8 @@ def create_env(
         try:
             env = atari_wrappers.make_atari(flags, render_mode, arguments)
         except TypeError as error:
+            if not arguments:
+                raise
             raise InvalidEnvironmentError(
                 f"--env_kwargs {flags.env_kwargs} of {name}: {error}"
             ) from error

@@ -87,14 +87,14 @@ class Player:
         return ray.util.get_node_ip_address()
 
     def unroll(self, weights: list[ray.ObjectRef], version: int) -> tuple:
-        """One unroll, in slots [E, ...] as NumPy.
-
-        Returns:
-          (slots, warnings, timings, whether it is the first of a new actor that
-          replaces a dead one)
+        """One unroll.
 
         Args:
           weights: one reference to a bank of weights; it is fetched if it is new.
+
+        Returns:
+          The slots [E, ...] as NumPy, warnings, timings, and whether it is the first
+          unroll of an actor that replaces a dead one.
 
         Raises:
           RuntimeError: the act loop raised, or took no step for --actor_timeout s.
@@ -131,6 +131,9 @@ class Player:
 class RayActors:
     """The actors, seen from the learner: as core/actors.py's Actors.
 
+    Args:
+      saved: None, because --sync is refused.
+
     Raises:
       UserError: no cluster is at flags.ray_address, or it has no room for the actors.
     """
@@ -141,6 +144,7 @@ class RayActors:
         flags: Flags,
         buffers: dict[str, Nested],
         weights: SharedWeights,
+        saved: None,
     ) -> None:
         self.flags, self.buffers, self.weights = flags, buffers, weights
         self.idle = list(range(flags.num_actors))

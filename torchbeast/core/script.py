@@ -11,6 +11,12 @@ from collections.abc import Iterator
 from torchbeast.core import errors, processes
 
 
+def configure_logging() -> None:
+    logging.basicConfig(
+        level=logging.INFO, format="[%(levelname)s %(asctime)s %(name)s] %(message)s"
+    )
+
+
 def print_warnings_only() -> None:
     """For --suppress_logs: out.log still gets all lines."""
     for handler in logging.getLogger().handlers:
@@ -47,9 +53,7 @@ def reported() -> Iterator[Outcome]:
     Configures logging. An exception in the body is logged and sets the exit status.
     """
     open_missing_streams()
-    logging.basicConfig(
-        level=logging.INFO, format="[%(levelname)s %(asctime)s %(name)s] %(message)s"
-    )
+    configure_logging()
     outcome = Outcome()
     with processes.raise_on_stop_signals():
         try:
