@@ -5,6 +5,7 @@ at what is left: exit status, messages, processes, shared memory, run files.
 """
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -15,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import runs
@@ -28,26 +28,15 @@ from watched_runs import (
     mount_namespace,
     processes_of_session,
     small_disk,
+    starter,
     wait_until,
-)
-
-pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="looks at processes through /proc"
 )
 
 
 @pytest.fixture
 def start(tmp_path: pathlib.Path) -> Iterator[Callable[..., Run]]:
     """Starts runs, and kills what is left of them after the test."""
-    started: list[Run] = []
-
-    def start_run(**arguments: Any) -> Run:
-        started.append(Run(tmp_path, **arguments))
-        return started[-1]
-
-    yield start_run
-    for run in started:
-        run.kill()
+    yield from starter(functools.partial(Run, tmp_path))
 
 
 # --- Actors ---------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import pathlib
 import random
 import signal
 import socket
-import sys
 import threading
 
 import pytest
@@ -20,11 +19,6 @@ from watched_servers import E, T, assert_whole_updates
 
 import libtorchbeast
 from torchbeast import polybeast_env
-
-pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="looks at processes through /proc"
-)
-
 
 # --- Numbers and places ---------------------------------------------------------------
 

@@ -21,10 +21,6 @@ from runs import ROOT, read_logs
 grpc = pytest.importorskip("grpc", reason="needs grpcio and grpcio-tools")
 protoc = pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools")
 
-pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="looks at processes through /proc"
-)
-
 T, E = 5, 3
 INF, NAN = float("inf"), float("nan")
 SECONDS = 60  # for what takes a moment on an idle machine

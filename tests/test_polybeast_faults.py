@@ -11,7 +11,6 @@ import pathlib
 import random
 import signal
 import socket
-import sys
 import threading
 
 import pytest
@@ -25,11 +24,6 @@ from watched_servers import (
     assert_whole_updates,
     rows_of,
 )
-
-pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="looks at processes through /proc"
-)
-
 
 # --- Servers die ----------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import subprocess
 import termios
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -41,6 +41,19 @@ FLAGS = {
     "precision": "fp32",
     "torch_threads": 1,
 }
+
+
+def starter(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """For a fixture: starts what `make` returns, and kills it after the test."""
+    started: list[Any] = []
+
+    def start(*arguments: Any, **flags: Any) -> Any:
+        started.append(make(*arguments, **flags))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
 
 
 class Process(NamedTuple):

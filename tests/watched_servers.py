@@ -4,6 +4,7 @@ This is a pytest plugin with the fixtures serve, learn and pipes.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -14,7 +15,7 @@ import sys
 import pytest
 import runs
 import watched_runs
-from watched_runs import END_SECONDS, processes_of_session, wait_until
+from watched_runs import END_SECONDS, processes_of_session, starter, wait_until
 
 T, E = 5, 3
 SHARED = {"env": "CartPole-v1", "envs_per_actor": E}
@@ -85,29 +86,17 @@ class Servers:
 @pytest.fixture
 def serve(tmp_path):
     """Starts servers; what is left of them is killed after the test."""
-    started = []
-
-    def start(**flags):
-        started.append(Servers(tmp_path, **flags))
-        return started[-1]
-
-    yield start
-    for servers in started:
-        servers.kill()
+    yield from starter(functools.partial(Servers, tmp_path))
 
 
 @pytest.fixture
 def learn(tmp_path):
     """Starts learners; what is left of them is killed after the test."""
-    started = []
 
-    def start(xpid="run", **flags):
-        started.append(watched_runs.Run(tmp_path, xpid, **{**LEARNER, **flags}))
-        return started[-1]
+    def make(xpid="run", **flags):
+        return watched_runs.Run(tmp_path, xpid, **{**LEARNER, **flags})
 
-    yield start
-    for run in started:
-        run.kill()
+    yield from starter(make)
 
 
 @pytest.fixture
