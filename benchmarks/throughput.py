@@ -145,8 +145,7 @@ def time_learning(flags: Flags, seconds: float) -> dict[str, float]:
     T, B = flags.unroll_length, flags.batch_size
     env = Environment(flags, B)
     learner = Learner(flags, env)
-    spec = rollout.row_spec(env.observation_space, learner.model.distribution)
-    rows = rollout.create_buffers(spec, (2 * B, T + 1))
+    rows = rollout.create_buffers(learner.row_spec, (2 * B, T + 1))
     row = env.initial()
     for t in range(T + 1):
         for slots in (slice(0, B), slice(B, 2 * B)):  # [slots, T + 1, ...]

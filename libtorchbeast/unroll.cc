@@ -181,19 +181,27 @@ void Unroll::keep_truncation_value(const ArrayNest& outputs) {
   evaluates_ = outputs.is_map() && outputs.dict().count("baseline") > 0 &&
                outputs.dict().count("truncation_value") > 0;
   if (!evaluates_) return;
-  const ArraySpec wanted{DType::kFloat32, Shape{1, spec_.num_envs}};
-  for (const char* name : {"baseline", "truncation_value"}) {
-    const ArrayNest& value = outputs.dict().at(name);
-    if (!value.is_leaf() || value.leaf().spec() != wanted) {
-      throw std::invalid_argument("the agent's " + std::string(name) + " must be " +
-                                  wanted.to_string());
-    }
+  const ArrayNest& baseline = outputs.dict().at("baseline");
+  const ArrayNest& kept = outputs.dict().at("truncation_value");
+  const auto fits = [this](const ArrayNest& value) {
+    if (!value.is_leaf() || value.leaf().dtype() != DType::kFloat32) return false;
+    const Shape& shape = value.leaf().shape();
+    return shape.size() >= 2 && shape[0] == 1 && shape[1] == spec_.num_envs;
+  };
+  if (!fits(baseline) || !fits(kept) ||
+      !(baseline.leaf().shape() == kept.leaf().shape())) {
+    throw std::invalid_argument(
+        "the agent's baseline and truncation_value must be float32 [1, " +
+        std::to_string(spec_.num_envs) + ", ...], with the same shape");
   }
-  truncation_value_ = outputs.dict().at("baseline").leaf();
+  truncation_value_ = baseline.leaf();
   const std::vector<Array> row = env_row(t_);
   const Array* const truncated = truncated_field(spec_, row);
+  float* const values = truncation_value_->as<float>();
+  const auto per_env =
+      static_cast<int64_t>(truncation_value_->spec().num_elements()) / spec_.num_envs;
   for (int64_t e = 0; e < spec_.num_envs; ++e) {
-    if (truncated->data()[e] == 0) truncation_value_->as<float>()[e] = 0;
+    if (truncated->data()[e] == 0) std::fill_n(values + e * per_env, per_env, 0.0F);
   }
 }
 

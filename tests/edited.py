@@ -29,21 +29,23 @@ def edit_model() -> None:
             self.mlp = nn.Sequential(nn.Dropout(0.5), *self.mlp)
 
     class Net(model.Net):
-        def forward(self, rows, state=()):
+        def forward(self, rows, state=(), acting=False):
             shown = rows["observation"][..., 0] == rows["goal"]
             # The agent may ask for the value of final observations. Then the other rows
             # of the batch have no meaning.
             ended = rows["truncated"] & ~rows["done"]
             if not (shown | (ended.any() & ~ended)).all():
                 raise ValueError(f"goals of other episodes: {rows}")
-            return super().forward(rows, state)
+            return super().forward(rows, state, acting)
 
-        def auxiliary_losses(self, batch, outputs):
+        def auxiliary_losses(self, batch, outputs, targets, valid, flags):
             if not torch.equal(batch["count"], batch["episode_step"]):
                 raise ValueError(f"counts of other episodes: {batch}")
             if not self.training:
                 raise ValueError("the learner's model is in eval mode")
             starts = batch["done"] & (batch["episode_step"] > 0)
+            if targets.vs.shape != valid.shape or flags.unroll_length != len(valid):
+                raise ValueError(f"targets {targets.vs.shape}, valid {valid.shape}")
             return {"starts": starts[1:].sum().float()}
 
     model.VectorEncoder = VectorEncoder

@@ -194,6 +194,54 @@ def test_every_row_by_name(address):
     assert sorted(followers) == list(range(E))
 
 
+def test_several_values_per_environment(address):
+    """Values [1, E, 2] are kept at the end of truncated episodes, and 0 elsewhere."""
+
+    def act_by_name(inputs):
+        row, state = inputs
+        outputs, state = act((positional(row), state))
+        value = outputs["baseline"]
+        both = torch.stack([value, -2 * value], dim=-1)  # [1, E, 2]
+        return {**outputs, "baseline": both, "truncation_value": both * 0 - 1}, state
+
+    num_truncated = 0
+    followers = {}
+    with (
+        ServerProcess("CodedVector", address) as server,
+        Run(
+            [server.address], act_by_name, initial_state(), batch=E, named_rows=True
+        ) as run,
+    ):
+        for rows, state in itertools.islice(run.queue, 20):
+            final = rows["truncation_value"]
+            assert final.shape == (T + 1, E, 2)
+            asked = final[..., 0] != -1
+            assert torch.equal(final[..., 1][asked], -2 * final[..., 0][asked])
+            num_truncated += int((final[..., 0] > 0).sum())
+            outputs = {name: rows[name] for name in AGENT}
+            for name in ("baseline", "truncation_value"):
+                outputs[name] = rows[name][..., 0]
+            check([((positional(rows), outputs), state)], followers)
+    assert num_truncated > 3
+
+
+def test_truncation_values_of_another_shape_are_refused(address):
+    def act_by_name(inputs):
+        row, state = inputs
+        outputs, state = act((positional(row), state))
+        return {**outputs, "truncation_value": torch.zeros(1, E, 3)}, state
+
+    with (
+        ServerProcess("CodedVector", address) as server,
+        Run(
+            [server.address], act_by_name, initial_state(), batch=E, named_rows=True
+        ) as run,
+    ):
+        error = run.error()
+    assert type(error) is ValueError
+    assert "truncation_value must be float32 [1, 3, ...]" in str(error)
+
+
 def test_several_servers(tmp_path):
     addresses = [f"unix:{tmp_path}/{i}" for i in range(2)]
     with (

@@ -214,6 +214,8 @@ def test_the_published_preset_has_the_published_values():
         "clip_c": 1.0,
         "trace_decay": 1.0,
         "normalize_advantages": False,
+        "normalize_observations": False,
+        "normalize_rewards": False,
         "clip_ratio": math.inf,
         "rollouts": "fixed",
         "replay_ratio": 0.0,

@@ -27,9 +27,7 @@ def make_learner(*argv: str) -> Learner:
 def make_batch(learner: Learner) -> tuple[dict, tuple]:
     """Rollouts [T + 1, B, ...] off policy, and the state before row 0."""
     rng = np.random.default_rng(1)
-    batch = rollout.create_buffers(
-        rollout.row_spec(OBSERVATION, learner.model.distribution), (T + 1, B)
-    )
+    batch = rollout.create_buffers(learner.row_spec, (T + 1, B))
     for name, low, high in (("observation", -1, 1), ("reward", -2, 2)):
         batch[name].copy_(torch.tensor(rng.uniform(low, high, batch[name].shape)))
     for name in ("action", "last_action"):

@@ -7,6 +7,7 @@ import torch
 from gymnasium import spaces
 from test_vtrace import ground_truth
 
+from torchbeast import learner
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.logs_csv import ColumnError
@@ -328,12 +329,88 @@ def test_auxiliary_losses_are_added_and_logged():
     outputs = {name: torch.as_tensor(x) for name, x in outputs.items()}
     flags = argparse.Namespace(**FLAGS)
     loss, _ = impala_loss(batch, outputs, DISTRIBUTION, flags)
-    auxiliary = {"a_loss": torch.tensor(2.5, requires_grad=True), "b": torch.tensor(-1)}
-    both, stats = impala_loss(batch, outputs, DISTRIBUTION, flags, auxiliary)
-    assert both.item() == pytest.approx(loss.item() + 1.5)
-    assert (stats["a_loss"].item(), stats["b"].item()) == (2.5, -1)
+    auxiliary = {
+        "a_loss": torch.tensor(2.5, requires_grad=True),
+        "per_task": torch.tensor([-1.0, 4.0]),
+        "per_step": torch.full((T, B), 0.5),
+    }
+    seen = []
+
+    def losses(*arguments):
+        seen.append(arguments)
+        return auxiliary
+
+    both, stats = impala_loss(batch, outputs, DISTRIBUTION, flags, losses)
+    assert both.item() == pytest.approx(loss.item() + 2.5 + 3 + T * B / 2)
+    assert stats["a_loss"].item() == 2.5
+    assert stats["per_task"].tolist() == [-1, 4]
+    assert stats["per_step"].item() == T * B / 2
     both.backward()
     assert auxiliary["a_loss"].grad == 1.0
+    ((*same, targets, valid, the_flags),) = seen
+    assert same == [batch, outputs]
+    vs, advantages, _ = oracle_targets(*make_batch())
+    np.testing.assert_allclose(targets.vs, vs, rtol=1e-5)
+    np.testing.assert_allclose(targets.pg_advantages, advantages, rtol=1e-5)
+    assert valid.shape == (T, B)
+    assert valid.all()
+    assert the_flags is flags
+
+
+def test_value_heads_with_rewards_and_discounts_of_their_own(monkeypatch):
+    """Two heads learn as alone; the policy learns from the sum of their advantages."""
+    batch, outputs = make_batch()
+    others = np.random.default_rng(7).normal(size=(2, T + 1, B))
+    second = {**batch, "reward": others[0], "truncation_value": np.zeros((T + 1, B))}
+    alone = [
+        (batch, outputs, {"discounting": 0.9}),
+        (second, {**outputs, "baseline": others[1]}, {"discounting": 0.5}),
+    ]
+    parts = []
+    for one_batch, one_outputs, changes in alone:
+        vs, pg_advantages, _ = oracle_targets(one_batch, one_outputs, **changes)
+        parts.append(
+            oracle_parts(
+                *(one_batch, one_outputs["policy_logits"], one_outputs["baseline"]),
+                *(vs, pg_advantages),
+            )
+        )
+
+    one_head = learner.rewards_and_discounts
+
+    def two_heads(batch, outputs, flags):
+        each = [
+            one_head(
+                {name: torch.as_tensor(x) for name, x in one_batch.items()},
+                {},
+                argparse.Namespace(**{**FLAGS, **changes}),
+            )
+            for one_batch, _, changes in alone
+        ]
+        return tuple(torch.stack(x, dim=-1) for x in zip(*each, strict=True))
+
+    monkeypatch.setattr(learner, "rewards_and_discounts", two_heads)
+    both = {**outputs, "baseline": np.stack([outputs["baseline"], others[1]], -1)}
+    _, stats = loss_of(batch, both)
+    assert stats["baseline_loss"].item() == pytest.approx(
+        sum(part["baseline_loss"] for part in parts)
+    )
+    assert stats["pg_loss"].item() == pytest.approx(
+        sum(part["pg_loss"] for part in parts)
+    )
+    assert stats["mean_value"].tolist() == pytest.approx(
+        [outputs["baseline"][:T].mean(), others[1][:T].mean()]
+    )
+
+
+def test_rewards_of_the_model_replace_those_of_the_environment():
+    batch, outputs = make_batch()
+    rewards = np.random.default_rng(3).normal(size=(T + 1, B))
+    _, wanted = loss_of({**batch, "reward": rewards}, outputs)
+    _, stats = loss_of(batch, {**outputs, "reward": rewards})
+    assert {k: x.item() for k, x in stats.items()} == {
+        k: x.item() for k, x in wanted.items()
+    }
 
 
 def test_masked_actions_are_no_actions():
@@ -416,7 +493,10 @@ def test_an_auxiliary_loss_named_like_a_column_is_refused(name):
     outputs = {key: torch.as_tensor(x) for key, x in outputs.items()}
     losses = {"mine": torch.tensor(1.0), name: torch.tensor(2.0)}
     with pytest.raises(ColumnError, match=rf"two columns named {name}\. .*auxiliary"):
-        impala_loss(batch, outputs, DISTRIBUTION, argparse.Namespace(**FLAGS), losses)
+        impala_loss(
+            *(batch, outputs, DISTRIBUTION, argparse.Namespace(**FLAGS)),
+            lambda *_: losses,
+        )
 
 
 # --- Masks and replayed columns -------------------------------------------------------

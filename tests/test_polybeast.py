@@ -529,6 +529,8 @@ SYNC = {
     "disable_checkpoint": True,
 }
 
+NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
+
 
 def assert_logs_agree(mono, poly):
     """Steps, episodes and games are equal, floats nearly.
@@ -548,11 +550,11 @@ def assert_logs_agree(mono, poly):
             ), (name, row["step"])
 
 
-@pytest.mark.parametrize("use_lstm", [None, True])
+@pytest.mark.parametrize("more", [{}, {"use_lstm": True}, NORMALIZED], ids=str)
 @pytest.mark.parametrize("env", ["MountainCar-v0", "MinAtar/Breakout-v1"])
-def test_sync_gives_monobeasts_updates(tmp_path, env, use_lstm):
+def test_sync_gives_monobeasts_updates(tmp_path, env, more):
     """With truncated episodes (MountainCar's, after 200 steps) and convolutions."""
-    flags = {**SYNC, "env": env, "use_lstm": use_lstm}
+    flags = {**SYNC, "env": env, **more}
     runs.run(tmp_path, "mono", **flags)
     flags |= {"module": POLYBEAST, "pipes_basename": f"unix:{tmp_path}/pipe"}
     runs.run(tmp_path, "poly", **flags, num_servers=2)

@@ -14,6 +14,7 @@ import torch
 from gymnasium import spaces
 
 from torchbeast.core import replay_memory, rollout
+from torchbeast.core.acting import row_spec
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.mixer import Mixer
 from torchbeast.core.nested import map_nested
@@ -31,7 +32,7 @@ OBSERVATIONS = spaces.Dict(
     }
 )
 DISTRIBUTION = make_distribution(spaces.Discrete(A))
-SPEC = rollout.row_spec(OBSERVATIONS, DISTRIBUTION)
+SPEC = row_spec(Net(OBSERVATIONS, spaces.Discrete(A)))
 
 
 def dtype_of(spec):
@@ -116,13 +117,13 @@ def check_unroll(rows, games):
         row = map_nested(lambda x, t=t: x[t], rows)
         game, at = places[row["observation"]["colours"].tobytes()]
         original = game.rows[at]
-        for name in rollout.OF_THE_STEP & row.keys():
+        for name in row.keys() - rollout.RESULTS - {"done", "step_counts"}:
             map_nested(np.testing.assert_array_equal, row[name], original[name])
         goes_on = previous is not None and (game, at) == (previous[0], previous[1] + 1)
         if previous is not None:
             game_before, before = previous
             result = game_before.rows[before + 1]  # of the step before
-            for name in row.keys() - rollout.OF_THE_STEP - {"done", "step_counts"}:
+            for name in (row.keys() & rollout.RESULTS) - {"done"}:
                 np.testing.assert_array_equal(row[name], result[name], err_msg=name)
             assert bool(row["done"]) == bool(result["done"])
             assert rows["step_counts"][t - 1] == (not result["truncated"])
@@ -273,7 +274,8 @@ def fill(path):
     flags = argparse.Namespace(
         replay_size=NUM_STEPS, unroll_length=T, seed=1, replay_file=path or None
     )
-    spec = rollout.row_spec(spaces.Box(0, 255, (4, 84, 84), np.uint8), DISTRIBUTION)
+    screens = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    spec = row_spec(Net(screens, spaces.Discrete(A)))
     said = io.StringIO()
     logging.basicConfig(level=logging.INFO, stream=said)
     row = {

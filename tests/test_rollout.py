@@ -8,10 +8,11 @@ import torch.multiprocessing as mp
 from gymnasium import spaces
 
 from torchbeast.core import extra_fields, rollout
-from torchbeast.core.distributions import make_distribution
+from torchbeast.core.acting import row_spec
 from torchbeast.core.extra_fields import ExtraField
 from torchbeast.core.nested import flatten, map_nested
 from torchbeast.core.rollout import SharedMemoryError, Spec
+from torchbeast.model import Net
 
 T, B, A = 5, 3, 7
 SLOTS = 4
@@ -63,7 +64,7 @@ OBSERVATION_SPEC = {
     ],
 )
 def test_row_spec(action_space, action, num_logits):
-    spec = rollout.row_spec(OBSERVATION_SPACE, make_distribution(action_space))
+    spec = row_spec(Net(OBSERVATION_SPACE, action_space))
     assert spec == {
         "observation": OBSERVATION_SPEC,
         **ENVIRONMENT_FIELDS,
@@ -74,6 +75,35 @@ def test_row_spec(action_space, action, num_logits):
     }
 
 
+class Surprised(Net):
+    """A fork: its surprise is a field, its guess is for a loss alone."""
+
+    def forward(self, rows, state=(), acting=False):
+        outputs, state = super().forward(rows, state, acting)
+        outputs["baseline"] = outputs["baseline"].unsqueeze(-1).expand(-1, -1, 2)
+        outputs["surprise"] = torch.zeros(*rows["reward"].shape, 4, dtype=torch.int32)
+        if not acting:
+            outputs["guess"] = outputs["baseline"]
+        return outputs, state
+
+
+def test_what_the_model_outputs_while_acting_is_part_of_a_row():
+    spec = row_spec(Surprised(OBSERVATION_SPACE, spaces.Discrete(A)))
+    assert spec["surprise"] == Spec((4,), torch.int32)
+    assert spec["baseline"] == spec["truncation_value"] == Spec((2,), torch.float32)
+    assert "guess" not in spec
+
+
+def test_an_output_named_like_a_field_of_the_environment_is_refused():
+    class Twice(Net):
+        def forward(self, rows, state=(), acting=False):
+            outputs, state = super().forward(rows, state, acting)
+            return {**outputs, "reward": outputs["baseline"]}, state
+
+    with pytest.raises(ValueError, match="outputs reward while acting"):
+        row_spec(Twice(OBSERVATION_SPACE, spaces.Discrete(A)))
+
+
 def test_extra_fields_are_part_of_a_row(monkeypatch):
     fields = {
         "lives": ExtraField((), np.int64, of="step"),
@@ -81,7 +111,7 @@ def test_extra_fields_are_part_of_a_row(monkeypatch):
     }
     for name, field in fields.items():
         monkeypatch.setitem(extra_fields.EXTRA_FIELDS, name, field)
-    spec = rollout.row_spec(OBSERVATION_SPACE, make_distribution(spaces.Discrete(A)))
+    spec = row_spec(Net(OBSERVATION_SPACE, spaces.Discrete(A)))
     assert spec["lives"] == Spec((), torch.int64)
     assert spec["goal"] == Spec((2, 3), torch.float32)
     assert "final_goal" not in spec
@@ -150,7 +180,7 @@ def test_map_nested_refuses_another_structure(other):
 
 
 def make_buffers():
-    spec = rollout.row_spec(OBSERVATION_SPACE, make_distribution(spaces.Discrete(A)))
+    spec = row_spec(Net(OBSERVATION_SPACE, spaces.Discrete(A)))
     return rollout.create_buffers(spec, (SLOTS, T + 1))
 
 

@@ -9,7 +9,7 @@ import collections
 import statistics
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchbeast.core import checkpoint, devices, rollout, vtrace
 from torchbeast.core import flags as flags_lib
+from torchbeast.core.acting import row_spec
 from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.env_spec import EnvSpec
 from torchbeast.core.finite import all_finite, find_cause
@@ -29,7 +30,31 @@ from torchbeast.core.replay_memory import make_replay
 from torchbeast.core.rollout import State
 from torchbeast.model import make_model
 
+# See Net.auxiliary_losses: (batch, outputs, targets, valid, flags) -> losses by name.
+AuxiliaryLosses = Callable[..., Mapping[str, torch.Tensor]]
+
 # --- The loss -------------------------------------------------------------------------
+
+
+def rewards_and_discounts(
+    batch: dict[str, Any], outputs: dict[str, torch.Tensor], flags: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the steps from rows 0 to T - 1 earn: rewards and discounts, for V-trace.
+
+    Args:
+      batch, outputs: see impala_loss. If outputs has `reward`, it replaces the batch's.
+      flags: reward_clipping, discounting.
+
+    Returns:
+      Both [T, B] float32. For a baseline [T + 1, B, K] of K value heads, make them
+      [T, B, K]: each head can have a reward and a discount of its own.
+    """
+    rewards, done = outputs.get("reward", batch["reward"])[1:], batch["done"][1:]
+    if flags.reward_clipping == "abs_one":
+        rewards = rewards.clamp(-1, 1)
+    # If an episode was truncated, bootstrap from the value of its last observation.
+    rewards = rewards + flags.discounting * batch["truncation_value"][1:]
+    return rewards, flags.discounting * (~done).float()
 
 
 def impala_loss(
@@ -37,7 +62,7 @@ def impala_loss(
     outputs: dict[str, torch.Tensor],
     distribution: ActionDistribution,
     flags: Any,
-    auxiliary_losses: Mapping[str, torch.Tensor] | None = None,
+    auxiliary_losses: AuxiliaryLosses | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The IMPALA loss, summed over time and batch (Espeholt et al. 2018, section 4.2).
 
@@ -45,15 +70,17 @@ def impala_loss(
       batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py. It may have
         the fields `step_counts` [T + 1, B] and `replayed` [B], bool.
       outputs: of the learner's model for all T + 1 rows: policy_logits [T + 1, B, P],
-        baseline [T + 1, B], float32.
+        baseline [T + 1, B] or [T + 1, B, K], float32. The advantages of K value heads
+        are added.
       distribution: the policy distribution over actions, given logits.
       flags: reward_clipping, discounting, baseline_cost, entropy_cost, clip_rho,
         clip_pg_rho, clip_c, trace_decay, normalize_advantages, clip_ratio,
         and kl_threshold if columns are replayed.
-      auxiliary_losses: scalars by name, see Net.auxiliary_losses.
+      auxiliary_losses: see Net.auxiliary_losses.
 
     Returns:
-      The loss, a scalar; and scalars by name for logs.csv.
+      The loss, a scalar; and by name, for logs.csv, scalars and tensors [K], for
+      example one number per value head.
     """
     # Row t has observation t and the action for it. Row t + 1 has the action's reward
     # and whether the episode ended. Of row T only the baseline is used: as bootstrap.
@@ -61,20 +88,12 @@ def impala_loss(
     behavior_logits = batch["policy_logits"][:-1]
     target_logits = outputs["policy_logits"][:-1]
     values, bootstrap_value = outputs["baseline"][:-1], outputs["baseline"][-1]
-    rewards, done = batch["reward"][1:], batch["done"][1:]
-
-    if flags.reward_clipping == "abs_one":
-        rewards = rewards.clamp(-1, 1)
-    # If an episode was truncated, bootstrap from the value of its last observation.
-    rewards = rewards + flags.discounting * batch["truncation_value"][1:]
-    discounts = flags.discounting * (~done).float()
+    rewards, discounts = rewards_and_discounts(batch, outputs, flags)
 
     log_probs = distribution.log_prob(target_logits, actions)
     log_rhos = (log_probs - distribution.log_prob(behavior_logits, actions)).detach()
     replay_stats: dict[str, torch.Tensor] = {}
-    valid = (
-        batch["step_counts"][:-1] if "step_counts" in batch else torch.ones_like(done)
-    )
+    valid = batch.get("step_counts", torch.ones_like(batch["done"]))[:-1]
     explore = valid  # the steps whose entropy counts
     if "replayed" in batch:  # LASER: Schmitt et al. 2019
         replayed = valid & batch["replayed"]
@@ -98,6 +117,8 @@ def impala_loss(
     )
     # Where a step does not count, its advantage and the error of its value are 0.
     advantages = targets.pg_advantages
+    if advantages.dim() == 3:  # one per value head
+        advantages = advantages.sum(-1)
     if flags.normalize_advantages:  # Schulman et al. 2017, in PPO's implementations
         centred = valid * (advantages - advantages.sum() / valid.sum())
         deviation = (centred.pow(2).sum() / valid.sum()).sqrt()
@@ -115,13 +136,16 @@ def impala_loss(
     pg_loss = -(vtrace.finite(log_probs) * advantages).sum()
     baseline_loss = flags.baseline_cost * 0.5 * (targets.vs - values).pow(2).sum()
     entropy_loss = -flags.entropy_cost * entropy.sum()
-    auxiliary_losses = auxiliary_losses or {}
-    total_loss = sum(
-        auxiliary_losses.values(), start=pg_loss + baseline_loss + entropy_loss
-    )
+    losses: Mapping[str, torch.Tensor] = {}
+    if auxiliary_losses:
+        losses = auxiliary_losses(batch, outputs, targets, valid, flags)
+    total_loss = pg_loss + baseline_loss + entropy_loss
+    total_loss = sum((loss.sum() for loss in losses.values()), start=total_loss)
 
     def mean(x: torch.Tensor) -> torch.Tensor:
-        return (x * valid).sum() / valid.sum()
+        """The mean over the steps that count: [T, B, ...] -> [...]."""
+        counts = valid.reshape(*valid.shape, *[1] * (x.dim() - 2))
+        return (x * counts).sum((0, 1)) / valid.sum()
 
     stats = {
         "total_loss": total_loss.detach(),
@@ -134,7 +158,10 @@ def impala_loss(
         "frac_clipped": mean(too_far),
         **replay_stats,
     }
-    auxiliary_stats = {name: loss.detach() for name, loss in auxiliary_losses.items()}
+    auxiliary_stats = {
+        name: (loss.sum() if loss.dim() > 1 else loss).detach()
+        for name, loss in losses.items()
+    }
     return total_loss, join_columns(stats, auxiliary_stats)
 
 
@@ -238,11 +265,12 @@ class Learner:
             flags, env_spec.observation_space, env_spec.action_space, self.device
         )
         self.optimizer, self.scheduler = make_optimizer(self.model, flags)
+        self.row_spec = row_spec(self.model)
         self.mixer: Mixer | None = None
         if flags.replay_ratio > 0:
-            spec = rollout.row_spec(env_spec.observation_space, self.model.distribution)
+            replay = make_replay(flags, self.row_spec)
             state = self.model.initial_state(1)
-            self.mixer = Mixer(make_replay(flags, spec), flags, state, self.device)
+            self.mixer = Mixer(replay, flags, state, self.device)
         self.diverged = False  # the weights are not finite
         self.step = 0  # environment steps learned from
         self.num_updates = 0
@@ -342,9 +370,12 @@ def update(
     """
     flags = learner.flags
     outputs, _ = learner.model(batch, initial_state)
-    auxiliary_losses = learner.model.auxiliary_losses(batch, outputs)
     loss, stats = impala_loss(
-        batch, outputs, learner.model.distribution, flags, auxiliary_losses
+        batch,
+        outputs,
+        learner.model.distribution,
+        flags,
+        learner.model.auxiliary_losses,
     )
     learner.optimizer.zero_grad()
     loss.backward()
@@ -352,8 +383,8 @@ def update(
         learner.model.parameters(), flags.grad_norm_clipping
     )
     stats = join_columns(stats, {"grad_norm": grad_norm})
-    values = torch.stack([x.float() for x in stats.values()]).tolist()  # one transfer
-    scalars = dict(zip(stats, values, strict=True))
+    values = torch.cat([x.float().flatten() for x in stats.values()])
+    scalars = dict(zip(column_names(stats), values.tolist(), strict=True))
     if not all(np.isfinite([scalars["total_loss"], scalars["grad_norm"]])):
         cause = find_cause(batch, flags.reward_clipping == "abs_one")
         raise FloatingPointError(
@@ -372,6 +403,14 @@ def update(
         )
     learner.num_updates += 1
     return scalars
+
+
+def column_names(stats: Mapping[str, torch.Tensor]) -> list[str]:
+    """A column per scalar; name_0, name_1, ... for a tensor [K]."""
+    names = []
+    for name, x in stats.items():
+        names += [f"{name}_{i}" for i in range(len(x))] if x.dim() else [name]
+    return names
 
 
 def learn(
@@ -393,6 +432,7 @@ def learn(
     ready = mixer.add(batch, learner.step) if mixer else True
     scalars: dict[str, float] = {}
     if ready:
+        learner.model.update_moments(batch, initial_state)
         rows, state = (
             mixer.mix(batch, initial_state) if mixer else (batch, initial_state)
         )

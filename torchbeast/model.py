@@ -7,7 +7,7 @@ write it beside ShallowTorso and add its name to TORSOS.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -16,9 +16,12 @@ import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
-from torchbeast.core import action_masks
+from torchbeast.core import action_masks, rollout
 from torchbeast.core.distributions import make_distribution
+from torchbeast.core.moments import CLIP, RunningMoments
+from torchbeast.core.nested import map_nested
 from torchbeast.core.rollout import State
+from torchbeast.core.vtrace import VTraceReturns
 
 
 class ShallowTorso(nn.Sequential):
@@ -39,7 +42,7 @@ class ShallowTorso(nn.Sequential):
             ]
             hidden = 512
         conv = nn.Sequential(*layers, nn.Flatten())
-        size = output_size(conv, (channels, height, width))
+        size = output_size(conv, torch.zeros(1, channels, height, width))
         super().__init__(*conv, nn.Linear(size, hidden), nn.ReLU())
 
 
@@ -68,7 +71,7 @@ class DeepTorso(nn.Sequential):
             ]
             in_channels = out_channels
         conv = nn.Sequential(*layers, nn.ReLU(), nn.Flatten())
-        size = output_size(conv, (channels, height, width))
+        size = output_size(conv, torch.zeros(1, channels, height, width))
         super().__init__(*conv, nn.Linear(size, 256), nn.ReLU())
 
 
@@ -88,7 +91,6 @@ class ImageEncoder(nn.Module):
         self.torso = TORSOS[torso](channels, height, width)
         # The fastest layout on CPUs. torch's type stubs lack it here.
         self.torso.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.size = output_size(self.torso, (channels, height, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.channels_last:
@@ -103,24 +105,48 @@ class ImageEncoder(nn.Module):
 
 
 class VectorEncoder(nn.Module):
-    """All observations that are not images, as one vector [N, D] -> features."""
+    """All observations that are not images, as one vector [N, D] -> features.
 
-    def __init__(self, parts: list[spaces.Space], torso: str) -> None:
+    Args:
+      parts: the spaces of the observations.
+      torso: a name in MLP_SIZES.
+      normalize: normalize parts of floats by their running moments.
+    """
+
+    is_float: torch.Tensor  # [D] bool
+
+    def __init__(
+        self, parts: list[spaces.Space], torso: str, normalize: bool = False
+    ) -> None:
         super().__init__()
         self.parts = parts
-        size = sum(spaces.flatdim(part) for part in parts)
+        sizes = [spaces.flatdim(part) for part in parts]
+        size = sum(sizes)
+        self.moments = RunningMoments((size,)) if normalize else None
+        floats = [
+            np.full(n, np.issubdtype(part.dtype, np.floating))
+            for part, n in zip(parts, sizes, strict=True)
+        ]
+        is_float = torch.tensor(np.concatenate(floats))
+        self.register_buffer("is_float", is_float, persistent=False)
         layers: list[nn.Module] = []
         for hidden in MLP_SIZES[torso]:
             layers += [nn.Linear(size, hidden), nn.ReLU()]
             size = hidden
         self.mlp = nn.Sequential(*layers)
-        self.size = size
 
     def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+        vector = self.join(xs)
+        if self.moments is not None:
+            vector = torch.where(self.is_float, self.moments(vector), vector)
+        return self.mlp(vector)
+
+    def join(self, xs: list[torch.Tensor]) -> torch.Tensor:
+        """Observations [N, ...] -> one vector [N, D] float32."""
         vectors = [
             flatten_leaf(part, x) for part, x in zip(self.parts, xs, strict=True)
         ]
-        return self.mlp(torch.cat(vectors, dim=-1))
+        return torch.cat(vectors, dim=-1)
 
 
 class Net(nn.Module):
@@ -135,6 +161,9 @@ class Net(nn.Module):
       use_lstm: add a recurrent core (LSTM, 256) after the encoders.
       bf16: run the image encoders in bfloat16; all else stays in float32, because
         vectors may hold integers above 256, which bfloat16 rounds.
+      normalize_observations: normalize observations of floats that are not images.
+      reward_discounting: None, or normalize rewards: divide them by the standard
+        deviation of the running sum of rewards, which this discounts.
     """
 
     def __init__(
@@ -144,6 +173,8 @@ class Net(nn.Module):
         torso: str = "shallow",
         use_lstm: bool = False,
         bf16: bool = False,
+        normalize_observations: bool = False,
+        reward_discounting: float | None = None,
     ) -> None:
         super().__init__()
         self.bf16 = bf16
@@ -154,12 +185,16 @@ class Net(nn.Module):
         images = [ImageEncoder(space, torso) for space in leaves if is_image(space)]
         self.images = nn.ModuleList(images)
         vectors = [s for s in leaves if not is_image(s)]
-        self.vector = VectorEncoder(vectors, torso) if vectors else None
+        self.vector = (
+            VectorEncoder(vectors, torso, normalize_observations) if vectors else None
+        )
+        self.return_moments: RunningMoments | None = None
+        if reward_discounting is not None:
+            self.return_moments = RunningMoments(())
+            self.reward_discounting = reward_discounting
 
-        size = sum(encoder.size for encoder in images)
-        if self.vector:
-            size += self.vector.size
-        size += 1 + self.distribution.num_features  # last reward and last action
+        rows = rollout.example_rows(observation_space, self.distribution)
+        size = output_size(self.encode, rows)
         self.core = nn.LSTM(size, 256) if use_lstm else None
         size = self.core.hidden_size if self.core else size
         self.policy = nn.Linear(size, self.distribution.num_logits)
@@ -177,70 +212,142 @@ class Net(nn.Module):
         self.bf16 = False  # no autocast
 
     def initial_state(self, batch_size: int) -> State:
-        """The recurrent state of new episodes: tensors [layers, B, hidden], or ()."""
-        if self.core is None:
-            return ()
-        shape = (self.core.num_layers, batch_size, self.core.hidden_size)
+        """The state of new episodes: tensors [layers, B, size] float32.
+
+        The LSTM's hidden state and cells, if there is an LSTM; then the discounted sum
+        of the rewards so far [1, B, 1], if rewards are normalized.
+        """
         device = self.policy.weight.device
-        return torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        sizes = []
+        if self.core is not None:
+            sizes += [(self.core.num_layers, batch_size, self.core.hidden_size)] * 2
+        if self.return_moments is not None:
+            sizes.append((1, batch_size, 1))
+        return tuple(torch.zeros(size, device=device) for size in sizes)
 
     def forward(
-        self, rows: dict[str, Any], state: State = ()
+        self, rows: dict[str, Any], state: State = (), acting: bool = False
     ) -> tuple[dict[str, torch.Tensor], State]:
         """Runs the model over T rows of B environments.
 
         Args:
           rows: observation [T, B, ...] in the structure of the space, reward [T, B]
             float32, done [T, B] bool, last_action [T, B, ...].
-          state: recurrent state before row 0. If done, the state, the reward and the
-            last action belong to the previous episode, and are zeroed.
+          state: state before row 0, see initial_state. If done, the state, the reward
+            and the last action belong to the previous episode, and are zeroed.
+          acting: the actors call it, and not the learner. Whatever it then outputs is
+            a field of the row; leave out what only a loss needs.
 
         Returns:
-          policy_logits [T, B, P] and baseline [T, B], float32; the last state.
+          policy_logits [T, B, P] and baseline [T, B], float32; if rewards are
+          normalized and not acting, also reward [T, B], to learn from instead of the
+          environment's. And the last state.
         """
         T, B = rows["reward"].shape
-        device = rows["reward"].device.type
-        leaves = [
-            leaf.flatten(0, 1)  # [T * B, ...]
-            for leaf in iterate_observation(self.observation_space, rows["observation"])
-        ]
-        with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
-            images = list(itertools.compress(leaves, self.is_image))
-            features = [
-                encode(x) for encode, x in zip(self.images, images, strict=True)
-            ]
-        if self.vector:
-            is_vector = [not image for image in self.is_image]
-            vectors = list(itertools.compress(leaves, is_vector))
-            features.append(self.vector(vectors))
-        goes_on = (~rows["done"]).reshape(T * B, 1)
-        features += [
-            goes_on * rows["reward"].clamp(-1, 1).reshape(T * B, 1),
-            goes_on * self.distribution.features(rows["last_action"].flatten(0, 1)),
-        ]
-        x = torch.cat([f.float() for f in features], dim=-1)  # [T * B, D]
+        x = self.encode(rows)  # [T * B, D]
         if self.core is not None:
-            x, state = self._unroll(x.view(T, B, -1), rows["done"], state)
+            x, core_state = self._unroll(x.view(T, B, -1), rows["done"], state[:2])
+            state = (*core_state, *state[2:])
         logits = self.policy(x).view(T, B, -1)
         if action_masks.mask_space(self.observation_space):
             allowed = rows["observation"][action_masks.NAME].flatten(2) != 0
             logits = self.distribution.mask(logits, allowed)
-        return {
-            "policy_logits": logits,
-            "baseline": self.baseline(x).view(T, B),
-        }, state
+        baseline = self.baseline(x).view(T, B)
+        outputs = {"policy_logits": logits, "baseline": baseline}
+        if self.return_moments is not None:
+            last_return = self._running_returns(rows, state[-1])[-1] * ~rows["done"][-1]
+            state = (*state[:-1], last_return.view(1, B, 1))
+            if not acting:
+                outputs["reward"] = self._scale(rows["reward"])
+        return outputs, state
+
+    def encode(self, rows: dict[str, Any]) -> torch.Tensor:
+        """The input of the core: features [T * B, D] float32 of rows [T, B, ...].
+
+        To encode the parts of a Dict observation yourself, use their names:
+        rows["observation"]["inventory"]. D follows from what this returns.
+        """
+        T, B = rows["reward"].shape
+        images, vectors = self._leaves(rows)
+        device = rows["reward"].device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
+            features = [
+                encode(x) for encode, x in zip(self.images, images, strict=True)
+            ]
+        if self.vector:
+            features.append(self.vector(vectors))
+        goes_on = (~rows["done"]).reshape(T * B, 1)
+        reward = self._scale(rows["reward"]).clamp(-1, 1).reshape(T * B, 1)
+        last_action = self.distribution.features(rows["last_action"].flatten(0, 1))
+        features += [goes_on * reward, goes_on * last_action]
+        return torch.cat([f.float() for f in features], dim=-1)
 
     def auxiliary_losses(
-        self, batch: dict[str, Any], outputs: dict[str, torch.Tensor]
+        self,
+        batch: dict[str, Any],
+        outputs: dict[str, torch.Tensor],
+        targets: VTraceReturns,
+        valid: torch.Tensor,
+        flags: Any,
     ) -> dict[str, torch.Tensor]:
-        """Losses of your own heads, scalars by name. The learner adds and logs them.
+        """Losses of your own heads, by name. The learner adds their sums.
 
         Args:
           batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py.
-          outputs: the outputs of forward for them. Additional outputs of your forward
-            are passed to this method only.
+          outputs: the outputs of forward for them.
+          targets: vs and pg_advantages [T, B], see core/vtrace.py.
+          valid: [T, B] bool, the steps that count.
+          flags: of the run.
+
+        Returns:
+          Losses of any shape. A scalar is one column of logs.csv, [K] are K columns
+          (one per task, for example); of larger ones the sum is logged.
         """
         return {}
+
+    @torch.no_grad()
+    def update_moments(self, batch: dict[str, Any], state: State) -> None:
+        """Adds a batch [T + 1, B, ...] to the running moments.
+
+        Args:
+          state: before row 0, which the previous batch has counted.
+        """
+        if self.vector and self.vector.moments:
+            rows = map_nested(lambda x: x[1:], batch)
+            self.vector.moments.update(self.vector.join(self._leaves(rows)[1]))
+        if self.return_moments is not None:
+            returns = self._running_returns(batch, state[-1])
+            self.return_moments.update(returns[1:].flatten())
+
+    def _leaves(
+        self, rows: dict[str, Any]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The observations of rows [T, B, ...] as images and others [T * B, ...]."""
+        leaves = [
+            leaf.flatten(0, 1)
+            for leaf in iterate_observation(self.observation_space, rows["observation"])
+        ]
+        images = list(itertools.compress(leaves, self.is_image))
+        others = itertools.compress(leaves, [not image for image in self.is_image])
+        return images, list(others)
+
+    def _running_returns(
+        self, rows: dict[str, Any], before: torch.Tensor
+    ) -> torch.Tensor:
+        """Discounted sums of the rewards of an episode up to each row: [T, B].
+
+        In a row with done, the sum is that of the episode that has ended.
+        """
+        sums, last = [], before[0, :, 0]  # [B]
+        for reward, done in zip(rows["reward"], rows["done"], strict=True):
+            sums.append(reward + self.reward_discounting * last)
+            last = sums[-1] * ~done
+        return torch.stack(sums)
+
+    def _scale(self, reward: torch.Tensor) -> torch.Tensor:
+        if self.return_moments is None:
+            return reward
+        return (reward / self.return_moments.std).clamp(-CLIP, CLIP)
 
     def _unroll(
         self, x: torch.Tensor, done: torch.Tensor, state: State
@@ -324,13 +431,15 @@ def make_model(
     action_space: spaces.Space,
     device: torch.device,
 ) -> Net:
-    """Makes the model of the flags model, use_lstm and precision."""
+    """Makes the model of the flags. docs/forking.md says what another has to offer."""
     model = Net(
         observation_space,
         action_space,
         torso=flags.model,
         use_lstm=flags.use_lstm,
         bf16=flags.precision == "bf16",
+        normalize_observations=flags.normalize_observations,
+        reward_discounting=flags.discounting if flags.normalize_rewards else None,
     )
     return model.to(device)
 
@@ -349,7 +458,7 @@ def initialize(module: nn.Module) -> None:
         nn.init.zeros_(module.conv2.weight)
 
 
-def output_size(module: nn.Module, shape: tuple[int, ...]) -> int:
-    """Number of features that a module outputs for inputs of this shape."""
-    with torch.no_grad():
-        return module(torch.zeros(1, *shape)).shape[-1]
+@torch.no_grad()
+def output_size(encode: Callable[[Any], torch.Tensor], example: Any) -> int:
+    """Number of features that a module or function makes of an input."""
+    return encode(example).shape[-1]

@@ -119,8 +119,7 @@ def act(
             num_updates,
             None if final is None else to_tensors(final),
         )
-        agent_row = {name: x for name, x in outputs.items() if name in rows}
-        agent_row = map_nested(lambda x: x.squeeze(0).numpy(), agent_row)  # [E, ...]
+        agent_row = map_nested(lambda x: x.squeeze(0).numpy(), outputs)  # [E, ...]
         return env_row | agent_row, next_state
 
     def write(t: int, row: dict[str, Nested]) -> None:
@@ -182,16 +181,13 @@ def act(
 
 def make_buffers(flags: Flags, learner: Learner) -> dict[str, Nested]:
     """Makes slots: rows [slots, T + 1, ...], state [slots, layers, ...]."""
-    spec = rollout.row_spec(
-        learner.env_spec.observation_space, learner.model.distribution
-    )
     states = [
         rollout.Spec((x.shape[0], *x.shape[2:]), x.dtype)
         for x in learner.model.initial_state(1)
     ]
     N, T = flags.num_buffers, flags.unroll_length
     return {
-        "rows": rollout.create_buffers(spec, (N, T + 1)),
+        "rows": rollout.create_buffers(learner.row_spec, (N, T + 1)),
         "initial_state": rollout.create_buffers(tuple(states), (N,)),
     }
 

@@ -72,7 +72,6 @@ def infer(
     streams: Streams,
     models: ActingModels,
     env_spec: dict[str, Nested],
-    agent_spec: dict[str, Nested],
     device: torch.device,
     generator: torch.Generator,
     barrier: SyncBarrier | None,
@@ -81,7 +80,6 @@ def infer(
 
     Args:
       env_spec: fields of a row from the environments, see core/rollout.py.
-      agent_spec: fields from the agent.
       barrier: with --sync, makes streams and learner alternate.
     """
 
@@ -111,8 +109,7 @@ def infer(
         else:
             row_number += 1
         outputs, state = act_step(net, row, state, choose, num_updates)
-        agent_row = {name: x for name, x in outputs.items() if name in agent_spec}
-        batch.set_outputs(map_nested(torch.Tensor.cpu, (agent_row, tuple(state))))
+        batch.set_outputs(map_nested(torch.Tensor.cpu, (outputs, tuple(state))))
         models.release(bank)
         timings.time("infer")
 
@@ -167,9 +164,8 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
     except BaseException:
         envs.close()
         raise
-    distribution = learner.model.distribution
     env_spec = rollout.environment_spec(
-        learner.env_spec.observation_space, distribution
+        learner.env_spec.observation_space, learner.model.distribution
     )
     device = devices.actor_device(flags)
     models = ActingModels(learner.model, device)
@@ -265,7 +261,6 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
                 all_streams[i % len(all_streams)],
                 models,
                 env_spec,
-                rollout.agent_spec(distribution),
                 device,
                 generator,
                 barrier,

@@ -107,8 +107,9 @@ Actions are what the policy draws: integers count from 0 whatever the action spa
 start, and floats are float32. They must fit the action space of the environments.
 
 If environments of a step were truncated, see Server, and the outputs are a dict with
-"baseline" and "truncation_value" (both float32 [1, E]), the pool also asks the batcher
-about the final observation. Its baseline becomes the truncation_value of that row.
+"baseline" and "truncation_value" (both float32 [1, E, ...], of one shape), the pool also
+asks the batcher about the final observation. Its baseline becomes the truncation_value of
+that row.
 
 Args:
     unroll_length: T, at least 1.

@@ -53,21 +53,51 @@ def act_step(
         [1, n, ...], valid where env_row["truncated"]; else None.
 
     Returns:
-      Agent outputs [1, n, ...], see rollout.agent_spec, together with other outputs of
-      the model; and the recurrent state after the row.
+      The agent's fields of the row [1, n, ...]: action, truncation_value,
+      policy_version and the model's outputs; and the recurrent state after the row.
     """
-    truncation_value = torch.zeros(env_row["done"].shape)  # on the CPU, as rows are
+    outputs, next_state = model(env_row, state, acting=True)
+    truncation_value = torch.zeros_like(outputs["baseline"])  # [1, n, C...]
     if final_observation is not None:
         # The end of the old episode as a row: same state, no reset.
         not_done = torch.zeros_like(env_row["done"])
         last = {**env_row, "observation": final_observation, "done": not_done}
-        value = model(rollout.show_final_fields(last), state)[0]["baseline"]
-        truncation_value = (value * env_row["truncated"]).cpu()
-    outputs, state = model(env_row, state)
+        last = rollout.show_final_fields(last)
+        value = model(last, state, acting=True)[0]["baseline"]
+        truncated = env_row["truncated"]
+        truncation_value = value * truncated.reshape(
+            *truncated.shape, *[1] * (value.dim() - truncated.dim())
+        )
     outputs["action"] = choose(outputs["policy_logits"])
     outputs["truncation_value"] = truncation_value
-    outputs["policy_version"] = torch.full(truncation_value.shape, num_updates)
-    return outputs, state
+    outputs["policy_version"] = torch.full(env_row["done"].shape, num_updates)
+    return outputs, next_state
+
+
+@torch.inference_mode()
+def row_spec(model: Net) -> dict[str, Nested]:
+    """All fields of a row, without [T, B].
+
+    The model acts once, so that whatever it outputs while acting is a field.
+
+    Raises:
+      ValueError: an output of the model has the name of a field of the environment.
+    """
+    was_training = model.training
+    model.eval()  # draw no random numbers
+    spaces = model.observation_space, model.distribution
+    environment = rollout.environment_spec(*spaces)
+    device = next(model.parameters()).device
+    row = map_nested(lambda x: x.to(device), rollout.example_rows(*spaces))
+    outputs, _ = act_step(model, row, model.initial_state(1), model.distribution.mode)
+    model.train(was_training)
+    if twice := sorted(environment.keys() & outputs.keys()):
+        raise ValueError(
+            f"the model outputs {', '.join(twice)} while acting, and the environment "
+            "has a field of this name: rename the output, or leave it out if acting"
+        )
+    agent = map_nested(lambda x: rollout.Spec(tuple(x.shape[2:]), x.dtype), outputs)
+    return environment | agent
 
 
 # --- Published weights ----------------------------------------------------------------

@@ -125,6 +125,12 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
     )
     add("--use_lstm", action=toggle, default=False, help="add a recurrent core")
     add(
+        "--normalize_observations",
+        action=toggle,
+        default=False,
+        help="by running mean and variance; observations of floats, but not images",
+    )
+    add(
         "--precision",
         default="auto",
         choices=["auto", "fp32", "bf16"],
@@ -158,6 +164,12 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         default="abs_one",
         choices=["abs_one", "none"],
         help="abs_one clips rewards to [-1, 1]",
+    )
+    add(
+        "--normalize_rewards",
+        action=toggle,
+        default=False,
+        help="divide rewards by the standard deviation of their discounted sum",
     )
     add("--clip_rho", type=float, default=1.0, help="V-trace's ρ̄ (inf: no clipping)")
     add("--clip_pg_rho", type=float, default=1.0, help="ρ̄ of the policy gradient")

@@ -13,6 +13,8 @@ from typing import Any
 _IMPALA: dict[str, Any] = {
     "model": "shallow",
     "use_lstm": False,
+    "normalize_observations": False,
+    "normalize_rewards": False,
     "unroll_length": 20,
     "batch_size": 32,
     "updates_per_batch": 1,
@@ -48,6 +50,8 @@ _ADAM: dict[str, Any] = {
     "num_actors": 2,
     "model": "shallow",
     "use_lstm": False,
+    "normalize_observations": False,
+    "normalize_rewards": False,
     "discounting": 0.99,
     "reward_clipping": "none",
     "clip_rho": 1.0,

@@ -30,7 +30,7 @@ from torchbeast.core import rollout
 from torchbeast.core.errors import UserError
 from torchbeast.core.frames import Create, FrameStacks, Slots, stack_size
 from torchbeast.core.nested import Nested, map_nested
-from torchbeast.core.rollout import OF_THE_STEP, State
+from torchbeast.core.rollout import RESULTS, State
 
 SPARE_FRAMES = 1 / 32  # of the capacity, for the stacks that begin episodes
 LONGEST_SHARE = 1 / 4  # of the capacity; a longer episode is cut
@@ -91,7 +91,7 @@ class Replay:
     """Stores episodes and replays them. Not thread-safe.
 
     Args:
-      spec: the fields of a row, see rollout.row_spec.
+      spec: the fields of a row, see acting.row_spec.
       capacity: number of steps.
       unroll_length: T.
       create: makes the arrays that hold the steps.
@@ -235,7 +235,7 @@ class Replay:
         for i, (store, x) in enumerate(stacks):
             episode.frames[i].append(store.write(slots, x, new[i], before))
         for name, stores in self._stores.items():
-            first = begin if name in OF_THE_STEP else begin + 1
+            first = begin + 1 if name in RESULTS else begin
 
             def write(store: Any, x: np.ndarray, first: int = first) -> None:
                 if isinstance(store, Plain):
@@ -307,8 +307,8 @@ class Replay:
 
         rows = {}
         for name, stores in self._stores.items():
-            rows[name] = gather(stores, fronts if name in OF_THE_STEP else results)
-            if name not in OF_THE_STEP:
+            rows[name] = gather(stores, results if name in RESULTS else fronts)
+            if name in RESULTS:
                 map_nested(lambda x: x.__setitem__(results < 0, 0), rows[name])
         rows["done"] = begins
         rows["step_counts"] = mask

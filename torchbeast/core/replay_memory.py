@@ -29,7 +29,7 @@ def make_replay(
     """Makes the replay of the flags replay_size, replay_file and unroll_length.
 
     Args:
-      spec: the fields of a row, see rollout.row_spec.
+      spec: the fields of a row, see acting.row_spec.
       available: bytes; default: what the machine has.
 
     Raises:

@@ -7,7 +7,8 @@ output of the agent for it:
     environment   observation, reward, done, truncated, episode_return, episode_step,
                   game_return, game_step, game_over, last_action, env_warnings,
                   EXTRA_FIELDS
-    agent         action, policy_logits, baseline, truncation_value, policy_version
+    agent         action, truncation_value, policy_version, and all that the model
+                  outputs while acting: policy_logits, baseline
 
 If done[t], row t is the first of a new episode, and reward[t] and the returns belong to
 the last episode. If truncated[t], truncation_value[t] is the agent's value of that
@@ -18,6 +19,7 @@ import dataclasses
 import itertools
 import math
 import os
+from collections.abc import Callable
 from mmap import PAGESIZE
 from typing import Any
 
@@ -40,10 +42,13 @@ STORED_AS = {
     "uint64": "int64",
 }
 
-# Fields of row t that belong to the step from row t. The others are results of the step
-# that led to row t.
-OF_THE_STEP = {"observation", "action", "policy_logits", "baseline", "policy_version"}
-OF_THE_STEP |= {name for name, x in EXTRA_FIELDS.items() if x.of == "observation"}
+# Fields of row t that are results of the step that led to row t. The others belong to
+# the step from row t: what the agent saw and did.
+RESULTS = {
+    *("reward", "done", "truncated", "truncation_value", "last_action", "env_warnings"),
+    *("episode_return", "episode_step", "game_return", "game_step", "game_over"),
+    *(name for name, x in EXTRA_FIELDS.items() if x.of == "step"),
+}
 
 # Recurrent state of a model: tensors [layers, batch, ...].
 State = tuple[torch.Tensor, ...]
@@ -64,13 +69,20 @@ def to_torch_dtype(dtype: Any) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
+def map_space(f: Callable[[spaces.Space], Any], space: spaces.Space) -> Nested:
+    """Applies f to the leaves of a space; nested as an observation of it."""
+    if isinstance(space, spaces.Dict):
+        return {name: map_space(f, part) for name, part in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(map_space(f, part) for part in space.spaces)
+    return f(space)
+
+
 def observation_spec(space: spaces.Space) -> Nested:
     """Specs in the structure of an observation space."""
-    if isinstance(space, spaces.Dict):
-        return {name: observation_spec(part) for name, part in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(observation_spec(part) for part in space.spaces)
-    return Spec(tuple(space.shape or ()), to_torch_dtype(space.dtype))
+    return map_space(
+        lambda leaf: Spec(tuple(leaf.shape or ()), to_torch_dtype(leaf.dtype)), space
+    )
 
 
 def environment_spec(
@@ -96,25 +108,20 @@ def environment_spec(
     }
 
 
-def agent_spec(distribution: ActionDistribution) -> dict[str, Nested]:
-    """The fields of a row that come from the agent, without [T, B]."""
-    return {
-        "action": Spec(distribution.action_shape, distribution.action_dtype),
-        "policy_logits": Spec((distribution.num_logits,), torch.float32),
-        "baseline": Spec((), torch.float32),
-        "truncation_value": Spec((), torch.float32),
-        "policy_version": Spec((), torch.int64),
-    }
-
-
-def row_spec(
+def example_rows(
     observation_space: spaces.Space, distribution: ActionDistribution
 ) -> dict[str, Nested]:
-    """All fields of a row, without [T, B]."""
-    return {
-        **environment_spec(observation_space, distribution),
-        **agent_spec(distribution),
-    }
+    """Rows [1, 1, ...] of an environment, to find out the shapes of outputs: zeros."""
+
+    def zeros(spec: Spec) -> torch.Tensor:
+        return torch.zeros(1, 1, *spec.shape, dtype=spec.dtype)
+
+    def lowest(leaf: spaces.Space) -> torch.Tensor:
+        start = torch.as_tensor(getattr(leaf, "start", 0))  # of integers
+        return zeros(observation_spec(leaf)) + start
+
+    rows = map_nested(zeros, environment_spec(observation_space, distribution))
+    return {**rows, "observation": map_space(lowest, observation_space)}
 
 
 def show_final_fields(row: dict[str, Nested]) -> dict[str, Nested]:
@@ -233,7 +240,7 @@ def cut_at_episodes(
     per_column = {"replayed"} & batch.keys()
     cut: dict[str, Nested] = {name: batch[name][columns] for name in per_column}
     for name in batch.keys() - {"replayed", "step_counts"}:
-        rows = inside if name in OF_THE_STEP else result
+        rows = result if name in RESULTS else inside
         cut[name] = map_nested(lambda x, rows=rows: keep(x, rows), batch[name])
     mask = (
         batch["step_counts"][:, columns]

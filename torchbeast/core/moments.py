@@ -1,0 +1,50 @@
+"""Running moments: the mean and variance of all values so far.
+
+They are buffers of the model. So they are saved with it, and actors get them with the
+weights. Only the learner updates them.
+"""
+
+import torch
+from torch import nn
+
+CLIP = 10.0  # normalized values, as in PPO's implementations
+
+
+class RunningMoments(nn.Module):
+    """Mean and variance per element of values [N, *shape].
+
+    Args:
+      shape: of one value.
+    """
+
+    mean: torch.Tensor  # [*shape] float32
+    variance: torch.Tensor  # [*shape] float32; 1 before the first update
+    count: torch.Tensor  # int64
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("variance", torch.ones(shape))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def std(self) -> torch.Tensor:
+        return (self.variance + 1e-8).sqrt()
+
+    @torch.no_grad()
+    def update(self, values: torch.Tensor) -> None:
+        """Adds values [N, *shape] (Chan, Golub and LeVeque 1979, equation 2.1)."""
+        n = len(values)
+        total = self.count + n
+        variance, mean = torch.var_mean(values.float(), dim=0, correction=0)
+        delta = mean - self.mean
+        # The sums of squared distances from both means, and from one mean to the other.
+        squares = self.variance * self.count + variance * n
+        squares += delta.square() * self.count * n / total
+        self.mean += delta * n / total
+        self.variance.copy_(squares / total)
+        self.count.copy_(total)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Values [..., *shape], normalized and clipped."""
+        return ((values - self.mean) / self.std).clamp(-CLIP, CLIP)
