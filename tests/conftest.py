@@ -26,6 +26,7 @@ except ImportError as error:
         "test_batching_queue.py",
         "test_dynamic_batcher.py",
         "test_env_connection.py",
+        "test_evaluate_on_servers.py",
         "test_env_server.py",
         "test_server_addresses.py",
         "test_vector_servers.py",

@@ -15,7 +15,7 @@ import pickle
 import statistics
 import time
 import traceback
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,8 +55,22 @@ class Game(NamedTuple):
     length: int
 
 
-def evaluate(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
-    """Tests the checkpoint of --xpid, with the flags saved in it."""
+Play = Callable[
+    [Flags, dict[str, torch.Tensor], Sequence[int]], Generator[Game, None, None]
+]
+
+
+def evaluate(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    play_on_servers: Play | None = None,
+) -> None:
+    """Tests the checkpoint of --xpid, with the flags saved in it.
+
+    Args:
+      play_on_servers: plays the games if the command line has --server_addresses or
+        --listen. Otherwise this machine plays them.
+    """
     flags = flags_lib.parse(parser, argv)
     path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest")
     path /= flags.checkpoint
@@ -64,9 +78,12 @@ def evaluate(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Non
     checkpoint.check(saved, path, for_test=True)
     flags = flags_lib.parse(parser, argv, saved["flags"])
     xpid, flags.xpid = flags.xpid, None  # a test continues no run
-    resume.announce_environment(flags, saved)
+    on_servers = flags.typed & {"server_addresses", "listen"}
+    play_games = play_on_servers if on_servers else None
+    if not play_games:  # this machine imports the environment
+        resume.announce_environment(flags, saved)
     flags = flags_lib.resolve(flags).freeze()
-    result = test(flags, saved["model_state_dict"])
+    result = test(flags, saved["model_state_dict"], play_games or play_in_processes)
     if flags.mode == "test" and not flags.video:
         step = saved.get("stats", {}).get("step")
         about = {"xpid": xpid, "checkpoint": path.name, "step": step, "flags": flags}
@@ -74,19 +91,24 @@ def evaluate(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Non
         write_result(path.resolve().with_name(str(name)), about | result)
 
 
-def test(flags: Flags, model_state: dict[str, torch.Tensor]) -> dict[str, Any]:
+def test(
+    flags: Flags, model_state: dict[str, torch.Tensor], play_games: Play
+) -> dict[str, Any]:
     """Plays flags.num_test_episodes games; returns what test.json has about them.
 
     Args:
       model_state: state dict of the model.
+      play_games: plays them, unless they are to be seen.
     """
     started = time.monotonic()
     numbers = range(flags.num_test_episodes)
     with contextlib.ExitStack() as stack:
-        if flags.mode == "test_render" or flags.video:
+        if play_games is play_in_processes and (
+            flags.mode == "test_render" or flags.video
+        ):
             found = play(flags, model_state, numbers, stack.enter_context(_view(flags)))
         else:
-            found = play_in_processes(flags, model_state, numbers)
+            found = play_games(flags, model_state, numbers)
         games = []
         stack.callback(found.close)
         for game in found:

@@ -1,6 +1,6 @@
 """Learning: the loss, the optimizer and one update.
 
-Both variants use this file. Read it top to bottom: impala_loss, RMSProp,
+Both variants use this file. Read it top to bottom: rewards_and_discounts, impala_loss,
 make_optimizer, Learner, update, learn. V-trace is in core/vtrace.py, the model in
 model.py.
 """
@@ -9,7 +9,7 @@ import collections
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from torchbeast.core.logs_csv import join_columns
 from torchbeast.core.mixer import Mixer
 from torchbeast.core.nested import Nested
 from torchbeast.core.replay_memory import make_replay
+from torchbeast.core.rmsprop import RMSProp
 from torchbeast.core.rollout import State
 from torchbeast.model import make_model
 
@@ -166,56 +167,6 @@ def impala_loss(
 
 
 # --- The optimizer and its schedule ---------------------------------------------------
-
-
-class RMSProp(torch.optim.Optimizer):
-    """RMSProp as in TensorFlow, for which the published settings were tuned.
-
-        square = α square + (1 - α) g²        from 1
-        buffer = momentum buffer + lr g / sqrt(square + ε)
-        weight = weight - buffer
-
-    torch.optim.RMSprop starts from square = 0 and adds ε outside the root. So its first
-    steps are ten times the learning rate, which can kill every unit of the first layer.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[torch.nn.Parameter],
-        lr: float,
-        alpha: float = 0.99,
-        eps: float = 0.01,
-        momentum: float = 0.0,
-    ) -> None:
-        settings = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum}
-        super().__init__(params, settings)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for weight in group["params"]:
-                gradient = weight.grad
-                if gradient is None:
-                    continue
-                state = self.state[weight]
-                if not state:
-                    state["square"] = torch.ones_like(weight)
-                    state["buffer"] = torch.zeros_like(weight)
-                square = state["square"]
-                square.mul_(group["alpha"])
-                square.addcmul_(gradient, gradient, value=1 - group["alpha"])
-                root = (square + group["eps"]).sqrt_()
-                if group["momentum"]:
-                    buffer = state["buffer"].mul_(group["momentum"])
-                    buffer.addcdiv_(gradient, root, value=group["lr"])
-                    weight.sub_(buffer)
-                else:
-                    weight.addcdiv_(gradient, root, value=-group["lr"])
-        return loss
 
 
 def make_optimizer(

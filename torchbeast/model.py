@@ -7,8 +7,8 @@ write it beside ShallowTorso and add its name to TORSOS.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,14 @@ from torchbeast.core import action_masks, rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.moments import CLIP, RunningMoments
 from torchbeast.core.nested import map_nested
+from torchbeast.core.observations import (
+    flatten_leaf,
+    has_channels_last,
+    image_size,
+    is_image,
+    iterate_observation,
+    iterate_space,
+)
 from torchbeast.core.rollout import State
 from torchbeast.core.vtrace import VTraceReturns
 
@@ -366,63 +374,6 @@ class Net(nn.Module):
             y, state = self.core(x[first:last], state)
             outputs.append(y)
         return torch.cat(outputs).flatten(0, 1), state
-
-
-def iterate_space(space: spaces.Space) -> Iterator[spaces.Space]:
-    """The leaves of a nested space, in a fixed order."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        parts = space.spaces
-        for part in parts.values() if isinstance(parts, dict) else parts:
-            yield from iterate_space(part)
-    else:
-        yield space
-
-
-def iterate_observation(space: spaces.Space, observation: Any) -> Iterator[Any]:
-    """The leaves of a nested observation, in the order of iterate_space(space)."""
-    if isinstance(space, spaces.Dict):
-        for name, part in space.spaces.items():
-            yield from iterate_observation(part, observation[name])
-    elif isinstance(space, spaces.Tuple):
-        for part, x in zip(space.spaces, observation, strict=True):
-            yield from iterate_observation(part, x)
-    else:
-        yield observation
-
-
-def is_image(space: spaces.Space) -> TypeGuard[spaces.Box]:
-    """Whether the space is a 3-dimensional Box, at least 7 pixels high and wide."""
-    if not isinstance(space, spaces.Box) or len(space.shape) != 3:
-        return False
-    height, width, _ = image_size(space)
-    return min(height, width) >= 7
-
-
-def has_channels_last(image: spaces.Box) -> bool:
-    """Whether the axes are [H, W, C] and not [C, H, W]: the smaller one is C."""
-    return image.shape[-1] <= image.shape[0]
-
-
-def image_size(image: spaces.Box) -> tuple[int, int, int]:
-    """Height, width and channels."""
-    if has_channels_last(image):
-        height, width, channels = image.shape
-    else:
-        channels, height, width = image.shape
-    return height, width, channels
-
-
-def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
-    """[N, *shape] of an elementary space -> [N, flatdim(space)] float32."""
-    if isinstance(space, spaces.Discrete):
-        return F.one_hot(x.long() - int(space.start), int(space.n)).float()
-    if isinstance(space, spaces.MultiDiscrete):
-        digits = (x.long() - torch.as_tensor(space.start, device=x.device)).flatten(1)
-        sizes = space.nvec.flatten().tolist()
-        parts = [F.one_hot(d, n) for d, n in zip(digits.unbind(1), sizes, strict=True)]
-        return torch.cat(parts, dim=-1).float()
-    scale = 255 if space.dtype == np.uint8 else 1  # bytes, like those of images
-    return x.float().reshape(len(x), -1) / scale
 
 
 def make_model(

@@ -54,6 +54,7 @@ from torchbeast.core.run import Run, keep_freed_memory
 from torchbeast.core.seeds import derive_seed
 from torchbeast.core.streams import Streams, SyncBarrier, as_stored
 from torchbeast.evaluate import evaluate
+from torchbeast.evaluate_on_servers import play_on_servers
 from torchbeast.evaluator import Evaluator
 from torchbeast.learner import Learner, learn
 from torchbeast.model import TORSOS
@@ -398,7 +399,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with resume.begin(parser, argv, resolve_layout) as start:
                 outcome.status = 0 if start.is_finished() else train(start)
         else:
-            evaluate(parser, argv)
+            evaluate(parser, argv, play_on_servers)
     return outcome.status
 
 

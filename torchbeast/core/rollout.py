@@ -19,7 +19,6 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Callable
 from mmap import PAGESIZE
 from typing import Any
 
@@ -31,6 +30,7 @@ from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.errors import UserError
 from torchbeast.core.extra_fields import EXTRA_FIELDS, final_name
 from torchbeast.core.nested import Nested, flatten, map_nested
+from torchbeast.core.observations import map_space
 
 SHARED_MEMORY = "/dev/shm"  # on Linux
 
@@ -67,15 +67,6 @@ def to_torch_dtype(dtype: Any) -> torch.dtype:
     dtype = np.dtype(dtype)
     dtype = np.dtype(STORED_AS.get(dtype.name, dtype))
     return torch.from_numpy(np.empty(0, dtype)).dtype
-
-
-def map_space(f: Callable[[spaces.Space], Any], space: spaces.Space) -> Nested:
-    """Applies f to the leaves of a space; nested as an observation of it."""
-    if isinstance(space, spaces.Dict):
-        return {name: map_space(f, part) for name, part in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(map_space(f, part) for part in space.spaces)
-    return f(space)
 
 
 def observation_spec(space: spaces.Space) -> Nested:

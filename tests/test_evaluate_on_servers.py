@@ -1,0 +1,127 @@
+"""--mode test on servers: the learner's side has no environment."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+import runs
+import torch
+from watched_servers import E
+
+from torchbeast.evaluate_on_servers import Scorer
+
+LEARNER = "torchbeast.polybeast_learner"
+
+
+def start_test(tmp_path, **flags):
+    """Runs --mode test without the folder of the tests' environments."""
+    words = runs.command(tmp_path, "a", LEARNER, mode="test", **flags)
+    environment = {**runs.environment(), "PYTHONPATH": str(runs.ROOT)}
+    return subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def result_of(tmp_path, process):
+    output = runs.finish(process)
+    assert process.returncode == 0, output
+    return json.loads((tmp_path / "a" / "test.json").read_text()), output
+
+
+@pytest.mark.parametrize("greedy", [None, True])
+def test_games_of_an_environment_that_only_servers_have(tmp_path, serve, greedy):
+    """GridWorld's games end after different numbers of steps, some are truncated."""
+    env = {"env": "environments:GridWorld", "use_lstm": True}
+    runs.run(tmp_path, "a", **{**runs.SMALL, **env})
+    servers = serve(env=env["env"], bind="localhost:0", num_servers=2)
+    addresses = ",".join(servers.addresses(2))
+    flags = {"server_addresses": addresses, "num_test_episodes": 17, "greedy": greedy}
+    result, _ = result_of(tmp_path, start_test(tmp_path, **flags))
+    assert len(result["returns"]) == len(result["lengths"]) == 17
+    assert result["policy"] == ("greedy" if greedy else "sampled")
+    assert result["num_games"] == 17
+    assert result["step"] == 600
+
+
+def test_a_killed_server_costs_its_games_only(tmp_path, serve):
+    runs.run(tmp_path, "a", **runs.SMALL)
+    servers = serve(bind="localhost:0", num_servers=2)
+    addresses = ",".join(servers.addresses(2))
+    flags = {"server_addresses": addresses, "num_test_episodes": 800}
+    process = start_test(tmp_path, **flags, connect_timeout=20)
+    lines = []
+    while "Game" not in (line := process.stdout.readline()):
+        lines.append(line)
+        assert line, lines
+    os.kill(servers.children()[0], signal.SIGKILL)
+    result, output = result_of(tmp_path, process)
+    assert "lost" in output
+    assert result["num_games"] == 800
+    assert result["returns"] == result["lengths"]  # CartPole
+
+
+def test_without_a_server_it_says_so(tmp_path):
+    runs.run(tmp_path, "a", **runs.SMALL)
+    flags = {"server_addresses": f"unix:{tmp_path}/none", "connect_timeout": 1}
+    process = start_test(tmp_path, **flags)
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert f"unix:{tmp_path}/none" in output
+    assert "Traceback" not in output
+
+
+def test_a_video_is_refused(tmp_path):
+    runs.run(tmp_path, "a", **runs.SMALL)
+    flags = {"server_addresses": "localhost:1", "video": f"{tmp_path}/a.mp4"}
+    process = start_test(tmp_path, **flags)
+    assert "servers can't show their games" in runs.finish(process)
+    assert process.returncode == 1
+
+
+def test_the_games_that_begin_first_count():
+    """Streams of environments whose games have fixed lengths, in a fixed order."""
+    lengths = {1: [3, 9, 2], 2: [7, 1, 8], 3: [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]}
+    lengths |= {4: [5, 5, 5], 5: [2, 4, 6, 2], 6: [20]}
+    N = 11
+    begun = sorted(
+        (sum(games[:k]), env, k)
+        for env, games in lengths.items()
+        for k in range(20)
+        if k < len(games)
+    )  # time, environment, number of its game
+    wanted = sorted(lengths[env][k] for _, env, k in begun[:N])
+    scorer = Scorer(range(N))
+    states = torch.zeros(2, E, dtype=torch.int64)
+    ended = []
+    at = dict.fromkeys(lengths, (0, 0))  # game and step of each environment
+    for _ in range(30):
+        for stream in range(2):
+            members = [1 + stream * E + i for i in range(E)]
+            over = []
+            for env in members:
+                game, step = at[env]
+                games = lengths[env]
+                ends = game < len(games) and step == games[game]
+                over.append((ends, step))
+                at[env] = (game + 1, 1) if ends else (game, step + 1)
+            row = {
+                "truncated": torch.zeros(1, E, dtype=torch.bool),
+                "done": torch.tensor([[ends for ends, _ in over]]),
+                "game_over": torch.tensor([[ends for ends, _ in over]]),
+                "game_return": torch.tensor([[float(2 * n) for _, n in over]]),
+                "game_step": torch.tensor([[n for _, n in over]]),
+            }
+            asked = {**row, "truncated": ~row["done"]}
+            assert not scorer.add(asked, states[stream].clone())  # not a step
+            ended += scorer.add(row, states[stream])
+    assert states.flatten().tolist() == list(range(1, 7))
+    assert sorted(game.number for game in ended) == list(range(N))
+    assert sorted(game.length for game in ended) == wanted
+    assert all(game.game_return == 2 * game.length for game in ended)
