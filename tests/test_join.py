@@ -1,7 +1,7 @@
 """Environments that dial the learner: libtorchbeast.Listener and Client.
 
-Clients are processes of their own, over real sockets. tests/cpp/join_test.cc cuts their
-connections; here are the bindings, TLS, restarts and ends.
+Clients are processes of their own, over real sockets. tests/cpp/join_losses_test.cc
+cuts their connections; here are the bindings, TLS, restarts and ends.
 """
 
 import contextlib

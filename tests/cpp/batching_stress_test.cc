@@ -1,11 +1,8 @@
-// Many threads at once. TB_STRESS_SCALE=0.1 in the environment makes it ten times
-// shorter, for builds with sanitizers.
+// Many threads at once.
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <atomic>
-#include <fstream>
 #include <iostream>
 #include <random>
 
@@ -29,19 +26,6 @@ constexpr bool kKeepsFreedMemory = false;
 
 class BatchingStressTest : public GuardedTest {};
 
-int scaled(int count) {
-  const char* text = std::getenv("TB_STRESS_SCALE");
-  const double scale = text == nullptr ? 1.0 : std::atof(text);
-  return std::max(1, static_cast<int>(count * scale));
-}
-
-BatchingOptions sizes(int64_t minimum, int64_t maximum) {
-  BatchingOptions options;
-  options.minimum_batch_size = minimum;
-  options.maximum_batch_size = maximum;
-  return options;
-}
-
 // [2, width] of which the first row says `id`, and the second which entry it is.
 ArrayNest item(int32_t id, int64_t width) {
   std::vector<int32_t> values(static_cast<size_t>(2 * width), id);
@@ -57,13 +41,6 @@ int64_t width_of(int32_t id) { return 1 + id % 3; }
 void spin(uint32_t turns) {
   for (std::atomic<uint32_t> i{0}; i < turns; ++i) {
   }
-}
-
-size_t resident_bytes() {
-  std::ifstream statm("/proc/self/statm");
-  size_t pages = 0, resident = 0;
-  statm >> pages >> resident;
-  return resident * static_cast<size_t>(sysconf(_SC_PAGESIZE));
 }
 
 // Counts every item of a batch, whose entries must be all there and side by side.
@@ -118,10 +95,10 @@ void test_every_item_once(BatchingOptions options) {
   EXPECT_EQ(queue.stats().num_entries, static_cast<uint64_t>(expected));
 }
 
-TEST_F(BatchingStressTest, EveryItemOnce) { test_every_item_once(sizes(1, 32)); }
+TEST_F(BatchingStressTest, EveryItemOnce) { test_every_item_once(batch_sizes(1, 32)); }
 
 TEST_F(BatchingStressTest, EveryItemOnceWithBackPressure) {
-  BatchingOptions options = sizes(8, 16);
+  BatchingOptions options = batch_sizes(8, 16);
   options.maximum_queue_size = 5;
   options.timeout = Milliseconds(1);
   test_every_item_once(options);
@@ -129,7 +106,7 @@ TEST_F(BatchingStressTest, EveryItemOnceWithBackPressure) {
 
 TEST_F(BatchingStressTest, EveryCallerItsAnswer) {
   const int num_callers = 64, num_consumers = 16, num_each = scaled(1000);
-  BatchingOptions options = sizes(4, 32);
+  BatchingOptions options = batch_sizes(4, 32);
   options.timeout = Milliseconds(1);
   DynamicBatcher batcher(options);
   std::atomic<int> answered{0};
@@ -170,7 +147,7 @@ TEST_F(BatchingStressTest, CloseQueueInTheMiddle) {
   std::mt19937 random(1);
   const int num_rounds = scaled(1000);
   for (int round = 0; round < num_rounds; ++round) {
-    BatchingOptions options = sizes(1 + round % 3, 4);
+    BatchingOptions options = batch_sizes(1 + round % 3, 4);
     options.maximum_queue_size = round % 2 == 0 ? 2 : 100;
     if (round % 5 == 0) options.timeout = Milliseconds(1);
     BatchingQueue queue(options);
@@ -210,7 +187,7 @@ TEST_F(BatchingStressTest, CloseBatcherInTheMiddle) {
   std::mt19937 random(2);
   const int num_rounds = scaled(1000);
   for (int round = 0; round < num_rounds; ++round) {
-    BatchingOptions options = sizes(1 + round % 3, 4);
+    BatchingOptions options = batch_sizes(1 + round % 3, 4);
     if (round % 2 == 0) options.timeout = Milliseconds(1);
     std::vector<std::shared_ptr<DynamicBatcher::Batch>> kept;  // outlive it unanswered
     Mutex mutex;
@@ -258,7 +235,7 @@ TEST_F(BatchingStressTest, CloseBatcherInTheMiddle) {
 
 TEST_F(BatchingStressTest, SlowConsumer) {
   const int num_producers = 8, num_each = scaled(500);
-  BatchingOptions options = sizes(1, 3);
+  BatchingOptions options = batch_sizes(1, 3);
   options.maximum_queue_size = 4;
   BatchingQueue queue(options);
   std::vector<std::atomic<int>> seen(static_cast<size_t>(num_producers * num_each));
@@ -284,7 +261,7 @@ TEST_F(BatchingStressTest, SlowConsumer) {
 
 TEST_F(BatchingStressTest, DroppedBatches) {
   const int num_callers = 16, num_each = scaled(1000);
-  DynamicBatcher batcher(sizes(1, 8));
+  DynamicBatcher batcher(batch_sizes(1, 8));
   std::atomic<uint64_t> num_answered{0}, num_failed{0}, items_answered{0};
   Threads callers, consumers;
   for (uint32_t i = 0; i < 4; ++i) {
@@ -320,7 +297,7 @@ TEST_F(BatchingStressTest, MemoryIsFlat) {
   // Observations 84 x 84 from 4 callers, of 1 to 3 entries; every now and then a batch
   // is dropped or a nest faulty.
   const int num_callers = 4, num_each = scaled(250000);
-  BatchingOptions options = sizes(1, 8);
+  BatchingOptions options = batch_sizes(1, 8);
   DynamicBatcher batcher(options);
   const auto actions = std::make_shared<std::vector<int32_t>>(1000, 3);
   std::atomic<int> num_steps{0};
@@ -369,7 +346,7 @@ TEST_F(BatchingStressTest, MemoryIsFlat) {
 
 TEST_F(BatchingStressTest, PingPong) {
   const int num_rounds = scaled(50000);
-  DynamicBatcher batcher(sizes(1, 8));
+  DynamicBatcher batcher(batch_sizes(1, 8));
   Threads threads;
   threads.start([&] {
     while (auto batch = batcher.next()) batch->set_outputs(batch->inputs());

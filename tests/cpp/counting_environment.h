@@ -127,4 +127,21 @@ class CountingEnvironment : public Environment {
   std::vector<int64_t> episode_, step_;
 };
 
+// Raises in its step `last_step`, counted from 1.
+class FailingEnvironment : public CountingEnvironment {
+ public:
+  FailingEnvironment(int64_t stream, int64_t num_envs, int last_step)
+      : CountingEnvironment(stream, num_envs), last_step_(last_step) {}
+  EnvRow step(const std::vector<Array>& action) override {
+    if (++count_ == last_step_) {
+      throw std::runtime_error("Traceback: it broke in step " + std::to_string(count_));
+    }
+    return CountingEnvironment::step(action);
+  }
+
+ private:
+  const int last_step_;
+  int count_ = 0;
+};
+
 }  // namespace torchbeast

@@ -1,22 +1,191 @@
-// EnvServer::stop() with environments that hang, or that call it themselves.
+// EnvServer: where it listens, whom it refuses, and stop() with environments that hang,
+// or that call it themselves.
 
 #include "server.h"
 
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
-#include <atomic>
+#include <fstream>
 #include <functional>
 #include <future>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "counting_environment.h"
 #include "session.h"
-#include "test_util.h"
 
 namespace torchbeast {
 namespace {
+
+class ServerTest : public SessionTest {};
+
+// Where it listens
+
+TEST_F(ServerTest, SocketsArePrivateAndRemoved) {
+  EnvServer server(counting(1), server_options(unix_address()));
+  server.start();
+  struct stat status;
+  ASSERT_EQ(stat(path("socket").c_str(), &status), 0);
+  EXPECT_TRUE(S_ISSOCK(status.st_mode));
+  EXPECT_EQ(status.st_mode & 0777, 0600u);
+
+  EnvServer second(counting(1), server_options(unix_address()));
+  const std::string error = error_of<std::runtime_error>([&] { second.start(); });
+  EXPECT_NE(error.find("another server listens there"), std::string::npos) << error;
+  ASSERT_EQ(stat(path("socket").c_str(), &status), 0) << "the first server's socket";
+
+  server.stop();
+  EXPECT_NE(stat(path("socket").c_str(), &status), 0);
+  server.stop();
+}
+
+TEST_F(ServerTest, StaleSocketsAreReplaced) {
+  close(bound_socket(path("socket")));  // the socket file stays
+  EnvServer server(counting(1), server_options(unix_address()));
+  server.start();
+  ActorPool::probe(unix_address(), {}, Milliseconds(10'000));
+}
+
+TEST_F(ServerTest, PathsThatCannotBe) {
+  std::ofstream(path("file")) << "precious";
+  EnvServer on_file(counting(1), server_options(unix_address("file")));
+  EXPECT_NE(error_of<std::runtime_error>([&] { on_file.start(); }).find("not a socket"),
+            std::string::npos);
+  std::string text;
+  std::ifstream(path("file")) >> text;
+  EXPECT_EQ(text, "precious");
+  unlink(path("file").c_str());
+
+  EnvServer nowhere(counting(1), server_options(unix_address("no/where")));
+  const std::string error = error_of<std::runtime_error>([&] { nowhere.start(); });
+  EXPECT_NE(error.find("No such file or directory"), std::string::npos) << error;
+
+  const std::string too_long = unix_address(std::string(200, 'x'));
+  EXPECT_THROW(EnvServer(counting(1), server_options(too_long)), std::invalid_argument);
+}
+
+TEST_F(ServerTest, PortsThatAreTaken) {
+  EnvServer server(counting(1), server_options("127.0.0.1:0"));
+  server.start();
+  EnvServer second(counting(1), server_options(server.address()));
+  const std::string error = error_of<std::runtime_error>([&] { second.start(); });
+  EXPECT_NE(error.find("in use"), std::string::npos) << error;
+}
+
+// Whom it refuses
+
+TEST_F(ServerTest, TokensAreChecked) {
+  StreamServerOptions options = server_options(unix_address());
+  options.security.token = "a-secret";
+  EnvServer server(counting(1), options);
+  server.start();
+  for (const std::string token : {"", "a-secre", "a-secret-", "b-secret"}) {
+    Security security;
+    security.token = token;
+    const std::string error = error_of<RefusedError>(
+        [&] { ActorPool::probe(unix_address(), security, Milliseconds(10'000)); });
+    EXPECT_NE(error.find("token"), std::string::npos) << error;
+  }
+  Security security;
+  security.token = "a-secret";
+  const wire::EnvHello hello =
+      ActorPool::probe(unix_address(), security, Milliseconds(10'000));
+  EXPECT_EQ(hello.environment(), "Counting-v0");
+  EXPECT_EQ(server.stats().num_refused, 4u);
+}
+
+TEST_F(ServerTest, TokensThatCannotTravelAreRefused) {
+  StreamServerOptions options = server_options(unix_address());
+  options.security.token = "a secret";
+  EXPECT_THROW(EnvServer(counting(1), options), std::invalid_argument);
+  Security security;
+  security.token = "two\nlines";
+  EXPECT_THROW(ActorPool::probe(unix_address(), security, Milliseconds(10'000)),
+               std::invalid_argument);
+}
+
+TEST_F(ServerTest, StreamsAreLimited) {
+  StreamServerOptions options = server_options(unix_address());
+  options.max_streams = 1;
+  EnvServer server(counting(1), options);
+  server.start();
+  Session run(pool_options({server.address()}));
+  run.rollouts();
+  const std::string error = error_of<TransportError>(
+      [&] { ActorPool::probe(server.address(), {}, Milliseconds(10'000)); });
+  EXPECT_NE(error.find("1 streams already"), std::string::npos) << error;
+}
+
+TEST_F(ServerTest, SilentLearnersAreCut) {
+  StreamServerOptions options = server_options(unix_address());
+  options.hello_timeout = Milliseconds(300);
+  EnvServer server(counting(1), options);
+  server.start();
+  auto channel = grpc::CreateCustomChannel(
+      unix_address(), grpc::InsecureChannelCredentials(), channel_arguments());
+  grpc::ClientContext context;
+  const auto stream = open_stream(channel.get(), &context);
+  grpc::ByteBuffer message;
+  EXPECT_FALSE(stream->Read(&message));
+  EXPECT_FALSE(stream->Finish().ok());
+}
+
+TEST_F(ServerTest, LearnersThatLieAreRefused) {
+  EnvServer server(counting(2), server_options(unix_address()));
+  server.start();
+  MemoryPool pool;
+  const auto status_after = [&](const std::vector<grpc::ByteBuffer>& messages) {
+    auto channel = grpc::CreateCustomChannel(
+        unix_address(), grpc::InsecureChannelCredentials(), channel_arguments());
+    grpc::ClientContext context;
+    const auto stream = open_stream(channel.get(), &context);
+    for (grpc::ByteBuffer message : messages) stream->Write(message);
+    grpc::ByteBuffer message;
+    while (stream->Read(&message)) {
+    }
+    return stream->Finish();
+  };
+  wire::AgentMessage hello;
+  hello.mutable_hello()->set_version(kWireVersion);
+  const Array wide = pool.allocate({DType::kInt64, {1000}});
+  const Array narrow = pool.allocate({DType::kInt64, {2}});
+  EXPECT_EQ(status_after({encode_action({narrow}, pool)}).error_code(),
+            grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(status_after({encode(hello), encode_action({wide}, pool)}).error_code(),
+            grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(
+      status_after({encode(hello), encode_action({narrow, narrow}, pool)}).error_code(),
+      grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(status_after({encode(hello), encode_action({}, pool)}).error_code(),
+            grpc::StatusCode::INVALID_ARGUMENT);
+  hello.mutable_hello()->set_version(1);
+  const grpc::Status status = status_after({encode(hello)});
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::FAILED_PRECONDITION);
+  EXPECT_NE(status.error_message().find("speaks version 1 of the protocol"),
+            std::string::npos);
+}
+
+// stop()
+
+TEST_F(ServerTest, StoppingEndsRunAndMayBeRepeated) {
+  EnvServer server(counting(1), server_options(unix_address()));
+  auto done = std::async(std::launch::async, [&] { server.run(); });
+  Session run(pool_options({unix_address()}));
+  run.rollouts();
+  std::vector<std::future<void>> stops;
+  for (int i = 0; i < 3; ++i) {
+    stops.push_back(std::async(std::launch::async, [&] { server.stop(); }));
+  }
+  for (auto& stop : stops) stop.get();
+  done.get();
+  server.run();  // stopped: returns
+  EXPECT_THROW(server.start(), std::runtime_error);
+}
 
 // Calls `in_step` in its third step.
 class Interrupted : public CountingEnvironment {
@@ -40,36 +209,27 @@ class Interrupted : public CountingEnvironment {
   int num_steps_ = 0;
 };
 
-class ServerTest : public GuardedTest {
+class ServerStopTest : public SessionTest {
  protected:
   std::unique_ptr<EnvServer> serve(std::function<void()> in_step) {
-    StreamServerOptions options;
-    options.address = "unix:" + temporary_directory() + "/server";
     auto server = std::make_unique<EnvServer>(
         [this, in_step] { return std::make_unique<Interrupted>(in_step, gone_); },
-        options);
+        server_options(unix_address()));
     server->start();
     return server;
-  }
-
-  static ActorPoolOptions pool_options(const EnvServer& server) {
-    ActorPoolOptions options;
-    options.unroll_length = 5;
-    options.addresses = {server.address()};
-    return options;
   }
 
   const std::shared_ptr<std::promise<void>> gone_ =
       std::make_shared<std::promise<void>>();
 };
 
-TEST_F(ServerTest, AnEnvironmentThatHangsIsLeftBehind) {
+TEST_F(ServerStopTest, AnEnvironmentThatHangsIsLeftBehind) {
   std::promise<void> inside, go_on;
   auto server = serve([&] {
     inside.set_value();
     go_on.get_future().wait();
   });
-  Session run(pool_options(*server));
+  Session run(pool_options({server->address()}));
   inside.get_future().wait();
   testing::internal::CaptureStderr();
   const auto start = Clock::now();
@@ -84,7 +244,7 @@ TEST_F(ServerTest, AnEnvironmentThatHangsIsLeftBehind) {
   gone_->get_future().wait();
 }
 
-TEST_F(ServerTest, AnEnvironmentMayStopItsServer) {
+TEST_F(ServerStopTest, AnEnvironmentMayStopItsServer) {
   EnvServer* pointer = nullptr;
   std::promise<void> ready;
   auto server = serve([&] {
@@ -93,20 +253,20 @@ TEST_F(ServerTest, AnEnvironmentMayStopItsServer) {
   });
   pointer = server.get();
   ready.set_value();
-  Session run(pool_options(*server));
+  Session run(pool_options({server->address()}));
   server->run();
   gone_->get_future().wait();
   server->stop();
 }
 
-TEST_F(ServerTest, AnEnvironmentMayDestroyItsServer) {
+TEST_F(ServerStopTest, AnEnvironmentMayDestroyItsServer) {
   std::unique_ptr<EnvServer> server;
   std::promise<void> ready;
   server = serve([&] {
     ready.get_future().wait();
     server.reset();
   });
-  Session run(pool_options(*server));
+  Session run(pool_options({server->address()}));
   ready.set_value();
   gone_->get_future().wait();
 }

@@ -4,6 +4,9 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -11,28 +14,17 @@
 #include <future>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "actor_pool.h"
 #include "counting_environment.h"
+#include "server.h"
 #include "test_util.h"
 
 namespace torchbeast {
-
-inline std::string temporary_directory() {
-  // mkdtemp wants a name that ends in six X, and puts others in their place.
-  std::string name = testing::TempDir() + "torchbeast_test_XXXXXX";
-  return mkdtemp(name.data());
-}
-
-inline BatchingOptions batching(int64_t minimum, int64_t maximum) {
-  BatchingOptions options;
-  options.minimum_batch_size = minimum;
-  options.maximum_batch_size = maximum;
-  return options;
-}
 
 // A field of rows, which have them by name or by place.
 inline const ArrayNest& field(const ArrayNest& row, const std::string& name) {
@@ -98,11 +90,11 @@ class Session {
  public:
   explicit Session(ActorPoolOptions options, int64_t minimum = 1, int64_t maximum = 64)
       : queue_(std::make_shared<BatchingQueue>([&] {
-          BatchingOptions o = batching(minimum, maximum);
+          BatchingOptions o = batch_sizes(minimum, maximum);
           o.maximum_queue_size = 4;
           return o;
         }())),
-        batcher_(std::make_shared<DynamicBatcher>(batching(1, 64))),
+        batcher_(std::make_shared<DynamicBatcher>(batch_sizes(1, 64))),
         pool_(options, queue_, batcher_, CountingAgent::initial_state()) {
     threads_.start([this] { infer(); });
     done_ = std::async(std::launch::async, [this] {
@@ -240,5 +232,67 @@ class Checker {
   const bool with_truncation_;
   std::map<std::pair<int64_t, int64_t>, Row> last_;
 };
+
+// A test with a directory for sockets, environments that count, and a pool's options.
+class SessionTest : public GuardedTest {
+ protected:
+  SessionTest() : directory_(temporary_directory()) {}
+  ~SessionTest() override { rmdir(directory_.c_str()); }
+
+  std::string path(const std::string& name) const { return directory_ + "/" + name; }
+  std::string unix_address(const std::string& name = "socket") const {
+    return "unix:" + path(name);
+  }
+
+  // Each environment has the next number.
+  EnvironmentFactory counting(int64_t num_envs, bool with_truncation = true) {
+    return [this, num_envs, with_truncation] {
+      return std::make_unique<CountingEnvironment>(num_streams_++, num_envs,
+                                                   with_truncation);
+    };
+  }
+
+  static StreamServerOptions server_options(const std::string& address) {
+    StreamServerOptions options;
+    options.address = address;
+    return options;
+  }
+
+  static ActorPoolOptions pool_options(std::vector<std::string> addresses,
+                                       int64_t T = 5) {
+    ActorPoolOptions options;
+    options.unroll_length = T;
+    options.addresses = std::move(addresses);
+    options.maximum_downtime = Milliseconds(10'000);
+    return options;
+  }
+
+  const std::string directory_;
+  std::atomic<int64_t> num_streams_{0};
+
+ private:
+  static std::string temporary_directory() {
+    // mkdtemp wants a name that ends in six X, and puts others in their place.
+    std::string name = testing::TempDir() + "torchbeast_test_XXXXXX";
+    return mkdtemp(name.data());
+  }
+};
+
+inline sockaddr_un socket_name(const std::string& path) {
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  path.copy(name.sun_path, sizeof(name.sun_path) - 1);
+  return name;
+}
+
+// A bare socket at this path. The caller closes and unlinks it.
+inline int bound_socket(const std::string& path) {
+  const int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+  const sockaddr_un name = socket_name(path);
+  if (bind(fd, reinterpret_cast<const sockaddr*>(&name), sizeof(name)) != 0) {
+    std::abort();
+  }
+  return fd;
+}
 
 }  // namespace torchbeast

@@ -1,5 +1,5 @@
-// What several of the C++ tests need: a guard against hangs, small arrays, and naive
-// joining and slicing to compare with.
+// What several of the C++ tests need: a guard against hangs, threads, the work of
+// stress tests, small arrays, and naive joining and slicing to compare with.
 
 #pragma once
 
@@ -7,10 +7,12 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <string>
@@ -19,6 +21,7 @@
 #include <vector>
 
 #include "array.h"
+#include "batching.h"
 
 namespace torchbeast {
 
@@ -61,6 +64,28 @@ class Threads {
  private:
   std::vector<std::thread> threads_;
 };
+
+// The work of a stress test: TB_STRESS_SCALE=0.1 in the environment makes it ten times
+// less, for builds with sanitizers.
+inline int scaled(int count, int minimum = 1) {
+  const char* text = std::getenv("TB_STRESS_SCALE");
+  const double scale = text == nullptr ? 1.0 : std::atof(text);
+  return std::max(minimum, static_cast<int>(count * scale));
+}
+
+inline size_t resident_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  size_t pages = 0, resident = 0;
+  statm >> pages >> resident;
+  return resident * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+}
+
+inline BatchingOptions batch_sizes(int64_t minimum, int64_t maximum) {
+  BatchingOptions options;
+  options.minimum_batch_size = minimum;
+  options.maximum_batch_size = maximum;
+  return options;
+}
 
 // An int32 array with memory of its own, and what is in one.
 inline Array make_array(const Shape& shape, const std::vector<int32_t>& values) {

@@ -1,0 +1,291 @@
+// What BatchingQueue makes of its items: joined batches, complete by size, time or a
+// full queue, and refusals of faulty items.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <future>
+#include <limits>
+
+#include "batching.h"
+#include "batching_test_util.h"
+
+namespace torchbeast {
+namespace {
+
+using std::chrono::seconds;
+
+class BatchingQueueTest : public GuardedTest {};
+
+TEST_F(BatchingQueueTest, RefusesSizesWithoutSense) { test_options<BatchingQueue>(); }
+
+TEST_F(BatchingQueueTest, EndlessTimeoutIsATime) {
+  BatchingQueue queue(
+      with_timeout(batch_sizes(2, 2), std::numeric_limits<int64_t>::max()));
+  queue.enqueue(item(1));
+  auto batch = std::async(std::launch::async, [&] { return queue.dequeue(); });
+  queue.enqueue(item(1));
+  EXPECT_TRUE(batch.get());
+}
+
+// Joining
+
+TEST_F(BatchingQueueTest, JoinsAlongEveryBatchDim) {
+  for (size_t dim = 0; dim < 3; ++dim) {
+    BatchingOptions options = batch_sizes(1, 100);
+    options.batch_dim = dim;
+    BatchingQueue queue(options);
+    std::vector<Array> arrays;
+    for (int32_t width : {2, 1, 4}) {
+      Shape shape{5, 3, 7};
+      shape[dim] = width;
+      arrays.push_back(numbered(shape, 1000 * width));
+      queue.enqueue(arrays.back());
+    }
+    EXPECT_EQ(queue.size(), 3u);
+    const auto batch = queue.dequeue();
+    ASSERT_TRUE(batch);
+    expect_same(batch->leaf(), naive_concatenate(arrays, dim));
+    EXPECT_EQ(queue.size(), 0u);
+  }
+}
+
+TEST_F(BatchingQueueTest, JoinsNests) {
+  BatchingQueue queue(batch_sizes(1, 100));
+  std::vector<Array> frames, rewards;
+  for (int32_t width : {3, 1, 2}) {
+    frames.push_back(numbered({5, width, 7}, 100 * width));
+    rewards.push_back(numbered({5, width}, -width));
+    queue.enqueue(
+        Vector{Map{{"frame", frames.back()}, {"reward", rewards.back()}}, Vector{}});
+  }
+  const ArrayNest batch = queue.dequeue().value();
+  ASSERT_EQ(batch.vector().size(), 2u);
+  expect_same(batch.vector()[0].dict().at("frame").leaf(),
+              naive_concatenate(frames, 1));
+  expect_same(batch.vector()[0].dict().at("reward").leaf(),
+              naive_concatenate(rewards, 1));
+  EXPECT_TRUE(batch.vector()[1].vector().empty());
+}
+
+TEST_F(BatchingQueueTest, SingleItemIsNotCopied) {
+  BatchingQueue queue(batch_sizes(1, 100));
+  const ArrayNest one = item(4);
+  queue.enqueue(one);
+  EXPECT_EQ(queue.dequeue()->leaf().data(), one.leaf().data());
+  EXPECT_EQ(queue.stats().bytes_copied, 0u);
+}
+
+TEST_F(BatchingQueueTest, AllocatorGivesTheMemory) {
+  std::vector<uint8_t> pinned(4096);
+  size_t num_blocks = 0;
+  BatchingOptions options = batch_sizes(1, 100);
+  options.allocator = [&](size_t num_bytes) {
+    EXPECT_LE(num_bytes, pinned.size());
+    ++num_blocks;
+    return MemoryPool::Block{pinned.data(), nullptr};
+  };
+  BatchingQueue queue(options);
+  const ArrayNest one = item(4, 17);
+  for (int i = 0; i < 3; ++i) {
+    queue.enqueue(one);
+    const ArrayNest batch = queue.dequeue().value();
+    EXPECT_EQ(batch.leaf().data(), pinned.data());
+    expect_same(batch.leaf(), one.leaf());
+  }
+  EXPECT_EQ(num_blocks, 1u);
+}
+
+TEST_F(BatchingQueueTest, BatchMemoryIsUsedAgain) {
+  BatchingQueue queue(batch_sizes(1, 100));
+  size_t held = 0;
+  for (int i = 0; i < 1000; ++i) {
+    queue.enqueue(item(2));
+    queue.enqueue(item(3));
+    queue.dequeue();
+    if (i == 0) held = queue.stats().pool_bytes;
+  }
+  EXPECT_GT(held, 0u);
+  EXPECT_EQ(queue.stats().pool_bytes, held);
+}
+
+// When a batch is complete
+
+TEST_F(BatchingQueueTest, MinimumCountsEntries) {
+  BatchingQueue queue(batch_sizes(5, 100));
+  queue.enqueue(item(2));
+  queue.enqueue(item(2));
+  Waiting waiting;
+  auto batch = std::async(std::launch::async,
+                          [&] { return queue.dequeue(waiting.interrupt()); });
+  waiting.wait();  // 4 entries are not enough
+  EXPECT_EQ(queue.size(), 2u);
+  queue.enqueue(item(3));
+  EXPECT_EQ(batch.get()->leaf().shape(), (Shape{2, 7, 3}));
+}
+
+TEST_F(BatchingQueueTest, MinimumHoldsForEveryBatch) {
+  BatchingQueue queue(batch_sizes(3, 4));
+  for (int i = 0; i < 2; ++i) {
+    queue.enqueue(item(2));
+    queue.enqueue(item(2));
+    EXPECT_EQ(queue.dequeue()->leaf().shape()[1], 4);
+  }
+  queue.enqueue(item(2));
+  Waiting waiting;
+  waiting.stop();
+  EXPECT_THROW(queue.dequeue(waiting.interrupt()), std::domain_error);
+}
+
+TEST_F(BatchingQueueTest, MaximumIsNeverExceeded) {
+  BatchingQueue queue(batch_sizes(5, 5));
+  queue.enqueue(item(3, 0));
+  queue.enqueue(item(4, 100));  // complete: this one would exceed the maximum
+  EXPECT_EQ(queue.dequeue()->leaf().shape(), (Shape{2, 3, 3}));
+  queue.enqueue(item(1, 200));  // just full
+  queue.enqueue(item(5, 300));
+  EXPECT_EQ(queue.dequeue()->leaf().shape(), (Shape{2, 5, 3}));
+  EXPECT_EQ(queue.dequeue()->leaf().shape(), (Shape{2, 5, 3}));
+  EXPECT_EQ(queue.size(), 0u);
+}
+
+TEST_F(BatchingQueueTest, OldestFirst) {
+  BatchingQueue queue(batch_sizes(1, 2));
+  for (int32_t i = 0; i < 5; ++i) queue.enqueue(item(1, 100 * i));
+  EXPECT_EQ(values_of(queue.dequeue()->leaf()),
+            (Values{0, 1, 2, 100, 101, 102, 3, 4, 5, 103, 104, 105}));
+  EXPECT_EQ(values_of(queue.dequeue()->leaf())[0], 200);
+  EXPECT_EQ(values_of(queue.dequeue()->leaf()), (Values{400, 401, 402, 403, 404, 405}));
+}
+
+TEST_F(BatchingQueueTest, TimeoutHandsOutAPartialBatch) {
+  BatchingQueue queue(with_timeout(batch_sizes(10, 10), 40));
+  // Whether the consumer or the item is there first.
+  for (bool consumer_first : {false, true}) {
+    std::future<std::optional<ArrayNest>> batch;
+    const auto consume = [&] {
+      batch = std::async(std::launch::async, [&] { return queue.dequeue(); });
+    };
+    if (consumer_first) consume();
+    const auto start = Clock::now();
+    queue.enqueue(item(2));
+    queue.enqueue(item(1));
+    if (!consumer_first) consume();
+    EXPECT_EQ(batch.get()->leaf().shape()[1], 3);
+    EXPECT_GE(Clock::now() - start, Milliseconds(40));
+    EXPECT_LT(Clock::now() - start, seconds(20));
+  }
+}
+
+TEST_F(BatchingQueueTest, TimeoutOfAWaitingConsumerIsPrompt) {
+  BatchingQueue queue(with_timeout(batch_sizes(10, 10), 5));
+  std::atomic<int> done{0};
+  Threads threads;
+  threads.start([&] {
+    while (queue.dequeue()) ++done;
+  });
+  Promptness promptness;
+  for (int i = 0; i < 20; ++i) {
+    let_others_run();
+    promptness.start();
+    queue.enqueue(item(1));
+    while (done == i) std::this_thread::yield();
+    promptness.stop();
+  }
+  queue.close();
+}
+
+// It takes Python's lock.
+TEST_F(BatchingQueueTest, TimeoutIsNoTurnOfTheInterrupt) {
+  BatchingQueue queue(with_timeout(batch_sizes(10, 10), 5));
+  std::atomic<int> turns{0};
+  const auto start = Clock::now();
+  constexpr int kBatches = 20;
+  for (int i = 0; i < kBatches; ++i) {
+    queue.enqueue(item(1));
+    queue.dequeue([&] { ++turns; });
+  }
+  if (Clock::now() - start < kBatches * kInterruptPeriod) {  // else it is their turn
+    EXPECT_LT(turns, kBatches / 2);
+  }
+}
+
+TEST_F(BatchingQueueTest, TimeoutOfZero) {
+  BatchingQueue queue(with_timeout(batch_sizes(10, 10), 0));
+  queue.enqueue(item(2));
+  EXPECT_EQ(queue.dequeue()->leaf().shape()[1], 2);
+}
+
+TEST_F(BatchingQueueTest, FullQueueIsABatch) {
+  BatchingQueue queue(with_queue_size(batch_sizes(8, 8), 3));
+  for (int i = 0; i < 3; ++i) queue.enqueue(item(2));
+  EXPECT_EQ(queue.dequeue()->leaf().shape()[1], 6);
+}
+
+// Faulty items
+
+TEST_F(BatchingQueueTest, RefusesFaultyItems) {
+  BatchingQueue queue(batch_sizes(1, 4));
+  queue.enqueue(good_item());
+  for (const Faulty& faulty : faulty_items()) {
+    const std::string error =
+        error_of<std::invalid_argument>([&] { queue.enqueue(faulty.nest); });
+    for (const std::string& text : faulty.says) EXPECT_TRUE(contains(error, text));
+    EXPECT_EQ(queue.size(), 1u);
+  }
+  EXPECT_EQ(queue.dequeue()->num_leaves(), 2u);
+}
+
+TEST_F(BatchingQueueTest, FindsFaultyItemsLater) {
+  BatchingQueue queue(unchecked(with_timeout(batch_sizes(4, 4), 0)));
+  for (const Faulty& faulty : faulty_items()) {
+    queue.enqueue(good_item());
+    EXPECT_NO_THROW(queue.enqueue(faulty.nest));
+    // Together in a batch, or, where the faulty one is too wide for that, one by one.
+    std::string errors;
+    while (queue.size() > 0) {
+      errors += error_of<std::invalid_argument>([&] { queue.dequeue(); });
+    }
+    for (const std::string& text : faulty.says) EXPECT_TRUE(contains(errors, text));
+  }
+  queue.enqueue(good_item());
+  EXPECT_EQ(queue.dequeue()->num_leaves(), 2u);
+}
+
+TEST_F(BatchingQueueTest, ItemsNeedOnlyFitThoseWaiting) {
+  BatchingQueue queue(batch_sizes(1, 4));
+  queue.enqueue(numbered({2, 1}));
+  queue.dequeue();
+  EXPECT_NO_THROW(queue.enqueue(numbered({3, 2, 5})));
+}
+
+// Stats
+
+TEST_F(BatchingQueueTest, Stats) {
+  BatchingQueue queue(batch_sizes(1, 5));
+  queue.enqueue(item(2));
+  queue.enqueue(item(3));
+  queue.enqueue(item(4));
+  queue.dequeue();
+  BatchingStats stats = queue.stats();
+  EXPECT_EQ(stats.num_batches, 1u);
+  EXPECT_EQ(stats.num_items, 2u);
+  EXPECT_EQ(stats.num_entries, 5u);
+  EXPECT_EQ(stats.bytes_copied, 2u * 5 * 3 * 4);
+  EXPECT_GE(stats.pool_bytes, stats.bytes_copied);
+  EXPECT_EQ(stats.producer_wait_seconds, 0);
+  EXPECT_EQ(stats.consumer_wait_seconds, 0);
+  queue.dequeue();
+  stats = queue.stats();
+  EXPECT_EQ(stats.num_batches, 2u);
+  EXPECT_EQ(stats.num_items, 3u);
+  EXPECT_EQ(stats.num_entries, 9u);
+  EXPECT_EQ(stats.bytes_copied, 2u * 5 * 3 * 4);
+  Waiting waiting;
+  waiting.stop();
+  EXPECT_THROW(queue.dequeue(waiting.interrupt()), std::domain_error);
+  EXPECT_GE(queue.stats().consumer_wait_seconds, 0.09);
+}
+
+}  // namespace
+}  // namespace torchbeast

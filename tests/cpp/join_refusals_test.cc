@@ -1,0 +1,205 @@
+// Peers that join a learner and lie, are silent or break: each loses its own stream.
+
+#include <cmath>
+
+#include "join_fixture.h"
+
+namespace torchbeast {
+namespace {
+
+class JoinRefusalsTest : public JoinTest {};
+
+TEST_F(JoinRefusalsTest, StrangersAreRefused) {
+  auto listener = listen();
+  Session run(pool_options(listener));
+  RunningClient client(counting(2), client_options(unix_address()));
+  run.rollouts();
+
+  CountingEnvironment environment(1, 2);
+  MemoryPool pool;
+  const EnvRow row = keep(environment.reset());
+  const auto refusal = [&](const wire::EnvHello& hello, const grpc::ByteBuffer& step) {
+    HandMade stream(unix_address());
+    stream.expect_hello();
+    try {
+      stream.say_hello(hello);
+      stream.send(step);
+    } catch (const TransportError& error) {  // already
+      return std::string(error.what());
+    }
+    return stream.end();
+  };
+  const grpc::ByteBuffer good = encode_step({row.arrays, {}, 0}, pool);
+
+  EXPECT_TRUE(contains(refusal(CountingEnvironment(1, 3).hello(), good), "differ"));
+  EXPECT_TRUE(contains(
+      refusal(CountingEnvironment(1, 2, true, "Other-v0").hello(), good), "Other-v0"));
+  EXPECT_TRUE(
+      contains(refusal(CountingEnvironment(1, 2, false).hello(), good), "truncated"));
+  wire::EnvHello hello = environment.hello();
+  hello.set_version(1);
+  EXPECT_TRUE(contains(refusal(hello, good), "speaks version 1 of the protocol"));
+  EXPECT_TRUE(
+      contains(refusal(hello_of(environment, std::string(65, 'x'), 0), good), "65"));
+  EXPECT_TRUE(contains(refusal(hello_of(environment, "x", uint64_t{1} << 63), good),
+                       "first_step"));
+  const auto with = [&](size_t i, const ArraySpec& spec) {
+    std::vector<Array> arrays = row.arrays;
+    arrays[i] = pool.allocate(spec);
+    return encode_step({arrays, {}, 0}, pool);
+  };
+  EXPECT_TRUE(
+      contains(refusal(environment.hello(), with(0, {DType::kUint8, {2, 2, 4}})),
+               "step: 68 bytes"));
+  const grpc::Slice garbage(std::string(100, '\xff'));
+  EXPECT_TRUE(contains(refusal(environment.hello(), grpc::ByteBuffer(&garbage, 1)),
+                       "malformed"));
+  {
+    HandMade stream(unix_address());
+    stream.expect_hello();
+    stream.send(good);
+    EXPECT_TRUE(contains(stream.end(), "before the hello"));
+  }
+  {
+    HandMade stream(unix_address());
+    stream.expect_hello();
+    stream.send(encode_error("no such game"));
+    stream.leave();  // all was read
+    EXPECT_TRUE(contains(listener->stats().last_refusal, "no such game"));
+  }
+  EXPECT_EQ(listener->stats().num_refused, 9u);
+  run.rollouts();  // which has not been disturbed
+  EXPECT_EQ(run.pool().stats().num_connected, 1u);
+}
+
+TEST_F(JoinRefusalsTest, SilentPeersAreCut) {
+  auto listener = listen();
+  ActorPoolOptions options = pool_options(listener);
+  options.step_timeout = Milliseconds(500);
+  Session run(options);
+  HandMade silent(unix_address());
+  silent.expect_hello();
+  EXPECT_TRUE(contains(silent.end(), "lost"));
+  HandMade hesitant(unix_address());
+  CountingEnvironment environment(1, 2);
+  hesitant.expect_hello();
+  hesitant.say_hello(environment.hello());
+  EXPECT_TRUE(contains(hesitant.end(), "lost"));
+  HandMade stuck(unix_address());
+  stuck.expect_hello();
+  stuck.say_hello(hello_of(environment, "stuck", 0));
+  stuck.send(environment.reset());
+  stuck.receive();
+  EXPECT_TRUE(contains(stuck.end(), "lost"));
+  wait_until([&] { return run.pool().stats().num_connected == 0; });
+  EXPECT_TRUE(contains(run.pool().stats().last_error, "step timeout"));
+}
+
+TEST_F(JoinRefusalsTest, TokensAreChecked) {
+  auto listener = listen(4, "a-secret");
+  Session run(pool_options(listener));
+  for (const std::string token : {"", "a-secre", "b-secret"}) {
+    EnvClientOptions options = client_options(unix_address());
+    options.security.token = token;
+    EnvClient client(counting(2), options);
+    EXPECT_TRUE(contains(error_of<RefusedError>([&] { client.run(); }), "token"));
+  }
+  EXPECT_EQ(listener->stats().num_refused, 3u);
+  EnvClientOptions options = client_options(unix_address());
+  options.security.token = "a-secret";
+  RunningClient client(counting(2), options);
+  run.rollouts();
+}
+
+TEST_F(JoinRefusalsTest, AnUnusableHelloIsNotTheMeasure) {
+  auto listener = listen();
+  CountingEnvironment bad(1, 3);
+  HandMade first(unix_address()), second(unix_address());
+  for (HandMade* stream : {&first, &second}) {
+    stream->expect_hello();
+    stream->say_hello(bad.hello());
+    stream->send(bad.reset());
+  }
+  const wire::EnvHello found = listener->probe(Milliseconds(60'000));
+  EXPECT_EQ(found.num_envs(), 3u);
+  listener->refuse(found, "E must be 2");
+  EXPECT_TRUE(contains(first.end(), "E must be 2"));
+  EXPECT_TRUE(contains(second.end(), "E must be 2"));
+
+  RunningClient client(counting(2), client_options(unix_address()));
+  ActorPoolOptions options = pool_options(listener);
+  options.hello = listener->probe(Milliseconds(60'000));
+  EXPECT_EQ(options.hello->num_envs(), 2u);
+  Session run(options);
+  run.rollouts();
+  HandMade third(unix_address());
+  third.expect_hello();
+  third.say_hello(bad.hello());
+  EXPECT_TRUE(contains(third.end(), "E must be 2"));
+  run.rollouts();
+  EXPECT_EQ(listener->stats().num_refused, 3u);
+  const std::vector<Event> events = listener->events().take().first;
+  ASSERT_EQ(events.size(), 3u);
+  for (const Event& event : events) {
+    EXPECT_EQ(event.kind, Event::kRefused);
+    EXPECT_TRUE(contains(event.text, "E must be 2"));
+  }
+}
+
+TEST_F(JoinRefusalsTest, BadValuesCostTheirStream) {
+  auto listener = listen();
+  Session run(pool_options(listener));
+  RunningClient client(counting(2), client_options(unix_address()));
+  run.rollouts();
+  CountingEnvironment environment(7, 2);
+  HandMade stream(unix_address());
+  stream.expect_hello();
+  stream.say_hello(environment.hello());
+  stream.send(environment.reset());
+  stream.send(environment.step(stream.receive()));
+  EnvRow row = keep(environment.step(stream.receive()));
+  row.arrays[2].as<float>()[1] = std::nanf("");
+  stream.send(row);
+  EXPECT_TRUE(contains(stream.end(), "reward: nan in environment 1; allowed are"));
+  run.rollouts();
+  EXPECT_EQ(run.pool().stats().num_dropped_steps, 2u * 1);
+  EXPECT_EQ(listener->stats().num_refused, 1u);
+  EXPECT_TRUE(contains(listener->events().take().first.at(0).text, "reward: nan"));
+}
+
+TEST_F(JoinRefusalsTest, AnEnvironmentThatRaisesCostsItsStream) {
+  auto listener = listen();
+  Session run(pool_options(listener));
+  RunningClient client(counting(2), client_options(unix_address()));
+  run.rollouts();
+  CountingEnvironment environment(7, 2);
+  {
+    HandMade stream(unix_address());
+    stream.expect_hello();
+    stream.say_hello(hello_of(environment, "bad", 0));
+    stream.send(environment.reset());
+    stream.send(environment.step(stream.receive()));
+    stream.receive();
+    stream.send(encode_error("Traceback: it broke"));
+    stream.leave();
+  }
+  run.rollouts();
+  EXPECT_EQ(run.pool().stats().num_env_failures, 1u);
+  EXPECT_EQ(run.pool().stats().num_dropped_steps, 2u * 1);
+  const std::vector<Event> events = run.pool().events().take().first;
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_EQ(events[0].kind, Event::kEnvError);
+  EXPECT_TRUE(contains(events[0].text, "Traceback: it broke"));
+  // In place of the hello, it counts too.
+  {
+    HandMade stream(unix_address());
+    stream.expect_hello();
+    stream.send(encode_error("no such game"));
+    stream.leave();
+  }
+  EXPECT_EQ(run.pool().stats().num_env_failures, 2u);
+  EXPECT_TRUE(contains(listener->events().take().first.at(0).text, "no such game"));
+}
+
+}  // namespace
+}  // namespace torchbeast
