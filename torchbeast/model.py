@@ -272,8 +272,8 @@ class Net(nn.Module):
     def encode(self, rows: dict[str, Any]) -> torch.Tensor:
         """The input of the core: features [T * B, D] float32 of rows [T, B, ...].
 
-        To encode the parts of a Dict observation yourself, use their names:
-        rows["observation"]["inventory"]. D follows from what this returns.
+        To encode the parts of a Dict observation yourself, use their names, such as
+        `rows["observation"]["map"]`. D follows from what this returns.
         """
         T, B = rows["reward"].shape
         images, vectors = self._leaves(rows)

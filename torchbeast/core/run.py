@@ -145,7 +145,7 @@ class Run:
           may_stop: whether the run may end now. With --sync it ends between two rounds.
 
         Raises:
-          The first exception of a thread.
+          BaseException: the first exception of a thread.
         """
         self._log_signal()
         with contextlib.suppress(BlockingIOError):

@@ -1,0 +1,135 @@
+"""The docs site: it builds, no link is broken, and the first tour runs."""
+
+import html.parser
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import urllib.parse
+
+import pytest
+import runs
+
+pytest.importorskip("mkdocs", reason="needs the packages of the extra docs")
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("site")]
+
+
+def build(site, config=runs.ROOT / "mkdocs.yml"):
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "-f", config, "-d", site],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+
+
+class Links(html.parser.HTMLParser):
+    """The ids of a page, and what it links to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.links = set(), []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        for name, value in attributes:
+            if name == "id":
+                self.ids.add(value)
+            elif name in ("href", "src") and value:
+                self.links.append(value)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    done = build(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_site_has_no_broken_link(site):
+    """mkdocs checks the pages' links; this follows all that the pages then have."""
+    pages = {p: Links(p.read_text()) for p in site.rglob("*.html")}
+    assert len(pages) > 80
+    broken = []
+    for page, found in pages.items():
+        if page.name == "404.html":  # its links begin at the site's root
+            continue
+        for link in found.links:
+            url = urllib.parse.urlsplit(link)
+            if url.scheme or url.netloc:
+                assert url.scheme in ("https", "http", "mailto"), link
+                continue
+            target = page
+            if url.path:
+                target = page.parent / urllib.parse.unquote(url.path)
+                target = pathlib.Path(os.path.normpath(target))
+                target = target / "index.html" if target.is_dir() else target
+            anchor = urllib.parse.unquote(url.fragment)
+            known = pages[target].ids if target in pages else None
+            if not target.exists() or (anchor and known and anchor not in known):
+                broken.append((page.name, link))
+    assert not broken
+
+
+def test_every_module_has_an_api_page_with_its_docstrings(site):
+    modules = list((runs.ROOT / "torchbeast").rglob("*.py"))
+    pages = {p.stem for p in (site / "api").iterdir()}
+    for path in modules:
+        parts = path.relative_to(runs.ROOT).with_suffix("").parts
+        assert path.stem == "__init__" or ".".join(parts) in pages
+    page = (site / "api" / "torchbeast.core.vtrace.html").read_text()
+    assert "from_importance_weights" in page
+    assert "without gradients" in page  # of its Returns
+
+
+def test_a_broken_link_is_an_error(tmp_path):
+    shutil.copytree(runs.ROOT, tmp_path / "tree", ignore=ignored)
+    shutil.rmtree(tmp_path / "tree" / "torchbeast" / "core")  # many API pages
+    page = tmp_path / "tree" / "docs" / "laser.md"
+    page.write_text(page.read_text() + "\n[gone](gone.md), [no](tuning.md#nowhere)\n")
+    done = build(tmp_path / "site", tmp_path / "tree" / "mkdocs.yml")
+    assert done.returncode != 0
+    assert "gone.md" in done.stderr
+    assert "nowhere" in done.stderr
+
+
+def ignored(folder, names):
+    unneeded = {".git", ".venv", "build", "tests", ".mypy_cache", ".ruff_cache"}
+    return unneeded & set(names) if pathlib.Path(folder) == runs.ROOT else set()
+
+
+def test_the_first_tour_runs(tmp_path):
+    """All blocks in order, the Python ones in one process."""
+    text = (runs.ROOT / "docs" / "tour.md").read_text()
+    blocks = re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) > 5
+    script = ["import subprocess, sys, torch", "torch.set_num_threads(1)"]
+    for language, code in blocks:
+        if language == "bash":
+            code = code.replace("python -m", f"{sys.executable} -m")
+            code = f"subprocess.run({code!r}, shell=True, check=True)"
+        script.append(code)
+    tree = tmp_path / "tree"
+    shutil.copytree(runs.ROOT, tree, ignore=ignored)
+    (tmp_path / "tour.py").write_text("\n".join(script))
+    done = subprocess.run(
+        [sys.executable, tmp_path / "tour.py"],
+        cwd=tree,
+        env={**runs.environment(), "HOME": str(tmp_path), "PYTHONPATH": str(tree)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    returned = float(re.search(r"^return ([\d.]+)$", done.stdout, re.MULTILINE)[1])
+    assert returned > 50  # a policy that learned nothing gets about 20
+    losses = [
+        float(row["reward_loss"])
+        for row in runs.read_logs(tmp_path / "logs" / "torchbeast", "changed")
+    ]
+    assert losses[-1] < 0.5 * losses[0]
