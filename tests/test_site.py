@@ -14,7 +14,7 @@ import runs
 
 pytest.importorskip("mkdocs", reason="needs the packages of the extra docs")
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("site")]
+pytestmark = pytest.mark.timeout(300)
 
 
 def build(site, config=runs.ROOT / "mkdocs.yml"):
