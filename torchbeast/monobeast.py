@@ -217,8 +217,8 @@ def train(start: resume.Start) -> int:
     env_spec = find_env_spec(flags, actor_context(), flags.actor_timeout)
     if flags.sync and not flags.disable_checkpoint and not env_spec.exact_resume:
         raise FlagError(
-            "--sync saves the games in progress, but native Atari environments can't "
-            "do that: add --atari_backend python, or --disable_checkpoint"
+            "--sync saves the games in progress, but native vector environments can't "
+            "do that: add --disable_checkpoint, or for Atari --atari_backend python"
         )
     B, E = flags.batch_size, flags.envs_per_actor
     learner = Learner(flags, env_spec)

@@ -303,8 +303,9 @@ def check_interface(name: str, env: Any) -> None:
         env, "single_observation_space"
     ):
         raise InvalidEnvironmentError(
-            f"--env {name} is a vector environment ({type(env).__name__}). Give a "
-            "single environment; --envs_per_actor makes several of it"
+            f"--env {name} is a vector environment ({type(env).__name__}). Name a "
+            "function with a parameter num_envs that makes it, or give a single "
+            "environment; --envs_per_actor makes several of it"
         )
     missing = [
         attribute

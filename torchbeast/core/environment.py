@@ -19,12 +19,12 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.core import atari_wrappers
 from torchbeast.core.action_masks import first_allowed, mask_space
-from torchbeast.core.env_checks import Checker
-from torchbeast.core.errors import FlagError
+from torchbeast.core.env_checks import Checker, InvalidEnvironmentError
 from torchbeast.core.extra_fields import EXTRA_FIELDS, make_fields
 from torchbeast.core.make_env import create_env
 from torchbeast.core.nested import flatten, map_nested
 from torchbeast.core.seeded_games import SeededGames, game_seed
+from torchbeast.core.vector_envs import find_vector_env
 
 log = logging.getLogger(__name__)
 
@@ -106,22 +106,24 @@ class Environment:
                 f"--atari_backend must be native or python, got {flags.atari_backend!r}"
             )
         is_atari = atari_wrappers.atari_game(flags.env) is not None
-        is_native = is_atari and flags.atari_backend == "native"
-        if is_native and (flags.env_kwargs or flags.wrapper or flags.mask_actions):
-            raise FlagError(
-                f"for {flags.env}, --env_kwargs, --wrapper and --mask_actions need "
-                "--atari_backend python"
-            )
         self.frames_per_step: int = flags.frame_skip if is_atari else 1
-        self.exact_resume = not (is_native and render_mode is None)
+        make_vector = find_vector_env(flags)
+        if make_vector and render_mode:
+            if not is_atari:
+                raise InvalidEnvironmentError(
+                    f"--env {flags.env} makes several environments at once, which "
+                    "can't be rendered: use a single one for --video and test_render"
+                )
+            make_vector = None
+        self.exact_resume = make_vector is None
         self.envs: Any
-        if self.exact_resume:
+        if make_vector is None:
             self.envs = gymnasium.vector.SyncVectorEnv(
                 [partial(self._create, i, render_mode) for i in self.indices],
                 autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,
             )
         else:
-            self.envs = atari_wrappers.make_atari_vec(flags, num_envs)
+            self.envs = make_vector(num_envs)
         self.observation_space: spaces.Space = self.envs.single_observation_space
         self.action_space: spaces.Space = self.envs.single_action_space
         self.final_observation: Any = None
@@ -243,9 +245,9 @@ class Environment:
             message = f"--env {self.flags.env}: step() returned the reward {reward[e]}"
             self._warn(int(e), "reward", message)
 
-    def _stack_final(self, final: np.ndarray, truncated: np.ndarray) -> Any:
-        if final.dtype != object:  # native: [E, ...] already
-            return final
+    def _stack_final(self, final: Any, truncated: np.ndarray) -> Any:
+        if not isinstance(final, np.ndarray) or final.dtype != object:
+            return final  # [E, ...] already
         filler = final[np.flatnonzero(truncated)[0]]
         return self._stack(
             [final[e] if truncated[e] else filler for e in range(self.num_envs)]
@@ -262,7 +264,7 @@ class Environment:
         These games do not count. Raises what the environments raise, or
         InvalidEnvironmentError.
         """
-        if self.exact_resume:  # the native path needs no test
+        if atari_wrappers.atari_game(self.flags.env) is None or self.exact_resume:
             self.on_warning = lambda key, message: None  # the servers log it later
             self.set_seed(secrets.randbits(31), self.indices.start)
             row = self.initial()
@@ -295,11 +297,12 @@ class Environment:
 
         Raises:
           RuntimeError: the actions were not logged (--sync is off), or the environments
-            are native Atari.
+            are native vector environments.
         """
         if not self.exact_resume:
             raise RuntimeError(
-                "native Atari can't save games in progress; use --atari_backend python"
+                "native vector environments can't save games in progress; for Atari, "
+                "use --atari_backend python"
             )
         if not self.log_actions:
             raise RuntimeError("environments can be saved in --sync mode only")

@@ -103,7 +103,7 @@ def create_env(
 
 def _wrap(env: gymnasium.Env, wrapper: str) -> gymnasium.Env:
     """Calls one function or class of --wrapper."""
-    wrap = _find(f"--wrapper {wrapper}", wrapper)
+    wrap = find_object(f"--wrapper {wrapper}", wrapper)
     if not callable(wrap):
         raise InvalidEnvironmentError(
             f"--wrapper {wrapper} names {describe(wrap)}, not a class or function "
@@ -230,7 +230,7 @@ def _close_matches(name: str) -> list[str]:
     return [by_lower_case[id] for id in close]
 
 
-def _find(flag: str, path: str) -> Any:
+def find_object(flag: str, path: str) -> Any:
     """The object package.module:name. `flag` begins the messages of errors."""
     module_name, _, attribute = path.partition(":")
     if not module_name or module_name.startswith(".") or not attribute:
@@ -254,11 +254,12 @@ def _find(flag: str, path: str) -> Any:
 def _from_python_path(
     name: str, render_mode: str | None, arguments: dict[str, Any]
 ) -> gymnasium.Env:
-    make = _find(f"--env {name}", name)
-    takes_mode = _takes(make, "render_mode")
+    make = find_object(f"--env {name}", name)
+    takes_mode = takes(make, "render_mode")
     if render_mode is not None and takes_mode:
         arguments = {"render_mode": render_mode, **arguments}
-    _check_arguments(name, make, arguments)
+    if error := call_signature_error(name, make, arguments):
+        raise error
     env = make(**arguments)
     check_interface(name, env)
     if _has_old_api(env):
@@ -273,27 +274,30 @@ def _from_python_path(
     return env
 
 
-def _check_arguments(name: str, make: Any, arguments: dict[str, Any]) -> None:
-    """Raises InvalidEnvironmentError unless make(**arguments) can be called."""
+def call_signature_error(
+    name: str, make: Any, arguments: dict[str, Any]
+) -> InvalidEnvironmentError | None:
+    """Why make(**arguments) can't be called; None if it can."""
     if not callable(make):
-        raise InvalidEnvironmentError(
+        return InvalidEnvironmentError(
             f"--env {name} names {describe(make)}, not a class or function that makes "
             "an environment"
         )
     try:
         signature = inspect.signature(make)
     except (TypeError, ValueError):  # written in C, has no signature
-        return
+        return None
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise InvalidEnvironmentError(
+        return InvalidEnvironmentError(
             f"--env {name} is called with the arguments {arguments}, but its signature "
             f"is {signature}: {error}. --env_kwargs passes arguments"
-        ) from None
+        )
+    return None
 
 
-def _takes(function: Callable, parameter: str) -> bool:
+def takes(function: Callable, parameter: str) -> bool:
     """Whether `function` has a parameter of this name."""
     try:
         return parameter in inspect.signature(function).parameters
@@ -305,7 +309,7 @@ def _has_old_api(env: Any) -> bool:
     """Whether `env` follows the old Gym API. May call reset() to find out."""
     if not isinstance(env, gymnasium.Env):
         return True
-    if not _takes(env.unwrapped.reset, "seed") or _takes(env.reset, "return_info"):
+    if not takes(env.unwrapped.reset, "seed") or takes(env.reset, "return_info"):
         return True
     return not _is_observation_and_info(env.reset(), env.observation_space)
 
@@ -341,7 +345,7 @@ class OldGymAdapter(gymnasium.Env):
     ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         arguments = {}
-        if seed is not None and _takes(self.env.reset, "seed"):
+        if seed is not None and takes(self.env.reset, "seed"):
             arguments["seed"] = seed
         elif seed is not None and hasattr(self.env, "seed"):
             self.env.seed(seed)
@@ -373,7 +377,7 @@ class OldGymAdapter(gymnasium.Env):
         return observation, reward, bool(done) and not truncated, truncated, info
 
     def render(self) -> Any:
-        if self.render_mode is not None and _takes(self.env.render, "mode"):
+        if self.render_mode is not None and takes(self.env.render, "mode"):
             return self.env.render(mode=self.render_mode)
         return self.env.render()
 

@@ -1,0 +1,188 @@
+"""Native vector environments of others: --env package.module:function, EnvPool."""
+
+import functools
+
+import gymnasium
+import numpy as np
+import pytest
+import runs
+from environments import GridWorld
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from test_environment import env_flags
+
+from torchbeast.core import extra_fields
+from torchbeast.core.env_checks import InvalidEnvironmentError
+from torchbeast.core.environment import Environment
+from torchbeast.core.errors import FlagError, UserError
+from torchbeast.core.extra_fields import ExtraField
+from torchbeast.core.nested import map_nested
+from torchbeast.core.seeded_games import game_seed
+
+E = 3
+FIELDS = {
+    "distance": ExtraField((), np.int64, of="step"),
+    "now": ExtraField((), np.int64, of="observation"),
+}
+
+
+class Measured(gymnasium.Wrapper):
+    """`distance` describes a step, `now` is the same for the observation."""
+
+    def reset(self, **arguments):
+        observation, info = self.env.reset(**arguments)
+        return observation, {"now": info["distance"]}
+
+    def step(self, action):
+        *result, info = self.env.step(action)
+        return *result, {**info, "now": info["distance"]}
+
+
+def grids(num_envs, mode="SAME_STEP"):
+    makers = [lambda: Measured(GridWorld())] * num_envs
+    return SyncVectorEnv(makers, autoreset_mode=AutoresetMode[mode])
+
+
+def too_few(num_envs):
+    return grids(num_envs - 1)
+
+
+def single(num_envs):
+    return GridWorld()
+
+
+def make(name, **flags):
+    return Environment(env_flags(f"{__name__}:{name}", **flags), E, first_index=4)
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "DISABLED"])
+def test_rows_are_those_of_single_environments(mode, monkeypatch):
+    """Each is stepped by hand, too: reset once with its seed, then without."""
+    for name, field in FIELDS.items():
+        monkeypatch.setitem(extra_fields.EXTRA_FIELDS, name, field)
+    envs = make("grids", seed=7, env_kwargs=f'{{"mode": "{mode}"}}')
+    assert not envs.exact_resume
+    rng = np.random.default_rng(1)
+    twins = [Measured(GridWorld()) for _ in range(E)]
+    row = envs.initial()
+    seen = []
+    for e, twin in enumerate(twins):
+        observation, info = twin.reset(seed=game_seed(7, 4 + e, 0))
+        seen.append((observation, info["now"]))
+    returns, steps = np.zeros(E), np.zeros(E, int)
+    counts = {"terminated": 0, "truncated": 0}
+    for _ in range(200):
+        for e, (observation, now) in enumerate(seen):
+            parts = map_nested(lambda x, e=e: x[e], row["observation"])
+            np.testing.assert_equal(parts, observation)
+            assert row["now"][e] == now
+        actions = rng.integers(4, size=E)
+        row = envs.step(actions)
+        for e, twin in enumerate(twins):
+            observation, reward, terminated, truncated, info = twin.step(actions[e])
+            returns[e] += reward
+            steps[e] += 1
+            assert row["reward"][e] == np.float32(reward)
+            assert row["done"][e] == row["game_over"][e] == (terminated or truncated)
+            assert row["truncated"][e] == (truncated and not terminated)
+            assert row["game_return"][e] == pytest.approx(returns[e])
+            assert row["episode_step"][e] == steps[e]
+            assert row["distance"][e] == info["distance"]
+            now = info["now"]
+            if terminated or truncated:
+                returns[e] = steps[e] = 0
+                counts["terminated" if terminated else "truncated"] += 1
+                if row["truncated"][e]:
+                    final = envs.final_observation
+                    np.testing.assert_array_equal(final["map"][e], observation["map"])
+                    assert row["final_now"][e] == now
+                observation, info = twin.reset()
+                now = info["now"]
+            seen[e] = observation, now
+    assert min(counts.values()) > 3
+    envs.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "error", "words"),
+    [
+        ("too_few", {}, InvalidEnvironmentError, r"asked for 3 .* made 2"),
+        ("single", {}, InvalidEnvironmentError, r"returned .*GridWorld.*VectorEnv"),
+        (
+            "grids",
+            {"env_kwargs": '{"mode": "NEXT_STEP"}'},
+            InvalidEnvironmentError,
+            r"autoreset mode NextStep.*SAME_STEP or DISABLED",
+        ),
+        ("grids", {"wrapper": "a:b"}, FlagError, r"--wrapper .* leave them out"),
+        ("grids", {"mask_actions": True}, FlagError, "--mask_actions"),
+        ("grids", {"env_kwargs": '{"size": 3}'}, UserError, r"'size'.*--env_kwargs"),
+    ],
+)
+def test_what_can_not_be_used_is_refused(name, flags, error, words):
+    with pytest.raises(error, match=words):
+        make(name, **flags)
+
+
+def test_rendering_is_refused():
+    flags = env_flags(f"{__name__}:grids")
+    with pytest.raises(InvalidEnvironmentError, match="several environments at once"):
+        Environment(flags, 1, render_mode="rgb_array")
+
+
+@pytest.mark.parametrize(
+    "variant", [{}, {"module": "torchbeast.polybeast", "num_servers": 2}], ids=str
+)
+def test_both_variants_train_and_test_on_it(tmp_path, variant):
+    if variant:
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+        variant = {**variant, "pipes_basename": f"unix:{tmp_path}/pipe"}
+    flags = {**runs.SMALL, "env": "test_vector_envs:grids", **variant}
+    runs.run(tmp_path, "run", **{**flags, "batch_size": 3})
+    rows = runs.read_logs(tmp_path, "run")
+    assert int(rows[-1]["step"]) >= 600
+    assert int(rows[-1]["games"]) > 5
+    output = runs.run(tmp_path, "run", mode="test", num_test_episodes=5)
+    assert "5 games: mean return" in output
+
+
+def test_a_sync_run_that_saves_is_refused(tmp_path):
+    flags = {**runs.SMALL, "env": "test_vector_envs:grids", "sync": True}
+    process = runs.start(tmp_path, "run", **flags)
+    assert "native vector environments can't" in runs.finish(process)
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize("task", ["CartPole-v1", "Acrobot-v1"])
+def test_envpool(task):
+    """Against EnvPool stepped by hand, whose own autoreset takes a step."""
+    envpool = pytest.importorskip("envpool")
+    flags = env_flags(f"envpool:{task}", seed=3)
+    envs = Environment(flags, E)
+    row = envs.initial()
+    seed = game_seed(3, 0, 0)
+    make_one = functools.partial(envpool.make, task, env_type="gymnasium", num_envs=E)
+    twin = make_one(seed=seed, num_threads=1)
+    observation, _ = twin.reset()
+    rng = np.random.default_rng(1)
+    ends = 0
+    for _ in range(600):
+        np.testing.assert_array_equal(row["observation"], observation)
+        actions = rng.integers(2, size=E)
+        row = envs.step(actions)
+        observation, reward, terminated, truncated, _ = twin.step(actions)
+        done = terminated | truncated
+        np.testing.assert_array_equal(row["reward"], reward)
+        np.testing.assert_array_equal(row["done"], done)
+        if done.any():
+            ends += done.sum()
+            if (truncated & ~terminated).any():
+                np.testing.assert_array_equal(envs.final_observation, observation)
+            observation = observation.copy()
+            observation[done] = twin.reset(np.flatnonzero(done))[0]
+    assert ends > 2
+
+
+def test_an_unknown_task_of_envpool():
+    pytest.importorskip("envpool")
+    with pytest.raises(UserError, match="EnvPool has no Nope-v1"):
+        Environment(env_flags("envpool:Nope-v1"), E)

@@ -1,0 +1,202 @@
+"""Native vector environments: E environments in one object, stepped by one call.
+
+docs/environments.md is the manual.
+"""
+
+import argparse
+import functools
+import importlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from torchbeast.core import atari_wrappers
+from torchbeast.core.action_masks import check_mask
+from torchbeast.core.env_checks import InvalidEnvironmentError, describe
+from torchbeast.core.errors import FlagError
+from torchbeast.core.extra_fields import EXTRA_FIELDS
+from torchbeast.core.make_env import (
+    MissingPackageError,
+    UnknownEnvironmentError,
+    call_signature_error,
+    check_action_space,
+    check_observation_space,
+    find_object,
+    takes,
+)
+from torchbeast.core.nested import map_nested
+
+ENVPOOL = "envpool:"
+
+
+def find_vector_env(flags: argparse.Namespace) -> Callable[[int], Any] | None:
+    """How to make E environments in one object; None if --env is a single one.
+
+    These are:
+
+        "PongNoFrameskip-v4"      with --atari_backend native
+        "envpool:Id"              a task of EnvPool
+        "package.module:name"     a function with a parameter num_envs
+
+    Raises:
+      FlagError: --wrapper or --mask_actions, which need single environments.
+    """
+    name, advice = flags.env, "leave them out"
+    make: Callable[[int], Any]
+    if atari_wrappers.atari_game(name):
+        if flags.atari_backend != "native":
+            return None
+        make, advice = functools.partial(_atari, flags), "add --atari_backend python"
+    elif name.startswith(ENVPOOL):
+        make = functools.partial(VectorGames, name, functools.partial(_envpool, flags))
+    elif ":" in name and not re.search(r"-v\d+$", name):
+        function = find_object(f"--env {name}", name)
+        if not takes(function, "num_envs"):
+            return None
+        make = functools.partial(
+            VectorGames, name, functools.partial(_from_function, flags, function)
+        )
+    else:
+        return None
+    if flags.wrapper or flags.mask_actions:
+        raise FlagError(
+            f"--wrapper and --mask_actions wrap single environments, and --env {name} "
+            f"makes several at once: {advice}"
+        )
+    return make
+
+
+def _atari(flags: argparse.Namespace, num_envs: int) -> Any:
+    if flags.env_kwargs:
+        raise FlagError(f"for {flags.env}, --env_kwargs needs --atari_backend python")
+    return atari_wrappers.make_atari_vec(flags, num_envs)
+
+
+def _envpool(flags: argparse.Namespace, num_envs: int, seed: int) -> Any:
+    try:
+        envpool = importlib.import_module("envpool")
+    except ImportError as error:
+        raise MissingPackageError(
+            f"--env {flags.env} needs EnvPool ({error}): pip install envpool"
+        ) from error
+    task = flags.env.removeprefix(ENVPOOL)
+    if task not in envpool.list_all_envs():
+        raise UnknownEnvironmentError(
+            f"--env {flags.env}: EnvPool has no {task}; envpool.list_all_envs() has "
+            "the names"
+        )
+    arguments = {"num_threads": 1, **json.loads(flags.env_kwargs or "{}")}
+    return envpool.make(
+        task, env_type="gymnasium", num_envs=num_envs, seed=seed, **arguments
+    )
+
+
+def _from_function(
+    flags: argparse.Namespace, function: Callable, num_envs: int, seed: int
+) -> Any:
+    arguments = {"num_envs": num_envs, **json.loads(flags.env_kwargs or "{}")}
+    if error := call_signature_error(flags.env, function, arguments):
+        raise error
+    return function(**arguments)
+
+
+class VectorGames:
+    """Vector environments of others, with SAME_STEP autoreset.
+
+    Their own mode may be SAME_STEP or DISABLED. EnvPool's is NEXT_STEP, but it can
+    reset some of its environments alone.
+
+    Args:
+      name: --env, for messages.
+      make: makes them, given their number and a seed. EnvPool needs the seed then.
+
+    Raises:
+      InvalidEnvironmentError: they can't be used; the message says why.
+    """
+
+    def __init__(
+        self, name: str, make: Callable[[int, int], Any], num_envs: int
+    ) -> None:
+        self.name, self.num_envs = name, num_envs
+        self._make = functools.partial(make, num_envs)
+        self.env = self._make(0)
+        if not isinstance(self.env, gymnasium.vector.VectorEnv):
+            raise InvalidEnvironmentError(
+                f"--env {name} was called with num_envs and returned "
+                f"{describe(self.env)}, not a gymnasium.vector.VectorEnv"
+            )
+        self.is_envpool = hasattr(self.env, "async_reset")
+        mode = self.env.metadata.get("autoreset_mode")
+        self.resets_itself = mode is AutoresetMode.SAME_STEP
+        usable = self.resets_itself or self.is_envpool
+        if not usable and mode is not AutoresetMode.DISABLED:
+            raise InvalidEnvironmentError(
+                f"--env {name} has the autoreset mode {getattr(mode, 'value', mode)}, "
+                "whose extra step is not one of a game. Make it with "
+                "autoreset_mode=AutoresetMode.SAME_STEP or DISABLED "
+                "(gymnasium.make_vec: in vector_kwargs)"
+            )
+        if self.env.num_envs != num_envs:
+            raise InvalidEnvironmentError(
+                f"--env {name} was asked for {num_envs} environments (num_envs) and "
+                f"made {self.env.num_envs}"
+            )
+        self.single_observation_space = self.env.single_observation_space
+        self.single_action_space = self.env.single_action_space
+        check_observation_space(self.single_observation_space)
+        check_action_space(self.single_action_space)
+        check_mask(self.single_observation_space, self.single_action_space)
+
+    def reset(self, seed: Sequence[int]) -> tuple[Any, dict[str, Any]]:
+        """Starts new games; one seed per environment."""
+        if self.is_envpool:
+            self.env.close()
+            self.env = self._make(seed[0])
+            return self.env.reset()
+        return self.env.reset(seed=list(seed))
+
+    def step(self, actions: np.ndarray) -> tuple[Any, ...]:
+        """As Gymnasium's SAME_STEP mode, with final_info["game_over"]."""
+        observation, reward, terminated, truncated, info = self.env.step(actions)
+        done = terminated | truncated
+        if done.any():
+            if self.resets_itself:
+                final_obs, ended = info["final_obs"], info.get("final_info", {})
+            else:
+                final_obs, ended = map_nested(np.copy, observation), info
+                observation, info = self._restart(observation, info, done)
+            final = {"final_obs": final_obs, "final_info": {**ended, "game_over": done}}
+            info = {**info, **final}
+        return observation, reward, terminated, truncated, info
+
+    def _restart(
+        self, observation: Any, info: dict[str, Any], done: np.ndarray
+    ) -> tuple[Any, dict[str, Any]]:
+        """Resets the environments where done; returns observations and infos of all."""
+
+        def put(whole: np.ndarray, started: np.ndarray) -> np.ndarray:
+            whole = whole.copy()
+            whole[done] = started if self.is_envpool else started[done]
+            return whole
+
+        if self.is_envpool:
+            new, new_info = self.env.reset(np.flatnonzero(done))
+            observation = map_nested(put, observation, new)
+        else:
+            observation, new_info = self.env.reset(options={"reset_mask": done})
+        merged = dict(info)  # new_info has nothing about the other environments
+        for name in EXTRA_FIELDS.keys() & new_info.keys():
+            field = EXTRA_FIELDS[name]
+            none = np.zeros((self.num_envs, *field.shape), field.dtype)
+            merged[name] = put(info.get(name, none), new_info[name])
+            had = info.get(f"_{name}", np.full(self.num_envs, name in info))
+            merged[f"_{name}"] = had | done  # Gymnasium's mask of valid values
+        return observation, merged
+
+    def close(self) -> None:
+        self.env.close()
