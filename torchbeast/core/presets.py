@@ -119,21 +119,23 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 0.001,
         "total_steps": 500_000,
     },
-    # Continuous control, with the usual values of PPO. One update per batch: after
-    # several, Gaussian policies differ so much that V-trace cuts almost all of it.
+    # Continuous control, with PPO's clipping and normalization. Small batches give many
+    # updates; few environments keep the policy lag small.
     "mujoco": {
         **_ADAM,
         "env": "HalfCheetah-v5",
-        "envs_per_actor": 8,
-        "unroll_length": 32,
-        "batch_size": 8,
-        "updates_per_batch": 1,
+        "envs_per_actor": 4,
+        "normalize_observations": True,
+        "normalize_rewards": True,
+        "unroll_length": 16,
+        "batch_size": 4,
+        "updates_per_batch": 4,
         "baseline_cost": 0.5,
-        "entropy_cost": 0.003,
+        "entropy_cost": 0.0,
         "normalize_advantages": True,
-        "clip_ratio": math.inf,
+        "clip_ratio": 0.2,
         "learning_rate": 0.0003,
-        "total_steps": 3_000_000,
+        "total_steps": 1_000_000,
     },
 }
 
