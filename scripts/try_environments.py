@@ -47,6 +47,8 @@ class Trial:
     """One environment: what to install, and how to train on it.
 
     Attributes:
+      packages: with all that they need.
+      alone: packages without what they say that they need; with the rest by hand.
       steps: enough for games to end after a resume, which begins new games.
       video: it draws pictures on any machine; others need OpenGL.
     """
@@ -56,6 +58,7 @@ class Trial:
     steps: int
     flags: tuple[str, ...] = ()
     video: bool = False
+    alone: tuple[str, ...] = ()
 
 
 MUJOCO = "mujoco==3.17.0"
@@ -89,6 +92,32 @@ TRIALS = {
         ("--envs_per_actor", "1"),
         video=True,
     ),
+    # The old Gym API.
+    "crafter": Trial(("crafter==1.8.3",), "crafter:Env", 800),
+    # A Dict of screens, numbers and texts as bytes. NLE pins an older Gymnasium.
+    "nle": Trial(
+        (),
+        "nle:NetHackScore-v0",
+        800,
+        ("--env_kwargs", '{"max_episode_steps": 100}'),
+        alone=("nle==1.3.0",),
+    ),
+    "minihack": Trial(
+        ("setuptools<81",),
+        "minihack:MiniHack-Room-5x5-v0",
+        2000,
+        alone=("nle==1.3.0", "minihack==1.0.2"),
+    ),
+    # Vector environments: a task of EnvPool, and Procgen by a function with num_envs.
+    # procgen-mirror has wheels for this Python; it pins an older NumPy.
+    "envpool": Trial(("envpool==1.2.5",), "envpool:Acrobot-v1", 3000),
+    "procgen": Trial(
+        ("cffi", "moderngl", "imageio", "imageio-ffmpeg", "glfw", "filelock"),
+        "my_envs:procgen",
+        4000,
+        ("--env_kwargs", '{"game": "bigfish"}'),
+        alone=("procgen-mirror==0.10.7", "gym3==0.3.3"),
+    ),
 }
 
 
@@ -96,7 +125,7 @@ class Failed(Exception):
     """A run did not do what it should; the message says what."""
 
 
-def install(folder: Path, packages: Sequence[str]) -> Path:
+def install(folder: Path, packages: Sequence[str], alone: Sequence[str]) -> Path:
     """Installs packages in an environment in `folder`; returns its Python."""
     python = folder / "venv" / "bin" / "python"
     if not python.exists():
@@ -106,7 +135,10 @@ def install(folder: Path, packages: Sequence[str]) -> Path:
         # addsitedir, unlike a bare path, finds editable installs too.
         lines = [f"import site; site.addsitedir({path!r})" for path in own_packages()]
         Path(site, "packages_of_the_checkout.pth").write_text("\n".join(lines))
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+    pip = [python, "-m", "pip", "install", "--quiet"]
+    for names in (packages, ["--no-deps", *alone] if alone else []):
+        if names:
+            subprocess.run([*pip, *names], check=True)
     return python
 
 
@@ -278,9 +310,11 @@ def main() -> int:
         else:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         packages = sorted({p for name in names for p in TRIALS[name].packages})
-        print("Installing", *packages, flush=True)
-        python = install(folder, packages)
-        (folder / "my_wrappers.py").write_text(documented_module("my_wrappers.py"))
+        alone = sorted({p for name in names for p in TRIALS[name].alone})
+        print("Installing", *packages, *alone, flush=True)
+        python = install(folder, packages, alone)
+        for module in ("my_wrappers.py", "my_envs.py"):
+            (folder / module).write_text(documented_module(module))
         print("\n| `--env` | variant | steps | games | SPS | seconds | result |")
         print("|---|---|---|---|---|---|---|", flush=True)
         passed = [
