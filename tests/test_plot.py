@@ -10,6 +10,7 @@ import pytest
 
 from torchbeast import plot
 from torchbeast.core.file_writer import FileWriter
+from torchbeast.core.groups import group_name
 from torchbeast.core.saved_runs import find_run, read_run
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -85,6 +86,18 @@ def test_curve_over_time(tmp_path):
     assert result.x.tolist() == [0.5, 1.0]
 
 
+def test_the_time_of_a_resumed_run_has_no_pauses(tmp_path):
+    """Two starts of an hour each, with a day in between."""
+    lines = ["_tick,_time,step,loss", "0,1800,15,1", "1,3600,30,2"]
+    lines += ["2,91800,45,3", "3,93600,60,4"]
+    (tmp_path / "logs.csv").write_text("\n".join(lines) + "\n")
+    dates = {"date_start": "1970-01-01T00:00:00+00:00"}
+    dates["resumed"] = ["1970-01-02T01:00:00+00:00"]
+    (tmp_path / "meta.json").write_text(json.dumps(dates))
+    result = plot.curve(read_run(tmp_path), "time", "loss", smooth=1)
+    assert result.x.tolist() == [0.5, 1.0, 1.5, 2.0]
+
+
 @pytest.mark.parametrize("last", ["2,3.", "2,3.5,30", "x,y,z,text\n", "\n"])
 def test_a_line_that_is_being_written_is_left_out(tmp_path, last):
     text = "_tick,_time,step,loss\n0,1.0,0,7\n1,2.0,15,8\n"
@@ -119,7 +132,7 @@ def test_a_run_without_rows(tmp_path, text):
     ],
 )
 def test_group_name(name, group):
-    assert plot.group_name(name) == group
+    assert group_name(name) == group
 
 
 def test_group_curves():
@@ -135,6 +148,19 @@ def test_group_curves():
     np.testing.assert_allclose(both.y, 3 * both.x)
     np.testing.assert_allclose(both.low, 2 * both.x)  # std of 2x and 4x is x
     np.testing.assert_allclose(both.high, 4 * both.x)
+
+
+def test_group_curves_with_interquartile_mean():
+    """The outlier of eight runs does not count, but in the interval it does."""
+    x = np.array([0.0, 10.0])
+    slopes = [1, 2, 3, 4, 5, 6, 7, 1000]
+    curves = [plot.Curve(f"a-{i}", x, slope * x) for i, slope in enumerate(slopes)]
+    (both,) = plot.group_curves(curves, iqm=True)
+    assert both.label == "a (8 runs, IQM, 95 % interval)"
+    np.testing.assert_allclose(both.y, 4.5 * both.x)
+    assert (both.low <= both.y).all()
+    assert both.low[-1] > 10
+    assert both.high[-1] > 1000
 
 
 def test_group_without_overlap_stays_apart():
@@ -184,6 +210,23 @@ def test_several_columns_groups_and_out(tmp_path, capsys):
         assert has_color(out, "C1")
     assert heights[1] > 1.5 * heights[0]
     assert "b: no value of mean_game_return yet" in capsys.readouterr().out
+
+
+def test_groups_over_time(tmp_path):
+    """Each run counts from its own beginning."""
+    curves = []
+    for seed, last in ((1, 2), (2, 4)):
+        folder = tmp_path / f"a-{seed}"
+        folder.mkdir()
+        times = [seed * 1e5, seed * 1e5 + 3600, seed * 1e5 + 7200]
+        rows = [f"{i},{times[i]},{i},{y}" for i, y in enumerate((0, 1, last))]
+        (folder / "logs.csv").write_text(
+            "\n".join(["_tick,_time,step,y", *rows]) + "\n"
+        )
+        curves.append(plot.curve(read_run(folder), "time", "y", smooth=1))
+    (both,) = plot.group_curves(curves)
+    assert (both.x[0], both.x[-1]) == (0, 2)
+    np.testing.assert_allclose(np.interp([1, 2], both.x, both.y), [1, 3], atol=0.01)
 
 
 def test_same_name_in_two_folders(tmp_path):
@@ -277,11 +320,22 @@ def test_the_legend_says_what_differs(tmp_path, drawn):
     ]
 
 
-def test_runs_of_different_protocols_are_not_averaged(tmp_path, capsys):
+def test_the_command_draws_interquartile_means(tmp_path, drawn):
+    make_run(tmp_path, "a-1", [0.0, 5.0], PONG)
+    make_run(tmp_path, "a-2", [0.0, 6.0], PONG)
+    make_run(tmp_path, "b", [0.0, 6.0], PONG)
+    assert drawn("a-1", "a-2", "b", "--iqm")[1:] == [
+        "a (2 runs, IQM, 95 % interval)",
+        "b",
+    ]
+
+
+@pytest.mark.parametrize("flag", ["--group", "--iqm"])
+def test_runs_of_different_protocols_are_not_averaged(tmp_path, capsys, flag):
     make_run(tmp_path, "a-1", [0.0, 5.0], PONG)
     make_run(tmp_path, "a-2", [0.0, 6.0], PONG | {"life_loss": False})
     with pytest.raises(SystemExit) as caught:
-        plot.main(["a-1", "a-2", "--savedir", str(tmp_path), "--group"])
+        plot.main(["a-1", "a-2", "--savedir", str(tmp_path), flag])
     assert caught.value.code == 2
     message = capsys.readouterr().err
     assert "the runs of the group a have different protocols" in message

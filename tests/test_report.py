@@ -4,10 +4,12 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from torchbeast import report
 from torchbeast.core.file_writer import FileWriter
+from torchbeast.core.groups import iqm_interval
 from torchbeast.core.saved_runs import read_run
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -126,5 +128,99 @@ def test_errors(tmp_path, capsys, test, message):
         (path / "test.json").write_text(test)
     with pytest.raises(SystemExit) as caught:
         report.main(["b" if test is None else "a", "--savedir", str(tmp_path)])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# --- Groups ---
+
+stats = pytest.importorskip("scipy.stats")
+SCORES = {"MinAtar/Breakout-v1": [1, 11], "CartPole-v1": [0, 500]}
+
+
+def make_group(savedir, name, returns, **flags):
+    """Runs of 200 steps that have half of their return at step 100."""
+    names = []
+    for seed, value in enumerate(returns, start=1):
+        names.append(f"{name}-{seed}")
+        writer = FileWriter(str(savedir), names[-1], FLAGS | flags | {"seed": seed})
+        for step, mean in ((50, None), (100, value / 2), (200, value)):
+            writer.log({"step": step, "mean_game_return_100": mean})
+        writer.close(successful=True)
+    return names
+
+
+def table(capsys, *words):
+    """The rows that the command prints, as dicts."""
+    report.main([str(word) for word in words])
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    split = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (header, *rows)]
+    return [dict(zip(split[0], row, strict=True)) for row in split[1:]]
+
+
+def test_a_row_per_group(tmp_path, capsys):
+    a = make_group(tmp_path, "a", [1.0, 2.0, 30.0, 4.0, 5.0])
+    b = make_group(tmp_path, "b", [3.0])
+    more = ["--savedir", tmp_path, "--group", "--at", "100", "150"]
+    first, second = table(capsys, *a, *b, *more)
+    low, high = iqm_interval([np.array([1.0, 2.0, 30.0, 4.0, 5.0])])
+    middle = stats.trim_mean([1, 2, 30, 4, 5], 0.25)
+    assert first == {
+        "group": "a",
+        "task": "MinAtar/Breakout-v1",
+        "runs": "5",
+        "steps": "200",
+        "IQM at 100 [95 %]": f"{middle / 2:.2f} [{low / 2:.2f}, {high / 2:.2f}]",
+        "IQM at 150 [95 %]": f"{middle / 2:.2f} [{low / 2:.2f}, {high / 2:.2f}]",
+        "IQM at the end [95 %]": f"{middle:.2f} [{low:.2f}, {high:.2f}]",
+    }
+    assert second["IQM at the end [95 %]"] == "3.00 [3.00, 3.00]"
+
+
+def test_methods_over_several_tasks(tmp_path, capsys):
+    (tmp_path / "scores.json").write_text(json.dumps(SCORES))
+    one = make_group(tmp_path, "one-breakout", [6.0, 11.0, 16.0])
+    one += make_group(tmp_path, "one-pole", [100.0, 250.0], env="CartPole-v1")
+    two = make_group(tmp_path, "two", [1.0, 1.0])
+    words = ["--savedir", tmp_path, "--method", "one", *one, "--method", "two", *two]
+    scores = ["--scores", tmp_path / "scores.json"]
+    breakout, pole, both, other = table(capsys, *words, *scores)
+    assert breakout["IQM at the end [95 %]"].startswith("11.00 [6.00, 16.00]")
+    assert pole["IQM at the end [95 %]"].startswith("175.00 [")
+    middle = stats.trim_mean([0.5, 1.0, 1.5, 0.2, 0.5], 0.25)
+    assert both["task"] == "all 2, normalised"
+    assert both["runs"] == "5"
+    assert both["IQM at the end [95 %]"].startswith(f"{middle:.2f} [")
+    assert other["group"] == "two"
+    assert len(table(capsys, *words)) == 3  # no references, so no row over all tasks
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a-1", "--group", "--at", "201"], "run 'a-1' ends at step 200, before 201"),
+        (["a-1", "--group", "--at", "50"], "'a-1': no game has ended until step 50"),
+        (["a-1", "b-1", "--at", "50"], "--at needs --group or --method"),
+        (["a-1", "--method", "m", "b-1"], "give either runs, or --method"),
+        (["--method", "m"], "give either runs, or --method"),
+        ([], "give either runs, or --method"),
+        (["--method", "m", "nope"], "no run 'nope'"),
+        (["--method", "m", "a-1", "c-1"], "have different protocols"),
+        (["--method", "m", "a-1", "b-1", "--scores", "{}"], "has no 'MinAtar/Break"),
+        (["--method", "m", "a-1", "--scores", "[1]"], "two returns per task, such as"),
+        (["--method", "m", "a-1", "--scores", '{"a": [1, 1]}'], "numbers that differ"),
+    ],
+)
+def test_groups_that_can_not_be_compared(tmp_path, capsys, words, message):
+    make_group(tmp_path, "a", [1.0])
+    make_group(tmp_path, "b", [1.0], env="CartPole-v1")
+    make_group(tmp_path, "c", [1.0], reward_clipping="abs_one")
+    if "--scores" in words:
+        (tmp_path / "scores").write_text(
+            words[-1].replace("{}", '{"CartPole-v1": [0, 1]}')
+        )
+        words = [*words[:-1], str(tmp_path / "scores")]
+    with pytest.raises(SystemExit) as caught:
+        report.main([*words, "--savedir", str(tmp_path)])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err

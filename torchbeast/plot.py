@@ -4,17 +4,17 @@
 
 A curve is a moving average of a column of logs.csv; the values themselves are drawn
 faintly behind it. With --group, runs whose names differ only by a seed at the end
-(pong-seed1, pong-seed2; pong_1, pong_2) are drawn as mean and standard deviation.
+(pong-seed1, pong-seed2; pong_1, pong_2) are drawn as mean and standard deviation, with
+--iqm as interquartile mean and its 95 % interval.
 
 The title has the protocol: what makes scores comparable. If the runs have different
-protocols, the legend says what differs, and --group refuses to average them.
+protocols, the legend says what differs, and a group refuses to average them.
 """
 
 from __future__ import annotations
 
 import argparse
 import pathlib
-import re
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,13 +22,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchbeast.core import protocol
-from torchbeast.core.saved_runs import Run, find_run, read_run
+from torchbeast.core.groups import (
+    by_name,
+    check_protocols,
+    group_name,
+    interquartile_mean,
+    iqm_interval,
+)
+from torchbeast.core.saved_runs import Run, find_run, read_runs
 
 # Flag → (column, label of the axis).
 X_AXES = {
     "step": ("step", "agent steps"),
     "frames": ("frames", "frames"),
-    "time": ("_time", "hours since the first row"),
+    "time": ("_time", "hours of training"),
 }
 GRID_POINTS = 400  # points in x where the runs of a group are averaged
 TITLE_WIDTH = 100  # characters of a line of the protocol
@@ -66,9 +73,7 @@ def curve(run: Run, x: str, y: str, smooth: int) -> Curve | None:
                 f"run {run.name!r} has no column {name!r}. "
                 f"Its columns: {', '.join(run.columns) or 'none yet'}."
             )
-    xs = run.columns[X_AXES[x][0]]
-    if x == "time" and len(xs):
-        xs = (xs - xs[0]) / 3600
+    xs = run.wall_clock() / 3600 if x == "time" else run.columns[X_AXES[x][0]]
     ys = run.columns[y]
     some = np.isfinite(xs) & np.isfinite(ys)
     if not some.any():
@@ -76,35 +81,11 @@ def curve(run: Run, x: str, y: str, smooth: int) -> Curve | None:
     return Curve(run.name, xs[some], moving_average(ys[some], smooth), ys[some])
 
 
-def check_groups(runs: Sequence[Run]) -> None:
-    """Raises ValueError if runs of one group have different protocols."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(group_name(run.name), []).append(run)
-    for name, members in groups.items():
-        known = [run for run in members if run.protocol() is not None]
-        _, own = protocol.split_common(run.protocol() for run in known)
-        if any(own):
-            each = "; ".join(
-                f"{run.name}: {protocol.describe(rest)}"
-                for run, rest in zip(known, own, strict=True)
-            )
-            raise ValueError(
-                f"the runs of the group {name} have different protocols, so their "
-                f"mean says nothing ({each}). Leave out some, or --group"
-            )
+def group_curves(curves: Sequence[Curve], iqm: bool = False) -> list[Curve]:
+    """Joins the curves of each group, over the x range that all its runs share.
 
-
-def group_name(name: str) -> str:
-    """The name of a run without the seed at its end: pong-seed1 → pong."""
-    return re.sub(r"[-_.](seed|s)?[-_.]?\d+$", "", name) or name
-
-
-def group_curves(curves: Sequence[Curve]) -> list[Curve]:
-    """Joins the curves of each group: mean ± standard deviation over its runs.
-
-    The result covers the x range that all runs of the group share. Values are
-    interpolated linearly.
+    The result is mean ± standard deviation over the runs, or with `iqm` their
+    interquartile mean with its 95 % interval. Values are interpolated linearly.
     """
     groups: dict[str, list[Curve]] = {}
     for one in curves:
@@ -118,10 +99,14 @@ def group_curves(curves: Sequence[Curve]) -> list[Curve]:
             continue
         x = np.linspace(first, last, GRID_POINTS)
         y = np.stack([np.interp(x, m.x, m.y) for m in members])  # [runs, GRID_POINTS]
-        mean, spread = y.mean(axis=0), y.std(axis=0)
-        label = f"{name} ({len(members)} runs, mean ± std)"
-        low, high, note = mean - spread, mean + spread, members[0].note
-        joined.append(Curve(label, x, mean, low=low, high=high, note=note))
+        if iqm:
+            center, what = interquartile_mean(y.T), "IQM, 95 % interval"
+            low, high = np.transpose([iqm_interval([scores]) for scores in y.T])
+        else:
+            center, what = y.mean(axis=0), "mean ± std"
+            low, high = center - y.std(axis=0), center + y.std(axis=0)
+        label, note = f"{name} ({len(members)} runs, {what})", members[0].note
+        joined.append(Curve(label, x, center, low=low, high=high, note=note))
     return joined
 
 
@@ -202,6 +187,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "at the end: pong-seed1, pong-seed2",
     )
     parser.add_argument(
+        "--iqm",
+        action="store_true",
+        help="like --group, with the interquartile mean and its 95 %% interval",
+    )
+    parser.add_argument(
         "--out",
         type=pathlib.Path,
         metavar="FILE.png",
@@ -213,16 +203,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--smooth is {flags.smooth}; it must be 1 or more")
     try:
         savedir = flags.savedir.expanduser()
-        folders = list(dict.fromkeys(find_run(xpid, savedir) for xpid in flags.xpids))
-        runs = [read_run(folder) for folder in folders]
-        names = [run.name for run in runs]
-        if len(set(names)) < len(names):  # the same name in different folders
-            runs = [
-                run._replace(name=str(folder))
-                for folder, run in zip(folders, runs, strict=True)
-            ]
-        if flags.group:
-            check_groups(runs)
+        runs = read_runs(flags.xpids, savedir)
+        if grouped := flags.group or flags.iqm:
+            check_protocols(by_name(runs))
         known = [run for run in runs if run.protocol() is not None]
         common, own = protocol.split_common(run.protocol() for run in known)
         notes = {
@@ -240,13 +223,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for one in found
                 if one is not None
             ]
-            if flags.group:
-                panels[y] = group_curves(panels[y])
+            if grouped:
+                panels[y] = group_curves(panels[y], flags.iqm)
         if not any(panels.values()):
             raise ValueError("there is nothing to draw yet")
-        out = flags.out or (folders[0] if len(folders) == 1 else pathlib.Path()) / (
-            "plot.png"
-        )
+        folder = find_run(flags.xpids[0], savedir) if len(runs) == 1 else pathlib.Path()
+        out = flags.out or folder / "plot.png"
         title = [runs[0].name] if len(runs) == 1 else []
         title += textwrap.wrap(protocol.describe(common), TITLE_WIDTH)
         draw(panels, X_AXES[flags.x][1], "\n".join(title), out)

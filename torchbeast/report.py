@@ -1,20 +1,36 @@
-"""Print a Markdown table of one or several runs.
+"""Print a Markdown table of runs, or of groups of runs.
 
     python -m torchbeast.report RUN [RUN ...]
+    python -m torchbeast.report --group RUN [RUN ...]
+    python -m torchbeast.report --method NAME RUN [RUN ...] --method ... --scores FILE
 
 A RUN is a name in savedir, or a folder with logs.csv (or logs.csv.gz) and meta.json.
+
+With --group, runs whose names differ only by a seed at the end are one row: the
+interquartile mean of their returns with its 95 % interval. With --method, all runs of a
+method are one group, with one row per task. With --scores, which has two reference
+returns per task, there is also a row over all tasks.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from torchbeast.core import protocol
+from torchbeast.core.groups import (
+    by_name,
+    check_protocols,
+    interquartile_mean,
+    iqm_interval,
+)
 from torchbeast.core.hardware import describe_hardware
-from torchbeast.core.saved_runs import find_run, read_run, read_test
+from torchbeast.core.saved_runs import Run, find_run, read_run, read_runs, read_test
 
 
 def table_row(folder: pathlib.Path) -> dict[str, str]:
@@ -71,6 +87,84 @@ def _duration(seconds: float | None) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
+Tasks = dict[str, list[Run]]  # the runs of each task
+
+
+def group_rows(
+    name: str,
+    runs: Sequence[Run],
+    steps: Sequence[int],
+    references: dict[str, tuple[float, float]],
+) -> list[dict[str, str]]:
+    """A row per task of a group, and one over all tasks if there are references.
+
+    Args:
+      steps: at which returns are compared, besides the end.
+      references: per task the returns that count as 0 and as 1.
+
+    Raises:
+      ValueError: a run has no return at one of the steps, runs of one task have
+        different protocols, or a task lacks references.
+    """
+    tasks: Tasks = {}
+    for run in runs:
+        tasks.setdefault((run.protocol() or {}).get("env", "unknown"), []).append(run)
+    check_protocols({f"{name}, {task}": members for task, members in tasks.items()})
+    rows = [_group_row(name, task, {task: tasks[task]}, steps) for task in tasks]
+    if references and len(tasks) > 1:
+        if missing := [task for task in tasks if task not in references]:
+            raise ValueError(
+                f"--scores has no {missing[0]!r}; it has: {', '.join(references)}"
+            )
+        what = f"all {len(tasks)}, normalised"
+        rows.append(_group_row(name, what, tasks, steps, references))
+    return rows
+
+
+def _group_row(
+    name: str,
+    what: str,
+    tasks: Tasks,
+    steps: Sequence[int],
+    references: dict[str, tuple[float, float]] | None = None,
+) -> dict[str, str]:
+    runs = [run for members in tasks.values() for run in members]
+    last_steps = [run.last("step") or 0 for run in runs]
+    first, last = (f"{step:,.0f}" for step in (min(last_steps), max(last_steps)))
+    row = {"group": name, "task": what, "runs": str(len(runs))}
+    row["steps"] = last if first == last else f"{first} to {last}"
+    for step in (*steps, None):
+        scores = []
+        for task, members in tasks.items():
+            zero, one = references[task] if references else (0.0, 1.0)
+            returns = np.array([run.score(step) for run in members])
+            scores.append((returns - zero) / (one - zero))
+        mean = interquartile_mean(np.concatenate(scores))
+        low, high = iqm_interval(scores)
+        place = "at the end" if step is None else f"at {step:,}"
+        row[f"IQM {place} [95 %]"] = f"{mean:.2f} [{low:.2f}, {high:.2f}]"
+    return row
+
+
+def read_references(path: pathlib.Path) -> dict[str, tuple[float, float]]:
+    """Reads --scores: a JSON object with two returns per task.
+
+    Raises:
+      ValueError: the file has something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        references = {task: (float(a), float(b)) for task, (a, b) in found.items()}
+        if any(not np.isfinite(a - b) or a == b for a, b in references.values()):
+            raise ValueError("two finite numbers that differ are allowed")
+        return references
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} must have two returns per task, such as "
+            f'{{"MinAtar/Breakout-v1": [0, 20]}}: {error}'
+        ) from None
+
+
 def markdown(rows: Sequence[dict[str, str]]) -> str:
     """A table; leaves out columns that are empty in all rows."""
     names = [name for name in rows[0] if any(row[name] for row in rows)]
@@ -85,20 +179,68 @@ def markdown(rows: Sequence[dict[str, str]]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m torchbeast.report",
-        description="Print a Markdown table of one or several runs.",
+        description="Print a Markdown table of runs, or of groups of runs.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "xpids",
-        nargs="+",
+        nargs="*",
         metavar="RUN",
         help="name of a run in savedir, or a run's folder",
     )
-    parser.add_argument("--savedir", type=pathlib.Path, default="~/logs/torchbeast")
+    add("--savedir", type=pathlib.Path, default="~/logs/torchbeast")
+    add(
+        "--group",
+        action="store_true",
+        help="a row per group of runs whose names differ only by a seed at the end, "
+        "with the interquartile mean of their returns and its 95 %% interval",
+    )
+    add(
+        "--method",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("NAME", "RUN"),
+        help="the same for these runs, with a row per task; may be given several times",
+    )
+    add(
+        "--at",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="STEP",
+        help="compare groups after these steps, too",
+    )
+    add(
+        "--scores",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="JSON with the returns that count as 0 and as 1, per task: gives each "
+        "method a row over all its tasks",
+    )
     arguments = parser.parse_args(argv)
+    too_short = any(len(words) < 2 for words in arguments.method)
+    if too_short or bool(arguments.xpids) == bool(arguments.method):
+        parser.error("give either runs, or --method NAME RUN [RUN ...]")
+    grouped = arguments.group or arguments.method
+    if (arguments.at and not grouped) or (arguments.scores and not arguments.method):
+        parser.error("--at needs --group or --method, and --scores needs --method")
     try:
         savedir = arguments.savedir.expanduser()
-        folders = [find_run(xpid, savedir) for xpid in arguments.xpids]
-        print(markdown([table_row(folder) for folder in dict.fromkeys(folders)]))
+        if not grouped:
+            folders = [find_run(xpid, savedir) for xpid in arguments.xpids]
+            rows = [table_row(folder) for folder in dict.fromkeys(folders)]
+        else:
+            groups = by_name(read_runs(arguments.xpids, savedir))
+            for name, *xpids in arguments.method:
+                groups[name] = read_runs(xpids, savedir)
+            references = read_references(arguments.scores) if arguments.scores else {}
+            rows = [
+                row
+                for name, runs in groups.items()
+                for row in group_rows(name, runs, arguments.at, references)
+            ]
+        print(markdown(rows))
     except (ValueError, OSError) as error:
         parser.exit(2, f"Cannot report: {error}\n")
 

@@ -7,7 +7,7 @@ import datetime
 import gzip
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,19 +40,50 @@ class Run(NamedTuple):
         values = values[np.isfinite(values)]
         return float(values[-1]) if len(values) else None
 
-    def seconds(self) -> float | None:
-        """Wall-clock time of the logged updates, from each start, without pauses."""
-        if "_time" not in self.columns or not self.columns["_time"].size:
-            return None
+    def score(self, step: int | None = None) -> float:
+        """The mean return of the last 100 games at `step`, or at the end.
+
+        Raises:
+          ValueError: the run has not reached `step`, or no game has ended until then.
+        """
+        last_step = self.last("step") or 0
+        if step is not None and last_step < step:
+            raise ValueError(
+                f"run {self.name!r} ends at step {last_step:,.0f}, before {step:,}"
+            )
+        returns = self.columns.get("mean_game_return_100", np.empty(0))
+        known = np.isfinite(returns)
+        if step is not None and len(returns):
+            known &= self.columns["step"] <= step
+        if not known.any():
+            until = f" until step {step:,}" if step is not None else ""
+            raise ValueError(f"run {self.name!r}: no game has ended{until}")
+        return float(returns[known][-1])
+
+    def wall_clock(self) -> np.ndarray:
+        """[N] seconds of training at each row, without pauses; NaN if unknown.
+
+        A start counts from its beginning to its last row.
+        """
         times = self.columns["_time"]
         dates = [self.meta.get("date_start"), *self.meta.get("resumed", ())]
         starts = [datetime.datetime.fromisoformat(x).timestamp() for x in dates if x]
-        starts = starts or [float(times[0])]
-        seconds = 0.0
-        for begin, end in zip(starts, [*starts[1:], float("inf")], strict=True):
-            own = times[(times >= begin) & (times < end)]
-            seconds += float(own[-1]) - begin if len(own) else 0.0
+        starts = starts or [float(times[0]) if len(times) else 0.0]
+        seconds = np.full(len(times), np.nan)
+        before = 0.0
+        for begin, end in zip(starts, [*starts[1:], np.inf], strict=True):
+            own = (times >= begin) & (times < end)
+            seconds[own] = before + times[own] - begin
+            before = seconds[own][-1] if own.any() else before
         return seconds
+
+    def seconds(self) -> float | None:
+        """The last of wall_clock(); None if it is unknown."""
+        if "_time" not in self.columns:
+            return None
+        seconds = self.wall_clock()
+        seconds = seconds[np.isfinite(seconds)]
+        return float(seconds[-1]) if len(seconds) else None
 
 
 def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
@@ -70,6 +101,19 @@ def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
         f"no run {xpid!r}: neither {savedir / xpid} nor {xpid} has a logs.csv. "
         f"Runs in {savedir}: {_listing(sorted(names))}."
     )
+
+
+def read_runs(xpids: Sequence[str], savedir: pathlib.Path) -> list[Run]:
+    """Reads each run once. Runs of the same name are named by their folders.
+
+    Raises:
+      ValueError: there is no such run.
+    """
+    folders = list(dict.fromkeys(find_run(xpid, savedir) for xpid in xpids))
+    runs = [read_run(folder) for folder in folders]
+    if len({run.name for run in runs}) == len(runs):
+        return runs
+    return [run._replace(name=str(f)) for f, run in zip(folders, runs, strict=True)]
 
 
 def read_run(folder: pathlib.Path) -> Run:
