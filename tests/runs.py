@@ -63,8 +63,13 @@ def environment() -> dict[str, str]:
 
 def start(savedir: Path, xpid: str, **flags: Any) -> subprocess.Popen:
     """Starts a run in its own process group; see `command` for the flags."""
+    return start_words(command(savedir, xpid, **flags))
+
+
+def start_words(words: list[str]) -> subprocess.Popen:
+    """Starts a command in its own session, and so in its own process group."""
     return subprocess.Popen(
-        command(savedir, xpid, **flags),
+        words,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

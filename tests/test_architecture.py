@@ -18,6 +18,7 @@ SCRIPTS = {
     "polybeast",
     "plot",
     "report",
+    "sweep",
 }
 # From top to bottom: a module imports only from its own floor and from those below.
 FLOORS = [SCRIPTS, {"agent", "evaluator"}, {"evaluate"}, {"learner"}, {"model"}]

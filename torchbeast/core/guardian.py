@@ -1,10 +1,11 @@
 """A small process that kills the children of a dead process; see processes.Guardian.
 
-    python -I -S guardian.py SECONDS
+    python -I -S guardian.py SECONDS SIGNAL
 
 It reads lines from standard input: "+123" guards process 123 and its process group,
 "-123" no longer guards it. The end of the input means that the parent has died. Then
-the guarded processes have SECONDS to exit; after that they are killed.
+the guarded processes get SIGNAL, unless it is 0, and have SECONDS to exit; after that
+they are killed.
 
 It imports nothing of this package, so that it needs little time and memory.
 """
@@ -36,6 +37,9 @@ def main() -> None:
             guarded.add(pid)
         else:
             guarded.discard(-pid)
+    for pid in guarded:
+        with contextlib.suppress(OSError):  # it has exited
+            os.kill(pid, int(sys.argv[2]))
     deadline = time.monotonic() + float(sys.argv[1])
     while time.monotonic() < deadline and any(exists(pid) for pid in guarded):
         time.sleep(0.05)

@@ -279,17 +279,25 @@ class Guardian:
 
     Args:
       seconds: time for the children to exit before they are killed.
+      number: a signal that they get first, or 0.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, number: int = 0) -> None:
         path = os.path.join(os.path.dirname(__file__), "guardian.py")
         with starting_children():
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", path, str(seconds)],
+                [sys.executable, "-I", "-S", path, str(seconds), str(int(number))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 bufsize=0,
             )
+
+    def guard(self, pid: int) -> None:
+        self._write(pid)
+
+    def release(self, pid: int) -> None:
+        """Stops guarding a process that has exited."""
+        self._write(-pid)
 
     def _write(self, number: int) -> None:
         assert self._process.stdin
@@ -308,13 +316,13 @@ class Guardian:
             except (EOFError, OSError):
                 check_fork_server()
                 raise
-            self._write(process.pid)
+            self.guard(process.pid)
 
     def end(self, children: Sequence[Any], seconds: float) -> list[Any]:
         """Ends child processes, see end_processes, and stops guarding them."""
         killed = end_processes(children, seconds)
         for process in children:
-            self._write(-process.pid)
+            self.release(process.pid)
         return killed
 
     def close(self) -> None:

@@ -1,0 +1,146 @@
+"""Searches with Optuna: real studies over real runs.
+
+Skipped without Optuna: pip install '.[optuna]'.
+"""
+
+import os
+import signal
+
+import pytest
+import runs
+import sweeps
+
+optuna = pytest.importorskip("optuna")
+
+from torchbeast.core import search  # noqa: E402 # it imports Optuna
+from torchbeast.core.errors import FlagError  # noqa: E402
+from torchbeast.core.file_writer import read_meta  # noqa: E402
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("sweep")]
+SPACE = ["--name", "s", "--search", "learning_rate=loguniform:1e-4:1e-2"]
+STATE = optuna.trial.TrialState
+
+
+def trials(folder):
+    path = folder / "s" / "study.db"
+    return optuna.load_study(study_name="sweep", storage=f"sqlite:///{path}").trials
+
+
+def last_return(folder, xpid):
+    known = [row["mean_game_return_100"] for row in runs.read_logs(folder, xpid)]
+    return float(next(value for value in reversed(known) if value))
+
+
+def test_a_search_that_goes_on(tmp_path):
+    """Its values are means over the seeds; --trials counts those of all starts."""
+    output = sweeps.finished(tmp_path, *SPACE, "--trials", "1", "--seeds", "1,4")
+    assert "The best is trial 0" in output
+    sweeps.finished(tmp_path, *SPACE, "--trials", "2", "--seeds", "1,4")
+    found = trials(tmp_path)
+    assert [trial.state for trial in found] == [STATE.COMPLETE] * 2
+    for trial in found:
+        names = [f"s-trial{trial.number}-{seed}" for seed in (1, 4)]
+        returns = [last_return(tmp_path, name) for name in names]
+        assert trial.value == pytest.approx(sum(returns) / 2)
+        for name in names:
+            sweeps.assert_finished(tmp_path, name)
+            assert len(read_meta(tmp_path / name)["starts"]) == 1
+            rate = read_meta(tmp_path / name)["args"]["learning_rate"]
+            assert rate == trial.params["learning_rate"]
+            assert 1e-4 <= rate <= 1e-2
+    assert found[0].params != found[1].params
+    other = ["--trials", "3", "--seeds", "1"]
+    output = sweeps.finished(tmp_path, *SPACE, *other, status=1)
+    assert "Give the same values and seeds again, or another --name" in output
+    assert len(trials(tmp_path)) == 2
+
+
+def test_a_stopped_trial_goes_on(tmp_path):
+    """The study keeps its values while no process has them."""
+    flags = {"total_steps": 6_000}
+    own = [*SPACE, "--trials", "1"]
+    with sweeps.started(tmp_path, *own, **flags) as process:
+        runs.wait_for_rows(process, tmp_path, "s-trial0-1", 10, timeout=200)
+        os.killpg(process.pid, signal.SIGINT)
+        runs.finish(process)
+        assert process.returncode == 130
+    assert [trial.state for trial in trials(tmp_path)] == [STATE.RUNNING]
+    stopped_at = read_meta(tmp_path / "s-trial0-1")["starts"][-1]["last_step"]
+    sweeps.finished(tmp_path, *own, **flags)
+    (trial,) = trials(tmp_path)
+    assert trial.value == last_return(tmp_path, "s-trial0-1")
+    console = (tmp_path / "s-trial0-1" / "console.log").read_text()
+    assert f"Resuming at step {stopped_at}." in console
+    sweeps.assert_finished(tmp_path, "s-trial0-1", 6_000)
+
+
+def test_a_trial_that_fails(tmp_path):
+    own = [*SPACE, "--trials", "2", "--jobs", "2"]
+    output = sweeps.finished(tmp_path, *own, status=1, env="nowhere:Nothing")
+    assert [trial.state for trial in trials(tmp_path)] == [STATE.FAIL] * 2
+    assert "Trial 1: a run failed, or no game has ended." in output
+    assert "there is no module nowhere" in output
+
+
+def test_a_killed_trial_without_values(tmp_path):
+    """The sweep was killed before the study had them: it counts as failed."""
+    space = {
+        "x": search.distribution("int:1:3"),
+        "y": search.distribution("choice:a:b"),
+    }
+
+    def open_study():
+        return search.Search(tmp_path / "study.db", space, ["same"], lambda *_: [])
+
+    open_study().study.ask({"x": space["x"]})
+    assert list(open_study().jobs(1)) == []
+    assert [trial.state for trial in open_study().study.trials] == [STATE.FAIL]
+
+
+def test_the_return_of_an_evaluation_counts(tmp_path):
+    logs = tmp_path / "logs.csv"
+    logs.write_text("mean_game_return_100,eval_return\n,\n")
+    assert search.final_return(tmp_path) is None
+    logs.write_text("mean_game_return_100,eval_return\n5,\n6,\n,\n")
+    assert search.final_return(tmp_path) == 6
+    logs.write_text("mean_game_return_100,eval_return\n5,\n6,2.5\n7,\n")
+    assert search.final_return(tmp_path) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high"),
+    [
+        ("uniform:0:2", 0.0, 2.0),
+        ("loguniform:1e-4:1e-2", 1e-4, 1e-2),
+        ("int:3:5", 3, 5),
+        ("choice:true:false", "true", "false"),
+    ],
+)
+def test_values(text, low, high):
+    values = search.distribution(text)
+    assert search.extremes(values) == (low, high)
+    study = optuna.create_study()
+    found = [study.ask({"x": values}).params["x"] for _ in range(60)]
+    if text.startswith("choice"):
+        assert set(found) == {low, high}
+    else:
+        assert all(low <= x <= high for x in found)
+        assert {type(x) for x in found} == {type(low)}
+    if text.startswith("log"):
+        assert 10 < sum(x < 1e-3 for x in found) < 50
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["normal:0:1", "uniform:1", "uniform:2:1", "loguniform:0:1", "int:1:x", "choice"],
+)
+def test_values_that_make_no_sense(text):
+    with pytest.raises(FlagError, match="Allowed are uniform:LOW:HIGH"):
+        search.distribution(text)
+
+
+def test_values_out_of_a_flag_s_range(tmp_path):
+    own = ["--search", "batch_size=int:1:1000"]
+    output = sweeps.finished(tmp_path, *own, status=1)
+    assert "more than --total_steps 600" in output
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,70 @@
+"""The runs of a sweep as jobs of submitit's local executor: real processes.
+
+Skipped without submitit: pip install '.[slurm]'.
+"""
+
+import os
+import signal
+
+import pytest
+import runs
+import sweeps
+import watched_runs
+
+from torchbeast.core.file_writer import read_meta
+
+pytest.importorskip("submitit")
+pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("sweep")]
+
+
+def job_processes(process):
+    """The processes in which submitit calls SlurmJob."""
+    return [
+        child.pid
+        for child in watched_runs.processes_of_session(process.pid)
+        if "submitit.core._submit" in child.command
+    ]
+
+
+def test_an_array(tmp_path):
+    own = ["--submit", "local", "--grid", "env=CartPole-v1,nowhere:Nothing"]
+    output = sweeps.finished(tmp_path, *own, status=1)
+    sweeps.assert_finished(tmp_path, "sweep-env=CartPole-v1-1")
+    assert "sweep-env=CartPole-v1-1 finished." in output
+    assert "sweep-env=nowhere_Nothing-1 ended with exit status 1" in output
+    assert "there is no module nowhere" in output
+    output = sweeps.finished(tmp_path, *own[:2], "--grid", "env=CartPole-v1")
+    assert " is job " not in output
+
+
+def test_a_preempted_job_goes_on(tmp_path):
+    """Slurm sends SIGUSR2 to all processes of a job. The run saves, and resumes."""
+    flags = {"total_steps": 6_000}
+    with sweeps.started(tmp_path, "--submit", "local", **flags) as process:
+        runs.wait_for_rows(process, tmp_path, "sweep-1", 10, timeout=200)
+        (job,) = job_processes(process)
+        (run,) = sweeps.processes_of_run(process.pid, "sweep-1")
+        for pid in (run, job):
+            os.kill(pid, signal.SIGUSR2)
+        output = runs.finish(process, 300)
+    assert process.returncode == 0, output
+    first, second = read_meta(tmp_path / "sweep-1")["starts"]
+    assert (first["exit_status"], first["signal"]) == (143, "SIGTERM")
+    assert 0 < second["first_step"] == first["last_step"] < 6_000
+    sweeps.assert_finished(tmp_path, "sweep-1", 6_000)
+
+
+def test_the_waiting_is_stopped(tmp_path):
+    """Ctrl-C in a terminal ends local jobs, too. Their runs save."""
+    flags = {"total_steps": 10**9}
+    with sweeps.started(tmp_path, "--submit", "local", **flags) as process:
+        runs.wait_for_rows(process, tmp_path, "sweep-1", 10, timeout=200)
+        os.killpg(process.pid, signal.SIGINT)
+        output = runs.finish(process)
+        assert process.returncode == 130, output
+        watched_runs.wait_until(
+            lambda: not watched_runs.processes_of_session(process.pid),
+            "no process left",
+        )
+    assert (tmp_path / "sweep-1" / "model.tar").exists()
+    assert read_meta(tmp_path / "sweep-1")["starts"][-1]["signal"] == "SIGTERM"

@@ -1,0 +1,254 @@
+"""Grids of seeds and settings: real sweeps of real runs."""
+
+import logging
+import os
+import signal
+
+import pytest
+import runs
+import sweeps
+import watched_runs
+
+from torchbeast import sweep
+from torchbeast.core.file_writer import read_meta
+from torchbeast.core.groups import by_name
+from torchbeast.core.saved_runs import read_run
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("sweep")]
+FOREVER = 10**9
+
+
+@pytest.fixture
+def refused(tmp_path, capsys, caplog):
+    """Starts a sweep that is refused; returns its message. No folder is left."""
+
+    def start(*own, status, variant="monobeast", **flags):
+        words = sweeps.words(tmp_path, *own, variant=variant, **flags)[3:]
+        before = set(tmp_path.iterdir())
+        with caplog.at_level(logging.INFO):
+            if status == 2:  # argparse
+                with pytest.raises(SystemExit, match="2"):
+                    sweep.main(words)
+            else:
+                assert sweep.main(words) == status
+        assert set(tmp_path.iterdir()) == before
+        return capsys.readouterr().err + caplog.text
+
+    return start
+
+
+@pytest.mark.slow
+def test_a_grid_with_seeds(tmp_path):
+    own = ["--jobs", "2", "--seeds", "1-2", "--grid", "use_lstm=true,false"]
+    own += ["--grid", "entropy_cost=0.02"]
+    sweeps.finished(tmp_path, *own)
+    kinds = [f"sweep-use_lstm={x}-entropy_cost=0.02" for x in ("true", "false")]
+    names = [f"{kind}-{seed}" for kind in kinds for seed in (1, 2)]
+    folders = sorted(path.name for path in tmp_path.iterdir() if not path.is_symlink())
+    assert folders == sorted(names)
+    for name in names:
+        sweeps.assert_finished(tmp_path, name)
+        flags = read_meta(tmp_path / name)["args"]
+        assert flags["use_lstm"] == ("true" in name)
+        assert flags["entropy_cost"] == 0.02
+        assert flags["seed"] == int(name[-1])
+    groups = by_name(read_run(tmp_path / name) for name in names)
+    assert sorted(groups) == sorted(kinds)  # as plot --group and report --group do
+    # Again: nothing is started.
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")}
+    output = sweeps.finished(tmp_path, *own)
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")}
+    assert output.count(" finished.") == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["monobeast", "polybeast"])
+def test_a_stopped_sweep_goes_on(tmp_path, variant):
+    """Ctrl-C in a terminal. Each of two runs has one core, with all its processes."""
+    if variant == "polybeast":
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    flags = {"variant": variant, "total_steps": 6_000}
+    own = ["--name", "x", "--jobs", "2", "--cores", "1", "--seeds", "1-3"]
+    if variant == "polybeast":
+        flags |= {"batch_size": 3}
+    with sweeps.started(tmp_path, *own, **flags) as process:
+        for xpid in ("x-1", "x-2"):
+            runs.wait_for_rows(process, tmp_path, xpid, 10, timeout=200)
+        used = []
+        for xpid in ("x-1", "x-2"):
+            (pid,) = sweeps.processes_of_run(process.pid, xpid)
+            used.append(os.sched_getaffinity(pid))
+            assert family_affinity(process.pid, pid) == used[-1]
+        assert len(used[0]) == len(used[1]) == 1
+        assert not used[0] & used[1]
+        os.killpg(process.pid, signal.SIGINT)
+        output = runs.finish(process, 200)
+        assert process.returncode == 130, output
+        assert "The same command goes on with the others." in output
+        assert "Traceback" not in output
+        wait_for_no_process(process)
+    assert not (tmp_path / "x-3").exists()
+    steps = {}
+    for xpid in ("x-1", "x-2"):
+        end = read_meta(tmp_path / xpid)["starts"][-1]
+        assert (end["exit_status"], end["signal"]) == (130, "SIGINT")
+        steps[xpid] = end["last_step"]
+        assert 0 < steps[xpid] < 6_000
+    sweeps.finished(tmp_path, *own, **flags)
+    for xpid in ("x-1", "x-2", "x-3"):
+        sweeps.assert_finished(tmp_path, xpid, 6_000)
+        console = (tmp_path / xpid / "console.log").read_text()
+        resumed = f"Resuming at step {steps.get(xpid)}." in console
+        assert resumed == (xpid in steps)
+
+
+def wait_for_no_process(sweep_process):
+    pid = sweep_process.pid
+    watched_runs.wait_until(
+        lambda: not watched_runs.processes_of_session(pid), "no process left"
+    )
+
+
+def family_affinity(session, pid):
+    """The cores that a process and its descendants may use."""
+    processes = watched_runs.processes_of_session(session)
+    family, cores = {pid}, set()
+    for process in processes:  # parents come before their children
+        if process.parent in family:
+            family.add(process.pid)
+    assert len(family) > 2  # with its actors or servers
+    for member in family:
+        cores |= os.sched_getaffinity(member)
+    return cores
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_leaves_nothing(tmp_path):
+    """Its runs save and end."""
+    with sweeps.started(tmp_path, "--seeds", "1", total_steps=FOREVER) as process:
+        runs.wait_for_rows(process, tmp_path, "sweep-1", 10, timeout=200)
+        process.kill()
+        runs.finish(process)
+        wait_for_no_process(process)
+    end = read_meta(tmp_path / "sweep-1")["starts"][-1]
+    assert (end["exit_status"], end["signal"]) == (143, "SIGTERM")
+    assert end["last_step"] > 0
+    assert (tmp_path / "sweep-1" / "model.tar").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_fails(tmp_path):
+    """The others go on, and at the end comes its output."""
+    own = ["--grid", "env=nowhere:Nothing,CartPole-v1", "--name", "two"]
+    output = sweeps.finished(tmp_path, *own, status=1)
+    sweeps.assert_finished(tmp_path, "two-env=CartPole-v1-1")
+    assert "two-env=nowhere_Nothing-1 ended with exit status 1" in output
+    before, _, after = output.partition("two-env=CartPole-v1-1 finished.")
+    assert "there is no module nowhere" not in before
+    assert "there is no module nowhere" in after
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed(tmp_path):
+    with sweeps.started(tmp_path, total_steps=FOREVER) as process:
+        runs.wait_for_rows(process, tmp_path, "sweep-1", 10, timeout=200)
+        (pid,) = sweeps.processes_of_run(process.pid, "sweep-1")
+        os.kill(pid, signal.SIGKILL)
+        output = runs.finish(process)
+    assert process.returncode == 1
+    assert "sweep-1 ended by signal SIGKILL (out of memory? see dmesg)" in output
+
+
+@pytest.mark.slow
+def test_one_sweep_at_a_time(tmp_path):
+    with sweeps.started(tmp_path, total_steps=FOREVER) as process:
+        runs.wait_for_rows(process, tmp_path, "sweep-1", 1, timeout=200)
+        output = sweeps.finished(tmp_path, total_steps=FOREVER, status=1)
+        assert f"another sweep uses {tmp_path / 'sweep'}" in output
+        process.terminate()
+        runs.finish(process)
+        assert process.returncode == 143
+
+
+def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
+    runs.run(tmp_path, "sweep-1", **runs.SMALL)
+    (tmp_path / "latest").unlink()
+    message = refused(status=1, discounting=0.9)
+    assert "sweep-1 has a run with other flags (--discounting 0.99 -> 0.9)" in message
+    assert "Give another --name" in message
+    assert sweep.main(sweeps.words(tmp_path)[3:]) == 0  # with its own flags
+    assert len(read_meta(tmp_path / "sweep-1")["starts"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "flags", "status", "message"),
+    [
+        (["--grid", "learning_rat=1"], {}, 1, "monobeast has no flag --learning_rat"),
+        (
+            ["--grid", "learning_rate=1,x"],
+            {},
+            2,
+            "--learning_rate: invalid float value",
+        ),
+        (["--grid", "learning_rate=1,-1"], {}, 1, "--learning_rate must be"),
+        (["--grid", "unroll_length=5,999"], {}, 1, "more than --total_steps 600"),
+        (["--grid", "num_buffers=1"], {}, 1, "--num_buffers 1 is too small"),
+        (["--grid", "entropy_cost"], {}, 2, "is not of the form FLAG=VALUES"),
+        (["--grid", "seed=1,2"], {}, 2, "seed can't be varied like this"),
+        (["--grid", "env=a b,a/b"], {}, 1, "two runs of the grid would be named"),
+        (["--seeds", "3-1"], {}, 2, "argument --seeds"),
+        (["--seeds", "a"], {}, 2, "argument --seeds"),
+        (["--jobs", "0"], {}, 2, "argument --jobs"),
+        (["--jobs", "999"], {}, 1, "need 999 cores, but this process may use"),
+        (["--name", "a/b"], {}, 1, "must be the name of a folder"),
+        (["--search", "x=int:1:2", "--grid", "y=1"], {}, 2, "goes neither with --grid"),
+        ([], {"seed": 3}, 1, "give --seeds and --name in place of --seed"),
+        ([], {"xpid": "x"}, 1, "give --seeds and --name in place of --xpid"),
+        ([], {"mode": "test"}, 1, "a sweep trains; --mode test is not possible"),
+        ([], {"variant": "impala"}, 2, "after -- comes monobeast or polybeast"),
+        (["--submit", "slurm"], {}, 1, "--submit"),
+    ],
+)
+def test_what_can_not_work(refused, own, flags, status, message):
+    assert message in refused(*own, status=status, **flags)
+
+
+def test_without_a_command(capsys):
+    with pytest.raises(SystemExit) as caught:
+        sweep.main(["--seeds", "1"])
+    assert caught.value.code == 2
+    assert "after -- comes monobeast or polybeast" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("package", "own"),
+    [("optuna", ["--search", "x=int:1:2"]), ("submitit", ["--submit", "local"])],
+)
+def test_without_the_extra(refused, monkeypatch, package, own):
+    find = sweep.importlib.util.find_spec
+    monkeypatch.setattr(
+        sweep.importlib.util, "find_spec", lambda x: None if x == package else find(x)
+    )
+    assert "pip install '.[" in refused(*own, status=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"),
+    [("4", [4]), ("1-3", [1, 2, 3]), ("7,1-2,1", [7, 1, 2])],
+)
+def test_lists_of_seeds(text, seeds):
+    assert sweep.seed_list(text) == seeds
+
+
+def test_names_of_a_grid():
+    axes = [("env", "MinAtar/Breakout-v1"), ("learning_rate", "0.001,1e-4")]
+    assert list(sweep.grid(axes)) == [
+        (
+            "env=MinAtar_Breakout-v1-learning_rate=0.001",
+            {"env": "MinAtar/Breakout-v1", "learning_rate": "0.001"},
+        ),
+        (
+            "env=MinAtar_Breakout-v1-learning_rate=1e-4",
+            {"env": "MinAtar/Breakout-v1", "learning_rate": "1e-4"},
+        ),
+    ]

@@ -1,0 +1,139 @@
+"""A search with Optuna: which settings the next runs of a sweep get."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.trial import TrialState
+
+from torchbeast.core.errors import FlagError
+from torchbeast.core.jobs import STOPPED, Job
+from torchbeast.core.saved_runs import read_run
+
+log = logging.getLogger(__name__)
+
+
+def distribution(text: str) -> BaseDistribution:
+    """The values of --search FLAG=KIND:VALUE:VALUE..., from its part after the "=".
+
+    Raises:
+      FlagError: it is not of this form.
+    """
+    kind, *values = text.split(":")
+    try:
+        match kind, values:
+            case "uniform" | "loguniform", [low, high]:
+                log_scale = kind == "loguniform"
+                return FloatDistribution(float(low), float(high), log=log_scale)
+            case "int", [low, high]:
+                return IntDistribution(int(low), int(high))
+            case "choice", [_, *_]:
+                return CategoricalDistribution(values)
+        raise ValueError("this is not a known form")
+    except ValueError as error:
+        raise FlagError(
+            f"--search FLAG={text}: {error}. Allowed are uniform:LOW:HIGH, "
+            "loguniform:LOW:HIGH, int:LOW:HIGH and choice:A:B:..."
+        ) from error
+
+
+def extremes(values: BaseDistribution) -> tuple[Any, ...]:
+    """Values to check before anything starts: the bounds, or all choices."""
+    if isinstance(values, CategoricalDistribution):
+        return values.choices
+    assert isinstance(values, FloatDistribution | IntDistribution)
+    return values.low, values.high
+
+
+def final_return(folder: pathlib.Path) -> float | None:
+    """The last eval_return of a run; without one, the mean of its last 100 games."""
+    run = read_run(folder)
+    last = run.last("eval_return")
+    return run.last("mean_game_return_100") if last is None else last
+
+
+class Search:
+    """An Optuna study in a SQLite file. Its trials are runs, one per seed.
+
+    Args:
+      path: the file. An existing study is continued.
+      space: the values of each flag.
+      fixed: what all trials share: command line, seeds, and the text of the space.
+      make_jobs: from a trial's name and settings to its runs.
+
+    Raises:
+      FlagError: the file's study was started with other values of `fixed`.
+    """
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        space: dict[str, BaseDistribution],
+        fixed: Sequence[str],
+        make_jobs: Callable[[str, dict[str, Any]], list[Job]],
+    ) -> None:
+        self.space, self.make_jobs = space, make_jobs
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.study = optuna.create_study(
+            storage=f"sqlite:///{path}",
+            study_name="sweep",
+            direction="maximize",
+            load_if_exists=True,
+        )
+        before = self.study.user_attrs.get("fixed", list(fixed))
+        if before != list(fixed):
+            raise FlagError(
+                f"{path} has a search with {' '.join(before)}. Give the same values "
+                "and seeds again, or another --name"
+            )
+        self.study.set_user_attr("fixed", list(fixed))
+        # The runs of each trial in progress, with their exit statuses.
+        self._open: dict[int, dict[Job, int | None]] = {}
+
+    def jobs(self, num_trials: int) -> Iterator[Job]:
+        """The runs of unfinished trials, then those of new ones, up to `num_trials`."""
+        for trial in self.study.get_trials(states=[TrialState.RUNNING]):
+            if trial.params.keys() == self.space.keys():
+                yield from self._begin(trial.number, trial.params)
+            else:  # killed before it had all its settings
+                self.study.tell(trial.number, state=TrialState.FAIL)
+        while len(self.study.trials) < num_trials:
+            new = self.study.ask(self.space)
+            yield from self._begin(new.number, new.params)
+
+    def _begin(self, trial: int, settings: dict[str, Any]) -> list[Job]:
+        jobs = self.make_jobs(f"trial{trial}", settings)
+        self._open[trial] = dict.fromkeys(jobs)
+        return jobs
+
+    def ended(self, job: Job, status: int) -> None:
+        """Notes the end of a run; after the last one of a trial, tells the study."""
+        trial = next(number for number, jobs in self._open.items() if job in jobs)
+        self._open[trial][job] = status
+        statuses = set(self._open[trial].values())
+        if statuses & {None, *STOPPED}:  # in progress, or to be resumed
+            return
+        jobs = self._open[trial]
+        returns = [None if any(statuses) else final_return(job.folder) for job in jobs]
+        known = [x for x in returns if x is not None]
+        if len(known) < len(returns):
+            self.study.tell(trial, state=TrialState.FAIL)
+            log.warning("Trial %d: a run failed, or no game has ended.", trial)
+            return
+        told = self.study.tell(trial, statistics.fmean(known))
+        best = self.study.best_trial
+        log.info(
+            "Trial %d reached %.2f with %s. The best is trial %d with %.2f.",
+            *(trial, told.value, told.params, best.number, best.value),
+        )

@@ -1,0 +1,349 @@
+"""Trains with several seeds and settings: as processes here, or as a Slurm array.
+
+    python -m torchbeast.sweep --jobs 2 --seeds 1-3 --grid learning_rate=0.0003,0.001 \
+        -- monobeast --preset minatar --total_steps 1000000
+
+After `--` comes a command of monobeast or polybeast. Each run is a process of its own,
+named by what differs: sweep-learning_rate=0.001-3 has seed 3. With --search, Optuna
+chooses the values.
+
+The same command again skips finished runs and resumes the others.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from torchbeast.core import processes
+
+    processes.exit_on_stop_signals()  # the imports take seconds
+
+import argparse
+import contextlib
+import importlib.util
+import itertools
+import logging
+import os
+import pathlib
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchbeast.core import flags as flags_lib
+from torchbeast.core import jobs, processes, script
+from torchbeast.core.file_writer import read_meta
+from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.jobs import Job
+from torchbeast.core.run_folder import RunBusyError, RunFolder
+
+if TYPE_CHECKING:
+    from torchbeast.core.search import Search
+
+log = logging.getLogger(__name__)
+
+VARIANTS = ("monobeast", "polybeast")
+OWN = {"seed", "xpid", "savedir", "mode"}  # flags that can't be in a grid
+
+
+class Sweep:
+    """The command that all runs share.
+
+    Args:
+      name: the first part of the runs' names.
+      command: a variant and its flags.
+
+    Raises:
+      FlagError: a flag has a value that is not allowed.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], seeds: Sequence[int]) -> None:
+        self.name, self.seeds = name, seeds
+        self.variant, *self.words = command
+        self.module = f"torchbeast.{self.variant}"
+        processes.require(self.module)
+        self.script = importlib.import_module(self.module)
+        self.parser = self.script.make_parser()
+        self.parser.prog = f"python -m {self.module}"
+        flags = flags_lib.parse(self.parser, self.words)
+        if typed := sorted({"seed", "xpid"} & flags.typed):
+            raise FlagError(f"give --seeds and --name in place of --{typed[0]}")
+        if flags.mode != "train":
+            raise FlagError(f"a sweep trains; --mode {flags.mode} is not possible")
+        flags.xpid = name
+        flags_lib.resolve_folder(flags)
+        self.savedir = pathlib.Path(os.path.abspath(flags.savedir))
+
+    def make_jobs(self, label: str, settings: dict[str, Any]) -> list[Job]:
+        """The runs with these values of flags, one per seed; their flags are checked.
+
+        Raises:
+          FlagError: a flag is not allowed, or such a run was started with others.
+        """
+        words = [*self.words]
+        for name, value in settings.items():
+            if f"--{name}" not in self.parser._option_string_actions:
+                raise FlagError(f"{self.variant} has no flag --{name}")
+            switches = {"true": f"--{name}", "false": f"--no-{name}"}
+            words.append(switches.get(str(value), f"--{name}={value}"))
+        found = []
+        for seed in self.seeds:
+            xpid = "-".join(filter(None, [self.name, label, str(seed)]))
+            own = [f"--savedir={self.savedir}", f"--xpid={xpid}", f"--seed={seed}"]
+            command = (sys.executable, "-m", self.module, *words, *own)
+            found.append(Job(xpid, self.savedir / xpid, command))
+            self._check(found[-1])
+        return found
+
+    def flags(self, job: Job) -> Flags:
+        return flags_lib.parse(self.parser, job.command[3:])
+
+    def _check(self, job: Job) -> None:
+        flags = self.flags(job)
+        meta = read_meta(job.folder)
+        saved = meta.get("args", {})
+        free = {*flags_lib.FREE_TO_CHANGE, *meta.get("flags_left_open", ())}
+        changes = flags_lib.changed(saved, flags, free | {"total_steps"})
+        changes = {name: x for name, x in changes.items() if name in saved}
+        if changes:
+            raise FlagError(
+                f"{job.folder} has a run with other flags "
+                f"({flags_lib.describe_changes(changes)}). Give another --name"
+            )
+        self.script.resolve_layout(flags_lib.resolve(flags))
+
+    def is_finished(self, job: Job) -> bool:
+        meta = read_meta(job.folder)
+        last_step = (meta.get("starts") or [{}])[-1].get("last_step") or 0
+        return bool(meta.get("successful")) and last_step >= self.flags(job).total_steps
+
+
+def grid(axes: Sequence[tuple[str, str]]) -> Iterator[tuple[str, dict[str, str]]]:
+    """All combinations of --grid NAME=VALUE,VALUE...: a label and the values."""
+    names = [name for name, _ in axes]
+    for values in itertools.product(*(text.split(",") for _, text in axes)):
+        parts = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+        label = "-".join(re.sub(r"[^\w.=+-]+", "_", part) for part in parts)
+        yield label, dict(zip(names, values, strict=True))
+
+
+def seed_list(text: str) -> list[int]:
+    """1-3,7 → [1, 2, 3, 7]."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        seeds += range(int(first), int(last or first) + 1)
+    if not seeds:
+        raise ValueError(text)
+    return list(dict.fromkeys(seeds))
+
+
+def setting(text: str) -> tuple[str, str]:
+    """learning_rate=VALUES → (learning_rate, VALUES)."""
+    name, _, values = text.partition("=")
+    name = name.lstrip("-")
+    if not name or not values:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form FLAG=VALUES")
+    if name in OWN:
+        raise argparse.ArgumentTypeError(f"{name} can't be varied like this")
+    return name, values
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchbeast.sweep",
+        usage="%(prog)s [options] -- {monobeast,polybeast} [flags of all runs]",
+        description="Trains with several seeds and settings.",
+    )
+    add = parser.add_argument
+    settings: dict[str, Any] = {"action": "append", "type": setting, "default": []}
+    add("--name", default="sweep", help="begins the runs' names (sweep)")
+    add(
+        "--seeds",
+        type=seed_list,
+        default=[1],
+        metavar="1-3,7",
+        help="each setting is trained with each seed (1)",
+    )
+    add(
+        "--grid",
+        **settings,
+        metavar="FLAG=VALUE,VALUE",
+        help="values of a flag; several --grid give all combinations",
+    )
+    add("--jobs", type=positive, help="runs at a time (here 1, with Slurm all)")
+    add(
+        "--cores",
+        type=positive,
+        help="CPU cores per run (here the machine's divided by --jobs, with Slurm 2)",
+    )
+    add = parser.add_argument_group("Optuna").add_argument
+    add(
+        "--search",
+        **settings,
+        metavar="FLAG=KIND:VALUES",
+        help="in place of --grid: uniform:LOW:HIGH, loguniform:LOW:HIGH, int:LOW:HIGH "
+        "or choice:A:B:...",
+    )
+    add("--trials", type=positive, default=20, help="settings to try in all (20)")
+    add = parser.add_argument_group("Slurm").add_argument
+    add(
+        "--submit",
+        choices=["slurm", "local"],
+        help="submit the runs as an array through submitit; local: its processes on "
+        "this machine, to try it out",
+    )
+    add("--minutes", type=positive, default=24 * 60, help="limit of a job (1440)")
+    add(
+        "--sbatch",
+        **settings,
+        metavar="OPTION=VALUE",
+        help="an option of sbatch, such as partition=gpu or gres=gpu:1",
+    )
+    return parser
+
+
+@contextlib.contextmanager
+def own_folder(sweep: Sweep) -> Iterator[pathlib.Path]:
+    """The locked folder savedir/NAME, for the files of the sweep itself.
+
+    Raises:
+      FlagError: another sweep uses it.
+    """
+    try:
+        folder = RunFolder(str(sweep.savedir), sweep.name)
+    except RunBusyError:
+        raise FlagError(
+            f"another sweep uses {sweep.savedir / sweep.name}. Wait for its end, or "
+            "give another --name"
+        ) from None
+    with folder:
+        yield folder.path
+
+
+def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
+    """Returns the exit status: 0 all runs finished, 1 some failed, 128 + n signal n.
+
+    Raises:
+      FlagError: a flag has a value that is not allowed; nothing was started.
+    """
+    sweep = Sweep(options.name, command, options.seeds)
+    statuses: dict[Job, int] = {}
+    with own_folder(sweep) as folder:
+        search = make_search(sweep, options, folder) if options.search else None
+        planned = search.jobs(options.trials) if search else make_grid(sweep, options)
+
+        def ended(job: Job, status: int) -> None:
+            statuses[job] = status
+            how = f"ended {processes.how_it_ended(status)}" if status else "finished"
+            log.info("%s %s.", job.xpid, how)
+            if search:
+                search.ended(job, status)
+
+        def unfinished() -> Iterator[Job]:
+            for job in planned:
+                if sweep.is_finished(job):
+                    ended(job, 0)
+                else:
+                    yield job
+
+        if options.submit:
+            stopped_by = submit(sweep, options, list(unfinished()), folder, ended)
+        else:
+            cores = jobs.split_cores(options.jobs or 1, options.cores)
+            stopped_by = jobs.run_here(unfinished(), cores, ended)
+    for job, status in statuses.items():
+        if status and status not in jobs.STOPPED:
+            how = processes.how_it_ended(status)
+            log.error("%s ended %s. %s:\n%s", job.xpid, how, job.console, job.tail())
+    finished = sum(status == 0 for status in statuses.values())
+    log.info("Finished: %d runs, in %s", finished, sweep.savedir)
+    if stopped_by:
+        log.warning("The same command goes on with the others.")
+    return 128 + stopped_by if stopped_by else int(finished < len(statuses))
+
+
+def make_grid(sweep: Sweep, options: argparse.Namespace) -> list[Job]:
+    """All runs of a grid, checked.
+
+    Raises:
+      FlagError: a flag has a value that is not allowed, or two runs have one name.
+    """
+    found = [job for each in grid(options.grid) for job in sweep.make_jobs(*each)]
+    names = [job.xpid for job in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise FlagError(f"two runs of the grid would be named {twice[0]}")
+    return found
+
+
+def make_search(
+    sweep: Sweep, options: argparse.Namespace, folder: pathlib.Path
+) -> Search:
+    """A new study in the sweep's folder, or the one that is there.
+
+    Raises:
+      FlagError: a flag has a value that is not allowed.
+    """
+    if importlib.util.find_spec("optuna") is None:
+        raise FlagError("--search needs Optuna: pip install '.[optuna]'")
+    from torchbeast.core.search import Search, distribution, extremes  # optional
+
+    space = {name: distribution(text) for name, text in options.search}
+    for name, values in space.items():
+        for value in extremes(values):
+            sweep.make_jobs("trial", {name: value})
+    texts = [f"--search {name}={text}" for name, text in options.search]
+    fixed = [sweep.variant, *sweep.words, f"--seeds {sweep.seeds}", *texts]
+    return Search(folder / "study.db", space, fixed, sweep.make_jobs)
+
+
+def submit(
+    sweep: Sweep,
+    options: argparse.Namespace,
+    waiting: Sequence[Job],
+    folder: pathlib.Path,
+    ended: Callable[[Job, int], None],
+) -> int:
+    """See slurm_jobs.submit."""
+    if not waiting:
+        return 0
+    if importlib.util.find_spec("submitit") is None:
+        raise FlagError("--submit needs submitit: pip install '.[slurm]'")
+    if options.submit == "slurm" and not shutil.which("sbatch"):
+        raise FlagError("--submit slurm needs a machine of a Slurm cluster: no sbatch")
+    from torchbeast.core import slurm_jobs  # optional
+
+    parameters = {
+        "name": sweep.name,
+        "timeout_min": options.minutes,
+        "cpus_per_task": options.cores or 2,
+        "slurm_array_parallelism": options.jobs or len(waiting),
+        "slurm_additional_parameters": dict(options.sbatch),
+    }
+    return slurm_jobs.submit(waiting, folder, options.submit, parameters, ended)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status, see run_sweep."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    own = words[: words.index("--")] if "--" in words else words
+    parser = make_parser()
+    options = parser.parse_args(own)
+    command = words[len(own) + 1 :]
+    if not command or command[0] not in VARIANTS:
+        parser.error(f"after -- comes {' or '.join(VARIANTS)}, with its flags")
+    if options.search and (options.grid or options.submit):
+        parser.error("--search goes neither with --grid nor with --submit")
+    with script.reported() as outcome:
+        outcome.status = run_sweep(options, command)
+    return outcome.status
+
+
+if __name__ == "__main__":
+    processes.run_script(main)
