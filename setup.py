@@ -60,7 +60,10 @@ class BuildNative(build_ext):
         failure = None
         try:
             if choice == "skip":
-                raise NotBuilt("TORCHBEAST_NATIVE=skip was set; unset it.")
+                raise NotBuilt(
+                    "TORCHBEAST_NATIVE=skip was set, maybe by scripts/train_pong; "
+                    "unset it."
+                )
             configure()
         except NotBuilt as e:
             failure = e

@@ -24,6 +24,7 @@ except ImportError as error:
     collect_ignore += [
         "test_actor_pool.py",
         "test_batching_queue.py",
+        "test_build_on_demand.py",
         "test_dynamic_batcher.py",
         "test_env_connection.py",
         "test_evaluate_on_servers.py",

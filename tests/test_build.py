@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,24 @@ QUICK_NEST = """
 PYBIND11_MODULE(nest, m) { m.attr("answer") = 42; }
 """
 
+STAND_IN_FOR_PIP = """
+import os, pathlib, sys
+if sys.argv[1] == "install":
+    native = os.environ["TORCHBEAST_NATIVE"]
+    pathlib.Path("calls").write_text(f"{native} {sys.argv[-1]}")
+    library = pathlib.Path(__file__).parents[1] / "libtorchbeast.cpython.so"
+    library.unlink(missing_ok=True)
+    if native != "skip":
+        library.touch()
+"""
+
 needs_tools = pytest.mark.skipif(
     not all(map(shutil.which, ("cmake", "make", "c++"))),
     reason="needs cmake, make and a C++ compiler",
+)
+
+needs_sha256sum = pytest.mark.skipif(
+    not shutil.which("sha256sum"), reason="needs sha256sum"
 )
 
 
@@ -46,6 +62,11 @@ def checkout(tmp_path):
     for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)
     return copy
+
+
+def edit(path):
+    with path.open("a") as file:
+        file.write("\n")
 
 
 def setup_py(checkout, *arguments, **environment):
@@ -155,39 +176,96 @@ def test_source_distribution_has_all_that_the_build_reads(checkout):
     assert read <= packed
 
 
-def fingerprint(checkout):
-    """The fingerprint of scripts/setup, which sets up again if it differs."""
-    code = 'eval "$(sed -n "/^fingerprint() {/,/^}/p" scripts/setup)"; fingerprint'
+@pytest.fixture
+def set_up(checkout, tmp_path):
+    """Runs the checkout's scripts/setup; returns how it called pip, or None.
+
+    Its .venv has stand-ins for pip, which only notes the call and makes the library's
+    file, and for the packages that the script imports.
+    """
+    venv.create(checkout / ".venv", symlinks=True)
+    (packages,) = (checkout / ".venv").glob("lib/python*/site-packages")
+    for module in ("ale_py", "cv2", "gymnasium", "torch"):
+        (packages / f"{module}.py").touch()
+    (packages / "pip").mkdir()
+    (packages / "pip/__main__.py").write_text(STAND_IN_FOR_PIP)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/apt-get").symlink_to("/bin/false")  # a test installs nothing
+
+    def run(native, extra="plot,git"):
+        calls = checkout / "calls"
+        calls.unlink(missing_ok=True)
+        done = subprocess.run(
+            ["bash", "scripts/setup", extra],
+            cwd=checkout,
+            env={
+                **os.environ,
+                "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+                "PYTHON": sys.executable,
+                "TORCHBEAST_NATIVE": native,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stdout
+        assert calls.exists() == ("up to date" not in done.stdout)
+        return calls.read_text() if calls.exists() else None
+
+    return run
+
+
+@needs_sha256sum
+def test_set_up_for_monobeast_neither_builds_nor_removes_the_native_part(
+    set_up, checkout
+):
+    assert set_up("later") == "skip .[plot,git]"  # as scripts/train_pong
+    assert set_up("later") is None
+    assert set_up("auto", "dev") == "auto .[dev]"  # as scripts/test
+    assert set_up("auto", "dev") is None
+    assert set_up("later") is None
+    edit(checkout / "libtorchbeast/array.cc")
+    assert set_up("later") is None
+    assert set_up("require") == "require .[plot,git]"
+    # pip replaces the whole package, so now the C++ part is built, too.
+    edit(checkout / "pyproject.toml")
+    assert set_up("later") == "auto .[plot,git]"
+    assert set_up("skip") == "skip .[plot,git]"
+    assert set_up("later") is None
+
+
+def fingerprints(checkout):
+    """The hashes of scripts/setup, which sets up again if one differs."""
+    code = (
+        'eval "$(sed -n "/^[a-z_]*fingerprint() {/,/^}/p" scripts/setup)"\n'
+        "fingerprint; native_fingerprint"
+    )
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", code],
         cwd=checkout,
-        env={**os.environ, "python": sys.executable},
+        env={**os.environ, "python": sys.executable, "TORCHBEAST_NATIVE": "auto"},
         check=True,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert len(done.stdout.split()[0]) == 64
+    assert [len(line.split()[0]) for line in done.stdout.splitlines()] == [64, 64]
     return done.stdout
 
 
-@pytest.mark.skipif(not shutil.which("sha256sum"), reason="needs sha256sum")
+@needs_sha256sum
 def test_set_up_notices_what_changes_the_native_modules(checkout):
-    seen = [fingerprint(checkout)]
+    seen = [fingerprints(checkout)]
     os.utime(checkout / "libtorchbeast/array.cc")
-    assert fingerprint(checkout) == seen[0]  # its time is not its content
+    assert fingerprints(checkout) == seen[0]  # its time is not its content
     for name in (
-        *(
-            "CMakeLists.txt",
-            "setup.py",
-            "libtorchbeast/array.cc",
-            "libtorchbeast/new.cc",
-        ),
-        *("libtorchbeast/proto/torchbeast.proto", "nest/include/nest/nest.h"),
+        *("CMakeLists.txt", "setup.py", "libtorchbeast/array.cc"),
+        *("libtorchbeast/new.cc", "libtorchbeast/proto/torchbeast.proto"),
+        "nest/include/nest/nest.h",
     ):
-        with (checkout / name).open("a") as file:
-            file.write("\n")
-        seen.append(fingerprint(checkout))
+        edit(checkout / name)
+        seen.append(fingerprints(checkout))
     (checkout / "libtorchbeast/new.cc").rename(checkout / "libtorchbeast/newer.cc")
-    seen.append(fingerprint(checkout))
+    seen.append(fingerprints(checkout))
     assert len(set(seen)) == len(seen)

@@ -13,7 +13,7 @@ if __name__ == "__main__":
     from torchbeast.core import processes
 
     processes.exit_on_stop_signals()  # the learner's imports take seconds
-    processes.require("libtorchbeast")
+    processes.require_native()
 
 # The learner, and with it torch, is imported late: server processes import this file.
 import argparse

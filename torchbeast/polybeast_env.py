@@ -435,6 +435,7 @@ def run_for_learner(flags: Flags) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 128 + n ended by signal n, 1 failed."""
     flags = flags_lib.parse(make_parser(), argv)
+    processes.require_native()
     with script.reported() as outcome:
         check(flags)
         outcome.status = run(flags.freeze())

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     from torchbeast.core import processes
 
     processes.exit_on_stop_signals()  # the imports below take seconds
-    processes.require("libtorchbeast")
+    processes.require_native()
 
 import argparse
 import functools
