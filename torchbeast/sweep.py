@@ -61,7 +61,8 @@ class Sweep:
         self.name, self.seeds = name, seeds
         self.variant, *self.words = command
         self.module = f"torchbeast.{self.variant}"
-        processes.require(self.module)
+        if self.variant == "polybeast":
+            processes.require_native()
         self.script = importlib.import_module(self.module)
         self.parser = self.script.make_parser()
         self.parser.prog = f"python -m {self.module}"
