@@ -5,15 +5,19 @@ Skipped without submitit: pip install '.[slurm]'.
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import runs
 import sweeps
 import watched_runs
 
-from torchbeast.core.file_writer import read_meta
-
 pytest.importorskip("submitit")
+
+from torchbeast.core.file_writer import read_meta
+from torchbeast.core.jobs import Job
+from torchbeast.core.slurm_jobs import SlurmJob  # it imports submitit
+
 pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("sweep")]
 
 
@@ -52,6 +56,18 @@ def test_a_preempted_job_goes_on(tmp_path):
     assert (first["exit_status"], first["signal"]) == (143, "SIGTERM")
     assert 0 < second["first_step"] == first["last_step"] < 6_000
     sweeps.assert_finished(tmp_path, "sweep-1", 6_000)
+
+
+def test_the_run_has_ended_before_the_job_is_requeued(tmp_path):
+    command = runs.command(tmp_path, "run", **{**runs.SMALL, "total_steps": 10**9})
+    job = SlurmJob(Job("run", tmp_path / "run", tuple(command)))
+    with ThreadPoolExecutor() as threads:
+        status = threads.submit(job)
+        watched_runs.wait_until((tmp_path / "run" / "logs.csv").exists, "updates", 60)
+        job.checkpoint()
+        end = read_meta(tmp_path / "run")["starts"][-1]
+        assert status.result(timeout=60) == 143
+    assert (end["exit_status"], end["signal"]) == (143, "SIGTERM")
 
 
 def test_the_waiting_is_stopped(tmp_path):

@@ -113,9 +113,8 @@ def family_affinity(session, pid):
     """The cores that a process and its descendants may use."""
     processes = watched_runs.processes_of_session(session)
     family, cores = {pid}, set()
-    for process in processes:  # parents come before their children
-        if process.parent in family:
-            family.add(process.pid)
+    while more := {p.pid for p in processes if p.parent in family} - family:
+        family |= more
     assert len(family) > 2  # with its actors or servers
     for member in family:
         cores |= os.sched_getaffinity(member)
@@ -178,6 +177,10 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
     assert "Give another --name" in message
     assert sweep.main(sweeps.words(tmp_path)[3:]) == 0  # with its own flags
     assert len(read_meta(tmp_path / "sweep-1")["starts"]) == 1
+    assert sweep.main(sweeps.words(tmp_path, total_steps=700)[3:]) == 0
+    first, second = read_meta(tmp_path / "sweep-1")["starts"]
+    assert first["last_step"] == second["first_step"] == 600
+    sweeps.assert_finished(tmp_path, "sweep-1", 700)
 
 
 @pytest.mark.parametrize(
