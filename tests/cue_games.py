@@ -1,0 +1,46 @@
+"""Two games that differ in the size of their rewards, for tests of several tasks."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+
+class Pennies(gym.Env):
+    """Take the action that the observation shows; the reward is VALUE if it is right.
+
+    An episode takes LENGTH steps.
+    """
+
+    VALUE = 1.0
+    LENGTH = 5
+    ACTIONS = 4
+    WIDTH = 6  # of the observation
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Box(0.0, 1.0, (self.WIDTH,))
+        self.action_space = spaces.Discrete(self.ACTIONS)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._show(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        reward = self.VALUE * (action == self.shown)
+        self.steps += 1
+        return self._show(), reward, self.steps == self.LENGTH, False, {}
+
+    def _show(self) -> np.ndarray:
+        self.shown = int(self.np_random.integers(self.ACTIONS))
+        return np.eye(self.ACTIONS, self.WIDTH, dtype=np.float32)[self.shown]
+
+
+class Gold(Pennies):
+    """The observation is smaller; the actions that it shows are the same."""
+
+    VALUE = 1000.0
+    WIDTH = 4

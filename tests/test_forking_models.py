@@ -1,0 +1,256 @@
+"""The patches of docs/forking.md that change the model: PopArt, a transformer."""
+
+import argparse
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+from cue_games import Gold, Pennies
+from gymnasium import spaces
+from test_forking import Fork
+from test_losses import DISTRIBUTION, FLAGS, make_batch
+from test_model import make_rows, map_leaves
+
+from torchbeast.core.env_checks import InvalidEnvironmentError
+from torchbeast.core.rollout import cut_at_episodes
+
+
+def import_forked(fork, name):
+    """A module of the copy. What it imports comes from this tree."""
+    path = fork.path / "torchbeast" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"forked_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(params=["monobeast", "polybeast"])
+def variant(request, tmp_path):
+    """Flags of both variants, for runs that learn quickly."""
+    flags = {
+        "envs_per_actor": 4,
+        "batch_size": 4,
+        "unroll_length": 10,
+        "optimizer": "adam",
+        "epsilon": 0.00001,
+    }
+    if request.param == "polybeast":
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+        flags |= {
+            "module": "torchbeast.polybeast",
+            "num_actors": None,
+            "num_servers": 2,
+            "pipes_basename": f"unix:{tmp_path}/pipe",
+        }
+    return flags
+
+
+# --- PopArt ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def popart(tmp_path_factory):
+    return Fork(tmp_path_factory.mktemp("popart"), "popart")
+
+
+@pytest.mark.timeout(250)
+def test_popart_learns_games_of_very_different_rewards(tmp_path, variant):
+    """Without it, the gradients of the game with large rewards hide the other."""
+    fork = Fork(tmp_path, "popart")
+    changed = ("games", "learner", "model")
+    assert fork.files == {f"torchbeast/{name}.py" for name in changed}
+    flags = {
+        **variant,
+        "learning_rate": 0.003,
+        "env": "torchbeast.games:Games",
+        "env_kwargs": '{"games": ["cue_games:Pennies", "cue_games:Gold"]}',
+    }
+    rows = fork.train(**flags, total_steps=5000)
+    for task, game in enumerate((Pennies, Gold)):
+        best = game.LENGTH * game.VALUE
+        returns = [float(row[f"return_{task}"] or "nan") for row in rows]
+        assert np.nanmax(returns) <= best  # of this game, and not of the other
+        assert np.nanmean(returns[-10:]) > 0.9 * best  # chance: 0.25
+    ratio = float(rows[-1]["sigma_1"]) / float(rows[-1]["sigma_0"])
+    assert ratio == pytest.approx(Gold.VALUE / Pennies.VALUE, rel=0.3)
+
+    weights = fork.checkpoint()["model_state_dict"]
+    average, square = (weights[f"baseline.{name}"] for name in ("mean", "square"))
+    saved = np.sqrt(square.double() - average.double() ** 2).tolist()
+    resumed = fork.train(**flags, total_steps=5080)[len(rows) :]
+    assert len(resumed) == 2
+    found = [float(resumed[0][f"sigma_{task}"]) for task in range(2)]
+    assert found == pytest.approx(saved, rel=1e-3)
+
+
+def test_popart_keeps_the_values_when_the_moments_change(popart):
+    K, N, D = 3, 40, 7
+    head = import_forked(popart, "model").PopArt(D, K)
+    x = torch.randn(N, D)
+
+    def values():
+        """Of all tasks, by equation 3 of the paper: [N, K] float64."""
+        weights = {name: p.double().numpy() for name, p in head.state_dict().items()}
+        normalized = x.double().numpy() @ weights["linear.weight"].T
+        normalized += weights["linear.bias"]
+        deviation = np.sqrt(weights["square"] - weights["mean"] ** 2)
+        return weights["mean"] + deviation * normalized
+
+    moments = np.tile([0.0, 1.0], (K, 1))
+    rng = np.random.default_rng(1)
+    before = values()
+    for shift, scale in ((0, 1), (50, 300), (-4, 0.1)):
+        task = rng.choice([0, 2], N)  # none of task 1
+        targets = shift + scale * (1 + task) * rng.normal(size=N)
+        head.update(torch.tensor(targets).float(), torch.tensor(task))
+        for k in (0, 2):
+            y = targets[task == k]
+            step = 1 - (1 - 0.0003) ** len(y)
+            moments[k] += step * (np.array([y.mean(), (y**2).mean()]) - moments[k])
+        np.testing.assert_allclose(head.mean, moments[:, 0], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(head.square, moments[:, 1], rtol=1e-4)
+        np.testing.assert_allclose(values(), before, atol=1e-4)
+    assert head.sigma[2] > 10  # so the weights have changed, too
+    task = torch.tensor(rng.integers(K, size=N))
+    wanted = before[np.arange(N), task]
+    np.testing.assert_allclose(head(x, task).detach(), wanted, atol=1e-4)
+
+
+def test_popart_scales_each_task_by_its_deviation(popart):
+    """A task with c times the rewards, values and σ gives the same loss."""
+    impala_loss = import_forked(popart, "learner").impala_loss
+    flags = argparse.Namespace(**{**FLAGS, "reward_clipping": "none"})
+
+    def loss(*scales):
+        batch, outputs = map_leaves(torch.as_tensor, make_batch())
+        outputs["sigma"] = torch.ones_like(outputs["baseline"])
+        for x in (batch["reward"], batch["truncation_value"]):
+            x *= torch.tensor(scales)
+        for x in (outputs["baseline"], outputs["sigma"]):
+            x *= torch.tensor(scales)
+        logits = outputs["policy_logits"].requires_grad_()
+        total, stats = impala_loss(batch, outputs, DISTRIBUTION, flags)
+        total.backward()
+        return stats["baseline_loss"], stats["pg_loss"], logits.grad
+
+    torch.testing.assert_close(loss(3.0, 1000.0, 0.01), loss(1.0, 1.0, 1.0))
+
+
+def test_games_pads_screens_and_follows_from_the_seed(popart):
+    pytest.importorskip("minatar")
+    Games = import_forked(popart, "games").Games
+    names = [f"MinAtar/{x}-v0" for x in ("Breakout", "SpaceInvaders", "Asterix")]
+    channels = [4, 6, 4]
+    env, other = Games(names), Games(names)
+    assert env.observation_space["screen"].shape == (10, 10, 6)
+    tasks = set()
+    for seed in range(20):
+        observation, _ = env.reset(seed=seed)
+        if seed % 3 == 0:  # the other has played other games before
+            expected, _ = other.reset(seed=seed)
+        for action in (1, 3, 5, 2) * 5:
+            assert env.observation_space.contains(observation)
+            screen, task = observation["screen"], observation["task"]
+            assert not screen[..., channels[task] :].any()
+            if seed % 3 == 0:
+                assert task == expected["task"]
+                assert (screen == expected["screen"]).all()
+                expected, *_ = other.step(action)
+            observation, _, over, *_ = env.step(action)
+            if over:
+                break
+        assert screen.any()
+        tasks.add(task)
+    assert tasks == {0, 1, 2}
+    with pytest.raises(InvalidEnvironmentError, match=r"Discrete\(6\), and .*CartPole"):
+        Games([names[0], "CartPole-v1"])
+
+
+# --- A transformer --------------------------------------------------------------------
+
+T, B, A = 80, 3, 7  # more rows than the memory holds
+SPACE = spaces.Dict({"body": spaces.Box(-1, 1, (4,)), "digit": spaces.Discrete(3)})
+BEGINS = [(0, 0), (5, 1), (6, 1), (40, 0), (50, 2), (79, 2)]
+
+
+@pytest.fixture(scope="module")
+def transformer(tmp_path_factory):
+    """A net with a transformer, none of whose layers is the identity."""
+    fork = Fork(tmp_path_factory.mktemp("transformer"), "transformer")
+    model = import_forked(fork, "model")
+    torch.manual_seed(1)
+    net = model.Net(SPACE, spaces.Discrete(A), use_transformer=True)
+    with torch.no_grad():
+        for p in net.core.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return net.requires_grad_(False)
+
+
+def act(net, rows, state):
+    """Acts row by row: the outputs [T, B, ...], and the states before all rows."""
+    steps, states = [], [state]
+    for t in range(T):
+        row = map_leaves(lambda x, t=t: x[t : t + 1], rows)
+        outputs, state = net(row, state, acting=True)
+        steps.append(outputs)
+        states.append(state)
+    return {name: torch.cat([x[name] for x in steps]) for name in steps[0]}, states
+
+
+def assert_close(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, T), (0, 21), (20, 41), (33, 54)])
+def test_a_transformer_learns_from_what_it_acts_on(transformer, first, last):
+    """The learner gets the same outputs of a rollout [first, last), whole or cut."""
+    rows = make_rows(SPACE, spaces.Discrete(A), rows=T, done=BEGINS)
+    acted, states = act(transformer, rows, transformer.initial_state(B))
+    acted = {name: x[first:last] for name, x in acted.items()}
+    batch = map_leaves(lambda x: x[first:last], rows)
+    outputs, state = transformer(batch, states[first])
+    for name, x in acted.items():
+        assert_close(outputs[name], x)
+    assert_close(state, states[last])
+
+    wanted = {f"wanted {name}": x for name, x in acted.items()}
+    cut, state = cut_at_episodes({**batch, **wanted}, states[first])
+    outputs, _ = transformer(cut, state)
+    inside = cut["step_counts"]
+    assert inside.sum() >= (last - first - 1) * B
+    for name in acted:
+        assert_close(outputs[name][inside], cut[f"wanted {name}"][inside])
+
+
+def test_attention_sees_the_past_of_the_episode_only(transformer):
+    """Rows 10 to 69 are an episode. Row 20 has an effect on those from 20 on."""
+    rows = make_rows(SPACE, spaces.Discrete(A), rows=T, done=[(10, 0), (70, 0)])
+    changed = map_leaves(torch.clone, rows)
+    changed["observation"]["body"][20, 0] += 1
+    outputs, state = transformer(rows, transformer.initial_state(B))
+    others, other_state = transformer(changed, transformer.initial_state(B))
+    assert_close(other_state, state)
+    for name, x in outputs.items():
+        differs = (others[name] != x).reshape(T, B, -1).any(-1)
+        assert differs[:, 0].nonzero().flatten().tolist() == list(range(20, 70))
+        assert not differs[:, 1:].any()
+
+
+@pytest.mark.timeout(250)
+def test_a_transformer_learns_to_recall(tmp_path, variant):
+    """The agent has to name the digit of three steps before; chance gives 1/3."""
+    fork = Fork(tmp_path, "transformer")
+    changed = ("core/declared_flags", "model")
+    assert fork.files == {f"torchbeast/{name}.py" for name in changed}
+    rows = fork.train(
+        **variant,
+        learning_rate=0.001,
+        env="environments:Recall",
+        use_transformer=True,
+        rollouts="episode",
+        sync=True,  # repeatable
+        disable_checkpoint=True,
+        total_steps=14_000,
+    )
+    assert float(rows[-1]["mean_game_return_100"]) > 0.6
