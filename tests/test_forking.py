@@ -59,7 +59,7 @@ class Fork:
     def read_sources(self):
         return {path: path.read_bytes() for path in self.path.rglob("*.py")}
 
-    def train(self, **flags):
+    def train(self, timeout=100, **flags):
         """Trains in the copy and returns the rows of logs.csv."""
         paths = [str(self.path), str(self.path / "tests")]
         done = subprocess.run(
@@ -72,7 +72,7 @@ class Fork:
             },
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=timeout,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return runs.read_logs(self.savedir, "fork")

@@ -54,7 +54,7 @@ def popart(tmp_path_factory):
     return Fork(tmp_path_factory.mktemp("popart"), "popart")
 
 
-@pytest.mark.timeout(250)
+@pytest.mark.timeout(420)
 def test_popart_learns_games_of_very_different_rewards(tmp_path, variant):
     """Without it, the gradients of the game with large rewards hide the other."""
     fork = Fork(tmp_path, "popart")
@@ -66,7 +66,7 @@ def test_popart_learns_games_of_very_different_rewards(tmp_path, variant):
         "env": "torchbeast.games:Games",
         "env_kwargs": '{"games": ["cue_games:Pennies", "cue_games:Gold"]}',
     }
-    rows = fork.train(**flags, total_steps=5000)
+    rows = fork.train(timeout=200, **flags, total_steps=5000)
     for task, game in enumerate((Pennies, Gold)):
         best = game.LENGTH * game.VALUE
         returns = [float(row[f"return_{task}"] or "nan") for row in rows]
@@ -78,7 +78,7 @@ def test_popart_learns_games_of_very_different_rewards(tmp_path, variant):
     weights = fork.checkpoint()["model_state_dict"]
     average, square = (weights[f"baseline.{name}"] for name in ("mean", "square"))
     saved = np.sqrt(square.double() - average.double() ** 2).tolist()
-    resumed = fork.train(**flags, total_steps=5080)[len(rows) :]
+    resumed = fork.train(timeout=200, **flags, total_steps=5080)[len(rows) :]
     assert len(resumed) == 2
     found = [float(resumed[0][f"sigma_{task}"]) for task in range(2)]
     assert found == pytest.approx(saved, rel=1e-3)
@@ -90,7 +90,7 @@ def test_popart_keeps_the_values_when_the_moments_change(popart):
     x = torch.randn(N, D)
 
     def values():
-        """Of all tasks, by equation 3 of the paper: [N, K] float64."""
+        """Of all tasks, mean + deviation · normalized value: [N, K] float64."""
         weights = {name: p.double().numpy() for name, p in head.state_dict().items()}
         normalized = x.double().numpy() @ weights["linear.weight"].T
         normalized += weights["linear.bias"]
@@ -237,20 +237,18 @@ def test_attention_sees_the_past_of_the_episode_only(transformer):
         assert not differs[:, 1:].any()
 
 
-@pytest.mark.timeout(250)
-def test_a_transformer_learns_to_recall(tmp_path, variant):
-    """The agent has to name the digit of three steps before; chance gives 1/3."""
+@pytest.mark.timeout(420)
+def test_a_transformer_learns_to_remember(tmp_path, variant):
     fork = Fork(tmp_path, "transformer")
     changed = ("core/declared_flags", "model")
     assert fork.files == {f"torchbeast/{name}.py" for name in changed}
     rows = fork.train(
+        timeout=200,
         **variant,
         learning_rate=0.001,
-        env="environments:Recall",
+        env="cue_games:Repeat",
         use_transformer=True,
         rollouts="episode",
-        sync=True,  # repeatable
-        disable_checkpoint=True,
-        total_steps=14_000,
+        total_steps=5000,
     )
-    assert float(rows[-1]["mean_game_return_100"]) > 0.6
+    assert float(rows[-1]["mean_game_return_100"]) > 3  # without a memory: 2
