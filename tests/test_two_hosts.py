@@ -14,7 +14,7 @@ import pytest
 import runs
 import watched_runs
 from certificates import Certificates
-from test_polybeast_faults import (
+from watched_servers import (
     LEARNER,
     E,
     Servers,

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from test_env_server import Env, T, Vector, play, serving
+from test_environment import env_flags
 
-from libtorchbeast import (
-    probe,
-)
+from libtorchbeast import probe
+from torchbeast.core.environment import Environment
 
 # --- Vectorised environments ----------------------------------------------------------
 
@@ -102,15 +102,8 @@ def test_gymnasium_vector_environments_are_refused_with_a_hint(address):
 
 def test_the_environment_module_of_torchbeast(address):
     """Atari's Environment is such an object; GridWorld stands in for it here."""
-    import argparse
-    from functools import partial
-
-    from torchbeast.core.environment import Environment
-
-    flags = argparse.Namespace(
-        env="environments:GridWorld", atari_backend="python", seed=1, sync=False
-    )
-    make = partial(Environment, flags, 3)
+    flags = env_flags("environments:GridWorld", seed=1)
+    make = functools.partial(Environment, flags, 3)
     with serving(make, address):
         hello = probe(address)
         env_outputs, action = play(
