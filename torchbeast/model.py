@@ -157,6 +157,34 @@ class VectorEncoder(nn.Module):
         return torch.cat(vectors, dim=-1)
 
 
+class LSTMCore(nn.LSTM):
+    """The recurrent core of Net. Another core needs hidden_size and these methods."""
+
+    def state_sizes(self, batch_size: int) -> list[tuple[int, ...]]:
+        """Of the state before an episode: [layers, B, size] per tensor."""
+        return [(self.num_layers, batch_size, self.hidden_size)] * 2
+
+    def unroll(
+        self, x: torch.Tensor, done: torch.Tensor, state: State
+    ) -> tuple[torch.Tensor, State]:
+        """Runs over x [T, B, D]; zeroes the state where an episode begins.
+
+        It cuts the rows at those where any episode begins. Within a piece no state is
+        reset, so that the LSTM processes a piece in one call.
+
+        Returns:
+          features [T, B, hidden_size], and the last state.
+        """
+        begins = [0, *(done[1:].any(dim=1).nonzero().flatten() + 1).tolist(), len(x)]
+        outputs = []
+        for first, last in itertools.pairwise(begins):
+            keep = (~done[first]).to(x.dtype).view(1, -1, 1)
+            state = (keep * state[0], keep * state[1])
+            y, state = self(x[first:last], state)
+            outputs.append(y)
+        return torch.cat(outputs), state
+
+
 class Net(nn.Module):
     """The policy and value network of the agent.
 
@@ -203,7 +231,7 @@ class Net(nn.Module):
 
         rows = rollout.example_rows(observation_space, self.distribution)
         size = output_size(self.encode, rows)
-        self.core = nn.LSTM(size, 256) if use_lstm else None
+        self.core = LSTMCore(size, 256) if use_lstm else None
         size = self.core.hidden_size if self.core else size
         self.policy = nn.Linear(size, self.distribution.num_logits)
         self.baseline = nn.Linear(size, 1)
@@ -228,7 +256,7 @@ class Net(nn.Module):
         device = self.policy.weight.device
         sizes = []
         if self.core is not None:
-            sizes += [(self.core.num_layers, batch_size, self.core.hidden_size)] * 2
+            sizes += self.core.state_sizes(batch_size)
         if self.return_moments is not None:
             sizes.append((1, batch_size, 1))
         return tuple(torch.zeros(size, device=device) for size in sizes)
@@ -254,8 +282,9 @@ class Net(nn.Module):
         T, B = rows["reward"].shape
         x = self.encode(rows)  # [T * B, D]
         if self.core is not None:
-            x, core_state = self._unroll(x.view(T, B, -1), rows["done"], state[:2])
-            state = (*core_state, *state[2:])
+            n = len(self.core.state_sizes(B))
+            y, core_state = self.core.unroll(x.view(T, B, -1), rows["done"], state[:n])
+            x, state = y.flatten(0, 1), (*core_state, *state[n:])
         logits = self.policy(x).view(T, B, -1)
         if action_masks.mask_space(self.observation_space):
             allowed = rows["observation"][action_masks.NAME].flatten(2) != 0
@@ -356,24 +385,6 @@ class Net(nn.Module):
         if self.return_moments is None:
             return reward
         return (reward / self.return_moments.std).clamp(-CLIP, CLIP)
-
-    def _unroll(
-        self, x: torch.Tensor, done: torch.Tensor, state: State
-    ) -> tuple[torch.Tensor, State]:
-        """Runs the core over x [T, B, D]; zeroes the state where an episode begins.
-
-        It cuts the rows at those where any episode begins. Within a piece no state is
-        reset, so that the core processes a piece in one call.
-        """
-        assert self.core is not None
-        begins = [0, *(done[1:].any(dim=1).nonzero().flatten() + 1).tolist(), len(x)]
-        outputs = []
-        for first, last in itertools.pairwise(begins):
-            keep = (~done[first]).to(x.dtype).view(1, -1, 1)
-            state = (keep * state[0], keep * state[1])
-            y, state = self.core(x[first:last], state)
-            outputs.append(y)
-        return torch.cat(outputs).flatten(0, 1), state
 
 
 def make_model(
