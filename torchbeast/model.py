@@ -250,8 +250,8 @@ class Net(nn.Module):
     def initial_state(self, batch_size: int) -> State:
         """The state of new episodes: tensors [layers, B, size] float32.
 
-        The LSTM's hidden state and cells, if there is an LSTM; then the discounted sum
-        of the rewards so far [1, B, 1], if rewards are normalized.
+        What the core remembers, if there is a core; then the discounted sum of the
+        rewards so far [1, B, 1], if rewards are normalized.
         """
         device = self.policy.weight.device
         sizes = []
