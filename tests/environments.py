@@ -4,6 +4,8 @@ Each has a simple optimal policy with a known return, so tests can also train on
 """
 
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -239,3 +241,101 @@ class Goals(gym.Env):
 
     def _observation(self) -> np.ndarray:
         return np.array([self.goal, self.steps], np.float32)
+
+
+class CombinationLock(gym.Env):
+    """Press the right one of two buttons at each of LENGTH places.
+
+    A wrong one ends the episode. Reward 1 for the last right one, which ends it, too;
+    all other rewards are 0. So random play takes 2 steps on average, and opens the lock
+    in one of 2 ** LENGTH episodes.
+    """
+
+    LENGTH = 12
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Discrete(self.LENGTH)
+        self.action_space = spaces.Discrete(2)
+        self.buttons = np.random.default_rng(1).integers(2, size=self.LENGTH)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.place = 0
+        return self.place, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        right = action == self.buttons[self.place]
+        self.place += 1
+        over = not right or self.place == self.LENGTH
+        return self.place % self.LENGTH, float(over and right), over, False, {}
+
+
+class SignsInNetHack(gym.Env):
+    """Read four signs, one in each part of NetHack's observation; then the next four.
+
+    The parts that NLE makes with observation_keys=("glyphs", "blstats", "message"), of
+    the same shapes and dtypes. The signs are: the glyph to the right of the hero, who
+    is only in blstats; the half of the map that is water; whether the hero is badly
+    hurt; and the message. Reward: the share of the signs that the action names.
+    """
+
+    GLYPHS, HEIGHT, WIDTH = 5977, 21, 79
+    STONE, WATER, FLOOR = 2359, 2391, (2371, 2378)
+    X, Y, HIT_POINTS, GOLD = 0, 1, 10, 13  # places in blstats
+    MESSAGES = ("You see here a gold piece.", "The door is locked.")
+    LENGTH = 10
+
+    def __init__(self) -> None:
+        size = (self.HEIGHT, self.WIDTH)
+        limits = np.iinfo(np.int32)
+        self.observation_space = spaces.Dict(
+            {
+                "glyphs": spaces.Box(0, self.GLYPHS - 1, size, np.int16),
+                "blstats": spaces.Box(limits.min, limits.max, (27,), np.int64),
+                "message": spaces.Box(0, 255, (256,), np.uint8),
+            }
+        )
+        self.action_space = spaces.MultiDiscrete([2, 2, 2, 2])
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._observation(), {}
+
+    def step(
+        self, action: np.ndarray
+    ) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        reward = float(np.mean(action == self.signs))
+        self.steps += 1
+        return self._observation(), reward, self.steps == self.LENGTH, False, {}
+
+    def _observation(self) -> dict[str, Any]:
+        random = self.np_random
+        self.signs = random.integers(2, size=4)
+        beside, half, hurt, text = self.signs
+        glyphs = np.full((self.HEIGHT, self.WIDTH), self.STONE, np.int16)
+        np.array_split(glyphs, 2, axis=1)[half][:] = self.WATER
+        x, y = random.integers(self.WIDTH - 1), random.integers(self.HEIGHT)
+        room = glyphs[max(y - 2, 0) : y + 3, max(x - 2, 0) : x + 3]
+        room[:] = random.choice(self.FLOOR, room.shape)
+        glyphs[y, x + 1] = self.FLOOR[beside]
+        blstats = np.zeros(27, np.int64)
+        blstats[[self.X, self.Y, self.GOLD]] = x, y, random.integers(1_000_000)
+        blstats[self.HIT_POINTS] = random.integers(1, 9) if hurt else 300
+        message = np.zeros(256, np.uint8)
+        words = self.MESSAGES[text].encode()
+        message[: len(words)] = list(words)
+        return {"glyphs": glyphs, "blstats": blstats, "message": message}
+
+
+class SlowWhileMarked(gym.Wrapper):
+    """For --wrapper: each step takes 20 ms while there is a file SLOW_FILE."""
+
+    def step(self, action: Any) -> Any:
+        if Path(os.environ["SLOW_FILE"]).exists():
+            time.sleep(0.02)
+        return self.env.step(action)

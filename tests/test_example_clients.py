@@ -33,6 +33,8 @@ from scripted_learner import (
 grpc = pytest.importorskip("grpc", reason="needs grpcio and grpcio-tools")
 protoc = pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools")
 
+pytestmark = pytest.mark.timeout(300)  # the C++ client is compiled
+
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "examples" / "clients"
 PROTO = ROOT / "libtorchbeast" / "proto"

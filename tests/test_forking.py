@@ -9,9 +9,19 @@ import subprocess
 import pytest
 import runs
 import torch
+from environments import CombinationLock, SignsInNetHack
 
 DOCUMENT = runs.ROOT / "docs" / "forking.md"
 PATCHES = runs.ROOT / "docs" / "forking"
+
+MONOBEAST, POLYBEAST = VARIANTS = "torchbeast.monobeast", "torchbeast.polybeast"
+
+QUICK_LEARNING = {
+    "preset": "classic-control",
+    "num_actors": 2,
+    "envs_per_actor": 4,
+    "batch_size": 8,
+}
 
 
 class Fork:
@@ -59,11 +69,13 @@ class Fork:
     def read_sources(self):
         return {path: path.read_bytes() for path in self.path.rglob("*.py")}
 
-    def train(self, timeout=100, **flags):
+    def train(self, module=MONOBEAST, timeout=100, **flags):
         """Trains in the copy and returns the rows of logs.csv."""
+        if module == POLYBEAST:
+            pytest.importorskip("libtorchbeast", exc_type=ImportError)
         paths = [str(self.path), str(self.path / "tests")]
         done = subprocess.run(
-            runs.command(self.savedir, "fork", **{**runs.SMALL, **flags}),
+            runs.command(self.savedir, "fork", module, **{**runs.SMALL, **flags}),
             cwd=self.path,
             env={
                 **os.environ,
@@ -145,6 +157,78 @@ def test_another_optimizer_and_schedule(tmp_path):
     assert rates[6:] == pytest.approx(falling)
     moments = fork.checkpoint()["optimizer_state_dict"]["state"][0]
     assert {"exp_avg", "exp_avg_sq"} <= moments.keys()  # of AdamW
+
+
+# Random play opens the lock in one of 4,096 episodes. These runs have about 1,500.
+LOCK = {
+    **QUICK_LEARNING,
+    "env": "environments:CombinationLock",
+    "unroll_length": CombinationLock.LENGTH,
+    "total_steps": 7000,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("module", VARIANTS)
+def test_random_network_distillation(tmp_path, module):
+    fork = Fork(tmp_path, "rnd")
+    assert fork.files == {"torchbeast/model.py", "torchbeast/learner.py"}
+    rows = fork.train(module, timeout=380, **LOCK)
+    assert mean(column(rows, "mean_game_return")[-10:]) > 0.3
+    # What was seen often is not new.
+    for name in ("rnd_loss", "mean_novelty"):
+        values = column(rows, name)
+        assert mean(values[-10:]) < 0.1 * mean(values[:10])
+    # The random network has had no gradients, and only it.
+    saved = fork.checkpoint()
+    fixed = [name for name in saved["model_state_dict"] if "target" in name]
+    optimizer = saved["optimizer_state_dict"]
+    weights = optimizer["param_groups"][0]["params"]
+    assert len(weights) - len(optimizer["state"]) == len(fixed) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("module", VARIANTS)
+def test_a_bonus_for_observations_that_are_rare(tmp_path, module):
+    fork = Fork(tmp_path, "count")
+    assert fork.files == {"torchbeast/model.py", "torchbeast/learner.py"}
+    rows = fork.train(module, timeout=380, **LOCK)
+    assert mean(column(rows, "mean_game_return")[-10:]) > 0.3
+    # All actors' steps are counted once. Each place is an observation.
+    table = fork.checkpoint()["model_state_dict"]["counts.table"]
+    assert table.sum() == int(rows[-1]["step"])
+    assert (table > 0).sum() == CombinationLock.LENGTH
+
+
+def test_the_bonus_is_one_by_the_root_of_the_count(tmp_path, monkeypatch):
+    monkeypatch.setenv("SEED_FILE", str(tmp_path / "seeds"))
+    fork = Fork(tmp_path, "count")
+    # One observation, in episodes of three steps; the last of them gets no bonus.
+    for row in fork.train(env="environments:SeedLog", unroll_length=6, total_steps=120):
+        expected = 2 / 3 / math.sqrt(int(row["step"]))
+        assert float(row["mean_bonus"]) == pytest.approx(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("module", VARIANTS)
+def test_the_parts_of_nethacks_observation(tmp_path, module):
+    """All four signs have to be read: without one, the mean return is 8.75 at most."""
+    fork = Fork(tmp_path, "nethack")
+    assert fork.files == {"torchbeast/model.py"}
+    rows = fork.train(
+        module,
+        timeout=380,
+        **QUICK_LEARNING,
+        env="environments:SignsInNetHack",
+        unroll_length=SignsInNetHack.LENGTH,
+        updates_per_batch=1,
+        discounting=0,
+        total_steps=8000,
+    )
+    assert mean(column(rows, "mean_game_return")[-20:]) > 9
 
 
 def test_the_document_shows_the_patches():

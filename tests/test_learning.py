@@ -28,10 +28,12 @@ def test_recall_is_learned_with_an_lstm(tmp_path):
         "env": "environments:Recall",
         "use_lstm": True,
         "num_actors": 2,
+        "envs_per_actor": 4,
+        "unroll_length": 10,
+        "optimizer": "adam",
         "learning_rate": 0.001,
-        "alpha": 0.9,
-        "epsilon": 0.0001,
-        "total_steps": 80_000,
+        "epsilon": 0.00001,
+        "total_steps": 20_000,
     }
     runs.run(tmp_path, "a", timeout=380, **flags)
     rows = runs.read_logs(tmp_path, "a")

@@ -104,7 +104,7 @@ def test_the_policy_improves(tmp_path, small):
         "envs_per_actor": 8,
         "batch_size": 8,
         "unroll_length": 20,
-        "total_steps": 60_000,
+        "total_steps": 80_000,
     }
     runs.run(tmp_path, "a", **small)
     last = runs.read_logs(tmp_path, "a")[-1]
@@ -529,6 +529,7 @@ SYNC = {
     "disable_checkpoint": True,
 }
 
+LSTM = {"use_lstm": True}
 NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
 
 
@@ -550,7 +551,7 @@ def assert_logs_agree(mono, poly):
             ), (name, row["step"])
 
 
-@pytest.mark.parametrize("more", [{}, {"use_lstm": True}, NORMALIZED], ids=str)
+@pytest.mark.parametrize("more", [{}, LSTM | NORMALIZED], ids=["plain", "all"])
 @pytest.mark.parametrize("env", ["MountainCar-v0", "MinAtar/Breakout-v1"])
 def test_sync_gives_monobeasts_updates(tmp_path, env, more):
     """With truncated episodes (MountainCar's, after 200 steps) and convolutions."""

@@ -21,7 +21,7 @@ POLY = {**MONO, "module": "torchbeast.polybeast", "torch_threads": 1, "batch_siz
 BOTH = pytest.mark.parametrize("flags", [MONO, POLY], ids=["mono", "poly"])
 FOREVER = 10**9
 STARTED: list[subprocess.Popen] = []
-pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.timeout(400)
 
 
 def ray_actors():

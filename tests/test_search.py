@@ -16,7 +16,7 @@ from torchbeast.core import search  # noqa: E402 # it imports Optuna
 from torchbeast.core.errors import FlagError  # noqa: E402
 from torchbeast.core.file_writer import read_meta  # noqa: E402
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("sweep")]
+pytestmark = pytest.mark.timeout(400)
 SPACE = ["--name", "s", "--search", "learning_rate=loguniform:1e-4:1e-2"]
 STATE = optuna.trial.TrialState
 

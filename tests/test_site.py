@@ -112,6 +112,7 @@ def test_the_first_tour_runs(tmp_path):
     for language, code in blocks:
         if language == "bash":
             code = code.replace("python -m", f"{sys.executable} -m")
+            code = code.replace("--total_steps 100000", "--total_steps 50000")
             code = f"subprocess.run({code!r}, shell=True, check=True)"
         script.append(code)
     tree = tmp_path / "tree"

@@ -18,7 +18,7 @@ from torchbeast.core.file_writer import read_meta
 from torchbeast.core.jobs import Job
 from torchbeast.core.slurm_jobs import SlurmJob  # it imports submitit
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("sweep")]
+pytestmark = pytest.mark.timeout(400)
 
 
 def job_processes(process):

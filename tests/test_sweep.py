@@ -14,7 +14,7 @@ from torchbeast.core.file_writer import read_meta
 from torchbeast.core.groups import by_name
 from torchbeast.core.saved_runs import read_run
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("sweep")]
+pytestmark = pytest.mark.timeout(400)
 FOREVER = 10**9
 
 
@@ -63,11 +63,15 @@ def test_a_grid_with_seeds(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["monobeast", "polybeast"])
-def test_a_stopped_sweep_goes_on(tmp_path, variant):
+def test_a_stopped_sweep_goes_on(tmp_path, tmp_path_factory, monkeypatch, variant):
     """Ctrl-C in a terminal. Each of two runs has one core, with all its processes."""
     if variant == "polybeast":
         pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    flags = {"variant": variant, "total_steps": 30_000}
+    slow = tmp_path_factory.mktemp("slow") / "slow"
+    slow.touch()
+    monkeypatch.setenv("SLOW_FILE", str(slow))
+    flags = {"variant": variant, "total_steps": 6_000}
+    flags |= {"wrapper": "environments:SlowWhileMarked"}
     own = ["--name", "x", "--jobs", "2", "--cores", "1", "--seeds", "1-3"]
     if variant == "polybeast":
         flags |= {"batch_size": 3}
@@ -93,10 +97,11 @@ def test_a_stopped_sweep_goes_on(tmp_path, variant):
         end = read_meta(tmp_path / xpid)["starts"][-1]
         assert (end["exit_status"], end["signal"]) == (130, "SIGINT")
         steps[xpid] = end["last_step"]
-        assert 0 < steps[xpid] < 30_000
+        assert 0 < steps[xpid] < 6_000
+    slow.unlink()
     sweeps.finished(tmp_path, *own, **flags)
     for xpid in ("x-1", "x-2", "x-3"):
-        sweeps.assert_finished(tmp_path, xpid, 30_000)
+        sweeps.assert_finished(tmp_path, xpid, 6_000)
         console = (tmp_path / xpid / "console.log").read_text()
         resumed = f"Resuming at step {steps.get(xpid)}." in console
         assert resumed == (xpid in steps)
