@@ -72,12 +72,12 @@ TRIALS = {
         3000,
         ("--use_lstm", "--num_actors", "1"),
     ),
-    # A text in the observation, which a wrapper leaves out: docs/environments.md.
+    # A wrapper leaves out the text and makes planes of the image: docs/environments.md.
     "minigrid": Trial(
         ("minigrid==3.2.0",),
         "minigrid:MiniGrid-DoorKey-5x5-v0",
         3000,
-        ("--wrapper", "my_wrappers:no_mission"),
+        ("--wrapper", "my_wrappers:planes"),
         video=True,
     ),
     # A Dict with goals; slow: 100 steps per second.

@@ -5,7 +5,8 @@ from gymnasium import spaces
 from torch import nn
 
 from torchbeast.core.distributions import make_distribution
-from torchbeast.model import Net
+from torchbeast.core.observations import image_size, is_image
+from torchbeast.model import ImageEncoder, Net
 
 T, B, A = 5, 3, 7
 PONG = spaces.Box(0, 255, (84, 84, 4), np.uint8)
@@ -213,6 +214,27 @@ def test_channels_last_and_first_give_the_same(torso, shape):
     rows = make_rows(space, ACTION_SPACES["discrete"])
     observation = rows["observation"].permute(0, 1, 4, 2, 3).contiguous()
     assert_same(turned_net({**rows, "observation": observation})[0], net(rows)[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ((7, 7, 20), (7, 7, 20)),  # MiniGrid's one-hot image: more channels than pixels
+        ((20, 7, 7), (7, 7, 20)),
+        ((4, 84, 84), (84, 84, 4)),
+        ((210, 160, 3), (210, 160, 3)),
+        ((3, 210, 160), (210, 160, 3)),
+        ((9, 9, 9), (9, 9, 9)),
+    ],
+)
+def test_the_axis_of_the_channels(shape, size):
+    space = spaces.Box(0, 1, shape, np.uint8)
+    assert is_image(space)
+    assert image_size(space) == size
+    encoder = ImageEncoder(space, "shallow")
+    first = next(x for x in encoder.parameters() if x.ndim == 4)
+    assert first.shape[1] == size[-1]
+    encoder(torch.ones(2, *shape, dtype=torch.uint8))
 
 
 def test_as_many_channels_as_pixels_are_taken_as_last():

@@ -46,8 +46,15 @@ def is_image(space: spaces.Space) -> TypeGuard[spaces.Box]:
 
 
 def has_channels_last(image: spaces.Box) -> bool:
-    """Whether the axes are [H, W, C] and not [C, H, W]: the smaller one is C."""
-    return image.shape[-1] <= image.shape[0]
+    """Whether the axes are [H, W, C] and not [C, H, W].
+
+    If two neighbours are equal, they are H and W. Otherwise C is the smaller of the
+    first and the last.
+    """
+    first, middle, last = image.shape
+    if (first == middle) != (middle == last):
+        return first == middle
+    return last <= first
 
 
 def image_size(image: spaces.Box) -> tuple[int, int, int]:
