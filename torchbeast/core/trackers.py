@@ -116,7 +116,8 @@ class WeightsAndBiases:
             )
         except (wandb.Error, OSError) as error:
             raise FlagError(
-                f"--wandb {flags.wandb}: {error}. WANDB_MODE=offline needs no network"
+                f"--wandb {flags.wandb}: {str(error).rstrip('.')}. "
+                "WANDB_MODE=offline needs no network"
             ) from error
         # With its own count of steps, which only grows, W&B would refuse the steps that
         # a run resumed after a crash logs again.
