@@ -3,6 +3,7 @@
 scripts/bare_system_trial installs a wheel where there is no compiler and no gRPC.
 """
 
+import fcntl
 import importlib.util
 import os
 import pathlib
@@ -32,15 +33,18 @@ def wheel(tmp_path_factory):
         if not shutil.which(tool, path=PATH):
             runs.skip(f"needs {tool}")
     dist = tmp_path_factory.mktemp("dist")
-    done = subprocess.run(
-        ["bash", "scripts/build_wheels", str(dist), "--no-build-isolation"],
-        cwd=runs.ROOT,
-        env={**os.environ, "BUILD_PYTHON": sys.executable},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=450,
-    )
+    (runs.ROOT / "build").mkdir(exist_ok=True)
+    with (runs.ROOT / "build" / "wheel.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other workers of pytest build there, too
+        done = subprocess.run(
+            ["bash", "scripts/build_wheels", str(dist), "--no-build-isolation"],
+            cwd=runs.ROOT,
+            env={**os.environ, "BUILD_PYTHON": sys.executable},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=450,
+        )
     assert done.returncode == 0, done.stdout[-5000:]
     (archive,) = dist.iterdir()
     assert re.search(r"-manylinux_2_\d+_\w+\.whl$", archive.name)
