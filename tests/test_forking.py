@@ -168,14 +168,20 @@ LOCK = {
 }
 
 
+def open_lock(folder, patch, module):
+    """Trains the patched tree until the lock is opened; returns fork and rows."""
+    fork = Fork(folder, patch)
+    assert fork.files == {"torchbeast/model.py", "torchbeast/learner.py"}
+    rows = fork.train(module, timeout=380, **LOCK)
+    assert mean(column(rows, "mean_game_return")[-10:]) > 0.3
+    return fork, rows
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("module", VARIANTS)
 def test_random_network_distillation(tmp_path, module):
-    fork = Fork(tmp_path, "rnd")
-    assert fork.files == {"torchbeast/model.py", "torchbeast/learner.py"}
-    rows = fork.train(module, timeout=380, **LOCK)
-    assert mean(column(rows, "mean_game_return")[-10:]) > 0.3
+    fork, rows = open_lock(tmp_path, "rnd", module)
     # What was seen often is not new.
     for name in ("rnd_loss", "mean_novelty"):
         values = column(rows, name)
@@ -192,10 +198,7 @@ def test_random_network_distillation(tmp_path, module):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("module", VARIANTS)
 def test_a_bonus_for_observations_that_are_rare(tmp_path, module):
-    fork = Fork(tmp_path, "count")
-    assert fork.files == {"torchbeast/model.py", "torchbeast/learner.py"}
-    rows = fork.train(module, timeout=380, **LOCK)
-    assert mean(column(rows, "mean_game_return")[-10:]) > 0.3
+    fork, rows = open_lock(tmp_path, "count", module)
     # All actors' steps are counted once. Each place is an observation.
     table = fork.checkpoint()["model_state_dict"]["counts.table"]
     assert table.sum() == int(rows[-1]["step"])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from cue_games import Gold, Pennies
 from gymnasium import spaces
+from loss_cases import DISTRIBUTION, FLAGS, make_batch
 from test_forking import Fork
-from test_losses import DISTRIBUTION, FLAGS, make_batch
 from test_model import make_rows, map_leaves
 
 from torchbeast.core.env_checks import InvalidEnvironmentError
