@@ -529,8 +529,11 @@ SYNC = {
     "disable_checkpoint": True,
 }
 
-LSTM = {"use_lstm": True}
-NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
+WITH_STATE = {
+    "use_lstm": True,
+    "normalize_observations": True,
+    "normalize_rewards": True,
+}
 
 
 def assert_logs_agree(mono, poly):
@@ -551,7 +554,7 @@ def assert_logs_agree(mono, poly):
             ), (name, row["step"])
 
 
-@pytest.mark.parametrize("more", [{}, LSTM | NORMALIZED], ids=["plain", "all"])
+@pytest.mark.parametrize("more", [{}, WITH_STATE], ids=["plain", "with_state"])
 @pytest.mark.parametrize("env", ["MountainCar-v0", "MinAtar/Breakout-v1"])
 def test_sync_gives_monobeasts_updates(tmp_path, env, more):
     """With truncated episodes (MountainCar's, after 200 steps) and convolutions."""
