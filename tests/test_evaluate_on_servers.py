@@ -37,10 +37,13 @@ def result_of(tmp_path, process):
 
 @pytest.mark.parametrize("greedy", [None, True])
 def test_games_of_an_environment_that_only_servers_have(tmp_path, serve, greedy):
-    """GridWorld's games end after different numbers of steps, some are truncated."""
+    """GridWorld's games end after different numbers of steps, some are truncated.
+
+    The servers have another number of environments than the training had.
+    """
     env = {"env": "environments:GridWorld", "use_lstm": True}
     runs.run(tmp_path, "a", **{**runs.SMALL, **env})
-    servers = serve(env=env["env"], bind="localhost:0", num_servers=2)
+    servers = serve(env=env["env"], bind="localhost:0", num_servers=2, envs_per_actor=2)
     addresses = ",".join(servers.addresses(2))
     flags = {"server_addresses": addresses, "num_test_episodes": 17, "greedy": greedy}
     result, _ = result_of(tmp_path, start_test(tmp_path, **flags))

@@ -99,7 +99,10 @@ def play_on_servers(
             "--listen, on a machine that has the environment"
         )
     # Batches of one fit all streams; nothing learns from them.
+    layout: dict[str, Any]
     layout = {"batch_size": 1, "max_learner_queue_size": 1, "sync": False}
+    if "envs_per_actor" not in flags.typed:
+        layout["envs_per_actor"] = None  # the servers' number
     if "num_actors" not in flags.typed:
         layout["num_actors"] = len(server_addresses(flags)) if not flags.listen else 1
     flags = flags.replace(**layout)
