@@ -6,8 +6,6 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 import torchbeast
 
 ROOT = pathlib.Path(torchbeast.__path__[0])
