@@ -48,6 +48,17 @@ def test_atari_game(env_id, game):
     assert atari_game(env_id) == game
 
 
+def test_no_id_of_gymnasium_counts_as_an_atari_game():
+    """Atari has a Blackjack, too; Blackjack-v1 is Gymnasium's."""
+    own = {
+        name
+        for name, spec in gymnasium.registry.items()
+        if not str(spec.entry_point).startswith("ale_py")
+    }
+    assert "Blackjack-v1" in own
+    assert [name for name in own if atari_game(name)] == []
+
+
 def test_make_atari_rejects_other_ids():
     with pytest.raises(ValueError, match="'CartPole-v1' is not an Atari id"):
         make_atari(atari_flags("CartPole-v1"))

@@ -33,12 +33,18 @@ def atari_game(env_id: str) -> str | None:
 
     "SpaceInvadersNoFrameskip-v4", "SpaceInvadersDeterministic-v4", "SpaceInvaders-v4"
     and "ALE/SpaceInvaders-v5" are the same game, because the preprocessing follows from
-    the flags and not from the suffix of the id.
+    the flags and not from the suffix of the id. A bare name is of Atari with v0 and v4
+    only: Blackjack-v1 is a card game of Gymnasium.
     """
     match = re.fullmatch(
-        r"(?:ALE/)?([A-Za-z0-9]+?)(?:NoFrameskip|Deterministic)?-v\d+", env_id
+        r"(ALE/)?([A-Za-z0-9]+?)(NoFrameskip|Deterministic)?-v(\d+)", env_id
     )
-    return match and game_names().get(match[1])
+    if not match:
+        return None
+    namespace, game, suffix, version = match.groups()
+    if not namespace and not suffix and version not in ("0", "4"):
+        return None
+    return game_names().get(game)
 
 
 def game_names() -> dict[str, str]:
