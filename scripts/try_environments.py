@@ -62,9 +62,25 @@ class Trial:
 
 
 MUJOCO = "mujoco==3.17.0"
+BOX2D = "box2d==2.3.10"
 TRIALS = {
     # Vectors without bounds, float64; continuous actions.
     "mujoco": Trial((MUJOCO, "imageio==2.38.1"), "Hopper-v5", 3000),
+    # Vectors with wide bounds; and continuous actions with screens of 96x96x3.
+    "lunar_lander": Trial((BOX2D, "pygame-ce"), "LunarLander-v3", 3000, video=True),
+    "car_racing": Trial(
+        (BOX2D, "pygame-ce"),
+        "CarRacing-v3",
+        800,
+        ("--env_kwargs", '{"max_episode_steps": 60}', "--num_actors", "1"),
+        video=True,
+    ),
+    # A Dict with goals, on MuJoCo. (FetchReach-v4 does not start with this MuJoCo.)
+    "robotics": Trial(
+        (MUJOCO, "gymnasium-robotics==1.4.2"),
+        "gymnasium_robotics:PointMaze_UMaze-v3",
+        4000,
+    ),
     # The same in a Dict with scalars; games are cut off after 1,000 steps.
     "dm_control": Trial(
         (MUJOCO, "dm-control==1.0.50", "shimmy[dm-control]==2.0.1"),
