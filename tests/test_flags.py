@@ -220,6 +220,7 @@ def test_the_published_preset_has_the_published_values():
         "rollouts": "fixed",
         "replay_ratio": 0.0,
         "updates_per_batch": 1,
+        "minibatches": 1,
         "model": "shallow",
         "use_lstm": False,  # feed-forward
         "total_steps": 200_000_000 // 4,  # 200 million frames
@@ -441,6 +442,19 @@ def test_resolving_twice_changes_nothing():
         (
             "--sync --num_actors 3 --envs_per_actor 3 --batch_size 2",
             ["--sync", "9 environments", "--batch_size", "got 2"],
+        ),
+        (
+            "--batch_size 6 --updates_per_batch 4 --minibatches 4",
+            ["--minibatches 4", "--batch_size 6"],
+        ),
+        (
+            "--batch_size 6 --updates_per_batch 4 --minibatches 3",
+            ["--updates_per_batch 4", "--minibatches 3"],
+        ),
+        (
+            "--batch_size 6 --updates_per_batch 3 --minibatches 3 "
+            "--replay_ratio 1 --replay_size 1000",
+            ["--minibatches 3", "--replay_ratio 1"],
         ),
     ],
 )

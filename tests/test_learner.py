@@ -1,10 +1,13 @@
 """One update, the model included, held against what must be true of any right one."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 
+import torchbeast.learner
 from torchbeast import monobeast
 from torchbeast.core import checkpoint, rollout, vtrace
 from torchbeast.core import flags as flags_lib
@@ -92,6 +95,45 @@ def test_updates_per_batch(optimizer):
     assert row["step"] == other.step == T * B
     assert row["episodes"] == sum(t > 0 for t, _ in BEGINS)
     assert other.scheduler.last_epoch == 1
+
+
+@LSTM
+def test_minibatches(lstm, monkeypatch):
+    """A pass has each rollout once, with its state; passes are split differently."""
+    passes, parts = 8, 2
+    learner = make_learner(
+        *("--updates_per_batch", str(passes * parts), "--minibatches", str(parts)),
+        *lstm,
+    )
+    batch, state = make_batch(learner)
+    seen = []  # [update][rollout]: number of the rollout in the batch
+
+    def update(learner, rows, initial_state):
+        numbers = []
+        for i in range(rows["done"].shape[1]):
+            (number,) = (
+                k
+                for k in range(B)
+                if torch.equal(rows["observation"][:, i], batch["observation"][:, k])
+            )
+            for name, x in rows.items():
+                assert torch.equal(x[:, i], batch[name][:, number]), name
+            for x, y in zip(initial_state, state, strict=True):
+                assert torch.equal(x[:, i], y[:, number])
+            numbers.append(number)
+        seen.append(sorted(numbers))
+        return real_update(learner, rows, initial_state)
+
+    real_update = torchbeast.learner.update
+    monkeypatch.setattr(torchbeast.learner, "update", update)
+    row = learn(learner, batch, state)
+    assert learner.num_updates == len(seen) == passes * parts
+    assert all(len(numbers) == B // parts for numbers in seen)
+    for i in range(0, len(seen), parts):
+        assert sorted(itertools.chain(*seen[i : i + parts])) == list(range(B))
+    assert len(set(map(tuple, seen))) > parts
+    assert row["step"] == T * B
+    assert learner.scheduler.last_epoch == 1
 
 
 def test_a_run_keeps_its_optimizer():

@@ -9,7 +9,7 @@ import collections
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from torchbeast.core.finite import all_finite, find_cause
 from torchbeast.core.flags import Flags
 from torchbeast.core.logs_csv import join_columns
 from torchbeast.core.mixer import Mixer
-from torchbeast.core.nested import Nested
+from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.replay_memory import make_replay
 from torchbeast.core.rmsprop import RMSProp
 from torchbeast.core.rollout import State
@@ -356,6 +356,24 @@ def update(
     return scalars
 
 
+def minibatches(
+    batch: dict[str, Nested], initial_state: State, count: int
+) -> Iterator[tuple[dict[str, Nested], State]]:
+    """Splits a batch [T + 1, B, ...] into `count` parts of about B / count rollouts.
+
+    Each call chooses anew which rollouts are in which part.
+    """
+    if count == 1:
+        yield batch, initial_state
+        return
+    for part in torch.randperm(batch["done"].shape[1]).tensor_split(count):
+        index = part.to(batch["done"].device)
+        yield (
+            map_nested(lambda x, index=index: x[:, index], batch),
+            map_nested(lambda x, index=index: x[:, index], initial_state),
+        )
+
+
 def column_names(stats: Mapping[str, torch.Tensor]) -> list[str]:
     """A column per scalar; name_0, name_1, ... for a tensor [K]."""
     names = []
@@ -369,8 +387,9 @@ def learn(
 ) -> dict[str, Any]:
     """Learns from one batch [T + 1, B, ...]. Returns a row for logs.csv.
 
-    The batch is used for flags.updates_per_batch updates. V-trace corrects that the
-    policy has changed since the first.
+    The batch is used for flags.updates_per_batch updates, each from one of
+    flags.minibatches parts of it. V-trace corrects that the policy has changed since the
+    first.
 
     LASER (Schmitt et al. 2019) adds replayed columns to the batch. Until the replay has
     learn_start steps, it only stores the batch.
@@ -389,8 +408,9 @@ def learn(
         )
         if flags.rollouts == "episode":
             rows, state = rollout.cut_at_episodes(rows, state)
-        for _ in range(flags.updates_per_batch):
-            scalars = update(learner, rows, state)
+        for _ in range(flags.updates_per_batch // flags.minibatches):
+            for part in minibatches(rows, state, flags.minibatches):
+                scalars = update(learner, *part)
         if mixer:
             mixer.carry_states(learner.model)
     learner.scheduler.step()

@@ -192,6 +192,12 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         default=1,
         help="how often to learn from a batch; more need fewer steps, but more time",
     )
+    add(
+        "--minibatches",
+        type=int,
+        default=1,
+        help="random parts of a batch; each update learns from one of them",
+    )
     add("--alpha", type=float, default=0.99, help="RMSProp's smoothing")
     add("--momentum", type=float, default=0.0, help="RMSProp's momentum")
     add("--epsilon", type=float, default=1e-6, help="the optimizer's ε")

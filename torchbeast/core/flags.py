@@ -51,7 +51,7 @@ FREE_TO_CHANGE = OF_ONE_START | {
 # Flags that a resumed run with --sync may change: those that set how it learns from now
 # on. The others determine the games in progress and the order of updates.
 FREE_TO_CHANGE_IN_SYNC = FREE_TO_CHANGE | {
-    *("total_steps", "learning_rate", "updates_per_batch"),
+    *("total_steps", "learning_rate", "updates_per_batch", "minibatches"),
     *("alpha", "momentum", "epsilon"),
     *("grad_norm_clipping", "entropy_cost", "baseline_cost", "discounting"),
     *("reward_clipping", "sync", "clip_rho", "clip_pg_rho", "clip_c"),
@@ -59,7 +59,11 @@ FREE_TO_CHANGE_IN_SYNC = FREE_TO_CHANGE | {
 }
 
 # How runs learned whose checkpoints lack the flag.
-BEFORE_THE_FLAG_EXISTED = {"optimizer": "rmsprop", "updates_per_batch": 1}
+BEFORE_THE_FLAG_EXISTED = {
+    "optimizer": "rmsprop",
+    "updates_per_batch": 1,
+    "minibatches": 1,
+}
 
 
 class Flags(argparse.Namespace):
@@ -244,6 +248,23 @@ def resolve(flags: Flags) -> Flags:
         raise FlagError(
             "--sync resumes exactly, but a checkpoint does not have what the replay "
             "goes on with: add --disable_checkpoint, or leave out --sync"
+        )
+    if flags.batch_size % flags.minibatches:
+        raise FlagError(
+            f"--minibatches {flags.minibatches} must divide --batch_size "
+            f"{flags.batch_size}: each has as many rollouts"
+        )
+    if flags.updates_per_batch % flags.minibatches:
+        raise FlagError(
+            f"--updates_per_batch {flags.updates_per_batch} must be a multiple of "
+            f"--minibatches {flags.minibatches}, so that all rollouts count equally: "
+            f"give --updates_per_batch {flags.minibatches} for one pass over a batch"
+        )
+    if flags.replay_ratio and flags.minibatches > 1:
+        raise FlagError(
+            f"--minibatches {flags.minibatches} can't be used with --replay_ratio "
+            f"{flags.replay_ratio:g}: each update needs online and replayed rollouts. "
+            "Make the batch smaller instead"
         )
     if flags.learn_start > flags.replay_size:
         raise FlagError(

@@ -18,6 +18,7 @@ _IMPALA: dict[str, Any] = {
     "unroll_length": 20,
     "batch_size": 32,
     "updates_per_batch": 1,
+    "minibatches": 1,
     "discounting": 0.99,
     "baseline_cost": 0.5,
     "entropy_cost": 0.01,
@@ -96,6 +97,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "unroll_length": 20,
         "batch_size": 16,
         "updates_per_batch": 4,
+        "minibatches": 1,
         "baseline_cost": 0.5,
         "entropy_cost": 0.02,
         "normalize_advantages": False,
@@ -112,6 +114,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "unroll_length": 32,
         "batch_size": 8,
         "updates_per_batch": 4,
+        "minibatches": 1,
         "baseline_cost": 0.01,
         "entropy_cost": 0.01,
         "normalize_advantages": True,
@@ -119,17 +122,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 0.001,
         "total_steps": 500_000,
     },
-    # Continuous control, with PPO's clipping and normalization. Small batches give many
-    # updates; few environments keep the policy lag small.
+    # Continuous control, with PPO's clipping, normalization and minibatches. Few
+    # environments keep the policy lag small.
     "mujoco": {
         **_ADAM,
         "env": "HalfCheetah-v5",
         "envs_per_actor": 4,
         "normalize_observations": True,
         "normalize_rewards": True,
-        "unroll_length": 16,
-        "batch_size": 4,
-        "updates_per_batch": 4,
+        "unroll_length": 32,
+        "batch_size": 8,
+        "updates_per_batch": 16,
+        "minibatches": 4,
         "baseline_cost": 0.5,
         "entropy_cost": 0.0,
         "normalize_advantages": True,

@@ -63,6 +63,7 @@ RANGES: dict[str, Range] = {
     "learn_start": Range(0, LARGEST_COUNT),
     "kl_threshold": Range(0, math.inf),
     "updates_per_batch": COUNT,
+    "minibatches": COUNT,
     "envs_per_actor": COUNT,
     "num_buffers": COUNT,
     "num_learner_threads": COUNT,
