@@ -81,7 +81,14 @@ TRIALS = {
         "gymnasium_robotics:PointMaze_UMaze-v3",
         4000,
     ),
-    # The same in a Dict with scalars; games are cut off after 1,000 steps.
+    # An id without a version. It needs an older MuJoCo.
+    "metaworld": Trial(
+        ("mujoco==3.3.0", "metaworld==3.1.1"),
+        "metaworld:Meta-World/MT1",
+        5000,
+        ("--env_kwargs", '{"env_name": "reach-v3"}'),
+    ),
+    # As MuJoCo's, in a Dict with scalars; games are cut off after 1,000 steps.
     "dm_control": Trial(
         (MUJOCO, "dm-control==1.0.50", "shimmy[dm-control]==2.0.1"),
         "shimmy:dm_control/walker-walk-v0",

@@ -16,6 +16,7 @@ from torchbeast.core.make_env import (
 )
 from torchbeast.core.nested import map_nested
 from torchbeast.core.seeded_games import game_seed
+from torchbeast.core.vector_envs import find_vector_env
 
 
 def env_flags(env, **changes):
@@ -497,6 +498,18 @@ def test_old_api_on_gymnasium_class():
 
 def test_gymnasium_class_is_not_adapted():
     assert isinstance(create_env(env_flags(here(Counter))), Counter)
+
+
+@pytest.mark.parametrize("name", ["Suite-A/Task", "Suite-A/Task-v2", "Task-B-v3"])
+def test_an_id_that_a_module_registers(name):
+    """With a version or, as Meta-World's, without."""
+    gymnasium.register(name, entry_point=Counter, order_enforce=False)
+    try:
+        flags = env_flags(f"{__name__}:{name}")
+        assert isinstance(create_env(flags).unwrapped, Counter)
+        assert find_vector_env(flags) is None
+    finally:
+        del gymnasium.registry[name]
 
 
 # --- Exact resume ---------------------------------------------------------------------

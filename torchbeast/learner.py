@@ -388,8 +388,8 @@ def learn(
     """Learns from one batch [T + 1, B, ...]. Returns a row for logs.csv.
 
     The batch is used for flags.updates_per_batch updates, each from one of
-    flags.minibatches parts of it. V-trace corrects that the policy has changed since the
-    first.
+    flags.minibatches parts of it. V-trace corrects that the policy has changed
+    since the first.
 
     LASER (Schmitt et al. 2019) adds replayed columns to the batch. Until the replay has
     learn_start steps, it only stores the batch.

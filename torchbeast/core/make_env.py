@@ -9,7 +9,6 @@ import importlib
 import inspect
 import json
 import operator
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +78,7 @@ def create_env(
             raise InvalidEnvironmentError(
                 f"--env_kwargs {flags.env_kwargs} of {name}: {error}"
             ) from error
-    elif ":" in name and not re.search(r"-v\d+$", name):
+    elif names_python(name):
         env = _from_python_path(name, render_mode, arguments)
     else:
         env = _from_gymnasium(name, render_mode, arguments)
@@ -228,6 +227,15 @@ def _close_matches(name: str) -> list[str]:
     by_lower_case = {id.lower(): id for id in known}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=3, cutoff=0.7)
     return [by_lower_case[id] for id in close]
+
+
+def names_python(name: str) -> bool:
+    """Whether --env is package.module:Class, and not an id such as package:Task-v0.
+
+    An id may lack the version, such as metaworld:Meta-World/MT1.
+    """
+    _, colon, rest = name.partition(":")
+    return bool(colon) and not set("-/") & set(rest)
 
 
 def find_object(flag: str, path: str) -> Any:

@@ -7,7 +7,6 @@ import argparse
 import functools
 import importlib
 import json
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from torchbeast.core.make_env import (
     check_action_space,
     check_observation_space,
     find_object,
+    names_python,
     takes,
 )
 from torchbeast.core.nested import map_nested
@@ -54,7 +54,7 @@ def find_vector_env(flags: argparse.Namespace) -> Callable[[int], Any] | None:
         make, advice = functools.partial(_atari, flags), "add --atari_backend python"
     elif name.startswith(ENVPOOL):
         make = functools.partial(VectorGames, name, functools.partial(_envpool, flags))
-    elif ":" in name and not re.search(r"-v\d+$", name):
+    elif names_python(name):
         function = find_object(f"--env {name}", name)
         if not takes(function, "num_envs"):
             return None
