@@ -44,9 +44,11 @@ def oracle(space, logits):
     if isinstance(space, spaces.Discrete):
         return Categorical(logits=logits)
     half = logits.shape[-1] // 2
-    mean, log_std = logits[..., :half], logits[..., half:]
+    mean, x = logits[..., :half], logits[..., half:]
     center, scale = units(space)
-    mean, std = (x.reshape(x.shape[:-1] + space.shape) for x in (mean, log_std.exp()))
+    bounded = np.isfinite(space.low) & np.isfinite(space.high)
+    std = torch.where(torch.tensor(bounded).flatten(), x.sigmoid(), x.exp())
+    mean, std = (x.reshape(x.shape[:-1] + space.shape) for x in (mean, std))
     return Independent(Normal(center + scale * mean, scale * std), len(space.shape))
 
 

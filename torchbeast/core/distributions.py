@@ -180,10 +180,13 @@ class MultiCategorical(ActionDistribution):
 
 
 class DiagonalGaussian(ActionDistribution):
-    """Box: independent normal distributions. The logits are means, then log std.
+    """Box: independent normal distributions. The logits are means, then deviations.
 
-    Bounded dimensions are scaled to [-1, 1], so that an untrained policy covers the
-    range. Log-probability and entropy are those of the scaled action. They differ from
+    Bounded dimensions are scaled to [-1, 1]. Their standard deviation is the sigmoid of
+    the logit: at first 0.5, so that an untrained policy covers the range, and never
+    above 1. A larger one would only choose between the bounds at random, and often
+    nothing would pull it back. Other dimensions have exp(logit), between exp(-5) and
+    exp(2). Log-probability and entropy are those of the scaled action. They differ from
     the unscaled ones by a constant, which cancels in ratios and gradients.
 
     Actions are not clipped here. The environment clips them, but the log-probability
@@ -201,11 +204,13 @@ class DiagonalGaussian(ActionDistribution):
         # Very wide bounds, and bounds that leave one value, are not used as scale.
         bounded = (high - low > 0) & (high - low < 1e10)
         low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
+        self._bounded = torch.tensor(bounded).flatten()
         self._center = torch.tensor((high + low) / 2, dtype=torch.float32)
         self._scale = torch.tensor((high - low) / 2, dtype=torch.float32)
 
     def _normal(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, log_std = logits.chunk(2, dim=-1)
+        mean, x = logits.chunk(2, dim=-1)
+        log_std = torch.where(self._bounded.to(x.device), F.logsigmoid(x), x)
         return mean, log_std.clamp(self.min_log_std, self.max_log_std)
 
     def _to_action(self, z: torch.Tensor) -> torch.Tensor:
