@@ -99,6 +99,13 @@ def test_the_flags_of_another_variant_are_left_out(write):
     assert flags_lib.parse(polybeast.make_parser(), [config]).num_servers == 3
 
 
+def test_a_run_from_before_a_flag_existed(write):
+    """It did not have what its preset says of the flag now."""
+    args = {"preset": "mujoco", "batch_size": 4, "updates_per_batch": 4}
+    flags = parse(write(json.dumps({"args": args}), "meta.json"))
+    assert (flags.batch_size, flags.updates_per_batch, flags.minibatches) == (4, 4, 1)
+
+
 def test_a_list_is_joined(write):
     assert parse(write('wrapper = ["a:b", "c:d"]')).wrapper == "a:b,c:d"
 

@@ -310,14 +310,18 @@ def test_box_features_of_the_bounds_are_one():
     assert high == [1, 1, 1, 1]
 
 
-def test_box_deviation_is_limited():
-    distribution = make_distribution(SPACES["unbounded_box"])
+@pytest.mark.parametrize("name", ["unbounded_box", "bounded_box"])
+def test_box_deviation_is_limited(name):
+    distribution = make_distribution(SPACES[name])
     low, high = (torch.tensor([0.0] * 4 + [x] * 4) for x in (-1000.0, 1000.0))
     for logits in (low, high):
         action = distribution.sample(logits)
         assert distribution.log_prob(logits, action).isfinite()
         assert distribution.entropy(logits).isfinite()
     assert distribution.entropy(low) < distribution.entropy(high)
+    if name == "bounded_box":  # at most half of the range
+        most = Normal(torch.zeros(4), torch.ones(4)).entropy().sum()
+        torch.testing.assert_close(distribution.entropy(high), most)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchbeast.core.errors import FlagError
+from torchbeast.core.presets import BEFORE_THE_FLAG_EXISTED
 
 # Flags of a meta.json that name a place, and not what the run does.
 OF_ITS_RUN = {
@@ -66,7 +67,8 @@ def _flags_of_run(meta: Any) -> dict[str, Any]:
     if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
         raise ValueError("this is not the meta.json of a run: it has no args")
     chosen_there = {*OF_ITS_RUN, *meta.get("flags_left_open", ())}  # and again here
-    return {k: v for k, v in meta["args"].items() if k not in chosen_there}
+    args = {**BEFORE_THE_FLAG_EXISTED, **meta["args"]}
+    return {k: v for k, v in args.items() if k not in chosen_there}
 
 
 def _words(path: Path, action: argparse.Action, value: Any) -> list[str]:

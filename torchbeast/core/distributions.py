@@ -185,9 +185,9 @@ class DiagonalGaussian(ActionDistribution):
     Bounded dimensions are scaled to [-1, 1]. Their standard deviation is the sigmoid of
     the logit: at first 0.5, so that an untrained policy covers the range, and never
     above 1. A larger one would only choose between the bounds at random, and often
-    nothing would pull it back. Other dimensions have exp(logit), between exp(-5) and
-    exp(2). Log-probability and entropy are those of the scaled action. They differ from
-    the unscaled ones by a constant, which cancels in ratios and gradients.
+    nothing would pull it back. Other dimensions have exp(logit), up to exp(2). None is
+    below exp(-5). Log-probability and entropy are those of the scaled action. They
+    differ from the unscaled ones by a constant, which cancels in ratios and gradients.
 
     Actions are not clipped here. The environment clips them, but the log-probability
     is that of the sampled action.

@@ -22,7 +22,11 @@ from typing import Any
 from torchbeast.core import config_file
 from torchbeast.core.devices import fast_bf16, learner_device
 from torchbeast.core.errors import FlagError
-from torchbeast.core.presets import PRESETS, current_name
+from torchbeast.core.presets import (
+    BEFORE_THE_FLAG_EXISTED,
+    PRESETS,
+    current_name,
+)
 from torchbeast.core.ranges import RANGES
 
 # These flags describe one start, not the run. A resumed run does not take them from the
@@ -56,13 +60,6 @@ FREE_TO_CHANGE_IN_SYNC = FREE_TO_CHANGE | {
     *("grad_norm_clipping", "entropy_cost", "baseline_cost", "discounting"),
     *("reward_clipping", "sync", "clip_rho", "clip_pg_rho", "clip_c"),
     *("trace_decay", "normalize_advantages", "clip_ratio", "kl_threshold"),
-}
-
-# How runs learned whose checkpoints lack the flag.
-BEFORE_THE_FLAG_EXISTED = {
-    "optimizer": "rmsprop",
-    "updates_per_batch": 1,
-    "minibatches": 1,
 }
 
 
@@ -252,19 +249,21 @@ def resolve(flags: Flags) -> Flags:
     if flags.batch_size % flags.minibatches:
         raise FlagError(
             f"--minibatches {flags.minibatches} must divide --batch_size "
-            f"{flags.batch_size}: each has as many rollouts"
+            f"{flags.batch_size}, so that all parts have the same number of rollouts: "
+            "give another batch size, or --minibatches 1"
         )
     if flags.updates_per_batch % flags.minibatches:
         raise FlagError(
             f"--updates_per_batch {flags.updates_per_batch} must be a multiple of "
             f"--minibatches {flags.minibatches}, so that all rollouts count equally: "
-            f"give --updates_per_batch {flags.minibatches} for one pass over a batch"
+            f"give --updates_per_batch {flags.minibatches} for one pass over a batch, "
+            "or --minibatches 1"
         )
     if flags.replay_ratio and flags.minibatches > 1:
         raise FlagError(
             f"--minibatches {flags.minibatches} can't be used with --replay_ratio "
             f"{flags.replay_ratio:g}: each update needs online and replayed rollouts. "
-            "Make the batch smaller instead"
+            "Give --minibatches 1"
         )
     if flags.learn_start > flags.replay_size:
         raise FlagError(

@@ -25,6 +25,7 @@ from torchbeast.core.env_checks import (
     raised_by_call,
 )
 from torchbeast.core.errors import UserError
+from torchbeast.core.seeded_games import MinAtarGame
 
 _ELEMENTARY_SPACES = (
     spaces.Box,
@@ -201,21 +202,6 @@ def _cannot_render(name: str, why: str) -> InvalidEnvironmentError:
         f"--env {name} can't be rendered: {why}. --video and --mode test_render need "
         "an environment with a parameter render_mode that returns frames"
     )
-
-
-class MinAtarGame(gymnasium.Wrapper):
-    """Forgets the last action of the previous game at reset().
-
-    MinAtar repeats the last action with some probability. Without this wrapper, a game
-    would depend on the previous one, and not only on its seed and actions.
-    """
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        game: Any = self.get_wrapper_attr("game")
-        game.last_action = 0
-        return self.env.reset(seed=seed, options=options)
 
 
 def _close_matches(name: str) -> list[str]:

@@ -143,6 +143,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+# How runs learned whose files lack the flag, whatever their preset says now.
+BEFORE_THE_FLAG_EXISTED: dict[str, Any] = {
+    "optimizer": "rmsprop",
+    "updates_per_batch": 1,
+    "minibatches": 1,
+}
+
 RENAMED = {"sticky": "sticky-atari", "cartpole": "classic-control"}
 
 

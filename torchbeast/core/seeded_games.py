@@ -107,3 +107,18 @@ class SeededGames(gymnasium.Wrapper):
             if terminated or truncated:
                 observation, _ = self.reset()
         return observation
+
+
+class MinAtarGame(gymnasium.Wrapper):
+    """Forgets the last action of the previous game at reset().
+
+    MinAtar repeats the last action with some probability. Without this wrapper, a game
+    would depend on the previous one, and not only on its seed and actions.
+    """
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        game: Any = self.get_wrapper_attr("game")
+        game.last_action = 0
+        return self.env.reset(seed=seed, options=options)
