@@ -3,7 +3,7 @@
     python benchmarks/keep_run.py ~/logs/torchbeast/pong-1 --to docs/results --name pong
 
 Of logs.csv it keeps --rows rows, evenly spread, with the first and the last one;
-meta.json gets the default --savedir. If test.json exists, it is copied, too.
+meta.json, and test.json if it exists, get the default --savedir.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import csv
 import gzip
 import io
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ def thin(rows: list[list[str]], most: int) -> list[list[str]]:
 
 
 def without_paths(nested: Any) -> Any:
-    """A copy of meta.json's content in which each savedir is the default."""
+    """A copy of meta.json or test.json in which each savedir is the default."""
     if isinstance(nested, dict):
         return {
             k: SAVEDIR if k == "savedir" else without_paths(v)
@@ -48,10 +47,10 @@ def keep(run: Path, folder: Path, most: int) -> None:
     # mtime: the same run gives the same bytes.
     data = gzip.compress(text.getvalue().encode(), compresslevel=9, mtime=0)
     (folder / "logs.csv.gz").write_bytes(data)
-    meta = without_paths(json.loads((run / "meta.json").read_text()))
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-    if (run / "test.json").exists():
-        shutil.copy(run / "test.json", folder / "test.json")
+    for name in ("meta.json", "test.json"):
+        if (run / name).exists():
+            content = without_paths(json.loads((run / name).read_text()))
+            (folder / name).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -206,3 +206,8 @@ def test_keep_run_thins_the_log_and_hides_paths(tmp_path):
     assert rows == lines[::100]
     assert str(tmp_path) not in (kept / "meta.json").read_text()
     assert not (kept / "test.json").exists()
+    test = {"mean": 1.5, "flags": {"savedir": str(tmp_path)}}
+    (run / "test.json").write_text(json.dumps(test))
+    keep_run.main([str(run), "--to", str(tmp_path / "kept")])
+    test["flags"]["savedir"] = keep_run.SAVEDIR
+    assert json.loads((kept / "test.json").read_text()) == test
