@@ -125,9 +125,13 @@ def test_a_run_goes_on_without_evaluations(tmp_path, monkeypatch, how):
     log = tmp_path / "a" / "out.log"
     runs.wait_for_rows(process, tmp_path, "a", 5)
     if how == "killed":
-        children = processes_of_session(process.pid)
-        (evaluator,) = [p.pid for p in children if os.getpriority(0, p.pid) == 19]
-        os.kill(evaluator, signal.SIGKILL)
+
+        def evaluators():  # it lowers its priority after its start
+            children = processes_of_session(process.pid)
+            return [p.pid for p in children if os.getpriority(0, p.pid) == 19]
+
+        wait_until(evaluators, "an evaluator runs", 60)
+        os.kill(evaluators()[0], signal.SIGKILL)
     deadline = time.monotonic() + 60
     while "There are no more evaluations" not in log.read_text():
         assert time.monotonic() < deadline
