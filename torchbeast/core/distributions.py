@@ -184,10 +184,10 @@ class DiagonalGaussian(ActionDistribution):
 
     Bounded dimensions are scaled to [-1, 1]. Their standard deviation is the sigmoid of
     the logit: at first 0.5, so that an untrained policy covers the range, and never
-    above 1. A larger one mostly gives one bound or the other, by chance, and clipping
-    may reward it (docs/notebook/learning.md). Other dimensions have exp(logit), up to exp(2). None is
-    below exp(-5). Log-probability and entropy are those of the scaled action. They
-    differ from the unscaled ones by a constant, which cancels in ratios and gradients.
+    above 1. A larger one mostly gives one bound or the other, by chance. Other
+    dimensions have exp(logit), up to exp(2). None is below exp(-5). Log-probability and
+    entropy are those of the scaled action. They differ from the unscaled ones by a
+    constant, which cancels in ratios and gradients.
 
     Actions are not clipped here. The environment clips them, but the log-probability
     is that of the sampled action.
