@@ -7,16 +7,16 @@
 
 Every repetition does this for each precision in turn:
 
-1. It times the parts of an agent step, each alone on one core: the environment, acting,
+1. It times the parts of an environment step, each alone on one core: stepping, acting,
    learning. The bound is the SPS of all cores if they did only this work:
    cores / (environment + acting + learning). A GPU learns beside the cores, so with a
    GPU the bound is the lower of cores / (environment + acting) and 1 / learning.
 2. It runs each of --variants (`python -m torchbeast.monobeast` or polybeast), with the
    same flags, for a fixed time after a warm-up. It ends the run with SIGINT and reads
-   from logs.csv how many agent steps the run learned from.
+   from logs.csv how many environment steps the run learned from.
 
-SPS means agent steps learned from per second. It is computed for windows of --window
-seconds, from the times of the updates in logs.csv. Median and quartiles are over these
+SPS means environment steps learned from per second. It is computed for windows of
+--window seconds, from the times in logs.csv. Median and quartiles are over these
 windows. Memory is the proportional set size (PSS) of the run and all its descendants,
 sampled from /proc/PID/smaps_rollup: memory shared by n processes counts 1/n in each.
 Needs Linux.
@@ -79,7 +79,7 @@ def milliseconds(
     seconds: float,
     average: Callable[[list[float]], float] = statistics.median,
 ) -> float:
-    """Milliseconds per agent step of a call that does `steps` of them.
+    """Milliseconds per environment step of a call that does `steps` of them.
 
     The result is the average over chunks of many calls. The median leaves out outside
     disturbances. If rare calls cost far more than others, only the mean is right.
@@ -101,7 +101,7 @@ def random_actions(env: Environment, num_envs: int) -> np.ndarray:
 
 
 def time_environment(flags: Flags, seconds: float) -> float:
-    """One actor's environments under random actions, ms per agent step."""
+    """One actor's environments under random actions, ms per environment step."""
     E = flags.envs_per_actor
     env = Environment(flags, E)
     env.action_space.seed(0)
@@ -122,7 +122,7 @@ def time_environment(flags: Flags, seconds: float) -> float:
 
 @torch.inference_mode()
 def time_acting(flags: Flags, seconds: float) -> float:
-    """One forward pass for one actor's environments, ms per agent step."""
+    """One forward pass for one actor's environments, ms per environment step."""
     E = flags.envs_per_actor
     env = Environment(flags, E)
     model = make_model(
@@ -138,7 +138,7 @@ def time_acting(flags: Flags, seconds: float) -> float:
 
 
 def time_learning(flags: Flags, seconds: float) -> dict[str, float]:
-    """One update from a batch, and gathering the batch, both in ms per agent step.
+    """One update from a batch, and gathering the batch, in ms per environment step.
 
     The batch comes from an environment under random actions.
     """
@@ -181,7 +181,7 @@ def time_learning(flags: Flags, seconds: float) -> dict[str, float]:
 
 
 def time_parts(flags: Flags, seconds: float) -> dict[str, float]:
-    """Milliseconds per agent step of every part, and the bound in SPS."""
+    """Milliseconds per environment step of every part, and the bound in SPS."""
     with concurrent.futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), initializer=pin
     ) as pool:
@@ -434,7 +434,7 @@ def describe_machine() -> dict[str, Any]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Measures the parts of an agent step, the bound, and whole runs.",
+        description="Measures the parts of a step, the bound, and whole runs.",
         usage="%(prog)s [options] [-- flags of MonoBeast or PolyBeast]",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -77,6 +77,9 @@ def test_what_a_checkpoint_names_is_not_imported(tmp_path):
     pytest.importorskip("libtorchbeast", exc_type=ImportError)
     poly = {**FLAGS, "module": "torchbeast.polybeast", "env": "faulty:Environment"}
     runs.run(tmp_path, "a", **poly)
+    more = poly["total_steps"] + 100
+    output = runs.run(tmp_path, "a", module=poly["module"], total_steps=more)
+    assert output.count("the module faulty will be imported") == 1
     flags = {"total_steps": FOREVER, "no-trust_checkpoint_env": True}
     flags |= {"module": "torchbeast.polybeast_learner", "connect_timeout": 20}
     process = runs.start(tmp_path, "a", **flags)

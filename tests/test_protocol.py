@@ -1,3 +1,5 @@
+import json
+
 import gymnasium
 import pytest
 
@@ -53,19 +55,48 @@ def test_other_environments():
     assert protocol.describe(None) == "protocol unknown"
 
 
+def test_what_changes_an_environment_is_part_of_its_protocol():
+    found = find(
+        *("--env", "MinAtar/Asterix-v1", "--reward_clipping", "none", "--env_kwargs"),
+        '{"sticky_action_prob": 0.0, "difficulty_ramping": false, "depth": 2}',
+        *("--wrapper", "mine:wrap", "--mask_actions"),
+    )
+    assert found == {
+        "env": "MinAtar/Asterix-v1",
+        "sticky_actions": 0.0,
+        "full_action_space": False,
+        "difficulty_ramping": False,
+        "env_kwargs": '{"depth": 2}',
+        "wrapper": "mine:wrap",
+        "mask_actions": True,
+        "reward_clipping": "none",
+    }
+    assert protocol.describe(found) == (
+        "MinAtar/Asterix-v1, no sticky actions, minimal action set, no difficulty "
+        'ramping, arguments {"depth": 2}, wrapper mine:wrap, actions masked, rewards '
+        "not clipped"
+    )
+    harder = find("--env_kwargs", '{"difficulty": 1}', "--atari_backend", "python")
+    assert harder == find() | {"env_kwargs": '{"difficulty": 1}'}
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"sticky_action_prob": 0.0, "difficulty_ramping": False}]
+)
 @pytest.mark.parametrize("version", ["v0", "v1"])
 @pytest.mark.parametrize(
     "name", ["Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders"]
 )
 @pytest.mark.filterwarnings("ignore:.*out of date")
-def test_minatar_plays_as_its_protocol_says(name, version):
+def test_minatar_plays_as_its_protocol_says(name, version, arguments):
     pytest.importorskip("minatar")
     from minatar.gym import register_envs
 
     if "MinAtar/Breakout-v1" not in gymnasium.registry:
         register_envs()
-    env = gymnasium.make(f"MinAtar/{name}-{version}")
-    found = find("--env", f"MinAtar/{name}-{version}")
+    env = gymnasium.make(f"MinAtar/{name}-{version}", **arguments)
+    words = ("--env", f"MinAtar/{name}-{version}", "--env_kwargs")
+    found = find(*words, json.dumps(arguments))
     game = env.unwrapped.game
     assert game.sticky_action_prob == found["sticky_actions"]
     assert found.get("difficulty_ramping") == getattr(game.env, "ramping", None)

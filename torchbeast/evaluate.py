@@ -48,7 +48,7 @@ BATCH = 8
 
 
 class Game(NamedTuple):
-    """A finished game: its number from 0 on, return, and length in agent steps."""
+    """A finished game: its number from 0 on, return, and number of steps."""
 
     number: int
     game_return: float

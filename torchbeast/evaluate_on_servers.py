@@ -119,9 +119,18 @@ def play_on_servers(
         new_env = torch.zeros(1, 1, 1, dtype=torch.int64)
         E = spec.num_envs
         streams = Streams(
-            *(flags, envs.addresses, envs, (0, 1)),
-            *((*model.initial_state(1), new_env), E, (E, E * flags.num_actors)),
-            *(spec.hello, (cpu, cpu)),
+            flags,
+            envs.addresses,
+            envs,
+            first_stream=0,
+            stream_stride=1,
+            initial_state=(*model.initial_state(1), new_env),
+            batch_size=E,
+            envs_per_stream=E,
+            total_envs=E * flags.num_actors,
+            hello=spec.hello,
+            acting_device=cpu,
+            learning_device=cpu,
         )
         tasks: list[Callable[[], Any]] = [
             streams.pool.run,

@@ -1,8 +1,8 @@
 """Learning: the loss, the optimizer and one update.
 
 Both variants use this file. Read it top to bottom: rewards_and_discounts, impala_loss,
-make_optimizer, Learner, update, learn. V-trace is in core/vtrace.py, the model in
-model.py.
+make_optimizer, Learner, update, minibatches, learn. V-trace is in core/vtrace.py, the
+model in model.py.
 """
 
 import collections
@@ -230,7 +230,7 @@ class Learner:
         self.game_returns: collections.deque[float] = collections.deque(
             maxlen=max(GAMES_LOGGED, flags.episodes_for_avg)
         )
-        # (time, step) of the last updates, for sps().
+        # (time, step) of the last batches, for sps().
         self.ticks: collections.deque = collections.deque(maxlen=50)
         self.policy_lag = 0.0
 
@@ -279,7 +279,8 @@ class Learner:
         self.step, self.num_updates = stats["step"], stats["num_updates"]
         optimizer_state = state["optimizer_state_dict"]
         if flags_lib.changed(state["flags"], self.flags):
-            # The flags changed: keep the new settings, and repeat the new schedule.
+            # The flags changed: take the optimizer's moments only, and advance the new
+            # schedule to this step.
             optimizer_state["param_groups"] = self.optimizer.state_dict()[
                 "param_groups"
             ]
@@ -298,7 +299,7 @@ class Learner:
             self.mixer.replayed_steps = stats.get("replayed_steps", 0)
 
     def sps(self) -> float | None:
-        """Steps per second over the last updates; None before the second update."""
+        """Steps per second over the last batches; None before the second."""
         if len(self.ticks) < 2:
             return None
         (t0, step0), (t1, step1) = self.ticks[0], self.ticks[-1]
@@ -385,11 +386,11 @@ def column_names(stats: Mapping[str, torch.Tensor]) -> list[str]:
 def learn(
     learner: Learner, batch: dict[str, Nested], initial_state: State
 ) -> dict[str, Any]:
-    """Learns from one batch [T + 1, B, ...]. Returns a row for logs.csv.
+    """Learns from one batch [T + 1, B, ...]. Returns columns for logs.csv.
 
     The batch is used for flags.updates_per_batch updates, each from one of
-    flags.minibatches parts of it. V-trace corrects that the policy has changed
-    since the first.
+    flags.minibatches parts of it. V-trace corrects for the change of the policy since
+    the first.
 
     LASER (Schmitt et al. 2019) adds replayed columns to the batch. Until the replay has
     learn_start steps, it only stores the batch.
@@ -415,10 +416,10 @@ def learn(
             mixer.carry_states(learner.model)
     learner.scheduler.step()
 
-    # The weights that the last update has changed, or those of now.
+    # Updates between the weights that acted and those the last update started from.
     newest = learner.num_updates - 1 if ready else learner.num_updates
-    version = batch["policy_version"][:-1].float().mean().item()
-    learner.policy_lag = newest - version
+    acted_with = batch["policy_version"][:-1].float().mean().item()
+    learner.policy_lag = newest - acted_with
     learner.step += batch["reward"][1:].numel()
     learner.ticks.append((time.perf_counter(), learner.step))
     ends = rollout.episode_ends(batch)

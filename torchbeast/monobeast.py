@@ -87,7 +87,7 @@ def act(
       pipe: commands of the learner, see core/actors.py.
       buffers: the slots, see make_buffers.
       weights_memory: see SharedWeights.
-      progress: [actors] counts the steps of each actor, for the learner.
+      progress: [actors] counts the rows that each actor has made, for the learner.
       saved: the actor's state to resume from (only with --sync).
     """
     E, T = env.num_envs, flags.unroll_length
@@ -101,14 +101,15 @@ def act(
     timings = Timings()
 
     # NumPy writes to several slots at once, much faster than torch.
-    rows = map_nested(torch.Tensor.numpy, buffers["rows"])
-    slots: list[int] = []
+    slot_rows = map_nested(torch.Tensor.numpy, buffers["rows"])
     num_updates = 0  # the version of the weights
     row: dict[str, Nested] | None = None  # the newest row [E, ...]
     state_before: State = ()  # recurrent state before the newest row
     state: State = ()  # recurrent state after it
 
-    def decide(env_row: dict[str, Nested]) -> tuple[dict[str, Nested], State]:
+    def decide(
+        env_row: dict[str, Nested], state: State
+    ) -> tuple[dict[str, Nested], State]:
         """Joins environment outputs with agent outputs to a row; and the new state."""
         final = env.final_observation  # of truncated episodes
         outputs, next_state = act_step(
@@ -122,11 +123,11 @@ def act(
         agent_row = map_nested(lambda x: x.squeeze(0).numpy(), outputs)  # [E, ...]
         return env_row | agent_row, next_state
 
-    def write(t: int, row: dict[str, Nested]) -> None:
+    def write(slots: list[int], t: int, row: dict[str, Nested]) -> None:
         def copy(buffer: np.ndarray, x: np.ndarray) -> None:
             buffer[slots, t] = x  # one slot per environment
 
-        map_nested(copy, rows, row)
+        map_nested(copy, slot_rows, row)
 
     if saved is not None:
         old = pickle.loads(saved)
@@ -157,10 +158,10 @@ def act(
         pipe.send(("loaded", bank))
         if row is None:
             state_before = state = model.initial_state(E)
-            row, state = decide(env.initial())
+            row, state = decide(env.initial(), state)
             timings.reset()  # don't count the first calls, which are slow
 
-        write(0, row)  # the last row of the previous rollout
+        write(slots, 0, row)  # the last row of the previous rollout
         for buffer, x in zip(buffers["initial_state"], state_before, strict=True):
             buffer[slots] = x.movedim(1, 0)  # [layers, E, ...] -> [E, layers, ...]
         timings.time("write")
@@ -168,9 +169,9 @@ def act(
             env_row = env.step(row["action"])
             timings.time("env")
             state_before = state
-            row, state = decide(env_row)
+            row, state = decide(env_row, state)
             timings.time("act")
-            write(t, row)
+            write(slots, t, row)
             timings.time("write")
             progress[index] += 1
         pipe.send(("done", slots, timings.shares()))
@@ -196,18 +197,13 @@ def get_batch(
     buffers: dict[str, Nested], slots: list[int], device: torch.device
 ) -> tuple[dict[str, Nested], State]:
     """Copies slots into a batch: rows [T + 1, B, ...] and the state before row 0."""
-    index = torch.tensor(slots)
 
     def gather(buffer: torch.Tensor) -> torch.Tensor:
-        rows = buffer.transpose(0, 1)  # [T + 1, slots, ...], a view
-        return torch.stack([rows[:, i] for i in slots], dim=1).to(device)
-
-    def gather_state(buffer: torch.Tensor) -> torch.Tensor:
-        # [B, layers, hidden] -> [layers, B, hidden]
-        return buffer[index].movedim(0, 1).contiguous().to(device)
+        # [slots, n, ...] -> [n, B, ...], where n is T + 1, or layers for the state
+        return torch.stack([buffer[i] for i in slots], dim=1).to(device)
 
     batch = map_nested(gather, buffers["rows"])
-    return batch, map_nested(gather_state, buffers["initial_state"])
+    return batch, map_nested(gather, buffers["initial_state"])
 
 
 def train(start: resume.Start) -> int:
@@ -242,9 +238,9 @@ def train(start: resume.Start) -> int:
             with run.updating() as wanted:
                 if not wanted:
                     break
-                row = learn(learner, batch, initial_state)
+                columns = learn(learner, batch, initial_state)
                 weights.publish(learner.model, learner.num_updates)
-                run.log(row)
+                run.log(columns)
             if flags.sync:
                 give_back(slots)
 
@@ -276,11 +272,13 @@ def train(start: resume.Start) -> int:
 
         evaluator = Evaluator(run)
         # --sync works in rounds: each actor fills its slots, then the learner uses all
-        # of them. The next round starts when all slots are free again. Only then the
-        # run may be saved or end.
-        while run.going(may_stop := not flags.sync or len(free) == flags.num_buffers):
+        # of them, and all slots are free again. Only between rounds can a run be saved
+        # or end, and new unrolls start.
+        while run.going(
+            between_rounds := not flags.sync or len(free) == flags.num_buffers
+        ):
             evaluator.poll()
-            if may_stop:
+            if between_rounds:
                 if run.save_is_due():
                     run.save(more_to_save())
                 for index in actors.idle[:]:
@@ -314,8 +312,13 @@ def log_timings(run: Run, actors: Any) -> None:
 def make_parser() -> argparse.ArgumentParser:
     parser = declared_flags.make_parser("MonoBeast: IMPALA on one machine.", TORSOS)
     add = parser.add_argument_group("MonoBeast").add_argument
-    add("--envs_per_actor", type=int, help="environments per actor process")
-    add("--num_buffers", type=int, help="slots for rollouts in shared memory")
+    add("--envs_per_actor", type=int, help="environments per actor (default: 8)")
+    add(
+        "--num_buffers",
+        type=int,
+        help="slots for rollouts in shared memory (default: one per environment, and a "
+        "batch)",
+    )
     add(
         *("--num_learner_threads", "--num_threads"),
         dest="num_learner_threads",
@@ -323,7 +326,11 @@ def make_parser() -> argparse.ArgumentParser:
         default=1,
         help="threads that gather batches; one at a time learns",
     )
-    add("--torch_threads", type=int, help="CPU threads per torch operation")
+    add(
+        "--torch_threads",
+        type=int,
+        help="CPU threads per torch operation of the learner (default: half the cores)",
+    )
     add(
         "--actor_timeout",
         type=float,

@@ -33,7 +33,7 @@ from torchbeast.core.saved_runs import Run, find_run, read_runs
 
 # Flag → (column, label of the axis).
 X_AXES = {
-    "step": ("step", "agent steps"),
+    "step": ("step", "environment steps"),
     "frames": ("frames", "frames"),
     "time": ("_time", "hours of training"),
 }

@@ -131,12 +131,15 @@ def make_streams(
             flags,
             group,
             envs,
-            (i, len(groups)),
-            tuple(learner.model.initial_state(1)),
-            E if flags.sync else max(B, E),
-            (E, len(group) * E if group else flags.num_actors * E),
-            spec.hello,
-            (device, learner.device),
+            first_stream=i,
+            stream_stride=len(groups),
+            initial_state=tuple(learner.model.initial_state(1)),
+            batch_size=E if flags.sync else max(B, E),  # --sync: of one stream
+            envs_per_stream=E,
+            total_envs=(len(group) or flags.num_actors) * E,
+            hello=spec.hello,
+            acting_device=device,
+            learning_device=learner.device,
         )
         for i, group in enumerate(groups)
     ]
@@ -155,8 +158,6 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
     env_seed = flags.seed
     if start.saved:  # don't repeat the games before the resume
         env_seed = derive_seed(flags.seed, start.saved["stats"]["step"])
-    if flags.eval_interval:  # only then does this machine make an environment
-        resume.announce_environment(flags, start.saved)
     B, T = flags.batch_size, flags.unroll_length
     envs = RemoteEnvs(flags, env_seed)
     try:
@@ -197,11 +198,12 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
             with run.updating() as wanted:
                 if not wanted:
                     return False
-                row = learn(learner, batch, state)
+                columns = learn(learner, batch, state)
                 models.publish(learner.model, learner.num_updates)
                 queue_depth["queue_sum"] += queued()
                 queue_depth["queue_samples"] += 1
-                run.log(row, {**envs.columns(all_streams), "queued": queued()})
+                streams_columns = envs.columns(all_streams)
+                run.log(columns, {**streams_columns, "queued": queued()})
         run.wake()
         return True
 
@@ -253,10 +255,10 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
         for i, streams in enumerate(all_streams):
             run.start_thread(f"pool-{i}", streams.pool.run, stop)
         # A resumed run gets new random numbers, except with --sync.
-        entropy = () if flags.sync else (learner.step,)
+        start_step = () if flags.sync else (learner.step,)
         for i in range(len(all_streams) if flags.sync else flags.num_inference_threads):
             generator = torch.Generator(device)
-            generator.manual_seed(derive_seed(flags.seed, i, *entropy))
+            generator.manual_seed(derive_seed(flags.seed, i, *start_step))
             inference = functools.partial(
                 infer,
                 all_streams[i % len(all_streams)],
@@ -330,8 +332,16 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="threads that gather batches; one at a time learns",
     )
-    add("--max_learner_queue_size", type=int, help="maximal rollouts in the queue")
-    add("--torch_threads", type=int, help="CPU threads per torch operation")
+    add(
+        "--max_learner_queue_size",
+        type=int,
+        help="maximal rollouts in the queue (default: --batch_size)",
+    )
+    add(
+        "--torch_threads",
+        type=int,
+        help="CPU threads per torch operation (default: half the cores)",
+    )
     add(
         "--num_actions",
         type=int,
@@ -397,6 +407,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with script.reported() as outcome:
         if flags_lib.parse(parser, argv).mode == "train":
             with resume.begin(parser, argv, resolve_layout) as start:
+                if start.flags.eval_interval:  # this machine makes environments, too
+                    resume.announce_environment(start.flags, start.saved)
                 outcome.status = 0 if start.is_finished() else train(start)
         else:
             evaluate(parser, argv, play_on_servers)

@@ -51,7 +51,12 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
     )
     add("--savedir", default="~/logs/torchbeast", help="directory of the runs")
     add("--seed", type=int, default=1, help="of weights, actions and environments")
-    add("--total_steps", type=int, default=100_000, help="environment steps to train")
+    add(
+        "--total_steps",
+        type=int,
+        default=100_000,
+        help="environment steps to train; a step is an action of one environment",
+    )
     add(
         "--sync",
         action=toggle,
@@ -121,7 +126,8 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--model",
         default="shallow",
         choices=list(torsos),
-        help="torso for images; --use_resnet means --model deep",
+        help="size of the encoders: the torso for images, the MLP for vectors. "
+        "--use_resnet means --model deep",
     )
     add("--use_lstm", action=toggle, default=False, help="add a recurrent core")
     add(
@@ -142,7 +148,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--num_actors",
         type=int,
         default=2,
-        help="actor processes, or streams in PolyBeast",
+        help="actor processes; in PolyBeast streams, 4 by default",
     )
     add("--batch_size", type=int, default=4, help="rollouts per learner batch")
     add("--unroll_length", type=int, default=20, help="steps per rollout")
@@ -158,7 +164,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
     add = parser.add_argument_group("loss").add_argument
     add("--entropy_cost", type=float, default=0.01, help="weight of the entropy bonus")
     add("--baseline_cost", type=float, default=0.5, help="weight of the value loss")
-    add("--discounting", type=float, default=0.99, help="γ")
+    add("--discounting", type=float, default=0.99, help="discount factor γ")
     add(
         "--reward_clipping",
         default="abs_one",
@@ -184,21 +190,32 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
     add("--clip_ratio", type=float, default=math.inf, help="PPO's ε (inf: no clipping)")
 
     add = parser.add_argument_group("optimizer").add_argument
-    add("--optimizer", choices=("rmsprop", "adam"), default="rmsprop")
-    add("--learning_rate", type=float, default=0.0007, help="falls linearly to 0")
+    add(
+        "--optimizer",
+        choices=("rmsprop", "adam"),
+        default="rmsprop",
+        help="rmsprop is TensorFlow's",
+    )
+    add(
+        "--learning_rate",
+        type=float,
+        default=0.0007,
+        help="at the start; falls linearly to 0 over --total_steps",
+    )
     add(
         "--updates_per_batch",
         type=int,
         default=1,
-        help="how often to learn from a batch; more need fewer steps, but more time",
+        help="updates from each batch; more of them need fewer environment steps and "
+        "more computing",
     )
     add(
         "--minibatches",
         type=int,
         default=1,
-        help="random parts of a batch; each update learns from one of them",
+        help="random parts of each batch; an update learns from one of them",
     )
-    add("--alpha", type=float, default=0.99, help="RMSProp's smoothing")
+    add("--alpha", type=float, default=0.99, help="decay of RMSProp's mean square")
     add("--momentum", type=float, default=0.0, help="RMSProp's momentum")
     add("--epsilon", type=float, default=1e-6, help="the optimizer's ε")
     add(
@@ -214,16 +231,24 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--replay_ratio",
         type=float,
         default=0.0,
-        help="replayed rollouts for each one of the environments",
+        help="replayed rollouts per new rollout",
     )
-    add("--learn_start", type=int, help="learn when the replay has this many steps")
+    add(
+        "--learn_start",
+        type=int,
+        help="learn when the replay has this many steps (default: 10,000, at most half "
+        "of the replay)",
+    )
     add(
         "--kl_threshold",
         type=float,
         default=0.3,
         help="a replayed step counts if KL(π ‖ π̃) is at most this, in nats",
     )
-    add("--replay_file", help="keep the replay in this file, which ends with the run")
+    add(
+        "--replay_file",
+        help="keep the replay in this file; it is deleted when the run ends",
+    )
     add(
         "--save_replay",
         action=toggle,

@@ -161,8 +161,8 @@ class Checker:
             hint = ""
             if array.shape[1:] == space.shape and array.ndim:
                 hint = (
-                    ". If this is a vector environment (EnvPool, make_vec), give a "
-                    "single environment; --envs_per_actor makes several of it"
+                    ". If this is a vector environment, name a function with a "
+                    "parameter num_envs that makes it, or give a single environment"
                 )
             wanted = f"shape {list(space.shape)}"
             self._refuse(method, place, describe(value), wanted, space, hint)

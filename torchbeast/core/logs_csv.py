@@ -1,4 +1,4 @@
-"""logs.csv, one row per update, and fields.csv, its columns.
+"""logs.csv, one row per batch, and fields.csv, its columns.
 
 Importing this module does not load torch.
 """

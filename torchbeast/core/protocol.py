@@ -5,6 +5,7 @@ It is part of meta.json and test.json. `python -m torchbeast.plot` and `report` 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,15 +27,24 @@ def find_protocol(values: Mapping[str, Any]) -> dict[str, Any] | None:
     env = values.get("env")
     if not env:
         return None
+    arguments = json.loads(values.get("env_kwargs") or "{}")
     protocol: dict[str, Any] = {"env": env}
     if game := atari_wrappers.atari_game(env):
         protocol = {"env": f"Atari {game}"}  # the same game for each form of the id
         protocol |= {name: values[name] for name in _ATARI_FLAGS if name in values}
     elif env.startswith("MinAtar/"):
-        protocol["sticky_actions"] = _MINATAR_STICKY_ACTIONS
+        protocol["sticky_actions"] = arguments.pop(
+            "sticky_action_prob", _MINATAR_STICKY_ACTIONS
+        )
         protocol["full_action_space"] = env.endswith("-v0")
+        ramping = arguments.pop("difficulty_ramping", True)
         if env.startswith(tuple(f"MinAtar/{game}-" for game in _MINATAR_RAMPING)):
-            protocol["difficulty_ramping"] = True
+            protocol["difficulty_ramping"] = ramping
+    if arguments:
+        protocol["env_kwargs"] = json.dumps(arguments, sort_keys=True)
+    for name in ("wrapper", "mask_actions"):
+        if values.get(name):
+            protocol[name] = values[name]
     if "reward_clipping" in values:
         protocol["reward_clipping"] = values["reward_clipping"]
     return protocol
@@ -74,6 +84,10 @@ def _describe(name: str, value: Any) -> str:
             )
         case "difficulty_ramping":
             return "difficulty ramping" if value else "no difficulty ramping"
+        case "env_kwargs":
+            return f"arguments {value}"
+        case "mask_actions":
+            return "actions masked"
     return f"{name} {value}"
 
 

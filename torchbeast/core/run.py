@@ -202,9 +202,9 @@ class Run:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[bool]:
-        """Surrounds an update; only one thread at a time can be inside.
+        """Surrounds the learning from a batch; only one thread at a time can be inside.
 
-        Yields whether the update is wanted. If it is, the caller learns, publishes the
+        Yields whether the batch is wanted. If it is, the caller learns, publishes the
         weights and calls `log`.
         """
         learner = self.learner

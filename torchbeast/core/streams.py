@@ -78,10 +78,11 @@ class Streams:
     Args:
       addresses: of the servers, one per stream.
       envs: the environments of these streams.
-      numbers: number of the first stream, and the distance to the next.
+      first_stream, stream_stride: number of the first stream, and the distance to the
+        next.
       initial_state: of the model, for one environment.
       batch_size: rollouts per learner batch.
-      num_envs: environments per stream, and of all streams together.
+      total_envs: of all streams together.
       hello: of the first stream; all others are compared with it.
 
     Raises:
@@ -93,25 +94,27 @@ class Streams:
         flags: Flags,
         addresses: Sequence[str],
         envs: RemoteEnvs,
-        numbers: tuple[int, int],
+        *,
+        first_stream: int,
+        stream_stride: int,
         initial_state: tuple[torch.Tensor, ...],
         batch_size: int,
-        num_envs: tuple[int, int],
+        envs_per_stream: int,
+        total_envs: int,
         hello: bytes,
-        devices: tuple[torch.device, torch.device],
+        acting_device: torch.device,
+        learning_device: torch.device,
     ) -> None:
-        acting, learning = devices
-        E, all_envs = num_envs
-        listener = envs.listener
+        longest_queue = max(flags.max_learner_queue_size, batch_size)  # in rollouts
         self.queue = libtorchbeast.BatchingQueue(
             minimum_batch_size=batch_size,
             maximum_batch_size=batch_size,
-            maximum_queue_size=-(-max(flags.max_learner_queue_size, batch_size) // E),
-            allocator=pinned if learning.type == "cuda" else None,
+            maximum_queue_size=-(-longest_queue // envs_per_stream),
+            allocator=pinned if learning_device.type == "cuda" else None,
         )
         self.batcher = libtorchbeast.DynamicBatcher(
-            maximum_batch_size=all_envs,
-            allocator=pinned if acting.type == "cuda" else None,
+            maximum_batch_size=total_envs,
+            allocator=pinned if acting_device.type == "cuda" else None,
         )
         try:
             self.pool = libtorchbeast.ActorPool(
@@ -127,9 +130,9 @@ class Streams:
                 hello=hello,
                 expected=envs.expected,
                 seed=envs.seed,
-                first_stream=numbers[0],
-                stream_stride=numbers[1],
-                listener=listener,
+                first_stream=first_stream,
+                stream_stride=stream_stride,
+                listener=envs.listener,
                 security=envs.security,
             )
         except ValueError as error:  # the rollouts need more memory than there is
