@@ -2,8 +2,9 @@
 
     python benchmarks/keep_run.py ~/logs/torchbeast/pong-1 --to docs/results --name pong
 
-Of logs.csv it keeps --rows rows, evenly spread, with the first and the last one;
-meta.json, and test.json if it exists, get the default --savedir.
+Of logs.csv it keeps --rows rows, evenly spread, with the first and the last one, and
+those with an evaluation. meta.json, and test.json if it exists, get the default
+--savedir.
 """
 
 import argparse
@@ -18,10 +19,13 @@ from typing import Any
 SAVEDIR = "~/logs/torchbeast"
 
 
-def thin(rows: list[list[str]], most: int) -> list[list[str]]:
-    """At most `most` of the rows, at least 2, evenly spread."""
+def thin(header: list[str], rows: list[list[str]], most: int) -> list[list[str]]:
+    """`most` of the rows, at least 2, evenly spread; and those with an eval_return."""
     most = min(max(most, 2), len(rows))
-    places = {round(i * (len(rows) - 1) / (most - 1)) for i in range(most)}
+    places = {round(i * (len(rows) - 1) / max(most - 1, 1)) for i in range(most)}
+    if "eval_return" in header:
+        column = header.index("eval_return")
+        places |= {i for i, row in enumerate(rows) if row[column]}
     return [rows[i] for i in sorted(places)]
 
 
@@ -43,7 +47,7 @@ def keep(run: Path, folder: Path, most: int) -> None:
     with (run / "logs.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([header, *thin(rows, most)])
+    csv.writer(text, lineterminator="\n").writerows([header, *thin(header, rows, most)])
     # mtime: the same run gives the same bytes.
     data = gzip.compress(text.getvalue().encode(), compresslevel=9, mtime=0)
     (folder / "logs.csv.gz").write_bytes(data)

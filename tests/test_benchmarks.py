@@ -191,6 +191,14 @@ def test_regression_compares_with_the_stored_returns(tmp_path, monkeypatch, caps
         check("b")  # would mix the runs of two commits
 
 
+def test_keep_run_keeps_every_evaluation():
+    rows = [[str(i), str(i) if i % 7 == 1 else ""] for i in range(100)]
+    kept = keep_run.thin(["step", "eval_return"], rows, 5)
+    assert [row[1] for row in kept if row[1]] == [str(i) for i in range(1, 100, 7)]
+    assert {row[0] for row in kept if not row[1]} <= {"0", "25", "50", "74", "99"}
+    assert keep_run.thin(["step"], [["1"]], 5) == [["1"]]
+
+
 def test_keep_run_thins_the_log_and_hides_paths(tmp_path):
     run = tmp_path / "run"
     run.mkdir()

@@ -106,6 +106,12 @@ def test_a_run_from_before_a_flag_existed(write):
     assert (flags.batch_size, flags.updates_per_batch, flags.minibatches) == (4, 4, 1)
 
 
+def test_a_run_whose_preset_has_a_new_name(write):
+    text = json.dumps({"args": {"preset": "cartpole", "seed": 3}})
+    flags = parse(write(text, "meta.json"))
+    assert (flags.preset, flags.seed) == ("classic-control", 3)
+
+
 def test_a_list_is_joined(write):
     assert parse(write('wrapper = ["a:b", "c:d"]')).wrapper == "a:b,c:d"
 

@@ -117,6 +117,7 @@ def test_what_test_json_has(tmp_path, greedy):
     # The same games again; --seed gives others.
     runs.run(tmp_path, "latest", **test)
     assert read_result(tmp_path)["returns"] == result["returns"]
+    assert read_result(tmp_path)["xpid"] == "a"
     runs.run(tmp_path, "a", **test, seed=6)
     assert read_result(tmp_path)["returns"] != result["returns"]
 
@@ -185,6 +186,20 @@ def test_an_environment_that_fails_in_a_test(
         assert word in output
     assert output.count("[ERROR ") == 1
     assert not (faulty / "a" / "test.json").exists()
+
+
+def test_an_environment_that_hangs_in_a_test(faulty, tmp_path, monkeypatch):
+    file = tmp_path / "fault"
+    file.write_text("hang")
+    monkeypatch.setenv("FAULT_FILE", str(file))
+    flags = {"mode": "test", "num_test_episodes": 9, "actor_timeout": 2}
+    process = runs.start(faulty, "a", **flags)
+    output = runs.finish(process, 60)
+    assert process.returncode == 1, output
+    assert "that plays games of faulty:Environment (pid " in output
+    assert "made no step for 2 s" in output
+    assert "in step" in output  # its stack
+    wait_until(lambda: not processes_of_session(process.pid), "all processes ended")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (9, -9)])

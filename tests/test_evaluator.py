@@ -115,8 +115,31 @@ def test_a_resumed_run_knows_the_best(tmp_path):
     torch.save(best, path)
     before = path.read_bytes()
     runs.run(tmp_path, "a", total_steps=12000)
-    assert results(tmp_path)
+    assert results(tmp_path)[-1][0] == 12000  # the final weights
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("ending", ["signal", "timeout"])
+def test_the_last_evaluation_hangs(tmp_path, ending):
+    flags = {**FLAGS, "env": "evaluated:HangsInTests", "total_steps": 60}
+    flags["actor_timeout"] = 60 if ending == "signal" else 2
+    process = runs.start(tmp_path, "a", **flags)
+    log = tmp_path / "a" / "out.log"
+
+    def evaluates():
+        return log.exists() and "Evaluating the final weights" in log.read_text()
+
+    wait_until(evaluates, "the training has ended", 30)
+    if ending == "signal":
+        process.send_signal(signal.SIGTERM)
+    output = runs.finish(process, 30)
+    assert process.returncode == 0, output
+    assert "Finished at step 60" in output
+    stuck = "There are no more evaluations: its process (pid "
+    assert (stuck in output) == (ending == "timeout")
+    assert ("in step" in output) == (ending == "timeout")  # its stack
+    assert load(tmp_path / "a" / "model.tar")["stats"]["step"] == 60
+    wait_until(lambda: not processes_of_session(process.pid), "all ended")
 
 
 @pytest.mark.parametrize("how", ["killed", "raises"])

@@ -137,11 +137,13 @@ def test_environment_is_never_closed(start):
 # --- Learner --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(
     ("fault", "field"), [("nan_reward", "reward"), ("nan_observation", "observation")]
 )
-def test_loss_is_nan(start, fault, field):
-    run = start()
+def test_loss_is_nan(start, fault, field, normalize):
+    flags = {"normalize_observations": True, "normalize_rewards": True}
+    run = start(**flags if normalize else {})
     run.wait_for_a_checkpoint()
     run.cause(fault)
     run.wait_for_end(1)

@@ -5,7 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from loss_cases import B, T, log_softmax, loss_of, make_batch
+from gymnasium import spaces
+from loss_cases import A, B, T, log_softmax, loss_of, make_batch
+from test_model import make_rows
 
 from torchbeast.core import rollout
 
@@ -89,6 +91,19 @@ def test_cut_rollouts_have_the_loss_of_the_whole_ones():
         whole = torch.zeros_like(expected_gradients[name])
         whole.index_add_(1, torch.tensor(columns), x)
         torch.testing.assert_close(whole, expected_gradients[name])
+
+
+@pytest.mark.parametrize(
+    "space",
+    [spaces.Discrete(5, start=3), spaces.MultiDiscrete([3, 4], start=np.array([2, 7]))],
+)
+def test_cut_rollouts_have_observations_of_the_space(space):
+    rows = make_rows(space, spaces.Discrete(A), rows=T + 1)
+    rows["done"][2:4, 1] = True
+    cut, _ = rollout.cut_at_episodes(rows, ())
+    assert cut["done"].shape[1] > rows["done"].shape[1]
+    for observation in cut["observation"].flatten(0, 1).numpy():
+        assert observation in space
 
 
 def test_equal_policies_reject_nothing():

@@ -38,6 +38,22 @@ def test_moments_are_those_of_all_values():
     assert moments(torch.full((2, D), 1e6)).max() == 10  # clipped
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_moments_leave_out_what_is_not_finite(bad):
+    values = torch.randn(20, D)
+    moments, expected = RunningMoments((D,)), RunningMoments((D,))
+    moments.update(values)
+    expected.update(values)
+    more = torch.randn(3, D)
+    expected.update(more[1:])
+    more[0, 2] = bad
+    moments.update(more)
+    moments.update(torch.full((2, D), bad))
+    assert moments.state_dict().keys() == expected.state_dict().keys()
+    for name, x in expected.state_dict().items():
+        assert torch.equal(moments.state_dict()[name], x), name
+
+
 def test_before_the_first_update_values_stay():
     x = torch.randn(3, D)
     torch.testing.assert_close(RunningMoments((D,))(x), x)

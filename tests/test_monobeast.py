@@ -93,6 +93,13 @@ def test_stopped_and_resumed_equals_not_stopped(savedir, env, use_lstm):
         assert torch.equal(tensor, weights[1][name]), name
 
 
+def test_sync_saves_only_what_there_is(savedir):
+    """No actor is asked for its games before it has begun them."""
+    output = runs.run(savedir, "a", **SYNC, checkpoint_interval=0)
+    assert output.count("Saved") > 2
+    assert "Finished at step 600" in output
+
+
 def test_sync_refuses_games_that_it_could_not_save(savedir):
     process = runs.start(savedir, "a", **{**SYNC, "env": "Pong-v4"})
     output = runs.finish(process)
@@ -244,6 +251,26 @@ def test_tensorboard_gets_the_scalars_of_a_resumed_run(savedir):
     assert [event.step for event in losses] == [int(row["step"]) for row in rows]
     for event, row in zip(losses, rows, strict=True):
         assert event.value == pytest.approx(float(row["total_loss"]), rel=1e-5)
+
+
+def test_the_video_of_a_small_grid_is_enlarged(savedir):
+    """MinAtar draws floats, 10 × 10."""
+    cv2 = pytest.importorskip("cv2")
+    pytest.importorskip("minatar")
+    layout = {"num_actors": 1, "envs_per_actor": 2, "batch_size": 2}
+    flags = {**layout, "env": "MinAtar/Breakout-v1", "total_steps": 40}
+    runs.run(savedir, "a", **flags)
+    path = savedir / "breakout.mp4"
+    output = runs.run(savedir, "a", mode="test", num_test_episodes=1, video=path)
+    video = cv2.VideoCapture(str(path))
+    frames = []
+    while (read := video.read())[0]:
+        frames.append(read[1])
+    steps = re.search(r"after (\d+) steps", output)
+    assert steps is not None
+    assert len(frames) == int(steps[1])
+    assert frames[0].shape == (100, 100, 3)
+    assert frames[0].max() > 100  # not black
 
 
 @pytest.fixture

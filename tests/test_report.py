@@ -61,6 +61,15 @@ def test_the_row_of_a_run(tmp_path):
     (path / "test.json").write_text(json.dumps(test))
     tested = report.table_row(path)["test, mean ± std"]
     assert tested == "2.50 ± 0.75 (200 games, greedy)"
+    same = report.read_run(path).protocol()
+    (path / "test.json").write_text(json.dumps(test | {"step": 3000, "protocol": same}))
+    assert report.table_row(path)["test, mean ± std"] == tested
+    other = {"step": 2000, "protocol": same | {"sticky_actions": 0.25}}
+    (path / "test.json").write_text(json.dumps(test | other))
+    assert report.table_row(path)["test, mean ± std"] == (
+        "2.50 ± 0.75 (200 games, greedy, **at step 2,000**, **other protocol: sticky "
+        "actions 0.25**)"
+    )
 
 
 def test_a_resumed_run(tmp_path):

@@ -8,8 +8,11 @@ import pytest
 import runs
 from environments import GridWorld
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from test_agent import save
 from test_environment import env_flags
+from test_evaluate import make_flags
 
+from torchbeast import load_agent
 from torchbeast.core import extra_fields
 from torchbeast.core.env_checks import InvalidEnvironmentError
 from torchbeast.core.environment import Environment
@@ -48,6 +51,16 @@ def too_few(num_envs):
 
 def single(num_envs):
     return GridWorld()
+
+
+def test_an_agent_of_a_vector_environment(tmp_path):
+    save(tmp_path, make_flags("--env", f"{__name__}:grids"))
+    agent = load_agent(tmp_path)
+    observation = agent.observation_space.sample()
+    action, _ = agent.act(observation)
+    assert action in agent.action_space
+    with pytest.raises(UserError, match="makes several environments at once"):
+        agent.make_env()
 
 
 def make(name, **flags):

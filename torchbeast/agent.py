@@ -16,6 +16,7 @@ Without a state, an episode begins.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -28,11 +29,14 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from torchbeast.core import checkpoint, declared_flags
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import prepare_to_act, to_tensors
-from torchbeast.core.environment import to_env_actions
+from torchbeast.core.atari_wrappers import atari_game
+from torchbeast.core.env_checks import InvalidEnvironmentError
+from torchbeast.core.environment import Environment, to_env_actions
 from torchbeast.core.extra_fields import EXTRA_FIELDS
 from torchbeast.core.flags import Flags
 from torchbeast.core.make_env import create_env
 from torchbeast.core.rollout import State
+from torchbeast.core.vector_envs import find_vector_env
 from torchbeast.model import TORSOS, Net, make_model
 
 
@@ -65,7 +69,18 @@ class Agent:
         self.generator.seed()
 
     def make_env(self, render_mode: str | None = None) -> gymnasium.Env:
-        """The environment of the run, with its wrappers."""
+        """The environment of the run, with its wrappers.
+
+        Raises:
+          InvalidEnvironmentError: --env makes several environments at once.
+          UserError: the environment can't be made.
+        """
+        name = self.flags.env
+        if not atari_game(name) and find_vector_env(self.flags):
+            raise InvalidEnvironmentError(
+                f"--env {name} makes several environments at once, and this agent acts "
+                "in one: make and step one of them in your own code"
+            )
         return create_env(self.flags, render_mode)
 
     @torch.inference_mode()
@@ -136,9 +151,8 @@ def load_agent(path: str | os.PathLike[str]) -> Agent:
     parser = declared_flags.make_parser("", TORSOS)
     flags = flags_lib.parse(parser, [], saved["flags"])
     flags = flags_lib.resolve(flags).freeze()
-    env = create_env(flags)
-    env.close()
-    spaces = env.observation_space, env.action_space
+    with contextlib.closing(Environment(flags, 1)) as env:
+        spaces = env.observation_space, env.action_space
     model = make_model(flags, *spaces, torch.device("cpu"))
     checkpoint.check_fit(saved["model_state_dict"], model)
     model.load_state_dict(saved["model_state_dict"])

@@ -8,10 +8,12 @@ processes play. Read it top to bottom: evaluate, test, play_in_processes, play.
 import argparse
 import collections
 import contextlib
+import faulthandler
 import json
 import logging
 import os
 import pickle
+import signal
 import statistics
 import time
 import traceback
@@ -34,6 +36,7 @@ from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.nested import map_nested
 from torchbeast.core.run_folder import atomic_write
 from torchbeast.core.seeds import derive_seed
+from torchbeast.core.step_watch import StepWatch, explain_stuck
 from torchbeast.core.video import Video, has_display
 from torchbeast.model import make_model
 
@@ -77,7 +80,7 @@ def evaluate(
     saved = checkpoint.load(path)
     checkpoint.check(saved, path, for_test=True)
     flags = flags_lib.parse(parser, argv, saved["flags"])
-    xpid, flags.xpid = flags.xpid, None  # a test continues no run
+    flags.xpid = None  # a test continues no run
     on_servers = flags.typed & {"server_addresses", "listen"}
     play_games = play_on_servers if on_servers else None
     if not play_games:  # this machine imports the environment
@@ -86,6 +89,7 @@ def evaluate(
     result = test(flags, saved["model_state_dict"], play_games or play_in_processes)
     if flags.mode == "test" and not flags.video:
         step = saved.get("stats", {}).get("step")
+        xpid = path.resolve().parent.name  # --xpid, or what "latest" links to
         about = {"xpid": xpid, "checkpoint": path.name, "step": step, "flags": flags}
         name = Path(path.name.replace("model", "test", 1)).with_suffix(".json")
         write_result(path.resolve().with_name(str(name)), about | result)
@@ -192,9 +196,11 @@ def play_in_processes(
 
     Raises:
       UserError: what `play` raises, in a process.
-      ProcessError: a process raised something else, or died.
+      ProcessError: a process raised something else, died, or took no step for
+        --actor_timeout seconds.
     """
     count = min(processes.num_cpus(), -(-len(numbers) // BATCH))
+    watch = StepWatch(count, flags.actor_timeout)
     context = actor_context()
     weights = pickle.dumps(model_state)  # bytes: tensors would go through shared memory
     children: dict[Any, Any] = {}  # by pipe
@@ -205,13 +211,19 @@ def play_in_processes(
         for i in range(count):
             pipe, child_pipe = context.Pipe(duplex=False)
             own = [n for n in numbers if n // BATCH % count == i]  # whole batches
-            arguments = (flags, weights, own, child_pipe)
+            arguments = (flags, weights, own, child_pipe, watch.steps[i])
             child = context.Process(target=_play_in_child, args=arguments, daemon=True)
             guardian.start(child)
             child_pipe.close()
             children[pipe], left[pipe] = child, len(own)
         while left:
-            ready: list[Any] = connection.wait(list(left))
+            ready: list[Any] = connection.wait(list(left), 1.0)
+            playing = {i for i, pipe in enumerate(children) if pipe in left}
+            stuck = watch.find_stuck(playing)
+            if stuck is not None:
+                pid = list(children.values())[stuck].pid
+                who = f"a process that plays games of {flags.env}"
+                raise processes.ProcessError(explain_stuck(who, pid, watch.timeout))
             for pipe in ready:
                 try:
                     message = pipe.recv()
@@ -234,13 +246,22 @@ def play_in_processes(
 
 
 def _play_in_child(
-    flags: Flags, weights: bytes, numbers: Sequence[int], pipe: connection.Connection
+    flags: Flags,
+    weights: bytes,
+    numbers: Sequence[int],
+    pipe: connection.Connection,
+    steps: torch.Tensor,
 ) -> None:
-    """The child process: sends each game, or an exception."""
+    """The child process: sends each game, or an exception; counts in steps []."""
+
+    def count() -> None:
+        steps.add_(1)
+
     processes.begin_child()
+    faulthandler.register(signal.SIGUSR1)  # prints the stack
     torch.set_num_threads(1)
     try:
-        for game in play(flags, pickle.loads(weights), numbers):
+        for game in play(flags, pickle.loads(weights), numbers, on_step=count):
             pipe.send(game)
     except UserError as error:
         pipe.send(error)
@@ -256,6 +277,7 @@ def play(
     numbers: Iterable[int],
     video: Video | None = None,
     stream: int = TEST_STREAM,
+    on_step: Callable[[], Any] = lambda: None,
 ) -> Generator[Game, None, None]:
     """Plays the games with these numbers; yields them as they end.
 
@@ -263,6 +285,7 @@ def play(
 
     Args:
       stream: games of another stream have other seeds.
+      on_step: called whenever an environment was made, reset or stepped.
     """
     render = "rgb_array" if video else "human" if flags.mode == "test_render" else None
     waiting: dict[int, collections.deque[int]] = collections.defaultdict(
@@ -276,6 +299,7 @@ def play(
         for i in waiting:
             envs[i] = env = Environment(flags, 1, i, render_mode=render)
             stack.callback(env.close)
+            on_step()
         spaces = env.observation_space, env.action_space
         model = make_model(flags, *spaces, torch.device("cpu"))
         checkpoint.check_fit(model_state, model)
@@ -296,6 +320,7 @@ def play(
             playing[i] = waiting[i].popleft()
             generators[i].manual_seed(derive_seed(flags.seed, playing[i]))
             envs[i].set_seed(flags.seed, playing[i])
+            on_step()
             return envs[i].initial()
 
         rows: list[dict[str, Any]] = [env.initial()] * BATCH  # to fill the batch
@@ -310,6 +335,7 @@ def play(
             actions = outputs["action"].squeeze(0).numpy()
             for i, number in list(playing.items()):
                 rows[i] = row = envs[i].step(actions[i : i + 1])
+                on_step()
                 if row["game_over"][0]:
                     yield Game(
                         number, row["game_return"].item(), row["game_step"].item()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import math
 import os
 import pathlib
 import pickle
+import signal
 import statistics
 import threading
 import time
@@ -21,6 +23,7 @@ from torchbeast.core import checkpoint, processes
 from torchbeast.core.actors import actor_context
 from torchbeast.core.flags import Flags
 from torchbeast.core.run import Run
+from torchbeast.core.step_watch import StepWatch, explain_stuck
 from torchbeast.evaluate import EVAL_STREAM, play
 
 log = logging.getLogger(__name__)
@@ -30,12 +33,13 @@ WARNING_SECONDS = 600.0  # between two warnings of a slow evaluation
 
 
 class Evaluator:
-    """Evaluates every flags.eval_interval steps, and keeps the best checkpoint.
+    """Evaluates every flags.eval_interval steps and at the end; keeps the best weights.
 
     The results are columns of logs.csv: in the next row after the games, `eval_return`
     and `eval_length` (means), and `eval_step`, that of the weights. It always plays the
     same games, which are not those of --mode test. While it plays, no other evaluation
-    begins. If it fails, the log says so, and the run goes on without.
+    begins. If it fails, or takes no step for flags.actor_timeout seconds, the log says
+    so, and the run goes on without.
 
     Its methods are for the main thread.
     """
@@ -55,9 +59,12 @@ class Evaluator:
         run.add_columns(dict.fromkeys(("eval_step", "eval_return", "eval_length")))
         self._sender: threading.Thread | None = None
         self._guardian = processes.Guardian(seconds=0)
+        self._watch = StepWatch(1, self.flags.actor_timeout)
         self._pipe, child_pipe = actor_context().Pipe()
         self._process = actor_context().Process(
-            target=_evaluate, args=(self.flags, child_pipe), daemon=True
+            target=_evaluate,
+            args=(self.flags, child_pipe, self._watch.steps),
+            daemon=True,
         )
         self._guardian.start(self._process)
         child_pipe.close()
@@ -65,40 +72,74 @@ class Evaluator:
 
     def poll(self) -> None:
         """Takes a result, if there is one; starts an evaluation if one is due."""
-        if not self._process:
+        if self._process:
+            self._take_result()
+        if self._process and not self._busy and self.run.learner.step >= self._due:
+            self._begin()
+
+    def finish(self) -> None:
+        """Evaluates the final weights, if the run has reached flags.total_steps.
+
+        The result gets a row of its own in logs.csv. A stop signal ends the wait.
+        """
+        learner = self.run.learner
+        if not self._process or learner.step < self.flags.total_steps:
             return
-        try:
-            if self._busy and self._pipe.poll():
-                self._take(self._pipe.recv())
-        except (EOFError, OSError):
-            self._process.join(1.0)
-            how = processes.how_it_ended(self._process.exitcode)
-            self._give_up(f"its process died {how}")
-        if self._busy and time.monotonic() - self._since > WARNING_SECONDS:
-            self._since = time.monotonic()
-            log.warning(
-                "The evaluation of step %s needs more than %g s.",
-                *(f"{self._weights[0]:,}", WARNING_SECONDS),
-            )
-        is_due = self._process and self.run.learner.step >= self._due
-        if is_due and not self._busy and (copied := self.run.copy_weights()):
+        log.info("Evaluating the final weights.")
+        while self._process and not self.run.interrupted():
+            if self._take_result():
+                frames = learner.step * learner.env_spec.frames_per_step
+                self.run.log({"step": learner.step, "frames": frames})
+            if self._process and not self._busy:
+                if self._weights[0] == learner.step:
+                    break
+                self._begin()
+            if self._process:
+                waking = (self._pipe, self._process.sentinel, self.run.wake_reader)
+                connection.wait(waking, 1.0)
+
+    def _begin(self) -> None:
+        """Starts an evaluation, unless an update hangs."""
+        if copied := self.run.copy_weights():
             self._weights = copied
             self._busy, self._since = True, time.monotonic()
+            self._watch.restart(0)
             interval = self.flags.eval_interval
             self._due = (copied[0] // interval + 1) * interval
             # In a thread, because the process may be slow to take them.
             self._sender = threading.Thread(target=self._send, args=copied[1:])
             self._sender.start()
 
+    def _take_result(self) -> bool:
+        """Takes a result, if there is one; gives up if there will be none."""
+        try:
+            if self._busy and self._pipe.poll():
+                return self._take(self._pipe.recv())
+        except (EOFError, OSError):
+            self._process.join(1.0)
+            how = processes.how_it_ended(self._process.exitcode)
+            self._give_up(f"its process died {how}")
+            return False
+        if self._watch.find_stuck({0} if self._busy else ()) is not None:
+            pid, seconds = self._process.pid, self._watch.timeout
+            self._give_up(explain_stuck("its process", pid, seconds))
+        elif self._busy and time.monotonic() - self._since > WARNING_SECONDS:
+            self._since = time.monotonic()
+            log.warning(
+                "The evaluation of step %s needs more than %g s.",
+                *(f"{self._weights[0]:,}", WARNING_SECONDS),
+            )
+        return False
+
     def _send(self, weights: dict[str, torch.Tensor]) -> None:
         with contextlib.suppress(OSError):  # `poll` sees that the process has died
             self._pipe.send(pickle.dumps(weights))  # bytes: see evaluate.py
 
-    def _take(self, result: Any) -> None:
+    def _take(self, result: Any) -> bool:
         self._busy = False
         if isinstance(result, str):
             self._give_up(result)
-            return
+            return False
         step, weights = self._weights
         returns = [game.game_return for game in result]
         mean = statistics.fmean(returns)
@@ -116,6 +157,7 @@ class Evaluator:
                 "stats": {"step": step, "eval_return": mean},
             }
             checkpoint.save(self._path, state, keep_previous=False)
+        return True
 
     def _give_up(self, why: str) -> None:
         log.error("There are no more evaluations: %s", why)
@@ -140,16 +182,25 @@ def best_return(path: pathlib.Path) -> float:
         return -math.inf
 
 
-def _evaluate(flags: Flags, pipe: connection.Connection) -> None:
-    """The child process: answers weights with games, or with the text of an error."""
+def _evaluate(flags: Flags, pipe: connection.Connection, steps: torch.Tensor) -> None:
+    """The child process: answers weights with games, or with the text of an error.
+
+    It counts its steps in `steps` [1].
+    """
+
+    def count() -> None:
+        steps.add_(1)
+
     processes.begin_child()
+    faulthandler.register(signal.SIGUSR1)  # prints the stack
     os.nice(19)
     torch.set_num_threads(1)
     try:
         while True:
             weights = pickle.loads(pipe.recv())
             numbers = range(flags.eval_episodes)
-            pipe.send(list(play(flags, weights, numbers, stream=EVAL_STREAM)))
+            games = play(flags, weights, numbers, stream=EVAL_STREAM, on_step=count)
+            pipe.send(list(games))
     except (EOFError, OSError):  # the run has ended
         pass
     except BaseException:

@@ -292,7 +292,8 @@ class Net(nn.Module):
         baseline = self.baseline(x).view(T, B)
         outputs = {"policy_logits": logits, "baseline": baseline}
         if self.return_moments is not None:
-            last_return = self._running_returns(rows, state[-1])[-1] * ~rows["done"][-1]
+            returns = self._running_returns(rows, state[-1])
+            last_return = returns[-1].masked_fill(rows["done"][-1], 0)
             state = (*state[:-1], last_return.view(1, B, 1))
             if not acting:
                 outputs["reward"] = self._scale(rows["reward"])
@@ -378,7 +379,7 @@ class Net(nn.Module):
         sums, last = [], before[0, :, 0]  # [B]
         for reward, done in zip(rows["reward"], rows["done"], strict=True):
             sums.append(reward + self.reward_discounting * last)
-            last = sums[-1] * ~done
+            last = sums[-1].masked_fill(done, 0)
         return torch.stack(sums)
 
     def _scale(self, reward: torch.Tensor) -> torch.Tensor:

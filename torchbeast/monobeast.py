@@ -280,7 +280,7 @@ def train(start: resume.Start) -> int:
             evaluator.poll()
             if between_rounds:
                 if run.save_is_due():
-                    run.save(more_to_save())
+                    run.save(more_to_save)
                 for index in actors.idle[:]:
                     if len(free) >= E:
                         actors.start_unroll(index, [free.popleft() for _ in range(E)])
@@ -296,8 +296,9 @@ def train(start: resume.Start) -> int:
             while len(filled) >= B:
                 batches.put([filled.popleft() for _ in range(B)])
             run.show(len(filled) + batches.qsize() * B, actors.num_steps())
-        if flags.sync and not flags.disable_checkpoint:
-            run.save(more_to_save())
+        if flags.sync:
+            run.save(more_to_save)
+        evaluator.finish()
     return run.exit_status
 
 

@@ -289,6 +289,7 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
                 reported, reported_at = now, time.monotonic()
             acted = sum(streams.pool.count() for streams in all_streams)
             run.show(queued(), acted, envs.num_connected(all_streams))
+        evaluator.finish()
     return run.exit_status
 
 

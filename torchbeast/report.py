@@ -44,7 +44,6 @@ def table_row(folder: pathlib.Path) -> dict[str, str]:
     each = [{"args": start.get("flags"), **start} for start in starts]
     _, own = protocol.split_common(protocol.stored_protocol(start) for start in each)
     games, mean = run.last("games"), run.last("mean_game_return_100")
-    test = read_test(folder)
     return {
         "run": run.name,
         "env": args.get("env") or "",
@@ -60,13 +59,24 @@ def table_row(folder: pathlib.Path) -> dict[str, str]:
         "return, last 100 games": ""
         if mean is None
         else f"{mean:.2f}" + (f" ({games:.0f} games)" if (games or 100) < 100 else ""),
-        "test, mean ± std": ""
-        if test is None
-        else f"{test['mean']:.2f} ± {test['std']:.2f} "
-        f"({test['num_games']} games, {test['policy']})",
+        "test, mean ± std": _test(folder, run),
         "wall-clock": _duration(run.seconds()),
         "hardware": describe_hardware(meta.get("hardware")),
     }
+
+
+def _test(folder: pathlib.Path, run: Run) -> str:
+    """The result of --mode test, and in what it differs from the run."""
+    test = read_test(folder)
+    if test is None:
+        return ""
+    notes = [f"{test['num_games']} games", test["policy"]]
+    if test["step"] not in (None, run.last("step")):
+        notes.append(f"**at step {test['step']:,}**")
+    if test["protocol"] and test["protocol"] != run.protocol():
+        _, (_, own) = protocol.split_common([run.protocol() or {}, test["protocol"]])
+        notes.append(f"**other protocol: {protocol.describe(own)}**")
+    return f"{test['mean']:.2f} ± {test['std']:.2f} ({', '.join(notes)})"
 
 
 def _preset(meta: dict[str, Any]) -> str:

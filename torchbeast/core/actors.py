@@ -7,11 +7,10 @@ import os
 import pickle
 import signal
 import statistics
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.multiprocessing as mp
@@ -23,6 +22,7 @@ from torchbeast.core.environment import Environment
 from torchbeast.core.flags import Flags
 from torchbeast.core.nested import Nested
 from torchbeast.core.prof import format_shares
+from torchbeast.core.step_watch import StepWatch, explain_stuck
 
 log = logging.getLogger(__name__)
 
@@ -105,19 +105,14 @@ class Actors:
         saved: Sequence[dict[str, Any]] | None,
     ) -> None:
         context = actor_context()
-        self.timeout = flags.actor_timeout
         self.weights = weights
-        spec = rollout.Spec((), torch.int64)
-        self.progress = rollout.create_buffers(spec, (flags.num_actors,))
+        self.watch = StepWatch(flags.num_actors, flags.actor_timeout)
         self.pipes: list[connection.Connection] = []
         self.processes: list[Any] = []
         self.idle = list(range(flags.num_actors))  # the one that waits longest first
         self.timings: list[dict[str, float]] = [{} for _ in self.idle]
         self.envs_per_actor = flags.envs_per_actor
         self._warned: set[str] = set()
-        self._seen = [(-1, 0.0)] * flags.num_actors  # steps, and _awake at the last one
-        self._awake = 0.0  # seconds, without the time in which the run is suspended
-        self._checked_at = time.monotonic()
         self._guardian = processes.Guardian(STOP_SECONDS)
         try:
             for index in range(flags.num_actors):
@@ -133,7 +128,7 @@ class Actors:
                         actor_pipe,
                         buffers,
                         weights.memory,
-                        self.progress,
+                        self.watch.steps,
                         pickle.dumps(saved[index]) if saved else None,
                     ),
                     daemon=True,
@@ -148,7 +143,7 @@ class Actors:
     def start_unroll(self, index: int, slots: list[int]) -> None:
         """Makes an idle actor fill the slots with the newest weights."""
         self.idle.remove(index)
-        self._seen[index] = (-1, self._awake)
+        self.watch.restart(index)
         self._send(index, ("unroll", slots, *self.weights.acquire()))
 
     def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:
@@ -170,7 +165,10 @@ class Actors:
                         self.idle.append(index)
                         self.timings[index] = message[2]
                         yield index, message[1]
-        self._check_stuck()
+        running = set(range(len(self.pipes))) - set(self.idle)
+        stuck = self.watch.find_stuck(running)
+        if stuck is not None:
+            self._raise_stuck(stuck)
 
     def save(self) -> list[dict[str, Any]]:
         """Returns the states of all actors, for an exact resume. All must be idle."""
@@ -178,7 +176,7 @@ class Actors:
             self._send(index, ("save",))
         states = []
         for index, pipe in enumerate(self.pipes):
-            if not pipe.poll(self.timeout):
+            if not pipe.poll(self.watch.timeout):
                 self._raise_stuck(index)
             (message,) = self._receive(index)
             states.append(pickle.loads(message[1]))
@@ -186,7 +184,7 @@ class Actors:
 
     def num_steps(self) -> int:
         """Environment steps taken since the start."""
-        return int(self.progress.sum()) * self.envs_per_actor
+        return int(self.watch.steps.sum()) * self.envs_per_actor
 
     def timing_summary(self) -> str:
         """Describes how the actors spent their time, on average."""
@@ -241,25 +239,6 @@ class Actors:
         hint = f" (is {rollout.SHARED_MEMORY} full?)" if code == -signal.SIGBUS else ""
         raise ActorError(f"actor {index} (pid {process.pid}) died {how}{hint}")
 
-    def _check_stuck(self) -> None:
-        now = time.monotonic()
-        # It checks once per second. A longer gap means that the run was suspended.
-        self._awake += min(now - self._checked_at, 2.0)
-        self._checked_at = now
-        for index, steps in enumerate(self.progress.tolist()):
-            seen, since = self._seen[index]
-            if steps != seen:
-                self._seen[index] = (steps, self._awake)
-            elif index not in self.idle and self._awake - since > self.timeout:
-                self._raise_stuck(index)
-
-    def _raise_stuck(self, index: int) -> None:
+    def _raise_stuck(self, index: int) -> NoReturn:
         pid = self.processes[index].pid
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGUSR1)  # prints its Python stack
-            time.sleep(0.5)
-        raise ActorError(
-            f"actor {index} (pid {pid}) made no step for {self.timeout:g} s. Its stack "
-            "is printed above, if the process could print it. If the environment is "
-            "that slow, raise --actor_timeout"
-        )
+        raise ActorError(explain_stuck(f"actor {index}", pid, self.watch.timeout))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchbeast.core.errors import FlagError
-from torchbeast.core.presets import BEFORE_THE_FLAG_EXISTED
+from torchbeast.core.presets import BEFORE_THE_FLAG_EXISTED, current_name
 
 # Flags of a meta.json that name a place, and not what the run does.
 OF_ITS_RUN = {
@@ -68,6 +68,7 @@ def _flags_of_run(meta: Any) -> dict[str, Any]:
         raise ValueError("this is not the meta.json of a run: it has no args")
     chosen_there = {*OF_ITS_RUN, *meta.get("flags_left_open", ())}  # and again here
     args = {**BEFORE_THE_FLAG_EXISTED, **meta["args"]}
+    args["preset"] = current_name(args.get("preset"))
     return {k: v for k, v in args.items() if k not in chosen_there}
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
-import os
 import signal
-import time
 import traceback
 from multiprocessing import connection
 from typing import Any, NamedTuple
@@ -22,6 +20,7 @@ from torchbeast.core import processes
 from torchbeast.core.environment import Environment
 from torchbeast.core.errors import UserError
 from torchbeast.core.flags import Flags
+from torchbeast.core.step_watch import print_stack
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +80,7 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
 def _receive(process: Any, reader: Any, flags: Flags, timeout: float) -> tuple:
     ready = connection.wait([reader, process.sentinel], timeout)
     if not ready:
-        with contextlib.suppress(OSError):
-            os.kill(process.pid, signal.SIGUSR1)  # prints its stack
-            time.sleep(0.5)
+        print_stack(process.pid)
         raise processes.ProcessError(
             f"{flags.env} was not made within {timeout:g} s. Its stack is printed "
             "above. If it needs that long, raise --actor_timeout"

@@ -344,6 +344,7 @@ class OldGymAdapter(gymnasium.Env):
         elif seed is not None and hasattr(self.env, "seed"):
             self.env.seed(seed)
         result = self.env.reset(**arguments)
+        self._show()
         if _is_observation_and_info(result, self.observation_space):
             return result
         return result, {}
@@ -352,6 +353,7 @@ class OldGymAdapter(gymnasium.Env):
         if isinstance(self.action_space, spaces.Discrete):
             action = int(action)  # some environments check the type
         result = self.env.step(action)
+        self._show()
         count = len(result) if isinstance(result, tuple | list) else 0
         if count == 5:
             return tuple(result)
@@ -369,6 +371,10 @@ class OldGymAdapter(gymnasium.Env):
             )
         truncated = bool(info.get("TimeLimit.truncated", False))
         return observation, reward, bool(done) and not truncated, truncated, info
+
+    def _show(self) -> None:
+        if self.render_mode == "human":  # as Gymnasium's environments do by themselves
+            self.render()
 
     def render(self) -> Any:
         if self.render_mode is not None and takes(self.env.render, "mode"):

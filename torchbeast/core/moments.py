@@ -33,10 +33,17 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def update(self, values: torch.Tensor) -> None:
-        """Adds values [N, *shape] (Chan, Golub and LeVeque 1979, equation 2.1)."""
+        """Adds values [N, *shape] (Chan, Golub and LeVeque 1979, equation 2.1).
+
+        Leaves out values with NaN or infinity, which would stay in the moments.
+        """
+        values = values.float()
+        values = values[values.isfinite().reshape(len(values), -1).all(1)]
         n = len(values)
+        if n == 0:
+            return
         total = self.count + n
-        variance, mean = torch.var_mean(values.float(), dim=0, correction=0)
+        variance, mean = torch.var_mean(values, dim=0, correction=0)
         delta = mean - self.mean
         # The sums of squared distances from both means, and from one mean to the other.
         squares = self.variance * self.count + variance * n

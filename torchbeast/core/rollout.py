@@ -16,6 +16,7 @@ episode's real last observation; else it is 0.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -198,9 +199,10 @@ def cut_at_episodes(
     """Cuts rollouts, so that each has steps of one episode only.
 
     A rollout in which episodes end becomes several, of T + 1 rows as before. Each keeps
-    the rows of one episode at their places; the other rows are zero. If its episode
-    ends, the row after the last step keeps the results of that step, such as reward and
-    done, and no observation.
+    the rows of one episode at their places. The other rows are zero, and their
+    observation is the episode's first one here, because zero may not be in the space.
+    If its episode ends, the row after the last step keeps the results of that step,
+    such as reward and done, and no observation.
 
     Args:
       batch: rollouts [T + 1, B, ...].
@@ -224,15 +226,16 @@ def cut_at_episodes(
     inside = (t >= begin) & (t < end)  # [T + 1, N]
     result = inside | (t == end)
 
-    def keep(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def keep(name: str, x: torch.Tensor) -> torch.Tensor:
+        rows = result if name in RESULTS else inside
         rows = rows.reshape(*rows.shape, *[1] * (x.dim() - 2))
-        return torch.where(rows, x[:, columns], x.new_zeros(()))
+        other = x[begin, columns] if name == "observation" else x.new_zeros(())
+        return torch.where(rows, x[:, columns], other)
 
     per_column = {"replayed"} & batch.keys()
     cut: dict[str, Nested] = {name: batch[name][columns] for name in per_column}
     for name in batch.keys() - {"replayed", "step_counts"}:
-        rows = result if name in RESULTS else inside
-        cut[name] = map_nested(lambda x, rows=rows: keep(x, rows), batch[name])
+        cut[name] = map_nested(functools.partial(keep, name), batch[name])
     mask = (
         batch["step_counts"][:, columns]
         if "step_counts" in batch

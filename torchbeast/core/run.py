@@ -147,14 +147,23 @@ class Run:
         Raises:
           BaseException: the first exception of a thread.
         """
+        interrupted = self.interrupted()
+        self._profile.update(self.learner.num_updates, self._writer.path)
+        finished = self.learner.step >= self.flags.total_steps
+        return not (may_stop and (finished or interrupted))
+
+    def interrupted(self) -> bool:
+        """Whether a stop signal has come. Forgets what woke the main thread.
+
+        Raises:
+          BaseException: the first exception of a thread.
+        """
         self._log_signal()
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_reader, 4096)
         if self._thread_errors:
             raise self._thread_errors[0]
-        self._profile.update(self.learner.num_updates, self._writer.path)
-        finished = self.learner.step >= self.flags.total_steps
-        return not (may_stop and (finished or self._signal))
+        return bool(self._signal)
 
     def show(self, queued: int, acted: int, streams: str | None = None) -> None:
         """Updates the live line, see Status.show.
@@ -264,13 +273,13 @@ class Run:
         finally:
             self._lock.release()
 
-    def save(self, more: dict[str, Any] | None = None) -> None:
+    def save(self, more: Callable[[], dict[str, Any]] = dict) -> None:
         """Saves a checkpoint, if there were updates since the last one.
 
         Waits for an update in progress, but not after a stop signal.
 
         Args:
-          more: additional entries of the checkpoint.
+          more: returns additional entries of the checkpoint.
         """
         learner, flags = self.learner, self.flags
         if flags.disable_checkpoint or learner.num_updates == self._saved_at:
@@ -282,13 +291,14 @@ class Run:
         try:
             if learner.diverged:
                 return  # keep the last checkpoint, whose weights are finite
+            state = learner.state_dict() | more()
             self._saving = True
-            state = learner.state_dict() | {
+            state |= {
                 "flags": flags.as_dict(),
                 "flags_left_open": self.start.left_open,
             }
             path = self.start.folder.path / "model.tar"
-            checkpoint.save(path, state | (more or {}))
+            checkpoint.save(path, state)
             if learner.mixer and flags.save_replay:
                 replay_memory.save(
                     learner.mixer.replay, path.with_name(replay_memory.FILE)

@@ -135,7 +135,7 @@ def read_run(folder: pathlib.Path) -> Run:
 
 
 def read_test(folder: pathlib.Path) -> dict[str, Any] | None:
-    """The content of test.json; None if there is none.
+    """What test.json says, None if there is none. Older files lack step and protocol.
 
     Raises:
       ValueError: the file is damaged.
@@ -143,7 +143,8 @@ def read_test(folder: pathlib.Path) -> dict[str, Any] | None:
     path = folder / "test.json"
     try:
         test = json.loads(path.read_text(encoding="utf-8"))
-        return {name: test[name] for name in ("mean", "std", "num_games", "policy")}
+        needed = {name: test[name] for name in ("mean", "std", "num_games", "policy")}
+        return {"step": test.get("step"), "protocol": test.get("protocol"), **needed}
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:

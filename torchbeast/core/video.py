@@ -19,6 +19,7 @@ class Video:
     """An .mp4 file with one frame per step. Needs OpenCV."""
 
     FRAMES_PER_SECOND = 15
+    LEAST_PIXELS = 100  # of height and width; a smaller frame is enlarged
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -32,9 +33,15 @@ class Video:
             self.file.release()
 
     def add(self, frame: np.ndarray) -> None:
-        """Adds a frame [H, W, 3] uint8, RGB."""
+        """Adds a frame [H, W, 3], RGB: uint8, or floats from 0 to 1."""
         import cv2
 
+        if frame.dtype != np.uint8:
+            frame = np.rint(np.clip(frame, 0, 1) * 255).astype(np.uint8)
+        times = -(
+            -self.LEAST_PIXELS // min(frame.shape[:2])
+        )  # for games on small grids
+        frame = frame.repeat(times, axis=0).repeat(times, axis=1)
         if self.file is None:
             height, width = frame.shape[:2]
             codec = cv2.VideoWriter.fourcc(*"mp4v")

@@ -1,0 +1,69 @@
+"""Finds processes that run environments and take no steps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Container
+
+import torch
+
+from torchbeast.core import rollout
+
+
+class StepWatch:
+    """Watches the steps of processes. Its methods are for the watching process.
+
+    Args:
+      count: number of processes.
+      timeout: seconds without a step after which a process is stuck.
+
+    Attributes:
+      steps: [count] int64 in shared memory; each process counts its steps here.
+    """
+
+    def __init__(self, count: int, timeout: float) -> None:
+        self.timeout = timeout
+        self.steps = rollout.create_buffers(
+            rollout.Spec((), torch.int64), (count,), "step counters", "free some"
+        )
+        self._seen = [(-1, 0.0)] * count  # steps, and _awake at the last one
+        self._awake = 0.0  # seconds, without the time in which the run is suspended
+        self._checked_at = time.monotonic()
+
+    def restart(self, index: int) -> None:
+        """Gives a process its full time, for example after it was idle."""
+        self._seen[index] = (-1, self._awake)
+
+    def find_stuck(self, watched: Container[int]) -> int | None:
+        """The number of a watched process that is stuck. Call it once per second."""
+        now = time.monotonic()
+        # A longer gap between two calls means that the run was suspended.
+        self._awake += min(now - self._checked_at, 2.0)
+        self._checked_at = now
+        for index, steps in enumerate(self.steps.tolist()):
+            seen, since = self._seen[index]
+            if steps != seen:
+                self._seen[index] = (steps, self._awake)
+            elif index in watched and self._awake - since > self.timeout:
+                return index
+        return None
+
+
+def print_stack(pid: int) -> None:
+    """Makes a process print its Python stack; it has registered faulthandler."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
+
+
+def explain_stuck(who: str, pid: int, seconds: float) -> str:
+    """Prints the stack of a stuck process; returns the text of an error."""
+    print_stack(pid)
+    return (
+        f"{who} (pid {pid}) made no step for {seconds:g} s. Its stack is printed "
+        "above, if the process could print it. If the environment is that slow, raise "
+        "--actor_timeout"
+    )
