@@ -122,7 +122,7 @@ def test_a_resumed_run_knows_the_best(tmp_path):
 @pytest.mark.parametrize("ending", ["signal", "timeout"])
 def test_the_last_evaluation_hangs(tmp_path, ending):
     flags = {**FLAGS, "env": "evaluated:HangsInTests", "total_steps": 60}
-    flags["actor_timeout"] = 60 if ending == "signal" else 2
+    flags["actor_timeout"] = 120 if ending == "signal" else 10
     process = runs.start(tmp_path, "a", **flags)
     log = tmp_path / "a" / "out.log"
 

@@ -362,6 +362,21 @@ def test_states_are_those_of_whole_episodes():
     assert compared > 10
 
 
+@pytest.mark.parametrize("field", ["reward", "policy_logits"])
+def test_a_batch_with_a_nan_is_not_stored(field):
+    rng = np.random.default_rng(11)
+    replay = make_replay(1000)
+    model = Net(OBSERVATIONS, spaces.Discrete(A))
+    mixer = make_mixer(replay, model, 1.0)
+    rows = map_nested(lambda x: x[:, None], next(Game(rng, [2] * 9).rollouts()))
+    mixer.add(map_nested(torch.from_numpy, rows), T)
+    size = replay.size
+    assert size > 0
+    rows[field][2, 0] = np.nan
+    mixer.add(map_nested(torch.from_numpy, rows), 2 * T)
+    assert replay.size == size
+
+
 def test_when_the_learner_may_learn():
     """Also if unfinished episodes never let the replay reach learn_start."""
     rng = np.random.default_rng(10)

@@ -64,6 +64,12 @@ def test_the_row_of_a_run(tmp_path):
     same = report.read_run(path).protocol()
     (path / "test.json").write_text(json.dumps(test | {"step": 3000, "protocol": same}))
     assert report.table_row(path)["test, mean ± std"] == tested
+    without = {"protocol": {"env": same["env"]}}
+    (path / "test.json").write_text(json.dumps(test | without))
+    assert report.table_row(path)["test, mean ± std"].endswith(
+        "**other protocol: without sticky actions 0.1, minimal action set, rewards not "
+        "clipped**)"
+    )
     other = {"step": 2000, "protocol": same | {"sticky_actions": 0.25}}
     (path / "test.json").write_text(json.dumps(test | other))
     assert report.table_row(path)["test, mean ± std"] == (

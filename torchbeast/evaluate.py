@@ -29,7 +29,7 @@ from torchbeast.core import checkpoint, file_writer, processes, protocol, resume
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.actors import actor_context
-from torchbeast.core.env_spec import CLOSE_SECONDS
+from torchbeast.core.env_spec import CLOSE_SECONDS, START_SECONDS
 from torchbeast.core.environment import Environment
 from torchbeast.core.errors import UserError
 from torchbeast.core.flags import FlagError, Flags
@@ -200,11 +200,13 @@ def play_in_processes(
         --actor_timeout seconds.
     """
     count = min(processes.num_cpus(), -(-len(numbers) // BATCH))
-    watch = StepWatch(count, flags.actor_timeout)
+    watch = StepWatch(count, flags.actor_timeout, START_SECONDS)
     context = actor_context()
     weights = pickle.dumps(model_state)  # bytes: tensors would go through shared memory
-    children: dict[Any, Any] = {}  # by pipe
-    left: dict[Any, int] = {}  # games that have not ended, by pipe
+    pipes: list[Any] = []
+    children: list[Any] = []
+    left: dict[int, int] = {}  # games that have not ended, by the number of the process
+    who = f"a process that plays games of {flags.env}"
     seconds_to_close = 0.0
     guardian = processes.Guardian(seconds=0)
     try:
@@ -215,34 +217,44 @@ def play_in_processes(
             child = context.Process(target=_play_in_child, args=arguments, daemon=True)
             guardian.start(child)
             child_pipe.close()
-            children[pipe], left[pipe] = child, len(own)
+            pipes.append(pipe)
+            children.append(child)
+            left[i] = len(own)
         while left:
-            ready: list[Any] = connection.wait(list(left), 1.0)
-            playing = {i for i, pipe in enumerate(children) if pipe in left}
-            stuck = watch.find_stuck(playing)
+            waking = [x for i in left for x in (pipes[i], children[i].sentinel)]
+            ready = connection.wait(waking, 1.0)
+            stuck = watch.find_stuck(left)
             if stuck is not None:
-                pid = list(children.values())[stuck].pid
-                who = f"a process that plays games of {flags.env}"
-                raise processes.ProcessError(explain_stuck(who, pid, watch.timeout))
-            for pipe in ready:
-                try:
-                    message = pipe.recv()
-                except EOFError:
-                    children[pipe].join()
-                    how = processes.how_it_ended(children[pipe].exitcode)
-                    raise processes.ProcessError(
-                        f"a process that played games of {flags.env} died {how}"
-                    ) from None
-                if isinstance(message, Exception):
-                    raise message
-                yield message
-                left[pipe] -= 1
-                if not left[pipe]:
-                    del left[pipe]
+                text = explain_stuck(who, children[stuck].pid, watch.timeout)
+                raise processes.ProcessError(text)
+            for i in list(left):
+                if pipes[i] in ready or children[i].sentinel in ready:
+                    message = _receive(pipes[i], children[i], who)
+                    if message is not None:
+                        yield message
+                        left[i] -= 1
+                        if not left[i]:
+                            del left[i]
         seconds_to_close = CLOSE_SECONDS
     finally:
-        guardian.end(list(children.values()), seconds_to_close)
+        guardian.end(children, seconds_to_close)
         guardian.close()
+
+
+def _receive(pipe: connection.Connection, child: Any, who: str) -> Game | None:
+    """A game from a child process, if one has ended. Raises the error it has sent."""
+    alive = child.is_alive()  # asked first: a child may send its last game and exit
+    try:
+        message = pipe.recv() if pipe.poll() else None
+    except EOFError:
+        child.join(CLOSE_SECONDS)
+        message, alive = None, False
+    if isinstance(message, Exception):
+        raise message
+    if message is None and not alive:
+        how = processes.how_it_ended(child.exitcode)
+        raise processes.ProcessError(f"{who} died {how}")
+    return message
 
 
 def _play_in_child(

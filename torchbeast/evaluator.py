@@ -47,7 +47,8 @@ class Evaluator:
     def __init__(self, run: Run) -> None:
         self.run, self.flags = run, run.flags
         self._process: Any = None
-        self._busy, self._since = False, 0.0  # since when; or the last warning
+        self._busy, self._longest = False, 0.0  # seconds of the longest evaluation
+        self._begun = self._warned = 0.0  # when the newest began, and the last warning
         self._weights: tuple[int, dict[str, torch.Tensor]] = (0, {})
         self._best = -math.inf
         if not self.flags.eval_interval:
@@ -59,7 +60,8 @@ class Evaluator:
         run.add_columns(dict.fromkeys(("eval_step", "eval_return", "eval_length")))
         self._sender: threading.Thread | None = None
         self._guardian = processes.Guardian(seconds=0)
-        self._watch = StepWatch(1, self.flags.actor_timeout)
+        # It has the lowest priority, so its imports may take long.
+        self._watch = StepWatch(1, self.flags.actor_timeout, WARNING_SECONDS)
         self._pipe, child_pipe = actor_context().Pipe()
         self._process = actor_context().Process(
             target=_evaluate,
@@ -80,13 +82,20 @@ class Evaluator:
     def finish(self) -> None:
         """Evaluates the final weights, if the run has reached flags.total_steps.
 
-        The result gets a row of its own in logs.csv. A stop signal ends the wait.
+        The result gets a row of its own in logs.csv. A stop signal ends the wait, and
+        so does a game that takes three times as long as the longest evaluation so far.
         """
         learner = self.run.learner
         if not self._process or learner.step < self.flags.total_steps:
             return
+        self.run.save()  # the evaluation may take long
         log.info("Evaluating the final weights.")
+        most = max(WARNING_SECONDS, 3 * self._longest)
+        begun = time.monotonic()
         while self._process and not self.run.interrupted():
+            if time.monotonic() - begun > most:
+                self._give_up(f"the last one needs more than {most:.0f} s")
+                break
             if self._take_result():
                 frames = learner.step * learner.env_spec.frames_per_step
                 self.run.log({"step": learner.step, "frames": frames})
@@ -102,7 +111,8 @@ class Evaluator:
         """Starts an evaluation, unless an update hangs."""
         if copied := self.run.copy_weights():
             self._weights = copied
-            self._busy, self._since = True, time.monotonic()
+            self._busy = True
+            self._begun = self._warned = time.monotonic()
             self._watch.restart(0)
             interval = self.flags.eval_interval
             self._due = (copied[0] // interval + 1) * interval
@@ -112,19 +122,22 @@ class Evaluator:
 
     def _take_result(self) -> bool:
         """Takes a result, if there is one; gives up if there will be none."""
+        # Asked before the pipe: it may send an error and exit.
+        died = self._busy and not self._process.is_alive()
         try:
             if self._busy and self._pipe.poll():
                 return self._take(self._pipe.recv())
         except (EOFError, OSError):
             self._process.join(1.0)
+            died = True
+        if died:
             how = processes.how_it_ended(self._process.exitcode)
             self._give_up(f"its process died {how}")
-            return False
-        if self._watch.find_stuck({0} if self._busy else ()) is not None:
+        elif self._watch.find_stuck({0} if self._busy else ()) is not None:
             pid, seconds = self._process.pid, self._watch.timeout
             self._give_up(explain_stuck("its process", pid, seconds))
-        elif self._busy and time.monotonic() - self._since > WARNING_SECONDS:
-            self._since = time.monotonic()
+        elif self._busy and time.monotonic() - self._warned > WARNING_SECONDS:
+            self._warned = time.monotonic()
             log.warning(
                 "The evaluation of step %s needs more than %g s.",
                 *(f"{self._weights[0]:,}", WARNING_SECONDS),
@@ -137,6 +150,7 @@ class Evaluator:
 
     def _take(self, result: Any) -> bool:
         self._busy = False
+        self._longest = max(self._longest, time.monotonic() - self._begun)
         if isinstance(result, str):
             self._give_up(result)
             return False

@@ -74,8 +74,9 @@ def _test(folder: pathlib.Path, run: Run) -> str:
     if test["step"] not in (None, run.last("step")):
         notes.append(f"**at step {test['step']:,}**")
     if test["protocol"] and test["protocol"] != run.protocol():
-        _, (_, own) = protocol.split_common([run.protocol() or {}, test["protocol"]])
-        notes.append(f"**other protocol: {protocol.describe(own)}**")
+        _, (runs, own) = protocol.split_common([run.protocol() or {}, test["protocol"]])
+        other = protocol.describe(own) or f"without {protocol.describe(runs)}"
+        notes.append(f"**other protocol: {other}**")
     return f"{test['mean']:.2f} ± {test['std']:.2f} ({', '.join(notes)})"
 
 

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
-from torchbeast.core.nested import Nested, map_nested
+from torchbeast.core.nested import Nested, flatten, map_nested
 from torchbeast.core.replay import Reader, Replay
 from torchbeast.core.rollout import State
 
@@ -31,13 +32,16 @@ class Mixer:
         self._last: tuple[dict[str, Nested], State] | None = None  # these columns
 
     def add(self, batch: dict[str, Nested], step: int) -> bool:
-        """Stores a batch. Returns whether the learner may learn.
+        """Stores a batch, unless it has a NaN. Returns whether the learner may learn.
 
         It may from learn_start steps on. A replay that was full is enough, too, because
         unfinished episodes may keep it below learn_start.
         """
         stored = {name: batch[name] for name in self.replay.fields}
-        self.replay.add(map_nested(lambda x: x.cpu().numpy(), stored), step)
+        arrays = map_nested(lambda x: x.cpu().numpy(), stored)
+        # With a NaN the update raises. It must not come back when the run is resumed.
+        if not any(x.dtype.kind == "f" and np.isnan(x).any() for x in flatten(arrays)):
+            self.replay.add(arrays, step)
         enough = self.replay.size >= self._learn_start or self.replay.was_full
         self._started = self._started or enough
         return self._started and self.replay.size > 0

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 CLIP = 10.0  # normalized values, as in PPO's implementations
+LARGEST = 1e12  # the sum of the squares of 1e14 such values is finite
 
 
 class RunningMoments(nn.Module):
@@ -35,13 +36,12 @@ class RunningMoments(nn.Module):
     def update(self, values: torch.Tensor) -> None:
         """Adds values [N, *shape] (Chan, Golub and LeVeque 1979, equation 2.1).
 
-        Leaves out values with NaN or infinity, which would stay in the moments.
+        NaN, infinity and numbers above LARGEST would stay in the moments. They count as
+        the mean so far.
         """
         values = values.float()
-        values = values[values.isfinite().reshape(len(values), -1).all(1)]
+        values = torch.where(values.abs() <= LARGEST, values, self.mean)
         n = len(values)
-        if n == 0:
-            return
         total = self.count + n
         variance, mean = torch.var_mean(values, dim=0, correction=0)
         delta = mean - self.mean

@@ -51,8 +51,8 @@ def find_protocol(values: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def stored_protocol(meta: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The protocol in meta.json; that of its flags, if an older version wrote it."""
-    return meta.get("protocol") or find_protocol(meta.get("args") or {})
+    """The protocol of the flags in meta.json, whichever version wrote the file."""
+    return find_protocol(meta.get("args") or {}) or meta.get("protocol")
 
 
 def describe(protocol: Mapping[str, Any] | None) -> str:

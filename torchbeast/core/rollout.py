@@ -202,7 +202,7 @@ def cut_at_episodes(
     the rows of one episode at their places. The other rows are zero, and their
     observation is the episode's first one here, because zero may not be in the space.
     If its episode ends, the row after the last step keeps the results of that step,
-    such as reward and done, and no observation.
+    such as reward and done.
 
     Args:
       batch: rollouts [T + 1, B, ...].

@@ -144,7 +144,8 @@ def read_test(folder: pathlib.Path) -> dict[str, Any] | None:
     try:
         test = json.loads(path.read_text(encoding="utf-8"))
         needed = {name: test[name] for name in ("mean", "std", "num_games", "policy")}
-        return {"step": test.get("step"), "protocol": test.get("protocol"), **needed}
+        rules = stored_protocol({**test, "args": test.get("flags")})
+        return {"step": test.get("step"), "protocol": rules, **needed}
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:

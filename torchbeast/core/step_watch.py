@@ -19,13 +19,14 @@ class StepWatch:
     Args:
       count: number of processes.
       timeout: seconds without a step after which a process is stuck.
+      start_timeout: the same before its first step, if longer.
 
     Attributes:
       steps: [count] int64 in shared memory; each process counts its steps here.
     """
 
-    def __init__(self, count: int, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(self, count: int, timeout: float, start_timeout: float = 0.0) -> None:
+        self.timeout, self._start_timeout = timeout, max(timeout, start_timeout)
         self.steps = rollout.create_buffers(
             rollout.Spec((), torch.int64), (count,), "step counters", "free some"
         )
@@ -45,9 +46,10 @@ class StepWatch:
         self._checked_at = now
         for index, steps in enumerate(self.steps.tolist()):
             seen, since = self._seen[index]
+            timeout = self.timeout if steps else self._start_timeout
             if steps != seen:
                 self._seen[index] = (steps, self._awake)
-            elif index in watched and self._awake - since > self.timeout:
+            elif index in watched and self._awake - since > timeout:
                 return index
         return None
 

@@ -33,11 +33,11 @@ class Video:
             self.file.release()
 
     def add(self, frame: np.ndarray) -> None:
-        """Adds a frame [H, W, 3], RGB: uint8, or floats from 0 to 1."""
+        """Adds a frame [H, W, 3], RGB, from 0 to 255; or of floats from 0 to 1."""
         import cv2
 
-        if frame.dtype != np.uint8:
-            frame = np.rint(np.clip(frame, 0, 1) * 255).astype(np.uint8)
+        scale = 255 if frame.dtype.kind == "f" and frame.max() <= 1 else 1
+        frame = np.rint(np.clip(frame * scale, 0, 255)).astype(np.uint8)
         times = -(
             -self.LEAST_PIXELS // min(frame.shape[:2])
         )  # for games on small grids
