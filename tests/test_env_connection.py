@@ -333,6 +333,7 @@ def test_why_tls_cannot_work(tls):
     cases = [
         (one_sided, trusting, None),
         (both_sided, us, None),
+        (one_sided, {"tls_ca": one_sided["tls_cert"], **named}, None),  # pinned
         ({}, {}, None),
         (one_sided, {"tls": True, **named}, "signer is not in --tls_ca"),
         (one_sided, named, "signer is not in --tls_ca"),

@@ -51,6 +51,8 @@ def test_spaces_arrive_as_they_are(tmp_path):
         "Discrete": spaces.Discrete(7, start=-2),
         "MultiDiscrete": spaces.MultiDiscrete([3, 4], start=[1, 0]),
         "MultiBinary": spaces.MultiBinary((2, 2)),
+        "sorted": spaces.Dict({"z": BOXES["none"], "a": BOXES["to 1"]}),
+        "not sorted": spaces.Dict(z=BOXES["none"], a=BOXES["to 1"]),
         "nested": spaces.Tuple(
             [
                 BOXES["from 0"],
@@ -60,6 +62,9 @@ def test_spaces_arrive_as_they_are(tmp_path):
     }
     many = {
         "many floats": spaces.Box(-each - 0.5, each + 0.5, dtype=np.float32),
+        "many, some without": spaces.Box(
+            np.where(each == 7, -INF, -each - 0.5), each + 0.5, dtype=np.float32
+        ),
         "many bytes": spaces.Box(each * 0, (each % 256), dtype=np.uint8),
         "many int64": spaces.Box(-each, each, dtype=np.int64),
     }
@@ -90,10 +95,16 @@ def test_spaces_arrive_as_they_are(tmp_path):
     made = make_space(found["observation_space"])
     for key, space in {**BOXES, **others}.items():
         assert made[key] == space, key
-    # Bounds that were left out are the dtype's own, and hold all values.
-    assert made["many floats"] == spaces.Box(-INF, INF, (70_000,), np.float32)
+    for key in ("sorted", "not sorted"):
+        assert list(made[key].spaces) == list(others[key].spaces)
+    # The outermost of too many bounds holds for all.
+    top = 69_999
+    bound = np.float32(top + 0.5)
+    assert made["many floats"] == spaces.Box(-bound, bound, (70_000,), np.float32)
     assert made["many bytes"] == spaces.Box(0, 255, (70_000,), np.uint8)
-    assert made["many int64"] == spaces.Box(INT64.min, INT64.max, (70_000,), np.int64)
+    assert made["many int64"] == spaces.Box(-top, 0 + top, (70_000,), np.int64)
+    half = spaces.Box(-INF, bound, (70_000,), np.float32)
+    assert made["many, some without"] == half
 
     # A policy writes float32.
     made = make_space(found["action_space"])

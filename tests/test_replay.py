@@ -362,6 +362,37 @@ def test_states_are_those_of_whole_episodes():
     assert compared > 10
 
 
+@pytest.mark.parametrize("in_file", [False, True])
+def test_images_that_are_no_stacks_of_frames(tmp_path, in_file):
+    """Planes of bytes look like a stack, but share nothing with the row before."""
+    rng = np.random.default_rng(12)
+    spec = {**SPEC, "observation": rollout.Spec((8, 10, 10), torch.uint8)}
+    flags = argparse.Namespace(
+        replay_size=400, unroll_length=T, seed=1, replay_file=None
+    )
+    if in_file:
+        flags.replay_file = str(tmp_path / "file")
+    replay = replay_memory.make_replay(flags, spec)
+    games = [Game(rng, [7] * 100) for _ in range(2)]
+    planes = {}
+    for step, columns in enumerate(zip(*(g.rollouts() for g in games), strict=True)):
+        rows = map_nested(lambda *x: np.stack(x, axis=1), *columns)
+        shape = (*rows["done"].shape, 8, 10, 10)
+        observation = rng.integers(0, 256, shape, np.uint8)
+        if planes:
+            observation[0] = planes["last"]
+        planes["last"] = observation[-1]
+        replay.add({**rows, "observation": observation}, step)
+    assert replay.size > 0.9 * 400
+    rows, _ = replay.read(3)
+    assert rows["observation"].shape == (T + 1, 3, 8, 10, 10)
+    path = tmp_path / "replay.zip"
+    replay_memory.save(replay, path)
+    again = replay_memory.make_replay(flags, spec)
+    replay_memory.load(again, path)
+    assert again.size == replay.size
+
+
 @pytest.mark.parametrize("field", ["reward", "policy_logits"])
 def test_a_batch_with_a_nan_is_not_stored(field):
     rng = np.random.default_rng(11)

@@ -97,6 +97,27 @@ def test_a_killed_trial_without_values(tmp_path):
     assert [trial.state for trial in open_study().study.trials] == [STATE.FAIL]
 
 
+def test_a_trial_that_can_not_be_run(tmp_path):
+    """Its flags do not fit together: it has failed, and the others go on."""
+    space = {"x": search.distribution("int:1:4")}
+
+    def make_jobs(name, settings):
+        if settings["x"] == 2:
+            raise FlagError("2 does not divide 3")
+        return []
+
+    def open_study():
+        return search.Search(tmp_path / "study.db", space, ["same"], make_jobs)
+
+    study = open_study()
+    study.study.enqueue_trial({"x": 2})
+    assert list(study.jobs(3)) == []
+    states = [trial.state for trial in study.study.trials]
+    assert states[0] == STATE.FAIL
+    assert len(states) == 3
+    open_study()
+
+
 def test_the_return_of_an_evaluation_counts(tmp_path):
     logs = tmp_path / "logs.csv"
     logs.write_text("mean_game_return_100,eval_return\n,\n")

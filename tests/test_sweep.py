@@ -1,5 +1,6 @@
 """Grids of seeds and settings: real sweeps of real runs."""
 
+import json
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ import sweeps
 import watched_runs
 
 from torchbeast import sweep
+from torchbeast.core.errors import FlagError
 from torchbeast.core.file_writer import read_meta
 from torchbeast.core.groups import by_name
 from torchbeast.core.saved_runs import read_run
@@ -219,6 +221,29 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
 )
 def test_what_can_not_work(refused, own, flags, status, message):
     assert message in refused(*own, status=status, **flags)
+
+
+def test_another_runs_flags_with_other_seeds(tmp_path):
+    """--config of a meta.json, which always has a seed."""
+    config = tmp_path / "meta.json"
+    args = {"preset": "classic-control", "seed": 7, "entropy_cost": 0.02}
+    config.write_text(json.dumps({"args": args}))
+    words = ["monobeast", f"--savedir={tmp_path}", f"--config={config}"]
+    found = sweep.Sweep("s", words, [1, 2])
+    flags = [found.flags(job) for job in found.make_jobs("", {})]
+    assert [x.seed for x in flags] == [1, 2]
+    assert {x.entropy_cost for x in flags} == {0.02}
+
+
+def test_values_of_a_search_that_fit_only_together(tmp_path):
+    found = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}"], [1])
+    values = {"minibatches": [1, 4], "updates_per_batch": [4, 8]}
+    sweep.check_extremes(found, values)
+    for wrong in ([4, 9], [0, 8]):
+        with pytest.raises(FlagError):
+            sweep.check_extremes(
+                found, {"minibatches": [4], "updates_per_batch": wrong}
+            )
 
 
 def test_without_a_command(capsys):

@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 VARIANTS = ("monobeast", "polybeast")
 OWN = {"seed", "xpid", "savedir", "mode"}  # flags that can't be in a grid
+MOST_CHECKED = 500  # combinations of the values of a search
 
 
 class Sweep:
@@ -67,8 +68,12 @@ class Sweep:
         self.parser = self.script.make_parser()
         self.parser.prog = f"python -m {self.module}"
         flags = flags_lib.parse(self.parser, self.words)
-        if typed := sorted({"seed", "xpid"} & flags.typed):
-            raise FlagError(f"give --seeds and --name in place of --{typed[0]}")
+        only = argparse.ArgumentParser(add_help=False)  # not those of --config
+        only.add_argument("--seed")
+        only.add_argument("--xpid")
+        for name, value in vars(only.parse_known_args(self.words)[0]).items():
+            if value is not None:
+                raise FlagError(f"give --seeds and --name in place of --{name}")
         if flags.mode != "train":
             raise FlagError(f"a sweep trains; --mode {flags.mode} is not possible")
         flags.xpid = name
@@ -296,12 +301,26 @@ def make_search(
     from torchbeast.core.search import Search, distribution, extremes  # optional
 
     space = {name: distribution(text) for name, text in options.search}
-    for name, values in space.items():
-        for value in extremes(values):
-            sweep.make_jobs("trial", {name: value})
+    check_extremes(sweep, {name: extremes(values) for name, values in space.items()})
     texts = [f"--search {name}={text}" for name, text in options.search]
     fixed = [sweep.variant, *sweep.words, f"--seeds {sweep.seeds}", *texts]
     return Search(folder / "study.db", space, fixed, sweep.make_jobs)
+
+
+def check_extremes(sweep: Sweep, values: dict[str, Sequence[Any]]) -> None:
+    """Raises FlagError if a value fits with no combination of the others' values."""
+    fit: set[tuple[str, Any]] = set()
+    errors: dict[tuple[str, Any], FlagError] = {}
+    for each in itertools.islice(itertools.product(*values.values()), MOST_CHECKED):
+        settings = dict(zip(values, each, strict=True))
+        try:
+            sweep.make_jobs("trial", settings)
+            fit |= set(settings.items())
+        except FlagError as error:
+            for item in settings.items():
+                errors.setdefault(item, error)
+    for item in errors.keys() - fit:
+        raise errors[item]
 
 
 def submit(

@@ -16,7 +16,7 @@ namespace torchbeast::python {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-// Bounds that differ between elements are left out of a hello if there are more.
+// Of more elements than this, a hello has one bound for all, the outermost.
 constexpr py::ssize_t kMaxBounds = 65536;
 
 py::module_ numpy() { return py::module_::import("numpy"); }
@@ -47,7 +47,8 @@ DType dtype_of(const py::array& array, const nest::Place& place) {
   return *dtype;
 }
 
-// Adds the values to `field`: none if all are `none`, one if all are equal.
+// Adds the values to `field`: none if all are `none`, one if all are equal or if there
+// are too many. `none` is the infinity that means no bound.
 template <typename Field>
 void add_bounds(py::handle values, double none, Field* field) {
   const py::object np = numpy();
@@ -62,6 +63,10 @@ void add_bounds(py::handle values, double none, Field* field) {
     field->Add(*begin);
   } else if (bounds.size() <= kMaxBounds) {
     field->Add(begin, end);
+  } else {
+    const double outer =
+        none < 0 ? *std::min_element(begin, end) : *std::max_element(begin, end);
+    if (outer != none) field->Add(outer);
   }
 }
 

@@ -90,6 +90,8 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
 
 def _context(flags: argparse.Namespace) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # As gRPC: a certificate in --tls_ca is trusted even if another has signed it.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if flags.tls_ca:
         context.load_verify_locations(flags.tls_ca)
     else:

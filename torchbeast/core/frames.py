@@ -82,6 +82,11 @@ class FrameStacks:
         self._numbers = create(numbers_shape, np.dtype(np.int32))
         self.slots = Slots(room)
 
+    def continued(self, x: np.ndarray) -> np.ndarray:
+        """Which rows of x [T + 1, B, *shape] continue the row before: [T, B] bool."""
+        frames = np.moveaxis(x, self._axis + 2, 2)  # [T + 1, B, K, H, W]
+        return (frames[1:, :, :-1] == frames[:-1, :, 1:]).all((2, 3, 4))
+
     def find_new(self, stacks: np.ndarray, before: int | None) -> np.ndarray:
         """Which frames have to be stored: [n, K] bool, for stacks [n, *shape].
 

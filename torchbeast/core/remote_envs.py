@@ -52,7 +52,8 @@ def make_space(description: dict[str, Any]) -> spaces.Space:
     if kind == "Tuple":
         return spaces.Tuple([make_space(item) for item in description["spaces"]])
     items = description["spaces"].items()
-    return spaces.Dict({key: make_space(item) for key, item in items})
+    # Pairs keep their order; Gymnasium sorts the names of a dict.
+    return spaces.Dict([(key, make_space(item)) for key, item in items])
 
 
 def make_bound(bound: Any, end: str, dtype: np.dtype) -> np.ndarray:

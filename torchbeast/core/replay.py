@@ -96,6 +96,7 @@ class Replay:
       unroll_length: T.
       create: makes the arrays that hold the steps.
       seed: of the choice of episodes.
+      create_whole: makes the arrays of store_whole; default: as `create`.
 
     Attributes:
       size: number of steps in complete episodes.
@@ -109,14 +110,17 @@ class Replay:
         unroll_length: int,
         create: Create,
         seed: int,
+        create_whole: Create | None = None,
     ) -> None:
+        self._observation_spec = spec["observation"]
+        self._create_whole = create_whole or create
         self.capacity, self.unroll_length = capacity, unroll_length
         self.size = 0
         self.num_added = 0
         self.num_lost = 0  # steps whose episode was not complete
         self.was_full = False
         self._stacks: list[FrameStacks] = []
-        self._stores = {
+        self._stores: dict[str, Any] = {
             name: map_nested(lambda s, name=name: self._make_store(s, name, create), x)
             for name, x in spec.items()
         }
@@ -139,6 +143,31 @@ class Replay:
         room = int(self.capacity * (1 + SPARE_FRAMES)) + 64
         self._stacks.append(FrameStacks(spec.shape, self.capacity, room, create))
         return self._stacks[-1]
+
+    def store_whole(self) -> None:
+        """From now on stores observations whole, not as frames. Drops what is stored.
+
+        Call it while the replay is empty.
+        """
+
+        def make(spec: rollout.Spec) -> Plain:
+            dtype = torch.empty(0, dtype=spec.dtype).numpy().dtype
+            return Plain(self._create_whole((self.capacity, *spec.shape), dtype))
+
+        self._stacks = []
+        self._stores["observation"] = map_nested(make, self._observation_spec)
+
+    def _has_stacks(self, rows: dict[str, Nested]) -> bool:
+        """Whether most observations of rollouts continue the frames before them."""
+        same_episode = ~rows["done"][1:]
+        shares: list[float] = []
+
+        def compare(store: Any, x: np.ndarray) -> None:
+            if isinstance(store, FrameStacks) and same_episode.any():
+                shares.append(store.continued(x)[same_episode].mean())
+
+        map_nested(compare, self._stores["observation"], rows["observation"])
+        return min(shares, default=1.0) > 0.5
 
     @property
     def fields(self) -> list[str]:
@@ -164,6 +193,8 @@ class Replay:
           ReplayError: no room for one whole episode of each environment.
         """
         T = len(rows["done"]) - 1
+        if self._stacks and not self._num_episodes and not self._has_stacks(rows):
+            self.store_whole()
         self.num_added += rows["done"][1:].size
         for b in range(rows["done"].shape[1]):
             column = map_nested(lambda x, b=b: x[:, b], rows)

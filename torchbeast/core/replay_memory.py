@@ -59,8 +59,26 @@ def make_replay(
     log.info(
         "Replay of up to %s steps: %.3g GB in %s.", f"{capacity:,}", needed / 1e9, place
     )
+
+    def create_whole(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        size = math.prod(shape) * dtype.itemsize
+        free = free_memory() if path is None else free_disk(path)
+        if size > free:
+            raise ReplayError(
+                f"the observations {list(shape[1:])} are not stacks of frames, so the "
+                f"replay has to store them whole: {size / 1e9:.3g} GB, but only "
+                f"{free / 1e9:.3g} GB of {place} are free. Lower --replay_size"
+            )
+        log.info(
+            "The observations are not stacks of frames, so the replay stores them "
+            "whole: %.3g GB in %s.",
+            *(size / 1e9, place),
+        )
+        make = np.zeros if path is None else FileArrays(path, size).create
+        return make(shape, dtype)
+
     create = np.zeros if path is None else FileArrays(path, sum(sizes)).create
-    return Replay(spec, capacity, T, create, flags.seed)
+    return Replay(spec, capacity, T, create, flags.seed, create_whole)
 
 
 class FileArrays:
@@ -118,8 +136,7 @@ def save(replay: Replay, path: Path) -> None:
       ReplayError: the file can't be written, for example on a full disk. The old one,
         if any, is unchanged.
     """
-    shapes = [[list(x.shape), x.dtype.str] for x in replay.arrays()]
-    content = {"arrays": shapes, "episodes": replay.index()}
+    content = {"arrays": array_shapes(replay), "episodes": replay.index()}
     try:
         with atomic_write(path) as file, zipfile.ZipFile(file, "w") as archive:
             archive.writestr("index.json", json.dumps(content))
@@ -136,17 +153,22 @@ def save(replay: Replay, path: Path) -> None:
     log.info("Saved %s: %s steps.", path, f"{replay.size:,}")
 
 
+def array_shapes(replay: Replay) -> list[list[Any]]:
+    return [[list(x.shape), x.dtype.str] for x in replay.arrays()]
+
+
 def load(replay: Replay, path: Path) -> None:
     """Reads what save has written into a new replay of the same size and spaces.
 
     Raises:
       ReplayError: the file is damaged or does not fit. The replay is then unusable.
     """
-    shapes = [[list(x.shape), x.dtype.str] for x in replay.arrays()]
     try:
         with zipfile.ZipFile(path) as archive:
             content = json.loads(archive.read("index.json"))
-            if content["arrays"] != shapes:
+            if content["arrays"] != array_shapes(replay):
+                replay.store_whole()  # as the saved one may have done
+            if content["arrays"] != array_shapes(replay):
                 raise ValueError("it has another --replay_size or other spaces")
             for i, array in enumerate(replay.arrays()):
                 with archive.open(str(i)) as part:  # checks the checksum

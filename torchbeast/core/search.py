@@ -102,7 +102,10 @@ class Search:
         self._open: dict[int, dict[Job, int | None]] = {}
 
     def jobs(self, num_trials: int) -> Iterator[Job]:
-        """The runs of unfinished trials, then those of new ones, up to `num_trials`."""
+        """The runs of unfinished trials, then those of new ones, up to `num_trials`.
+
+        A trial whose flags do not fit together has failed.
+        """
         for trial in self.study.get_trials(states=[TrialState.RUNNING]):
             if trial.params.keys() == self.space.keys():
                 yield from self._begin(trial.number, trial.params)
@@ -113,7 +116,12 @@ class Search:
             yield from self._begin(new.number, new.params)
 
     def _begin(self, trial: int, settings: dict[str, Any]) -> list[Job]:
-        jobs = self.make_jobs(f"trial{trial}", settings)
+        try:
+            jobs = self.make_jobs(f"trial{trial}", settings)
+        except FlagError as error:
+            self.study.tell(trial, state=TrialState.FAIL)
+            log.warning("Trial %d, with %s, can't be run: %s", trial, settings, error)
+            return []
         self._open[trial] = dict.fromkeys(jobs)
         return jobs
 

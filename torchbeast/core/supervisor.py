@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0  # servers that don't exit within this time are killed
 START_SECONDS = 300.0  # time limit for a server's imports and its environments
-HEALTHY_SECONDS = 10.0  # uptime after which a crash no longer counts
+HEALTHY_SECONDS = 10.0  # after this time since it was ready a crash no longer counts
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before a restart
 REPEAT_SECONDS = 60.0  # between equal log lines
 
@@ -42,7 +42,7 @@ class Servers:
         self.processes: list[Any] = [None] * count
         self.pipes: list[Any] = [None] * count
         self.started = [0.0] * count  # times
-        self.ready = [False] * count
+        self.ready: list[float | None] = [None] * count  # since when
         self.due = [0.0] * count  # time of the restart, if there is no process
         self.crashes = [0] * count  # in a row, each soon after the start
         self.restarts = 0
@@ -94,7 +94,7 @@ class Servers:
         child.close()
         self.processes[index] = process
         self.started[index] = time.monotonic()
-        self.ready[index] = False
+        self.ready[index] = None
 
     def _check(self, index: int) -> None:
         process, pipe = self.processes[index], self.pipes[index]
@@ -104,7 +104,7 @@ class Servers:
             while pipe.poll():
                 kind, *rest = pipe.recv()
                 if kind == "ready":
-                    self.ready[index] = self.ever_ready = True
+                    self.ready[index], self.ever_ready = time.monotonic(), True
                     log.info("Server %d at %s: %s", index, *rest)
                 elif kind == "waiting":
                     self._say_waiting(*rest)
@@ -116,10 +116,11 @@ class Servers:
                 else:
                     (error,) = rest
                     break
+        ready_at = self.ready[index]
         if error and not self.ever_ready:
             self._raise(index, f"cannot start: {error}")
         if process.is_alive() and not error:
-            if not self.ready[index] and lived > START_SECONDS:
+            if ready_at is None and lived > START_SECONDS:
                 self._raise(index, f"was not ready after {START_SECONDS:g} s")
             return
         self.guardian.end([process], STOP_SECONDS)
@@ -128,7 +129,8 @@ class Servers:
             if error
             else f"has died, {processes.how_it_ended(process.exitcode)}"
         )
-        self.crashes[index] = 0 if lived > HEALTHY_SECONDS else self.crashes[index] + 1
+        healthy = ready_at and time.monotonic() - ready_at > HEALTHY_SECONDS
+        self.crashes[index] = 0 if healthy else self.crashes[index] + 1
         if self.crashes[index] > self.flags.max_restarts:
             self._raise(
                 index,
