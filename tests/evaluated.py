@@ -9,7 +9,7 @@ import faulty
 class OnlyTraining(faulty.Environment):
     def step(self, action):
         if os.nice(0) == 19:
-            raise ZeroDivisionError
+            raise FileNotFoundError("no such level")  # also an OSError
         return super().step(action)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from torchbeast.core import atari_wrappers
 from torchbeast.core.atari_wrappers import atari_game, make_atari, make_atari_vec
+from torchbeast.core.seeded_games import GAME_OVER
 
 # The native path draws the number of no-ops with the C++ standard library, which
 # differs between platforms.
@@ -195,7 +196,7 @@ def test_lost_life_does_not_restart_the_game():
         terminated = False
         while not terminated:
             observation, _, terminated, truncated, info = env.step(rng.integers(4))
-        assert (info["lives"], info["game_over"], truncated) == (lives, False, False)
+        assert (info["lives"], info[GAME_OVER], truncated) == (lives, False, False)
         next_observation, info = env.reset()
         assert info["lives"] == lives
         np.testing.assert_array_equal(next_observation, observation)

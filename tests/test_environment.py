@@ -1,5 +1,6 @@
 import argparse
 import logging
+from typing import NamedTuple
 
 import gymnasium
 import numpy as np
@@ -12,6 +13,7 @@ from torchbeast.core.environment import Environment
 from torchbeast.core.extra_fields import ExtraField
 from torchbeast.core.make_env import (
     OldGymAdapter,
+    convert_space,
     create_env,
 )
 from torchbeast.core.nested import map_nested
@@ -509,6 +511,62 @@ def test_old_api_on_gymnasium_class():
     row = envs.step(np.array([0]))
     assert row["truncated"]
     np.testing.assert_array_equal(envs.final_observation, np.zeros((1, 2), np.float32))
+
+
+class PassesKeywords(gymnasium.Env):
+    """reset(**kwargs), as wrappers have it; and an info that says game_over."""
+
+    observation_space = spaces.Box(0, 1, (2,))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, **kwargs):
+        super().reset(**kwargs)
+        self.steps = 0
+        return self.np_random.random(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        info = {"game_over": False}
+        return self.np_random.random(2, np.float32), 1.0, False, self.steps == 3, info
+
+
+def test_a_reset_with_keywords_gets_its_seed():
+    flags = env_flags(here(PassesKeywords))
+    assert isinstance(create_env(flags), PassesKeywords)
+    envs = Environment(flags, 1)
+    row = envs.initial()
+    for game in range(3):
+        rng, _ = gymnasium.utils.seeding.np_random(game_seed(3, 0, game))
+        np.testing.assert_array_equal(row["observation"][0], rng.random(2, np.float32))
+        for _ in range(3):
+            row = envs.step(np.array([0]))
+        # What the environment's info calls game_over means nothing here.
+        assert row["game_over"][0]
+        assert row["game_return"][0] == 3
+
+
+class BoxSpace(NamedTuple):
+    """As Crafter has it without the gym package."""
+
+    low: float
+    high: float
+    shape: tuple
+    dtype: type
+
+
+class DiscreteSpace(NamedTuple):
+    n: int
+
+
+class DictSpace(NamedTuple):
+    spaces: dict
+
+
+def test_spaces_of_other_packages():
+    parts = {"x": BoxSpace(0, 255, (2, 3), np.uint8), "y": DiscreteSpace(4)}
+    assert convert_space(DictSpace(parts)) == spaces.Dict(
+        {"x": spaces.Box(0, 255, (2, 3), np.uint8), "y": spaces.Discrete(4)}
+    )
 
 
 def test_gymnasium_class_is_not_adapted():

@@ -79,7 +79,11 @@ def test_weights_that_do_not_fit():
 
 
 def read_result(savedir, xpid="a"):
-    return json.loads((savedir / xpid / "test.json").read_text())
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = (savedir / xpid / "test.json").read_text()
+    return json.loads(text, parse_constant=refuse)
 
 
 @pytest.mark.parametrize("greedy", [None, True])

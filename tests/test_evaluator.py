@@ -119,6 +119,7 @@ def test_a_resumed_run_knows_the_best(tmp_path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("ending", ["signal", "timeout"])
 def test_the_last_evaluation_hangs(tmp_path, ending):
     flags = {**FLAGS, "env": "evaluated:HangsInTests", "total_steps": 60}
@@ -129,10 +130,10 @@ def test_the_last_evaluation_hangs(tmp_path, ending):
     def evaluates():
         return log.exists() and "Evaluating the final weights" in log.read_text()
 
-    wait_until(evaluates, "the training has ended", 30)
+    wait_until(evaluates, "the training has ended", 60)
     if ending == "signal":
         process.send_signal(signal.SIGTERM)
-    output = runs.finish(process, 30)
+    output = runs.finish(process, 200)
     assert process.returncode == 0, output
     assert "Finished at step 60" in output
     stuck = "There are no more evaluations: its process (pid "
@@ -169,7 +170,7 @@ def test_a_run_goes_on_without_evaluations(tmp_path, monkeypatch, how):
     if how == "killed":
         assert "its process died" in output
     else:
-        assert "ZeroDivisionError" in output
+        assert "FileNotFoundError: no such level" in output
 
 
 def test_checkpoints_are_kept(tmp_path):

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -69,6 +70,19 @@ def test_meta_has_preset_and_protocol(tmp_path):
         "MinAtar/Freeway-v1, sticky actions 0.1, minimal action set, rewards not "
         "clipped"
     )
+
+
+def test_meta_is_strict_json(tmp_path):
+    """Infinity is not JSON, and --clip_ratio is infinite by default."""
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    writer = FileWriter(str(tmp_path), "run", {"clip_ratio": math.inf})
+    writer.close(successful=True)
+    text = (writer.path / "meta.json").read_text()
+    assert json.loads(text, parse_constant=refuse)["args"]["clip_ratio"] == "inf"
+    assert file_writer.read_meta(writer.path)["args"]["clip_ratio"] == math.inf
 
 
 def test_slurm(tmp_path, monkeypatch):

@@ -323,7 +323,9 @@ def test_a_replay_that_does_not_fit_is_refused(tmp_path):
 
 
 def make_mixer(replay, model, ratio):
-    flags = argparse.Namespace(replay_ratio=ratio, learn_start=0)
+    flags = argparse.Namespace(
+        replay_ratio=ratio, learn_start=0, reward_clipping="none"
+    )
     return Mixer(replay, flags, model.initial_state(1), torch.device("cpu"))
 
 
@@ -393,8 +395,15 @@ def test_images_that_are_no_stacks_of_frames(tmp_path, in_file):
     assert again.size == replay.size
 
 
-@pytest.mark.parametrize("field", ["reward", "policy_logits"])
-def test_a_batch_with_a_nan_is_not_stored(field):
+@pytest.mark.parametrize(
+    ("field", "value", "cause"),
+    [
+        ("reward", np.nan, "the reward is nan"),
+        ("reward", -np.inf, "the reward is -inf"),
+        ("policy_logits", np.nan, "The cause is the update"),
+    ],
+)
+def test_a_batch_that_no_loss_can_use_is_not_stored(field, value, cause):
     rng = np.random.default_rng(11)
     replay = make_replay(1000)
     model = Net(OBSERVATIONS, spaces.Discrete(A))
@@ -403,8 +412,9 @@ def test_a_batch_with_a_nan_is_not_stored(field):
     mixer.add(map_nested(torch.from_numpy, rows), T)
     size = replay.size
     assert size > 0
-    rows[field][2, 0] = np.nan
-    mixer.add(map_nested(torch.from_numpy, rows), 2 * T)
+    rows[field][2, 0] = value
+    with pytest.raises(FloatingPointError, match=cause):
+        mixer.add(map_nested(torch.from_numpy, rows), 2 * T)
     assert replay.size == size
 
 
@@ -416,7 +426,9 @@ def test_when_the_learner_may_learn():
     device = torch.device("cpu")
     for learn_start, first in ((0, 24), (50, 72), (100, 80)):
         replay = make_replay(100)
-        flags = argparse.Namespace(replay_ratio=1, learn_start=learn_start)
+        flags = argparse.Namespace(
+            replay_ratio=1, learn_start=learn_start, reward_clipping="none"
+        )
         mixer = Mixer(replay, flags, model.initial_state(1), device)
         ready = []
         for pair in zip(*(game.rollouts() for game in games), strict=True):

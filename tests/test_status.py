@@ -73,3 +73,5 @@ def test_without_a_terminal(monkeypatch, caplog):
     assert "Step 60 of 1,000, SPS 50, return 2.50, games 3" in caplog.text
     assert "2,345" not in caplog.text
     line.close()
+    status.Status(0, 10**18).show(60, 50.0, 2.5, 3, 1.5, 4, acted=2345)
+    assert "Step 60 of 1,000,000,000,000,000,000" in caplog.text

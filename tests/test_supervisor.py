@@ -23,15 +23,17 @@ def dies_when_it_is_ready(flags, index, address, first_stream, pipe):
 
 
 @pytest.mark.parametrize(
-    ("serve", "seconds", "gives_up"),
+    ("serve", "seconds", "healthy", "gives_up"),
     [
-        (dies_before_it_is_ready, 0.8, True),  # however long its start takes
-        (dies_when_it_is_ready, 0.0, True),
-        (dies_when_it_is_ready, 0.8, False),
+        (dies_before_it_is_ready, 0.8, 0.4, True),  # however long its start takes
+        (dies_when_it_is_ready, 0.0, 60.0, True),
+        (dies_when_it_is_ready, 0.8, 0.4, False),
     ],
 )
-def test_servers_that_crash_again_and_again(monkeypatch, serve, seconds, gives_up):
-    monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.4)
+def test_servers_that_crash_again_and_again(
+    monkeypatch, serve, seconds, healthy, gives_up
+):
+    monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", healthy)
     flags = argparse.Namespace(max_restarts=1, seconds=seconds, join=None)
     servers = supervisor.Servers(serve, flags, ["127.0.0.1:1"])
     crashes = (

@@ -11,6 +11,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from test_agent import save
 from test_environment import env_flags
 from test_evaluate import make_flags
+from watched_runs import processes_of_session, wait_until
 
 from torchbeast import load_agent
 from torchbeast.core import extra_fields
@@ -47,6 +48,49 @@ def grids(num_envs, mode="SAME_STEP"):
 
 def too_few(num_envs):
     return grids(num_envs - 1)
+
+
+def in_processes(num_envs):
+    mode = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    return gymnasium.make_vec(
+        "CartPole-v1", num_envs, vectorization_mode="async", vector_kwargs=mode
+    )
+
+
+class OneSeed(gymnasium.vector.VectorEnv):
+    """Its reset() takes what Gymnasium's base class does: one integer."""
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012 # as Gymnasium
+    single_observation_space = gymnasium.spaces.Box(0, 1, (2,))
+    single_action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, num_envs):
+        self.num_envs = num_envs
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.np_random.random((self.num_envs, 2), np.float32), {}
+
+
+def test_one_seed_for_all():
+    first, again, other = (
+        make("OneSeed", seed=seed).initial()["observation"] for seed in (3, 3, 4)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+
+
+@pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
+def test_environments_with_processes_of_their_own(tmp_path, module):
+    if module.endswith("polybeast"):
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    env = f"{__name__}:in_processes"
+    flags = {**runs.SMALL, "batch_size": 3, "env": env, "module": module}
+    process = runs.start(tmp_path, "a", **flags)
+    output = runs.finish(process)
+    assert process.returncode == 0, output
+    assert int(runs.read_logs(tmp_path, "a")[-1]["games"]) > 5
+    wait_until(lambda: not processes_of_session(process.pid), "all ended", 60)
 
 
 def single(num_envs):

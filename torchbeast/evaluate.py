@@ -36,7 +36,7 @@ from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.nested import map_nested
 from torchbeast.core.run_folder import atomic_write
 from torchbeast.core.seeds import derive_seed
-from torchbeast.core.step_watch import StepWatch, explain_stuck
+from torchbeast.core.step_watch import StepWatch
 from torchbeast.core.video import Video, has_display
 from torchbeast.model import make_model
 
@@ -150,7 +150,7 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     """Writes test.json. If it can't be written, logs a warning."""
     flags = result["flags"].as_dict()
     rules = protocol.find_protocol(flags)
-    text = json.dumps(
+    content = file_writer.strict_json(
         {
             **result,
             "seed": flags["seed"],
@@ -159,10 +159,9 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
             "protocol_text": protocol.describe(rules),
             "date": file_writer.now(),
             **file_writer.provenance(),
-        },
-        indent=2,
-        default=str,
+        }
     )
+    text = json.dumps(content, indent=2, default=str)
     try:
         with atomic_write(path) as file:
             file.write(f"{text}\n".encode())
@@ -225,7 +224,7 @@ def play_in_processes(
             ready = connection.wait(waking, 1.0)
             stuck = watch.find_stuck(left)
             if stuck is not None:
-                text = explain_stuck(who, children[stuck].pid, watch.timeout)
+                text = watch.explain(stuck, who, children[stuck].pid)
                 raise processes.ProcessError(text)
             for i in list(left):
                 if pipes[i] in ready or children[i].sentinel in ready:

@@ -12,7 +12,6 @@ import pickle
 import signal
 import statistics
 import threading
-import time
 import traceback
 from multiprocessing import connection
 from typing import Any
@@ -23,7 +22,7 @@ from torchbeast.core import checkpoint, processes
 from torchbeast.core.actors import actor_context
 from torchbeast.core.flags import Flags
 from torchbeast.core.run import Run
-from torchbeast.core.step_watch import StepWatch, explain_stuck
+from torchbeast.core.step_watch import StepWatch
 from torchbeast.evaluate import EVAL_STREAM, play
 
 log = logging.getLogger(__name__)
@@ -91,9 +90,9 @@ class Evaluator:
         self.run.save()  # the evaluation may take long
         log.info("Evaluating the final weights.")
         most = max(WARNING_SECONDS, 3 * self._longest)
-        begun = time.monotonic()
+        begun = self._watch.awake
         while self._process and not self.run.interrupted():
-            if time.monotonic() - begun > most:
+            if self._watch.awake - begun > most:
                 self._give_up(f"the last one needs more than {most:.0f} s")
                 break
             if self._take_result():
@@ -112,7 +111,7 @@ class Evaluator:
         if copied := self.run.copy_weights():
             self._weights = copied
             self._busy = True
-            self._begun = self._warned = time.monotonic()
+            self._begun = self._warned = self._watch.awake
             self._watch.restart(0)
             interval = self.flags.eval_interval
             self._due = (copied[0] // interval + 1) * interval
@@ -134,10 +133,9 @@ class Evaluator:
             how = processes.how_it_ended(self._process.exitcode)
             self._give_up(f"its process died {how}")
         elif self._watch.find_stuck({0} if self._busy else ()) is not None:
-            pid, seconds = self._process.pid, self._watch.timeout
-            self._give_up(explain_stuck("its process", pid, seconds))
-        elif self._busy and time.monotonic() - self._warned > WARNING_SECONDS:
-            self._warned = time.monotonic()
+            self._give_up(self._watch.explain(0, "its process", self._process.pid))
+        elif self._busy and self._watch.awake - self._warned > WARNING_SECONDS:
+            self._warned = self._watch.awake
             log.warning(
                 "The evaluation of step %s needs more than %g s.",
                 *(f"{self._weights[0]:,}", WARNING_SECONDS),
@@ -150,7 +148,7 @@ class Evaluator:
 
     def _take(self, result: Any) -> bool:
         self._busy = False
-        self._longest = max(self._longest, time.monotonic() - self._begun)
+        self._longest = max(self._longest, self._watch.awake - self._begun)
         if isinstance(result, str):
             self._give_up(result)
             return False
@@ -209,13 +207,14 @@ def _evaluate(flags: Flags, pipe: connection.Connection, steps: torch.Tensor) ->
     faulthandler.register(signal.SIGUSR1)  # prints the stack
     os.nice(19)
     torch.set_num_threads(1)
-    try:
+    numbers = range(flags.eval_episodes)
+    with contextlib.suppress(EOFError, OSError):  # the run has ended
         while True:
             weights = pickle.loads(pipe.recv())
-            numbers = range(flags.eval_episodes)
-            games = play(flags, weights, numbers, stream=EVAL_STREAM, on_step=count)
-            pipe.send(list(games))
-    except (EOFError, OSError):  # the run has ended
-        pass
-    except BaseException:
-        pipe.send(traceback.format_exc())
+            answer: Any
+            try:
+                games = play(flags, weights, numbers, stream=EVAL_STREAM, on_step=count)
+                answer = list(games)
+            except BaseException:
+                answer = traceback.format_exc()
+            pipe.send(answer)

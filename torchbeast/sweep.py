@@ -22,8 +22,10 @@ import contextlib
 import importlib.util
 import itertools
 import logging
+import math
 import os
 import pathlib
+import random
 import re
 import shutil
 import sys
@@ -34,7 +36,7 @@ from torchbeast.core import flags as flags_lib
 from torchbeast.core import jobs, processes, script
 from torchbeast.core.file_writer import read_meta
 from torchbeast.core.flags import FlagError, Flags
-from torchbeast.core.jobs import Job
+from torchbeast.core.jobs import Job, OtherRunError
 from torchbeast.core.run_folder import RunBusyError, RunFolder
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ log = logging.getLogger(__name__)
 
 VARIANTS = ("monobeast", "polybeast")
 OWN = {"seed", "xpid", "savedir", "mode"}  # flags that can't be in a grid
-MOST_CHECKED = 500  # combinations of the values of a search
+MOST_CHECKED = 100  # combinations per value of a search
 
 
 class Sweep:
@@ -71,9 +73,9 @@ class Sweep:
         only = argparse.ArgumentParser(add_help=False)  # not those of --config
         only.add_argument("--seed")
         only.add_argument("--xpid")
-        for name, value in vars(only.parse_known_args(self.words)[0]).items():
+        for flag, value in vars(only.parse_known_args(self.words)[0]).items():
             if value is not None:
-                raise FlagError(f"give --seeds and --name in place of --{name}")
+                raise FlagError(f"give --seeds and --name in place of --{flag}")
         if flags.mode != "train":
             raise FlagError(f"a sweep trains; --mode {flags.mode} is not possible")
         flags.xpid = name
@@ -84,7 +86,8 @@ class Sweep:
         """The runs with these values of flags, one per seed; their flags are checked.
 
         Raises:
-          FlagError: a flag is not allowed, or such a run was started with others.
+          FlagError: a flag is not allowed.
+          OtherRunError: such a run was started with other flags.
         """
         words = [*self.words]
         for name, value in settings.items():
@@ -112,7 +115,7 @@ class Sweep:
         changes = flags_lib.changed(saved, flags, free | {"total_steps"})
         changes = {name: x for name, x in changes.items() if name in saved}
         if changes:
-            raise FlagError(
+            raise OtherRunError(
                 f"{job.folder} has a run with other flags "
                 f"({flags_lib.describe_changes(changes)}). Give another --name"
             )
@@ -272,7 +275,10 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
     log.info("Finished: %d runs, in %s", finished, sweep.savedir)
     if stopped_by:
         log.warning("The same command goes on with the others.")
-    return 128 + stopped_by if stopped_by else int(finished < len(statuses))
+    if stopped_by:
+        return 128 + stopped_by
+    none_fits = search is not None and search.num_unfit > 0 and not statuses
+    return int(none_fits or finished < len(statuses))
 
 
 def make_grid(sweep: Sweep, options: argparse.Namespace) -> list[Job]:
@@ -308,19 +314,32 @@ def make_search(
 
 
 def check_extremes(sweep: Sweep, values: dict[str, Sequence[Any]]) -> None:
-    """Raises FlagError if a value fits with no combination of the others' values."""
-    fit: set[tuple[str, Any]] = set()
-    errors: dict[tuple[str, Any], FlagError] = {}
-    for each in itertools.islice(itertools.product(*values.values()), MOST_CHECKED):
-        settings = dict(zip(values, each, strict=True))
-        try:
-            sweep.make_jobs("trial", settings)
-            fit |= set(settings.items())
-        except FlagError as error:
-            for item in settings.items():
-                errors.setdefault(item, error)
-    for item in errors.keys() - fit:
-        raise errors[item]
+    """Raises FlagError if a value fits with no values of the others.
+
+    If there are many combinations, it tries MOST_CHECKED random ones per value.
+    """
+    rng = random.Random(1)
+
+    def combinations(others: dict[str, Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+        if math.prod(map(len, others.values())) <= MOST_CHECKED:
+            yield from itertools.product(*others.values())
+        else:
+            for _ in range(MOST_CHECKED):
+                yield tuple(map(rng.choice, others.values()))
+
+    for name, value in [(k, x) for k, each in values.items() for x in each]:
+        others = {k: each for k, each in values.items() if k != name}
+        first: FlagError | None = None
+        for each in combinations(others):
+            settings = {name: value, **dict(zip(others, each, strict=True))}
+            try:
+                sweep.make_jobs("trial", settings)
+                break
+            except FlagError as error:
+                first = first or error
+        else:
+            assert first
+            raise first
 
 
 def submit(

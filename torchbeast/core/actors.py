@@ -22,7 +22,7 @@ from torchbeast.core.environment import Environment
 from torchbeast.core.flags import Flags
 from torchbeast.core.nested import Nested
 from torchbeast.core.prof import format_shares
-from torchbeast.core.step_watch import StepWatch, explain_stuck
+from torchbeast.core.step_watch import StepWatch
 
 log = logging.getLogger(__name__)
 
@@ -241,4 +241,4 @@ class Actors:
 
     def _raise_stuck(self, index: int) -> NoReturn:
         pid = self.processes[index].pid
-        raise ActorError(explain_stuck(f"actor {index}", pid, self.watch.timeout))
+        raise ActorError(self.watch.explain(index, f"actor {index}", pid))

@@ -21,6 +21,8 @@ from ale_py.env import AtariEnv
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium import spaces
 
+from torchbeast.core.seeded_games import GAME_OVER
+
 FRAME_SIZE = 84  # height and width in pixels
 STACKED_FRAMES = 4
 
@@ -202,7 +204,7 @@ class StackFrames(gymnasium.Wrapper):
 class LifeLoss(gymnasium.Wrapper):
     """Ends the episode, but not the game, if a life is lost.
 
-    In the step that ends an episode, info["game_over"] is False after a lost life. Then
+    In the step that ends an episode, info[GAME_OVER] is False after a lost life. Then
     reset() continues the game and returns the last observation again. A reset() with a
     seed, or in the middle of an episode, starts a new game.
     """
@@ -229,7 +231,7 @@ class LifeLoss(gymnasium.Wrapper):
         life_lost = 0 < info["lives"] < self.lives
         self.life_lost = life_lost and not game_over
         self.lives = info["lives"]
-        info["game_over"] = game_over
+        info[GAME_OVER] = game_over
         self.last = (observation, info)
         return observation, reward, terminated or life_lost, truncated, info
 

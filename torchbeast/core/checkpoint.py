@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from torchbeast.core.errors import UserError
+from torchbeast.core.moments import RunningMoments
 from torchbeast.core.run_folder import atomic_write
 
 log = logging.getLogger(__name__)
@@ -239,6 +240,12 @@ def take_over(place: str, savedir: str, model: torch.nn.Module) -> None:
         if name in wanted and wanted[name].shape == x.shape
     }
     differences = _differences(found, model)
+    for name, module in model.named_modules():
+        if isinstance(module, RunningMoments):  # a count without its mean is wrong
+            parts = {f"{name}.{part}" for part in module.state_dict()}
+            for part in parts & fitting.keys() if parts - fitting.keys() else ():
+                del fitting[part]
+                differences.append(f"{part} belongs to these moments")
     if not fitting:
         raise CheckpointError(
             f"--init_from {place}: none of its weights fits this model: "

@@ -10,6 +10,7 @@ import datetime
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import pathlib
 import platform
@@ -226,7 +227,7 @@ class FileWriter:
 
     def _write_meta(self, reserve: int = 0) -> None:
         """Writes meta.json, with `reserve` spaces at the end, which JSON allows."""
-        text = json.dumps(self._meta, indent=2, default=str)
+        text = json.dumps(strict_json(self._meta), indent=2, default=str)
         data = f"{text}{' ' * reserve}\n".encode()
         try:
             with atomic_write(self._meta_path) as file:
@@ -243,6 +244,26 @@ class FileWriter:
                 file.truncate()
 
 
+def strict_json(nested: Any) -> Any:
+    """Infinity and NaN, which JSON lacks, as "inf", "-inf" and "nan"."""
+    if isinstance(nested, dict):
+        return {k: strict_json(x) for k, x in nested.items()}
+    if isinstance(nested, list | tuple):
+        return [strict_json(x) for x in nested]
+    is_number = isinstance(nested, float)
+    return str(nested) if is_number and not math.isfinite(nested) else nested
+
+
+def _with_infinities(nested: Any) -> Any:
+    """The reverse of strict_json."""
+    if isinstance(nested, dict):
+        return {k: _with_infinities(x) for k, x in nested.items()}
+    if isinstance(nested, list):
+        return [_with_infinities(x) for x in nested]
+    is_number = isinstance(nested, str) and nested in ("inf", "-inf", "nan")
+    return float(nested) if is_number else nested
+
+
 def read_meta(folder: pathlib.Path) -> dict[str, Any]:
     """The content of meta.json; {} if the file is missing or damaged."""
     path = folder / "meta.json"
@@ -250,7 +271,7 @@ def read_meta(folder: pathlib.Path) -> dict[str, Any]:
         meta = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(meta, dict) or not isinstance(meta.get("starts", []), list):
             raise ValueError(f"it holds {str(meta)[:80]!r}")
-        return meta
+        return _with_infinities(meta)
     except FileNotFoundError:
         return {}
     except ValueError as error:

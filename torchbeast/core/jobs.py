@@ -28,6 +28,10 @@ TAIL = 15  # lines of a failed run's output that are shown
 STOPPED = {sign for n in processes.STOP_SIGNALS for sign in (128 + n, -n)}
 
 
+class OtherRunError(FlagError):
+    """The folder of a run has one with other flags."""
+
+
 class Job(NamedTuple):
     """One run.
 

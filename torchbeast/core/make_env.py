@@ -291,10 +291,12 @@ def call_signature_error(
     return None
 
 
-def takes(function: Callable, parameter: str) -> bool:
-    """Whether `function` has a parameter of this name."""
+def takes(function: Callable, parameter: str, keywords: bool = False) -> bool:
+    """Whether `function` has a parameter of this name, or **keywords if they count."""
     try:
-        return parameter in inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
+        kinds = {x.kind for x in parameters.values()} if keywords else set()
+        return parameter in parameters or inspect.Parameter.VAR_KEYWORD in kinds
     except (TypeError, ValueError):  # written in C, has no signature
         return False
 
@@ -303,7 +305,9 @@ def _has_old_api(env: Any) -> bool:
     """Whether `env` follows the old Gym API. May call reset() to find out."""
     if not isinstance(env, gymnasium.Env):
         return True
-    if not takes(env.unwrapped.reset, "seed") or takes(env.reset, "return_info"):
+    if not takes(env.unwrapped.reset, "seed", keywords=True):
+        return True
+    if takes(env.reset, "return_info"):
         return True
     return not _is_observation_and_info(env.reset(), env.observation_space)
 
@@ -387,16 +391,17 @@ class OldGymAdapter(gymnasium.Env):
 
 
 def convert_space(space: Any) -> spaces.Space:
-    """Converts a space of the gym package to Gymnasium.
+    """Converts a space of the gym package, or one named like it, to Gymnasium.
 
     Raises:
       UnsupportedSpaceError: Gymnasium has no such space.
     """
     if isinstance(space, spaces.Space):
         return space
-    kind = type(space).__name__
+    kind = type(space).__name__.removesuffix("Space")  # Crafter: BoxSpace
     if kind == "Box":
-        return spaces.Box(space.low, space.high, space.shape, space.dtype.type)
+        dtype = np.dtype(space.dtype).type
+        return spaces.Box(space.low, space.high, space.shape, dtype)
     if kind == "Discrete":
         return spaces.Discrete(int(space.n), start=int(getattr(space, "start", 0)))
     if kind == "MultiDiscrete":

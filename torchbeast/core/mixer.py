@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchbeast.core.finite import find_cause
 from torchbeast.core.nested import Nested, flatten, map_nested
 from torchbeast.core.replay import Reader, Replay
 from torchbeast.core.rollout import State
@@ -14,7 +15,7 @@ class Mixer:
     """Stores the batches of a learner and adds replayed columns to them.
 
     Args:
-      flags: replay_ratio, learn_start.
+      flags: replay_ratio, learn_start, reward_clipping.
       initial_state: the recurrent state of a new episode, with B = 1.
       device: of the learner.
     """
@@ -24,6 +25,7 @@ class Mixer:
     ) -> None:
         self.replay = replay
         self._ratio, self._learn_start = flags.replay_ratio, flags.learn_start
+        self._clips_rewards = flags.reward_clipping == "abs_one"
         self._initial_state, self._device = initial_state, device
         self._started = False
         self._due = 0.0  # replayed columns
@@ -32,16 +34,26 @@ class Mixer:
         self._last: tuple[dict[str, Nested], State] | None = None  # these columns
 
     def add(self, batch: dict[str, Nested], step: int) -> bool:
-        """Stores a batch, unless it has a NaN. Returns whether the learner may learn.
+        """Stores a batch. Returns whether the learner may learn.
 
         It may from learn_start steps on. A replay that was full is enough, too, because
         unfinished episodes may keep it below learn_start.
+
+        Raises:
+          FloatingPointError: the batch has values that no loss can use. It is not
+            stored, so that a resumed run does not get them from the replay.
         """
         stored = {name: batch[name] for name in self.replay.fields}
         arrays = map_nested(lambda x: x.cpu().numpy(), stored)
-        # With a NaN the update raises. It must not come back when the run is resumed.
-        if not any(x.dtype.kind == "f" and np.isnan(x).any() for x in flatten(arrays)):
-            self.replay.add(arrays, step)
+        unusable = [np.isnan(x) for x in flatten(arrays) if x.dtype.kind == "f"]
+        if not self._clips_rewards:
+            unusable.append(np.isinf(arrays["reward"]))
+        if any(x.any() for x in unusable):
+            cause = find_cause(batch, self._clips_rewards)
+            raise FloatingPointError(
+                f"the batch at step {step} is not finite, and is not stored. {cause}"
+            )
+        self.replay.add(arrays, step)
         enough = self.replay.size >= self._learn_start or self.replay.was_full
         self._started = self._started or enough
         return self._started and self.replay.size > 0

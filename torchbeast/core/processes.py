@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import multiprocessing
 import os
 import shlex
 import signal
@@ -209,6 +210,8 @@ def begin_child(ends_by: Sequence[int] = ()) -> None:
       ends_by: stop signals that end the child nevertheless.
     """
     os.setpgid(0, 0)
+    # Environments may start processes, which Python forbids to a "daemon".
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     for number in handled_signals():
         # Not SIG_IGN: programs that the environment starts would inherit it.
         handler = signal.SIG_DFL if number in ends_by else lambda number, frame: None

@@ -21,6 +21,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ import torch
 from torchbeast.core import rollout
 from torchbeast.core.errors import UserError
 from torchbeast.core.frames import Create, FrameStacks, Slots, stack_size
-from torchbeast.core.nested import Nested, map_nested
+from torchbeast.core.nested import Nested, flatten, map_nested
 from torchbeast.core.rollout import RESULTS, State
 
 SPARE_FRAMES = 1 / 32  # of the capacity, for the stacks that begin episodes
@@ -74,6 +76,10 @@ class Reader:
     state: State = ()
 
 
+def _dtype(spec: rollout.Spec) -> np.dtype:
+    return torch.empty(0, dtype=spec.dtype).numpy().dtype
+
+
 class Plain:
     """Values of one field, by slot."""
 
@@ -101,6 +107,7 @@ class Replay:
     Attributes:
       size: number of steps in complete episodes.
       was_full: whether an episode had to make room.
+      whole: the leaves of the observation that store_whole has changed.
     """
 
     def __init__(
@@ -119,6 +126,7 @@ class Replay:
         self.num_added = 0
         self.num_lost = 0  # steps whose episode was not complete
         self.was_full = False
+        self.whole: Sequence[int] = ()
         self._stacks: list[FrameStacks] = []
         self._stores: dict[str, Any] = {
             name: map_nested(lambda s, name=name: self._make_store(s, name, create), x)
@@ -137,37 +145,43 @@ class Replay:
     def _make_store(
         self, spec: rollout.Spec, name: str, create: Create
     ) -> Plain | FrameStacks:
-        dtype = torch.empty(0, dtype=spec.dtype).numpy().dtype
+        dtype = _dtype(spec)
         if name != "observation" or stack_size(spec.shape, dtype) == 1:
             return Plain(create((self.capacity, *spec.shape), dtype))
         room = int(self.capacity * (1 + SPARE_FRAMES)) + 64
         self._stacks.append(FrameStacks(spec.shape, self.capacity, room, create))
         return self._stacks[-1]
 
-    def store_whole(self) -> None:
-        """From now on stores observations whole, not as frames. Drops what is stored.
+    def store_whole(self, leaves: Sequence[int]) -> None:
+        """From now on stores these leaves of the observation whole, not as frames.
 
         Call it while the replay is empty.
         """
+        numbers = itertools.count()
 
-        def make(spec: rollout.Spec) -> Plain:
-            dtype = torch.empty(0, dtype=spec.dtype).numpy().dtype
-            return Plain(self._create_whole((self.capacity, *spec.shape), dtype))
+        def replace(store: Any, spec: rollout.Spec) -> Any:
+            if next(numbers) not in leaves:
+                return store
+            return Plain(self._create_whole((self.capacity, *spec.shape), _dtype(spec)))
 
-        self._stacks = []
-        self._stores["observation"] = map_nested(make, self._observation_spec)
+        stores = self._stores["observation"]
+        stores = map_nested(replace, stores, self._observation_spec)
+        self._stores["observation"] = stores
+        self._stacks = [x for x in flatten(stores) if isinstance(x, FrameStacks)]
+        self.whole = leaves
 
-    def _has_stacks(self, rows: dict[str, Nested]) -> bool:
-        """Whether most observations of rollouts continue the frames before them."""
+    def _no_stacks(self, rows: dict[str, Nested]) -> list[int]:
+        """The leaves of which most observations don't continue the frames before."""
         same_episode = ~rows["done"][1:]
-        shares: list[float] = []
-
-        def compare(store: Any, x: np.ndarray) -> None:
-            if isinstance(store, FrameStacks) and same_episode.any():
-                shares.append(store.continued(x)[same_episode].mean())
-
-        map_nested(compare, self._stores["observation"], rows["observation"])
-        return min(shares, default=1.0) > 0.5
+        stores = flatten(self._stores["observation"])
+        leaves = flatten(rows["observation"])
+        return [
+            i
+            for i, (store, x) in enumerate(zip(stores, leaves, strict=True))
+            if isinstance(store, FrameStacks)
+            and same_episode.any()
+            and store.continued(x)[same_episode].mean() < 0.5
+        ]
 
     @property
     def fields(self) -> list[str]:
@@ -193,8 +207,8 @@ class Replay:
           ReplayError: no room for one whole episode of each environment.
         """
         T = len(rows["done"]) - 1
-        if self._stacks and not self._num_episodes and not self._has_stacks(rows):
-            self.store_whole()
+        if not self._num_episodes and (leaves := self._no_stacks(rows)):
+            self.store_whole(leaves)
         self.num_added += rows["done"][1:].size
         for b in range(rows["done"].shape[1]):
             column = map_nested(lambda x, b=b: x[:, b], rows)

@@ -60,9 +60,12 @@ def make_replay(
         "Replay of up to %s steps: %.3g GB in %s.", f"{capacity:,}", needed / 1e9, place
     )
 
+    reserved = 0  # bytes of memory, which is used only when it is written
+
     def create_whole(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        nonlocal reserved
         size = math.prod(shape) * dtype.itemsize
-        free = free_memory() if path is None else free_disk(path)
+        free = free_memory() - reserved if path is None else free_disk(path)
         if size > free:
             raise ReplayError(
                 f"the observations {list(shape[1:])} are not stacks of frames, so the "
@@ -74,8 +77,10 @@ def make_replay(
             "whole: %.3g GB in %s.",
             *(size / 1e9, place),
         )
-        make = np.zeros if path is None else FileArrays(path, size).create
-        return make(shape, dtype)
+        if path is not None:
+            return FileArrays(path, size).create(shape, dtype)
+        reserved += size
+        return np.zeros(shape, dtype)
 
     create = np.zeros if path is None else FileArrays(path, sum(sizes)).create
     return Replay(spec, capacity, T, create, flags.seed, create_whole)
@@ -136,7 +141,11 @@ def save(replay: Replay, path: Path) -> None:
       ReplayError: the file can't be written, for example on a full disk. The old one,
         if any, is unchanged.
     """
-    content = {"arrays": array_shapes(replay), "episodes": replay.index()}
+    content = {
+        "arrays": array_shapes(replay),
+        "whole": list(replay.whole),
+        "episodes": replay.index(),
+    }
     try:
         with atomic_write(path) as file, zipfile.ZipFile(file, "w") as archive:
             archive.writestr("index.json", json.dumps(content))
@@ -166,8 +175,8 @@ def load(replay: Replay, path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             content = json.loads(archive.read("index.json"))
-            if content["arrays"] != array_shapes(replay):
-                replay.store_whole()  # as the saved one may have done
+            if content.get("whole"):
+                replay.store_whole(content["whole"])
             if content["arrays"] != array_shapes(replay):
                 raise ValueError("it has another --replay_size or other spaces")
             for i, array in enumerate(replay.arrays()):

@@ -18,7 +18,7 @@ from optuna.distributions import (
 from optuna.trial import TrialState
 
 from torchbeast.core.errors import FlagError
-from torchbeast.core.jobs import STOPPED, Job
+from torchbeast.core.jobs import STOPPED, Job, OtherRunError
 from torchbeast.core.saved_runs import read_run
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class Search:
         make_jobs: Callable[[str, dict[str, Any]], list[Job]],
     ) -> None:
         self.space, self.make_jobs = space, make_jobs
+        self.num_unfit = 0  # trials whose flags did not fit together
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.study = optuna.create_study(
             storage=f"sqlite:///{path}",
@@ -105,6 +106,9 @@ class Search:
         """The runs of unfinished trials, then those of new ones, up to `num_trials`.
 
         A trial whose flags do not fit together has failed.
+
+        Raises:
+          OtherRunError: the folder of a run has one with other flags.
         """
         for trial in self.study.get_trials(states=[TrialState.RUNNING]):
             if trial.params.keys() == self.space.keys():
@@ -118,7 +122,10 @@ class Search:
     def _begin(self, trial: int, settings: dict[str, Any]) -> list[Job]:
         try:
             jobs = self.make_jobs(f"trial{trial}", settings)
+        except OtherRunError:
+            raise
         except FlagError as error:
+            self.num_unfit += 1
             self.study.tell(trial, state=TrialState.FAIL)
             log.warning("Trial %d, with %s, can't be run: %s", trial, settings, error)
             return []

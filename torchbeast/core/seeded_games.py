@@ -10,6 +10,8 @@ import numpy as np
 from torchbeast.core import extra_fields
 from torchbeast.core.env_checks import Checker
 
+GAME_OVER = "torchbeast.game_over"  # in an info: False if only an episode has ended
+
 
 def game_seed(seed: int, index: int, game: int) -> int:
     """The seed, in [0, 2**31), of game number `game` of environment number `index`."""
@@ -19,7 +21,7 @@ def game_seed(seed: int, index: int, game: int) -> int:
 class SeededGames(gymnasium.Wrapper):
     """Seeds each game, so that it is a function of (seed, index, game, actions).
 
-    Each reset() starts the next game, unless the last step had info["game_over"] False
+    Each reset() starts the next game, unless the last step had info[GAME_OVER] False
     (a lost life): then the game continues. The infos keep only EXTRA_FIELDS and, if an
     episode ends, "game_over". Checks a sample of what the environment returns.
 
@@ -92,7 +94,7 @@ class SeededGames(gymnasium.Wrapper):
         kept: dict[str, Any] = extra_fields.select(info)
         self.game_goes_on = False
         if terminated or truncated:
-            kept["game_over"] = bool(info.get("game_over", True))
+            kept["game_over"] = bool(info.get(GAME_OVER, True))
             self.game_goes_on = not kept["game_over"]
             observation = copy.deepcopy(observation)  # reset() may overwrite it
         return observation, reward, terminated, truncated, kept

@@ -13,6 +13,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 log = logging.getLogger(__name__)
 
 STATUS_SECONDS = 5.0  # between two status lines, if there is no terminal
+MOST_SECONDS_LEFT = 1e9  # to show; timedelta can't hold any number
 
 
 class Status:
@@ -83,7 +84,7 @@ class Status:
             "Step %s of %s, %s, %s left",
             *(f"{step:,}", f"{self.total_steps:,}"),
             ", ".join(f"{k} {v}" for k, v in numbers.items()),
-            datetime.timedelta(seconds=int(left)),
+            datetime.timedelta(seconds=int(min(left, MOST_SECONDS_LEFT))),
         )
 
     def _show_start(self, step: int, acted: int) -> None:

@@ -23,6 +23,7 @@ class StepWatch:
 
     Attributes:
       steps: [count] int64 in shared memory; each process counts its steps here.
+      awake: seconds of watching, without the time in which the run is suspended.
     """
 
     def __init__(self, count: int, timeout: float, start_timeout: float = 0.0) -> None:
@@ -30,28 +31,40 @@ class StepWatch:
         self.steps = rollout.create_buffers(
             rollout.Spec((), torch.int64), (count,), "step counters", "free some"
         )
-        self._seen = [(-1, 0.0)] * count  # steps, and _awake at the last one
-        self._awake = 0.0  # seconds, without the time in which the run is suspended
+        self._seen = [(-1, 0.0)] * count  # steps, and `awake` at the last one
+        self.awake = 0.0
         self._checked_at = time.monotonic()
 
     def restart(self, index: int) -> None:
         """Gives a process its full time, for example after it was idle."""
-        self._seen[index] = (-1, self._awake)
+        self._seen[index] = (-1, self.awake)
+
+    def _limit(self, steps: int) -> float:
+        return self.timeout if steps else self._start_timeout
 
     def find_stuck(self, watched: Container[int]) -> int | None:
         """The number of a watched process that is stuck. Call it once per second."""
         now = time.monotonic()
         # A longer gap between two calls means that the run was suspended.
-        self._awake += min(now - self._checked_at, 2.0)
+        self.awake += min(now - self._checked_at, 2.0)
         self._checked_at = now
         for index, steps in enumerate(self.steps.tolist()):
             seen, since = self._seen[index]
-            timeout = self.timeout if steps else self._start_timeout
             if steps != seen:
-                self._seen[index] = (steps, self._awake)
-            elif index in watched and self._awake - since > timeout:
+                self._seen[index] = (steps, self.awake)
+            elif index in watched and self.awake - since > self._limit(steps):
                 return index
         return None
+
+    def explain(self, index: int, who: str, pid: int) -> str:
+        """Prints the stack of a stuck process; returns the text of an error."""
+        print_stack(pid)
+        seconds = self._limit(int(self.steps[index]))
+        return (
+            f"{who} (pid {pid}) made no step for {seconds:g} s. Its stack is printed "
+            "above, if the process could print it. If the environment is that slow, "
+            "raise --actor_timeout"
+        )
 
 
 def print_stack(pid: int) -> None:
@@ -59,13 +72,3 @@ def print_stack(pid: int) -> None:
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGUSR1)
         time.sleep(0.5)
-
-
-def explain_stuck(who: str, pid: int, seconds: float) -> str:
-    """Prints the stack of a stuck process; returns the text of an error."""
-    print_stack(pid)
-    return (
-        f"{who} (pid {pid}) made no step for {seconds:g} s. Its stack is printed "
-        "above, if the process could print it. If the environment is that slow, raise "
-        "--actor_timeout"
-    )

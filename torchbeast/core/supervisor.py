@@ -44,7 +44,7 @@ class Servers:
         self.started = [0.0] * count  # times
         self.ready: list[float | None] = [None] * count  # since when
         self.due = [0.0] * count  # time of the restart, if there is no process
-        self.crashes = [0] * count  # in a row, each soon after the start
+        self.crashes = [0] * count  # in a row, each before it was healthy
         self.restarts = 0
         self.ever_ready = False
         self.said: dict[str, float] = {}  # "waiting" messages and when they were logged
@@ -98,7 +98,7 @@ class Servers:
 
     def _check(self, index: int) -> None:
         process, pipe = self.processes[index], self.pipes[index]
-        lived = time.monotonic() - self.started[index]
+        now = time.monotonic()  # before it is ended, which may take seconds
         error = ""
         with contextlib.suppress(EOFError, OSError):
             while pipe.poll():
@@ -120,7 +120,7 @@ class Servers:
         if error and not self.ever_ready:
             self._raise(index, f"cannot start: {error}")
         if process.is_alive() and not error:
-            if ready_at is None and lived > START_SECONDS:
+            if ready_at is None and now - self.started[index] > START_SECONDS:
                 self._raise(index, f"was not ready after {START_SECONDS:g} s")
             return
         self.guardian.end([process], STOP_SECONDS)
@@ -129,13 +129,13 @@ class Servers:
             if error
             else f"has died, {processes.how_it_ended(process.exitcode)}"
         )
-        healthy = ready_at and time.monotonic() - ready_at > HEALTHY_SECONDS
+        healthy = ready_at is not None and now - ready_at > HEALTHY_SECONDS
         self.crashes[index] = 0 if healthy else self.crashes[index] + 1
         if self.crashes[index] > self.flags.max_restarts:
             self._raise(
                 index,
-                f"{how}. It is crash number {self.crashes[index]} in a row within "
-                f"{HEALTHY_SECONDS:g} s of the start (--max_restarts "
+                f"{how}. It is crash number {self.crashes[index]} in a row, each "
+                f"before it was ready for {HEALTHY_SECONDS:g} s (--max_restarts "
                 f"{self.flags.max_restarts})",
             )
         backoff = min(FIRST_BACKOFF * 2 ** self.crashes[index], LONGEST_BACKOFF)

@@ -12,7 +12,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from torchbeast.core import atari_wrappers
 from torchbeast.core.action_masks import check_mask
@@ -158,7 +158,8 @@ class VectorGames:
             self.env.close()
             self.env = self._make(seed[0])
             return self.env.reset()
-        return self.env.reset(seed=list(seed))
+        takes_list = isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
+        return self.env.reset(seed=list(seed) if takes_list else int(seed[0]))
 
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
         """As Gymnasium's SAME_STEP mode, with final_info["game_over"]."""
