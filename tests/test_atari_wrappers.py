@@ -113,7 +113,7 @@ def test_native_and_python_agree(game, steps, expected, changes):
             seen.add("no lives")
         for e in np.flatnonzero(done):
             final, native_final = info["final_info"], row[4]["final_info"]
-            game_over = final["game_over"][e] if flags.life_loss else True
+            game_over = final[GAME_OVER][e] if flags.life_loss else True
             assert native_final["game_over"][e] == game_over
             assert native_final["lives"][e] == final["lives"][e]
             seen.add("game" if game_over and terminated[e] else "")

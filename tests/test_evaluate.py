@@ -174,7 +174,7 @@ def faulty(tmp_path_factory):
             "raise_error",
             ["a game of faulty:Environment failed", "ValueError: the ball"],
         ),
-        ("leave", ["played games of faulty:Environment died with exit status 3"]),
+        ("leave", ["plays games of faulty:Environment died with exit status 3"]),
     ],
 )
 def test_an_environment_that_fails_in_a_test(
