@@ -68,7 +68,7 @@ AT_RESET = {
     "TooFewNumbers": r"a tuple of 1 values as observation\['numbers'\], but 2 values",
     "NoSuchNumber": r"3 as observation\['numbers'\]\[0\], but .* Discrete\(4, start=-1",
     "Ragged": r"a list of 2 values as observation, but shape \[3\] is declared",
-    "Many": r"float32 \[4, 3\] as observation, .* vector environment .*envs_per_actor",
+    "Many": r"float32 \[4, 3\] as observation, .* vector environment, .* num_envs",
     "ThreeFromReset": r"a tuple of 3 values, .* must return two values",
     "NoOptions": r"reset\(\) does not follow .* unexpected keyword argument 'options'",
 }

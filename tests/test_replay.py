@@ -323,9 +323,12 @@ def test_a_replay_that_does_not_fit_is_refused(tmp_path):
 
 
 def make_mixer(replay, model, ratio):
-    flags = argparse.Namespace(
-        replay_ratio=ratio, learn_start=0, reward_clipping="none"
-    )
+    return make_mixer_of(replay, model, replay_ratio=ratio, learn_start=0)
+
+
+def make_mixer_of(replay, model, **flags):
+    normal = {"normalize_rewards": False, "normalize_observations": False}
+    flags = argparse.Namespace(reward_clipping="none", **normal, **flags)
     return Mixer(replay, flags, model.initial_state(1), torch.device("cpu"))
 
 
@@ -362,6 +365,27 @@ def test_states_are_those_of_whole_episodes():
             compared += 1
         mixer.carry_states(model)
     assert compared > 10
+
+
+def test_each_image_is_judged_alone():
+    """PolyBeast's rows have the parts of a Dict in another order than its space."""
+    rng = np.random.default_rng(13)
+    image, numbers = rollout.Spec(STACK, torch.uint8), rollout.Spec((3,), torch.float32)
+    spec = {"stack": image, "planes": image, "goal": numbers}
+    replay = Replay({**SPEC, "observation": spec}, 300, T, np.zeros, 1)
+    for columns in zip(
+        *(Game(rng, [9] * 20).rollouts() for _ in range(2)), strict=True
+    ):
+        rows = map_nested(lambda *x: np.stack(x, axis=1), *columns)
+        shape = rows["done"].shape
+        observation = {
+            "goal": rng.normal(size=(*shape, 3)).astype(np.float32),
+            "planes": rng.integers(0, 256, (*shape, *STACK), np.uint8),
+            "stack": rows["observation"]["stack"],
+        }
+        replay.add({**rows, "observation": observation}, 0)
+        assert replay.whole == [1]
+        break
 
 
 @pytest.mark.parametrize("in_file", [False, True])
@@ -423,13 +447,9 @@ def test_when_the_learner_may_learn():
     rng = np.random.default_rng(10)
     games = [Game(rng, [12] * 30) for _ in range(2)]
     model = Net(OBSERVATIONS, spaces.Discrete(A))
-    device = torch.device("cpu")
     for learn_start, first in ((0, 24), (50, 72), (100, 80)):
         replay = make_replay(100)
-        flags = argparse.Namespace(
-            replay_ratio=1, learn_start=learn_start, reward_clipping="none"
-        )
-        mixer = Mixer(replay, flags, model.initial_state(1), device)
+        mixer = make_mixer_of(replay, model, replay_ratio=1, learn_start=learn_start)
         ready = []
         for pair in zip(*(game.rollouts() for game in games), strict=True):
             rows = map_nested(torch.from_numpy, stack(pair, axis=1))

@@ -27,7 +27,7 @@ def dies_when_it_is_ready(flags, index, address, first_stream, pipe):
     [
         (dies_before_it_is_ready, 0.8, 0.4, True),  # however long its start takes
         (dies_when_it_is_ready, 0.0, 60.0, True),
-        (dies_when_it_is_ready, 0.8, 0.4, False),
+        (dies_when_it_is_ready, 3.0, 0.4, False),
     ],
 )
 def test_servers_that_crash_again_and_again(

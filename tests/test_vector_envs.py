@@ -80,6 +80,7 @@ def test_one_seed_for_all():
     assert (first != other).any()
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
 def test_environments_with_processes_of_their_own(tmp_path, module):
     if module.endswith("polybeast"):
@@ -87,7 +88,7 @@ def test_environments_with_processes_of_their_own(tmp_path, module):
     env = f"{__name__}:in_processes"
     flags = {**runs.SMALL, "batch_size": 3, "env": env, "module": module}
     process = runs.start(tmp_path, "a", **flags)
-    output = runs.finish(process)
+    output = runs.finish(process, 300)
     assert process.returncode == 0, output
     assert int(runs.read_logs(tmp_path, "a")[-1]["games"]) > 5
     wait_until(lambda: not processes_of_session(process.pid), "all ended", 60)

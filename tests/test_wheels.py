@@ -16,7 +16,11 @@ import zipfile
 import pytest
 import runs
 
-pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.timeout(500),
+    pytest.mark.slow,
+    pytest.mark.xdist_group("wheels"),  # one process builds the wheel for all of them
+]
 # What a wheel may take from any Linux: the C and C++ libraries, and zlib.
 SYSTEM = r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+|z)\.so\.\d+|ld-linux.*"
 

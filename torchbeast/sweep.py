@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 VARIANTS = ("monobeast", "polybeast")
 OWN = {"seed", "xpid", "savedir", "mode"}  # flags that can't be in a grid
-MOST_CHECKED = 100  # combinations per value of a search
+MOST_CHECKED = 500  # combinations per value of a search
 
 
 class Sweep:
@@ -277,8 +277,8 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
         log.warning("The same command goes on with the others.")
     if stopped_by:
         return 128 + stopped_by
-    none_fits = search is not None and search.num_unfit > 0 and not statuses
-    return int(none_fits or finished < len(statuses))
+    all_failed = search is not None and search.all_failed()
+    return int(all_failed or finished < len(statuses))
 
 
 def make_grid(sweep: Sweep, options: argparse.Namespace) -> list[Job]:
@@ -320,20 +320,21 @@ def check_extremes(sweep: Sweep, values: dict[str, Sequence[Any]]) -> None:
     """
     rng = random.Random(1)
 
-    def combinations(others: dict[str, Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
-        if math.prod(map(len, others.values())) <= MOST_CHECKED:
-            yield from itertools.product(*others.values())
-        else:
-            for _ in range(MOST_CHECKED):
-                yield tuple(map(rng.choice, others.values()))
+    def combinations(others: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+        count = math.prod(map(len, others.values()))
+        for number in rng.sample(range(count), min(count, MOST_CHECKED)):
+            chosen = {}
+            for name, each in others.items():
+                number, place = divmod(number, len(each))
+                chosen[name] = each[place]
+            yield chosen
 
     for name, value in [(k, x) for k, each in values.items() for x in each]:
         others = {k: each for k, each in values.items() if k != name}
         first: FlagError | None = None
         for each in combinations(others):
-            settings = {name: value, **dict(zip(others, each, strict=True))}
             try:
-                sweep.make_jobs("trial", settings)
+                sweep.make_jobs("trial", {name: value, **each})
                 break
             except FlagError as error:
                 first = first or error

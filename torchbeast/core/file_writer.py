@@ -23,6 +23,7 @@ from torchbeast.core.hardware import hardware
 from torchbeast.core.logs_csv import LogsCsv
 from torchbeast.core.presets import differences
 from torchbeast.core.protocol import describe, find_protocol
+from torchbeast.core.ranges import RANGES
 from torchbeast.core.run_folder import (
     RunExistsError,
     RunFolder,
@@ -254,13 +255,13 @@ def strict_json(nested: Any) -> Any:
     return str(nested) if is_number and not math.isfinite(nested) else nested
 
 
-def _with_infinities(nested: Any) -> Any:
-    """The reverse of strict_json."""
+def _with_infinities(nested: Any, name: str = "") -> Any:
+    """The reverse of strict_json, for the flags that are numbers."""
     if isinstance(nested, dict):
-        return {k: _with_infinities(x) for k, x in nested.items()}
+        return {k: _with_infinities(x, k) for k, x in nested.items()}
     if isinstance(nested, list):
         return [_with_infinities(x) for x in nested]
-    is_number = isinstance(nested, str) and nested in ("inf", "-inf", "nan")
+    is_number = name in RANGES and nested in ("inf", "-inf")
     return float(nested) if is_number else nested
 
 

@@ -216,10 +216,7 @@ def _close_matches(name: str) -> list[str]:
 
 
 def names_python(name: str) -> bool:
-    """Whether --env is package.module:Class, and not an id such as package:Task-v0.
-
-    An id may lack the version, such as metaworld:Meta-World/MT1.
-    """
+    """Whether --env is package.module:Class, not an id such as metaworld:Suite/Task."""
     _, colon, rest = name.partition(":")
     return bool(colon) and not set("-/") & set(rest)
 
@@ -343,7 +340,8 @@ class OldGymAdapter(gymnasium.Env):
     ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         arguments = {}
-        if seed is not None and takes(self.env.reset, "seed"):
+        inner = getattr(self.env, "unwrapped", self.env)  # below gym's reset(**kwargs)
+        if seed is not None and takes(inner.reset, "seed"):
             arguments["seed"] = seed
         elif seed is not None and hasattr(self.env, "seed"):
             self.env.seed(seed)

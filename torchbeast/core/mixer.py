@@ -15,7 +15,8 @@ class Mixer:
     """Stores the batches of a learner and adds replayed columns to them.
 
     Args:
-      flags: replay_ratio, learn_start, reward_clipping.
+      flags: replay_ratio, learn_start, reward_clipping, normalize_rewards,
+        normalize_observations.
       initial_state: the recurrent state of a new episode, with B = 1.
       device: of the learner.
     """
@@ -25,7 +26,10 @@ class Mixer:
     ) -> None:
         self.replay = replay
         self._ratio, self._learn_start = flags.replay_ratio, flags.learn_start
-        self._clips_rewards = flags.reward_clipping == "abs_one"
+        self._bounds_rewards = (
+            flags.reward_clipping == "abs_one" or flags.normalize_rewards
+        )
+        self._bounds_observations = flags.normalize_observations
         self._initial_state, self._device = initial_state, device
         self._started = False
         self._due = 0.0  # replayed columns
@@ -45,11 +49,8 @@ class Mixer:
         """
         stored = {name: batch[name] for name in self.replay.fields}
         arrays = map_nested(lambda x: x.cpu().numpy(), stored)
-        unusable = [np.isnan(x) for x in flatten(arrays) if x.dtype.kind == "f"]
-        if not self._clips_rewards:
-            unusable.append(np.isinf(arrays["reward"]))
-        if any(x.any() for x in unusable):
-            cause = find_cause(batch, self._clips_rewards)
+        if not self._is_usable(arrays):
+            cause = find_cause(batch, self._bounds_rewards)
             raise FloatingPointError(
                 f"the batch at step {step} is not finite, and is not stored. {cause}"
             )
@@ -57,6 +58,17 @@ class Mixer:
         enough = self.replay.size >= self._learn_start or self.replay.was_full
         self._started = self._started or enough
         return self._started and self.replay.size > 0
+
+    def _is_usable(self, rows: dict[str, Nested]) -> bool:
+        """Whether no update from these rows makes a NaN at once."""
+        observations = [x for x in flatten(rows["observation"]) if x.dtype.kind == "f"]
+        no_nan = [rows["policy_logits"], rows["truncation_value"]]  # -inf: masked
+        finite: list[np.ndarray] = []
+        (no_nan if self._bounds_rewards else finite).append(rows["reward"])
+        (no_nan if self._bounds_observations else finite).extend(observations)
+        return not any(np.isnan(x).any() for x in no_nan) and all(
+            np.isfinite(x).all() for x in finite
+        )
 
     def mix(
         self, batch: dict[str, Nested], state: State

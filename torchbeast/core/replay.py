@@ -173,11 +173,14 @@ class Replay:
     def _no_stacks(self, rows: dict[str, Nested]) -> list[int]:
         """The leaves of which most observations don't continue the frames before."""
         same_episode = ~rows["done"][1:]
-        stores = flatten(self._stores["observation"])
-        leaves = flatten(rows["observation"])
+        pairs: list[tuple[Any, np.ndarray]] = []  # by name: rows may have another order
+        map_nested(
+            lambda store, x: pairs.append((store, x)),
+            *(self._stores["observation"], rows["observation"]),
+        )
         return [
             i
-            for i, (store, x) in enumerate(zip(stores, leaves, strict=True))
+            for i, (store, x) in enumerate(pairs)
             if isinstance(store, FrameStacks)
             and same_episode.any()
             and store.continued(x)[same_episode].mean() < 0.5

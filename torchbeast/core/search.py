@@ -84,7 +84,6 @@ class Search:
         make_jobs: Callable[[str, dict[str, Any]], list[Job]],
     ) -> None:
         self.space, self.make_jobs = space, make_jobs
-        self.num_unfit = 0  # trials whose flags did not fit together
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.study = optuna.create_study(
             storage=f"sqlite:///{path}",
@@ -125,12 +124,15 @@ class Search:
         except OtherRunError:
             raise
         except FlagError as error:
-            self.num_unfit += 1
             self.study.tell(trial, state=TrialState.FAIL)
             log.warning("Trial %d, with %s, can't be run: %s", trial, settings, error)
             return []
         self._open[trial] = dict.fromkeys(jobs)
         return jobs
+
+    def all_failed(self) -> bool:
+        states = [trial.state for trial in self.study.trials]
+        return bool(states) and set(states) == {TrialState.FAIL}
 
     def ended(self, job: Job, status: int) -> None:
         """Notes the end of a run; after the last one of a trial, tells the study."""
