@@ -60,12 +60,12 @@ def in_processes(num_envs):
 class OneSeed(gymnasium.vector.VectorEnv):
     """Its reset() takes what Gymnasium's base class does: one integer."""
 
-    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012 # as Gymnasium
     single_observation_space = gymnasium.spaces.Box(0, 1, (2,))
     single_action_space = gymnasium.spaces.Discrete(2)
 
     def __init__(self, num_envs):
         self.num_envs = num_envs
+        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)

@@ -81,8 +81,8 @@ class Evaluator:
     def finish(self) -> None:
         """Evaluates the final weights, if the run has reached flags.total_steps.
 
-        The result gets a row of its own in logs.csv. A stop signal ends the wait, and
-        so does a game that takes three times as long as the longest evaluation so far.
+        The result gets a row of its own in logs.csv. A stop signal ends the wait. So
+        does its limit: WARNING_SECONDS, or three times the longest evaluation so far.
         """
         learner = self.run.learner
         if not self._process or learner.step < self.flags.total_steps:

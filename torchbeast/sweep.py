@@ -275,7 +275,6 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
     log.info("Finished: %d runs, in %s", finished, sweep.savedir)
     if stopped_by:
         log.warning("The same command goes on with the others.")
-    if stopped_by:
         return 128 + stopped_by
     all_failed = search is not None and search.all_failed()
     return int(all_failed or finished < len(statuses))

@@ -241,11 +241,12 @@ def take_over(place: str, savedir: str, model: torch.nn.Module) -> None:
     }
     differences = _differences(found, model)
     for name, module in model.named_modules():
-        if isinstance(module, RunningMoments):  # a count without its mean is wrong
+        if isinstance(module, RunningMoments):
             parts = {f"{name}.{part}" for part in module.state_dict()}
-            for part in parts & fitting.keys() if parts - fitting.keys() else ():
-                del fitting[part]
-                differences.append(f"{part} belongs to these moments")
+            if not parts <= fitting.keys():  # a count without its mean is wrong
+                for part in sorted(parts & fitting.keys()):
+                    del fitting[part]
+                    differences.append(f"{part} belongs to moments that do not fit")
     if not fitting:
         raise CheckpointError(
             f"--init_from {place}: none of its weights fits this model: "

@@ -211,7 +211,7 @@ def begin_child(ends_by: Sequence[int] = ()) -> None:
     """
     os.setpgid(0, 0)
     # Environments may start processes, which Python forbids to a "daemon".
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.current_process().daemon = False
     for number in handled_signals():
         # Not SIG_IGN: programs that the environment starts would inherit it.
         handler = signal.SIG_DFL if number in ends_by else lambda number, frame: None
