@@ -23,15 +23,27 @@ std::optional<wire::Seeding> PoolStreams::next_seeding(size_t index, bool is_fir
   return seeding;
 }
 
-void PoolStreams::count_failure(const EnvironmentError& error) {
+void PoolStreams::count_failure(const EnvironmentError& error,
+                                const std::string& peer) {
   ++num_env_failures;
+  const auto& addresses = options.addresses;
+  // One server of several never ends the run.
+  const bool has_others =
+      options.listener != nullptr ||
+      std::any_of(addresses.begin(), addresses.end(),
+                  [&](const std::string& one) { return one != addresses[0]; });
   bool too_many;
   {
     MutexLock lock(mutex);
     const auto now = Clock::now();
-    failures.push_back(now);
-    while (now - failures.front() > kMinute) failures.pop_front();
-    too_many = failures.size() > static_cast<size_t>(options.max_env_failures);
+    failures.emplace_back(now, peer);
+    while (now - failures.front().first > kMinute) failures.pop_front();
+    const bool is_alone = has_others && std::all_of(failures.begin(), failures.end(),
+                                                    [&](const auto& failure) {
+                                                      return failure.second == peer;
+                                                    });
+    too_many = failures.size() > static_cast<size_t>(options.max_env_failures) &&
+               (!is_alone || options.max_env_failures == 0);
   }
   if (!too_many) return;
   if (options.max_env_failures == 0) return fail(std::current_exception());

@@ -47,7 +47,7 @@ class DialledStreams {
       run_stream();
     } catch (const EnvironmentError& error) {
       after(Event::kEnvError, error.what(), false);
-      shared_.count_failure(error);
+      shared_.count_failure(error, address_.to_string());
     } catch (const WireError& error) {
       after(Event::kRefused,
             "the environment server at " + address_.to_string() +
@@ -103,10 +103,11 @@ class DialledStreams {
   void run_stream() {
     DialledConnection connection(address_, shared_.options.security, kStreamMethod,
                                  "the environment server");
-    PoolStreams::Presence presence(&shared_, &connection, has_benefit_);
+    PoolStreams::Presence presence(&shared_, &connection);
     std::optional<Unroll> unroll;
     try {
       connection.open();
+      if (has_benefit_) presence.trust();
       if (!seeding_) seeding_ = shared_.next_seeding(index_, !answered_before_);
       const wire::EnvHello hello = connection.shake_hands(seeding_);
       seeding_.reset();  // used

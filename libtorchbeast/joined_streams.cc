@@ -20,7 +20,7 @@ void PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {
   } catch (const BusyError&) {
     throw;
   } catch (const WireError& error) {
-    note(error.what());
+    note(connection.peer() + " breaks the rules: " + error.what());
     throw;
   } catch (const TooManyBytes& error) {
     throw BusyError(std::string("this learner has no memory for it: ") + error.what());
@@ -41,7 +41,7 @@ void PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {
     if (closing) return;
     note(error.what());
     events.add(Event::kEnvError, error.what());
-    count_failure(error);
+    count_failure(error, connection.peer());
   } catch (...) {
     fail(std::current_exception());
     throw std::runtime_error("the run has failed");
@@ -50,7 +50,7 @@ void PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {
 
 // Until the environment leaves.
 void PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& hello) {
-  Presence presence(this, &connection, false);
+  Presence presence(this, &connection);
   hellos.check(hello, connection.peer());
   const Interrupt interrupt = [this] {
     if (closing || options.listener->is_closed()) throw Stopped();

@@ -108,7 +108,7 @@ void Listener::State::serve(ServedConnection& connection) {
       MutexLock lock(mutex);
       hosted = enter_host();
     }
-    if (hosted) hosted->count_failure(error);
+    if (hosted) hosted->count_failure(error, connection.peer());
     return;
   }
   const auto check = [&connection] {
@@ -272,13 +272,16 @@ void Listener::detach() {
 
 void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
   expected_.check(hello, peer);
-  const wire::EnvHello kind = without_identity(hello);
+  wire::EnvHello kind = without_identity(hello);
   MutexLock lock(mutex_);
   if (!first_) {
     first_ = kind;
     first_peer_ = peer;
     return;
   }
+  // The name may be left out.
+  if (kind.environment().empty()) kind.set_environment(first_->environment());
+  if (first_->environment().empty()) first_->set_environment(kind.environment());
   const std::string text = differences(*first_, kind);
   if (text.empty()) return;
   throw RefusedError(first_peer_ + " and " + peer +

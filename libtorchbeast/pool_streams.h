@@ -91,7 +91,8 @@ struct PoolStreams : StreamHost {
   }
   void check_downtime() TB_EXCLUDES(mutex);
   // REQUIRES: `error` is being handled.
-  void count_failure(const EnvironmentError& error) override TB_EXCLUDES(mutex);
+  void count_failure(const EnvironmentError& error, const std::string& peer) override
+      TB_EXCLUDES(mutex);
 
   // Of the next stream of the server at address `index`.
   std::optional<wire::Seeding> next_seeding(size_t index, bool is_first);
@@ -116,7 +117,8 @@ struct PoolStreams : StreamHost {
   uint64_t num_present TB_GUARDED_BY(mutex) = 0;    // see Presence
   uint64_t num_final TB_GUARDED_BY(mutex) = 0;      // servers that refuse for good
   Clock::time_point down_since TB_GUARDED_BY(mutex) = Clock::now();
-  std::deque<Clock::time_point> failures TB_GUARDED_BY(mutex);  // of the last minute
+  // Of the last minute: when, and whose.
+  std::deque<std::pair<Clock::time_point, std::string>> failures TB_GUARDED_BY(mutex);
   EventLog events;
 
   std::atomic<uint64_t> num_seeded;  // streams
@@ -128,16 +130,15 @@ struct PoolStreams : StreamHost {
 
 // One connection of a stream. While it lives, run() can cancel the connection. While
 // one is present, the run does not end for lack of environments: one that has made a
-// step, or that has the benefit of the doubt.
+// step, or an open one that has the benefit of the doubt.
 class PoolStreams::Presence {
  public:
   // Throws Stopped once the pool ends.
-  Presence(PoolStreams* shared, Connection* connection, bool has_benefit)
+  Presence(PoolStreams* shared, Connection* connection)
       : shared_(*shared), connection_(connection) {
     MutexLock lock(shared_.mutex);
     if (shared_.closing) throw Stopped();
     shared_.connections.insert(connection_);
-    if (has_benefit) come();
   }
   ~Presence() {
     MutexLock lock(shared_.mutex);
@@ -148,6 +149,11 @@ class PoolStreams::Presence {
   }
   Presence(const Presence&) = delete;
 
+  // It gets the benefit of the doubt.
+  void trust() {
+    MutexLock lock(shared_.mutex);
+    come();
+  }
   // Its first row is there.
   void connect() {
     MutexLock lock(shared_.mutex);
@@ -158,13 +164,14 @@ class PoolStreams::Presence {
   void prove() {
     if (is_proven_) return;
     MutexLock lock(shared_.mutex);
-    if (!is_present_) come();
+    come();
     is_proven_ = true;
   }
   bool is_proven() const { return is_proven_; }
 
  private:
   void come() TB_REQUIRES(shared_.mutex) {
+    if (is_present_) return;
     ++shared_.num_present;
     is_present_ = true;
   }

@@ -15,6 +15,8 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <set>
+#include <string>
 
 namespace torchbeast {
 
@@ -40,7 +42,8 @@ int call_with(int (*f)(int, const sockaddr*, socklen_t), int fd,
   return f(fd, reinterpret_cast<const sockaddr*>(&name), sizeof(name));
 }
 
-// Not inherited by programs that this process starts, and never blocking.
+// Not inherited by programs that this process starts, and never blocking. On Linux they
+// are made so: another thread may start a program in between.
 void set_flags(int fd) {
   fcntl(fd, F_SETFD, FD_CLOEXEC);
   fcntl(fd, F_SETFL, fcntl(fd, F_GETFL, 0) | O_NONBLOCK);
@@ -51,7 +54,11 @@ void set_option(int fd, int level, int name, int value) {
 }
 
 Descriptor make_socket(int family) {
+#ifdef SOCK_CLOEXEC
+  Descriptor made(socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+#else
   Descriptor made(socket(family, SOCK_STREAM, 0));
+#endif
   if (made.get() >= 0) set_flags(made.get());
   return made;
 }
@@ -147,8 +154,12 @@ void ListeningSocket::listen_tcp(const Address& address) {
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(list, freeaddrinfo);
   port_ = address.port();
   int error = 0;
+  std::set<std::string> places;
   // localhost is 127.0.0.1 and ::1, and a machine may lack one of them.
   for (const addrinfo* found = list; found != nullptr; found = found->ai_next) {
+    const std::string place(reinterpret_cast<const char*>(found->ai_addr),
+                            found->ai_addrlen);
+    if (!places.insert(place).second) continue;  // /etc/hosts may say it twice
     Descriptor made = make_socket(found->ai_family);
     // A server that is started again gets its port; two at once do not share one.
     set_option(made.get(), SOL_SOCKET, SO_REUSEADDR, 1);
@@ -188,7 +199,11 @@ int ListeningSocket::accept(Milliseconds timeout) {
   getrlimit(RLIMIT_NOFILE, &limit);
   for (const pollfd& one : waiting) {
     if (one.revents == 0) continue;
+#ifdef SOCK_CLOEXEC
+    Descriptor accepted(accept4(one.fd, nullptr, nullptr, SOCK_CLOEXEC));
+#else
     Descriptor accepted(::accept(one.fd, nullptr, nullptr));
+#endif
     const int fd = accepted.get();
     if (fd < 0) {
       // The connection waits until there are descriptors again.

@@ -102,6 +102,8 @@ void Unroll::hand_over(const EnvRow& first, uint64_t first_number) {
   copy_arrays(first.arrays, observation);
   context_.env_ns += first.env_nanoseconds;
   newest_number_ = first_number;
+  state_before_ = tile(context_.initial_state);
+  if (t_ == 0) rollout_.initial_state = state_before_;
   acted_ = false;
 }
 

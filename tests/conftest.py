@@ -1,8 +1,14 @@
 import os
 import pathlib
+import signal
 
 import pytest
 import torch
+
+# A shell ignores Ctrl-C in what it starts in the background. The programs that tests
+# start would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 collect_ignore = []
 HAS_PROC = pathlib.Path("/proc/self/stat").exists()

@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import pathlib
 import subprocess
@@ -93,6 +94,27 @@ class WithProgram(Environment):
 
     def __init__(self) -> None:
         self.program = subprocess.Popen(["sleep", "1000"], close_fds=False)
+
+
+class WithChild(Environment):
+    """Forks a process, and ends it in close()."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self.child = context.Process(target=time.sleep, args=(1000,))
+        self.child.start()
+
+    def close(self) -> None:
+        self.child.terminate()
+        self.child.join()
+
+
+class DiesWithChild(WithChild):
+    """Its process dies while it is made; the child keeps all pipes open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        os._exit(3)
 
 
 class SlowToMake(WithProgram):

@@ -56,7 +56,9 @@ def test_games_of_an_environment_that_only_servers_have(tmp_path, serve, greedy)
 def test_a_killed_server_costs_its_games_only(tmp_path, serve):
     runs.run(tmp_path, "a", **runs.SMALL)
     servers = serve(bind="localhost:0", num_servers=2)
-    addresses = ",".join(servers.addresses(2))
+    listening = servers.addresses(2)  # each at a port that was free
+    assert all(int(address.rpartition(":")[2]) > 1023 for address in listening)
+    addresses = ",".join(listening)
     flags = {"server_addresses": addresses, "num_test_episodes": 800}
     process = start_test(tmp_path, **flags, connect_timeout=20)
     lines = []
@@ -86,6 +88,24 @@ def test_a_video_is_refused(tmp_path):
     process = start_test(tmp_path, **flags)
     assert "servers can't show their games" in runs.finish(process)
     assert process.returncode == 1
+
+
+def test_games_that_another_policy_began_do_not_count():
+    """A client that joins in the middle of a game, and one that begins a game."""
+    scorer = Scorer(range(3))
+    envs = torch.zeros(2, dtype=torch.int64)
+
+    def add(ends, steps):
+        row = {name: torch.tensor([ends]) for name in ("done", "game_over")}
+        row["truncated"] = torch.zeros(1, 2, dtype=torch.bool)
+        row["game_step"] = torch.tensor([steps])
+        row["game_return"] = torch.tensor([[float(n) for n in steps]])
+        return [(game.number, game.length) for game in scorer.add(row, envs)]
+
+    assert add([False, True], [4, 9]) == []
+    assert add([False, False], [5, 1]) == []
+    assert add([True, True], [6, 2]) == [(0, 2)]
+    assert add([True, True], [1, 3]) == [(1, 1), (2, 3)]
 
 
 def test_the_games_that_begin_first_count():

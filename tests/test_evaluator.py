@@ -107,6 +107,17 @@ def test_a_stop_signal_while_a_test_game_hangs(tmp_path):
     wait_until(lambda: not processes_of_session(process.pid), "all ended")
 
 
+def test_an_environment_with_a_process_of_its_own(tmp_path):
+    output = runs.run(tmp_path, "a", **{**FLAGS, "env": "faulty:WithChild"})
+    assert results(tmp_path)[-1][0] == FLAGS["total_steps"]
+    assert "[WARNING " not in output
+    process = runs.start(tmp_path, "b", **{**FLAGS, "env": "faulty:DiesWithChild"})
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert "an environment of faulty:DiesWithChild died with exit status 3" in output
+    wait_until(lambda: not processes_of_session(process.pid), "all ended")
+
+
 def test_a_resumed_run_knows_the_best(tmp_path):
     runs.run(tmp_path, "a", **FLAGS)
     path = tmp_path / "a" / "model.best.tar"
@@ -123,7 +134,8 @@ def test_a_resumed_run_knows_the_best(tmp_path):
 @pytest.mark.parametrize("ending", ["signal", "timeout"])
 def test_the_last_evaluation_hangs(tmp_path, ending):
     flags = {**FLAGS, "env": "evaluated:HangsInTests", "total_steps": 60}
-    flags["actor_timeout"] = 120 if ending == "signal" else 10
+    if ending == "timeout":
+        flags |= {"module": "impatient", "actor_timeout": 10}
     process = runs.start(tmp_path, "a", **flags)
     log = tmp_path / "a" / "out.log"
 

@@ -9,7 +9,8 @@ from gymnasium import spaces
 from test_environment import Counter, env_flags, here
 
 from torchbeast.core.environment import Environment
-from torchbeast.core.make_env import OldGymAdapter, convert_space, create_env
+from torchbeast.core.make_env import create_env
+from torchbeast.core.old_gym import OldGymAdapter, convert_space
 from torchbeast.core.seeded_games import game_seed
 
 
@@ -158,6 +159,79 @@ def test_a_reset_with_keywords_gets_its_seed():
         # What the environment's info calls game_over means nothing here.
         assert row["game_over"][0]
         assert row["game_return"][0] == 3
+
+
+class TakesNothing(gymnasium.Wrapper):
+    """As nes_py's wrapper: hides the seed that reset() of the inner one takes."""
+
+    def reset(self):
+        return self.env.reset()
+
+    def seed(self, seed=None):
+        self.env.unwrapped.start = seed
+
+
+class TakesASeed(gymnasium.Env):
+    observation_space = spaces.Box(0, 1, (2,))
+    action_space = spaces.Discrete(2)
+    start = 0
+
+    def reset(self, seed=None):
+        assert seed is None
+        return np.full(2, self.start % 100 / 100, np.float32)
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, True, {}
+
+
+def old_behind_a_wrapper():
+    return TakesNothing(TakesASeed())
+
+
+class OnlyKeywords(gymnasium.Env):
+    """Passes the arguments of reset() on to something that takes none."""
+
+    observation_space = spaces.Box(0, 1, (2,))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, **kwargs):
+        return self._reset(**kwargs), {}
+
+    def _reset(self):
+        return np.zeros(2, np.float32)
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, True, False, {}
+
+
+def test_a_wrapper_whose_reset_takes_nothing():
+    envs = Environment(env_flags(here(old_behind_a_wrapper)), 1)
+    start = game_seed(3, 0, 0) % 100 / 100
+    np.testing.assert_array_equal(
+        envs.initial()["observation"], np.float32([[start] * 2])
+    )
+
+
+def test_keywords_that_lead_to_an_old_reset():
+    envs = Environment(env_flags(here(OnlyKeywords)), 1)
+    envs.initial()
+    assert envs.step(np.array([1]))["done"][0]
+
+
+class DrawsItself(OldStyle):
+    """As gym 0.26 does in reset() and step()."""
+
+    render_mode = "human"
+
+    def render(self, mode="human"):
+        raise AssertionError("it was drawn twice")
+
+
+def test_an_old_class_that_draws_itself():
+    envs = Environment(env_flags(here(DrawsItself)), 1, render_mode="human")
+    envs.initial()
+    envs.step(np.array([2]))
+    envs.close()
 
 
 class BoxSpace(NamedTuple):

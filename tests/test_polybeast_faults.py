@@ -69,6 +69,40 @@ def test_servers_gone_for_good(serve, learn, pipes):
     assert_whole_updates(run)
 
 
+def test_a_lost_stream_ends_a_run_with_sync(serve, learn, pipes):
+    servers = serve(pipes_basename=pipes, num_servers=2)
+    servers.addresses(2)
+    sync = {"sync": True, "disable_checkpoint": True}
+    run = learn(pipes_basename=pipes, num_servers=2, **sync)
+    run.wait_for_updates(2)
+    os.kill(servers.children()[0], signal.SIGKILL)
+    run.wait_for_end(1)
+    assert_says(run, "ServerError: a stream was lost", "--sync")
+    servers.process.send_signal(signal.SIGTERM)
+    servers.wait_for_end(143)
+
+
+def test_a_joined_environment_that_breaks_a_rule_is_replaced(serve, learn, tmp_path):
+    fault, address = tmp_path / "fault", f"unix:{tmp_path}/learner"
+    env = {"env": "faulty:Environment"}
+    run = learn(listen=address, num_actors=2, **env)
+    servers = serve(
+        join=address, num_servers=2, env_vars={"FAULT_FILE": str(fault)}, **env
+    )
+    run.wait_for_updates(3)
+    fault.write_text("nan_reward")
+    run.wait_for(lambda: "reward: nan" in run.console, "the refusal")
+    fault.unlink()
+    run.wait_for(lambda: "starting it again" in servers.console, "a restart")
+    run.wait_for_updates(5)
+    run.wait_for(lambda: int(rows_of(run)[-1]["streams"]) == 2, "both are back")
+    assert "reward: nan" in servers.console
+    servers.process.send_signal(signal.SIGTERM)
+    servers.wait_for_end(143)
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for_end(130)
+
+
 def test_an_environment_raises(serve, learn, pipes, tmp_path):
     fault = tmp_path / "fault"
     env = {"env": "faulty:Environment"}

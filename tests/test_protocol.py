@@ -81,7 +81,12 @@ def test_what_changes_an_environment_is_part_of_its_protocol():
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"sticky_action_prob": 0.0, "difficulty_ramping": False}]
+    "arguments",
+    [
+        {},
+        {"sticky_action_prob": 0.0, "difficulty_ramping": False},
+        {"use_minimal_action_set": True},
+    ],
 )
 @pytest.mark.parametrize("version", ["v0", "v1"])
 @pytest.mark.parametrize(

@@ -388,6 +388,22 @@ def test_each_image_is_judged_alone():
         break
 
 
+@pytest.mark.parametrize("later", ["stack", "planes"])
+def test_images_that_do_not_change_say_nothing(later):
+    """Such as those of a loading screen."""
+    rng = np.random.default_rng(14)
+    spec = {**SPEC, "observation": rollout.Spec(STACK, torch.uint8)}
+    replay = Replay(spec, 300, T, np.zeros, 1)
+    rows = next(Game(rng, [9] * 20).rollouts())
+    stacks = rows["observation"]["stack"]
+    images = (
+        stacks if later == "stack" else rng.integers(0, 256, stacks.shape, np.uint8)
+    )
+    rows["observation"] = np.concatenate([0 * images[: T - 1], images[T - 1 :]])
+    replay.add(map_nested(lambda x: x[:, None], rows), 0)
+    assert bool(replay.whole) == (later == "planes")
+
+
 @pytest.mark.parametrize("in_file", [False, True])
 def test_images_that_are_no_stacks_of_frames(tmp_path, in_file):
     """Planes of bytes look like a stack, but share nothing with the row before."""

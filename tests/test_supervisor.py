@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import ctypes
 import os
 import time
 
@@ -20,6 +21,37 @@ def dies_when_it_is_ready(flags, index, address, first_stream, pipe):
     pipe.send(("ready", address, "a server"))
     time.sleep(flags.seconds)
     os._exit(3)
+
+
+def hangs(flags, index, address, first_stream, pipe):
+    """As a server whose environment holds Python's lock."""
+    pipe.send(("ready", address, "a server"))
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def lives(flags, index, address, first_stream, pipe):
+    pipe.send(("ready", address, "a server"))
+    supervisor.SharedPipe(pipe).give_signs_of_life()
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize(("serve", "restarts"), [(hangs, 1), (lives, 0)])
+def test_servers_that_give_no_sign_of_life(monkeypatch, caplog, serve, restarts):
+    monkeypatch.setattr(supervisor, "SILENT_SECONDS", supervisor.SIGN_SECONDS + 3)
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.5)
+    flags = argparse.Namespace(max_restarts=5, join=None)
+    servers = supervisor.Servers(serve, flags, ["127.0.0.1:1"])
+    servers.start(lambda: False)
+    try:
+        while not servers.ever_ready:
+            servers.watch(0.2, [])
+        end = time.monotonic() + 2 * supervisor.SILENT_SECONDS
+        while not servers.restarts and time.monotonic() < end:
+            servers.watch(0.2, [])
+    finally:
+        servers.stop()
+    assert servers.restarts == restarts
+    assert ("no sign of life for 8 s" in caplog.text) == bool(restarts)
 
 
 @pytest.mark.parametrize(

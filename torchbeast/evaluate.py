@@ -196,10 +196,11 @@ def play_in_processes(
     Raises:
       UserError: what `play` raises, in a process.
       ProcessError: a process raised something else, died, or took no step for
-        --actor_timeout seconds.
+        --actor_timeout or START_SECONDS seconds, whichever is longer.
     """
     count = min(processes.num_cpus(), -(-len(numbers) // BATCH))
-    watch = StepWatch(count, flags.actor_timeout, START_SECONDS)
+    # They may first import packages, and make or reset slow environments.
+    watch = StepWatch(count, max(flags.actor_timeout, START_SECONDS))
     context = actor_context()
     weights = pickle.dumps(model_state)  # bytes: tensors would go through shared memory
     pipes: list[Any] = []
@@ -228,7 +229,9 @@ def play_in_processes(
                 raise processes.ProcessError(text)
             for i in list(left):
                 if pipes[i] in ready or children[i].sentinel in ready:
-                    message = _receive(pipes[i], children[i], who)
+                    message = processes.receive(children[i], pipes[i], who)
+                    if isinstance(message, Exception):
+                        raise message
                     if message is not None:
                         yield message
                         left[i] -= 1
@@ -238,22 +241,6 @@ def play_in_processes(
     finally:
         guardian.end(children, seconds_to_close)
         guardian.close()
-
-
-def _receive(pipe: connection.Connection, child: Any, who: str) -> Game | None:
-    """A game from a child process, if one has ended. Raises the error it has sent."""
-    alive = child.is_alive()  # asked first: a child may send its last game and exit
-    try:
-        message = pipe.recv() if pipe.poll() else None
-    except EOFError:
-        child.join(CLOSE_SECONDS)
-        message, alive = None, False
-    if isinstance(message, Exception):
-        raise message
-    if message is None and not alive:
-        how = processes.how_it_ended(child.exitcode)
-        raise processes.ProcessError(f"{who} died {how}")
-    return message
 
 
 def _play_in_child(

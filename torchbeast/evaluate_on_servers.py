@@ -58,7 +58,9 @@ class Scorer:
             if env == 0:
                 self.num_envs += 1
                 envs[i] = env = self.num_envs
-                self._begin(env)
+                # Not if it is in the middle of a game that another policy began.
+                if row["game_over"][0, i] or row["game_step"][0, i] == 0:
+                    self._begin(env)
             elif row["game_over"][0, i]:
                 if env in self.playing:
                     result = row["game_return"][0, i], row["game_step"][0, i]

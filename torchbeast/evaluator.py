@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 BEST = "model.best.tar"
 WARNING_SECONDS = 600.0  # between two warnings of a slow evaluation
+# Without a step for so long it hangs. It has the lowest priority, so it may be slow.
+STEP_SECONDS = 600.0
 
 
 class Evaluator:
@@ -37,8 +39,8 @@ class Evaluator:
     The results are columns of logs.csv: in the next row after the games, `eval_return`
     and `eval_length` (means), and `eval_step`, that of the weights. It always plays the
     same games, which are not those of --mode test. While it plays, no other evaluation
-    begins. If it fails, or takes no step for flags.actor_timeout seconds, the log says
-    so, and the run goes on without.
+    begins. If it fails, or takes no step for STEP_SECONDS or flags.actor_timeout
+    seconds, whichever is longer, the log says so, and the run goes on without.
 
     Its methods are for the main thread.
     """
@@ -59,8 +61,7 @@ class Evaluator:
         run.add_columns(dict.fromkeys(("eval_step", "eval_return", "eval_length")))
         self._sender: threading.Thread | None = None
         self._guardian = processes.Guardian(seconds=0)
-        # It has the lowest priority, so its imports may take long.
-        self._watch = StepWatch(1, self.flags.actor_timeout, WARNING_SECONDS)
+        self._watch = StepWatch(1, max(self.flags.actor_timeout, STEP_SECONDS))
         self._pipe, child_pipe = actor_context().Pipe()
         self._process = actor_context().Process(
             target=_evaluate,
@@ -121,20 +122,19 @@ class Evaluator:
 
     def _take_result(self) -> bool:
         """Takes a result, if there is one; gives up if there will be none."""
-        # Asked before the pipe: it may send an error and exit.
-        died = self._busy and not self._process.is_alive()
+        stuck = self._watch.find_stuck({0} if self._busy else ())
+        if not self._busy:
+            return False
         try:
-            if self._busy and self._pipe.poll():
-                return self._take(self._pipe.recv())
-        except (EOFError, OSError):
-            self._process.join(1.0)
-            died = True
-        if died:
-            how = processes.how_it_ended(self._process.exitcode)
-            self._give_up(f"its process died {how}")
-        elif self._watch.find_stuck({0} if self._busy else ()) is not None:
+            result = processes.receive(self._process, self._pipe, "its process")
+        except processes.ProcessError as error:
+            self._give_up(str(error))
+            return False
+        if result is not None:
+            return self._take(result)
+        if stuck is not None:
             self._give_up(self._watch.explain(0, "its process", self._process.pid))
-        elif self._busy and self._watch.awake - self._warned > WARNING_SECONDS:
+        elif self._watch.awake - self._warned > WARNING_SECONDS:
             self._warned = self._watch.awake
             log.warning(
                 "The evaluation of step %s needs more than %g s.",

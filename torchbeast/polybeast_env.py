@@ -54,7 +54,7 @@ from torchbeast.core.environment import Environment
 from torchbeast.core.errors import UserError
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.make_env import MissingPackageError
-from torchbeast.core.supervisor import Servers
+from torchbeast.core.supervisor import Servers, SharedPipe
 
 log = logging.getLogger("torchbeast.polybeast_env")
 
@@ -69,7 +69,7 @@ class RefusedForGood(RuntimeError):
 
 
 class EnvironmentFailed(RuntimeError):
-    """The environment of a client raised; the text has its traceback."""
+    """The environment of a client is of no more use; the text says why."""
 
 
 # --- A server process -----------------------------------------------------------------
@@ -104,6 +104,7 @@ def serve(
                 server.start()
             address = server.address
         pipe.send("ready", address, description)
+        pipe.give_signs_of_life()
         if flags.join:
             run_client(flags, server, pipe)
         else:
@@ -155,19 +156,6 @@ class Log:
         log.info("%s: %s", kind, *rest)
 
 
-class SharedPipe:
-    """The pipe to the supervisor. Thread-safe."""
-
-    def __init__(self, pipe: connection.Connection) -> None:
-        self.pipe = pipe
-        self.lock = threading.Lock()
-
-    def send(self, kind: str, *rest: str) -> None:
-        # The send fails if the supervisor has exited.
-        with self.lock, contextlib.suppress(OSError):
-            self.pipe.send((kind, *rest))
-
-
 def run_client(flags: Flags, client: Any, pipe: Any) -> None:
     """Steps environments for the learner until SIGTERM. Waits for it without a limit.
 
@@ -176,7 +164,7 @@ def run_client(flags: Flags, client: Any, pipe: Any) -> None:
 
     Raises:
       RefusedForGood: the learner refuses, or no connection with it can work.
-      EnvironmentFailed: the environment raised.
+      EnvironmentFailed: the environment raised, or the learner refused its step.
     """
     import libtorchbeast
 
@@ -188,6 +176,8 @@ def run_client(flags: Flags, client: Any, pipe: Any) -> None:
     try:
         client.run()
     except (libtorchbeast.TransportError, libtorchbeast.WireError) as error:
+        if client.stats()["num_steps"] > 0:  # new environments may do better
+            raise EnvironmentFailed(str(error)) from error
         raise RefusedForGood(str(error)) from error
     except RuntimeError as error:  # its text has the traceback
         raise EnvironmentFailed(str(error)) from error
@@ -307,7 +297,8 @@ def addresses(flags: Flags) -> list[str]:
             f"--bind must be HOST:PORT, with {flags.num_servers} ports from PORT on, "
             f"got {flags.bind!r}"
         )
-    return [f"{host}:{int(port) + i}" for i in range(flags.num_servers)]
+    first = int(port)  # 0: each server gets a free port
+    return [f"{host}:{first + i if first else 0}" for i in range(flags.num_servers)]
 
 
 # --- Command line ---------------------------------------------------------------------
@@ -321,7 +312,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--max_restarts",
         type=int,
         default=5,
-        help="restarts of a server that crashes again and again right after its start",
+        help="crashes in a row, each before the server was ready for 10 s, after which "
+        "it is no longer restarted",
     )
 
 

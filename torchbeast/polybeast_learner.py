@@ -282,6 +282,8 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
             connection.wait([run.wake_reader], 1.0)
             check_servers()
             envs.report(all_streams)
+            if flags.sync:
+                envs.check_whole(all_streams)
             if time.monotonic() - reported_at > REPORT_SECONDS:
                 now = counts()
                 change = {k: x - reported.get(k, 0.0) for k, x in now.items()}

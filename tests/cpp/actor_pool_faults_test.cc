@@ -4,6 +4,7 @@
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -59,7 +60,7 @@ TEST_F(ActorPoolFaultsTest, AnEnvironmentThatRaisesCostsItsStream) {
   bad.start();
   good.start();
   ActorPoolOptions options = pool_options({bad.address(), good.address()});
-  options.max_env_failures = 1000;
+  options.max_env_failures = 1;  // one server of two never ends the run
   Session run(options);
   Checker checker(5, true);
   while (run.pool().stats().num_reconnects < 3) {
@@ -101,6 +102,46 @@ TEST_F(ActorPoolFaultsTest, ASilentPeerEndsTheRun) {
   }
   close(listener);
   unlink(path("silent").c_str());
+}
+
+TEST_F(ActorPoolFaultsTest, AHostThatDropsPacketsIsNotThere) {
+  // A full backlog: further connections wait for their timeout, of about 20 s.
+  const int full = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in name{};
+  name.sin_family = AF_INET;
+  name.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  auto* const place = reinterpret_cast<sockaddr*>(&name);
+  socklen_t size = sizeof(name);
+  ASSERT_EQ(bind(full, place, size), 0);
+  ASSERT_EQ(listen(full, 0), 0);
+  ASSERT_EQ(getsockname(full, place, &size), 0);
+  std::vector<int> waiting;
+  for (int i = 0; i < 8; ++i) {
+    waiting.push_back(socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0));
+    connect(waiting.back(), place, size);
+  }
+  const std::string dropping = "127.0.0.1:" + std::to_string(ntohs(name.sin_port));
+  EnvServer good(counting(2), server_options(unix_address()));
+  good.start();
+  ActorPoolOptions options = pool_options({dropping, good.address()});
+  options.maximum_downtime = Milliseconds(1'000);
+  {
+    Session run(options);
+    run.rollouts();
+    Threads drain;
+    drain.start([&] {
+      while (run.queue().dequeue()) {
+      }
+    });
+    good.stop();
+    const auto begin = Clock::now();
+    const std::string error = error_of<TransportError>([&] { run.wait(); });
+    EXPECT_LT(Clock::now() - begin, Milliseconds(15'000));
+    EXPECT_NE(error.find("no connection for 1 s"), std::string::npos) << error;
+    run.queue().close();
+  }
+  for (const int one : waiting) close(one);
+  close(full);
 }
 
 TEST_F(ActorPoolFaultsTest, AStuckEnvironmentCountsAsLost) {

@@ -72,6 +72,28 @@ TEST_F(JoinRefusalsTest, StrangersAreRefused) {
   EXPECT_EQ(run.pool().stats().num_connected, 1u);
 }
 
+TEST_F(JoinRefusalsTest, TheNameOfTheEnvironmentMayBeLeftOut) {
+  for (const bool named_first : {true, false}) {
+    auto listener = listen();
+    Session run(pool_options(listener));
+    for (const bool named : {named_first, !named_first, true}) {
+      CountingEnvironment environment(1, 2, true, named ? "Counting-v0" : "");
+      HandMade stream(unix_address());
+      stream.expect_hello();
+      stream.say_hello(environment.hello());
+      stream.send(environment.reset());
+      stream.receive();
+      stream.leave();
+    }
+    CountingEnvironment other(1, 2, true, "Other-v0");
+    HandMade stream(unix_address());
+    stream.expect_hello();
+    stream.say_hello(other.hello());
+    stream.send(other.reset());
+    EXPECT_TRUE(contains(stream.end(), "Other-v0"));
+  }
+}
+
 TEST_F(JoinRefusalsTest, SilentPeersAreCut) {
   auto listener = listen();
   ActorPoolOptions options = pool_options(listener);
@@ -165,6 +187,8 @@ TEST_F(JoinRefusalsTest, BadValuesCostTheirStream) {
   EXPECT_EQ(run.pool().stats().num_dropped_steps, 2u * 1);
   EXPECT_EQ(listener->stats().num_refused, 1u);
   EXPECT_TRUE(contains(listener->events().take().first.at(0).text, "reward: nan"));
+  EXPECT_TRUE(
+      contains(run.pool().stats().last_error, "the environment that has joined from"));
 }
 
 TEST_F(JoinRefusalsTest, AnEnvironmentThatRaisesCostsItsStream) {

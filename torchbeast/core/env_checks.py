@@ -27,6 +27,10 @@ class InvalidEnvironmentError(UserError, ValueError):
     """An environment breaks a rule; the message names it."""
 
 
+class UnsupportedSpaceError(UserError, ValueError):
+    """An observation space that buffers, or an action space that policies lack."""
+
+
 class Checker:
     """Checks what one environment returns.
 

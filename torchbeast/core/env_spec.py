@@ -85,14 +85,8 @@ def _receive(process: Any, reader: Any, flags: Flags, timeout: float) -> tuple:
             f"{flags.env} was not made within {timeout:g} s. Its stack is printed "
             "above. If it needs that long, raise --actor_timeout"
         )
-    try:
-        kind, *rest = reader.recv()
-    except EOFError:
-        process.join()
-        raise processes.ProcessError(
-            f"the process that made an environment of {flags.env} died "
-            f"{processes.how_it_ended(process.exitcode)}"
-        ) from None
+    who = f"the process that made an environment of {flags.env}"
+    kind, *rest = processes.receive(process, reader, who)
     if kind == "error":
         (error,) = rest
         raise error

@@ -87,6 +87,10 @@ class FrameStacks:
         frames = np.moveaxis(x, self._axis + 2, 2)  # [T + 1, B, K, H, W]
         return (frames[1:, :, :-1] == frames[:-1, :, 1:]).all((2, 3, 4))
 
+    def changed(self, x: np.ndarray) -> np.ndarray:
+        """Which rows of x [T + 1, B, *shape] are not as the one before: [T, B]."""
+        return (x[1:] != x[:-1]).any((2, 3, 4))
+
     def find_new(self, stacks: np.ndarray, before: int | None) -> np.ndarray:
         """Which frames have to be stored: [n, K] bool, for stacks [n, *shape].
 

@@ -7,8 +7,9 @@ weights. Only the learner updates them.
 import torch
 from torch import nn
 
+from torchbeast.core.finite import TOO_LARGE
+
 CLIP = 10.0  # normalized values, as in PPO's implementations
-LARGEST = 1e12  # the sum of the squares of 1e14 such values is finite
 
 
 class RunningMoments(nn.Module):
@@ -36,21 +37,19 @@ class RunningMoments(nn.Module):
     def update(self, values: torch.Tensor) -> None:
         """Adds values [N, *shape] (Chan, Golub and LeVeque 1979, equation 2.1).
 
-        NaN, infinity and numbers above LARGEST would stay in the moments. They count as
-        the mean so far.
+        NaN, infinity and numbers above TOO_LARGE would stay in the moments. They count
+        as the mean so far.
         """
         values = values.float()
-        values = torch.where(values.abs() <= LARGEST, values, self.mean)
-        n = len(values)
-        total = self.count + n
+        values = torch.where(values.abs() <= TOO_LARGE, values, self.mean)
+        share = len(values) / (self.count + len(values))  # of the new values
         variance, mean = torch.var_mean(values, dim=0, correction=0)
         delta = mean - self.mean
-        # The sums of squared distances from both means, and from one mean to the other.
-        squares = self.variance * self.count + variance * n
-        squares += delta.square() * self.count * n / total
-        self.mean += delta * n / total
-        self.variance.copy_(squares / total)
-        self.count.copy_(total)
+        self.mean += share * delta
+        # Both variances, and the squared distance of the means.
+        self.variance += share * (variance - self.variance)
+        self.variance += share * (1 - share) * delta.square()
+        self.count += len(values)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Values [..., *shape], normalized and clipped."""

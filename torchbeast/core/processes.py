@@ -216,9 +216,38 @@ def begin_child(ends_by: Sequence[int] = ()) -> None:
         # Not SIG_IGN: programs that the environment starts would inherit it.
         handler = signal.SIG_DFL if number in ends_by else lambda number, frame: None
         signal.signal(number, handler)
+    os.register_at_fork(after_in_child=_end_by_stop_signals)
     # A terminal may stop background groups that write to it (stty tostop).
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _end_by_stop_signals() -> None:
+    """In a process that an environment forks, so that terminate() ends it."""
+    for number in handled_signals():
+        signal.signal(number, signal.SIG_DFL)
+
+
+def receive(process: Any, pipe: Any, who: str) -> Any:
+    """A message from a child process; None if it has sent none yet.
+
+    Args:
+      process: of multiprocessing.
+      pipe: its connection.
+      who: begins the message of the error.
+
+    Raises:
+      ProcessError: it has died, and nothing is left in the pipe.
+    """
+    alive = process.is_alive()  # asked first: it may send its last message and exit
+    # No end of the file says so: its own children may still have the pipe.
+    with contextlib.suppress(EOFError, OSError):
+        if pipe.poll():
+            return pipe.recv()
+        if alive:
+            return None
+    process.join(1.0)
+    raise ProcessError(f"{who} died {how_it_ended(process.exitcode)}")
 
 
 def kill_group(pid: int | None) -> None:

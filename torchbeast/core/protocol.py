@@ -21,7 +21,7 @@ _MINATAR_RAMPING = ("Asterix", "Seaquest", "SpaceInvaders")
 
 def find_protocol(values: Mapping[str, Any]) -> dict[str, Any] | None:
     """The protocol of a run with these values of flags; None without --env."""
-    # Late, because it loads the emulator, and plots seldom need it.
+    # Late, because it loads the emulator.
     from torchbeast.core import atari_wrappers
 
     env = values.get("env")
@@ -36,7 +36,8 @@ def find_protocol(values: Mapping[str, Any]) -> dict[str, Any] | None:
         protocol["sticky_actions"] = arguments.pop(
             "sticky_action_prob", _MINATAR_STICKY_ACTIONS
         )
-        protocol["full_action_space"] = env.endswith("-v0")
+        minimal = arguments.pop("use_minimal_action_set", env.endswith("-v1"))
+        protocol["full_action_space"] = not minimal
         ramping = arguments.pop("difficulty_ramping", True)
         if env.startswith(tuple(f"MinAtar/{game}-" for game in _MINATAR_RAMPING)):
             protocol["difficulty_ramping"] = ramping

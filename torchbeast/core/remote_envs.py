@@ -225,6 +225,16 @@ class RemoteEnvs:
             "streams": sum(s["num_connected"] for s in stats),
         }
 
+    def check_whole(self, all_streams: Sequence[Any]) -> None:
+        """Raises ServerError if a stream was lost, which --sync does not allow."""
+        for streams in all_streams:
+            stats = streams.pool.stats()
+            if stats["num_reconnects"] or stats["num_dropped_steps"]:
+                raise ServerError(
+                    "a stream was lost, and a run with --sync can't be the same "
+                    f"without its steps: {stats['last_error']}"
+                )
+
     def num_connected(self, all_streams: Sequence[Any]) -> str:
         """Connected and expected streams, such as 3/4."""
         connected = sum(s.pool.stats()["num_connected"] for s in all_streams)
@@ -280,6 +290,11 @@ def usable(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
         )
     spec = rollout.environment_spec(env.observation_space, distribution)
     for name, field in found["extra_fields"].items():
+        if name in rollout.REPLAY_FIELDS:
+            raise FlagError(
+                f"the environments at {where} have a field {name}, which is the name "
+                "of one of the learner's own: rename it"
+            )
         dtype = rollout.to_torch_dtype(field["dtype"])
         seen = rollout.Spec(tuple(field["shape"]), dtype)
         if name in spec and seen != spec[name]:

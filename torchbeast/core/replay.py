@@ -171,7 +171,10 @@ class Replay:
         self.whole = leaves
 
     def _no_stacks(self, rows: dict[str, Nested]) -> list[int]:
-        """The leaves of which most observations don't continue the frames before."""
+        """The leaves of which most observations don't continue the frames before.
+
+        Those that are equal to the one before say nothing.
+        """
         same_episode = ~rows["done"][1:]
         pairs: list[tuple[Any, np.ndarray]] = []  # by name: rows may have another order
         map_nested(
@@ -182,8 +185,8 @@ class Replay:
             i
             for i, (store, x) in enumerate(pairs)
             if isinstance(store, FrameStacks)
-            and same_episode.any()
-            and store.continued(x)[same_episode].mean() < 0.5
+            and (known := same_episode & store.changed(x)).any()
+            and store.continued(x)[known].mean() < 0.5
         ]
 
     @property

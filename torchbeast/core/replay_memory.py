@@ -1,6 +1,7 @@
 """The memory or the file that holds a replay."""
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -78,35 +79,27 @@ def make_replay(
             *(size / 1e9, place),
         )
         if path is not None:
-            return FileArrays(path, size).create(shape, dtype)
+            return file_array(path, shape, dtype)
         reserved += size
         return np.zeros(shape, dtype)
 
-    create = np.zeros if path is None else FileArrays(path, sum(sizes)).create
+    create = np.zeros if path is None else functools.partial(file_array, path)
     return Replay(spec, capacity, T, create, flags.seed, create_whole)
 
 
-class FileArrays:
-    """Arrays in one file, which has no name any more: it ends with the process."""
-
-    def __init__(self, path: str, size: int) -> None:
-        size += 64 * mmap.PAGESIZE  # to align the arrays
-        try:
-            with open(path, "x+b") as file:
-                os.unlink(path)
-                os.posix_fallocate(file.fileno(), 0, size)
-                self._memory = mmap.mmap(file.fileno(), size)
-        except OSError as error:
-            raise ReplayError(
-                f"--replay_file {path} can't be made: {error}. Give the path of a new "
-                "file in a folder that exists"
-            ) from error
-        self._offset = 0
-
-    def create(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        array: np.ndarray = np.ndarray(shape, dtype, self._memory, self._offset)
-        self._offset += -(-array.nbytes // 64) * 64  # aligned
-        return array
+def file_array(path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array in a file that has no name any more: it ends with the array."""
+    size = max(1, math.prod(shape) * dtype.itemsize)
+    try:
+        with open(path, "x+b") as file:
+            os.unlink(path)
+            os.posix_fallocate(file.fileno(), 0, size)
+            return np.ndarray(shape, dtype, mmap.mmap(file.fileno(), size))
+    except OSError as error:
+        raise ReplayError(
+            f"--replay_file {path} can't be made: {error}. Give the path of a new "
+            "file in a folder that exists"
+        ) from error
 
 
 def free_disk(path: str) -> int:

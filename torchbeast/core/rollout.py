@@ -50,6 +50,8 @@ RESULTS = {
     *("episode_return", "episode_step", "game_return", "game_step", "game_over"),
     *(name for name, x in EXTRA_FIELDS.items() if x.of == "step"),
 }
+# Fields that a replay adds to a batch, see core/mixer.py.
+REPLAY_FIELDS = frozenset({"replayed", "step_counts"})
 
 # Recurrent state of a model: tensors [layers, batch, ...].
 State = tuple[torch.Tensor, ...]
@@ -234,7 +236,7 @@ def cut_at_episodes(
 
     per_column = {"replayed"} & batch.keys()
     cut: dict[str, Nested] = {name: batch[name][columns] for name in per_column}
-    for name in batch.keys() - {"replayed", "step_counts"}:
+    for name in batch.keys() - REPLAY_FIELDS:
         cut[name] = map_nested(functools.partial(keep, name), batch[name])
     mask = (
         batch["step_counts"][:, columns]

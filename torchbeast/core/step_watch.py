@@ -19,15 +19,14 @@ class StepWatch:
     Args:
       count: number of processes.
       timeout: seconds without a step after which a process is stuck.
-      start_timeout: the same before its first step, if longer.
 
     Attributes:
       steps: [count] int64 in shared memory; each process counts its steps here.
       awake: seconds of watching, without the time in which the run is suspended.
     """
 
-    def __init__(self, count: int, timeout: float, start_timeout: float = 0.0) -> None:
-        self.timeout, self._start_timeout = timeout, max(timeout, start_timeout)
+    def __init__(self, count: int, timeout: float) -> None:
+        self.timeout = timeout
         self.steps = rollout.create_buffers(
             rollout.Spec((), torch.int64), (count,), "step counters", "free some"
         )
@@ -39,9 +38,6 @@ class StepWatch:
         """Gives a process its full time, for example after it was idle."""
         self._seen[index] = (-1, self.awake)
 
-    def _limit(self, steps: int) -> float:
-        return self.timeout if steps else self._start_timeout
-
     def find_stuck(self, watched: Container[int]) -> int | None:
         """The number of a watched process that is stuck. Call it once per second."""
         now = time.monotonic()
@@ -52,18 +48,17 @@ class StepWatch:
             seen, since = self._seen[index]
             if steps != seen:
                 self._seen[index] = (steps, self.awake)
-            elif index in watched and self.awake - since > self._limit(steps):
+            elif index in watched and self.awake - since > self.timeout:
                 return index
         return None
 
     def explain(self, index: int, who: str, pid: int) -> str:
         """Prints the stack of a stuck process; returns the text of an error."""
         print_stack(pid)
-        seconds = self._limit(int(self.steps[index]))
         return (
-            f"{who} (pid {pid}) made no step for {seconds:g} s. Its stack is printed "
-            "above, if the process could print it. If the environment is that slow, "
-            "raise --actor_timeout"
+            f"{who} (pid {pid}) made no step for {self.timeout:g} s. Its stack is "
+            "printed above, if the process could print it. If the environment is that "
+            "slow, raise --actor_timeout"
         )
 
 

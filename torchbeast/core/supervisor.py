@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
@@ -22,13 +23,16 @@ START_SECONDS = 300.0  # time limit for a server's imports and its environments
 HEALTHY_SECONDS = 10.0  # after this time since it was ready a crash no longer counts
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before a restart
 REPEAT_SECONDS = 60.0  # between equal log lines
+SIGN_SECONDS = 5.0  # between two signs of life of a server
+SILENT_SECONDS = 120.0  # without a sign of life a server is killed
 
 
 class Servers:
     """The server processes. One thread at a time.
 
     Args:
-      serve: the main function of a server process, see polybeast_env.py.
+      serve: the main function of a server process, see polybeast_env.py. Once it is
+        ready, it gives a sign of life every SIGN_SECONDS.
       addresses: one per server.
     """
 
@@ -47,6 +51,8 @@ class Servers:
         self.crashes = [0] * count  # in a row, each before it was healthy
         self.restarts = 0
         self.ever_ready = False
+        self.heard = [0.0] * count  # time of the last message
+        self.watched = time.monotonic()
         self.said: dict[str, float] = {}  # "waiting" messages and when they were logged
 
     def start(self, should_stop: Callable[[], Any]) -> None:
@@ -67,6 +73,9 @@ class Servers:
           ServerError: a server can't start, or crashes again and again.
         """
         now = time.monotonic()
+        if now - self.watched > SILENT_SECONDS / 2:  # all were suspended
+            self.heard = [now] * len(self.heard)
+        self.watched = now
         for index, process in enumerate(self.processes):
             if process is None:
                 if now >= self.due[index]:
@@ -103,6 +112,9 @@ class Servers:
         with contextlib.suppress(EOFError, OSError):
             while pipe.poll():
                 kind, *rest = pipe.recv()
+                self.heard[index] = now
+                if kind == "alive":
+                    continue
                 if kind == "ready":
                     self.ready[index], self.ever_ready = time.monotonic(), True
                     log.info("Server %d at %s: %s", index, *rest)
@@ -117,6 +129,11 @@ class Servers:
                     (error,) = rest
                     break
         ready_at = self.ready[index]
+        if ready_at is not None and now - self.heard[index] > SILENT_SECONDS:
+            error = (
+                f"it gave no sign of life for {SILENT_SECONDS:g} s. An environment may "
+                "hang and hold Python's lock"
+            )
         if error and not self.ever_ready:
             self._raise(index, f"cannot start: {error}")
         if process.is_alive() and not error:
@@ -165,6 +182,29 @@ class Servers:
             kind, _, path = address.partition(":")
             if kind == "unix" and not self.flags.join:
                 remove_dead_socket(path)
+
+
+class SharedPipe:
+    """A server's pipe to its supervisor. Thread-safe."""
+
+    def __init__(self, pipe: connection.Connection) -> None:
+        self.pipe = pipe
+        self.lock = threading.Lock()
+
+    def send(self, kind: str, *rest: str) -> None:
+        # The send fails if the supervisor has exited.
+        with self.lock, contextlib.suppress(OSError):
+            self.pipe.send((kind, *rest))
+
+    def give_signs_of_life(self) -> None:
+        """Starts a thread. It needs Python's lock, as all streams of a server do."""
+
+        def work() -> None:
+            while True:
+                time.sleep(SIGN_SECONDS)
+                self.send("alive")
+
+        threading.Thread(target=work, daemon=True).start()
 
 
 def remove_dead_socket(path: str) -> None:
