@@ -9,7 +9,11 @@ from test_env_server import Env, T, Vector, play, serving
 from test_environment import env_flags
 
 from libtorchbeast import probe
+from torchbeast import polybeast_learner
+from torchbeast.core import flags as flags_lib
 from torchbeast.core.environment import Environment
+from torchbeast.core.flags import FlagError
+from torchbeast.core.remote_envs import usable
 
 # --- Vectorised environments ----------------------------------------------------------
 
@@ -31,6 +35,18 @@ def test_vector_hello(address):
     }
     assert list(hello["extra_fields"].items()) == list(fields.items())
     assert env_outputs[5]["z"].shape == (T + 1, 2, 5)
+
+
+@pytest.mark.parametrize("name", ["replayed", "step_counts"])
+def test_names_of_the_learners_own_fields(address, name):
+    """The loss would take them for its mask."""
+    flags = flags_lib.parse(polybeast_learner.make_parser(), ["--batch_size", "2"])
+    with serving(lambda: Vector(extra={name: np.zeros(2, np.int64)}), address):
+        found = probe(address)
+    with pytest.raises(FlagError, match=name):
+        usable(flags, found, address)
+    del found["extra_fields"][name]
+    assert usable(flags, found, address).num_envs == 2
 
 
 @pytest.mark.parametrize(

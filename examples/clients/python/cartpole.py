@@ -264,12 +264,17 @@ class Simulator:
             incoming: queue.SimpleQueue = queue.SimpleQueue()
             requests = iter(outgoing.get, None)
             call = LearnerStub(channel).Join(requests, metadata=metadata)
-            threading.Thread(target=receive, args=(call, incoming), daemon=True).start()
+            receiver = threading.Thread(
+                target=receive, args=(call, incoming), daemon=True
+            )
+            receiver.start()
             try:
                 self._converse(outgoing, incoming)
             finally:
                 outgoing.put(None)
                 call.cancel()
+                # A thread that is in gRPC's code while Python exits may never end.
+                receiver.join(LONGEST_BACKOFF)
 
     def _channel(self) -> grpc.Channel:
         options = [
