@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <future>
+#include <map>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -24,32 +26,41 @@ std::optional<wire::Seeding> PoolStreams::next_seeding(size_t index, bool is_fir
 }
 
 void PoolStreams::count_failure(const EnvironmentError& error,
-                                const std::string& peer) {
+                                const std::string& address) {
   ++num_env_failures;
-  const auto& addresses = options.addresses;
-  // One server of several never ends the run.
-  const bool has_others =
-      options.listener != nullptr ||
-      std::any_of(addresses.begin(), addresses.end(),
-                  [&](const std::string& one) { return one != addresses[0]; });
   bool too_many;
   {
     MutexLock lock(mutex);
     const auto now = Clock::now();
-    failures.emplace_back(now, peer);
+    failures.emplace_back(now, address);
     while (now - failures.front().first > kMinute) failures.pop_front();
-    const bool is_alone = has_others && std::all_of(failures.begin(), failures.end(),
-                                                    [&](const auto& failure) {
-                                                      return failure.second == peer;
-                                                    });
-    too_many = failures.size() > static_cast<size_t>(options.max_env_failures) &&
-               (!is_alone || options.max_env_failures == 0);
+    std::map<std::string, size_t> counts;
+    for (const auto& failure : failures) ++counts[failure.second];
+    size_t count = failures.size();
+    if (options.max_env_failures > 0) count -= num_forgiven(counts);
+    too_many = count > static_cast<size_t>(options.max_env_failures);
   }
   if (!too_many) return;
   if (options.max_env_failures == 0) return fail(std::current_exception());
   fail(std::make_exception_ptr(EnvironmentError(
       "more than " + std::to_string(options.max_env_failures) +
       " environments have raised within a minute. The last: " + error.what())));
+}
+
+// One server never ends the run of the others: the failures of the worst one don't
+// count while another one completes rollouts.
+size_t PoolStreams::num_forgiven(const std::map<std::string, size_t>& counts) const {
+  const auto worst =
+      std::max_element(counts.begin(), counts.end(), [](const auto& a, const auto& b) {
+        return (a.first.empty() ? 0 : a.second) < (b.first.empty() ? 0 : b.second);
+      });
+  if (worst->first.empty()) return 0;
+  const auto earliest = Clock::now() - kMinute;
+  const bool has_others =
+      std::any_of(rollout_times.begin(), rollout_times.end(), [&](const auto& last) {
+        return last.first != worst->first && last.second > earliest;
+      });
+  return has_others ? worst->second : 0;
 }
 
 // Some environment must be there.

@@ -131,7 +131,9 @@ class DialledStreams {
       while (true) {
         const bool finished = session.step(&*unroll);
         presence.prove();
-        if (finished) backoff_.reset();
+        if (!finished) continue;
+        shared_.note_rollout(address_.to_string());
+        backoff_.reset();
       }
     } catch (const ClosedBatchingQueue&) {
       throw;

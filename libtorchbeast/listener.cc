@@ -108,7 +108,7 @@ void Listener::State::serve(ServedConnection& connection) {
       MutexLock lock(mutex);
       hosted = enter_host();
     }
-    if (hosted) hosted->count_failure(error, connection.peer());
+    if (hosted) hosted->count_failure(error);
     return;
   }
   const auto check = [&connection] {
@@ -280,10 +280,14 @@ void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
     return;
   }
   // The name may be left out.
-  if (kind.environment().empty()) kind.set_environment(first_->environment());
-  if (first_->environment().empty()) first_->set_environment(kind.environment());
-  const std::string text = differences(*first_, kind);
-  if (text.empty()) return;
+  wire::EnvHello first = *first_;
+  if (kind.environment().empty()) kind.set_environment(first.environment());
+  if (first.environment().empty()) first.set_environment(kind.environment());
+  const std::string text = differences(first, kind);
+  if (text.empty()) {
+    first_ = first;
+    return;
+  }
   throw RefusedError(first_peer_ + " and " + peer +
                      " differ, and the environments of one run must not: " + text);
 }

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -91,8 +92,18 @@ struct PoolStreams : StreamHost {
   }
   void check_downtime() TB_EXCLUDES(mutex);
   // REQUIRES: `error` is being handled.
-  void count_failure(const EnvironmentError& error, const std::string& peer) override
+  void count_failure(const EnvironmentError& error) override TB_EXCLUDES(mutex) {
+    count_failure(error, "");
+  }
+  // `address`: of the dialled server; empty if the environment has joined.
+  void count_failure(const EnvironmentError& error, const std::string& address)
       TB_EXCLUDES(mutex);
+  size_t num_forgiven(const std::map<std::string, size_t>& counts) const
+      TB_REQUIRES(mutex);
+  void note_rollout(const std::string& address) TB_EXCLUDES(mutex) {
+    MutexLock lock(mutex);
+    rollout_times[address] = Clock::now();
+  }
 
   // Of the next stream of the server at address `index`.
   std::optional<wire::Seeding> next_seeding(size_t index, bool is_first);
@@ -117,8 +128,10 @@ struct PoolStreams : StreamHost {
   uint64_t num_present TB_GUARDED_BY(mutex) = 0;    // see Presence
   uint64_t num_final TB_GUARDED_BY(mutex) = 0;      // servers that refuse for good
   Clock::time_point down_since TB_GUARDED_BY(mutex) = Clock::now();
-  // Of the last minute: when, and whose.
+  // Of the last minute: when, and the address; see count_failure.
   std::deque<std::pair<Clock::time_point, std::string>> failures TB_GUARDED_BY(mutex);
+  // When the server at an address completed its last rollout.
+  std::map<std::string, Clock::time_point> rollout_times TB_GUARDED_BY(mutex);
   EventLog events;
 
   std::atomic<uint64_t> num_seeded;  // streams

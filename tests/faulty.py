@@ -17,6 +17,7 @@ import ctypes
 import multiprocessing
 import os
 import pathlib
+import random
 import subprocess
 import time
 from typing import Any
@@ -94,6 +95,31 @@ class WithProgram(Environment):
 
     def __init__(self) -> None:
         self.program = subprocess.Popen(["sleep", "1000"], close_fds=False)
+
+
+class UsesTorch(Environment):
+    """Differentiates in step(), and draws from the generators of the whole process.
+
+    Writes what it has drawn first into the folder DRAWN_IN.
+    """
+
+    def reset(self, **arguments: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        import torch  # servers don't need it
+
+        file = pathlib.Path(os.environ["DRAWN_IN"], f"{os.nice(0)}-{os.getpid()}")
+        if not file.exists():
+            old = np.random.random()  # noqa: NPY002 # many environments use it
+            drawn = random.random(), old, torch.rand(()).item()
+            file.write_text(" ".join(map(str, drawn)))
+        return super().reset(**arguments)
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        import torch
+
+        x = torch.ones(2, requires_grad=True)
+        (3 * x).sum().backward()
+        assert x.grad is not None
+        return super().step(action)
 
 
 class WithChild(Environment):

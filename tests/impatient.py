@@ -1,9 +1,9 @@
-"""MonoBeast, but test games count as stuck after 10 s without a step."""
+"""MonoBeast, but test games count as stuck after 30 s without a step."""
 
 import sys
 
 if __name__ == "__main__":
     from torchbeast import evaluate, evaluator, monobeast
 
-    evaluate.START_SECONDS = evaluator.STEP_SECONDS = 10.0
+    evaluate.START_SECONDS = evaluator.STEP_SECONDS = 30.0
     sys.exit(monobeast.main())

@@ -7,9 +7,11 @@ import cv2
 import gymnasium
 import numpy as np
 import pytest
+from test_environment import env_flags, here
 
 from torchbeast.core import atari_wrappers
 from torchbeast.core.atari_wrappers import atari_game, make_atari, make_atari_vec
+from torchbeast.core.environment import Environment
 from torchbeast.core.seeded_games import GAME_OVER
 
 # The native path draws the number of no-ops with the C++ standard library, which
@@ -184,6 +186,21 @@ def test_noops_are_uniform(game, least):
         np.testing.assert_allclose(found, expected, atol=15)
         np.testing.assert_array_equal(found == 0, expected == 0)
     native.close()
+
+
+def cut_after_eleven(env):
+    return gymnasium.wrappers.TimeLimit(env, 11)
+
+
+def test_a_wrapper_may_end_the_game():
+    flags = env_flags("Breakout-v4", life_loss=True, wrapper=here(cut_after_eleven))
+    env = Environment(flags, 1)
+    env.initial()
+    for step in range(1, 34):
+        row = env.step(np.array([0]))  # no ball, so no life is lost
+        assert row["truncated"][0] == row["game_over"][0] == (step % 11 == 0)
+        assert row["game_step"][0] == (step - 1) % 11 + 1
+    env.close()
 
 
 def test_lost_life_does_not_restart_the_game():

@@ -107,6 +107,24 @@ def test_a_stop_signal_while_a_test_game_hangs(tmp_path):
     wait_until(lambda: not processes_of_session(process.pid), "all ended")
 
 
+def test_an_environment_that_uses_torch_and_global_generators(tmp_path, monkeypatch):
+    """Actors and evaluations draw other numbers; a repeated run draws the same."""
+    draws = {}
+    for name in ("a", "b"):
+        (folder := tmp_path / f"drawn-{name}").mkdir()
+        monkeypatch.setenv("DRAWN_IN", str(folder))
+        runs.run(tmp_path, name, **{**FLAGS, "env": "faulty:UsesTorch", "seed": 5})
+        draws[name] = sorted(
+            path.read_text().split()
+            for path in folder.iterdir()
+            if not path.name.startswith(f"{os.nice(0)}-")  # actors, evaluator
+        )
+    assert len(draws["a"]) == runs.SMALL["num_actors"] + 1
+    numbers = [x for drawn in draws["a"] for x in drawn]
+    assert len(set(numbers)) == len(numbers)
+    assert draws["a"] == draws["b"]
+
+
 def test_an_environment_with_a_process_of_its_own(tmp_path):
     output = runs.run(tmp_path, "a", **{**FLAGS, "env": "faulty:WithChild"})
     assert results(tmp_path)[-1][0] == FLAGS["total_steps"]
@@ -135,7 +153,7 @@ def test_a_resumed_run_knows_the_best(tmp_path):
 def test_the_last_evaluation_hangs(tmp_path, ending):
     flags = {**FLAGS, "env": "evaluated:HangsInTests", "total_steps": 60}
     if ending == "timeout":
-        flags |= {"module": "impatient", "actor_timeout": 10}
+        flags |= {"module": "impatient", "actor_timeout": 30}
     process = runs.start(tmp_path, "a", **flags)
     log = tmp_path / "a" / "out.log"
 

@@ -1,4 +1,6 @@
+import contextlib
 import csv
+import errno
 import json
 import logging
 import math
@@ -7,6 +9,7 @@ import pathlib
 import random
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -18,6 +21,24 @@ import torch
 
 from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.run_folder import RunFileError, RunFolder, atomic_write
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_file_system_that_can_not_sync_folders(tmp_path, monkeypatch, number):
+    sync = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    lost = pytest.raises(OSError, match=os.strerror(errno.EIO))
+    end = lost if number == errno.EIO else contextlib.nullcontext()
+    with end, atomic_write(tmp_path / "file") as file:
+        file.write(b"content")
+    assert (tmp_path / "file").read_bytes() == b"content"
+
 
 ROOT = pathlib.Path(__file__).parents[1]
 ARGS = {"env": "CartPole-v1", "seed": 3, "reward_clipping": None, "discounting": 0.99}

@@ -50,8 +50,10 @@ def test_parts_of_the_loss(reward_clipping, seed):
 def test_normalized_advantages():
     """Only the policy's part changes, and the rewards' scale no longer counts in it."""
     batch, outputs = make_batch()
-    vs, advantages, _ = oracle_targets(batch, outputs)
-    advantages = (advantages - advantages.mean()) / advantages.std()
+    vs, advantages, log_rhos = oracle_targets(batch, outputs)
+    weights = np.minimum(np.exp(log_rhos), 1)
+    centred = advantages - weights * (advantages.sum() / weights.sum())
+    advantages = centred / np.sqrt(np.mean(centred**2))
     expected = oracle_parts(
         batch, outputs["policy_logits"], outputs["baseline"], vs, advantages
     )
@@ -358,7 +360,33 @@ def test_masked_actions_are_no_actions():
     assert not free.grad[..., masked].any()
 
 
-def test_an_action_that_the_learner_masks_has_no_weight():
+def test_normalized_advantages_add_nothing_off_policy():
+    """A constant that all rewards have in common is no reason to change the policy.
+
+    Each action has been taken as often as the behaviour policy wants, and has the same
+    advantage. So the gradient of the policy is 0, whatever the learner's policy is.
+    """
+    behavior = np.array([0.5, 0.3, 0.2, 1e-9, 1e-9, 1e-9, 1e-9])
+    batch, outputs = make_batch()
+    actions = np.repeat([0, 1, 2], [5, 3, 2])
+    size = len(actions)
+    rows = {name: x[:2, :1].repeat(size, axis=1) for name, x in batch.items()}
+    learned = {name: x[:2, :1].repeat(size, axis=1) for name, x in outputs.items()}
+    rows["policy_logits"] = np.tile(np.log(behavior), (2, size, 1))
+    rows["action"] = np.tile(actions, (2, 1))
+    rows["reward"][:], rows["done"][:] = 0.7, True
+    learned["baseline"][:] = 0.0
+    target = np.tile(np.log([0.2, 0.5, 0.3, 1e-9, 1e-9, 1e-9, 1e-9]), (2, size, 1))
+    logits = torch.tensor(target).requires_grad_()
+    learned["policy_logits"] = logits
+    flags = {"clip_rho": math.inf, "clip_pg_rho": math.inf, "entropy_cost": 0.0}
+    loss, _ = loss_of(rows, learned, normalize_advantages=True, **flags)
+    loss.backward()
+    torch.testing.assert_close(logits.grad.sum((0, 1)), torch.zeros(A).double())
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_an_action_that_the_learner_masks_has_no_weight(normalize):
     """Its importance weight is 0, and nothing becomes NaN."""
     batch, outputs = make_batch()
     grads, losses = [], []
@@ -366,7 +394,11 @@ def test_an_action_that_the_learner_masks_has_no_weight():
         logits = torch.tensor(outputs["policy_logits"])
         logits[1, 1, batch["action"][1, 1]] = logit
         logits.requires_grad_()
-        loss, stats = loss_of(batch, {**outputs, "policy_logits": logits})
+        loss, stats = loss_of(
+            batch,
+            {**outputs, "policy_logits": logits},
+            normalize_advantages=normalize,
+        )
         loss.backward()
         grads.append(logits.grad)
         losses.append(stats)

@@ -5,7 +5,7 @@ from gymnasium import spaces
 from torch import nn
 
 from torchbeast.core.distributions import make_distribution
-from torchbeast.core.observations import image_size, is_image
+from torchbeast.core.observations import flatten_leaf, image_size, is_image
 from torchbeast.model import ImageEncoder, Net
 
 T, B, A = 5, 3, 7
@@ -257,6 +257,21 @@ def test_images_are_scaled_to_one():
     assert not torch.allclose(
         net(rows)[0]["baseline"], unit_net(rows)[0]["baseline"], atol=0.01
     )
+
+
+def test_a_bound_of_the_dtype_is_no_scale():
+    for high in (np.finfo(np.float32).max, np.inf):
+        space = spaces.Box(0.0, high, (40, 56, 3))
+        assert Net(space, ACTION_SPACES["discrete"]).images[0].scale == 1
+
+
+def test_vectors_of_bytes_are_scaled_by_their_bound():
+    for high in (1, 9, 255):
+        space = spaces.Box(0, high, (2, 3), np.uint8)
+        x = torch.full((4, 2, 3), high, dtype=torch.uint8)
+        assert torch.equal(flatten_leaf(space, x), torch.ones(4, 6))
+    nothing = spaces.Box(-1, 1, (0, 3))
+    assert flatten_leaf(nothing, torch.zeros(4, 0, 3)).shape == (4, 0)
 
 
 @pytest.mark.parametrize(

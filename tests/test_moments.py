@@ -66,6 +66,15 @@ def test_large_values_are_normalized():
     np.testing.assert_allclose(moments.mean, values.double().mean(0), rtol=1e-4)
     variance = values.double().var(0, correction=0)
     np.testing.assert_allclose(moments.variance, variance, rtol=1e-4)
+    # Far from 0 the first values count exactly: nothing of the 0 before is left.
+    for n in (1, 47, 55, 220):
+        far = 1000 + 0.1 * torch.randn(n, D)
+        moments = RunningMoments((D,))
+        moments.update(far)
+        np.testing.assert_allclose(moments.mean, far.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(
+            moments.variance, far.var(0, correction=0), rtol=1e-5
+        )
     largest = RunningMoments((1,))
     for _ in range(100):
         largest.update(torch.tensor([[1e15], [-1e15]]))

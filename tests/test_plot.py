@@ -129,6 +129,10 @@ def test_a_run_without_rows(tmp_path, text):
         ("pong5", "pong5"),
         ("v5-deep-2", "v5-deep"),
         ("-1", "-1"),
+        ("lr0.001", "lr0.001"),
+        ("lr1e-3", "lr1e-3"),
+        ("lr=0.001-2", "lr=0.001"),
+        ("lr1e-3-seed2", "lr1e-3"),
     ],
 )
 def test_group_name(name, group):

@@ -404,6 +404,17 @@ def test_images_that_do_not_change_say_nothing(later):
     assert bool(replay.whole) == (later == "planes")
 
 
+def test_planes_that_do_not_change_are_no_stack():
+    rng = np.random.default_rng(15)
+    spec = {**SPEC, "observation": rollout.Spec(STACK, torch.uint8)}
+    replay = Replay(spec, 300, T, np.zeros, 1)
+    rows = next(Game(rng, [9] * 20).rollouts())
+    planes = rng.integers(0, 256, STACK, np.uint8)
+    rows["observation"] = np.stack([planes] * (T + 1))
+    replay.add(map_nested(lambda x: x[:, None], rows), 0)
+    assert replay.whole
+
+
 @pytest.mark.parametrize("in_file", [False, True])
 def test_images_that_are_no_stacks_of_frames(tmp_path, in_file):
     """Planes of bytes look like a stack, but share nothing with the row before."""

@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import ctypes
 import os
+import re
+import socket
 import time
 
 import pytest
@@ -27,6 +29,32 @@ def hangs(flags, index, address, first_stream, pipe):
     """As a server whose environment holds Python's lock."""
     pipe.send(("ready", address, "a server"))
     ctypes.PyDLL(None).sleep(1000)
+
+
+def asks_for_a_free_port(flags, index, address, first_stream, pipe):
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+        pipe.send(("ready", f"127.0.0.1:{server.getsockname()[1]}", "a server"))
+        time.sleep(0.5)
+    os._exit(3)
+
+
+def test_a_restarted_server_has_the_same_port(monkeypatch, caplog):
+    monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.1)
+    flags = argparse.Namespace(max_restarts=1, join=None)
+    servers = supervisor.Servers(asks_for_a_free_port, flags, ["127.0.0.1:0"])
+    servers.start(lambda: False)
+    try:
+        deadline = time.monotonic() + 60
+        with caplog.at_level("INFO"):
+            while caplog.text.count("a server") < 3 and time.monotonic() < deadline:
+                servers.watch(0.2, [])
+    finally:
+        servers.stop()
+    ports = re.findall(r"at 127\.0\.0\.1:(\d+): a server", caplog.text)
+    assert len(ports) == 3
+    assert len(set(ports)) == 1
 
 
 def lives(flags, index, address, first_stream, pipe):

@@ -28,7 +28,7 @@ import torch
 from torchbeast.core import checkpoint, file_writer, processes, protocol, resume
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
-from torchbeast.core.actors import actor_context
+from torchbeast.core.actors import actor_context, seed_globals
 from torchbeast.core.env_spec import CLOSE_SECONDS, START_SECONDS
 from torchbeast.core.environment import Environment
 from torchbeast.core.errors import UserError
@@ -258,6 +258,7 @@ def _play_in_child(
     processes.begin_child()
     faulthandler.register(signal.SIGUSR1)  # prints the stack
     torch.set_num_threads(1)
+    seed_globals(flags.seed, TEST_STREAM, numbers[0])
     try:
         for game in play(flags, pickle.loads(weights), numbers, on_step=count):
             pipe.send(game)
@@ -268,7 +269,6 @@ def _play_in_child(
         pipe.send(processes.ProcessError(text))
 
 
-@torch.inference_mode()
 def play(
     flags: Flags,
     model_state: dict[str, torch.Tensor],

@@ -162,7 +162,6 @@ def _guard(work: Callable[[], Any], report: Callable[[BaseException], None]) -> 
         report(error)
 
 
-@torch.inference_mode()
 def _answer(
     flags: Flags,
     model: Net,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torchbeast.core import checkpoint, processes
-from torchbeast.core.actors import actor_context
+from torchbeast.core.actors import actor_context, seed_globals
 from torchbeast.core.flags import Flags
 from torchbeast.core.run import Run
 from torchbeast.core.step_watch import StepWatch
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 BEST = "model.best.tar"
 WARNING_SECONDS = 600.0  # between two warnings of a slow evaluation
 # Without a step for so long it hangs. It has the lowest priority, so it may be slow.
-STEP_SECONDS = 600.0
+STEP_SECONDS = 300.0
 
 
 class Evaluator:
@@ -212,6 +212,7 @@ def _evaluate(flags: Flags, pipe: connection.Connection, steps: torch.Tensor) ->
         while True:
             weights = pickle.loads(pipe.recv())
             answer: Any
+            seed_globals(flags.seed, EVAL_STREAM)  # always the same games
             try:
                 games = play(flags, weights, numbers, stream=EVAL_STREAM, on_step=count)
                 answer = list(games)

@@ -121,7 +121,10 @@ def impala_loss(
     if advantages.dim() == 3:  # one per value head
         advantages = advantages.sum(-1)
     if flags.normalize_advantages:  # Schulman et al. 2017, in PPO's implementations
-        centred = valid * (advantages - advantages.sum() / valid.sum())
+        # The mean gets the weights of the advantages. So what is subtracted is 0 on
+        # average, whichever policy has acted.
+        weights = valid * log_rhos.exp().clamp(max=flags.clip_pg_rho)
+        centred = advantages - weights * advantages.sum() / (weights.sum() + 1e-8)
         deviation = (centred.pow(2).sum() / valid.sum()).sqrt()
         advantages = centred / (deviation + 1e-8)
     # No gradient where the policy has already moved far enough in its direction: the

@@ -27,6 +27,7 @@ from torchbeast.core.observations import (
     is_image,
     iterate_observation,
     iterate_space,
+    upper_bound,
 )
 from torchbeast.core.rollout import State
 from torchbeast.core.vtrace import VTraceReturns
@@ -94,8 +95,7 @@ class ImageEncoder(nn.Module):
         super().__init__()
         self.channels_last = has_channels_last(space)
         height, width, channels = image_size(space)
-        high = np.max(space.high)
-        self.scale = 1.0 / float(high) if np.isfinite(high) and high > 0 else 1.0
+        self.scale = 1.0 / upper_bound(space)
         self.torso = TORSOS[torso](channels, height, width)
         # The fastest layout on CPUs. torch's type stubs lack it here.
         self.torso.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

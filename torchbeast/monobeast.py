@@ -68,7 +68,6 @@ log = logging.getLogger("torchbeast.monobeast")
 # --- Acting ---------------------------------------------------------------------------
 
 
-@torch.inference_mode()
 def act(
     flags: Flags,
     index: int,

@@ -68,7 +68,6 @@ LISTENING_STREAMS = 4  # default of --num_actors with --listen
 # --- Acting ---------------------------------------------------------------------------
 
 
-@torch.inference_mode()
 def infer(
     streams: Streams,
     models: ActingModels,
@@ -282,7 +281,7 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
             connection.wait([run.wake_reader], 1.0)
             check_servers()
             envs.report(all_streams)
-            if flags.sync:
+            if flags.sync and not run.interrupted():
                 envs.check_whole(all_streams)
             if time.monotonic() - reported_at > REPORT_SECONDS:
                 now = counts()
@@ -325,7 +324,8 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         "--max_env_failures",
         type=int,
         default=10,
-        help="environments that may raise per minute; with more, the run ends",
+        help="environments that may raise per minute; with more, the run ends, unless "
+        "one of several servers has them",
     )
     add("--actor_device", help="for inference; default: the second GPU, if any")
     add("--num_inference_threads", type=int, default=1, help="inference threads")

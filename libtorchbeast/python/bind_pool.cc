@@ -129,7 +129,8 @@ Args:
         counted. An environment that has joined may come back within this time and goes on
         in its rollout.
     max_env_failures: environments that may raise within a minute; each costs its stream.
-        One server of several never ends the run, unless this is 0.
+        Unless this is 0, those of the worst server in env_server_addresses do not count
+        while another one completes rollouts.
     hello: the "hello" that probe() returned: what all environments must be. None: the
         same as the first that connects.
     expected: what environments must be, as the learner's flags say: a dict of name (str),

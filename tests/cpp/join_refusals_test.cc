@@ -76,7 +76,15 @@ TEST_F(JoinRefusalsTest, TheNameOfTheEnvironmentMayBeLeftOut) {
   for (const bool named_first : {true, false}) {
     auto listener = listen();
     Session run(pool_options(listener));
+    int number = 0;
     for (const bool named : {named_first, !named_first, true}) {
+      if (number++ == 1) {  // one that is refused does not name the run
+        CountingEnvironment bad(1, 2, false, "Other-v0");
+        HandMade stream(unix_address());
+        stream.expect_hello();
+        stream.say_hello(bad.hello());
+        EXPECT_TRUE(contains(stream.end(), "differ"));
+      }
       CountingEnvironment environment(1, 2, true, named ? "Counting-v0" : "");
       HandMade stream(unix_address());
       stream.expect_hello();
@@ -89,7 +97,6 @@ TEST_F(JoinRefusalsTest, TheNameOfTheEnvironmentMayBeLeftOut) {
     HandMade stream(unix_address());
     stream.expect_hello();
     stream.say_hello(other.hello());
-    stream.send(other.reset());
     EXPECT_TRUE(contains(stream.end(), "Other-v0"));
   }
 }

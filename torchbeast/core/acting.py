@@ -34,6 +34,7 @@ def to_tensors(row: Nested) -> Nested:
     return map_nested(lambda x: torch.from_numpy(x).unsqueeze(0), row)
 
 
+@torch.inference_mode()
 def act_step(
     model: Net,
     env_row: dict[str, Nested],

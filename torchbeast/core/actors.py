@@ -5,6 +5,7 @@ import faulthandler
 import logging
 import os
 import pickle
+import random
 import signal
 import statistics
 import traceback
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.multiprocessing as mp
 
@@ -22,10 +24,12 @@ from torchbeast.core.environment import Environment
 from torchbeast.core.flags import Flags
 from torchbeast.core.nested import Nested
 from torchbeast.core.prof import format_shares
+from torchbeast.core.seeds import derive_seed
 from torchbeast.core.step_watch import StepWatch
 
 log = logging.getLogger(__name__)
 
+GLOBALS = 1  # sets these seeds apart from those of games and actions
 STOP_SECONDS = 2.5  # actors that don't exit within this time are killed
 
 
@@ -44,6 +48,17 @@ def actor_context() -> Any:
     return context
 
 
+def seed_globals(*entropy: int) -> None:
+    """For environments that draw from the generators of Python, NumPy or torch.
+
+    All processes of the fork server have equal ones, as NumPy does not know of forks.
+    """
+    seed = derive_seed(GLOBALS, *entropy)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 # the generator that environments use
+    torch.manual_seed(seed)
+
+
 def run_actor(
     act: Callable[..., None],
     flags: Flags,
@@ -59,6 +74,7 @@ def run_actor(
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck actor
     torch.set_num_threads(1)
     os.nice(5)  # the learner has priority
+    seed_globals(flags.seed, index)
     try:
         env = Environment(flags, flags.envs_per_actor, index * flags.envs_per_actor)
         with contextlib.closing(env):

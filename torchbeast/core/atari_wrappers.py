@@ -226,12 +226,11 @@ class LifeLoss(gymnasium.Wrapper):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)
-        game_over = terminated or truncated
         # Some games continue without lives; then only the end of the game counts.
         life_lost = 0 < info["lives"] < self.lives
-        self.life_lost = life_lost and not game_over
+        self.life_lost = life_lost and not (terminated or truncated)
         self.lives = info["lives"]
-        info[GAME_OVER] = game_over
+        info[GAME_OVER] = not self.life_lost  # whoever else ends the episode
         self.last = (observation, info)
         return observation, reward, terminated or life_lost, truncated, info
 

@@ -296,7 +296,8 @@ def rng_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all(),
+        # Not if this run uses no GPU: one that is there may not work.
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "numpy": (name, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
         "python": (version, words, gauss),
     }
@@ -305,8 +306,9 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restores the result of `rng_state`, except for GPUs that no longer exist."""
     torch.set_rng_state(state["torch"].cpu())
-    gpus = torch.cuda.device_count()
-    torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"][:gpus]])
+    if torch.cuda.is_initialized():
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"][:gpus]])
     name, keys, *rest = state["numpy"]
     np.random.set_state(  # noqa: NPY002 # there is no other call
         (name, keys.numpy().astype(np.uint32), *rest)

@@ -42,14 +42,14 @@ class RunningMoments(nn.Module):
         """
         values = values.float()
         values = torch.where(values.abs() <= TOO_LARGE, values, self.mean)
-        share = len(values) / (self.count + len(values))  # of the new values
+        total = self.count + len(values)
+        new, old = len(values) / total.double(), self.count / total.double()  # shares
         variance, mean = torch.var_mean(values, dim=0, correction=0)
-        delta = mean - self.mean
-        self.mean += share * delta
         # Both variances, and the squared distance of the means.
-        self.variance += share * (variance - self.variance)
-        self.variance += share * (1 - share) * delta.square()
-        self.count += len(values)
+        distance = (new * old).float() * (mean - self.mean).square()
+        self.mean.lerp_(mean, new.float())
+        self.variance.lerp_(variance, new.float()).add_(distance)
+        self.count.copy_(total)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Values [..., *shape], normalized and clipped."""

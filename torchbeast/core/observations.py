@@ -1,5 +1,6 @@
 """The leaves of observation spaces: their order, images, and vectors."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from gymnasium import spaces
 
 from torchbeast.core.nested import Nested, flatten
+
+NO_BOUND = 1e6  # that of a dtype; values are far smaller
 
 
 def map_space(f: Callable[[spaces.Space], Any], space: spaces.Space) -> Nested:
@@ -66,6 +69,12 @@ def image_size(image: spaces.Box) -> tuple[int, int, int]:
     return height, width, channels
 
 
+def upper_bound(box: spaces.Box) -> float:
+    """What values are divided by: the largest upper bound; 1 without a usable one."""
+    high = float(np.max(box.high, initial=0))
+    return high if 0 < high < NO_BOUND else 1.0
+
+
 def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
     """[N, *shape] of an elementary space -> [N, flatdim(space)] float32."""
     if isinstance(space, spaces.Discrete):
@@ -75,5 +84,7 @@ def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
         sizes = space.nvec.flatten().tolist()
         parts = [F.one_hot(d, n) for d, n in zip(digits.unbind(1), sizes, strict=True)]
         return torch.cat(parts, dim=-1).float()
-    scale = 255 if space.dtype == np.uint8 else 1  # bytes, like those of images
-    return x.float().reshape(len(x), -1) / scale
+    x = x.float().reshape(len(x), math.prod(space.shape or ()))
+    if isinstance(space, spaces.Box) and space.dtype == np.uint8:
+        return x / upper_bound(space)  # as images
+    return x

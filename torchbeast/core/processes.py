@@ -171,11 +171,19 @@ def run_script(main: Callable[[], int]) -> NoReturn:
     sys.exit(status)
 
 
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container; not everywhere
+
+
 def num_cpus() -> int:
     """The number of CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        count = len(os.sched_getaffinity(0))
+    else:
+        count = os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # "max": no quota
+        quota, period = map(int, CPU_QUOTA.read_text().split())
+        count = min(count, max(1, -(-quota // period)))
+    return count
 
 
 # --- Child processes ------------------------------------------------------------------
@@ -204,7 +212,7 @@ def begin_child(ends_by: Sequence[int] = ()) -> None:
 
     The child becomes the leader of a process group, for kill_group and Guardian. Stop
     signals of a terminal don't reach it, and those of a batch system have no effect:
-    only the parent reacts to them.
+    only the parent reacts to them. SIGTERM ends processes that the child forks.
 
     Args:
       ends_by: stop signals that end the child nevertheless.
@@ -216,16 +224,25 @@ def begin_child(ends_by: Sequence[int] = ()) -> None:
         # Not SIG_IGN: programs that the environment starts would inherit it.
         handler = signal.SIG_DFL if number in ends_by else lambda number, frame: None
         signal.signal(number, handler)
-    os.register_at_fork(after_in_child=_end_by_stop_signals)
+    _let_sigterm_end_forks()
     # A terminal may stop background groups that write to it (stty tostop).
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _end_by_stop_signals() -> None:
-    """In a process that an environment forks, so that terminate() ends it."""
-    for number in handled_signals():
-        signal.signal(number, signal.SIG_DFL)
+def _let_sigterm_end_forks() -> None:
+    """So multiprocessing's terminate() ends processes that the environment forks."""
+    sigterm = [signal.SIGTERM]
+
+    def begin() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, sigterm)
+
+    os.register_at_fork(  # blocked until the process has its own handler
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, sigterm),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, sigterm),
+        after_in_child=begin,
+    )
 
 
 def receive(process: Any, pipe: Any, who: str) -> Any:

@@ -173,7 +173,7 @@ class Replay:
     def _no_stacks(self, rows: dict[str, Nested]) -> list[int]:
         """The leaves of which most observations don't continue the frames before.
 
-        Those that are equal to the one before say nothing.
+        Frames that are all equal to those before say nothing.
         """
         same_episode = ~rows["done"][1:]
         pairs: list[tuple[Any, np.ndarray]] = []  # by name: rows may have another order
@@ -185,7 +185,7 @@ class Replay:
             i
             for i, (store, x) in enumerate(pairs)
             if isinstance(store, FrameStacks)
-            and (known := same_episode & store.changed(x)).any()
+            and (known := same_episode & (store.changed(x) | ~store.continued(x))).any()
             and store.continued(x)[known].mean() < 0.5
         ]
 

@@ -93,7 +93,9 @@ def file_array(path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray
     try:
         with open(path, "x+b") as file:
             os.unlink(path)
-            os.posix_fallocate(file.fileno(), 0, size)
+            file.truncate(size)
+            if hasattr(os, "posix_fallocate"):  # reserves the space
+                os.posix_fallocate(file.fileno(), 0, size)
             return np.ndarray(shape, dtype, mmap.mmap(file.fileno(), size))
     except OSError as error:
         raise ReplayError(
@@ -120,7 +122,10 @@ def free_memory() -> int:
     with contextlib.suppress(OSError, ValueError):  # in a container
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())
-        free = min(free, limit - int((group / "memory.current").read_text()))
+        used = int((group / "memory.current").read_text())
+        # Copies of files, which the system drops when it needs the memory.
+        stat = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(stat.get("inactive_file", 0)))
     return free
 
 

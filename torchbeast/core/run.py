@@ -45,7 +45,8 @@ def keep_freed_memory() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
             libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: map only larger blocks
+            # M_MMAP_THRESHOLD: map only larger blocks. Older versions allow 32 MiB.
+            _ = libc.mallopt(-3, 1 << 30) or libc.mallopt(-3, 1 << 25)
             libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: return nothing
             libc.mallopt(-8, 1)  # M_ARENA_MAX: one arena for all threads
 

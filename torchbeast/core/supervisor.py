@@ -24,7 +24,8 @@ HEALTHY_SECONDS = 10.0  # after this time since it was ready a crash no longer c
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before a restart
 REPEAT_SECONDS = 60.0  # between equal log lines
 SIGN_SECONDS = 5.0  # between two signs of life of a server
-SILENT_SECONDS = 120.0  # without a sign of life a server is killed
+# Without a sign of life, a server is killed after this, or --actor_timeout if longer.
+SILENT_SECONDS = 300.0
 
 
 class Servers:
@@ -39,7 +40,7 @@ class Servers:
     def __init__(
         self, serve: Callable[..., None], flags: Flags, addresses: Sequence[str]
     ) -> None:
-        self.serve, self.flags, self.addresses = serve, flags, addresses
+        self.serve, self.flags, self.addresses = serve, flags, list(addresses)
         self.context = mp.get_context("spawn")  # gRPC can't be forked
         self.guardian = processes.Guardian(STOP_SECONDS)
         count = len(self.addresses)
@@ -53,6 +54,7 @@ class Servers:
         self.ever_ready = False
         self.heard = [0.0] * count  # time of the last message
         self.watched = time.monotonic()
+        self.silent_seconds = max(SILENT_SECONDS, getattr(flags, "actor_timeout", 0))
         self.said: dict[str, float] = {}  # "waiting" messages and when they were logged
 
     def start(self, should_stop: Callable[[], Any]) -> None:
@@ -73,7 +75,7 @@ class Servers:
           ServerError: a server can't start, or crashes again and again.
         """
         now = time.monotonic()
-        if now - self.watched > SILENT_SECONDS / 2:  # all were suspended
+        if now - self.watched > self.silent_seconds / 2:  # all were suspended
             self.heard = [now] * len(self.heard)
         self.watched = now
         for index, process in enumerate(self.processes):
@@ -117,6 +119,7 @@ class Servers:
                     continue
                 if kind == "ready":
                     self.ready[index], self.ever_ready = time.monotonic(), True
+                    self.addresses[index] = rest[0]  # keeps a port that was free
                     log.info("Server %d at %s: %s", index, *rest)
                 elif kind == "waiting":
                     self._say_waiting(*rest)
@@ -129,10 +132,10 @@ class Servers:
                     (error,) = rest
                     break
         ready_at = self.ready[index]
-        if ready_at is not None and now - self.heard[index] > SILENT_SECONDS:
+        if ready_at is not None and now - self.heard[index] > self.silent_seconds:
             error = (
-                f"it gave no sign of life for {SILENT_SECONDS:g} s. An environment may "
-                "hang and hold Python's lock"
+                f"it gave no sign of life for {self.silent_seconds:g} s. An "
+                "environment may hang and hold Python's lock"
             )
         if error and not self.ever_ready:
             self._raise(index, f"cannot start: {error}")
