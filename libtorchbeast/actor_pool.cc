@@ -48,18 +48,16 @@ void PoolStreams::count_failure(const EnvironmentError& error,
 }
 
 // One server never ends the run of the others: the failures of the worst one don't
-// count while another one completes rollouts.
+// count while another one is present.
 size_t PoolStreams::num_forgiven(const std::map<std::string, size_t>& counts) const {
   const auto worst =
       std::max_element(counts.begin(), counts.end(), [](const auto& a, const auto& b) {
         return (a.first.empty() ? 0 : a.second) < (b.first.empty() ? 0 : b.second);
       });
   if (worst->first.empty()) return 0;
-  const auto earliest = Clock::now() - kMinute;
   const bool has_others =
-      std::any_of(rollout_times.begin(), rollout_times.end(), [&](const auto& last) {
-        return last.first != worst->first && last.second > earliest;
-      });
+      std::any_of(present.begin(), present.end(),
+                  [&](const auto& other) { return other.first != worst->first; });
   return has_others ? worst->second : 0;
 }
 
@@ -70,7 +68,7 @@ void PoolStreams::check_downtime() {
   std::string why;
   {
     MutexLock lock(mutex);
-    if (num_present > 0) return;
+    if (!present.empty()) return;
     if (!is_longer(Clock::now() - down_since, options.maximum_downtime)) return;
     why = last_error;
   }

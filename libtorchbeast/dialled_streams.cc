@@ -103,7 +103,7 @@ class DialledStreams {
   void run_stream() {
     DialledConnection connection(address_, shared_.options.security, kStreamMethod,
                                  "the environment server");
-    PoolStreams::Presence presence(&shared_, &connection);
+    PoolStreams::Presence presence(&shared_, &connection, address_.to_string());
     std::optional<Unroll> unroll;
     try {
       connection.open();
@@ -131,9 +131,7 @@ class DialledStreams {
       while (true) {
         const bool finished = session.step(&*unroll);
         presence.prove();
-        if (!finished) continue;
-        shared_.note_rollout(address_.to_string());
-        backoff_.reset();
+        if (finished) backoff_.reset();
       }
     } catch (const ClosedBatchingQueue&) {
       throw;

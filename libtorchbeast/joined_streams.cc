@@ -50,7 +50,7 @@ void PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {
 
 // Until the environment leaves.
 void PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& hello) {
-  Presence presence(this, &connection);
+  Presence presence(this, &connection, "");
   hellos.check(hello, connection.peer());
   const Interrupt interrupt = [this] {
     if (closing || options.listener->is_closed()) throw Stopped();

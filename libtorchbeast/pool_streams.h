@@ -100,10 +100,6 @@ struct PoolStreams : StreamHost {
       TB_EXCLUDES(mutex);
   size_t num_forgiven(const std::map<std::string, size_t>& counts) const
       TB_REQUIRES(mutex);
-  void note_rollout(const std::string& address) TB_EXCLUDES(mutex) {
-    MutexLock lock(mutex);
-    rollout_times[address] = Clock::now();
-  }
 
   // Of the next stream of the server at address `index`.
   std::optional<wire::Seeding> next_seeding(size_t index, bool is_first);
@@ -125,13 +121,11 @@ struct PoolStreams : StreamHost {
   std::string last_error TB_GUARDED_BY(mutex);
   std::set<Connection*> connections TB_GUARDED_BY(mutex);
   uint64_t num_connected TB_GUARDED_BY(mutex) = 0;  // those that have sent a step
-  uint64_t num_present TB_GUARDED_BY(mutex) = 0;    // see Presence
-  uint64_t num_final TB_GUARDED_BY(mutex) = 0;      // servers that refuse for good
+  std::map<std::string, size_t> present TB_GUARDED_BY(mutex);  // streams; see Presence
+  uint64_t num_final TB_GUARDED_BY(mutex) = 0;  // servers that refuse for good
   Clock::time_point down_since TB_GUARDED_BY(mutex) = Clock::now();
   // Of the last minute: when, and the address; see count_failure.
   std::deque<std::pair<Clock::time_point, std::string>> failures TB_GUARDED_BY(mutex);
-  // When the server at an address completed its last rollout.
-  std::map<std::string, Clock::time_point> rollout_times TB_GUARDED_BY(mutex);
   EventLog events;
 
   std::atomic<uint64_t> num_seeded;  // streams
@@ -147,8 +141,9 @@ struct PoolStreams : StreamHost {
 class PoolStreams::Presence {
  public:
   // Throws Stopped once the pool ends.
-  Presence(PoolStreams* shared, Connection* connection)
-      : shared_(*shared), connection_(connection) {
+  // `address`: of the dialled server; empty if the environment has joined.
+  Presence(PoolStreams* shared, Connection* connection, std::string address)
+      : shared_(*shared), connection_(connection), address_(std::move(address)) {
     MutexLock lock(shared_.mutex);
     if (shared_.closing) throw Stopped();
     shared_.connections.insert(connection_);
@@ -157,7 +152,8 @@ class PoolStreams::Presence {
     MutexLock lock(shared_.mutex);
     shared_.connections.erase(connection_);
     if (is_connected_) --shared_.num_connected;
-    if (is_present_) --shared_.num_present;
+    if (is_present_ && --shared_.present[address_] == 0)
+      shared_.present.erase(address_);
     if (is_proven_) shared_.down_since = Clock::now();
   }
   Presence(const Presence&) = delete;
@@ -185,12 +181,13 @@ class PoolStreams::Presence {
  private:
   void come() TB_REQUIRES(shared_.mutex) {
     if (is_present_) return;
-    ++shared_.num_present;
+    ++shared_.present[address_];
     is_present_ = true;
   }
 
   PoolStreams& shared_;
   Connection* const connection_;
+  const std::string address_;
   bool is_connected_ = false;
   bool is_present_ = false;
   bool is_proven_ = false;

@@ -133,6 +133,8 @@ def test_a_run_without_rows(tmp_path, text):
         ("lr1e-3", "lr1e-3"),
         ("lr=0.001-2", "lr=0.001"),
         ("lr1e-3-seed2", "lr1e-3"),
+        ("lr0.001.seed1", "lr0.001"),
+        ("pong-v5.s1", "pong-v5"),
     ],
 )
 def test_group_name(name, group):

@@ -110,6 +110,7 @@ def test(
         if play_games is play_in_processes and (
             flags.mode == "test_render" or flags.video
         ):
+            seed_globals(flags.seed, TEST_STREAM, 0)
             found = play(flags, model_state, numbers, stack.enter_context(_view(flags)))
         else:
             found = play_games(flags, model_state, numbers)

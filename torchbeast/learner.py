@@ -123,7 +123,7 @@ def impala_loss(
     if flags.normalize_advantages:  # Schulman et al. 2017, in PPO's implementations
         # The mean gets the weights of the advantages. So what is subtracted is 0 on
         # average, whichever policy has acted.
-        weights = valid * log_rhos.exp().clamp(max=flags.clip_pg_rho)
+        weights = log_rhos.exp().clamp(max=flags.clip_pg_rho).masked_fill(~valid, 0)
         centred = advantages - weights * advantages.sum() / (weights.sum() + 1e-8)
         deviation = (centred.pow(2).sum() / valid.sum()).sqrt()
         advantages = centred / (deviation + 1e-8)

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from torchbeast.core import (
+    checkpoint,
     declared_flags,
     launcher,
     processes,
@@ -68,6 +69,7 @@ log = logging.getLogger("torchbeast.monobeast")
 # --- Acting ---------------------------------------------------------------------------
 
 
+@torch.inference_mode()
 def act(
     flags: Flags,
     index: int,
@@ -132,6 +134,8 @@ def act(
         old = pickle.loads(saved)
         env.load_state_dict(old["env"])
         generator.set_state(old["generator"])
+        if "globals" in old:  # older checkpoints lack them
+            checkpoint.set_rng_state(old["globals"])
         row = map_nested(torch.Tensor.numpy, old["row"])
         num_updates = old["num_updates"]
         state_before, state = old["state_before"], old["state"]
@@ -144,6 +148,7 @@ def act(
             current = {
                 "env": env.state_dict(),
                 "generator": generator.get_state(),
+                "globals": checkpoint.rng_state(),
                 "row": map_nested(torch.from_numpy, row),
                 "num_updates": num_updates,
                 "state_before": state_before,
@@ -157,7 +162,9 @@ def act(
         pipe.send(("loaded", bank))
         if row is None:
             state_before = state = model.initial_state(E)
-            row, state = decide(env.initial(), state)
+            with torch.inference_mode(False):  # environments may use autograd
+                env_row = env.initial()
+            row, state = decide(env_row, state)
             timings.reset()  # don't count the first calls, which are slow
 
         write(slots, 0, row)  # the last row of the previous rollout
@@ -165,7 +172,8 @@ def act(
             buffer[slots] = x.movedim(1, 0)  # [layers, E, ...] -> [E, layers, ...]
         timings.time("write")
         for t in range(1, T + 1):
-            env_row = env.step(row["action"])
+            with torch.inference_mode(False):
+                env_row = env.step(row["action"])
             timings.time("env")
             state_before = state
             row, state = decide(env_row, state)

@@ -130,7 +130,7 @@ Args:
         in its rollout.
     max_env_failures: environments that may raise within a minute; each costs its stream.
         Unless this is 0, those of the worst server in env_server_addresses do not count
-        while another one completes rollouts.
+        while another one is connected.
     hello: the "hello" that probe() returned: what all environments must be. None: the
         same as the first that connects.
     expected: what environments must be, as the learner's flags say: a dict of name (str),

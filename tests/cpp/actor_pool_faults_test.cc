@@ -60,7 +60,7 @@ TEST_F(ActorPoolFaultsTest, AnEnvironmentThatRaisesCostsItsStream) {
   bad.start();
   good.start();
   ActorPoolOptions options = pool_options({bad.address(), good.address()});
-  options.max_env_failures = 1;  // one server of two never ends the run
+  options.max_env_failures = 1;  // those of the worst server don't count
   Session run(options);
   Checker checker(5, true);
   while (run.pool().stats().num_reconnects < 3) {

@@ -19,9 +19,9 @@ RESAMPLES = 10_000
 
 def group_name(name: str) -> str:
     """The name of a run without the seed at its end: pong-seed1 → pong."""
-    # Not the end of a number, such as 0.001 or 1e-3.
-    separator = r"((?<!\d)\.|(?<!\de)[-_])"
-    return re.sub(rf"{separator}(seed|s)?[-_.]?\d+$", "", name) or name
+    named = r"[-_.](seed|s)[-_.]?\d+"
+    bare = r"((?<!\d)\.|(?<!\de)[-_])\d+"  # not the end of 0.001 or 1e-3
+    return re.sub(f"({named}|{bare})$", "", name) or name
 
 
 def by_name(runs: Iterable[Run]) -> dict[str, list[Run]]:

@@ -84,7 +84,7 @@ def guardian() -> contextlib.closing[processes.Guardian]:
 
 
 def split_cores(num_jobs: int, cores_per_job: int | None) -> list[list[int]]:
-    """The cores of each job; empty lists if the system can't limit processes to cores.
+    """The cores of each job; empty lists if processes are not to be limited to cores.
 
     Args:
       cores_per_job: None divides the cores of this process.
@@ -102,6 +102,8 @@ def split_cores(num_jobs: int, cores_per_job: int | None) -> list[list[int]]:
     if not hasattr(os, "sched_getaffinity"):
         return [[]] * num_jobs
     cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > num_cpus:  # a container's quota: others use the same cores
+        return [[]] * num_jobs
     return [cores[i * each : (i + 1) * each] for i in range(num_jobs)]
 
 

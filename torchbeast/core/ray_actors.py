@@ -24,7 +24,12 @@ from ray.exceptions import RayTaskError
 
 from torchbeast.core import rollout
 from torchbeast.core.acting import SharedWeights
-from torchbeast.core.actors import ActorError, error_text, mean_timings
+from torchbeast.core.actors import (
+    ActorError,
+    error_text,
+    mean_timings,
+    seed_globals,
+)
 from torchbeast.core.environment import Environment
 from torchbeast.core.flags import Flags
 from torchbeast.core.nested import Nested, map_nested
@@ -73,6 +78,7 @@ class Player:
     def _run(self, act: Callable[..., None], pipe: connection.Connection) -> None:
         try:
             first = self.index * self.flags.envs_per_actor
+            seed_globals(self.flags.seed, self.index)
             env = Environment(self.flags, self.flags.envs_per_actor, first)
             with contextlib.closing(env):
                 env.on_warning = lambda *warning: pipe.send(("warning", *warning))

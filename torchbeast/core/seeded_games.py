@@ -94,7 +94,7 @@ class SeededGames(gymnasium.Wrapper):
         kept: dict[str, Any] = extra_fields.select(info)
         self.game_goes_on = False
         if terminated or truncated:
-            kept["game_over"] = bool(info.get(GAME_OVER, True))
+            kept["game_over"] = bool(truncated or info.get(GAME_OVER, True))
             self.game_goes_on = not kept["game_over"]
             observation = copy.deepcopy(observation)  # reset() may overwrite it
         return observation, reward, terminated, truncated, kept
