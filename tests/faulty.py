@@ -108,8 +108,8 @@ class UsesTorch(Environment):
 
         file = pathlib.Path(os.environ["DRAWN_IN"], f"{os.nice(0)}-{os.getpid()}")
         if not file.exists():
-            old = np.random.random()  # noqa: NPY002 # many environments use it
-            drawn = random.random(), old, torch.rand(()).item()
+            numpy_draw = np.random.get_bit_generator().random_raw()
+            drawn = random.random(), numpy_draw, torch.rand(()).item()
             file.write_text(" ".join(map(str, drawn)))
         return super().reset(**arguments)
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.multiprocessing as mp
+from numpy.random import mtrand
 
 from torchbeast.core import processes, rollout
 from torchbeast.core.acting import SharedWeights
@@ -55,7 +56,7 @@ def seed_globals(*entropy: int) -> None:
     """
     seed = derive_seed(GLOBALS, *entropy)
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 # the generator that environments use
+    mtrand.set_bit_generator(np.random.MT19937(seed))
     torch.manual_seed(seed)
 
 
