@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 from torchbeast.core.nested import Nested, flatten
 
-NO_BOUND = 1e6  # that of a dtype; values are far smaller
+NO_BOUND = 1e6  # from here on a bound is the dtype's and says nothing about values
 
 
 def map_space(f: Callable[[spaces.Space], Any], space: spaces.Space) -> Nested:

@@ -181,13 +181,14 @@ class Replay:
             lambda store, x: pairs.append((store, x)),
             *(self._stores["observation"], rows["observation"]),
         )
-        return [
-            i
-            for i, (store, x) in enumerate(pairs)
-            if isinstance(store, FrameStacks)
-            and (known := same_episode & (store.changed(x) | ~store.continued(x))).any()
-            and store.continued(x)[known].mean() < 0.5
-        ]
+        found = []
+        for i, (store, x) in enumerate(pairs):
+            if isinstance(store, FrameStacks):
+                continued = store.continued(x)
+                known = same_episode & (store.changed(x) | ~continued)
+                if known.any() and continued[known].mean() < 0.5:
+                    found.append(i)
+        return found
 
     @property
     def fields(self) -> list[str]:
