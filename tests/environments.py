@@ -251,7 +251,7 @@ class CombinationLock(gym.Env):
     in one of 2 ** LENGTH episodes.
     """
 
-    LENGTH = 12
+    LENGTH = 16
 
     def __init__(self) -> None:
         self.observation_space = spaces.Discrete(self.LENGTH)
