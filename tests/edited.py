@@ -26,7 +26,7 @@ def edit_model() -> None:
     class VectorEncoder(model.VectorEncoder):
         def __init__(self, *arguments):
             super().__init__(*arguments)
-            self.mlp = nn.Sequential(nn.Dropout(0.5), *self.mlp)
+            self.layers = nn.Sequential(nn.Dropout(0.5), *self.layers)
 
     class Net(model.Net):
         def forward(self, rows, state=(), acting=False):

@@ -100,22 +100,17 @@ class WithProgram(Environment):
 class UsesTorch(Environment):
     """Differentiates in step(), and draws from the generators of the whole process.
 
-    Writes what it has drawn first into the folder DRAWN_IN.
+    Writes what each process has drawn first into the folder DRAWN_IN.
     """
 
-    def reset(self, **arguments: Any) -> tuple[np.ndarray, dict[str, Any]]:
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         import torch  # servers don't need it
 
-        file = pathlib.Path(os.environ["DRAWN_IN"], f"{os.nice(0)}-{os.getpid()}")
+        file = pathlib.Path(os.environ["DRAWN_IN"], str(os.getpid()))
         if not file.exists():
             numpy_draw = np.random.get_bit_generator().random_raw()
             drawn = random.random(), numpy_draw, torch.rand(()).item()
             file.write_text(" ".join(map(str, drawn)))
-        return super().reset(**arguments)
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        import torch
-
         x = torch.ones(2, requires_grad=True)
         (3 * x).sum().backward()
         assert x.grad is not None

@@ -191,7 +191,7 @@ def test_integers_are_one_hot_from_their_start(observation):
     space = OBSERVATION_SPACES[observation]
     net = Net(space, ACTION_SPACES["discrete"])
     encoded = []
-    net.vector.mlp.register_forward_pre_hook(lambda _, x: encoded.append(x[0]))
+    net.vector.layers.register_forward_pre_hook(lambda _, x: encoded.append(x[0]))
     rows = make_rows(space, ACTION_SPACES["discrete"])
     net(rows)
     x = rows["observation"].numpy().reshape(T * B, -1) - np.atleast_1d(space.start)

@@ -212,8 +212,16 @@ def test_a_wrapper_whose_reset_takes_nothing():
     )
 
 
-def test_keywords_that_lead_to_an_old_reset():
-    envs = Environment(env_flags(here(OnlyKeywords)), 1)
+class RefusesKeywords(OnlyKeywords):
+    def reset(self, **kwargs):
+        if kwargs:
+            raise ValueError(f"unknown options {sorted(kwargs)}")
+        return self._reset(), {}
+
+
+@pytest.mark.parametrize("cls", [OnlyKeywords, RefusesKeywords])
+def test_keywords_that_lead_to_an_old_reset(cls):
+    envs = Environment(env_flags(here(cls)), 1)
     envs.initial()
     assert envs.step(np.array([1]))["done"][0]
 

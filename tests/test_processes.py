@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from torchbeast.core import processes
+from torchbeast.core import jobs, processes
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,6 @@ def test_a_containers_quota_counts(tmp_path, monkeypatch, content, expected):
         os, "sched_getaffinity", lambda _: set(range(64)), raising=False
     )
     assert processes.num_cpus() == expected
+    if expected == 3:
+        assert jobs.split_cores(3, None) == [[], [], []]
+        assert jobs.split_cores(1, 2) == [[0, 1]]

@@ -59,19 +59,20 @@ def test_a_restarted_server_has_the_same_port(monkeypatch, caplog):
 
 def lives(flags, index, address, first_stream, pipe):
     pipe.send(("ready", address, "a server"))
-    supervisor.SharedPipe(pipe).give_signs_of_life()
+    supervisor.SharedPipe(pipe).give_signs_of_life(every=1)
     time.sleep(1000)
 
 
 @pytest.mark.parametrize(("serve", "restarts"), [(hangs, 1), (lives, 0)])
 def test_servers_that_give_no_sign_of_life(monkeypatch, caplog, serve, restarts):
-    monkeypatch.setattr(supervisor, "SILENT_SECONDS", supervisor.SIGN_SECONDS + 3)
+    monkeypatch.setattr(supervisor, "SILENT_SECONDS", 8.0)
     monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.5)
     flags = argparse.Namespace(max_restarts=5, join=None)
     servers = supervisor.Servers(serve, flags, ["127.0.0.1:1"])
     servers.start(lambda: False)
     try:
-        while not servers.ever_ready:
+        end = time.monotonic() + 60
+        while not servers.ever_ready and time.monotonic() < end:
             servers.watch(0.2, [])
         end = time.monotonic() + 2 * supervisor.SILENT_SECONDS
         while not servers.restarts and time.monotonic() < end:
@@ -80,6 +81,35 @@ def test_servers_that_give_no_sign_of_life(monkeypatch, caplog, serve, restarts)
         servers.stop()
     assert servers.restarts == restarts
     assert ("no sign of life for 8 s" in caplog.text) == bool(restarts)
+
+
+def test_all_were_suspended(monkeypatch):
+    """A server's sign of life may come after the supervisor has woken up."""
+    flags = argparse.Namespace(max_restarts=5, join=None)
+    servers = supervisor.Servers(hangs, flags, ["127.0.0.1:1"])
+    servers.start(lambda: False)
+    clock, ahead = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + ahead)
+
+    def wait(objects, timeout):
+        nonlocal ahead
+        ahead += 2 * supervisor.SILENT_SECONDS
+        return real_wait(objects, 0.2)
+
+    real_wait = supervisor.connection.wait
+    try:
+        deadline = clock() + 60
+        while not servers.ever_ready and clock() < deadline:
+            servers.watch(0.2, [])
+        monkeypatch.setattr(supervisor.connection, "wait", wait)
+        for _ in range(3):
+            servers.watch(0.2, [])
+    finally:
+        monkeypatch.undo()
+        servers.stop()
+    assert servers.ever_ready
+    assert servers.restarts == 0
+    assert servers.crashes == [0]
 
 
 @pytest.mark.parametrize(

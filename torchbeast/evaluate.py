@@ -2,7 +2,8 @@
 
 Each game has a number. Its environment's seed and its actions' random numbers follow
 from --seed and the number, so a game does not depend on the others, nor on how many
-processes play. Read it top to bottom: evaluate, test, play_in_processes, play.
+processes play, unless its environment draws from global random generators. Read it top
+to bottom: evaluate, test, play_in_processes, play.
 """
 
 import argparse

@@ -9,7 +9,7 @@ import collections
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from torchbeast.core.finite import all_finite, find_cause
 from torchbeast.core.flags import Flags
 from torchbeast.core.logs_csv import join_columns
 from torchbeast.core.mixer import Mixer
-from torchbeast.core.nested import Nested, map_nested
+from torchbeast.core.nested import Nested
 from torchbeast.core.replay_memory import make_replay
 from torchbeast.core.rmsprop import RMSProp
 from torchbeast.core.rollout import State
@@ -40,7 +40,7 @@ AuxiliaryLosses = Callable[..., Mapping[str, torch.Tensor]]
 def rewards_and_discounts(
     batch: dict[str, Any], outputs: dict[str, torch.Tensor], flags: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the steps from rows 0 to T - 1 earn: rewards and discounts, for V-trace.
+    """Rewards and discounts of the T steps, for V-trace.
 
     Args:
       batch, outputs: see impala_loss. If outputs has `reward`, it replaces the batch's.
@@ -80,8 +80,8 @@ def impala_loss(
       auxiliary_losses: see Net.auxiliary_losses.
 
     Returns:
-      The loss, a scalar; and by name, for logs.csv, scalars and tensors [K], for
-      example one number per value head.
+      The loss, a scalar; and a dict for logs.csv from names to scalars or tensors [K],
+      for example one number per value head.
     """
     # Row t has observation t and the action for it. Row t + 1 has the action's reward
     # and whether the episode ended. Of row T only the baseline is used: as bootstrap.
@@ -91,11 +91,13 @@ def impala_loss(
     values, bootstrap_value = outputs["baseline"][:-1], outputs["baseline"][-1]
     rewards, discounts = rewards_and_discounts(batch, outputs, flags)
 
-    log_probs = distribution.log_prob(target_logits, actions)
+    log_probs = distribution.log_prob(target_logits, actions)  # [T, B]
     log_rhos = (log_probs - distribution.log_prob(behavior_logits, actions)).detach()
+    rhos = log_rhos.exp()
     replay_stats: dict[str, torch.Tensor] = {}
+    # [T, B] bool: the steps that count, and those that get an entropy bonus.
     valid = batch.get("step_counts", torch.ones_like(batch["done"]))[:-1]
-    explore = valid  # the steps whose entropy counts
+    explore = valid
     if "replayed" in batch:  # LASER: Schmitt et al. 2019
         replayed = valid & batch["replayed"]
         explore = valid & ~replayed
@@ -116,27 +118,26 @@ def impala_loss(
         trace_decay=flags.trace_decay,
         valid=valid,
     )
-    # Where a step does not count, its advantage and the error of its value are 0.
+    # Steps that don't count have advantage 0 and value error 0.
     advantages = targets.pg_advantages
     if advantages.dim() == 3:  # one per value head
         advantages = advantages.sum(-1)
     if flags.normalize_advantages:  # Schulman et al. 2017, in PPO's implementations
-        # The mean gets the weights of the advantages. So what is subtracted is 0 on
-        # average, whichever policy has acted.
-        weights = log_rhos.exp().clamp(max=flags.clip_pg_rho).masked_fill(~valid, 0)
+        # The advantages contain min(rho, clip_pg_rho), so the mean gets this weight,
+        # too. Without it, advantages that are all equal would change the policy.
+        weights = rhos.clamp(max=flags.clip_pg_rho).masked_fill(~valid, 0)
         centred = advantages - weights * advantages.sum() / (weights.sum() + 1e-8)
         deviation = (centred.pow(2).sum() / valid.sum()).sqrt()
         advantages = centred / (deviation + 1e-8)
-    # No gradient where the policy has already moved far enough in its direction: the
-    # gradient of Schulman et al. 2017, equation 7, with V-trace's weights.
-    ratios = log_rhos.exp()
+    # PPO's clipping (Schulman et al. 2017, equation 7): no gradient where rho has left
+    # the interval around 1 in the direction of the advantage.
     too_far = torch.where(
-        advantages > 0, ratios > 1 + flags.clip_ratio, ratios < 1 - flags.clip_ratio
+        advantages > 0, rhos > 1 + flags.clip_ratio, rhos < 1 - flags.clip_ratio
     )
     advantages = advantages.masked_fill(too_far, 0)
     entropy = distribution.entropy(target_logits) * explore
 
-    # finite(): if the target policy masks the action, the advantage is 0.
+    # A masked action has advantage 0 and log-probability -inf: finite() prevents a NaN.
     pg_loss = -(vtrace.finite(log_probs) * advantages).sum()
     baseline_loss = flags.baseline_cost * 0.5 * (targets.vs - values).pow(2).sum()
     entropy_loss = -flags.entropy_cost * entropy.sum()
@@ -289,7 +290,7 @@ class Learner:
             ]
             self.optimizer.load_state_dict(optimizer_state)
             batches = self.step // (self.flags.batch_size * self.flags.unroll_length)
-            with warnings.catch_warnings():  # about steps of the schedule alone
+            with warnings.catch_warnings():  # torch misses the optimizer's steps
                 warnings.simplefilter("ignore", UserWarning)
                 for _ in range(batches):
                     self.scheduler.step()
@@ -360,24 +361,6 @@ def update(
     return scalars
 
 
-def minibatches(
-    batch: dict[str, Nested], initial_state: State, count: int
-) -> Iterator[tuple[dict[str, Nested], State]]:
-    """Splits a batch [T + 1, B, ...] into `count` parts of about B / count rollouts.
-
-    Each call chooses anew which rollouts are in which part.
-    """
-    if count == 1:
-        yield batch, initial_state
-        return
-    for part in torch.randperm(batch["done"].shape[1]).tensor_split(count):
-        index = part.to(batch["done"].device)
-        yield (
-            map_nested(lambda x, index=index: x[:, index], batch),
-            map_nested(lambda x, index=index: x[:, index], initial_state),
-        )
-
-
 def column_names(stats: Mapping[str, torch.Tensor]) -> list[str]:
     """A column per scalar; name_0, name_1, ... for a tensor [K]."""
     names = []
@@ -413,13 +396,13 @@ def learn(
         if flags.rollouts == "episode":
             rows, state = rollout.cut_at_episodes(rows, state)
         for _ in range(flags.updates_per_batch // flags.minibatches):
-            for part in minibatches(rows, state, flags.minibatches):
+            for part in rollout.minibatches(rows, state, flags.minibatches):
                 scalars = update(learner, *part)
         if mixer:
             mixer.carry_states(learner.model)
     learner.scheduler.step()
 
-    # Updates between the weights that acted and those the last update started from.
+    # Updates between the weights that acted and the weights before the last update.
     newest = learner.num_updates - 1 if ready else learner.num_updates
     acted_with = batch["policy_version"][:-1].float().mean().item()
     learner.policy_lag = newest - acted_with

@@ -2,8 +2,9 @@
 
 `Net` follows from the observation and action spaces. Images go through a convolutional
 torso, shallow or deep. All else is flattened and goes through a small MLP. The core
-gets their features, the clipped last reward and the last action. To try another torso,
-write it beside ShallowTorso and add its name to TORSOS.
+gets their features, the clipped last reward and the last action. If there are neither
+images nor a core, the value has an MLP of its own. To try another torso, write it
+beside ShallowTorso and add its name to TORSOS.
 """
 
 import itertools
@@ -119,6 +120,11 @@ class VectorEncoder(nn.Module):
       parts: the spaces of the observations.
       torso: a name in MLP_SIZES.
       normalize: normalize parts of floats by their running moments.
+
+    The activation function is tanh if all numbers are small, and else ReLU, because
+    large ones saturate tanh. For continuous control tanh is better, and so is an MLP
+    for the values alone (Andrychowicz et al. 2021, "What Matters for On-Policy Deep
+    Actor-Critic Methods?").
     """
 
     is_float: torch.Tensor  # [D] bool
@@ -137,17 +143,21 @@ class VectorEncoder(nn.Module):
         ]
         is_float = torch.tensor(np.concatenate(floats))
         self.register_buffer("is_float", is_float, persistent=False)
+        small = normalize and not any(
+            isinstance(part, spaces.Box) and not np.issubdtype(part.dtype, np.floating)
+            for part in parts
+        )
         layers: list[nn.Module] = []
         for hidden in MLP_SIZES[torso]:
-            layers += [nn.Linear(size, hidden), nn.ReLU()]
+            layers += [nn.Linear(size, hidden), nn.Tanh() if small else nn.ReLU()]
             size = hidden
-        self.mlp = nn.Sequential(*layers)
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
         vector = self.join(xs)
         if self.moments is not None:
             vector = torch.where(self.is_float, self.moments(vector), vector)
-        return self.mlp(vector)
+        return self.layers(vector)
 
     def join(self, xs: list[torch.Tensor]) -> torch.Tensor:
         """Observations [N, ...] -> one vector [N, D] float32."""
@@ -234,12 +244,18 @@ class Net(nn.Module):
         self.core = LSTMCore(size, 256) if use_lstm else None
         size = self.core.hidden_size if self.core else size
         self.policy = nn.Linear(size, self.distribution.num_logits)
+        # The values have an MLP of their own if that takes little time.
+        self.value_vector: VectorEncoder | None = None
+        if self.vector and not images and self.core is None:
+            self.value_vector = VectorEncoder(vectors, torso, normalize_observations)
+            self.value_vector.apply(initialize)
+            self.value_vector.moments = self.vector.moments
         self.baseline = nn.Linear(size, 1)
         self.images.apply(initialize)
         if self.vector:
             self.vector.apply(initialize)
         # At first all actions have about the same probability.
-        nn.init.normal_(self.policy.weight, std=0.01 / size**0.5)
+        nn.init.normal_(self.policy.weight, std=0.01 / self.policy.in_features**0.5)
         nn.init.zeros_(self.policy.bias)
 
     def encoders_to(self, dtype: torch.dtype) -> None:
@@ -250,8 +266,8 @@ class Net(nn.Module):
     def initial_state(self, batch_size: int) -> State:
         """The state of new episodes: tensors [layers, B, size] float32.
 
-        What the core remembers, if there is a core; then the discounted sum of the
-        rewards so far [1, B, 1], if rewards are normalized.
+        The core's state, if there is a core; then, if rewards are normalized, the
+        discounted sum of the rewards so far [1, B, 1].
         """
         device = self.policy.weight.device
         sizes = []
@@ -271,8 +287,8 @@ class Net(nn.Module):
             float32, done [T, B] bool, last_action [T, B, ...].
           state: state before row 0, see initial_state. If done, the state, the reward
             and the last action belong to the previous episode, and are zeroed.
-          acting: the actors call it, and not the learner. Whatever it then outputs is
-            a field of the row; leave out what only a loss needs.
+          acting: true in actors. All outputs are then stored in the rollout, so leave
+            out what only a loss needs.
 
         Returns:
           policy_logits [T, B, P] and baseline [T, B], float32; if rewards are
@@ -289,7 +305,8 @@ class Net(nn.Module):
         if action_masks.mask_space(self.observation_space):
             allowed = rows["observation"][action_masks.NAME].flatten(2) != 0
             logits = self.distribution.mask(logits, allowed)
-        baseline = self.baseline(x).view(T, B)
+        value_x = self.encode(rows, self.value_vector) if self.value_vector else x
+        baseline = self.baseline(value_x).view(T, B)
         outputs = {"policy_logits": logits, "baseline": baseline}
         if self.return_moments is not None:
             returns = self._running_returns(rows, state[-1])
@@ -299,8 +316,13 @@ class Net(nn.Module):
                 outputs["reward"] = self._scale(rows["reward"])
         return outputs, state
 
-    def encode(self, rows: dict[str, Any]) -> torch.Tensor:
+    def encode(
+        self, rows: dict[str, Any], vector: VectorEncoder | None = None
+    ) -> torch.Tensor:
         """The input of the core: features [T * B, D] float32 of rows [T, B, ...].
+
+        Args:
+          vector: encodes what is not an image; by default self.vector.
 
         To encode the parts of a Dict observation yourself, use their names, such as
         `rows["observation"]["map"]`. D follows from what this returns.
@@ -312,8 +334,8 @@ class Net(nn.Module):
             features = [
                 encode(x) for encode, x in zip(self.images, images, strict=True)
             ]
-        if self.vector:
-            features.append(self.vector(vectors))
+        if vector := vector or self.vector:
+            features.append(vector(vectors))
         goes_on = (~rows["done"]).reshape(T * B, 1)
         reward = self._scale(rows["reward"]).clamp(-1, 1).reshape(T * B, 1)
         last_action = self.distribution.features(rows["last_action"].flatten(0, 1))
@@ -348,7 +370,7 @@ class Net(nn.Module):
         """Adds a batch [T + 1, B, ...] to the running moments.
 
         Args:
-          state: before row 0, which the previous batch has counted.
+          state: before row 0. Row 0 is skipped: it is row T of the rollout before.
         """
         if self.vector and self.vector.moments:
             rows = map_nested(lambda x: x[1:], batch)

@@ -69,7 +69,6 @@ log = logging.getLogger("torchbeast.monobeast")
 # --- Acting ---------------------------------------------------------------------------
 
 
-@torch.inference_mode()
 def act(
     flags: Flags,
     index: int,
@@ -87,8 +86,8 @@ def act(
     Args:
       pipe: commands of the learner, see core/actors.py.
       buffers: the slots, see make_buffers.
-      weights_memory: see SharedWeights.
-      progress: [actors] counts the rows that each actor has made, for the learner.
+      weights_memory: [banks, bytes] uint8, see SharedWeights.
+      progress: [num_actors] int64, counts the rows of each actor, for the learner.
       saved: the actor's state to resume from (only with --sync).
     """
     E, T = env.num_envs, flags.unroll_length
@@ -162,9 +161,7 @@ def act(
         pipe.send(("loaded", bank))
         if row is None:
             state_before = state = model.initial_state(E)
-            with torch.inference_mode(False):  # environments may use autograd
-                env_row = env.initial()
-            row, state = decide(env_row, state)
+            row, state = decide(env.initial(), state)
             timings.reset()  # don't count the first calls, which are slow
 
         write(slots, 0, row)  # the last row of the previous rollout
@@ -172,8 +169,7 @@ def act(
             buffer[slots] = x.movedim(1, 0)  # [layers, E, ...] -> [E, layers, ...]
         timings.time("write")
         for t in range(1, T + 1):
-            with torch.inference_mode(False):
-                env_row = env.step(row["action"])
+            env_row = env.step(row["action"])
             timings.time("env")
             state_before = state
             row, state = decide(env_row, state)
@@ -203,7 +199,7 @@ def make_buffers(flags: Flags, learner: Learner) -> dict[str, Nested]:
 def get_batch(
     buffers: dict[str, Nested], slots: list[int], device: torch.device
 ) -> tuple[dict[str, Nested], State]:
-    """Copies slots into a batch: rows [T + 1, B, ...] and the state before row 0."""
+    """Copies slots into a batch: rows [T + 1, B, ...], state [layers, B, ...]."""
 
     def gather(buffer: torch.Tensor) -> torch.Tensor:
         # [slots, n, ...] -> [n, B, ...], where n is T + 1, or layers for the state
@@ -269,7 +265,7 @@ def train(start: resume.Start) -> int:
         saved = start.saved["actors"] if start.saved and flags.sync else None
         actors_class = launcher.actors_class(flags)
         actors = actors_class(act, actor_flags, buffers, weights, saved)
-        run.stack.callback(log_timings, run, actors)
+        run.stack.callback(log_timings, run, actors)  # at the end, after close
         run.stack.callback(actors.close)
         for i in range(1 if flags.sync else flags.num_learner_threads):
             run.start_thread(f"learner-{i}", learn_from_batches, stop_learning)
@@ -281,9 +277,10 @@ def train(start: resume.Start) -> int:
         # --sync works in rounds: each actor fills its slots, then the learner uses all
         # of them, and all slots are free again. Only between rounds can a run be saved
         # or end, and new unrolls start.
-        while run.going(
-            between_rounds := not flags.sync or len(free) == flags.num_buffers
-        ):
+        while True:
+            between_rounds = not flags.sync or len(free) == flags.num_buffers
+            if not run.going(may_stop=between_rounds):
+                break
             evaluator.poll()
             if between_rounds:
                 if run.save_is_due():
@@ -303,7 +300,7 @@ def train(start: resume.Start) -> int:
             while len(filled) >= B:
                 batches.put([filled.popleft() for _ in range(B)])
             run.show(len(filled) + batches.qsize() * B, actors.num_steps())
-        if flags.sync:
+        if flags.sync:  # while the actors can still tell their state
             run.save(more_to_save)
         evaluator.finish()
     return run.exit_status
@@ -324,8 +321,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--num_buffers",
         type=int,
-        help="slots for rollouts in shared memory (default: one per environment, and a "
-        "batch)",
+        help="slots for rollouts in shared memory (default: one per environment, and "
+        "as many as a batch or an actor needs)",
     )
     add(
         *("--num_learner_threads", "--num_threads"),
@@ -365,6 +362,7 @@ def resolve_layout(flags: Flags) -> Flags:
         flags.num_buffers = A * E if flags.sync else A * E + max(B, E)
     if flags.torch_threads is None:
         flags.torch_threads = max(1, processes.num_cpus() // 2)  # half: for the actors
+    # B - 1 rollouts may wait for a batch while each actor waits for E free slots.
     least = A * E if flags.sync else max(A * E, E + B - 1)
     if flags.num_buffers < least:
         raise FlagError(

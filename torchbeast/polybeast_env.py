@@ -69,7 +69,7 @@ class RefusedForGood(RuntimeError):
 
 
 class EnvironmentFailed(RuntimeError):
-    """The environment of a client is of no more use; the text says why."""
+    """An environment of a client has failed; the text says why."""
 
 
 # --- A server process -----------------------------------------------------------------
@@ -126,7 +126,7 @@ def serve(
 def serve_under_ray(flags: Flags, index: int) -> None:
     """What a Ray actor does as server `index`: it joins the learner until it is killed.
 
-    If an environment raises, the learner hears of it, and gets new ones.
+    If an environment raises, the learner gets the error, and then new environments.
 
     Raises:
       ServerError: the environments can't be made, or the learner refuses them.
@@ -150,7 +150,7 @@ def serve_under_ray(flags: Flags, index: int) -> None:
 
 
 class Log:
-    """Logs what a server tells its supervisor."""
+    """Logs a server's messages. Under Ray it stands for the supervisor's pipe."""
 
     def send(self, kind: str, *rest: str) -> None:
         log.info("%s: %s", kind, *rest)
@@ -268,7 +268,7 @@ def describe(flags: Flags) -> str:
 
 def end(server: Any) -> None:
     """Stops a server from a signal handler, which must not wait."""
-    # Before the supervisor kills the process: a server names environments that hang.
+    # Before the supervisor kills the process, so that it can name what hangs.
     limit = SHUTDOWN_SECONDS - 1
     threading.Thread(target=server.stop, args=(limit,), daemon=True).start()
 
@@ -312,8 +312,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--max_restarts",
         type=int,
         default=5,
-        help="crashes in a row, each before the server was ready for 10 s, after which "
-        "it is no longer restarted",
+        help="give up after more crashes in a row; a crash 10 s after the server was "
+        "ready starts the count anew",
     )
 
 
@@ -356,7 +356,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--seed",
         type=int,
         default=1,
-        help="of the environments, if the learner sends none (older versions)",
+        help="seed of the environments, if the learner sends none (older versions)",
     )
     declared_flags.add_environment_flags(parser)
     add_server_flags(parser)

@@ -312,7 +312,7 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         "--connect_timeout",
         type=float,
         default=60.0,
-        help="seconds without any environments after which the run ends",
+        help="seconds without a connected stream after which the run ends",
     )
     add(
         "--actor_timeout",
@@ -324,10 +324,13 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         "--max_env_failures",
         type=int,
         default=10,
-        help="environments that may raise per minute; with more, the run ends, unless "
-        "one of several servers has them",
+        help="environments that may raise per minute; with more, the run ends. Those "
+        "of the worst server don't count while others are connected",
     )
-    add("--actor_device", help="for inference; default: the second GPU, if any")
+    add(
+        "--actor_device",
+        help="device for inference (default: the second GPU, else the learner's)",
+    )
     add("--num_inference_threads", type=int, default=1, help="inference threads")
     add(
         *("--num_learner_threads", "--num_threads"),
@@ -348,7 +351,7 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--num_actions",
         type=int,
-        help="only compared with what the environments announce",
+        help="an error if the environments have another number of actions",
     )
 
 

@@ -51,7 +51,7 @@ def act_step(
       choose: maps policy logits [1, n, P] to actions [1, n, ...].
       num_updates: the version of the model's weights.
       final_observation: if this step truncated episodes, their real last observations
-        [1, n, ...], valid where env_row["truncated"]; else None.
+        [1, n, ...], of which those with env_row["truncated"] are valid; else None.
 
     Returns:
       The agent's fields of the row [1, n, ...]: action, truncation_value,
@@ -109,7 +109,7 @@ class Weights:
 
     The learner publishes into a bank that is neither the newest nor being read, and
     then makes it the newest. A reader acquires the newest bank and releases it later.
-    So no reader sees half-written weights, and no one waits.
+    So no reader sees half-written weights. At most one waits for one copy of them.
 
     Args:
       banks: NUM_BANKS state dicts of a model.

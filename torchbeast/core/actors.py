@@ -50,14 +50,14 @@ def actor_context() -> Any:
 
 
 def seed_globals(*entropy: int) -> None:
-    """For environments that draw from the generators of Python, NumPy or torch.
+    """Seeds the global generators of Python, NumPy and torch, for environments.
 
-    All processes of the fork server have equal ones, as NumPy does not know of forks.
+    Forked processes inherit one state of them, so each process needs its own seed.
     """
     seed = derive_seed(GLOBALS, *entropy)
     random.seed(seed)
     mtrand.set_bit_generator(np.random.MT19937(seed))
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # not those of GPUs
 
 
 def run_actor(
@@ -88,7 +88,7 @@ def run_actor(
 
 
 def error_text(error: BaseException) -> str:
-    """What the learner says of an actor's error; a traceback only if it may help."""
+    """The message for the learner's log; a traceback only if it may help."""
     if isinstance(error, InvalidEnvironmentError):
         return str(error)
     return "".join(traceback.format_exception(error))

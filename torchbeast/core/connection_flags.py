@@ -38,8 +38,8 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--pipes_basename",
         default=PIPES_BASENAME,
-        help="name of the servers' sockets on one machine, without .0, .1, ... "
-        "(torchbeast.polybeast: a new name per run)",
+        help="path of the servers' sockets on one machine, to which .0, .1, ... are "
+        "added (torchbeast.polybeast: a new one per run)",
     )
     add("--num_servers", type=int, default=NUM_SERVERS, help="server processes")
     add(

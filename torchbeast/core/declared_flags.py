@@ -30,7 +30,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--mode",
         default="train",
         choices=["train", "test", "test_render"],
-        help="test: play games with a checkpoint; test_render: and show them",
+        help="test: play games with a checkpoint; test_render: also show them",
     )
     add(
         "--preset",
@@ -50,7 +50,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         help="start with the weights of another run, as far as they fit",
     )
     add("--savedir", default="~/logs/torchbeast", help="directory of the runs")
-    add("--seed", type=int, default=1, help="of weights, actions and environments")
+    add("--seed", type=int, default=1, help="seed of weights, actions and environments")
     add(
         "--total_steps",
         type=int,
@@ -134,7 +134,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--normalize_observations",
         action=toggle,
         default=False,
-        help="by running mean and variance; observations of floats, but not images",
+        help="scale float observations, but not images, by running mean and deviation",
     )
     add(
         "--precision",
@@ -148,7 +148,8 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--num_actors",
         type=int,
         default=2,
-        help="actor processes; in PolyBeast streams, by default one per server",
+        help="actor processes; PolyBeast: streams (there the default is 4, or one per "
+        "address of --server_addresses)",
     )
     add("--batch_size", type=int, default=4, help="rollouts per learner batch")
     add("--unroll_length", type=int, default=20, help="steps per rollout")
@@ -178,7 +179,12 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         help="divide rewards by the standard deviation of their discounted sum",
     )
     add("--clip_rho", type=float, default=1.0, help="V-trace's ρ̄ (inf: no clipping)")
-    add("--clip_pg_rho", type=float, default=1.0, help="ρ̄ of the policy gradient")
+    add(
+        "--clip_pg_rho",
+        type=float,
+        default=1.0,
+        help="V-trace's ρ̄ of the policy gradient",
+    )
     add("--clip_c", type=float, default=1.0, help="V-trace's c̄")
     add("--trace_decay", type=float, default=1.0, help="V-trace's λ")
     add(
@@ -206,14 +212,13 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--updates_per_batch",
         type=int,
         default=1,
-        help="updates from each batch; more of them need fewer environment steps and "
-        "more computing",
+        help="updates per batch; more of them need fewer steps and more computing",
     )
     add(
         "--minibatches",
         type=int,
         default=1,
-        help="random parts of each batch; an update learns from one of them",
+        help="split each batch into this many random parts; an update uses one",
     )
     add("--alpha", type=float, default=0.99, help="decay of RMSProp's mean square")
     add("--momentum", type=float, default=0.0, help="RMSProp's momentum")

@@ -64,8 +64,10 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
         guardian.start(process)
         try:
             writer.close()
-            _receive(process, reader, flags, START_SECONDS)
-            spec = EnvSpec(*_receive(process, reader, flags, timeout))
+            imports = "Its process was still importing packages"
+            _receive(process, reader, flags, START_SECONDS, imports)
+            slow = "If it needs that long, raise --actor_timeout"
+            spec = EnvSpec(*_receive(process, reader, flags, timeout, slow))
             process.join(CLOSE_SECONDS)
             if process.is_alive():
                 log.warning(
@@ -77,13 +79,15 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
             guardian.end([process], 0)
 
 
-def _receive(process: Any, reader: Any, flags: Flags, timeout: float) -> tuple:
+def _receive(
+    process: Any, reader: Any, flags: Flags, timeout: float, advice: str
+) -> tuple:
     ready = connection.wait([reader, process.sentinel], timeout)
     if not ready:
         print_stack(process.pid)
         raise processes.ProcessError(
             f"{flags.env} was not made within {timeout:g} s. Its stack is printed "
-            "above. If it needs that long, raise --actor_timeout"
+            f"above. {advice}"
         )
     who = f"the process that made an environment of {flags.env}"
     kind, *rest = processes.receive(process, reader, who)

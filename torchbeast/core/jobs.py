@@ -102,8 +102,8 @@ def split_cores(num_jobs: int, cores_per_job: int | None) -> list[list[int]]:
     if not hasattr(os, "sched_getaffinity"):
         return [[]] * num_jobs
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) > num_cpus:  # a container's quota: others use the same cores
-        return [[]] * num_jobs
+    if len(cores) > num_cpus and cores_per_job is None:
+        return [[]] * num_jobs  # a container's quota: others use the same cores
     return [cores[i * each : (i + 1) * each] for i in range(num_jobs)]
 
 

@@ -20,6 +20,7 @@ import functools
 import itertools
 import math
 import os
+from collections.abc import Iterator
 from mmap import PAGESIZE
 from typing import Any
 
@@ -105,7 +106,7 @@ def environment_spec(
 def example_rows(
     observation_space: spaces.Space, distribution: ActionDistribution
 ) -> dict[str, Nested]:
-    """Rows [1, 1, ...] of an environment, to find out the shapes of outputs: zeros."""
+    """Zeros [1, 1, ...], for a forward pass that shows the shapes of the outputs."""
 
     def zeros(spec: Spec) -> torch.Tensor:
         return torch.zeros(1, 1, *spec.shape, dtype=spec.dtype)
@@ -122,8 +123,8 @@ def show_final_fields(row: dict[str, Nested]) -> dict[str, Nested]:
     """Prepares a row for the model.
 
     To get the value of a final observation, `act_step` passes a row that holds it, with
-    truncated set and done not set. Then the EXTRA_FIELDS of the observation have to
-    come from the end of the episode, too. Other rows only lose their final_... fields.
+    truncated set and done not set. There the final_... fields replace the EXTRA_FIELDS.
+    In all other rows they are only removed.
     """
     shown = dict(row)
     for name in EXTRA_FIELDS:
@@ -195,16 +196,33 @@ def episode_ends(batch: dict[str, Nested]) -> dict[str, list]:
     }
 
 
+def minibatches(
+    batch: dict[str, Nested], initial_state: State, count: int
+) -> Iterator[tuple[dict[str, Nested], State]]:
+    """Splits a batch [T + 1, B, ...] into `count` parts of about B / count rollouts.
+
+    Each call chooses anew which rollouts are in which part.
+    """
+    if count == 1:
+        yield batch, initial_state
+        return
+    for part in torch.randperm(batch["done"].shape[1]).tensor_split(count):
+        index = part.to(batch["done"].device)
+        yield (
+            map_nested(lambda x, index=index: x[:, index], batch),
+            map_nested(lambda x, index=index: x[:, index], initial_state),
+        )
+
+
 def cut_at_episodes(
     batch: dict[str, Nested], state: State
 ) -> tuple[dict[str, Nested], State]:
-    """Cuts rollouts, so that each has steps of one episode only.
+    """Splits rollouts where episodes end, so that each part has steps of one episode.
 
-    A rollout in which episodes end becomes several, of T + 1 rows as before. Each keeps
-    the rows of one episode at their places. The other rows are zero, and their
-    observation is the episode's first one here, because zero may not be in the space.
-    If its episode ends, the row after the last step keeps the results of that step,
-    such as reward and done.
+    Each part still has T + 1 rows, and its steps keep their t. All other rows are
+    padding: zeros, but the observation repeats the part's first one, because zero may
+    not be in the space. The row after an episode's last step keeps the results of this
+    step, such as reward and done.
 
     Args:
       batch: rollouts [T + 1, B, ...].

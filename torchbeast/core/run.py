@@ -54,8 +54,8 @@ def keep_freed_memory() -> None:
 class Run:
     """A training run from its first log line to its exit status.
 
-    On exit every thread has stopped, a checkpoint is saved if there is something new
-    and valid to save, `stack` is closed, and meta.json is final. An exception in the
+    On exit it stops the threads, saves a checkpoint if there is something new and valid
+    to save, closes `stack` and completes meta.json. An exception in the
     body or in a thread ends the run: it is logged, and the exit status is 1.
 
     `wake` and `log` are thread-safe. `updating` is for learner threads. All other
@@ -154,7 +154,7 @@ class Run:
         return not (may_stop and (finished or interrupted))
 
     def interrupted(self) -> bool:
-        """Whether a stop signal has come. Forgets what woke the main thread.
+        """Returns whether a stop signal has come. Logs it and empties the wake-up pipe.
 
         Raises:
           BaseException: the first exception of a thread.
@@ -214,8 +214,9 @@ class Run:
     def updating(self) -> Iterator[bool]:
         """Surrounds the learning from a batch; only one thread at a time can be inside.
 
-        Yields whether the batch is wanted. If it is, the caller learns, publishes the
-        weights and calls `log`.
+        Yields True: then the caller learns, publishes the weights and calls `log`. Or
+        False, if the run is complete or the weights are not finite: then it drops the
+        batch.
         """
         learner = self.learner
         with self._lock:
@@ -264,7 +265,7 @@ class Run:
         return self.flags.checkpoint_history * step // self.flags.total_steps
 
     def copy_weights(self) -> tuple[int, dict[str, torch.Tensor]] | None:
-        """The present step and a copy of the weights; None while an update hangs."""
+        """The present step and a copy of the weights; None if an update is going on."""
         if not self._lock.acquire(timeout=1.0):
             return None
         try:

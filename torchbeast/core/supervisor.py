@@ -24,7 +24,8 @@ HEALTHY_SECONDS = 10.0  # after this time since it was ready a crash no longer c
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before a restart
 REPEAT_SECONDS = 60.0  # between equal log lines
 SIGN_SECONDS = 5.0  # between two signs of life of a server
-# Without a sign of life, a server is killed after this, or --actor_timeout if longer.
+# Without a sign of life, a server is killed after this. If it was started together with
+# the learner, its --actor_timeout counts if it is longer.
 SILENT_SECONDS = 300.0
 
 
@@ -75,9 +76,6 @@ class Servers:
           ServerError: a server can't start, or crashes again and again.
         """
         now = time.monotonic()
-        if now - self.watched > self.silent_seconds / 2:  # all were suspended
-            self.heard = [now] * len(self.heard)
-        self.watched = now
         for index, process in enumerate(self.processes):
             if process is None:
                 if now >= self.due[index]:
@@ -90,6 +88,10 @@ class Servers:
         objects += [self.processes[i].sentinel for i in alive]
         objects += [self.pipes[i] for i in alive]
         connection.wait(objects, timeout)
+        now = time.monotonic()
+        if now - self.watched > self.silent_seconds / 2:  # all were suspended
+            self.heard = [now] * len(self.heard)
+        self.watched = now
         for index in alive:
             self._check(index)
 
@@ -199,12 +201,12 @@ class SharedPipe:
         with self.lock, contextlib.suppress(OSError):
             self.pipe.send((kind, *rest))
 
-    def give_signs_of_life(self) -> None:
+    def give_signs_of_life(self, every: float = SIGN_SECONDS) -> None:
         """Starts a thread. It needs Python's lock, as all streams of a server do."""
 
         def work() -> None:
             while True:
-                time.sleep(SIGN_SECONDS)
+                time.sleep(every)
                 self.send("alive")
 
         threading.Thread(target=work, daemon=True).start()
