@@ -72,7 +72,8 @@ def test_dict_of_image_and_vectors(tmp_path):
     state, games = train_and_test(
         tmp_path, num_games=4, env="environments:GridWorld", use_lstm=True
     )
-    assert state["vector.layers.0.weight"].shape[1] == 2 + 2  # position and one-hot moved
+    weight = state["vector.layers.0.weight"]
+    assert weight.shape[1] == 2 + 2  # position and one-hot moved
     for value, steps in games:
         arrived = value > 0
         assert steps <= 30
@@ -101,7 +102,8 @@ def test_continuous_actions(tmp_path):
 
 def test_tuple_observation_and_actions_from_one(tmp_path):
     state, games = train_and_test(tmp_path, num_games=3, env="environments:Recall")
-    assert state["vector.layers.0.weight"].shape[1] == 4 + 4  # one-hot digit, steps left
+    weight = state["vector.layers.0.weight"]
+    assert weight.shape[1] == 4 + 4  # one-hot digit, steps left
     assert state["policy.weight"].shape[0] == 3
     for value, steps in games:
         assert steps == 4
