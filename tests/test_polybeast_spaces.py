@@ -163,7 +163,7 @@ def test_the_bottleneck(seconds, limit):
 def test_fields_that_other_languages_leave_out():
     space = spaces.Box(0, 9, (2,), np.float64)
     distribution = make_distribution(spaces.MultiDiscrete([3, 4]))
-    spec = rollout.environment_spec(space, distribution)
+    spec = rollout.env_fields(space, distribution)
     done = torch.tensor([[True, False, False]])
     step = torch.tensor([[5, 1, 2]])
     returns = torch.tensor([[1.5, 0.0, 2.0]])

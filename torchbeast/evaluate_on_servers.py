@@ -176,14 +176,14 @@ def _answer(
       E: environments per stream; n is a multiple of it.
     """
     scorer = Scorer(numbers)
-    env_spec = rollout.environment_spec(model.observation_space, model.distribution)
+    env_fields = rollout.env_fields(model.observation_space, model.distribution)
     generator = torch.Generator()
     generator.manual_seed(derive_seed(flags.seed, TEST_STREAM))
     sample = functools.partial(model.distribution.sample, generator=generator)
     choose = model.distribution.mode if flags.greedy else sample
     for batch in streams.batcher:
         row, (*state, envs) = batch.get_inputs()
-        row, envs = as_stored(row, env_spec), envs.clone()
+        row, envs = as_stored(row, env_fields), envs.clone()
         for begin in range(0, envs.shape[1], E):  # one stream after the other
             part = slice(begin, begin + E)
             names = ("truncated", "done", "game_over", "game_return", "game_step")

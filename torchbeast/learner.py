@@ -401,9 +401,16 @@ def learn(
         if mixer:
             mixer.carry_states(learner.model)
     learner.scheduler.step()
+    columns = count_batch(learner, batch, updated=ready)
+    return join_columns(columns, scalars, {"learning_rate": learning_rate})
 
+
+def count_batch(
+    learner: Learner, batch: dict[str, Nested], updated: bool
+) -> dict[str, Any]:
+    """Adds a batch to the learner's counters. Returns columns for logs.csv."""
     # Updates between the weights that acted and the weights before the last update.
-    newest = learner.num_updates - 1 if ready else learner.num_updates
+    newest = learner.num_updates - 1 if updated else learner.num_updates
     acted_with = batch["policy_version"][:-1].float().mean().item()
     learner.policy_lag = newest - acted_with
     learner.step += batch["reward"][1:].numel()
@@ -415,19 +422,15 @@ def learn(
     means = {
         f"mean_{name}": statistics.fmean(x) if x else None for name, x in ends.items()
     }
-    before = {
+    return {
         "step": learner.step,
         "frames": learner.step * learner.env_spec.frames_per_step,
         "sps": learner.sps(),
-    }
-    after = {
         "policy_lag": learner.policy_lag,
         "env_warnings": batch["env_warnings"][1:].sum().item(),
-        **(mixer.columns(learner.step) if mixer else {}),
+        **(learner.mixer.columns(learner.step) if learner.mixer else {}),
         **means,
         "mean_game_return_100": learner.mean_return(GAMES_LOGGED),
         "episodes": learner.episodes,
         "games": learner.games,
-        "learning_rate": learning_rate,
     }
-    return join_columns(before, scalars, after)

@@ -102,7 +102,7 @@ def act(
 
     # NumPy writes to several slots at once, much faster than torch.
     slot_rows = map_nested(torch.Tensor.numpy, buffers["rows"])
-    num_updates = 0  # the version of the weights
+    policy_version = 0  # number of updates of the weights
     row: dict[str, Nested] | None = None  # the newest row [E, ...]
     state_before: State = ()  # recurrent state before the newest row
     state: State = ()  # recurrent state after it
@@ -117,7 +117,7 @@ def act(
             to_tensors(env_row),
             state,
             sample,
-            num_updates,
+            policy_version,
             None if final is None else to_tensors(final),
         )
         agent_row = map_nested(lambda x: x.squeeze(0).numpy(), outputs)  # [E, ...]
@@ -136,7 +136,7 @@ def act(
         if "globals" in old:  # older checkpoints lack them
             checkpoint.set_rng_state(old["globals"])
         row = map_nested(torch.Tensor.numpy, old["row"])
-        num_updates = old["num_updates"]
+        policy_version = old["policy_version"]
         state_before, state = old["state_before"], old["state"]
 
     while True:
@@ -149,14 +149,14 @@ def act(
                 "generator": generator.get_state(),
                 "globals": checkpoint.rng_state(),
                 "row": map_nested(torch.from_numpy, row),
-                "num_updates": num_updates,
+                "policy_version": policy_version,
                 "state_before": state_before,
                 "state": state,
             }
             # As bytes: pipes send tensors through shared memory, which may be full.
             pipe.send(("saved", pickle.dumps(current)))
             continue
-        slots, bank, num_updates = arguments
+        slots, bank, policy_version = arguments
         weights.load_into(model, bank)
         pipe.send(("loaded", bank))
         if row is None:
@@ -267,8 +267,9 @@ def train(start: resume.Start) -> int:
         actors = actors_class(act, actor_flags, buffers, weights, saved)
         run.stack.callback(log_timings, run, actors)  # at the end, after close
         run.stack.callback(actors.close)
+        run.on_stop(stop_learning)
         for i in range(1 if flags.sync else flags.num_learner_threads):
-            run.start_thread(f"learner-{i}", learn_from_batches, stop_learning)
+            run.start_thread(f"learner-{i}", learn_from_batches)
 
         def more_to_save() -> dict[str, Any]:
             return {"actors": actors.save()} if flags.sync else {}

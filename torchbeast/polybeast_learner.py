@@ -71,7 +71,7 @@ LISTENING_STREAMS = 4  # default of --num_actors with --listen
 def infer(
     streams: Streams,
     models: ActingModels,
-    env_spec: dict[str, Nested],
+    env_fields: dict[str, Nested],
     device: torch.device,
     generator: torch.Generator,
     barrier: SyncBarrier | None,
@@ -79,7 +79,7 @@ def infer(
     """An inference thread: answers batches [1, n, ...] until the batcher is closed.
 
     Args:
-      env_spec: fields of a row from the environments, see core/rollout.py.
+      env_fields: fields of a row from the environments, see core/rollout.py.
       barrier: with --sync, makes streams and learner alternate.
     """
 
@@ -96,10 +96,10 @@ def infer(
     for batch in streams.batcher:
         timings.time("wait")
         row, state = to_device(batch.get_inputs())
-        row = as_stored(row, env_spec)
+        row = as_stored(row, env_fields)
         if barrier:
             barrier.wait_for_turn(row_number)
-        bank, num_updates = models.acquire()
+        bank, policy_version = models.acquire()
         net = models.nets[bank]
         choose: Any = functools.partial(net.distribution.sample, generator=generator)
         # The pool also asks for the value of a truncated episode's last observation. It
@@ -108,7 +108,7 @@ def infer(
             choose = net.distribution.mode
         else:
             row_number += 1
-        outputs, state = act_step(net, row, state, choose, num_updates)
+        outputs, state = act_step(net, row, state, choose, policy_version)
         batch.set_outputs(map_nested(torch.Tensor.cpu, (outputs, tuple(state))))
         models.release(bank)
         timings.time("infer")
@@ -165,7 +165,7 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
     except BaseException:
         envs.close()
         raise
-    env_spec = rollout.environment_spec(
+    env_fields = rollout.env_fields(
         learner.env_spec.observation_space, learner.model.distribution
     )
     device = devices.actor_device(flags)
@@ -186,7 +186,7 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
         updates.
         """
         rows, initial_state = rollouts
-        rows = as_stored(rows, env_spec)
+        rows = as_stored(rows, env_fields)
         for begin in range(0, rows["done"].shape[1], B):
 
             def part(x: torch.Tensor, begin: int = begin) -> torch.Tensor:
@@ -251,8 +251,9 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
         )
         run.stack.callback(envs.close)
         run.stack.callback(envs.report, all_streams)
+        run.on_stop(stop)
         for i, streams in enumerate(all_streams):
-            run.start_thread(f"pool-{i}", streams.pool.run, stop)
+            run.start_thread(f"pool-{i}", streams.pool.run)
         # A resumed run gets new random numbers, except with --sync.
         start_step = () if flags.sync else (learner.step,)
         for i in range(len(all_streams) if flags.sync else flags.num_inference_threads):
@@ -262,15 +263,15 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
                 infer,
                 all_streams[i % len(all_streams)],
                 models,
-                env_spec,
+                env_fields,
                 device,
                 generator,
                 barrier,
             )
-            run.start_thread(f"inference-{i}", inference, stop)
+            run.start_thread(f"inference-{i}", inference)
         for i in range(1 if flags.sync else flags.num_learner_threads):
             work = learn_in_rounds if flags.sync else learn_from_queue
-            run.start_thread(f"learner-{i}", work, stop)
+            run.start_thread(f"learner-{i}", work)
 
         evaluator = Evaluator(run)
         reported, reported_at = counts(), time.monotonic()

@@ -40,16 +40,16 @@ def act_step(
     env_row: dict[str, Nested],
     state: State,
     choose: Choose,
-    num_updates: int = 0,
+    policy_version: int = 0,
     final_observation: Nested = None,
 ) -> tuple[dict[str, Nested], State]:
     """One decision for n environments.
 
     Args:
-      env_row: environment outputs [1, n, ...], see rollout.environment_spec.
+      env_row: environment outputs [1, n, ...], see rollout.env_fields.
       state: the recurrent state before the row.
       choose: maps policy logits [1, n, P] to actions [1, n, ...].
-      num_updates: the version of the model's weights.
+      policy_version: the version of the model's weights.
       final_observation: if this step truncated episodes, their real last observations
         [1, n, ...], of which those with env_row["truncated"] are valid; else None.
 
@@ -71,7 +71,7 @@ def act_step(
         )
     outputs["action"] = choose(outputs["policy_logits"])
     outputs["truncation_value"] = truncation_value
-    outputs["policy_version"] = torch.full(env_row["done"].shape, num_updates)
+    outputs["policy_version"] = torch.full(env_row["done"].shape, policy_version)
     return outputs, next_state
 
 
@@ -87,7 +87,7 @@ def row_spec(model: Net) -> dict[str, Nested]:
     was_training = model.training
     model.eval()  # draw no random numbers
     spaces = model.observation_space, model.distribution
-    environment = rollout.environment_spec(*spaces)
+    environment = rollout.env_fields(*spaces)
     device = next(model.parameters()).device
     row = map_nested(lambda x: x.to(device), rollout.example_rows(*spaces))
     outputs, _ = act_step(model, row, model.initial_state(1), model.distribution.mode)
@@ -123,23 +123,23 @@ class Weights:
         self._readers: collections.Counter[int] = collections.Counter()
         self._lock = threading.Lock()  # between threads of this process
 
-    def publish(self, model: torch.nn.Module, num_updates: int) -> bool:
+    def publish(self, model: torch.nn.Module, policy_version: int) -> bool:
         """Publishes the model's weights; False if all other banks are in use."""
         with self._lock:
             for bank in range(self.NUM_BANKS):
                 if bank != self._newest[0] and not self._readers[bank]:
                     for name, x in model.state_dict().items():
                         self.banks[bank][name].copy_(x)
-                    self._newest = bank, num_updates
+                    self._newest = bank, policy_version
                     return True
         return False
 
     def acquire(self) -> tuple[int, int]:
         """Returns the newest bank and its number of updates; `publish` spares it."""
         with self._lock:
-            bank, num_updates = self._newest
+            bank, policy_version = self._newest
             self._readers[bank] += 1
-            return bank, num_updates
+            return bank, policy_version
 
     def release(self, bank: int) -> None:
         with self._lock:

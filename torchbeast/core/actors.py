@@ -106,8 +106,8 @@ class Actors:
 
     Each actor has its own pipe. Commands to an actor, and its replies:
 
-        ("unroll", slots, bank, num_updates)  ("loaded", bank), ("done", slots, timings)
-        ("save",)                             ("saved", state)
+        ("unroll", slots, bank, version)    ("loaded", bank), ("done", slots, timings)
+        ("save",)                           ("saved", state)
 
     An actor also sends ("warning", key, message) and ("error", traceback). The learner
     waits on all pipes and all processes at once, so that it sees at once if one dies.

@@ -288,7 +288,7 @@ def usable(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
             f"{num_bytes:,} bytes (--unroll_length {flags.unroll_length}), at most "
             f"{MAX_ROLLOUT_BYTES:,} are allowed"
         )
-    spec = rollout.environment_spec(env.observation_space, distribution)
+    spec = rollout.env_fields(env.observation_space, distribution)
     for name, field in found["extra_fields"].items():
         if name in rollout.REPLAY_FIELDS:
             raise FlagError(

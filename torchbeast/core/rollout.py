@@ -80,7 +80,7 @@ def observation_spec(space: spaces.Space) -> Nested:
     )
 
 
-def environment_spec(
+def env_fields(
     observation_space: spaces.Space, distribution: ActionDistribution
 ) -> dict[str, Nested]:
     """The fields of a row that come from the environment, without [T, B]."""
@@ -115,7 +115,7 @@ def example_rows(
         start = torch.as_tensor(getattr(leaf, "start", 0))  # of integers
         return zeros(observation_spec(leaf)) + start
 
-    rows = map_nested(zeros, environment_spec(observation_space, distribution))
+    rows = map_nested(zeros, env_fields(observation_space, distribution))
     return {**rows, "observation": map_space(lowest, observation_space)}
 
 

@@ -1,7 +1,8 @@
 """Files, signals, threads and checkpoints around the loop of a training run.
 
     with Run(start, learner) as run:
-        run.start_thread("learner-0", work, stop)
+        run.on_stop(stop)
+        run.start_thread("learner-0", work)
         while run.going():
             ...  # at most a second
     return run.exit_status
@@ -188,14 +189,12 @@ class Run:
 
     # --- Threads and updates
 
-    def start_thread(
-        self, name: str, work: Callable[[], None], stop: Callable[[], None]
-    ) -> None:
-        """Starts a thread. An exception in it ends the run.
+    def on_stop(self, stop: Callable[[], None]) -> None:
+        """`stop`, called at the end, makes threads return soon, but does not wait."""
+        self._stop_threads.append(stop)
 
-        Args:
-          stop: makes `work` return soon, but does not wait for it.
-        """
+    def start_thread(self, name: str, work: Callable[[], None]) -> None:
+        """Starts a thread. An exception in it ends the run."""
 
         def guarded() -> None:
             try:
@@ -207,7 +206,6 @@ class Run:
 
         thread = threading.Thread(target=guarded, name=name, daemon=True)
         self._threads.append(thread)
-        self._stop_threads.append(stop)
         thread.start()
 
     @contextlib.contextmanager
