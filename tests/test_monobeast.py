@@ -93,6 +93,16 @@ def test_stopped_and_resumed_equals_not_stopped(savedir, env, use_lstm):
         assert torch.equal(tensor, weights[1][name]), name
 
 
+def test_sync_resumes_in_the_middle_of_games_that_use_autograd(savedir, monkeypatch):
+    monkeypatch.setenv("DRAWN_IN", str(savedir))
+    flags = {**SYNC, "env": "faulty:UsesTorch", "total_steps": 300}
+    runs.run(savedir, "a", **flags)
+    assert "Resuming at step 300" in runs.run(
+        savedir, "a", **flags | {"total_steps": 600}
+    )
+    assert int(runs.read_logs(savedir, "a")[-1]["step"]) == 600
+
+
 def test_sync_saves_only_what_there_is(savedir):
     """No actor is asked for its games before it has begun them."""
     output = runs.run(savedir, "a", **SYNC, checkpoint_interval=0)
