@@ -518,3 +518,37 @@ def test_bf16_learns_in_fp32():
     for name, parameter in net.named_parameters():
         assert parameter.dtype == parameter.grad.dtype == torch.float32
         assert parameter.grad.any(), name
+
+
+@pytest.mark.parametrize(
+    ("observation", "use_lstm", "shared"),
+    [("vector", False, False), ("vector", True, True), ("nested", False, True)],
+)
+def test_the_values_of_vectors_have_an_mlp_of_their_own(observation, use_lstm, shared):
+    space, action_space = OBSERVATION_SPACES[observation], ACTION_SPACES["discrete"]
+    net = Net(space, action_space, use_lstm=use_lstm)
+    rows = make_rows(space, action_space)
+    outputs, _ = net(rows, net.initial_state(B))
+    outputs["baseline"].sum().backward(retain_graph=True)
+    moved = {name for name, x in net.named_parameters() if x.grad is not None}
+    net.zero_grad()
+    outputs["policy_logits"].sum().backward()
+    moved &= {name for name, x in net.named_parameters() if x.grad is not None}
+    assert bool(moved) == shared
+
+
+@pytest.mark.parametrize(
+    ("space", "normalize", "has_tanh"),
+    [
+        (VECTOR, True, True),
+        (VECTOR, False, False),
+        (spaces.Box(0, 255, (4,), np.uint8), True, False),
+        (spaces.Dict({"a": VECTOR, "b": spaces.Box(0, 1, (4,), np.int8)}), True, True),
+        (spaces.Dict({"a": VECTOR, "b": spaces.Discrete(300)}), True, True),
+    ],
+)
+def test_tanh_is_for_small_numbers(space, normalize, has_tanh):
+    net = Net(space, ACTION_SPACES["discrete"], normalize_observations=normalize)
+    kinds = {type(module) for module in net.modules()}
+    assert (torch.nn.Tanh in kinds) == has_tanh
+    assert (torch.nn.ReLU in kinds) != has_tanh

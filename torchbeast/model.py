@@ -24,6 +24,7 @@ from torchbeast.core.nested import map_nested
 from torchbeast.core.observations import (
     flatten_leaf,
     has_channels_last,
+    has_integers_above,
     image_size,
     is_image,
     iterate_observation,
@@ -121,9 +122,9 @@ class VectorEncoder(nn.Module):
       torso: a name in MLP_SIZES.
       normalize: normalize parts of floats by their running moments.
 
-    The activation function is tanh if all numbers are small, and else ReLU, because
-    large ones saturate tanh. For continuous control tanh is better, and so is an MLP
-    for the values alone (Andrychowicz et al. 2021, "What Matters for On-Policy Deep
+    With `normalize` the activation function is tanh, unless integers are large, which
+    saturate tanh; else it is ReLU. For continuous control tanh is better, and so is an
+    MLP for the values alone (Andrychowicz et al. 2021, "What Matters for On-Policy Deep
     Actor-Critic Methods?").
     """
 
@@ -143,10 +144,7 @@ class VectorEncoder(nn.Module):
         ]
         is_float = torch.tensor(np.concatenate(floats))
         self.register_buffer("is_float", is_float, persistent=False)
-        small = normalize and not any(
-            isinstance(part, spaces.Box) and not np.issubdtype(part.dtype, np.floating)
-            for part in parts
-        )
+        small = normalize and not any(has_integers_above(CLIP, part) for part in parts)
         layers: list[nn.Module] = []
         for hidden in MLP_SIZES[torso]:
             layers += [nn.Linear(size, hidden), nn.Tanh() if small else nn.ReLU()]
@@ -322,7 +320,8 @@ class Net(nn.Module):
         """The input of the core: features [T * B, D] float32 of rows [T, B, ...].
 
         Args:
-          vector: encodes what is not an image; by default self.vector.
+          vector: encodes what is not an image: self.vector, or for the values
+            self.value_vector, if there is one.
 
         To encode the parts of a Dict observation yourself, use their names, such as
         `rows["observation"]["map"]`. D follows from what this returns.

@@ -136,7 +136,7 @@ def act(
         if "globals" in old:  # older checkpoints lack them
             checkpoint.set_rng_state(old["globals"])
         row = map_nested(torch.Tensor.numpy, old["row"])
-        policy_version = old["policy_version"]
+        policy_version = old.get("policy_version", old.get("num_updates"))  # older
         state_before, state = old["state_before"], old["state"]
 
     while True:

@@ -212,7 +212,8 @@ def check_fit(found: dict[str, Any], model: torch.nn.Module) -> None:
         raise CheckpointError(
             "the checkpoint's weights don't fit the model that the flags and the "
             f"environment's spaces define: {_some(differences)}. Give the --env, "
-            "--model and --use_lstm of the checkpoint, or another --xpid"
+            "--model and --use_lstm of the checkpoint, or another --xpid. If an older "
+            "version saved it, use the commit in its meta.json"
         )
 
 
@@ -240,7 +241,7 @@ def take_over(place: str, savedir: str, model: torch.nn.Module) -> None:
         if name in wanted and wanted[name].shape == x.shape
     }
     differences = _differences(found, model)
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, RunningMoments):
             parts = {f"{name}.{part}" for part in module.state_dict()}
             if not parts <= fitting.keys():  # a count without its mean is wrong

@@ -134,7 +134,8 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--normalize_observations",
         action=toggle,
         default=False,
-        help="scale float observations, but not images, by running mean and deviation",
+        help="scale float observations, but not images, by running mean and deviation; "
+        "their MLPs then have tanh instead of ReLU",
     )
     add(
         "--precision",
@@ -148,8 +149,8 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--num_actors",
         type=int,
         default=2,
-        help="actor processes; PolyBeast: streams (there the default is 4, or one per "
-        "address of --server_addresses)",
+        help="actor processes; PolyBeast: streams (default: 4, or one per server of "
+        "--num_servers or --server_addresses)",
     )
     add("--batch_size", type=int, default=4, help="rollouts per learner batch")
     add("--unroll_length", type=int, default=20, help="steps per rollout")

@@ -88,3 +88,11 @@ def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
     if isinstance(space, spaces.Box) and space.dtype == np.uint8:
         return x / upper_bound(space)  # as images
     return x
+
+
+def has_integers_above(limit: float, leaf: spaces.Space) -> bool:
+    """Whether integers of a Box may be larger than `limit`, or smaller than -limit."""
+    if not isinstance(leaf, spaces.Box) or np.issubdtype(leaf.dtype, np.floating):
+        return False
+    bounds = np.abs([leaf.low.astype(np.float64), leaf.high.astype(np.float64)])
+    return bool(bounds.max(initial=0) > limit)

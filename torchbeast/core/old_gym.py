@@ -1,6 +1,7 @@
 """Environments of the old Gym API, adapted to Gymnasium."""
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from torchbeast.core.env_checks import (
     UnsupportedSpaceError,
     describe,
 )
+
+log = logging.getLogger(__name__)
 
 
 def takes(function: Callable, parameter: str, keywords: bool = False) -> bool:
@@ -35,7 +38,14 @@ def has_old_api(env: Any) -> bool:
     if not takes(inner, "seed"):  # **kwargs: it may pass them on to an old one
         try:
             env.reset(seed=0)
-        except Exception:  # another fault shows again at the next reset
+        except TypeError:
+            return True
+        except Exception as error:
+            log.warning(
+                "%s: reset(seed=0) raised %s: %s. It is taken for one of the old Gym "
+                "API, and gets no seed unless it has seed().",
+                *(type(env.unwrapped).__name__, type(error).__name__, error),
+            )
             return True
     return not _is_observation_and_info(env.reset(), env.observation_space)
 

@@ -263,7 +263,7 @@ class Run:
         return self.flags.checkpoint_history * step // self.flags.total_steps
 
     def copy_weights(self) -> tuple[int, dict[str, torch.Tensor]] | None:
-        """The present step and a copy of the weights; None if an update is going on."""
+        """The present step and a copy of the weights; None if an update is too slow."""
         if not self._lock.acquire(timeout=1.0):
             return None
         try:
