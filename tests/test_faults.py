@@ -393,7 +393,7 @@ def test_shared_memory_is_too_small(start):
         )
         weights.wait_for_end(1, 2 * END_SECONDS)
         weights.assert_error(
-            *("SharedMemoryError", "3 copies of the model's weights need 0.2 MiB"),
+            *("SharedMemoryError", "3 copies of the model's weights need 0.4 MiB"),
             *("/dev/shm has 0.1 MiB", "a smaller --model"),
         )
         assert not weights.path.exists()
