@@ -159,7 +159,7 @@ def test_another_optimizer_and_schedule(tmp_path):
     assert {"exp_avg", "exp_avg_sq"} <= moments.keys()  # of AdamW
 
 
-# Random play opens the lock in one of 65,536 episodes. These runs have at most 12,000.
+# Random play opens the lock in one of 65,536 episodes. These runs have about 12,000.
 LOCK = {
     **QUICK_LEARNING,
     "env": "environments:CombinationLock",

@@ -136,7 +136,8 @@ def act(
         if "globals" in old:  # older checkpoints lack them
             checkpoint.set_rng_state(old["globals"])
         row = map_nested(torch.Tensor.numpy, old["row"])
-        policy_version = old.get("policy_version", old.get("num_updates"))  # older
+        # Older checkpoints name it num_updates.
+        policy_version = old.get("policy_version", old.get("num_updates"))
         state_before, state = old["state_before"], old["state"]
 
     while True:

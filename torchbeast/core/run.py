@@ -56,8 +56,8 @@ class Run:
     """A training run from its first log line to its exit status.
 
     On exit it stops the threads, saves a checkpoint if there is something new and valid
-    to save, closes `stack` and completes meta.json. An exception in the
-    body or in a thread ends the run: it is logged, and the exit status is 1.
+    to save, closes `stack` and completes meta.json. An exception in the body or in a
+    thread ends the run: it is logged, and the exit status is 1.
 
     `wake` and `log` are thread-safe. `updating` is for learner threads. All other
     methods are for the main thread.
