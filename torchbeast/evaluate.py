@@ -103,7 +103,7 @@ def test(
 
     Args:
       model_state: state dict of the model.
-      play_games: plays them, unless they are to be seen.
+      play_games: plays the games. Not used with --video and --mode test_render.
     """
     started = time.monotonic()
     numbers = range(flags.num_test_episodes)

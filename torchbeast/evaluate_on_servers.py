@@ -119,24 +119,20 @@ def play_on_servers(
         model.load_state_dict(model_state)
         prepare_to_act(model)
         new_env = torch.zeros(1, 1, 1, dtype=torch.int64)
-        E = spec.num_envs
         streams = Streams(
             flags,
             envs.addresses,
             envs,
-            first_stream=0,
-            stream_stride=1,
+            spec,
             initial_state=(*model.initial_state(1), new_env),
-            batch_size=E,
-            envs_per_stream=E,
-            total_envs=E * flags.num_actors,
-            hello=spec.hello,
             acting_device=cpu,
             learning_device=cpu,
         )
         tasks: list[Callable[[], Any]] = [
             streams.pool.run,
-            functools.partial(_answer, flags, model, streams, E, numbers, results.put),
+            functools.partial(
+                _answer, flags, model, streams, spec.num_envs, numbers, results.put
+            ),
             functools.partial(collections.deque, streams.queue, 0),  # drops rollouts
         ]
         for work in tasks:
@@ -190,6 +186,7 @@ def _answer(
             of_stream = {name: row[name][:, part] for name in names}
             for game in scorer.add(of_stream, envs[0, part, 0]):
                 report(game)
-        scorer.replace_lost(flags.connect_timeout)
+        # A step may take --actor_timeout, and a lost stream the other to come back.
+        scorer.replace_lost(flags.actor_timeout + flags.connect_timeout)
         outputs, new_state = act_step(model, row, tuple(state), choose)
         batch.set_outputs((outputs, (*new_state, envs)))

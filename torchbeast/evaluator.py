@@ -162,13 +162,17 @@ class Evaluator:
             "Step %s: %d test games, mean return %.2f", f"{step:,}", len(result), mean
         )
         if mean > self._best and not self.flags.disable_checkpoint:
-            self._best = mean
             state = {
                 "model_state_dict": weights,
                 "flags": self.flags.as_dict(),
                 "stats": {"step": step, "eval_return": mean},
             }
-            checkpoint.save(self._path, state, keep_previous=False)
+            try:
+                checkpoint.save(self._path, state, keep_previous=False)
+            except checkpoint.CheckpointError as error:
+                log.warning("%s", error)
+            else:
+                self._best = mean
         return True
 
     def _give_up(self, why: str) -> None:

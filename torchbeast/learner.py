@@ -1,7 +1,7 @@
 """Learning: the loss, the optimizer and one update.
 
 Both variants use this file. Read it top to bottom: rewards_and_discounts, impala_loss,
-make_optimizer, Learner, update, minibatches, learn. V-trace is in core/vtrace.py, the
+make_optimizer, Learner, update, learn, count_batch. V-trace is in core/vtrace.py, the
 model in model.py.
 """
 
@@ -411,7 +411,7 @@ def count_batch(
     """Adds a batch to the learner's counters. Returns columns for logs.csv."""
     # Updates between the weights that acted and the weights before the last update.
     newest = learner.num_updates - 1 if updated else learner.num_updates
-    acted_with = batch["policy_version"][:-1].float().mean().item()
+    acted_with = batch["policy_version"][:-1].double().mean().item()
     learner.policy_lag = newest - acted_with
     learner.step += batch["reward"][1:].numel()
     learner.ticks.append((time.perf_counter(), learner.step))

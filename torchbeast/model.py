@@ -415,7 +415,7 @@ def make_model(
     action_space: spaces.Space,
     device: torch.device,
 ) -> Net:
-    """Makes the model of the flags. docs/forking.md says what another has to offer."""
+    """Makes the model of the flags. docs/forking.md lists what another model needs."""
     model = Net(
         observation_space,
         action_space,

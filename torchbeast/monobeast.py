@@ -302,7 +302,7 @@ def train(start: resume.Start) -> int:
             while len(filled) >= B:
                 batches.put([filled.popleft() for _ in range(B)])
             run.show(len(filled) + batches.qsize() * B, actors.num_steps())
-        if flags.sync:  # while the actors can still tell their state
+        if flags.sync:  # the actors still run: the checkpoint needs their state
             run.save(more_to_save)
         evaluator.finish()
     return run.exit_status
@@ -328,7 +328,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         *("--num_learner_threads", "--num_threads"),
-        dest="num_learner_threads",
         type=int,
         default=1,
         help="threads that gather batches; one at a time learns",

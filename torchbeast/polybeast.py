@@ -132,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torchbeast.core import flags as flags_lib
     from torchbeast.core import resume, script
     from torchbeast.evaluate import evaluate
+    from torchbeast.evaluate_on_servers import play_on_servers
 
     parser = make_parser()
     with script.reported() as outcome:
@@ -139,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with resume.begin(parser, argv, resolve_layout) as start:
                 outcome.status = 0 if start.is_finished() else train(start)
         else:
-            evaluate(parser, argv)
+            evaluate(parser, argv, play_on_servers)
     return outcome.status
 
 

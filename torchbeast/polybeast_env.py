@@ -312,13 +312,13 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--max_restarts",
         type=int,
         default=5,
-        help="give up after more crashes in a row; a crash 10 s after the server was "
-        "ready starts the count anew",
+        help="give up after more crashes in a row; a server that was ready for 10 s "
+        "starts the count anew",
     )
 
 
 def check_ports(flags: Flags) -> None:
-    """Raises FlagError if servers can't listen at --bind; gRPC gives no reason."""
+    """Raises FlagError if servers can't listen at --bind, before any is started."""
     for address in addresses(flags) if flags.bind else ():
         host, _, port = address.rpartition(":")
         problem: OSError | None = None
@@ -328,6 +328,8 @@ def check_ports(flags: Flags) -> None:
             )
         except OSError as error:
             raise FlagError(f"--bind {host}: {error.strerror}") from error
+        except UnicodeError as error:
+            raise FlagError(f"--bind {host}: not a host name: {error}") from error
         for family, kind, protocol, _, place in found:
             try:
                 with socket.socket(family, kind, protocol) as probe:
@@ -344,7 +346,7 @@ def check_ports(flags: Flags) -> None:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="PolyBeast's environment servers.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=declared_flags.HelpFormatter,
     )
     parser.add_argument(
         "--preset",

@@ -121,8 +121,6 @@ def make_streams(
     flags: Flags, learner: Learner, envs: RemoteEnvs, device: torch.device
 ) -> list[Streams]:
     """All streams share a pool, batcher and queue. With --sync each has its own."""
-    spec = learner.env_spec
-    E, B = spec.num_envs, flags.batch_size
     addresses = envs.addresses
     groups = [[address] for address in addresses] if flags.sync else [addresses]
     return [
@@ -130,13 +128,10 @@ def make_streams(
             flags,
             group,
             envs,
+            learner.env_spec,
+            initial_state=tuple(learner.model.initial_state(1)),
             first_stream=i,
             stream_stride=len(groups),
-            initial_state=tuple(learner.model.initial_state(1)),
-            batch_size=E if flags.sync else max(B, E),  # --sync: of one stream
-            envs_per_stream=E,
-            total_envs=(len(group) or flags.num_actors) * E,
-            hello=spec.hello,
             acting_device=device,
             learning_device=learner.device,
         )
@@ -148,7 +143,8 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
     """Trains until flags.total_steps or a stop signal. Returns the exit status.
 
     Args:
-      check_servers: called at least once per second; may raise to end the run.
+      check_servers: called about once per second, and before each server is asked for
+        its spaces; may raise to end the run.
     """
     flags = start.flags
     if devices.learner_device(flags).type == "cpu":
@@ -234,7 +230,7 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
     def counts() -> dict[str, float]:
         """Seconds and counts since the start, for prof.bottleneck."""
         sums = dict(queue_depth)
-        for name, seconds in run.timings.seconds.items():
+        for name, seconds in run.timings.seconds.copy().items():  # threads add some
             sums[f"learner_{name}"] = seconds
         for streams in all_streams:
             for name, x in streams.counts().items():

@@ -274,7 +274,7 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
     finished = sum(status == 0 for status in statuses.values())
     log.info("Finished: %d runs, in %s", finished, sweep.savedir)
     if stopped_by:
-        log.warning("The same command goes on with the others.")
+        log.warning("Give the same command again to continue with the other runs.")
         return 128 + stopped_by
     all_failed = search is not None and search.all_failed()
     return int(all_failed or finished < len(statuses))

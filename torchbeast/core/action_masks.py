@@ -1,7 +1,7 @@
 """Action masks: which actions are possible now.
 
-They are the part "action_mask" of a Dict observation, so every row has them, and
-model.py gives the other actions the probability 0.
+A mask is the part "action_mask" of a Dict observation, so every row has one. model.py
+gives the actions that it forbids the probability 0.
 """
 
 import math

@@ -75,12 +75,29 @@ def run_actor(
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck actor
     torch.set_num_threads(1)
     os.nice(5)  # the learner has priority
+    act_until_closed(act, flags, index, pipe, buffers, weights_memory, progress, saved)
+
+
+def act_until_closed(
+    act: Callable[..., None],
+    flags: Flags,
+    index: int,
+    pipe: connection.Connection,
+    *arguments: Any,
+) -> None:
+    """Makes an actor's environments and acts until the learner closes the pipe.
+
+    An exception goes to the learner as ("error", text).
+
+    Args:
+      arguments: further ones for `act`.
+    """
     seed_globals(flags.seed, index)
     try:
         env = Environment(flags, flags.envs_per_actor, index * flags.envs_per_actor)
         with contextlib.closing(env):
             env.on_warning = lambda *warning: pipe.send(("warning", *warning))
-            act(flags, index, env, pipe, buffers, weights_memory, progress, saved)
+            act(flags, index, env, pipe, *arguments)
     except BaseException as error:  # EOFError: the learner has closed the pipe
         # The send fails if the learner has exited or closed the pipe.
         with contextlib.suppress(OSError):

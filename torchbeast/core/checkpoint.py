@@ -82,7 +82,7 @@ def save(
             file.flush()
             os.fsync(file.fileno())  # before the old checkpoint is renamed
             if keep_previous and path.exists():
-                _keep_previous(path)
+                _link_or_copy(path, previous_path(path))
     except Exception as error:
         raise CheckpointError(
             f"Cannot save a checkpoint of {len(data):,} bytes to {path} "
@@ -104,15 +104,14 @@ def keep(path: pathlib.Path, step: int) -> None:
         raise CheckpointError(f"Can't keep {path} as {target.name}: {error}") from error
 
 
-def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a checkpoint. Verifies its checksums and runs no code from it.
 
     Args:
       path: a file written by `save`.
-      map_location: as for torch.load.
 
     Returns:
-      The saved state.
+      The saved state, on the CPU.
 
     Raises:
       CheckpointError: the file is missing, truncated, corrupted, or holds something
@@ -121,7 +120,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
     """
     path = pathlib.Path(path)
     try:
-        return _read_file(path, map_location)
+        return _read_file(path)
     except Exception as error:
         message = f"Cannot load the checkpoint {path}: {_reason(error)}"
     raise CheckpointError(f"{message} {_way_back(path)}")
@@ -317,12 +316,12 @@ def set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
 
 
-def _read_file(path: pathlib.Path, map_location: Any) -> dict[str, Any]:
+def _read_file(path: pathlib.Path, map_location: str = "cpu") -> dict[str, Any]:
     with path.open("rb") as file:
         return _read(file, map_location)
 
 
-def _read(file: BinaryIO | io.BytesIO, map_location: Any) -> dict[str, Any]:
+def _read(file: BinaryIO | io.BytesIO, map_location: str) -> dict[str, Any]:
     # torch.load does not verify checksums: a flipped bit would change a weight.
     with zipfile.ZipFile(file) as archive:
         if damaged := archive.testzip():
@@ -344,11 +343,6 @@ def _reason(error: Exception) -> str:
     if refused := re.search(r"GLOBAL ([\w.]+)", str(error)):
         return f"it refers to {refused[1]}, which is refused because it may run code."
     return f"{type(error).__name__}: {str(error).strip()}"
-
-
-def _keep_previous(path: pathlib.Path) -> None:
-    """Gives the checkpoint at `path` a second name, so that `path` can be replaced."""
-    _link_or_copy(path, previous_path(path))
 
 
 def _link_or_copy(path: pathlib.Path, target: pathlib.Path) -> None:

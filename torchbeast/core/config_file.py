@@ -21,7 +21,7 @@ def find(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
     """The command line that --config stands for; empty without this flag.
 
     Raises:
-      FlagError: the file can't be read, or has a flag that there is not.
+      FlagError: the file can't be read, or names an unknown flag.
     """
     if not any(action.dest == "config" for action in parser._actions):
         return []
@@ -66,7 +66,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
 def _flags_of_run(meta: Any) -> dict[str, Any]:
     if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
         raise ValueError("this is not the meta.json of a run: it has no args")
-    chosen_there = {*OF_ITS_RUN, *meta.get("flags_left_open", ())}  # and again here
+    chosen_there = {*OF_ITS_RUN, *meta.get("flags_left_open", ())}  # not here
     args = {**BEFORE_THE_FLAG_EXISTED, **meta["args"]}
     args["preset"] = current_name(args.get("preset"))
     return {k: v for k, v in args.items() if k not in chosen_there}

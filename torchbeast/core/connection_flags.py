@@ -128,8 +128,8 @@ def warn_of_clear_token(flags: argparse.Namespace, addresses: Sequence[str]) -> 
     tcp = [address for address in addresses if not address.startswith("unix:")]
     if tcp and flags.token_file and not uses_tls(flags):
         log.warning(
-            "The token of --token_file is sent to %s in clear text. Who reads the "
-            "network, or listens there first, gets it. Use TLS.",
+            "The token of --token_file is sent to %s in clear text. Anyone who can "
+            "read this traffic, or who listens there first, gets it. Use TLS.",
             ", ".join(dict.fromkeys(tcp)),
         )
 
@@ -138,11 +138,19 @@ def make_private_folder(pipes_basename: str) -> None:
     """Makes PRIVATE_FOLDER, if the sockets are in it.
 
     Raises:
-      FlagError: the folder belongs to another user.
+      FlagError: the folder can't be made, or it belongs to another user.
     """
     if not pipes_basename.startswith(f"unix:{PRIVATE_FOLDER}/"):
         return
-    os.makedirs(PRIVATE_FOLDER, mode=0o700, exist_ok=True)
+    try:
+        os.mkdir(PRIVATE_FOLDER, mode=0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise FlagError(
+            f"can't make the folder {PRIVATE_FOLDER} for the servers' sockets: "
+            f"{error.strerror}; give --pipes_basename unix:PATH with another path"
+        ) from error
     found = os.lstat(PRIVATE_FOLDER)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise FlagError(

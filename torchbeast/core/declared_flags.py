@@ -149,8 +149,8 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--num_actors",
         type=int,
         default=2,
-        help="actor processes; PolyBeast: streams (default: 4, or one per server of "
-        "--num_servers or --server_addresses)",
+        help="actor processes; in PolyBeast streams: one per server of --num_servers "
+        "or --server_addresses, else 4",
     )
     add("--batch_size", type=int, default=4, help="rollouts per learner batch")
     add("--unroll_length", type=int, default=20, help="steps per rollout")

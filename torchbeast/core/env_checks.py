@@ -1,7 +1,6 @@
-"""Checks of what environments return.
+"""Checks what environments return: from their first calls, and later from a sample.
 
-They check the first calls of reset() and step(), and later a sample. A value that can't
-be stored is an error. A value that may spoil training is a warning.
+A value that can't be stored is an error. A value that may spoil training is a warning.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ class InvalidEnvironmentError(UserError, ValueError):
 
 
 class UnsupportedSpaceError(UserError, ValueError):
-    """An observation space that buffers, or an action space that policies lack."""
+    """Buffers can't hold this observation space, or no policy has this action space."""
 
 
 class Checker:

@@ -19,14 +19,16 @@ def environment_settings(flags: argparse.Namespace) -> dict[str, str]:
     """The flags that determine the environments, as text: {name: value}.
 
     A learner refuses environments with other values. Flags for Atari are left out if
-    the environment is not an Atari game, and so are flags without a value.
+    the environment is not an Atari game, and so are flags without a value, or with
+    False where this means the same.
     """
     is_atari = atari_wrappers.atari_game(flags.env) is not None
-    return {
-        action.dest: _as_text(action, value)
-        for action in declared_flags.environment_flags(is_atari)
-        if (value := getattr(flags, action.dest)) is not None
-    }
+    settings = {}
+    for action in declared_flags.environment_flags(is_atari):
+        value = getattr(flags, action.dest)
+        if value is not None and not (value is False and action.default is None):
+            settings[action.dest] = _as_text(action, value)
+    return settings
 
 
 def _as_text(flag: argparse.Action, value: object) -> str:
@@ -68,7 +70,7 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
     if address.startswith("unix:") or not port.isdigit():
         return None
     host = host.strip("[]")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):  # UnicodeError: no host name
         for _ in range(2):  # a listener that just exits also closes, but only once
             plain = socket.create_connection((host, int(port)), CONNECT_SECONDS)
             with plain:

@@ -64,10 +64,8 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
         guardian.start(process)
         try:
             writer.close()
-            imports = "Its process was still importing packages"
-            _receive(process, reader, flags, START_SECONDS, imports)
-            slow = "If it needs that long, raise --actor_timeout"
-            spec = EnvSpec(*_receive(process, reader, flags, timeout, slow))
+            _receive(process, reader, flags, START_SECONDS, begun=False)
+            spec = EnvSpec(*_receive(process, reader, flags, timeout, begun=True))
             process.join(CLOSE_SECONDS)
             if process.is_alive():
                 log.warning(
@@ -80,14 +78,17 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
 
 
 def _receive(
-    process: Any, reader: Any, flags: Flags, timeout: float, advice: str
+    process: Any, reader: Any, flags: Flags, timeout: float, begun: bool
 ) -> tuple:
     ready = connection.wait([reader, process.sentinel], timeout)
     if not ready:
+        text = f"{flags.env} was not made within {timeout:g} s. "
+        if not begun:
+            raise processes.ProcessError(text + "Its process still imports packages")
         print_stack(process.pid)
         raise processes.ProcessError(
-            f"{flags.env} was not made within {timeout:g} s. Its stack is printed "
-            f"above. {advice}"
+            text + "If its process could print its stack, it is above. If it needs "
+            "that long, raise --actor_timeout"
         )
     who = f"the process that made an environment of {flags.env}"
     kind, *rest = processes.receive(process, reader, who)

@@ -276,7 +276,7 @@ def read_meta(folder: pathlib.Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        log.warning("%s is damaged, so a new one is written: %s", path, error)
+        log.warning("%s is damaged and is ignored: %s", path, error)
         return {}
 
 

@@ -243,8 +243,8 @@ def resolve(flags: Flags) -> Flags:
         )
     if flags.replay_ratio and flags.sync and not flags.disable_checkpoint:
         raise FlagError(
-            "--sync resumes exactly, but a checkpoint does not have what the replay "
-            "goes on with: add --disable_checkpoint, or leave out --sync"
+            "--sync resumes exactly, but a checkpoint lacks the replay's contents: add "
+            "--disable_checkpoint, or leave out --sync"
         )
     if flags.batch_size % flags.minibatches:
         raise FlagError(

@@ -29,7 +29,7 @@ STOPPED = {sign for n in processes.STOP_SIGNALS for sign in (128 + n, -n)}
 
 
 class OtherRunError(FlagError):
-    """The folder of a run has one with other flags."""
+    """The folder already has a run with other flags."""
 
 
 class Job(NamedTuple):

@@ -22,6 +22,7 @@ from torchbeast.core.env_checks import (
     UnsupportedSpaceError,
     check_interface,
     describe,
+    leaves_of,
     raised_by_call,
 )
 from torchbeast.core.errors import UserError
@@ -285,21 +286,16 @@ def call_signature_error(
     return None
 
 
-def check_observation_space(space: spaces.Space, place: str = "observation") -> None:
+def check_observation_space(space: spaces.Space) -> None:
     """Raises UnsupportedSpaceError unless buffers can hold observations of `space`."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        children = (
-            space.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        )
-        for key, child in children:
-            check_observation_space(child, f"{place}[{key!r}]")
-    elif not isinstance(space, _ELEMENTARY_SPACES):
-        raise UnsupportedSpaceError(
-            f"{place} has the unsupported space {space}; allowed are Box, Discrete, "
-            "MultiDiscrete, MultiBinary, and Dict and Tuple of those. Wrap the "
-            "environment in a gymnasium.ObservationWrapper; docs/environments.md "
-            "shows how."
-        )
+    for place, leaf in leaves_of(space):
+        if not isinstance(leaf, _ELEMENTARY_SPACES):
+            raise UnsupportedSpaceError(
+                f"{place} has the unsupported space {leaf}; allowed are Box, Discrete, "
+                "MultiDiscrete, MultiBinary, and Dict and Tuple of those. Wrap the "
+                "environment in a gymnasium.ObservationWrapper; docs/environments.md "
+                "shows how."
+            )
 
 
 def check_action_space(space: spaces.Space) -> None:

@@ -40,8 +40,8 @@ class Mixer:
     def add(self, batch: dict[str, Nested], step: int) -> bool:
         """Stores a batch. Returns whether the learner may learn.
 
-        It may from learn_start steps on. A replay that was full is enough, too, because
-        unfinished episodes may keep it below learn_start.
+        It may when the replay has learn_start steps, or has been full once: unfinished
+        episodes may keep it below learn_start.
 
         Raises:
           FloatingPointError: the batch has values that no loss can use. It is not
@@ -60,7 +60,7 @@ class Mixer:
         return self._started and self.replay.size > 0
 
     def _is_usable(self, rows: dict[str, Nested]) -> bool:
-        """Whether no update from these rows makes a NaN at once."""
+        """Whether the rows have no value that would make the loss NaN."""
         observations = [x for x in flatten(rows["observation"]) if x.dtype.kind == "f"]
         no_nan = [rows["policy_logits"], rows["truncation_value"]]  # -inf: masked
         finite: list[np.ndarray] = []

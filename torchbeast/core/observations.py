@@ -80,7 +80,8 @@ def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
     if isinstance(space, spaces.Discrete):
         return F.one_hot(x.long() - int(space.start), int(space.n)).float()
     if isinstance(space, spaces.MultiDiscrete):
-        digits = (x.long() - torch.as_tensor(space.start, device=x.device)).flatten(1)
+        start = torch.as_tensor(np.asarray(space.start, np.int64), device=x.device)
+        digits = (x.long() - start).flatten(1)
         sizes = space.nvec.flatten().tolist()
         parts = [F.one_hot(d, n) for d, n in zip(digits.unbind(1), sizes, strict=True)]
         return torch.cat(parts, dim=-1).float()

@@ -1,8 +1,8 @@
 """--preset: named sets of flags.
 
 A preset sets every flag that determines what a run learns, also if it has the default
-value: so a later change of the defaults does not change the preset. It leaves out what
-fits the run to the machine, if that is no part of what it is for.
+value: so a later change of the defaults does not change the preset. It leaves out flags
+that fit the run to the machine, unless the preset depends on them.
 """
 
 import argparse
@@ -143,7 +143,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# How runs learned whose files lack the flag, whatever their preset says now.
+# Values for flags that are newer than a saved run, whatever its preset says now.
 BEFORE_THE_FLAG_EXISTED: dict[str, Any] = {
     "optimizer": "rmsprop",
     "updates_per_batch": 1,

@@ -275,26 +275,20 @@ def kill_group(pid: int | None) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def end_processes(processes: Sequence[Any], seconds: float) -> list[Any]:
+def end_processes(processes: Sequence[Any], seconds: float) -> None:
     """Waits for processes to exit, then kills the others and all their groups.
 
     Args:
       processes: of multiprocessing.
       seconds: to wait for all of them together.
-
-    Returns:
-      The processes that had to be killed.
     """
-    killed = []
     deadline = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
-            killed.append(process)
             process.kill()
         kill_group(process.pid)
         process.join()
-    return killed
 
 
 def how_it_ended(code: int | None) -> str:
@@ -383,12 +377,11 @@ class Guardian:
                 raise
             self.guard(process.pid)
 
-    def end(self, children: Sequence[Any], seconds: float) -> list[Any]:
+    def end(self, children: Sequence[Any], seconds: float) -> None:
         """Ends child processes, see end_processes, and stops guarding them."""
-        killed = end_processes(children, seconds)
+        end_processes(children, seconds)
         for process in children:
             self.release(process.pid)
-        return killed
 
     def close(self) -> None:
         """Ends the guardian. It first ends the children that it still guards."""

@@ -145,6 +145,9 @@ class Profile:
             return
         self.profiler.stop()
         path = folder / "trace.json"
-        self.profiler.export_chrome_trace(str(path))
-        log.info("Profiler trace in %s", path)
+        self.profiler.export_chrome_trace(str(path))  # it does not raise if it fails
+        if path.is_file():
+            log.info("Profiler trace in %s", path)
+        else:
+            log.warning("The profiler could not write its trace to %s", path)
         self.begin = self.profiler = None

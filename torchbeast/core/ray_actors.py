@@ -26,11 +26,9 @@ from torchbeast.core import rollout
 from torchbeast.core.acting import SharedWeights
 from torchbeast.core.actors import (
     ActorError,
-    error_text,
+    act_until_closed,
     mean_timings,
-    seed_globals,
 )
-from torchbeast.core.environment import Environment
 from torchbeast.core.flags import Flags
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.ray_cluster import Cluster
@@ -73,20 +71,12 @@ class Player:
         )
         self.version = -1
         self.pipe, act_pipe = Pipe()
-        threading.Thread(target=self._run, args=(act, act_pipe), daemon=True).start()
-
-    def _run(self, act: Callable[..., None], pipe: connection.Connection) -> None:
-        try:
-            first = self.index * self.flags.envs_per_actor
-            seed_globals(self.flags.seed, self.index)
-            env = Environment(self.flags, self.flags.envs_per_actor, first)
-            with contextlib.closing(env):
-                env.on_warning = lambda *warning: pipe.send(("warning", *warning))
-                shared = (self.buffers, self.memory, self.progress)
-                act(self.flags, self.index, env, pipe, *shared, None)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                pipe.send(("error", error_text(error)))
+        shared = (self.buffers, self.memory, self.progress, None)
+        threading.Thread(
+            target=act_until_closed,
+            args=(act, flags, index, act_pipe, *shared),
+            daemon=True,
+        ).start()
 
     def node(self) -> str:
         """The address of the machine it runs on."""

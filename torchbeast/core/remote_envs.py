@@ -30,7 +30,7 @@ from torchbeast.core.peer_log import PeerLog
 
 log = logging.getLogger(__name__)
 
-MAX_ROLLOUT_BYTES = 2 << 30  # of one stream; see torchbeast.proto
+MAX_ROLLOUT_BYTES = 2 << 30  # of one stream
 
 
 def make_space(description: dict[str, Any]) -> spaces.Space:
@@ -132,11 +132,11 @@ class RemoteEnvs:
         """Waits for the first usable environments.
 
         Args:
-          check_servers: called at least once per second; may raise to end the wait.
+          check_servers: called before each server is asked; may raise to end the wait.
 
         Raises:
-          TransportError: there were none within --connect_timeout seconds, or no
-            connection with them can work.
+          TransportError: there were none within --connect_timeout seconds, after each
+            was asked at least once; or no connection with them can work.
           FlagError, RefusedError, WireError, RuntimeError: none is usable; the message
             has the reason.
         """

@@ -208,7 +208,7 @@ class Replay:
         are from: row 0 of a rollout is the last row of the one before.
 
         Args:
-          step: the learner's, to tell the age later.
+          step: the learner's, for the column replay_age.
 
         Raises:
           ReplayError: no room for one whole episode of each environment.

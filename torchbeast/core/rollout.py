@@ -112,8 +112,9 @@ def example_rows(
         return torch.zeros(1, 1, *spec.shape, dtype=spec.dtype)
 
     def lowest(leaf: spaces.Space) -> torch.Tensor:
-        start = torch.as_tensor(getattr(leaf, "start", 0))  # of integers
-        return zeros(observation_spec(leaf)) + start
+        # Of integers. torch can't add unsigned ones of several bytes.
+        start = np.asarray(getattr(leaf, "start", 0), np.int64)
+        return zeros(observation_spec(leaf)) + torch.as_tensor(start)
 
     rows = map_nested(zeros, env_fields(observation_space, distribution))
     return {**rows, "observation": map_space(lowest, observation_space)}

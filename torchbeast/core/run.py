@@ -126,6 +126,7 @@ class Run:
             start_over=start.over,
             left_open=start.left_open,
         )
+        self.stack.callback(lambda: self._profile.close(self._writer.path))
         self._old_wakeup = signal.set_wakeup_fd(
             self._wake_writer, warn_on_full_buffer=False
         )
@@ -392,7 +393,6 @@ class Run:
         except Exception as error:
             self._fail(error)
             status = self.exit_status
-        self._profile.close(self._writer.path)
         log.info(
             "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
             "Failed" if status == 1 else "Stopped" if status else "Finished",

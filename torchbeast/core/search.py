@@ -94,7 +94,8 @@ class Search:
         before = self.study.user_attrs.get("fixed", list(fixed))
         if before != list(fixed):
             raise FlagError(
-                f"{path} has a search with {' '.join(before)}. Give the same values "
+                f"{path} has a search that was started with {' '.join(before)}. Give "
+                "the same values "
                 "and seeds again, or another --name"
             )
         self.study.set_user_attr("fixed", list(fixed))
@@ -107,7 +108,7 @@ class Search:
         A trial whose flags do not fit together has failed.
 
         Raises:
-          OtherRunError: the folder of a run has one with other flags.
+          OtherRunError: the folder already has a run with other flags.
         """
         for trial in self.study.get_trials(states=[TrialState.RUNNING]):
             if trial.params.keys() == self.space.keys():

@@ -8,6 +8,7 @@ import torch
 
 import libtorchbeast
 from torchbeast.core import rollout
+from torchbeast.core.env_spec import EnvSpec
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.prof import Timings
@@ -78,15 +79,14 @@ class Streams:
     Args:
       addresses: of the servers, one per stream.
       envs: the environments of these streams.
+      spec: of the first stream; all others are compared with it.
+      initial_state: of the model, for one environment.
       first_stream, stream_stride: number of the first stream, and the distance to the
         next.
-      initial_state: of the model, for one environment.
-      batch_size: rollouts per learner batch.
-      total_envs: of all streams together.
-      hello: of the first stream; all others are compared with it.
 
     Raises:
-      FlagError: the rollouts of all streams need more than half of the memory.
+      FlagError: the rollouts of all streams need more than half of the memory, or one
+        of the addresses is none.
     """
 
     def __init__(
@@ -94,26 +94,26 @@ class Streams:
         flags: Flags,
         addresses: Sequence[str],
         envs: RemoteEnvs,
+        spec: EnvSpec,
         *,
-        first_stream: int,
-        stream_stride: int,
         initial_state: tuple[torch.Tensor, ...],
-        batch_size: int,
-        envs_per_stream: int,
-        total_envs: int,
-        hello: bytes,
+        first_stream: int = 0,
+        stream_stride: int = 1,
         acting_device: torch.device,
         learning_device: torch.device,
     ) -> None:
+        E = spec.num_envs
+        # With --sync, a batch has the rollouts of one stream.
+        batch_size = E if flags.sync else max(flags.batch_size, E)
         longest_queue = max(flags.max_learner_queue_size, batch_size)  # in rollouts
         self.queue = libtorchbeast.BatchingQueue(
             minimum_batch_size=batch_size,
             maximum_batch_size=batch_size,
-            maximum_queue_size=-(-longest_queue // envs_per_stream),
+            maximum_queue_size=-(-longest_queue // E),
             allocator=pinned if learning_device.type == "cuda" else None,
         )
         self.batcher = libtorchbeast.DynamicBatcher(
-            maximum_batch_size=total_envs,
+            maximum_batch_size=(len(addresses) or flags.num_actors) * E,
             allocator=pinned if acting_device.type == "cuda" else None,
         )
         try:
@@ -127,7 +127,7 @@ class Streams:
                 step_timeout_s=flags.actor_timeout,
                 maximum_downtime_s=flags.connect_timeout,
                 max_env_failures=flags.max_env_failures,
-                hello=hello,
+                hello=spec.hello,
                 expected=envs.expected,
                 seed=envs.seed,
                 first_stream=first_stream,
@@ -135,15 +135,17 @@ class Streams:
                 listener=envs.listener,
                 security=envs.security,
             )
-        except ValueError as error:  # the rollouts need more memory than there is
-            raise FlagError(f"{error}; see --num_actors, --unroll_length") from error
+        except ValueError as error:
+            too_large = "max_rollout_bytes" in str(error)
+            hint = "; see --num_actors, --unroll_length" if too_large else ""
+            raise FlagError(f"{error}{hint}") from error
         self.inference_timings: list[Timings] = []
 
     def counts(self) -> dict[str, float]:
         """Seconds and counts since the start, for prof.bottleneck."""
         sums: dict[str, float] = collections.defaultdict(float)
         for timings in self.inference_timings:
-            for name, seconds in timings.seconds.items():
+            for name, seconds in timings.seconds.copy().items():  # threads add some
                 sums[f"inference_{name}"] += seconds
         pool, batcher = self.pool.stats(), self.batcher.stats()
         for stats, names in ((pool, POOL_COUNTS), (batcher, BATCHER_COUNTS)):
