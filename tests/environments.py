@@ -12,6 +12,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from torchbeast.core.seeded_games import GAME_OVER
+
 
 class GridWorld(gym.Env):
     """Walk to the goal; images and vectors nested in a Dict, Discrete actions.
@@ -270,6 +272,72 @@ class CombinationLock(gym.Env):
         self.place += 1
         over = not right or self.place == self.LENGTH
         return self.place % self.LENGTH, float(over and right), over, False, {}
+
+
+class Lives(gym.Env):
+    """A game of LIVES episodes of 4 steps each, with 5 points per step."""
+
+    LIVES = 3
+    POINTS = 5.0
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
+        self.action_space = spaces.Discrete(2)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        if seed is not None:  # a new game, not only a new life
+            self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        info = {GAME_OVER: self.steps == 4 * self.LIVES}
+        return np.zeros(2, np.float32), self.POINTS, self.steps % 4 == 0, False, info
+
+
+class Digits(gym.Env):
+    """Choose the digits of a number in base 3, which is the return of the game."""
+
+    LENGTH = 5
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
+        self.action_space = spaces.Discrete(3)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        reward = float(action * 3**self.steps)
+        self.steps += 1
+        return np.zeros(2, np.float32), reward, self.steps == self.LENGTH, False, {}
+
+
+class Pauses(gym.Env):
+    """Games of 2 steps; the first takes SECONDS."""
+
+    SECONDS = 1.5
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
+        self.action_space = spaces.Discrete(2)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        if self.steps == 0:
+            time.sleep(self.SECONDS)
+        self.steps += 1
+        return np.zeros(2, np.float32), 1.0, self.steps == 2, False, {}
 
 
 class SignsInNetHack(gym.Env):

@@ -86,8 +86,11 @@ def oracle_targets(batch, outputs, **changes):
             rewards[t, b] = reward
             discounts[t, b] = 0 if batch["done"][t + 1, b] else flags["discounting"]
     values = outputs["baseline"]
-    clips = {name: flags[name] for name in ("clip_rho", "clip_pg_rho", "clip_c")}
-    targets = ground_truth(log_rhos, discounts, rewards, values[:T], values[T], **clips)
+    names = ("clip_rho", "clip_pg_rho", "clip_c", "trace_decay")
+    settings = {name: flags[name] for name in names}
+    targets = ground_truth(
+        log_rhos, discounts, rewards, values[:T], values[T], **settings
+    )
     return *targets, log_rhos
 
 

@@ -104,6 +104,15 @@ def test_a_forbidden_action_is_never_taken(tmp_path, name, module):
     assert "30 games: mean return 7.00" in output
 
 
+def test_a_replay_keeps_forbidden_actions_forbidden(tmp_path):
+    flags = {**runs.SMALL, "env": "test_action_masks:InDict", "use_lstm": True}
+    replay = {"replay_size": 500, "replay_ratio": 1, "learn_start": 50}
+    runs.run(tmp_path, "a", **flags, **replay)
+    last = runs.read_logs(tmp_path, "a")[-1]
+    assert int(last["replayed_steps"]) > 300
+    assert 0 < float(last["frac_rejected"]) + float(last["entropy"]) < 1.7
+
+
 def test_an_environment_of_others():
     """Taxi has its mask in the info; an action against a wall is forbidden."""
     newest = max(name for name in gymnasium.registry if name.startswith("Taxi-"))

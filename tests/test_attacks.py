@@ -416,6 +416,14 @@ def test_the_default_sockets_lie_in_a_private_folder(tmp_path, monkeypatch):
     folder.symlink_to(tmp_path)
     with pytest.raises(FlagError, match="not your folder"):
         connection_flags.make_private_folder(f"unix:{folder}/polybeast")
+    folder.unlink()
+    folder.touch()
+    with pytest.raises(FlagError, match="not your folder"):
+        connection_flags.make_private_folder(f"unix:{folder}/polybeast")
+    with monkeypatch.context() as patch:
+        patch.setattr(connection_flags, "PRIVATE_FOLDER", f"{folder}/inside")
+        with pytest.raises(FlagError, match=r"Not a directory; give --pipes_basename"):
+            connection_flags.make_private_folder(f"unix:{folder}/inside/polybeast")
     if os.geteuid() == 0:
         folder.unlink()
         folder.mkdir()

@@ -216,6 +216,9 @@ def test_settings_are_all_flags_that_shape_the_environments():
         assert settings["sticky_actions"] == "0.0"
     # Flags without a value are left out.
     assert not settings.keys() & {"env_kwargs", "wrapper", "mask_actions"}
+    # False is no value, if it means the same.
+    flags = env_flags("--no-mask_actions")
+    assert "mask_actions" not in env_connection.environment_settings(flags)
     # The order and the spaces of JSON have no meaning.
     for text in ('{"b": 1, "a": [2]}', '{"a":[2],"b":1}'):
         settings = env_connection.environment_settings(env_flags("--env_kwargs", text))
@@ -368,7 +371,8 @@ def test_why_tls_cannot_work(tls):
         listener.close()
     # Nobody is there; that may pass.
     assert env_connection.tls_fault(listener.address, flags_of(**us)) is None
-    assert env_connection.tls_fault("unix:/tmp/nobody", flags_of(**us)) is None
+    for nobody in ("unix:/tmp/nobody", "a..b:1", f"{'a' * 99}:1"):
+        assert env_connection.tls_fault(nobody, flags_of(**us)) is None
 
 
 # --- polybeast_env --join -------------------------------------------------------------

@@ -68,6 +68,22 @@ def test_a_game_of_atari_does_not_depend_on_the_others(backend):
     assert sorted(evaluate.play(flags, weights, [10, 5])) == [games[5], games[10]]
 
 
+def test_a_game_is_whole_and_its_rewards_are_not_clipped():
+    flags = make_flags("--env", "environments:Lives")
+    assert flags.reward_clipping == "abs_one"
+    games = evaluate.play(flags, make_weights(flags), range(3))
+    assert [game[1:] for game in games] == [(60.0, 12)] * 3
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_greedy_games_take_the_likeliest_actions(greedy):
+    """Only the actions differ between games, so greedy games are all the same."""
+    flags = make_flags("--env", "environments:Digits", *["--greedy"] * greedy)
+    games = list(evaluate.play(flags, make_weights(flags), range(17)))
+    digits = {game.game_return for game in games}
+    assert len(digits) == 1 if greedy else len(digits) > 10
+
+
 def test_weights_that_do_not_fit():
     flags = make_flags("--env", "CartPole-v1")
     weights = make_weights(flags)

@@ -12,12 +12,12 @@ from watched_servers import E
 
 from torchbeast.evaluate_on_servers import Scorer
 
-LEARNER = "torchbeast.polybeast_learner"
+LEARNER, POLYBEAST = "torchbeast.polybeast_learner", "torchbeast.polybeast"
 
 
-def start_test(tmp_path, **flags):
+def start_test(tmp_path, module=LEARNER, **flags):
     """Runs --mode test without the folder of the tests' environments."""
-    words = runs.command(tmp_path, "a", LEARNER, mode="test", **flags)
+    words = runs.command(tmp_path, "a", module, mode="test", **flags)
     environment = {**runs.environment(), "PYTHONPATH": str(runs.ROOT)}
     return subprocess.Popen(
         words,
@@ -53,6 +53,30 @@ def test_games_of_an_environment_that_only_servers_have(tmp_path, serve, greedy)
     assert result["step"] == 600
 
 
+@pytest.mark.parametrize(
+    ("greedy", "module"), [(None, LEARNER), (True, LEARNER), (None, POLYBEAST)]
+)
+def test_servers_get_greedy_or_sampled_actions(tmp_path, serve, greedy, module):
+    env = {"env": "environments:Digits", "total_steps": 100}
+    runs.run(tmp_path, "a", **{**runs.SMALL, **env})
+    (address,) = serve(env=env["env"], bind="localhost:0").addresses(1)
+    flags = {"server_addresses": address, "num_test_episodes": 17, "greedy": greedy}
+    result, _ = result_of(tmp_path, start_test(tmp_path, module, **flags))
+    assert (len(set(result["returns"])) == 1) == bool(greedy)
+
+
+def test_a_slow_step_is_no_lost_game(tmp_path, serve):
+    """It may take --actor_timeout, however short --connect_timeout is."""
+    env = {"env": "environments:Pauses", "total_steps": 30, "unroll_length": 2}
+    runs.run(tmp_path, "a", **{**runs.SMALL, **env})
+    servers = serve(env=env["env"], bind="localhost:0", num_servers=2)
+    flags = {"server_addresses": ",".join(servers.addresses(2)), "connect_timeout": 1}
+    process = start_test(tmp_path, **flags, num_test_episodes=3)
+    result, output = result_of(tmp_path, process)
+    assert result["lengths"] == [2, 2, 2]
+    assert "was lost" not in output
+
+
 def test_a_killed_server_costs_its_games_only(tmp_path, serve):
     runs.run(tmp_path, "a", **runs.SMALL)
     servers = serve(bind="localhost:0", num_servers=2)
@@ -60,7 +84,8 @@ def test_a_killed_server_costs_its_games_only(tmp_path, serve):
     assert all(int(address.rpartition(":")[2]) > 1023 for address in listening)
     addresses = ",".join(listening)
     flags = {"server_addresses": addresses, "num_test_episodes": 800}
-    process = start_test(tmp_path, **flags, connect_timeout=20)
+    # A lost game begins anew after the sum of both.
+    process = start_test(tmp_path, **flags, connect_timeout=10, actor_timeout=10)
     lines = []
     while "Game" not in (line := process.stdout.readline()):
         lines.append(line)
@@ -132,16 +157,17 @@ def test_the_games_that_begin_first_count():
                 game, step = at[env]
                 games = lengths[env]
                 ends = game < len(games) and step == games[game]
-                over.append((ends, step))
+                over.append((ends, ends or step % 2 == 0, step))  # a game has lives
                 at[env] = (game + 1, 1) if ends else (game, step + 1)
             row = {
                 "truncated": torch.zeros(1, E, dtype=torch.bool),
-                "done": torch.tensor([[ends for ends, _ in over]]),
-                "game_over": torch.tensor([[ends for ends, _ in over]]),
-                "game_return": torch.tensor([[float(2 * n) for _, n in over]]),
-                "game_step": torch.tensor([[n for _, n in over]]),
+                "done": torch.tensor([[done for _, done, _ in over]]),
+                "game_over": torch.tensor([[ends for ends, _, _ in over]]),
+                "game_return": torch.tensor([[float(2 * n) for _, _, n in over]]),
+                "game_step": torch.tensor([[n for _, _, n in over]]),
             }
-            asked = {**row, "truncated": ~row["done"]}
+            every = torch.ones_like(row["done"])
+            asked = {**row, "truncated": every, "done": ~every}
             assert not scorer.add(asked, states[stream].clone())  # not a step
             ended += scorer.add(row, states[stream])
     assert states.flatten().tolist() == list(range(1, 7))

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import statistics
-import time
 
 import pytest
 import runs
@@ -42,10 +41,7 @@ def test_results_and_the_best_checkpoint(tmp_path, module):
         tmp_path, "a", **{**FLAGS, "module": module, "total_steps": FOREVER}
     )
     runs.wait_for_rows(process, tmp_path, "a", 1)
-    deadline = time.monotonic() + 60
-    while len(results(tmp_path)) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: len(results(tmp_path)) >= 3, "three evaluations", 60)
     process.send_signal(signal.SIGINT)
     output = runs.finish(process)
     assert process.returncode == 130
@@ -97,9 +93,19 @@ def test_a_damaged_best_checkpoint_is_replaced(tmp_path):
     assert load(path)["stats"]["eval_return"] > 0
 
 
-def test_a_stop_signal_while_a_test_game_hangs(tmp_path):
+def test_a_best_checkpoint_that_can_not_be_saved(tmp_path):
+    (tmp_path / "a" / "model.best.tar" / "file").mkdir(parents=True)
+    output = runs.run(tmp_path, "a", **FLAGS)
+    assert output.count("Cannot save a checkpoint") == len(results(tmp_path)) > 0
+    assert "Finished at step 6000" in output
+
+
+def test_a_stop_signal_while_a_test_game_hangs(tmp_path, monkeypatch):
+    hangs = tmp_path / "hangs"
+    monkeypatch.setenv("HANGS", str(hangs))
     flags = {**FLAGS, "env": "evaluated:HangsInTests", "total_steps": FOREVER}
     process = runs.start(tmp_path, "a", **flags)
+    wait_until(hangs.exists, "a test game hangs", 60)
     runs.wait_for_rows(process, tmp_path, "a", 60)
     process.send_signal(signal.SIGTERM)
     runs.finish(process, 30)
@@ -185,10 +191,8 @@ def test_a_run_goes_on_without_evaluations(tmp_path, monkeypatch, how):
 
         wait_until(evaluators, "an evaluator runs", 60)
         os.kill(evaluators()[0], signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while "There are no more evaluations" not in log.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    message = "There are no more evaluations"
+    wait_until(lambda: message in log.read_text(), "no more evaluations", 60)
     runs.wait_for_rows(process, tmp_path, "a", len(runs.read_logs(tmp_path, "a")) + 50)
     process.send_signal(signal.SIGINT)
     output = runs.finish(process)

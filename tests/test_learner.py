@@ -1,5 +1,6 @@
 """One update, the model included, held against what must be true of any right one."""
 
+import copy
 import itertools
 
 import numpy as np
@@ -144,6 +145,66 @@ def test_a_run_keeps_its_optimizer():
     del state["flags"]["optimizer"]  # of a version that had RMSProp alone
     with pytest.raises(checkpoint.CheckpointError, match="--optimizer rmsprop"):
         learner.load_state_dict(state)
+
+
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adam"])
+def test_a_resume_with_other_flags_keeps_the_moments(optimizer):
+    """And takes the new flags of the optimizer."""
+    learner = make_learner("--optimizer", optimizer)
+    learn(learner, *make_batch(learner))
+    saved = {**learner.state_dict(), "flags": learner.flags.as_dict()}
+    other = make_learner("--optimizer", optimizer, "--epsilon", "0.003")
+    before = copy.deepcopy(saved)
+    other.load_state_dict(saved)
+    new = other.optimizer.state_dict()
+    assert new["param_groups"][0]["eps"] == 0.003
+    moments = before["optimizer_state_dict"]["state"]
+    assert len(moments) == len(list(learner.model.parameters()))
+    torch.testing.assert_close(new["state"], moments, rtol=0, atol=0)
+
+
+def test_an_update_has_the_clipped_gradient_of_its_batch():
+    """Not that of the batch before, too."""
+    learner = make_learner("--grad_norm_clipping", "0.5")
+    batch, state = make_batch(learner)
+    for _ in range(2):
+        _, gradient = loss_and_gradient(learner, batch, state)  # leaves it there
+        norm = gradient.norm().item()
+        assert norm > 0.5
+        row = learn(learner, batch, state)
+        assert row["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        used = torch.cat([x.grad.flatten() for x in learner.model.parameters()])
+        torch.testing.assert_close(used, 0.5 / norm * gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_columns_about_games():
+    learner = make_learner("--episodes_for_avg", "150")
+    batch, _ = make_batch(learner)
+    rng = np.random.default_rng(2)
+    returns = []
+    for _ in range(30):
+        over = rng.random((T + 1, B)) < 0.3
+        batch["game_over"].copy_(torch.tensor(over))
+        batch["done"].copy_(torch.tensor(over | (rng.random((T + 1, B)) < 0.3)))
+        batch["game_return"].copy_(torch.tensor(rng.normal(size=(T + 1, B))))
+        row = torchbeast.learner.count_batch(learner, batch, updated=True)
+        returns += batch["game_return"][1:][over[1:]].tolist()
+        assert row["games"] == len(returns)
+        last = np.mean(returns[-100:])
+        assert row["mean_game_return_100"] == pytest.approx(last)
+        assert learner.mean_return(150) == pytest.approx(np.mean(returns[-150:]))
+    assert len(returns) > 150
+
+
+def test_the_policy_lag_of_a_long_run():
+    """Also where float32 can't tell one update from the next."""
+    learner = make_learner()
+    learner.num_updates = 50_000_001
+    batch, _ = make_batch(learner)
+    batch["policy_version"][:] = 50_000_000 - 3
+    batch["policy_version"][T] = 0  # acts in the next rollout
+    row = torchbeast.learner.count_batch(learner, batch, updated=True)
+    assert row["policy_lag"] == 3
 
 
 @LSTM

@@ -1,5 +1,7 @@
 """A short check that the agent learns; it fails if the algorithm is broken."""
 
+import json
+
 import pytest
 import runs
 
@@ -22,6 +24,19 @@ def test_cartpole_is_learned(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_steering_is_learned_with_the_preset_mujoco(tmp_path):
+    """Continuous actions, normalized observations and rewards, minibatches.
+
+    A random policy has 1.4, and 9 is the most that is possible.
+    """
+    flags = {"preset": "mujoco", "env": "environments:Steering", "sync": True}
+    runs.run(tmp_path, "a", timeout=380, **flags, total_steps=12_000)
+    rows = runs.read_logs(tmp_path, "a")
+    assert float(rows[-1]["mean_game_return_100"]) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_recall_is_learned_with_an_lstm(tmp_path):
     """The agent has to name the digit of three steps before; chance gives 1/3."""
     flags = {
@@ -34,7 +49,11 @@ def test_recall_is_learned_with_an_lstm(tmp_path):
         "learning_rate": 0.001,
         "epsilon": 0.00001,
         "total_steps": 20_000,
+        "sync": True,
     }
     runs.run(tmp_path, "a", timeout=380, **flags)
     rows = runs.read_logs(tmp_path, "a")
     assert float(rows[-1]["mean_game_return_100"]) > 0.8
+    # A test needs the state of the LSTM, too.
+    runs.run(tmp_path, "a", mode="test", num_test_episodes=100)
+    assert json.loads((tmp_path / "a" / "test.json").read_text())["mean"] > 0.7

@@ -24,17 +24,22 @@ from torchbeast.core.logs_csv import ColumnError
 from torchbeast.learner import impala_loss
 
 
-@pytest.mark.parametrize("reward_clipping", ["abs_one", "none"])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_parts_of_the_loss(reward_clipping, seed):
+@pytest.mark.parametrize(
+    ("seed", "changes"),
+    [
+        (1, {}),
+        (2, {"reward_clipping": "none"}),
+        (3, {"clip_rho": 0.6, "clip_pg_rho": 1.7, "clip_c": 0.4}),
+        (4, {"trace_decay": 0.3}),
+    ],
+)
+def test_parts_of_the_loss(seed, changes):
     batch, outputs = make_batch(seed)
-    vs, pg_advantages, log_rhos = oracle_targets(
-        batch, outputs, reward_clipping=reward_clipping
-    )
+    vs, pg_advantages, log_rhos = oracle_targets(batch, outputs, **changes)
     expected = oracle_parts(
         batch, outputs["policy_logits"], outputs["baseline"], vs, pg_advantages
     )
-    loss, stats = loss_of(batch, outputs, reward_clipping=reward_clipping)
+    loss, stats = loss_of(batch, outputs, **changes)
     for name, value in expected.items():
         assert stats[name].item() == pytest.approx(value, rel=1e-6), name
     assert loss.item() == pytest.approx(sum(expected.values()), rel=1e-6)

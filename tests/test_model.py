@@ -28,6 +28,7 @@ OBSERVATION_SPACES = {
     "discrete": spaces.Discrete(6, start=-2),
     "multi_discrete": spaces.MultiDiscrete([3, 5, 2], start=[0, 1, -1]),
     "multi_discrete_matrix": spaces.MultiDiscrete([[3, 5], [2, 4]]),
+    "multi_discrete_unsigned": spaces.MultiDiscrete([3, 5], np.uint16, start=[7, 1]),
     "multi_binary": spaces.MultiBinary([2, 3]),
     "dict": spaces.Dict({"position": VECTOR, "carries": spaces.Discrete(3)}),
     "tuple": spaces.Tuple([MINATAR, spaces.MultiBinary(4)]),
@@ -58,7 +59,8 @@ def sample(space, leading, rng):
     shape = (*leading, *space.shape)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
-        return torch.from_numpy(np.asarray(rng.integers(0, sizes, shape) + space.start))
+        numbers = rng.integers(0, sizes, shape) + np.asarray(space.start, np.int64)
+        return torch.from_numpy(np.asarray(numbers))
     if space.dtype.kind == "f":
         return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
     high = 1 if isinstance(space, spaces.MultiBinary) else space.high.max()

@@ -57,22 +57,50 @@ def test_sync_runs_are_equal(savedir, use_lstm):
     a, b = (runs.without_time(runs.read_logs(savedir, xpid)) for xpid in "ab")
     assert len(a) == 60
     assert a == b
+    # Three updates per round. Row 0 is of the round before, and counts as one of five.
+    lags = [float(row["policy_lag"]) for row in a]
+    assert lags == pytest.approx([i % 3 + (0.6 if i >= 3 else 0) for i in range(60)])
     runs.run(savedir, "c", **{**SYNC, "seed": 2}, use_lstm=use_lstm)
     assert runs.without_time(runs.read_logs(savedir, "c")) != a
 
 
+ALL_THAT_HAS_STATE = {
+    "use_lstm": True,
+    "normalize_observations": True,
+    "normalize_rewards": True,
+    "normalize_advantages": True,
+    "updates_per_batch": 4,
+    "minibatches": 2,
+    "optimizer": "adam",
+    "epsilon": 0.00001,
+    "clip_ratio": 0.2,
+}
+
+
 @pytest.mark.parametrize(
-    ("env", "use_lstm"),
-    [("CartPole-v1", True), ("MinAtar/Breakout-v1", None), ("Pong-v4", None)],
+    ("env", "more"),
+    [
+        ("CartPole-v1", {"use_lstm": True}),
+        ("environments:Steering", ALL_THAT_HAS_STATE),
+        ("MinAtar/Breakout-v1", {}),
+        ("Pong-v4", {}),
+    ],
 )
-def test_stopped_and_resumed_equals_not_stopped(savedir, env, use_lstm):
-    flags = {**SYNC, "env": env, "envs": "python", "use_lstm": use_lstm}
+def test_stopped_and_resumed_equals_not_stopped(
+    savedir, tmp_path, monkeypatch, env, more
+):
+    slow = tmp_path / "slow"
+    monkeypatch.setenv("SLOW_FILE", str(slow))
+    flags = {**SYNC, "env": env, "envs": "python", **more}
+    flags["wrapper"] = "environments:SlowWhileMarked"
     runs.run(savedir, "whole", **flags)
+    slow.touch()
     process = runs.start(savedir, "parts", **flags)
     # Stop it in the middle: after the first lines of the log, before the last.
     runs.wait_for_rows(process, savedir, "parts", 7)
     process.send_signal(signal.SIGINT)
     output = runs.finish(process)
+    slow.unlink()
     stopped_at = len(runs.read_logs(savedir, "parts"))
     assert stopped_at < 60, "the run was over before it could be stopped"
     assert process.returncode == 130, output
@@ -238,21 +266,26 @@ def test_test_mode_tells_the_returns(savedir, use_lstm):
     assert f"min {min(returns):.2f}, max {max(returns):.2f}" in output
 
 
-def test_tensorboard_gets_the_scalars_of_a_resumed_run(savedir):
+def test_tensorboard_gets_the_scalars_of_a_resumed_run(savedir, tmp_path, monkeypatch):
     """The events have every step of logs.csv once, also those after the checkpoint."""
     events = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     )
-    process = runs.start(savedir, "a", **runs.SMALL, tensorboard=True)
+    slow = tmp_path / "slow"
+    slow.touch()
+    monkeypatch.setenv("SLOW_FILE", str(slow))
+    flags = {**runs.SMALL, "wrapper": "environments:SlowWhileMarked"}
+    process = runs.start(savedir, "a", **flags, tensorboard=True)
     runs.wait_for_rows(process, savedir, "a", 7)
     process.send_signal(signal.SIGINT)
     runs.finish(process)
+    slow.unlink()
     before = runs.read_logs(savedir, "a")
     # Points beyond the checkpoint, as a run leaves them that is killed: written again.
     lost = TensorBoard(savedir / "a", int(before[-1]["step"]))
     lost.log({"step": int(before[-1]["step"]) + 10, "total_loss": 1e9})
     lost.close(0)
-    runs.run(savedir, "a", **runs.SMALL, tensorboard=True)
+    runs.run(savedir, "a", **flags, tensorboard=True)
     accumulator = events.EventAccumulator(str(savedir / "a"))
     accumulator.Reload()
     losses = accumulator.Scalars("total_loss")
@@ -304,6 +337,7 @@ def test_video_shows_every_step(savedir, pong):
     assert len(frames) == int(steps[1]) == 50
     assert frames[0].shape == (210, 160, 3)
     assert (frames[0] != frames[-1]).any()
+    assert not (savedir / "a" / "test.json").exists()  # one game is no result
 
 
 def test_render_without_a_display_says_what_to_do(savedir, pong, monkeypatch):

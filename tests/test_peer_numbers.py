@@ -85,6 +85,7 @@ def bad_flags(tmp_path):
         ({"bind": "127.0.0.1:65534", "num_servers": 3}, "with 3 ports from PORT on"),
         ({"bind": "192.0.2.1:0"}, "192.0.2.1:0: Cannot assign requested address"),
         ({"bind": "nobody.invalid:0"}, "--bind nobody.invalid: "),
+        ({"bind": "a..b:0"}, "--bind a..b: not a host name"),
         ({"bind": ""}, "--bind is empty"),
         ({"join": ""}, "--join is empty"),
         ({"bind": here, "tls_cert": missing, "tls_key": missing}, "No such file"),

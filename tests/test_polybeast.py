@@ -151,16 +151,24 @@ def test_spaces_of_all_kinds(tmp_path, small, env):
     assert runs.read_logs(tmp_path, "a")[-1]["step"] == "300"
 
 
-def test_a_resumed_run_plays_other_games(tmp_path, small, monkeypatch):
+@pytest.mark.parametrize("module", [POLYBEAST, "torchbeast.monobeast"])
+def test_no_game_is_played_twice(tmp_path, small, monkeypatch, module):
+    """Neither by a resumed run nor by a test of it."""
     played = tmp_path / "seeds"
     monkeypatch.setenv("SEED_FILE", str(played))
-    small |= {"env": "environments:SeedLog", "total_steps": 300}
+    small |= {"module": module, "env": "environments:SeedLog", "total_steps": 300}
+    if module != POLYBEAST:
+        del small["pipes_basename"], small["num_servers"]
     runs.run(tmp_path, "a", **small)
-    small["total_steps"] = 600
-    runs.run(tmp_path, "a", **small, allow_flag_changes=True)
+    runs.run(tmp_path, "a", module=module, total_steps=600)
     seeds = played.read_text().split()
     assert len(seeds) >= 600 / 3
     assert len(set(seeds)) == len(seeds), "some games came twice"
+    played.unlink()
+    runs.run(tmp_path, "a", module=module, mode="test", num_test_episodes=50)
+    tested = played.read_text().split()
+    assert len(set(tested)) == len(tested) == 50
+    assert not set(tested) & set(seeds), "games of the training are no test"
 
 
 # --- Endings --------------------------------------------------------------------------
@@ -514,80 +522,3 @@ def test_nothing_is_written_before_the_servers_are_known(tmp_path, small):
     deadline = time.monotonic() + 20
     while processes_of_session(process.pid):
         assert time.monotonic() < deadline
-
-
-SYNC = {
-    "num_actors": 2,
-    "envs_per_actor": 3,
-    "batch_size": 2,
-    "unroll_length": 7,
-    "total_steps": 6 * 7 * 40,
-    "precision": "fp32",
-    "torch_threads": 1,
-    "reward_clipping": "none",
-    "sync": True,
-    "disable_checkpoint": True,
-}
-
-WITH_STATE = {
-    "use_lstm": True,
-    "normalize_observations": True,
-    "normalize_rewards": True,
-}
-
-
-def assert_logs_agree(mono, poly):
-    """Steps, episodes and games are equal, floats nearly.
-
-    Sums may be added up in another order if threads or the alignment of memory
-    differ, so floats may differ in their last digits, and the differences grow from
-    update to update: hence the tolerance. Steps, episodes and games may not differ: one
-    other action would change them.
-    """
-    assert len(mono) == len(poly)
-    for row, other in zip(mono, poly, strict=True):
-        for name, value in row.items():
-            if value == other[name]:
-                continue
-            assert float(other[name]) == pytest.approx(
-                float(value), rel=1e-3, abs=1e-5
-            ), (name, row["step"])
-
-
-@pytest.mark.parametrize("more", [{}, WITH_STATE], ids=["plain", "with_state"])
-@pytest.mark.parametrize("env", ["MountainCar-v0", "MinAtar/Breakout-v1"])
-def test_sync_gives_monobeasts_updates(tmp_path, env, more):
-    """With truncated episodes (MountainCar's, after 200 steps) and convolutions."""
-    flags = {**SYNC, "env": env, **more}
-    runs.run(tmp_path, "mono", **flags)
-    flags |= {"module": POLYBEAST, "pipes_basename": f"unix:{tmp_path}/pipe"}
-    runs.run(tmp_path, "poly", **flags, num_servers=2)
-    mono = runs.without_time(runs.read_logs(tmp_path, "mono"))
-    poly = runs.without_time(runs.read_logs(tmp_path, "poly"))
-    assert len(mono) == 120
-    assert int(mono[-1]["episodes"]) > 5
-    assert_logs_agree(mono, poly)
-
-
-def test_a_forks_fields_and_dropout_are_the_same_in_both(tmp_path, monkeypatch):
-    """edited.py raises if a row has the field of another episode.
-
-    With Dropout, only a model that acts in eval mode and learns in train mode gives the
-    same updates in both variants.
-    """
-    flags = {
-        **SYNC,
-        "module": "edited",
-        "env": "environments:Goals",
-        "use_lstm": True,
-        "total_steps": 6 * 7 * 10,
-    }
-    runs.run(tmp_path, "mono", **flags)
-    monkeypatch.setenv("VARIANT", POLYBEAST)
-    flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "num_servers": 2}
-    runs.run(tmp_path, "poly", **flags)
-    mono = runs.without_time(runs.read_logs(tmp_path, "mono"))
-    poly = runs.without_time(runs.read_logs(tmp_path, "poly"))
-    assert len(mono) == 30
-    assert sum(float(row["starts"]) for row in mono) > 50
-    assert_logs_agree(mono, poly)

@@ -446,6 +446,23 @@ def test_images_that_are_no_stacks_of_frames(tmp_path, in_file):
     assert again.size == replay.size
 
 
+def test_a_loaded_replay_goes_on(tmp_path):
+    """It has what was stored, and stores more without harm to it."""
+    rng = np.random.default_rng(16)
+    games = [Game(rng, [9, 11, 7, -8] * 12) for _ in range(3)]
+    replay, again = make_replay(150), make_replay(150)
+    play(replay, games[:2])  # it was full, so its slots are in no order
+    replay_memory.save(replay, tmp_path / "replay.zip")
+    replay_memory.load(again, tmp_path / "replay.zip")
+    for more in ([], games[2:]):
+        play(again, more)
+        for _ in range(30):
+            rows, _ = again.read(3)
+            for b in range(3):
+                check_unroll(map_nested(lambda x, b=b: x[:, b], rows), games)
+    assert replay.size == pytest.approx(again.size, abs=2 * T + 20)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "cause"),
     [
@@ -467,6 +484,28 @@ def test_a_batch_that_no_loss_can_use_is_not_stored(field, value, cause):
     with pytest.raises(FloatingPointError, match=cause):
         mixer.add(map_nested(torch.from_numpy, rows), 2 * T)
     assert replay.size == size
+
+
+def test_masked_actions_are_stored():
+    rng = np.random.default_rng(17)
+    replay = make_replay(1000)
+    mixer = make_mixer(replay, Net(OBSERVATIONS, spaces.Discrete(A)), 1.0)
+    rows = map_nested(lambda x: x[:, None], next(Game(rng, [2] * 9).rollouts()))
+    rows["policy_logits"][:, 0, 1] = -np.inf
+    assert mixer.add(map_nested(torch.from_numpy, rows), T)
+
+
+def test_masked_actions_do_not_count_in_the_divergence():
+    """It is that of the policies over the other actions."""
+    torch.manual_seed(1)
+    target, behavior = torch.randn(2, 4, 5, 7).double()
+    left, masked = [0, 2, 3, 6], [1, 4, 5]
+    few = make_distribution(spaces.Discrete(len(left)))
+    expected = few.implied_kl(target[..., left], behavior[..., left], 1.0)
+    target[..., masked] = behavior[..., masked] = -math.inf
+    found = make_distribution(spaces.Discrete(7)).implied_kl(target, behavior, 1.0)
+    torch.testing.assert_close(found, expected)
+    assert (found > 0).all()
 
 
 def test_when_the_learner_may_learn():

@@ -109,7 +109,23 @@ def test_all_were_suspended(monkeypatch):
         servers.stop()
     assert servers.ever_ready
     assert servers.restarts == 0
-    assert servers.crashes == [0]
+    assert [server.crashes for server in servers.servers] == [0]
+
+
+def test_a_server_may_crash_as_often_as_allowed():
+    flags = argparse.Namespace(max_restarts=2**31 - 1, seconds=0.0, join=None)
+    servers = supervisor.Servers(dies_when_it_is_ready, flags, ["127.0.0.1:1"])
+    servers.servers[0].crashes = 5000
+    servers.start(lambda: False)
+    try:
+        deadline = time.monotonic() + 60
+        while servers.servers[0].crashes == 5000 and time.monotonic() < deadline:
+            servers.watch(0.2, [])
+        assert servers.servers[0].crashes == 5001
+        wait = servers.servers[0].due - time.monotonic()
+        assert 5 < wait <= supervisor.LONGEST_BACKOFF
+    finally:
+        servers.stop()
 
 
 @pytest.mark.parametrize(

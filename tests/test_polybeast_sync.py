@@ -1,0 +1,103 @@
+"""--sync: PolyBeast makes the same updates as MonoBeast."""
+
+import pytest
+import runs
+from test_polybeast import POLYBEAST, resolve
+
+from torchbeast.core.flags import FlagError
+
+SYNC = {
+    "num_actors": 2,
+    "envs_per_actor": 3,
+    "batch_size": 2,
+    "unroll_length": 7,
+    "total_steps": 6 * 7 * 40,
+    "precision": "fp32",
+    "torch_threads": 1,
+    "reward_clipping": "none",
+    "sync": True,
+    "disable_checkpoint": True,
+}
+
+WITH_STATE = {
+    "use_lstm": True,
+    "normalize_observations": True,
+    "normalize_rewards": True,
+    "updates_per_batch": 2,
+    "minibatches": 2,
+}
+
+
+def assert_logs_agree(mono, poly):
+    """Steps, episodes and games are equal, floats nearly.
+
+    Sums may be added up in another order if threads or the alignment of memory
+    differ, so floats may differ in their last digits, and the differences grow from
+    update to update: hence the tolerance. Steps, episodes and games may not differ: one
+    other action would change them.
+    """
+    assert len(mono) == len(poly)
+    for row, other in zip(mono, poly, strict=True):
+        for name, value in row.items():
+            if value == other[name]:
+                continue
+            assert float(other[name]) == pytest.approx(
+                float(value), rel=1e-3, abs=1e-5
+            ), (name, row["step"])
+
+
+@pytest.mark.parametrize("more", [{}, WITH_STATE], ids=["plain", "with_state"])
+@pytest.mark.parametrize("env", ["MountainCar-v0", "MinAtar/Breakout-v1"])
+def test_sync_gives_monobeasts_updates(tmp_path, env, more):
+    """With truncated episodes (MountainCar's, after 200 steps) and convolutions."""
+    flags = {**SYNC, "env": env, **more}
+    runs.run(tmp_path, "mono", **flags)
+    flags |= {"module": POLYBEAST, "pipes_basename": f"unix:{tmp_path}/pipe"}
+    runs.run(tmp_path, "poly", **flags, num_servers=2)
+    mono = runs.without_time(runs.read_logs(tmp_path, "mono"))
+    poly = runs.without_time(runs.read_logs(tmp_path, "poly"))
+    assert len(mono) == 120
+    assert int(mono[-1]["episodes"]) > 5
+    assert_logs_agree(mono, poly)
+
+
+def test_sync_can_not_be_resumed():
+    words = ["--num_actors", "2", "--num_servers", "2", "--sync"]
+    with pytest.raises(FlagError, match="can't resume exactly"):
+        resolve(*words)
+    assert resolve(*words, "--disable_checkpoint").sync
+
+
+def test_two_runs_are_equal(tmp_path):
+    flags = {**SYNC, "env": "CartPole-v1", "total_steps": 6 * 7 * 20, **WITH_STATE}
+    logs = []
+    for name in "ab":
+        place = {"module": POLYBEAST, "pipes_basename": f"unix:{tmp_path}/{name}.pipe"}
+        runs.run(tmp_path, name, **flags, **place, num_servers=2)
+        logs.append(runs.without_time(runs.read_logs(tmp_path, name)))
+    assert len(logs[0]) == 60
+    assert logs[0] == logs[1]
+
+
+def test_a_forks_fields_and_dropout_are_the_same_in_both(tmp_path, monkeypatch):
+    """edited.py raises if a row has the field of another episode.
+
+    With Dropout, only a model that acts in eval mode and learns in train mode gives the
+    same updates in both variants.
+    """
+    flags = {
+        **SYNC,
+        "module": "edited",
+        "env": "environments:Goals",
+        "use_lstm": True,
+        "total_steps": 6 * 7 * 10,
+    }
+    runs.run(tmp_path, "mono", **flags)
+    monkeypatch.setenv("VARIANT", POLYBEAST)
+    flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "num_servers": 2}
+    runs.run(tmp_path, "poly", **flags)
+    mono = runs.without_time(runs.read_logs(tmp_path, "mono"))
+    poly = runs.without_time(runs.read_logs(tmp_path, "poly"))
+    assert len(mono) == 30
+    assert sum(float(row["starts"]) for row in mono) > 50
+    assert_logs_agree(mono, poly)
