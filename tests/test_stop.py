@@ -23,7 +23,7 @@ class Env:
     def __init__(self):
         self.steps = 0
         hang("env_class")
-    def reset(self):
+    def reset(self, *, seed=None):
         hang("reset")
         return np.zeros(3)
     def step(self, action):
@@ -33,6 +33,12 @@ class Env:
         return np.zeros(3), 1.0, False, {}
     def close(self):
         hang("close")
+
+class OldGym(Env):
+    def reset(self):
+        return np.zeros(3)
+    def seed(self, seed):
+        hang("seed")
 
 def hang(method):
     if method == where:
@@ -51,9 +57,10 @@ def end(timeout):
     print("stop took", time.monotonic() - began, flush=True)
 
 address, where, how = sys.argv[1:]
+env_class = OldGym if where == "seed" else Env
 """
 SERVER = """
-there = libtorchbeast.Server(Env, address)
+there = libtorchbeast.Server(env_class, address)
 there.start()
 print("ready", flush=True)
 """
@@ -124,6 +131,8 @@ def zeros(inputs):
         ("stop", "env_class", "sleeps"),
         ("stop", "reset", "sleeps"),
         ("exit", "step", "spins"),
+        ("exit", "reset", "spins"),
+        ("exit", "seed", "spins"),
         ("run", "step", "sleeps"),
     ],
 )
@@ -131,11 +140,12 @@ def test_a_server_leaves_environments_behind_that_hang(end, where, how, tmp_path
     path = tmp_path / "socket"
     with (
         Process(f"unix:{path}", end, where, how) as process,
-        Run([f"unix:{path}"], zeros) as run,
+        Run([f"unix:{path}"], zeros, seed=1) as run,
     ):
         process.expect("hangs")
         out, errors, seconds = process.end()
-        assert f"{where}() for " in errors
+        method = "reset" if where == "seed" else where  # seeding is a part of it
+        assert f"{method}() for " in errors
         assert "does not return" in errors
         assert errors.count("\n") == 1
         assert seconds < 15

@@ -211,7 +211,7 @@ class SingleEnvironment : public PythonEnvironment {
     if (reset_takes_it) {
       first_seed_ = seed;
     } else if (py::hasattr(env_, "seed")) {
-      env_.attr("seed")(seed);
+      call(env_.attr("seed"), py::make_tuple(seed));
     }
   }
 
@@ -219,7 +219,8 @@ class SingleEnvironment : public PythonEnvironment {
     if (!first_seed_) return call(reset_);
     const int64_t seed = *first_seed_;
     first_seed_.reset();
-    return reset_(py::arg("seed") = seed);
+    return call(py::module_::import("functools")
+                    .attr("partial")(reset_, py::arg("seed") = seed));
   }
 
   // The observation alone, whether an info comes with it or not.
