@@ -199,6 +199,11 @@ def test_a_text_that_is_not_utf8_reaches_python(address):
         ({"tls_ca": 3}, TypeError, "tls_ca must be a path, not int"),
         ({"tls_ca": "/no/such/file"}, ValueError, "tls_ca: '/no/such/file'.*No such"),
         ({"tls_key": "/"}, ValueError, "tls_key: '/' cannot be read"),
+        (
+            {"tls_ca": "x" * 300},
+            ValueError,
+            "tls_ca: 'xxx.*' cannot be read: File name",
+        ),
         ({"tls_cert": __file__}, ValueError, "tls_cert.*not a PEM"),
     ],
 )

@@ -9,6 +9,7 @@
 #include <fstream>
 #include <iterator>
 #include <stdexcept>
+#include <system_error>
 
 #include "bindings.h"
 
@@ -40,7 +41,8 @@ T argument(py::handle value, const std::string& name, const char* wanted) {
 std::string read_pem(py::handle value, const std::string& name) {
   const auto path = argument<std::filesystem::path>(value, name, "a path");
   const std::string what = name + ": '" + path.string() + "' ";
-  errno = std::filesystem::is_directory(path) ? EISDIR : 0;
+  std::error_code ignored;  // open() says what is wrong
+  errno = std::filesystem::is_directory(path, ignored) ? EISDIR : 0;
   std::ifstream file;
   if (errno == 0) file.open(path, std::ios::binary);
   if (!file.is_open()) {
