@@ -9,6 +9,8 @@
 #include <memory>
 #include <stdexcept>
 
+#include "text.h"
+
 namespace torchbeast {
 namespace {
 
@@ -114,14 +116,10 @@ grpc::ByteBuffer encode(const google::protobuf::MessageLite& message) {
 }
 
 grpc::ByteBuffer encode_error(const std::string& text) {
-  constexpr size_t kMaxHalf = 32 << 10;  // of a long text, beginning and end
+  constexpr size_t kMaxText = 64 << 10;
   wire::EnvError error;
   std::string& sent = *error.mutable_message();
-  sent = text;
-  if (text.size() > 2 * kMaxHalf) {
-    const size_t rest = first_bytes(text, text.size() - kMaxHalf).size();
-    sent = first_bytes(text, kMaxHalf) + "\n[...]\n" + text.substr(rest);
-  }
+  sent = shortened(text, kMaxText);
   // Protobuf knows what is UTF-8.
   if (!wire::EnvError().ParseFromString(error.SerializeAsString())) {
     for (char& c : sent) {
@@ -230,7 +228,8 @@ bool read_message(grpc::ByteBuffer* message, uint32_t only,
   io::CodedInputStream in(&buffer);
   in.PushLimit(size);
   if (in.ReadTag() != only) return false;
-  if (read_length(in) != in.BytesUntilLimit()) malformed();
+  const int length = read_length(in);
+  if (length != in.BytesUntilLimit()) malformed();
   bool has_arrays = false;
   while (in.BytesUntilLimit() > 0) {
     const uint32_t tag = in.ReadTag();

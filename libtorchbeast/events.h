@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "sync.h"
+#include "text.h"
 
 namespace torchbeast {
 
@@ -26,20 +27,17 @@ struct Event {
 // Keeps the newest ones until they are taken. Thread-safe.
 class EventLog {
  public:
-  void add(Event::Kind kind, std::string text) TB_EXCLUDES(mutex_) {
+  void add(Event::Kind kind, const std::string& text) TB_EXCLUDES(mutex_) {
     constexpr size_t kMaxEvents = 200, kMaxText = 8192;
-    if (text.size() > kMaxText) {  // a traceback says most at its end
-      text = text.substr(0, kMaxText / 2) + "\n[...]\n" +
-             text.substr(text.size() - kMaxText / 2);
-    }
     const std::chrono::duration<double> now =
         std::chrono::system_clock::now().time_since_epoch();
+    Event event{kind, now.count(), shortened(text, kMaxText)};
     MutexLock lock(mutex_);
     if (events_.size() == kMaxEvents) {
       events_.erase(events_.begin());
       ++num_forgotten_;
     }
-    events_.push_back({kind, now.count(), std::move(text)});
+    events_.push_back(std::move(event));
   }
 
   // All since the last time, and how many more there were.

@@ -5,11 +5,14 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <utility>
 
 #include "stream_spec.h"
+#include "text.h"
 
 namespace torchbeast {
 
@@ -25,16 +28,15 @@ wire::EnvHello without_identity(wire::EnvHello hello) {
   return hello;
 }
 
-// What is different in `b`, short enough for the status of a call; empty if nothing is.
+// What is different in `b`; empty if nothing is.
 std::string differences(const wire::EnvHello& a, const wire::EnvHello& b) {
-  constexpr size_t kMax = 2000;
   std::string text;
   MessageDifferencer differencer;
   differencer.ReportDifferencesToString(&text);
   differencer.Compare(a, b);
   if (!text.empty()) text.pop_back();  // the last end of a line
   std::replace(text.begin(), text.end(), '\n', ';');
-  return text.size() > kMax ? text.substr(0, kMax) + "..." : text;
+  return shortened(text, 2000);
 }
 
 }  // namespace
@@ -54,6 +56,11 @@ struct Listener::State {
 
   // An environment may come back before its old connection is gone.
   static StreamServerOptions with_more_streams(StreamServerOptions options) {
+    constexpr int kMost = std::numeric_limits<int>::max() / 2;
+    if (options.max_streams < 1 || options.max_streams > kMost) {
+      throw std::invalid_argument("max_streams must be 1 to " + std::to_string(kMost) +
+                                  ", got " + std::to_string(options.max_streams));
+    }
     options.max_streams *= 2;
     return options;
   }

@@ -127,13 +127,14 @@ ListeningSocket::ListeningSocket(const Address& address) {
 void ListeningSocket::listen_unix(const Address& address) {
   check_vacant(address);
   Descriptor made = make_socket(AF_UNIX);
+  if (made.get() < 0) cannot_listen(address, std::strerror(errno));
   // Linux gives the file these rights from the beginning, whatever the umask. Elsewhere
   // there is a moment before chmod().
-  if (made.get() >= 0) fchmod(made.get(), 0600);
+  fchmod(made.get(), 0600);
   const char* path = address.path().c_str();
   unlink(path);
   struct stat status;
-  if (made.get() < 0 || call_with(bind, made.get(), unix_name(address.path())) != 0 ||
+  if (call_with(bind, made.get(), unix_name(address.path())) != 0 ||
       chmod(path, 0600) != 0 || lstat(path, &status) != 0 ||
       listen(made.get(), SOMAXCONN) != 0) {
     cannot_listen(address, std::strerror(errno));
@@ -161,16 +162,21 @@ void ListeningSocket::listen_tcp(const Address& address) {
                             found->ai_addrlen);
     if (!places.insert(place).second) continue;  // /etc/hosts may say it twice
     Descriptor made = make_socket(found->ai_family);
+    if (made.get() < 0) {
+      error = errno;
+      if (error == EAFNOSUPPORT) continue;
+      cannot_listen(address, std::strerror(error));
+    }
     // A server that is started again gets its port; two at once do not share one.
     set_option(made.get(), SOL_SOCKET, SO_REUSEADDR, 1);
     if (found->ai_family == AF_INET6) {  // [::] is for IPv4, too
       set_option(made.get(), IPPROTO_IPV6, IPV6_V6ONLY, 0);
     }
     port_of(found->ai_addr) = htons(static_cast<uint16_t>(port_));
-    if (made.get() < 0 || bind(made.get(), found->ai_addr, found->ai_addrlen) != 0 ||
+    if (bind(made.get(), found->ai_addr, found->ai_addrlen) != 0 ||
         listen(made.get(), SOMAXCONN) != 0) {
       error = errno;
-      if (error == EAFNOSUPPORT || error == EADDRNOTAVAIL) continue;
+      if (error == EADDRNOTAVAIL) continue;
       cannot_listen(address, std::strerror(error));
     }
     sockaddr_storage name{};

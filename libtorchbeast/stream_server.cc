@@ -12,6 +12,7 @@
 
 #include "sockets.h"
 #include "stream_spec.h"
+#include "text.h"
 
 namespace torchbeast {
 
@@ -27,6 +28,11 @@ bool equal_secrets(const std::string& a, const std::string& b) {
     difference |= static_cast<unsigned char>(a[i] ^ (i < b.size() ? b[i] : '\xff'));
   }
   return difference == 0;
+}
+
+// gRPC takes up to 8 KiB of headers, in which a byte of the text may become three.
+grpc::Status make_status(grpc::StatusCode code, const std::exception& error) {
+  return {code, shortened(error.what(), 2500)};
 }
 
 }  // namespace
@@ -150,15 +156,15 @@ grpc::Status StreamServer::State::serve(grpc::ServerContext* context,
   } catch (const Connection::Left&) {
     return grpc::Status::OK;
   } catch (const RefusedError& error) {
-    status = {grpc::StatusCode::FAILED_PRECONDITION, error.what()};
+    status = make_status(grpc::StatusCode::FAILED_PRECONDITION, error);
   } catch (const WireError& error) {
-    status = {grpc::StatusCode::INVALID_ARGUMENT, error.what()};
+    status = make_status(grpc::StatusCode::INVALID_ARGUMENT, error);
   } catch (const BusyError& error) {
-    status = {grpc::StatusCode::RESOURCE_EXHAUSTED, error.what()};
+    status = make_status(grpc::StatusCode::RESOURCE_EXHAUSTED, error);
   } catch (const TransportError& error) {
-    return {grpc::StatusCode::UNAVAILABLE, error.what()};
+    return make_status(grpc::StatusCode::UNAVAILABLE, error);
   } catch (const std::exception& error) {
-    return {grpc::StatusCode::ABORTED, error.what()};
+    return make_status(grpc::StatusCode::ABORTED, error);
   }
   ++num_refused;
   if (on_refusal) on_refusal(context->peer(), status);
@@ -203,7 +209,7 @@ void StreamServer::start() {
   }
   auto socket = std::make_unique<ListeningSocket>(state.address);
   grpc::ServerBuilder builder;
-  set_arguments(&builder);
+  set_arguments(state.address, &builder);
   const auto idle =
       static_cast<int>(std::min(state.options.hello_timeout, kIdleTimeout).count());
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, idle);

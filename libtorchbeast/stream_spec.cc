@@ -9,6 +9,8 @@
 #include <set>
 #include <utility>
 
+#include "text.h"
+
 namespace torchbeast {
 namespace {
 
@@ -303,11 +305,6 @@ struct KnownField {
 
 void refuse(const std::string& place, const std::string& why) {
   throw WireError(place + ": " + why);
-}
-
-std::string first_bytes(const std::string& text, size_t size) {
-  while (size < text.size() && size > 0 && (text[size] & 0xC0) == 0x80) --size;
-  return text.substr(0, size);
 }
 
 std::string version_refusal(const std::string& peer, uint32_t version) {

@@ -45,9 +45,6 @@ class WireError : public std::runtime_error {
 };
 
 [[noreturn]] void refuse(const std::string& place, const std::string& why);
-// The text without what is behind `size` bytes, and not cut inside a character of
-// UTF-8.
-std::string first_bytes(const std::string& text, size_t size);
 
 // Why a peer of another version is refused; `peer` is the subject of the sentence.
 std::string version_refusal(const std::string& peer, uint32_t version);

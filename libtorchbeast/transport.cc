@@ -14,6 +14,7 @@
 #include <sys/un.h>
 
 #include <cctype>
+#include <limits>
 #include <utility>
 
 #include "sockets.h"
@@ -168,7 +169,6 @@ constexpr size_t kMaxBytesInFlight = size_t{1} << 30;
 constexpr std::pair<const char*, int> kArguments[] = {
     {GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, 256 << 20},
     {GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, 256 << 20},
-    {GRPC_ARG_KEEPALIVE_TIME_MS, 15000},
     {GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000},
     {GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0},
     {GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000},
@@ -178,6 +178,12 @@ constexpr std::pair<const char*, int> kArguments[] = {
     {GRPC_ARG_ENABLE_PER_MESSAGE_COMPRESSION, 0},
     {GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0},
 };
+
+// On a unix socket, nothing can be lost without an end of the connection, and gRPC
+// would find no answer to a ping if no thread of this process waits in it.
+int ping_interval_ms(const Address& address) {
+  return address.is_unix() ? std::numeric_limits<int>::max() /* never */ : 15000;
+}
 
 const grpc::ResourceQuota& quota() {
   static const grpc::ResourceQuota* const shared = [] {
@@ -190,9 +196,10 @@ const grpc::ResourceQuota& quota() {
 
 }  // namespace
 
-grpc::ChannelArguments channel_arguments() {
+grpc::ChannelArguments channel_arguments(const Address& address) {
   grpc::ChannelArguments arguments;
   for (const auto& [name, value] : kArguments) arguments.SetInt(name, value);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, ping_interval_ms(address));
   arguments.SetResourceQuota(quota());
   // A connection of its own for each stream; addresses are dialled as they are given.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
@@ -203,7 +210,7 @@ grpc::ChannelArguments channel_arguments() {
 std::shared_ptr<grpc::Channel> make_channel(const Address& address,
                                             const Security& security) {
   const auto credentials = client_credentials(address, security);
-  grpc::ChannelArguments arguments = channel_arguments();
+  grpc::ChannelArguments arguments = channel_arguments(address);
   if (address.is_unix()) {
     return grpc::CreateCustomInsecureChannelFromFd(
         "localhost", dial_unix(address, security.insecure), arguments);
@@ -214,8 +221,9 @@ std::shared_ptr<grpc::Channel> make_channel(const Address& address,
   return grpc::CreateCustomChannel(address.to_string(), credentials, arguments);
 }
 
-void set_arguments(grpc::ServerBuilder* builder) {
+void set_arguments(const Address& address, grpc::ServerBuilder* builder) {
   for (const auto& [name, value] : kArguments) builder->AddChannelArgument(name, value);
+  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, ping_interval_ms(address));
   builder->SetResourceQuota(quota());
 }
 

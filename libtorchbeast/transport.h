@@ -87,17 +87,17 @@ std::shared_ptr<grpc::ChannelCredentials> client_credentials(const Address& addr
 std::shared_ptr<grpc::ServerCredentials> server_credentials(const Address& address,
                                                             const Security& security);
 
-// Settings of both sides: no compression, the longest message, and pings that notice a
-// cut network within half a minute. All connections of the process share a bound on
-// the memory of messages that are on their way; beyond it gRPC cuts streams. gRPC's own
-// sizes of frames and windows are as fast as larger ones.
-grpc::ChannelArguments channel_arguments();
+// Settings of both sides: no compression, the longest message, and over TCP pings that
+// notice a cut network within half a minute. All connections of the process share a
+// bound on the memory of messages that are on their way; beyond it gRPC cuts streams.
+// gRPC's own sizes of frames and windows are as fast as larger ones.
+grpc::ChannelArguments channel_arguments(const Address& address);
+void set_arguments(const Address& address, grpc::ServerBuilder* builder);
 // A way to the server at `address`. Throws std::invalid_argument as client_credentials,
 // TransportError if nobody listens at a unix socket, or another user. TCP connects when
 // a stream is opened.
 std::shared_ptr<grpc::Channel> make_channel(const Address& address,
                                             const Security& security);
-void set_arguments(grpc::ServerBuilder* builder);
 
 // --- The services
 

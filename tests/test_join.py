@@ -35,13 +35,20 @@ from libtorchbeast import (
 T = 5
 
 CLIENT = """
-import itertools, json, sys
+import itertools, json, sys, time
 import servers
 from libtorchbeast import Client, Security
+
+class Slow(servers.Coded):
+    def step(self, action):
+        if (self.episode, self.step_number) == (2, 0):
+            time.sleep(30)
+        return super().step(action)
+
 arguments = json.loads(sys.argv[1])
 servers._numbers = itertools.count(arguments.pop("first_number", 0))
 num_episodes = arguments.pop("num_episodes", None)
-env_class = servers.ENVIRONMENTS[arguments.pop("env")]
+env_class = {"Slow": Slow, **servers.ENVIRONMENTS}[arguments.pop("env")]
 arguments["security"] = Security(**arguments.pop("security", {}))
 Client(env_class, arguments.pop("address"), **arguments).run(num_episodes)
 """
@@ -234,6 +241,21 @@ def test_the_learner_is_restarted(address):
             assert begin == begins[i - 1] + T
 
 
+@pytest.mark.slow
+def test_a_step_may_take_long(address):
+    """Longer than a network may be cut until TCP's pings notice it."""
+    with (
+        listening(address) as listener,
+        joined(listener) as run,
+        ClientProcess("Slow", address),
+    ):
+        check(itertools.islice(run.queue, 4), {})
+        stats = run.pool.stats()
+    assert stats["env_seconds"] > 30
+    assert stats["num_reconnects"] == 0
+    assert stats["last_error"] == ""
+
+
 def test_clients_that_leave_hand_over(address):
     """Each plays three episodes; the unroll of all is one."""
     clients = [
@@ -324,6 +346,16 @@ def test_an_unusable_hello_is_not_the_measure(address):
         with ClientProcess("Coded", address), joined(listener) as run:
             assert listener.probe(60)["hello"] != hello
             play(run, {}, 1)
+
+
+def test_a_refusal_may_be_long(address):
+    """Longer than gRPC's status may be; its middle is left out."""
+    with listening(address) as listener, ThreadPoolExecutor(1) as threads:
+        client = threads.submit(Client(Coded, address).run)
+        hello = listener.probe(60)["hello"]
+        listener.refuse(hello, "begin " + "ü" * 10_000 + " end")
+        with pytest.raises(RefusedError, match=r"(?s)begin ü+.*\[\.\.\.\].*ü end"):
+            client.result(timeout=60)
 
 
 def test_a_factory_that_raises(address):
@@ -424,7 +456,9 @@ def test_the_pool_keeps_its_listener(address):
     [
         (lambda: Listener("nowhere"), "no port"),
         (lambda: Listener("0.0.0.0:0"), "can be reached from other machines"),
-        (lambda: Listener("unix:/tmp/x", max_streams=0), "max_streams"),
+        (lambda: Listener("unix:/tmp/x", max_streams=0), "max_streams.* 0"),
+        (lambda: Listener("unix:/tmp/x", max_streams=-1), "max_streams.* -1"),
+        (lambda: Listener("unix:/tmp/x", max_streams=2**30 + 5), "max_str.*1073741829"),
         (lambda: Client(Coded, "nowhere"), "no port"),
         (lambda: Client(Coded, "far.example:1"), "can be reached from other machines"),
         (lambda: Client(Coded, "unix:/tmp/x", maximum_downtime_s=-1), "downtime_s"),

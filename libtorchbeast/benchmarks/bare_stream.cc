@@ -79,7 +79,7 @@ int serve(const std::string& address, size_t num_bytes) {
     return grpc::Status::OK;
   });
   grpc::ServerBuilder builder;
-  set_arguments(&builder);
+  set_arguments(Address(address), &builder);
   Security security;
   security.insecure = true;
   builder.AddListeningPort(address, server_credentials(Address(address), security));
@@ -105,7 +105,7 @@ int run(char** argv, const std::string& address, int num_streams, size_t num_byt
     threads.emplace_back([&] {
       auto channel = grpc::CreateCustomChannel(Address(address).to_string(),
                                                grpc::InsecureChannelCredentials(),
-                                               channel_arguments());
+                                               channel_arguments(Address(address)));
       if (!channel->WaitForConnected(std::chrono::system_clock::now() +
                                      std::chrono::seconds(10))) {
         failed = true;

@@ -6,7 +6,9 @@
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <fstream>
 #include <functional>
@@ -77,6 +79,23 @@ TEST_F(ServerTest, PortsThatAreTaken) {
   EXPECT_NE(error.find("in use"), std::string::npos) << error;
 }
 
+TEST_F(ServerTest, SocketsThatCannotBeMade) {
+  EnvServer first(counting(1), server_options(unix_address("first")));
+  first.start();  // raises the limit
+  const int lowest = dup(0);
+  close(lowest);
+  rlimit limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+  const rlimit none{static_cast<rlim_t>(lowest), limit.rlim_max};
+  for (const std::string& address : {unix_address(), std::string("127.0.0.1:0")}) {
+    EnvServer server(counting(1), server_options(address));
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+    const std::string error = error_of<std::runtime_error>([&] { server.start(); });
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    EXPECT_NE(error.find("Too many open files"), std::string::npos) << error;
+  }
+}
+
 // Whom it refuses
 
 TEST_F(ServerTest, TokensAreChecked) {
@@ -126,8 +145,9 @@ TEST_F(ServerTest, SilentLearnersAreCut) {
   options.hello_timeout = Milliseconds(300);
   EnvServer server(counting(1), options);
   server.start();
-  auto channel = grpc::CreateCustomChannel(
-      unix_address(), grpc::InsecureChannelCredentials(), channel_arguments());
+  auto channel =
+      grpc::CreateCustomChannel(unix_address(), grpc::InsecureChannelCredentials(),
+                                channel_arguments(Address(unix_address())));
   grpc::ClientContext context;
   const auto stream = open_stream(channel.get(), &context);
   grpc::ByteBuffer message;
@@ -140,8 +160,9 @@ TEST_F(ServerTest, LearnersThatLieAreRefused) {
   server.start();
   MemoryPool pool;
   const auto status_after = [&](const std::vector<grpc::ByteBuffer>& messages) {
-    auto channel = grpc::CreateCustomChannel(
-        unix_address(), grpc::InsecureChannelCredentials(), channel_arguments());
+    auto channel =
+        grpc::CreateCustomChannel(unix_address(), grpc::InsecureChannelCredentials(),
+                                  channel_arguments(Address(unix_address())));
     grpc::ClientContext context;
     const auto stream = open_stream(channel.get(), &context);
     for (grpc::ByteBuffer message : messages) stream->Write(message);
