@@ -13,6 +13,8 @@ namespace torchbeast {
 
 namespace {
 constexpr Milliseconds kMinute{60'000};
+// Between two checks of the limits; they come every kInterruptPeriod.
+constexpr Milliseconds kLongestGap{2'000};
 }  // namespace
 
 std::optional<wire::Seeding> PoolStreams::next_seeding(size_t index, bool is_first) {
@@ -61,13 +63,20 @@ size_t PoolStreams::num_forgiven(const std::map<std::string, size_t>& counts) co
   return has_others ? worst->second : 0;
 }
 
-// Some environment must be there.
-void PoolStreams::check_downtime() {
+void PoolStreams::check_limits() {
   const Listener* listener = options.listener.get();
   if (slots) slots->expire(options.maximum_downtime);
   std::string why;
   {
     MutexLock lock(mutex);
+    const auto now = Clock::now();
+    const bool was_suspended = now - std::exchange(checked_at, now) > kLongestGap;
+    if (was_suspended) down_since = now;
+    for (Connection* connection : connections) {
+      if (was_suspended) connection->restart_waiting();
+      connection->cancel_if_slow(options.step_timeout,
+                                 "has not answered within the step timeout");
+    }
     if (!present.empty()) return;
     if (!is_longer(Clock::now() - down_since, options.maximum_downtime)) return;
     why = last_error;
@@ -151,7 +160,7 @@ void ActorPool::run(const Interrupt& interrupt) {
   try {
     {
       MutexLock lock(shared.mutex);
-      shared.down_since = Clock::now();
+      shared.down_since = shared.checked_at = Clock::now();
     }
     for (size_t i = 0; i < shared.options.addresses.size(); ++i) {
       threads.emplace_back([&shared, i] { run_dialled(&shared, i); });
@@ -168,8 +177,7 @@ void ActorPool::run(const Interrupt& interrupt) {
                                     nullptr);
         }
       }
-      shared.cancel_stuck();
-      shared.check_downtime();
+      shared.check_limits();
       if (interrupt) interrupt();
       if (shared.sessions.learner_queue->is_closed() ||
           shared.sessions.inference_batcher->is_closed()) {

@@ -75,6 +75,12 @@ void Connection::cancel(const char* reason) {
   do_cancel();
 }
 
+void Connection::restart_waiting() {
+  int64_t since = waiting_since_;
+  const int64_t now = Clock::now().time_since_epoch().count();
+  if (since != 0) waiting_since_.compare_exchange_strong(since, now);
+}
+
 void Connection::cancel_if_slow(Milliseconds limit, const char* reason) {
   const int64_t since = waiting_since_;
   if (since == 0) return;

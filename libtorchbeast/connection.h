@@ -25,7 +25,8 @@ class EnvironmentError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// One thread at a time, but for cancel() and cancel_if_slow(), which are thread-safe.
+// One thread at a time, but for cancel(), restart_waiting() and cancel_if_slow(), which
+// are thread-safe.
 class Connection {
  public:
   virtual ~Connection() = default;
@@ -47,7 +48,9 @@ class Connection {
   // Makes a read or write fail that waits or is to come, with this reason, which must
   // stay.
   void cancel(const char* reason);
-  // The same if one has been waiting for so long.
+  // Counts the time of a wait in progress anew.
+  void restart_waiting();
+  // Cancels if a read or write has been waiting for so long.
   void cancel_if_slow(Milliseconds limit, const char* reason);
   bool is_cancelled() const { return cancel_reason_ != nullptr; }
   // Whether the other side owes its hello, or its end. For a step or an action it may

@@ -25,7 +25,7 @@ class DialledStreams {
     try {
       while (true) {
         try_stream();
-        shared_.check_downtime();
+        shared_.check_limits();
         shared_.sleep(backoff_.next(was_refused_));
         if (shared_.closing) throw Stopped();
       }
@@ -81,7 +81,7 @@ class DialledStreams {
     if (num_dropped_ > 0) {
       text += "\n" + std::to_string(num_dropped_) + " steps are dropped";
     }
-    if (is_news) shared_.events.add(kind, std::move(text));
+    if (is_news) shared_.events.add(kind, text);
     set_final(is_final);
     was_refused_ = kind == Event::kRefused;
   }
@@ -112,10 +112,11 @@ class DialledStreams {
       const wire::EnvHello hello = connection.shake_hands(seeding_);
       seeding_.reset();  // used
       answered_before_ = true;
-      shared_.hellos.check(hello, connection.peer());
       EnvSession session(&shared_.sessions, &connection, hello, [this] {
         if (shared_.closing) throw Stopped();
       });
+      // After the session has checked the rules: all others must be as the first.
+      shared_.hellos.check(hello, connection.peer());
       const EnvRow first = session.read_row();
       unroll.emplace(&shared_.sessions.unrolls, session.spec(), first,
                      hello.first_step());

@@ -83,14 +83,9 @@ struct PoolStreams : StreamHost {
     for (Connection* connection : connections)
       connection->cancel("is no longer wanted");
   }
-  void cancel_stuck() TB_EXCLUDES(mutex) {
-    MutexLock lock(mutex);
-    for (Connection* connection : connections) {
-      connection->cancel_if_slow(options.step_timeout,
-                                 "has not answered within the step timeout");
-    }
-  }
-  void check_downtime() TB_EXCLUDES(mutex);
+  // Cancels connections that wait for too long, and ends the run if no environment was
+  // there for too long. Time in which the process is suspended does not count.
+  void check_limits() TB_EXCLUDES(mutex);
   // REQUIRES: `error` is being handled.
   void count_failure(const EnvironmentError& error) override TB_EXCLUDES(mutex) {
     count_failure(error, "");
@@ -124,6 +119,7 @@ struct PoolStreams : StreamHost {
   std::map<std::string, size_t> present TB_GUARDED_BY(mutex);  // streams; see Presence
   uint64_t num_final TB_GUARDED_BY(mutex) = 0;  // servers that refuse for good
   Clock::time_point down_since TB_GUARDED_BY(mutex) = Clock::now();
+  Clock::time_point checked_at TB_GUARDED_BY(mutex) = Clock::now();
   // Of the last minute: when, and the address; see count_failure.
   std::deque<std::pair<Clock::time_point, std::string>> failures TB_GUARDED_BY(mutex);
   EventLog events;

@@ -302,6 +302,30 @@ TEST_F(ActorPoolFaultsTest, DifferentEnvironmentsAreRefused) {
   EXPECT_NE(error.find("differ"), std::string::npos) << error;
 }
 
+TEST_F(ActorPoolFaultsTest, AHelloThatBreaksARuleIsNotTheMeasure) {
+  StreamService service([](grpc::ServerContext*, ServedStream* stream) {
+    grpc::ByteBuffer message;
+    stream->Read(&message);
+    wire::EnvMessage hello;
+    *hello.mutable_hello() = CountingEnvironment(0, 2).hello();
+    hello.mutable_hello()->set_environment(std::string(2000, 'x'));
+    stream->Write(encode(hello));
+    return grpc::Status::OK;
+  });
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort(unix_address("bad"), grpc::InsecureServerCredentials());
+  builder.RegisterService(&service);
+  const auto bad = builder.BuildAndStart();
+  EnvServer good(counting(2), server_options(unix_address("good")));
+  {
+    Session run(pool_options({unix_address("bad"), good.address()}));
+    while (run.pool().stats().num_refused == 0) std::this_thread::yield();
+    good.start();
+    run.rollouts();
+  }
+  bad->Shutdown(std::chrono::system_clock::now());
+}
+
 TEST_F(ActorPoolFaultsTest, AWrongTokenEndsTheRunAtOnce) {
   StreamServerOptions options = server_options(unix_address());
   options.security.token = "a-secret";
