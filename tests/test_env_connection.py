@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -518,3 +519,18 @@ def test_joiners_wait_and_say_what_for(join, tmp_path):
     assert "in raise_error" in environments.console, "the environment's traceback"
     listener.close()
     environments.assert_ends_when_asked()
+
+
+def test_a_machine_that_does_not_answer_is_asked_last():
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
+        silent, closed, real = sockets
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        silent.listen(0)  # while one waits, no other gets an answer
+        stack.enter_context(socket.create_connection(silent.getsockname()))
+        real.listen(5)
+        places = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+        order = env_connection.reachable_first([*places, "unix:/tmp/nobody", "a..b:1"])
+        closed.close()
+    assert order == [places[2], "unix:/tmp/nobody", *places[:2], "a..b:1"]

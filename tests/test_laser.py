@@ -28,7 +28,8 @@ def test_a_run_with_replay(tmp_path, variant, rollouts):
     if variant == "polybeast":
         pytest.importorskip("libtorchbeast", exc_type=ImportError)
     module = f"torchbeast.{variant}"
-    runs.run(tmp_path, "laser", module=module, rollouts=rollouts, **LASER)
+    output = runs.run(tmp_path, "laser", module=module, rollouts=rollouts, **LASER)
+    assert "UserWarning" not in output
     rows = runs.read_logs(tmp_path, "laser")
     steps = LASER["batch_size"] * LASER["unroll_length"]
     assert [int(row["step"]) for row in rows][-1] == LASER["total_steps"]

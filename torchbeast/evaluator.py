@@ -12,7 +12,6 @@ import pickle
 import signal
 import statistics
 import threading
-import traceback
 from multiprocessing import connection
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 
 from torchbeast.core import checkpoint, processes
 from torchbeast.core.actors import actor_context, seed_globals
+from torchbeast.core.errors import text_of
 from torchbeast.core.flags import Flags
 from torchbeast.core.run import Run
 from torchbeast.core.step_watch import StepWatch
@@ -220,6 +220,6 @@ def _evaluate(flags: Flags, pipe: connection.Connection, steps: torch.Tensor) ->
             try:
                 games = play(flags, weights, numbers, stream=EVAL_STREAM, on_step=count)
                 answer = list(games)
-            except BaseException:
-                answer = traceback.format_exc()
+            except BaseException as error:
+                answer = text_of(error)
             pipe.send(answer)

@@ -290,10 +290,7 @@ class Learner:
             ]
             self.optimizer.load_state_dict(optimizer_state)
             batches = self.step // (self.flags.batch_size * self.flags.unroll_length)
-            with warnings.catch_warnings():  # torch misses the optimizer's steps
-                warnings.simplefilter("ignore", UserWarning)
-                for _ in range(batches):
-                    self.scheduler.step()
+            advance(self.scheduler, batches)
         else:
             self.optimizer.load_state_dict(optimizer_state)
             self.scheduler.load_state_dict(state["scheduler_state_dict"])
@@ -361,6 +358,14 @@ def update(
     return scalars
 
 
+def advance(scheduler: LambdaLR, batches: int) -> None:
+    """Advances the schedule by batches without updates, which torch would warn of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for _ in range(batches):
+            scheduler.step()
+
+
 def column_names(stats: Mapping[str, torch.Tensor]) -> list[str]:
     """A column per scalar; name_0, name_1, ... for a tensor [K]."""
     names = []
@@ -400,7 +405,9 @@ def learn(
                 scalars = update(learner, *part)
         if mixer:
             mixer.carry_states(learner.model)
-    learner.scheduler.step()
+        learner.scheduler.step()
+    else:
+        advance(learner.scheduler, 1)
     columns = count_batch(learner, batch, updated=ready)
     return join_columns(columns, scalars, {"learning_rate": learning_rate})
 

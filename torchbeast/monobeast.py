@@ -326,23 +326,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="slots for rollouts in shared memory (default: one per environment, and "
         "as many as a batch or an actor needs)",
     )
-    add(
-        *("--num_learner_threads", "--num_threads"),
-        type=int,
-        default=1,
-        help="threads that gather batches; one at a time learns",
-    )
-    add(
-        "--torch_threads",
-        type=int,
-        help="CPU threads per torch operation of the learner (default: half the cores)",
-    )
-    add(
-        "--actor_timeout",
-        type=float,
-        default=120.0,
-        help="seconds without a step after which the run fails",
-    )
     launcher.add_flags(parser)
     return parser
 
@@ -361,8 +344,6 @@ def resolve_layout(flags: Flags) -> Flags:
     E = flags.envs_per_actor
     if flags.num_buffers is None:
         flags.num_buffers = A * E if flags.sync else A * E + max(B, E)
-    if flags.torch_threads is None:
-        flags.torch_threads = max(1, processes.num_cpus() // 2)  # half: for the actors
     # B - 1 rollouts may wait for a batch while each actor waits for E free slots.
     least = A * E if flags.sync else max(A * E, E + B - 1)
     if flags.num_buffers < least:

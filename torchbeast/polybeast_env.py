@@ -29,7 +29,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
@@ -51,7 +50,7 @@ from torchbeast.core.connection_flags import (
     warn_of_clear_token,
 )
 from torchbeast.core.environment import Environment
-from torchbeast.core.errors import UserError
+from torchbeast.core.errors import text_of
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.make_env import MissingPackageError
 from torchbeast.core.supervisor import Servers, SharedPipe
@@ -115,11 +114,8 @@ def serve(
     except (EnvironmentFailed, ServerError) as error:
         pipe.send("error", str(error))
         sys.exit(1)
-    except UserError as error:
-        pipe.send("error", f"{type(error).__name__}: {error}")
-        sys.exit(1)
-    except BaseException:
-        pipe.send("error", traceback.format_exc())
+    except BaseException as error:
+        pipe.send("error", text_of(error))
         sys.exit(1)
 
 
@@ -134,10 +130,8 @@ def serve_under_ray(flags: Flags, index: int) -> None:
     script.configure_logging()  # Ray prints it where the learner runs
     try:
         describe(flags)
-    except UserError as error:
-        raise ServerError(f"{type(error).__name__}: {error}") from None
-    except Exception:
-        raise ServerError(traceback.format_exc()) from None
+    except Exception as error:
+        raise ServerError(text_of(error)) from None
     while True:
         with user_errors():
             client = make_server(flags, index, flags.join, 0)

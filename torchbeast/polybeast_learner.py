@@ -312,12 +312,6 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         help="seconds without a connected stream after which the run ends",
     )
     add(
-        "--actor_timeout",
-        type=float,
-        default=120.0,
-        help="time limit of a step in seconds; a slower stream counts as lost",
-    )
-    add(
         "--max_env_failures",
         type=int,
         default=10,
@@ -330,20 +324,9 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--num_inference_threads", type=int, default=1, help="inference threads")
     add(
-        *("--num_learner_threads", "--num_threads"),
-        type=int,
-        default=1,
-        help="threads that gather batches; one at a time learns",
-    )
-    add(
         "--max_learner_queue_size",
         type=int,
         help="maximal rollouts in the queue (default: --batch_size)",
-    )
-    add(
-        "--torch_threads",
-        type=int,
-        help="CPU threads per torch operation (default: half the cores)",
     )
     add(
         "--num_actions",
@@ -383,8 +366,6 @@ def resolve_layout(flags: Flags) -> Flags:
         flags.num_actors = (
             LISTENING_STREAMS if flags.listen else len(server_addresses(flags))
         )
-    if flags.torch_threads is None:
-        flags.torch_threads = max(1, processes.num_cpus() // 2)
     if flags.max_learner_queue_size is None:
         flags.max_learner_queue_size = flags.batch_size
     devices.actor_device(flags)  # raises if it does not exist

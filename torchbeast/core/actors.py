@@ -8,7 +8,6 @@ import pickle
 import random
 import signal
 import statistics
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Any, NoReturn
@@ -20,8 +19,8 @@ from numpy.random import mtrand
 
 from torchbeast.core import processes, rollout
 from torchbeast.core.acting import SharedWeights
-from torchbeast.core.env_checks import InvalidEnvironmentError
 from torchbeast.core.environment import Environment
+from torchbeast.core.errors import text_of
 from torchbeast.core.flags import Flags
 from torchbeast.core.nested import Nested
 from torchbeast.core.prof import format_shares
@@ -101,14 +100,7 @@ def act_until_closed(
     except BaseException as error:  # EOFError: the learner has closed the pipe
         # The send fails if the learner has exited or closed the pipe.
         with contextlib.suppress(OSError):
-            pipe.send(("error", error_text(error)))
-
-
-def error_text(error: BaseException) -> str:
-    """The message for the learner's log; a traceback only if it may help."""
-    if isinstance(error, InvalidEnvironmentError):
-        return str(error)
-    return "".join(traceback.format_exception(error))
+            pipe.send(("error", text_of(error)))
 
 
 def mean_timings(timings: Sequence[dict[str, float]]) -> str:
@@ -126,7 +118,7 @@ class Actors:
         ("unroll", slots, bank, version)    ("loaded", bank), ("done", slots, timings)
         ("save",)                           ("saved", state)
 
-    An actor also sends ("warning", key, message) and ("error", traceback). The learner
+    An actor also sends ("warning", key, message) and ("error", text). The learner
     waits on all pipes and all processes at once, so that it sees at once if one dies.
     """
 

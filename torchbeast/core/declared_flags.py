@@ -160,6 +160,24 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         choices=["fixed", "episode"],
         help="episode: the learner cuts rollouts where episodes end",
     )
+    add(
+        "--actor_timeout",
+        type=float,
+        default=120.0,
+        help="time limit of a step in seconds. MonoBeast: the run fails after it; "
+        "PolyBeast: the stream counts as lost",
+    )
+    add(
+        *("--num_learner_threads", "--num_threads"),
+        type=int,
+        default=1,
+        help="threads that gather batches; one at a time learns",
+    )
+    add(
+        "--torch_threads",
+        type=int,
+        help="CPU threads per torch operation of the learner (default: half the cores)",
+    )
     add("--disable_cuda", action=toggle, default=False, help="use no GPU")
     add("--learner_device", help="for example cuda:1; default: the first GPU, if any")
 

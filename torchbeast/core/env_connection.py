@@ -8,6 +8,8 @@ import contextlib
 import re
 import socket
 import ssl
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from torchbeast.core import atari_wrappers, declared_flags
 from torchbeast.core.connection_flags import uses_tls
@@ -52,6 +54,32 @@ def plain_reason(error: str) -> str:
         if re.search(pattern, error):
             return reason
     return error.partition(" is lost: ")[2] or error
+
+
+def reachable_first(addresses: Sequence[str]) -> list[str]:
+    """Sorts addresses: those that nobody can connect to now come last.
+
+    A machine that is switched off does not refuse a connection: whoever asks it first
+    waits for it.
+    """
+    if len(addresses) < 2:
+        return list(addresses)
+    with ThreadPoolExecutor(len(addresses)) as threads:
+        reachable = list(threads.map(_is_reachable, addresses))
+    order = sorted(range(len(addresses)), key=lambda i: not reachable[i])
+    return [addresses[i] for i in order]
+
+
+def _is_reachable(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    if address.startswith("unix:"):
+        return True
+    try:
+        place = (host.strip("[]"), int(port))
+        socket.create_connection(place, CONNECT_SECONDS).close()
+    except (OSError, ValueError):  # ValueError: not an address
+        return False
+    return True
 
 
 def tls_fault(address: str, flags: argparse.Namespace) -> str | None:

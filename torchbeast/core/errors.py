@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import traceback
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +21,13 @@ def is_user_error(error: BaseException) -> bool:
     # libtorchbeast's errors derive from RuntimeError, because it is plain C++.
     from_native = type(error).__module__ == "libtorchbeast"
     return from_native or isinstance(error, UserError)
+
+
+def text_of(error: BaseException) -> str:
+    """The error for the log of another process; a traceback only if it may help."""
+    if is_user_error(error):
+        return f"{type(error).__name__}: {error}"
+    return "".join(traceback.format_exception(error))
 
 
 def report(error: BaseException) -> int:

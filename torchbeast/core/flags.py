@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torchbeast.core import config_file
+from torchbeast.core import config_file, processes
 from torchbeast.core.devices import fast_bf16, learner_device
 from torchbeast.core.errors import FlagError
 from torchbeast.core.presets import (
@@ -233,6 +233,8 @@ def resolve(flags: Flags) -> Flags:
         raise FlagError(
             f"--video {flags.video} records a test, not training: add --mode test"
         )
+    if flags.torch_threads is None:
+        flags.torch_threads = max(1, processes.num_cpus() // 2)  # half: for the actors
     if flags.learn_start is None:
         flags.learn_start = min(10_000, flags.replay_size // 2)
     if flags.replay_ratio and flags.replay_size < 8 * flags.unroll_length:

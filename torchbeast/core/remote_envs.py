@@ -23,7 +23,11 @@ from torchbeast.core.connection_flags import (
     warn_of_clear_token,
 )
 from torchbeast.core.distributions import make_distribution
-from torchbeast.core.env_connection import environment_settings, tls_fault
+from torchbeast.core.env_connection import (
+    environment_settings,
+    reachable_first,
+    tls_fault,
+)
 from torchbeast.core.env_spec import EnvSpec
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.peer_log import PeerLog
@@ -146,7 +150,8 @@ class RemoteEnvs:
         while True:
             failed: dict[str, Exception] = {}
             final: list[Exception] = []  # errors that would occur again
-            for where in dict.fromkeys(self.addresses or [self.listener.address]):
+            places = list(dict.fromkeys(self.addresses or [self.listener.address]))
+            for where in reachable_first(places):
                 check_servers()
                 try:
                     env = self._ask(where)
