@@ -254,9 +254,7 @@ wire::EnvHello ActorPool::probe(const std::string& address, const Security& secu
   });
   try {
     const auto deadline = time_after(timeout);
-    while (hello.wait_for(
-               std::min<Clock::duration>(kInterruptPeriod, deadline - Clock::now())) !=
-           std::future_status::ready) {
+    while (hello.wait_for(kInterruptPeriod) != std::future_status::ready) {
       if (interrupt) interrupt();
       if (Clock::now() >= deadline) connection.cancel("has not answered in time");
     }

@@ -41,7 +41,7 @@ void PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {
     if (closing) return;
     note(error.what());
     events.add(Event::kEnvError, error.what());
-    count_failure(error);
+    count_failure(error, "");
   } catch (...) {
     fail(std::current_exception());
     throw std::runtime_error("the run has failed");

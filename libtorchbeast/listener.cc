@@ -115,7 +115,7 @@ void Listener::State::serve(ServedConnection& connection) {
       MutexLock lock(mutex);
       hosted = enter_host();
     }
-    if (hosted) hosted->count_failure(error);
+    if (hosted) hosted->count_failure(error, "");
     return;
   }
   const auto check = [&connection] {

@@ -43,9 +43,10 @@ class StreamHost {
   // Runs an environment that has shaken hands, in the stream's thread, until it leaves.
   // Throws as a handler of StreamServer.
   virtual void serve(Connection& connection, const wire::EnvHello& hello) = 0;
-  // An environment has raised in place of its hello. REQUIRES: the error is being
-  // handled.
-  virtual void count_failure(const EnvironmentError& error) = 0;
+  // An environment has raised. `address`: of the dialled server; empty if it has
+  // joined. REQUIRES: the error is being handled.
+  virtual void count_failure(const EnvironmentError& error,
+                             const std::string& address) = 0;
 };
 
 // Thread-safe. Owns the streams' threads.

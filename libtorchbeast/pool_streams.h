@@ -86,12 +86,7 @@ struct PoolStreams : StreamHost {
   // Cancels connections that wait for too long, and ends the run if no environment was
   // there for too long. Time in which the process is suspended does not count.
   void check_limits() TB_EXCLUDES(mutex);
-  // REQUIRES: `error` is being handled.
-  void count_failure(const EnvironmentError& error) override TB_EXCLUDES(mutex) {
-    count_failure(error, "");
-  }
-  // `address`: of the dialled server; empty if the environment has joined.
-  void count_failure(const EnvironmentError& error, const std::string& address)
+  void count_failure(const EnvironmentError& error, const std::string& address) override
       TB_EXCLUDES(mutex);
   size_t num_forgiven(const std::map<std::string, size_t>& counts) const
       TB_REQUIRES(mutex);

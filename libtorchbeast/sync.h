@@ -110,18 +110,16 @@ class CondVar {
     const auto turn = Clock::now() + (interrupt ? kInterruptPeriod : kLookPeriod);
     std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);
     const auto status = condition_.wait_until(lock, std::min(deadline, turn));
-    if (status == std::cv_status::timeout && interrupt && turn <= deadline) {
-      lock.unlock();
-      try {
-        interrupt();
-      } catch (...) {
-        lock.lock();
-        lock.release();
-        throw;
-      }
-      lock.lock();
-    }
     lock.release();
+    if (status != std::cv_status::timeout || !interrupt || turn > deadline) return;
+    mutex.unlock();
+    try {
+      interrupt();
+    } catch (...) {
+      mutex.lock();
+      throw;
+    }
+    mutex.lock();
   }
   void notify_one() { condition_.notify_one(); }
   void notify_all() { condition_.notify_all(); }

@@ -271,9 +271,9 @@ void check_same_structure(const Nest<A>& a, const Nest<B>& b, size_t number,
   throw StructureError("at " + place.str() + ": " + describe_difference(a, b, number));
 }
 
-// REQUIRES: a and b have the same structure. NestA is Nest or const Nest.
-template <typename F, typename NestA, typename B>
-void walk2(F& f, NestA& a, const Nest<B>& b) {
+// REQUIRES: a and b have the same structure.
+template <typename F, typename A, typename B>
+void walk2(F& f, const Nest<A>& a, const Nest<B>& b) {
   if (a.is_leaf()) {
     f(a.leaf(), b.leaf());
   } else if (a.is_vector()) {
@@ -311,15 +311,9 @@ Nest<T> pack_as(const Nest<U>& structure, std::vector<T> leaves) {
   return structure.map([&next](const U&) -> T { return std::move(*next++); });
 }
 
-// Calls f(leaf of a, leaf of b) for every pair, after check_same_structure(a,
-// b). If `a` is not const, f may change its leaves.
+// Calls f(leaf of a, leaf of b) for every pair, after check_same_structure(a, b).
 template <typename F, typename A, typename B>
 void for_each2(F&& f, const Nest<A>& a, const Nest<B>& b) {
-  check_same_structure(a, b);
-  internal::walk2(f, a, b);
-}
-template <typename F, typename A, typename B>
-void for_each2(F&& f, Nest<A>& a, const Nest<B>& b) {
   check_same_structure(a, b);
   internal::walk2(f, a, b);
 }
