@@ -63,7 +63,7 @@ struct EnvClient::State {
   mutable Mutex mutex;
   CondVar changed;
   bool stopping TB_GUARDED_BY(mutex) = false;
-  Clock::time_point give_up_at TB_GUARDED_BY(mutex);  // if stopping
+  Clock::time_point give_up_at TB_GUARDED_BY(mutex) = Clock::time_point::max();
   bool done TB_GUARDED_BY(mutex) = false;
   Activity activity{nullptr};
   std::exception_ptr error TB_GUARDED_BY(mutex);
@@ -177,10 +177,9 @@ void EnvClient::State::after_loss(const TransportError& error) {
   if (stopping) throw Stopped();
   if (!error.may_pass) throw;  // the error that is being handled
   const auto without_learner = downtime + (Clock::now() - down_since);
-  if (options.maximum_downtime &&
-      is_longer(without_learner, *options.maximum_downtime)) {
+  if (is_longer(without_learner, options.maximum_downtime)) {
     throw TransportError(
-        "no learner for " + in_seconds(*options.maximum_downtime) + ": " + error.what(),
+        "no learner for " + in_seconds(options.maximum_downtime) + ": " + error.what(),
         false);
   }
   const auto end = Clock::now() + backoff.next();
@@ -215,8 +214,9 @@ void EnvClient::run(std::optional<uint64_t> num_episodes, const Interrupt& inter
     worker.detach();
     const char* const call = state.activity;
     std::cerr << "libtorchbeast: the client of " + state.address.to_string() +
-                     " leaves an environment behind that hangs: " +
-                     (call == nullptr ? "an exchange" : call) + " does not return.\n"
+                     " stopped without waiting for its environment: " +
+                     (call == nullptr ? "the connection" : call) +
+                     " has not returned.\n"
               << std::flush;
   }
   if (error != nullptr) std::rethrow_exception(error);
@@ -225,12 +225,11 @@ void EnvClient::run(std::optional<uint64_t> num_episodes, const Interrupt& inter
 // Until the worker is done, or is given up.
 void EnvClient::State::wait(const Interrupt& interrupt) {
   MutexLock lock(mutex);
-  while (!done && !(stopping && Clock::now() >= give_up_at)) {
+  while (!done && Clock::now() < give_up_at) {
     if (connection != nullptr && connection->is_shaking_hands()) {
       connection->cancel_if_slow(options.hello_timeout, "has not answered in time");
     }
-    changed.wait_until(mutex, stopping ? give_up_at : Clock::time_point::max(),
-                       interrupt);
+    changed.wait_until(mutex, give_up_at, interrupt);
   }
 }
 

@@ -17,9 +17,9 @@ namespace torchbeast {
 struct EnvClientOptions {
   std::string address;  // the learner's
   Security security;
-  // How long it may be without a learner, the first time included; none: for ever. Time
-  // spent waiting for an action does not count.
-  std::optional<Milliseconds> maximum_downtime = Milliseconds(60'000);
+  // How long it may be without a learner, the first time included. Time spent waiting
+  // for an action does not count.
+  Milliseconds maximum_downtime{60'000};
   // How long a learner may take to say hello.
   Milliseconds hello_timeout{10'000};
 };

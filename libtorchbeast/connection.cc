@@ -164,9 +164,23 @@ void DialledConnection::throw_reason(bool) {
 
 // --- Served
 
+namespace {
+
+// Unix sockets have no addresses, so connections have numbers.
+std::string place_of(const grpc::ServerContext& context) {
+  const std::string address = context.peer();
+  if (address != "unix:") return address;
+  static std::atomic<uint64_t> number{0};
+  return "this machine (connection " + std::to_string(++number) + ")";
+}
+
+}  // namespace
+
 ServedConnection::ServedConnection(grpc::ServerContext* context, ServedStream* stream,
                                    const std::string& peer)
-    : Connection(peer + " " + context->peer()), context_(*context), stream_(*stream) {}
+    : Connection(peer + " " + place_of(*context)),
+      context_(*context),
+      stream_(*stream) {}
 
 bool ServedConnection::do_write(const grpc::ByteBuffer& message) {
   return stream_.Write(message);

@@ -10,7 +10,7 @@ namespace torchbeast {
 
 namespace {
 
-// A server that is not there yet is no event before so long.
+// Failed attempts are not logged until so long after the start.
 constexpr Milliseconds kQuietStart{5'000};
 
 // The streams of one server, one after the other. One thread.

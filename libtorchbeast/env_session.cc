@@ -1,6 +1,5 @@
 #include "env_session.h"
 
-#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -13,15 +12,13 @@ namespace {
 
 // Also gives the other environments' rows, which may be anything, their observations.
 void check_final_observation(const StreamSpec& spec, const EnvRow& row) {
-  const Array* const truncated = truncated_field(spec, row.arrays);
-  const bool is_due = truncated != nullptr &&
-                      std::any_of(truncated->data(), truncated->data() + spec.num_envs,
-                                  [](uint8_t value) { return value != 0; });
+  const bool is_due = any_truncated(spec, row.arrays);
   if (row.final_observation.empty() == is_due) {
     throw WireError(is_due
                         ? "final_observation is missing, and an episode is truncated"
                         : "final_observation has bytes, and no episode is truncated");
   }
+  const Array* const truncated = truncated_field(spec, row.arrays);
   for (size_t i = 0; i < row.final_observation.size(); ++i) {
     const Array &from = row.arrays[i], &to = row.final_observation[i];
     const size_t bytes = to.num_bytes() / static_cast<size_t>(spec.num_envs);
@@ -64,9 +61,7 @@ EnvRow EnvSession::read_into(std::vector<Array> arrays) {
   if (error) throw EnvironmentError(connection_.peer() + " failed:\n" + *error);
   check_values(spec_, row.arrays);
   check_final_observation(spec_, row);
-  for (const Array& array : row.arrays) {
-    context_.unrolls.bytes_copied += array.num_bytes();
-  }
+  context_.unrolls.bytes_copied += spec_.step_bytes;
   return row;
 }
 

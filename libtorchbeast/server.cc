@@ -16,7 +16,7 @@ struct EnvServer::State {
   State(EnvironmentFactory factory, StreamServerOptions options)
       : factory(std::move(factory)),
         server(
-            kStreamMethod, "the learner at",
+            kStreamMethod, "the learner that has connected from",
             [this](ServedConnection& connection) { serve(connection); },
             std::move(options)) {}
 
@@ -75,7 +75,7 @@ void EnvServer::State::run_stream(ServedConnection& connection) {
   Stepper stepper(factory, &serving.here->activity);
   stepper.begin(agent);
   const auto write_step = [&] {
-    bytes_copied += stepper.newest_bytes_copied();
+    bytes_copied += stepper.step_bytes();
     connection.write(stepper.newest_step());
   };
   wire::EnvMessage hello;
@@ -96,12 +96,12 @@ void EnvServer::State::run_stream(ServedConnection& connection) {
 void EnvServer::State::report_stuck() {
   if (!server.has_given_up() || stuck_reported.exchange(true)) return;
   std::string text = "libtorchbeast: the environment server at " + server.address() +
-                     " leaves environments behind that hang:";
+                     " stopped without waiting for environments that hang:";
   MutexLock lock(mutex);
   for (const Served& one : served) {
     const char* const call = one.activity;
-    text += std::string(" ") + (call == nullptr ? "an exchange" : call) + " for " +
-            one.peer + " does not return.";
+    text += std::string(" ") + (call == nullptr ? "the connection" : call) + " for " +
+            one.peer + " has not returned.";
   }
   std::cerr << text + "\n" << std::flush;
 }

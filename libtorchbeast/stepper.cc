@@ -39,8 +39,8 @@ void Stepper::begin(const wire::AgentHello& agent) {
   const During resetting(&activity_, "reset()");
   if (agent.has_seeding()) environment_->seed(agent.seeding());
   const auto start = Clock::now();
-  row_ = environment_->reset();
   try {
+    row_ = environment_->reset();
     spec_ = StreamSpec(environment_->hello());
   } catch (const WireError& error) {  // ours, not the peer's
     throw std::runtime_error(std::string("this environment can't be served: ") +
@@ -80,8 +80,6 @@ void Stepper::encode_row(Clock::time_point start) {
   if (!row_.final_observation.empty()) {
     check(row_.final_observation, spec_.num_observation_arrays);
   }
-  newest_bytes_copied_ = 0;
-  for (const Array& array : row_.arrays) newest_bytes_copied_ += array.num_bytes();
   row_.env_nanoseconds = static_cast<uint64_t>(duration.count());
   newest_step_.Clear();  // its memory is used again for the next
   newest_step_ = encode_step(row_, pool_);

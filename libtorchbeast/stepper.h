@@ -23,16 +23,17 @@ class Stepper {
   ~Stepper();  // destroys the environment
   Stepper(const Stepper&) = delete;
 
-  // Seeds the environment, if `agent` says how, and resets it. REQUIRES, of all methods
-  // below: it has begun.
+  // Seeds the environment, if `agent` says how, and resets it.
   void begin(const wire::AgentHello& agent);
   bool has_begun() const { return !spec_.arrays.empty(); }
+
+  // --- REQUIRES: begin() has returned
 
   const wire::EnvHello& hello() const { return environment_->hello(); }
   int64_t num_envs() const { return spec_.num_envs; }
   // The newest step, at first that of the reset; it may be sent any number of times.
   const grpc::ByteBuffer& newest_step() const { return newest_step_; }
-  uint64_t newest_bytes_copied() const { return newest_bytes_copied_; }
+  size_t step_bytes() const { return spec_.step_bytes; }
   // Whether the newest step begins new episodes for all E.
   bool is_between_episodes() const {
     return torchbeast::is_between_episodes(spec_, row_.arrays);
@@ -51,7 +52,6 @@ class Stepper {
   MemoryPool pool_;
   EnvRow row_;
   grpc::ByteBuffer newest_step_;
-  uint64_t newest_bytes_copied_ = 0;
   std::vector<Array> action_;
 };
 

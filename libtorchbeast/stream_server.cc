@@ -18,7 +18,7 @@ namespace torchbeast {
 
 namespace {
 
-// For TLS, for a first stream, and between streams.
+// Time limit of the TLS handshake, and of a connection without a stream.
 constexpr Milliseconds kIdleTimeout{10'000};
 
 // Looks the same whatever the guess, so that its time tells nothing about the token.
@@ -65,13 +65,10 @@ struct StreamServer::State {
   void watch() TB_EXCLUDES(mutex);
   void end(std::unique_ptr<grpc::Server> server) TB_EXCLUDES(mutex);
   bool is_over() const TB_REQUIRES(mutex) {
-    return ended || (stopping && Clock::now() >= give_up_at);
+    return ended || Clock::now() >= give_up_at;
   }
   void wait(const Interrupt& interrupt) TB_REQUIRES(mutex) {
-    while (!is_over()) {
-      changed.wait_until(mutex, stopping ? give_up_at : Clock::time_point::max(),
-                         interrupt);
-    }
+    while (!is_over()) changed.wait_until(mutex, give_up_at, interrupt);
   }
 
   const std::string peer;
@@ -93,8 +90,8 @@ struct StreamServer::State {
   Mutex mutex;
   CondVar changed;
   bool stopping TB_GUARDED_BY(mutex) = false;
-  Clock::time_point give_up_at TB_GUARDED_BY(mutex);  // if stopping
-  bool ended TB_GUARDED_BY(mutex) = false;            // all handlers have returned
+  Clock::time_point give_up_at TB_GUARDED_BY(mutex) = Clock::time_point::max();
+  bool ended TB_GUARDED_BY(mutex) = false;  // all handlers have returned
   int port TB_GUARDED_BY(mutex) = 0;
   std::set<Connection*> connections TB_GUARDED_BY(mutex);
 
@@ -143,12 +140,10 @@ grpc::Status StreamServer::State::serve(grpc::ServerContext* context,
   grpc::Status status;
   try {
     if (!has_token(*context)) {
-      status = {grpc::StatusCode::UNAUTHENTICATED,
-                "it wants a token, and the one given is missing or wrong"};
+      status = {grpc::StatusCode::UNAUTHENTICATED, "the token is missing or wrong"};
     } else if (registration.number > static_cast<size_t>(options.max_streams)) {
       status = {grpc::StatusCode::RESOURCE_EXHAUSTED,
-                "this server has its " + std::to_string(options.max_streams) +
-                    " streams already"};
+                "too many streams at once; try again later"};
     } else {
       handler(connection);
       return grpc::Status::OK;

@@ -314,12 +314,11 @@ std::string version_refusal(const std::string& peer, uint32_t version) {
          "its torchbeast.proto";
 }
 
-StreamSpec::StreamSpec(const wire::EnvHello& hello)
-    : environment(hello.environment()), num_envs(hello.num_envs()) {
+StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs()) {
   if (hello.version() != kWireVersion) {
     throw WireError(version_refusal("the environment", hello.version()));
   }
-  check_length(environment, "hello.environment");
+  check_length(hello.environment(), "hello.environment");
   check_most("hello.stream_id", hello.stream_id().size(), "bytes", kMaxStreamIdBytes);
   check_most("hello.first_step", hello.first_step(), "steps",
              std::numeric_limits<int64_t>::max());
@@ -386,12 +385,11 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello)
     }
     add(name, batched(one, num_envs, place),
         found != known.end() ? found->second.rule : any);
-    extra_fields.push_back(name);
   }
 
   check_most("hello", arrays.size(), "arrays per step", kMaxArrays);
   // The largest messages: what they hold besides the arrays takes less than 64 bytes.
-  size_t step_bytes = 0, observation_bytes = 0, action_bytes = 0;
+  size_t observation_bytes = 0, action_bytes = 0;
   for (size_t i = 0; i < arrays.size(); ++i) {
     step_bytes += arrays[i].num_bytes();
     if (i < num_observation_arrays) observation_bytes += arrays[i].num_bytes();
@@ -401,9 +399,9 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello)
                                      std::pair("action", action_bytes)}) {
     if (bytes == 0) refuse(place, "the space has no array with an element");
   }
-  if (taken.count("truncated") > 0) step_bytes += observation_bytes;
-  for (const auto& [what, bytes] :
-       {std::pair("a step", step_bytes), std::pair("an action", action_bytes)}) {
+  const size_t final_bytes = taken.count("truncated") > 0 ? observation_bytes : 0;
+  for (const auto& [what, bytes] : {std::pair("a step", step_bytes + final_bytes),
+                                    std::pair("an action", action_bytes)}) {
     check_most("hello", bytes + 64,
                std::string("bytes in ") + what + " of " + std::to_string(num_envs) +
                    " environments",
@@ -414,11 +412,16 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello)
 // --- Rows ----------------------------------------------------------------------------
 
 const Array* truncated_field(const StreamSpec& spec, const std::vector<Array>& arrays) {
-  const auto& names = spec.extra_fields;
-  const auto found = std::find(names.begin(), names.end(), "truncated");
-  if (found == names.end()) return nullptr;
-  return &arrays[spec.num_observation_arrays + kStandardFields +
-                 static_cast<size_t>(found - names.begin())];
+  const auto found = std::find(spec.names.begin(), spec.names.end(), "truncated");
+  if (found == spec.names.end()) return nullptr;
+  return &arrays[static_cast<size_t>(found - spec.names.begin())];
+}
+
+bool any_truncated(const StreamSpec& spec, const std::vector<Array>& arrays) {
+  const Array* const truncated = truncated_field(spec, arrays);
+  return truncated != nullptr &&
+         std::any_of(truncated->data(), truncated->data() + spec.num_envs,
+                     [](uint8_t value) { return value != 0; });
 }
 
 bool is_between_episodes(const StreamSpec& spec, const std::vector<Array>& arrays) {

@@ -58,15 +58,15 @@ struct ValueRule {
 
 // The arrays of a stream's steps and actions. A value; copies share nothing.
 struct StreamSpec {
-  std::string environment;  // its name
   int64_t num_envs = 0;
   SpecNest observation;            // [E, ...]
   std::vector<ArraySpec> arrays;   // of a step, in the wire's order, each [E, ...]
-  std::vector<std::string> names;  // of the arrays, for messages
+  std::vector<std::string> names;  // of the arrays; those behind the observation's
+                                   // are the names of the fields
   std::vector<ValueRule> rules;    // of the arrays
   size_t num_observation_arrays = 0;
-  std::vector<std::string> extra_fields;  // their names, in the order of the arrays
-  SpecNest action;                        // [E, ...]
+  size_t step_bytes = 0;  // of all arrays
+  SpecNest action;        // [E, ...]
 
   // Throws WireError if the hello breaks a rule or exceeds a limit.
   explicit StreamSpec(const wire::EnvHello& hello);
@@ -82,6 +82,8 @@ struct EnvRow {
 
 // The field "truncated" of a row's arrays; null if there is none.
 const Array* truncated_field(const StreamSpec& spec, const std::vector<Array>& arrays);
+// Whether it is there and true for any environment.
+bool any_truncated(const StreamSpec& spec, const std::vector<Array>& arrays);
 // Whether these arrays of a step are the first rows of new episodes for all E.
 bool is_between_episodes(const StreamSpec& spec, const std::vector<Array>& arrays);
 

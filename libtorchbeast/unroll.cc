@@ -19,14 +19,7 @@ std::string describe(const std::vector<ArraySpec>& specs) {
   return text.empty() ? "nothing" : text;
 }
 
-uint64_t step_bytes(const StreamSpec& spec) {
-  uint64_t bytes = 0;
-  for (const ArraySpec& array : spec.arrays) bytes += array.num_bytes();
-  return bytes;
-}
-
-// As many of the first as there are of the second, but for those that are there
-// already.
+// Copies from[i] into to[i] for every array of `to`, unless both are the same memory.
 void copy_arrays(const std::vector<Array>& from, const std::vector<Array>& to) {
   for (size_t i = 0; i < to.size(); ++i) {
     if (from[i].data() != to[i].data()) copy(from[i], to[i]);
@@ -49,7 +42,7 @@ uint64_t half_of_memory() {
 
 void check_rollout_bytes(const StreamSpec& spec, int64_t unroll_length,
                          uint64_t num_streams, uint64_t max_bytes) {
-  const uint64_t step = step_bytes(spec);
+  const uint64_t step = spec.step_bytes;
   const auto num_rows = static_cast<uint64_t>(unroll_length) + 1;
   // Such a product may be larger than any integer.
   if (step <= max_bytes / num_rows / std::max<uint64_t>(num_streams, 1)) return;
@@ -64,7 +57,7 @@ RolloutBytes::RolloutBytes(UnrollContext* context, const StreamSpec& spec)
     : context_(*context) {
   check_rollout_bytes(spec, context_.unroll_length, 1, context_.max_bytes);
   const uint64_t bytes =
-      step_bytes(spec) * static_cast<uint64_t>(context_.unroll_length + 1);
+      spec.step_bytes * static_cast<uint64_t>(context_.unroll_length + 1);
   const uint64_t others = context_.num_bytes.fetch_add(bytes);
   num_bytes_ = bytes;
   if (others <= context_.max_bytes - bytes) return;
@@ -226,7 +219,7 @@ void Unroll::write_agent_row(Rollout& rollout, int64_t t, const ArrayNest& outpu
         [&](const Array& from, const Array& to) {
           context_.bytes_copied += copy(from, to.row(t));
         },
-        outputs, std::as_const(*rollout.agent));
+        outputs, *rollout.agent);
   } catch (const std::invalid_argument& error) {
     throw std::invalid_argument(
         std::string("the agent's outputs must keep their form: ") + error.what());
@@ -307,14 +300,11 @@ std::vector<Array> Unroll::env_row(int64_t t, bool with_time) const {
 
 // {observation, reward, done, ..., the extra fields}
 ArrayNest Unroll::named(std::vector<Array> arrays) const {
-  auto array = arrays.begin() + static_cast<int64_t>(spec_.num_observation_arrays);
+  const size_t first = spec_.num_observation_arrays;
   ArrayNest::Map row;
-  row.emplace("observation", nest::pack_as(spec_.observation,
-                                           std::vector<Array>(arrays.begin(), array)));
-  for (const char* name : {"reward", "done", "episode_step", "episode_return"}) {
-    row.emplace(name, *array++);
-  }
-  for (const std::string& name : spec_.extra_fields) row.emplace(name, *array++);
+  for (size_t i = first; i < arrays.size(); ++i) row.emplace(spec_.names[i], arrays[i]);
+  arrays.resize(first);
+  row.emplace("observation", nest::pack_as(spec_.observation, std::move(arrays)));
   // A game is an episode, unless the environments say otherwise.
   row.emplace("game_over", row.at("done"));
   row.emplace("game_step", row.at("episode_step"));
@@ -324,17 +314,19 @@ ArrayNest Unroll::named(std::vector<Array> arrays) const {
 
 // (observation, reward, done, episode_step, episode_return[, extra fields])
 ArrayNest Unroll::positional(std::vector<Array> arrays) const {
-  auto array = arrays.begin() + static_cast<int64_t>(spec_.num_observation_arrays);
+  const size_t first = spec_.num_observation_arrays;
+  const size_t first_extra = first + kStandardFields;
+  const auto observation = arrays.begin() + static_cast<int64_t>(first);
   ArrayNest::Vector fields;
   fields.reserve(1 + kStandardFields + 1);
-  fields.push_back(
-      nest::pack_as(spec_.observation, std::vector<Array>(arrays.begin(), array)));
-  for (size_t i = 0; i < kStandardFields; ++i) fields.emplace_back(*array++);
-  if (!spec_.extra_fields.empty()) {
-    ArrayNest::Map extra;
-    for (const std::string& name : spec_.extra_fields) extra.emplace(name, *array++);
-    fields.emplace_back(std::move(extra));
+  fields.push_back(nest::pack_as(spec_.observation,
+                                 std::vector<Array>(arrays.begin(), observation)));
+  for (size_t i = first; i < first_extra; ++i) fields.emplace_back(arrays[i]);
+  ArrayNest::Map extra;
+  for (size_t i = first_extra; i < arrays.size(); ++i) {
+    extra.emplace(spec_.names[i], arrays[i]);
   }
+  if (!extra.empty()) fields.emplace_back(std::move(extra));
   return ArrayNest(std::move(fields));
 }
 

@@ -30,7 +30,7 @@ namespace py = pybind11;
 void load_numpy();
 
 // Throw, naming the place in the nest, py::type_error on a leaf that is not an array,
-// std::invalid_argument on one that the core has no word for: on another device than
+// std::invalid_argument on one that the core does not support: on another device than
 // the CPU, of another dtype, with too many dimensions.
 ArrayNest nest_from_python(py::handle nest);
 // Tuples and dicts.

@@ -157,11 +157,10 @@ Raises:
              EnvClientOptions options;
              options.address = std::move(learner_address);
              options.security = security;
-             options.maximum_downtime.reset();
-             if (maximum_downtime_s) {
-               options.maximum_downtime =
-                   to_seconds(*maximum_downtime_s, "maximum_downtime_s");
-             }
+             options.maximum_downtime =
+                 maximum_downtime_s
+                     ? to_seconds(*maximum_downtime_s, "maximum_downtime_s")
+                     : kNever;
              return make_with_threads<EnvClient>(
                  [](EnvClient& client) { client.stop(); },
                  environment_factory(std::move(env_class), std::move(name), settings),

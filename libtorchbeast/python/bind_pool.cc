@@ -42,13 +42,11 @@ py::dict to_dict(const wire::EnvHello& hello) {
   for (const wire::Setting& setting : hello.settings()) {
     settings[py::str(setting.name())] = setting.value();
   }
-  size_t step_bytes = 0;
-  for (const ArraySpec& spec : StreamSpec(hello).arrays) step_bytes += spec.num_bytes();
   return py::dict("name"_a = hello.environment(), "num_envs"_a = hello.num_envs(),
                   "observation_space"_a = space_to_python(hello.observation_space()),
                   "action_space"_a = space_to_python(hello.action_space()),
                   "extra_fields"_a = fields, "settings"_a = settings,
-                  "step_bytes"_a = step_bytes,
+                  "step_bytes"_a = StreamSpec(hello).step_bytes,
                   "hello"_a = py::bytes(hello.SerializeAsString()));
 }
 

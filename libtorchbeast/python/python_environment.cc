@@ -356,12 +356,8 @@ class VectorEnvironment : public PythonEnvironment {
     }
     spec_ = StreamSpec(hello_);
 
-    std::vector<std::string> names = {kReward, kDone, kEpisodeStep, kEpisodeReturn};
-    names.insert(names.end(), extra.begin(), extra.end());
-    for (size_t i = 0; i < names.size(); ++i) {
-      const ArraySpec& spec = spec_.arrays.at(spec_.num_observation_arrays + i);
-      fields_.push_back({names[i], py::str(names[i]), spec});
-      if (names[i] == kTruncated) truncated_ = spec_.num_observation_arrays + i;
+    for (size_t i = spec_.num_observation_arrays; i < spec_.arrays.size(); ++i) {
+      fields_.push_back({spec_.names[i], py::str(spec_.names[i]), spec_.arrays[i]});
     }
   }
 
@@ -395,7 +391,7 @@ class VectorEnvironment : public PythonEnvironment {
           std::to_string(fields_.size() + 1) + "; all rows must have the same");
     }
     row_ = std::move(row);
-    if (truncated_ && any(result.arrays[*truncated_])) {
+    if (any_truncated(spec_, result.arrays)) {
       py::object last = py::getattr(env_, kFinalObservation.c_str(), py::none());
       if (last.is_none()) {
         throw std::invalid_argument(
@@ -409,19 +405,12 @@ class VectorEnvironment : public PythonEnvironment {
     return result;
   }
 
-  static bool any(const Array& bools) {
-    const bool* const begin = bools.as<bool>();
-    return std::any_of(begin, begin + bools.spec().num_elements(),
-                       [](bool value) { return value; });
-  }
-
   const py::object initial_;
   const py::object step_;
   py::object row_;  // these keep the last row's memory
   py::object final_observation_;
   RowReader reader_;
-  std::vector<Field> fields_;        // behind the observation
-  std::optional<size_t> truncated_;  // its index in a row's arrays
+  std::vector<Field> fields_;  // behind the observation
 };
 
 std::unique_ptr<Environment> make_environment(py::handle env_class,
@@ -456,9 +445,6 @@ auto with_python(F&& f) {
     return f();
   } catch (const py::error_already_set& error) {
     throw std::runtime_error(describe(error));
-  } catch (const WireError& error) {  // the environment's mistake, not the peer's
-    throw std::runtime_error(std::string("this environment can't be served: ") +
-                             error.what());
   }
 }
 

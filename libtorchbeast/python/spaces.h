@@ -1,6 +1,6 @@
 // Spaces of Gymnasium and the old gym as those of the wire, and as plain dicts.
 //
-// They are told by the names of their classes: neither package is imported here.
+// They are recognized by the names of their classes: neither package is imported here.
 // REQUIRES, everywhere in this file: the GIL is held.
 
 #pragma once

@@ -133,8 +133,7 @@ void check_limits(const StreamSpec& spec) {
   CHECK(spec.num_envs >= 1 && spec.num_envs <= kMaxEnvs);
   CHECK(spec.num_observation_arrays >= 1);
   CHECK(spec.num_observation_arrays == spec.observation.num_leaves());
-  CHECK(spec.arrays.size() ==
-        spec.num_observation_arrays + 4 + spec.extra_fields.size());
+  CHECK(spec.arrays.size() >= spec.num_observation_arrays + kStandardFields);
   CHECK(spec.arrays.size() <= static_cast<size_t>(kMaxArrays));
   CHECK(spec.names.size() == spec.arrays.size());
   CHECK(spec.rules.size() == spec.arrays.size());

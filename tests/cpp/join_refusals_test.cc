@@ -195,7 +195,8 @@ TEST_F(JoinRefusalsTest, BadValuesCostTheirStream) {
   EXPECT_EQ(listener->stats().num_refused, 1u);
   EXPECT_TRUE(contains(listener->events().take().first.at(0).text, "reward: nan"));
   EXPECT_TRUE(
-      contains(run.pool().stats().last_error, "the environment that has joined from"));
+      contains(run.pool().stats().last_error,
+               "the environment that has joined from this machine (connection "));
 }
 
 TEST_F(JoinRefusalsTest, AnEnvironmentThatRaisesCostsItsStream) {

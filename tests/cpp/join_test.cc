@@ -122,7 +122,7 @@ TEST_F(JoinTest, ASilentLearnerCountsAsNone) {
 
 TEST_F(JoinTest, StopWakesAClientThatWaits) {
   EnvClientOptions options = client_options(unix_address());
-  options.maximum_downtime.reset();
+  options.maximum_downtime = kNever;
   {  // for a learner
     RunningClient client(counting(2), options);
     wait_until([&] { return !client.client().stats().last_error.empty(); });
