@@ -135,8 +135,8 @@ BatchingOptions check_options(BatchingOptions options) {
           "maximum_queue_size must be at least 1, not 0");
   if (options.timeout) {
     require(options.timeout->count() >= 0,
-            "timeout must not be negative, which " +
-                std::to_string(options.timeout->count()) + " ms is");
+            "timeout must be at least 0 ms, not " +
+                std::to_string(options.timeout->count()) + " ms");
     options.timeout = clamp_limit(*options.timeout);
   }
   return options;

@@ -53,7 +53,7 @@ void test_options() {
       refusal(batch_sizes(5, 4)),
       "maximum_batch_size must be at least minimum_batch_size, which is 5, not 4");
   EXPECT_EQ(refusal(with_timeout(batch_sizes(1, 5), -1)),
-            "timeout must not be negative, which -1 ms is");
+            "timeout must be at least 0 ms, not -1 ms");
   EXPECT_EQ(refusal(with_queue_size(batch_sizes(1, 5), 0)),
             "maximum_queue_size must be at least 1, not 0");
   BatchingOptions far_dim;
