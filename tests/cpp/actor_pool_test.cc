@@ -18,7 +18,7 @@ TEST_F(ActorPoolTest, RolloutsAreWhatHappened) {
   remote.start();
   Session run(pool_options({local.address(), remote.address(), local.address()}));
   Checker checker(5, true);
-  while (checker.num_rollouts < 60) {
+  while (checker.num_rollouts < 60 || checker.num_environments() < 9) {
     const ArrayNest rollout = run.rollouts();
     ASSERT_NO_FATAL_FAILURE(checker.check(rollout));
   }
