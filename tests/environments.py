@@ -274,37 +274,12 @@ class CombinationLock(gym.Env):
         return self.place % self.LENGTH, float(over and right), over, False, {}
 
 
-class Lives(gym.Env):
-    """A game of LIVES episodes of 4 steps each, with 5 points per step."""
+class Blank(gym.Env):
+    """Observations that say nothing; only rewards and lengths differ."""
 
-    LIVES = 3
-    POINTS = 5.0
-
-    def __init__(self) -> None:
-        self.observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
-        self.action_space = spaces.Discrete(2)
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        if seed is not None:  # a new game, not only a new life
-            self.steps = 0
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        self.steps += 1
-        info = {GAME_OVER: self.steps == 4 * self.LIVES}
-        return np.zeros(2, np.float32), self.POINTS, self.steps % 4 == 0, False, info
-
-
-class Digits(gym.Env):
-    """Choose the digits of a number in base 3, which is the return of the game."""
-
-    LENGTH = 5
-
-    def __init__(self) -> None:
-        self.observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
-        self.action_space = spaces.Discrete(3)
+    observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
+    action_space = spaces.Discrete(3)
+    steps = 0
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -313,31 +288,48 @@ class Digits(gym.Env):
         return np.zeros(2, np.float32), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        reward = float(action * 3**self.steps)
         self.steps += 1
-        return np.zeros(2, np.float32), reward, self.steps == self.LENGTH, False, {}
+        reward, over, info = self.result(action)
+        return np.zeros(2, np.float32), reward, over, False, info
+
+    def result(self, action: int) -> tuple[float, bool, dict[str, Any]]:
+        raise NotImplementedError
 
 
-class Pauses(gym.Env):
+class Lives(Blank):
+    """A game of LIVES episodes of 4 steps each, with 5 points per step."""
+
+    LIVES = 3
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        steps = self.steps
+        result = super().reset()
+        if seed is None:  # a new life, not a new game
+            self.steps = steps
+        return result
+
+    def result(self, action: int) -> tuple[float, bool, dict[str, Any]]:
+        return 5.0, self.steps % 4 == 0, {GAME_OVER: self.steps == 4 * self.LIVES}
+
+
+class Digits(Blank):
+    """Choose 5 digits of a number in base 3, which is the return of the game."""
+
+    def result(self, action: int) -> tuple[float, bool, dict[str, Any]]:
+        return float(action * 3 ** (self.steps - 1)), self.steps == 5, {}
+
+
+class Pauses(Blank):
     """Games of 2 steps; the first takes SECONDS."""
 
     SECONDS = 1.5
 
-    def __init__(self) -> None:
-        self.observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
-        self.action_space = spaces.Discrete(2)
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        self.steps = 0
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        if self.steps == 0:
+    def result(self, action: int) -> tuple[float, bool, dict[str, Any]]:
+        if self.steps == 1:
             time.sleep(self.SECONDS)
-        self.steps += 1
-        return np.zeros(2, np.float32), 1.0, self.steps == 2, False, {}
+        return 1.0, self.steps == 2, {}
 
 
 class SignsInNetHack(gym.Env):
