@@ -245,7 +245,7 @@ def test_tokens_and_certificates(serve, learn, tmp_path):
 
     run = learn("good", **us, **here)
     run.wait_for_updates(3)
-    refused = ["RefusedError", "wants a token", servers.addresses()[0]]
+    refused = ["RefusedError", "token is missing or wrong", servers.addresses()[0]]
     never = ["TransportError", "no connection with", servers.addresses()[0]]
     there_never = [*never[:2], there["server_addresses"]]
     assert_refused(
