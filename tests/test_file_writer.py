@@ -377,7 +377,7 @@ def test_resume_with_a_damaged_meta(started, caplog, damaged):
     (started / "meta.json").write_text(damaged)
     FileWriter(str(started.parent), "run", ARGS, 90).close(successful=True)
     assert read_meta(started)["successful"] is True
-    assert "is damaged, so a new one is written" in caplog.text
+    assert "is damaged and is ignored" in caplog.text
 
 
 def test_meta_tells_of_every_start(started):

@@ -90,7 +90,7 @@ def test_a_stopped_sweep_goes_on(tmp_path, tmp_path_factory, monkeypatch, varian
         os.killpg(process.pid, signal.SIGINT)
         output = runs.finish(process, 200)
         assert process.returncode == 130, output
-        assert "The same command goes on with the others." in output
+        assert "Give the same command again to continue with the other runs." in output
         assert "Traceback" not in output
         wait_for_no_process(process)
     assert not (tmp_path / "x-3").exists()
