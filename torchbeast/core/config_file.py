@@ -66,7 +66,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
 def _flags_of_run(meta: Any) -> dict[str, Any]:
     if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
         raise ValueError("this is not the meta.json of a run: it has no args")
-    chosen_there = {*OF_ITS_RUN, *meta.get("flags_left_open", ())}  # not here
+    chosen_there = {*OF_ITS_RUN, *meta.get("flags_left_open", ())}
     args = {**BEFORE_THE_FLAG_EXISTED, **meta["args"]}
     args["preset"] = current_name(args.get("preset"))
     return {k: v for k, v in args.items() if k not in chosen_there}

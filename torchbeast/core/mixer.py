@@ -40,8 +40,8 @@ class Mixer:
     def add(self, batch: dict[str, Nested], step: int) -> bool:
         """Stores a batch. Returns whether the learner may learn.
 
-        It may when the replay has learn_start steps, or has been full once: unfinished
-        episodes may keep it below learn_start.
+        It may learn once the replay has had learn_start steps, or has been full:
+        unfinished episodes may keep it below learn_start.
 
         Raises:
           FloatingPointError: the batch has values that no loss can use. It is not

@@ -86,7 +86,7 @@ class Streams:
 
     Raises:
       FlagError: the rollouts of all streams need more than half of the memory, or one
-        of the addresses is none.
+        of `addresses` is not an address.
     """
 
     def __init__(
