@@ -123,9 +123,12 @@ def draw(
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    figure = Figure(figsize=(8, 0.8 + 3.6 * len(panels)), layout="constrained")
+    every = [c for curves in panels.values() for c in curves]
+    labels = list(dict.fromkeys(c.label for c in every))
+    beside = len(labels) > 4 or any(c.note for c in every)  # a legend that hides curves
+    size = (11 if beside else 8, 0.8 + 3.6 * len(panels))
+    figure = Figure(figsize=size, layout="constrained")
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    labels = list(dict.fromkeys(c.label for curves in panels.values() for c in curves))
     colors = {label: f"C{i % 10}" for i, label in enumerate(labels)}
     for axes, (column, curves) in zip(all_axes, panels.items(), strict=True):
         for c in curves:
@@ -145,7 +148,8 @@ def draw(
             style: dict[str, Any] = {"ha": "center", "transform": axes.transAxes}
             axes.text(0.5, 0.5, "no value yet", **style)
         elif len(labels) > 1:
-            axes.legend(frameon=False, fontsize="small")
+            place = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if beside else {}
+            axes.legend(frameon=False, fontsize="small", **place)
     all_axes[-1].set_xlabel(xlabel)
     if xlabel != X_AXES["time"][1]:  # it would print 0.05 hours as 50m
         all_axes[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
