@@ -39,6 +39,7 @@ except ImportError as error:
         "test_env_server.py",
         "test_server_addresses.py",
         "test_vector_servers.py",
+        "test_pauses.py",
         "test_peer_numbers.py",
         "test_peers.py",
         "test_polybeast_spaces.py",

@@ -279,21 +279,14 @@ class Blank(gym.Env):
 
     observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
     action_space = spaces.Discrete(3)
+    observation = np.zeros(2, np.float32)
     steps = 0
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         self.steps = 0
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        self.steps += 1
-        reward, over, info = self.result(action)
-        return np.zeros(2, np.float32), reward, over, False, info
-
-    def result(self, action: int) -> tuple[float, bool, dict[str, Any]]:
-        raise NotImplementedError
+        return self.observation, {}
 
 
 class Lives(Blank):
@@ -304,21 +297,23 @@ class Lives(Blank):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        steps = self.steps
-        result = super().reset()
-        if seed is None:  # a new life, not a new game
-            self.steps = steps
-        return result
+        if seed is not None:  # a new game, not only a new life
+            self.steps = 0
+        return self.observation, {}
 
-    def result(self, action: int) -> tuple[float, bool, dict[str, Any]]:
-        return 5.0, self.steps % 4 == 0, {GAME_OVER: self.steps == 4 * self.LIVES}
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        info = {GAME_OVER: self.steps == 4 * self.LIVES}
+        return self.observation, 5.0, self.steps % 4 == 0, False, info
 
 
 class Digits(Blank):
     """Choose 5 digits of a number in base 3, which is the return of the game."""
 
-    def result(self, action: int) -> tuple[float, bool, dict[str, Any]]:
-        return float(action * 3 ** (self.steps - 1)), self.steps == 5, {}
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        reward = float(action * 3 ** (self.steps - 1))
+        return self.observation, reward, self.steps == 5, False, {}
 
 
 class Pauses(Blank):
@@ -326,10 +321,11 @@ class Pauses(Blank):
 
     SECONDS = 1.5
 
-    def result(self, action: int) -> tuple[float, bool, dict[str, Any]]:
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
         if self.steps == 1:
             time.sleep(self.SECONDS)
-        return 1.0, self.steps == 2, {}
+        return self.observation, 1.0, self.steps == 2, False, {}
 
 
 class SignsInNetHack(gym.Env):

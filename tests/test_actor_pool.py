@@ -3,10 +3,6 @@
 import itertools
 import os
 import re
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
@@ -372,71 +368,6 @@ def test_an_environment_that_hangs(address):
     finally:
         release.set()
         server.stop()
-
-
-@pytest.mark.slow
-def test_inference_may_pause(address):
-    """Longer than a network may be cut until TCP's pings notice it."""
-    calls = itertools.count()
-
-    def pausing(inputs):
-        if next(calls) == 3:
-            time.sleep(30)
-        return act(inputs)
-
-    with (
-        ServerProcess("Coded", address),
-        Run([address], pausing, initial_state()) as run,
-    ):
-        check(itertools.islice(run.queue, 4), {})
-        stats = run.pool.stats()
-    assert stats["inference_wait_seconds"] > 30
-    assert stats["num_reconnects"] == 0
-    assert stats["last_error"] == ""
-
-
-def test_suspended_time_does_not_count(tmp_path):
-    """The process stops in a step, for longer than a step may take."""
-    program = textwrap.dedent(
-        """
-        import itertools, os, signal, sys, time
-        import numpy as np
-        import servers
-
-        calls = itertools.count()
-
-        class Env(servers.Counting):
-            def step(self, action):
-                if next(calls) == 7:
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                    time.sleep(0.5)
-                return super().step(action)
-
-        def zeros(inputs):
-            return (np.zeros((1, 1), np.int64),), ()
-
-        server = servers.Server(Env, sys.argv[1])
-        server.start()
-        with servers.Run([server.address], zeros, step_timeout_s=2) as run:
-            for _ in range(3):
-                next(run.queue)
-            print(run.pool.stats())
-        server.stop()
-        """
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, f"unix:{tmp_path}/socket"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        _, status = os.waitpid(process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
-        time.sleep(4)
-        process.send_signal(signal.SIGCONT)
-        output, _ = process.communicate(timeout=60)
-    assert "'num_dropped_steps': 0" in output
-    assert "'last_error': ''" in output
 
 
 def test_servers_of_different_environments(tmp_path):
