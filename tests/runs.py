@@ -1,10 +1,14 @@
 """Runs as a user starts them: real processes, real files."""
 
 import csv
+import functools
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -102,12 +106,64 @@ def wait_for_rows(
         time.sleep(0.02)
 
 
-def run(savedir: Path, xpid: str, timeout: float = 100, **flags: Any) -> str:
-    """Runs a command that has to succeed; returns its output."""
-    process = start(savedir, xpid, **flags)
-    output = finish(process, timeout)
-    assert process.returncode == 0, output
+@functools.cache
+def forking() -> subprocess.Popen:
+    """The program that forks into runs. It ends when this process closes its input."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "forked_runs"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+
+
+def run_words(
+    words: list[str],
+    timeout: float = 100,
+    status: int = 0,
+    folder: Path = ROOT,
+    **variables: str,
+) -> str:
+    """Runs a module that has to end with this exit status; returns its output.
+
+    It forks from a program that has PyTorch already, see `forked_runs`. Use `start` for
+    a test that looks at the processes of the run, sends them signals or limits them.
+    """
+    _, _, module, *words = words
+    program = forking()
+    with tempfile.TemporaryDirectory() as temporary:
+        pipe = Path(temporary, "output")
+        os.mkfifo(pipe)
+        request = {
+            "module": module,
+            "words": words,
+            "folder": str(folder),
+            "variables": {**environment(), **variables},
+            "output": str(pipe),
+        }
+        try:
+            program.stdin.write(json.dumps(request) + "\n")
+            program.stdin.flush()
+            pid = int(program.stdout.readline())
+            timer = threading.Timer(timeout, os.killpg, (pid, signal.SIGKILL))
+            timer.start()
+            output = pipe.read_text()  # ends when all processes of the run have ended
+            ended = int(program.stdout.readline())
+            timer.cancel()
+        except BaseException:  # whose answer the next line is would be unknown
+            program.kill()
+            forking.cache_clear()
+            raise
+    assert ended == status, f"exit status {ended} within {timeout} s:\n{output}"
     return output
+
+
+def run(
+    savedir: Path, xpid: str, timeout: float = 100, status: int = 0, **flags: Any
+) -> str:
+    """Runs a command, see `command` for the flags and `run_words` for the rest."""
+    return run_words(command(savedir, xpid, **flags), timeout, status)
 
 
 def read_logs(savedir: Path, xpid: str) -> list[dict[str, str]]:

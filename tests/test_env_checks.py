@@ -251,9 +251,7 @@ def flags_of(variant, tmp_path):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_wrong_environment_ends_the_run_with_one_message(tmp_path, variant):
     flags = flags_of(variant, tmp_path) | {"env": "misbehaving:RewardInAList"}
-    process = runs.start(tmp_path, "a", **flags)
-    output = runs.finish(process)
-    assert process.returncode == 1
+    output = runs.run(tmp_path, "a", **flags, status=1)
     assert "--env misbehaving:RewardInAList: step() returned float64 [1] as" in output
     assert "Traceback" not in output
 

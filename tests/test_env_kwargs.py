@@ -55,9 +55,7 @@ def test_they_reach_the_environments_and_a_resumed_run(tmp_path, module):
     assert {float(x) for x in returns} == {4 * 70.0}
     # A checkpoint names code that is not trusted.
     flags = {"total_steps": 1200, "no-trust_checkpoint_env": True, "env": flags["env"]}
-    process = runs.start(tmp_path, "a", module=module, **flags)
-    output = runs.finish(process)
-    assert process.returncode == 1
+    output = runs.run(tmp_path, "a", module=module, **flags, status=1)
     assert "names --wrapper test_env_kwargs:ten_times" in output
     assert "forbids to import the module test_env_kwargs" in output
 

@@ -151,7 +151,8 @@ def test_the_number_of_processes_changes_nothing(tmp_path):
     for allowed, games in ((cpus, 13), ({min(cpus)}, 9)):
         os.sched_setaffinity(0, allowed)  # children inherit it
         try:
-            runs.run(tmp_path, "a", mode="test", num_test_episodes=games)
+            process = runs.start(tmp_path, "a", mode="test", num_test_episodes=games)
+            runs.finish(process)
         finally:
             os.sched_setaffinity(0, cpus)
         results.append(read_result(tmp_path))
@@ -199,9 +200,7 @@ def test_an_environment_that_fails_in_a_test(
     file = tmp_path / "fault"
     file.write_text(fault)
     monkeypatch.setenv("FAULT_FILE", str(file))
-    process = runs.start(faulty, "a", mode="test", num_test_episodes=9)
-    output = runs.finish(process)
-    assert process.returncode == 1, output
+    output = runs.run(faulty, "a", mode="test", num_test_episodes=9, status=1)
     for word in words:
         assert word in output
     assert output.count("[ERROR ") == 1
@@ -215,7 +214,7 @@ def test_an_environment_that_hangs_in_a_test(faulty, tmp_path, monkeypatch):
     flags = {"mode": "test", "num_test_episodes": 9, "actor_timeout": 5}
     flags["module"] = "impatient"
     process = runs.start(faulty, "a", **flags)
-    output = runs.finish(process, 100)
+    output = runs.finish(process)
     assert process.returncode == 1, output
     assert "that plays games of faulty:Environment (pid " in output
     assert "made no step for 30 s" in output

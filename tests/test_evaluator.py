@@ -78,9 +78,7 @@ def test_what_a_checkpoint_names_is_not_imported(tmp_path):
     assert output.count("the module faulty will be imported") == 1
     flags = {"total_steps": FOREVER, "no-trust_checkpoint_env": True}
     flags |= {"module": "torchbeast.polybeast_learner", "connect_timeout": 20}
-    process = runs.start(tmp_path, "a", **flags)
-    output = runs.finish(process)
-    assert process.returncode == 1
+    output = runs.run(tmp_path, "a", **flags, status=1)
     assert "forbids to import the module faulty" in output
 
 
@@ -133,7 +131,7 @@ def test_an_environment_with_a_process_of_its_own(tmp_path):
     assert "[WARNING " not in output
     process = runs.start(tmp_path, "b", **{**FLAGS, "env": "faulty:DiesWithChild"})
     output = runs.finish(process)
-    assert process.returncode == 1
+    assert process.returncode == 1, output
     assert "an environment of faulty:DiesWithChild died with exit status 3" in output
     wait_until(lambda: not processes_of_session(process.pid), "all ended")
 

@@ -74,19 +74,12 @@ class Fork:
         if module == POLYBEAST:
             pytest.importorskip("libtorchbeast", exc_type=ImportError)
         paths = [str(self.path), str(self.path / "tests")]
-        done = subprocess.run(
+        runs.run_words(
             runs.command(self.savedir, "fork", module, **{**runs.SMALL, **flags}),
-            cwd=self.path,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(paths),
-                "OMP_NUM_THREADS": "1",
-            },
-            capture_output=True,
-            text=True,
-            timeout=timeout,
+            timeout,
+            folder=self.path,
+            PYTHONPATH=os.pathsep.join(paths),
         )
-        assert done.returncode == 0, done.stdout + done.stderr
         return runs.read_logs(self.savedir, "fork")
 
     def checkpoint(self):

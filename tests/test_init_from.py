@@ -65,9 +65,7 @@ def test_what_does_not_fit_is_named(first, tmp_path):
 
 
 def test_what_can_not_be_used(first, tmp_path):
-    process = runs.start(tmp_path, "a", **FIRST, init_from="nobody")
-    output = runs.finish(process)
-    assert process.returncode == 1
+    output = runs.run(tmp_path, "a", **FIRST, init_from="nobody", status=1)
     assert f"--init_from nobody: there is neither a run of this name in {tmp_path}" in (
         output
     )

@@ -66,9 +66,7 @@ def test_a_damaged_replay_is_named(tmp_path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 255
     path.write_bytes(data)
-    process = runs.start(tmp_path, "laser", total_steps=1600)
-    output = runs.finish(process)
-    assert process.returncode == 1
+    output = runs.run(tmp_path, "laser", total_steps=1600, status=1)
     assert "replay.zip can't be loaded" in output
     assert "Remove it" in output
     assert "Traceback" not in output
@@ -122,9 +120,7 @@ def test_cut_rollouts_learn_the_same(tmp_path):
     ],
 )
 def test_what_can_not_work_is_refused(tmp_path, flags, words):
-    process = runs.start(tmp_path, "bad", **{**runs.SMALL, **flags})
-    output = runs.finish(process)
-    assert process.returncode == 1
+    output = runs.run(tmp_path, "bad", **{**runs.SMALL, **flags}, status=1)
     for word in words:
         assert word in output
     assert "Traceback" not in output

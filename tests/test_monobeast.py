@@ -139,18 +139,14 @@ def test_sync_saves_only_what_there_is(savedir):
 
 
 def test_sync_refuses_games_that_it_could_not_save(savedir):
-    process = runs.start(savedir, "a", **{**SYNC, "env": "Pong-v4"})
-    output = runs.finish(process)
-    assert process.returncode == 1
+    output = runs.run(savedir, "a", **{**SYNC, "env": "Pong-v4"}, status=1)
     assert "--atari_backend python" in output
     assert not (savedir / "a").exists()
 
 
 def fails(savedir, xpid, **flags):
     """Runs a command that has to fail with one message; returns its output."""
-    process = runs.start(savedir, xpid, **flags)
-    output = runs.finish(process)
-    assert process.returncode == 1, output
+    output = runs.run(savedir, xpid, **flags, status=1)
     assert "Traceback" not in output
     assert output.count("[ERROR ") == 1, output
     return output
@@ -343,9 +339,7 @@ def test_video_shows_every_step(savedir, pong):
 def test_render_without_a_display_says_what_to_do(savedir, pong, monkeypatch):
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
-    process = runs.start(savedir, "a", **pong, mode="test_render")
-    output = runs.finish(process)
-    assert process.returncode == 1
+    output = runs.run(savedir, "a", **pong, mode="test_render", status=1)
     assert "--video FILE.mp4" in output
 
 

@@ -328,16 +328,15 @@ def test_more_actors_than_servers_share_them(tmp_path, small):
 
 
 def test_no_server_at_all(tmp_path):
-    process = runs.start(
+    output = runs.run(
         tmp_path,
         "a",
         module="torchbeast.polybeast_learner",
         env="CartPole-v1",
         pipes_basename=f"unix:{tmp_path}/nobody",
         connect_timeout=1,
+        status=1,
     )
-    output = runs.finish(process)
-    assert process.returncode == 1, output
     assert f"{tmp_path}/nobody.0" in output
     assert "Traceback" not in output
     assert not (tmp_path / "a").exists(), "nothing was written"
@@ -358,15 +357,14 @@ def test_another_number_of_actions(tmp_path, small):
     ["unix:/no/such/folder/socket", "nowhere", "0.0.0.0:0"],  # the last is not secure
 )
 def test_a_place_where_the_learner_cannot_listen(tmp_path, address):
-    process = runs.start(
+    output = runs.run(
         tmp_path,
         "a",
         module="torchbeast.polybeast_learner",
         env="CartPole-v1",
         listen=address,
+        status=1,
     )
-    output = runs.finish(process)
-    assert process.returncode == 1, output
     assert "--listen: " in output
     assert address.removeprefix("unix:") in output
     assert "Traceback" not in output
@@ -516,7 +514,7 @@ def test_nothing_is_written_before_the_servers_are_known(tmp_path, small):
     small["batch_size"] = 4  # not a multiple of 3
     process = runs.start(tmp_path, "a", **small)
     output = runs.finish(process)
-    assert process.returncode == 1
+    assert process.returncode == 1, output
     assert "--batch_size 4" in output
     assert not (tmp_path / "a").exists()
     deadline = time.monotonic() + 20

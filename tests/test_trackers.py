@@ -62,8 +62,6 @@ def test_weights_and_biases_of_a_resumed_run(tmp_path, monkeypatch, module):
 def test_without_the_package(tmp_path, monkeypatch):
     (tmp_path / "wandb.py").write_text("raise ImportError('no wandb here')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    process = runs.start(tmp_path, "a", **runs.SMALL, wandb="project")
-    output = runs.finish(process)
-    assert process.returncode == 1
+    output = runs.run(tmp_path, "a", **runs.SMALL, wandb="project", status=1)
     assert "--wandb needs the package wandb: pip install wandb" in output
     assert "Traceback" not in output
