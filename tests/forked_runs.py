@@ -28,7 +28,7 @@ def become(
         for number, opened in enumerate((nothing, file, file)):
             os.dup2(opened.fileno(), number)
     sys.argv[1:] = words
-    sys.path[:0] = ["", *variables["PYTHONPATH"].split(os.pathsep)]
+    sys.path[:0] = [folder, *variables["PYTHONPATH"].split(os.pathsep)]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
