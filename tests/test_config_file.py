@@ -8,6 +8,7 @@ import runs
 from torchbeast import monobeast, polybeast
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.errors import FlagError
+from torchbeast.core.presets import PRESETS
 
 
 @pytest.fixture
@@ -55,6 +56,19 @@ def test_the_command_line_wins_and_the_preset_loses(write):
     flags = parse("--batch_size=5", config)
     assert (flags.batch_size, flags.entropy_cost) == (5, 0.5)
     assert flags.env == "MinAtar/Breakout-v1"
+
+
+def test_a_typed_preset_wins_over_the_file(write):
+    """But not over what else is typed; and what it does not set stays."""
+    args = parse("--preset=minatar", "--seed=4", "--unroll_length=7").as_dict()
+    config = write(json.dumps({"args": args}), "meta.json")
+    flags = parse(config, "--preset=mujoco", "--batch_size=5")
+    preset = PRESETS["mujoco"]
+    for name in ("env", "learning_rate", "normalize_observations", "unroll_length"):
+        assert getattr(flags, name) == preset[name]
+    assert (flags.preset, flags.seed, flags.batch_size) == ("mujoco", 4, 5)
+    same = parse(config, "--preset=minatar")
+    assert (same.env, same.unroll_length) == ("MinAtar/Breakout-v1", 7)
 
 
 def test_a_checkpoint_loses(write):

@@ -121,6 +121,10 @@ def test_a_checkpoint_with_a_flag_of_a_wrong_type(name, value):
     with pytest.raises(FlagError, match=f"flag {name} is ") as error:
         parse(saved={name: value})
     assert repr(value) in str(error.value)
+    fork = name == "model"
+    assert (
+        "not allowed here: shallow, deep are. If a fork" in str(error.value)
+    ) == fork
 
 
 def test_a_preset_leaves_nothing_behind():
@@ -451,6 +455,8 @@ def test_resolving_twice_changes_nothing():
             "--batch_size 6 --updates_per_batch 4 --minibatches 3",
             ["--updates_per_batch 4", "--minibatches 3"],
         ),
+        ("--replay_size 1000", ["--replay_size 1000", "add --replay_ratio"]),
+        ("--save_replay", ["--save_replay", "add --replay_ratio"]),
         (
             "--batch_size 6 --updates_per_batch 3 --minibatches 3 "
             "--replay_ratio 1 --replay_size 1000",
@@ -471,6 +477,8 @@ def test_values_that_cannot_work(line, words):
         *("--seed 0", f"--seed {2**64 - 1}", "--noop_max 0"),
         *("--grad_norm_clipping inf", "--checkpoint_interval inf"),
         "--batch_size 4 --unroll_length 30 --total_steps 120",
+        "--preset laser-atari --replay_ratio 0",
+        "--preset laser-atari --replay_ratio 0 --replay_size 0",
     ],
 )
 def test_values_at_the_edge(line):

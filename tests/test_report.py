@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import pathlib
@@ -145,6 +146,22 @@ def test_errors(tmp_path, capsys, test, message):
         report.main(["b" if test is None else "a", "--savedir", str(tmp_path)])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["cut", "field"])
+def test_damaged_logs(tmp_path, capsys, damage):
+    path = make_run(tmp_path)
+    logs = path / "logs.csv"
+    if damage == "cut":
+        packed = gzip.compress(logs.read_bytes())
+        (path / "logs.csv.gz").write_bytes(packed[: len(packed) // 2])
+        logs.unlink()
+    else:
+        logs.write_text(logs.read_text() + '"' + "1" * 200_000)
+    with pytest.raises(SystemExit) as caught:
+        report.main([str(path), "--savedir", str(tmp_path)])
+    assert caught.value.code == 2
+    assert "is damaged: " in capsys.readouterr().err
 
 
 # --- Groups ---

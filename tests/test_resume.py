@@ -13,6 +13,7 @@ import runs
 import torch
 
 from torchbeast import monobeast
+from torchbeast.core import flags as flags_lib
 from torchbeast.core import processes, resume
 from torchbeast.core.run_folder import RunFolder
 
@@ -240,3 +241,20 @@ def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch
     assert (flags.listen, flags.server_addresses) == (None, "a:1,b:2")
     assert flags.insecure is False
     assert begin(monobeast, "").num_buffers == saved["flags"]["num_buffers"]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--env CartPole-v1 --sticky_actions 0.5 --no-life_loss", True),
+        ("--env CartPole-v1 --sticky_actions 0.0 --life_loss", False),  # the defaults
+        ("--preset minatar --seed 3", False),
+        ("--env PongNoFrameskip-v4 --sticky_actions 0.5", False),
+    ],
+)
+def test_flags_of_atari_for_other_environments(line, named):
+    parser = monobeast.make_parser()
+    notes = resume.unused(parser, flags_lib.parse(parser, line.split()))
+    assert bool(notes) == named
+    if named:
+        assert "CartPole-v1 is no Atari game: --life_loss False, --stick" in notes[0]

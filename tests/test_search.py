@@ -119,13 +119,26 @@ def test_a_trial_that_can_not_be_run(tmp_path):
 
 
 def test_the_return_of_an_evaluation_counts(tmp_path):
-    logs = tmp_path / "logs.csv"
-    logs.write_text("mean_game_return_100,eval_return\n,\n")
-    assert search.final_return(tmp_path) is None
-    logs.write_text("mean_game_return_100,eval_return\n5,\n6,\n,\n")
-    assert search.final_return(tmp_path) == 6
-    logs.write_text("mean_game_return_100,eval_return\n5,\n6,2.5\n7,\n")
-    assert search.final_return(tmp_path) == 2.5
+    def final_return(*rows):
+        header = "step,mean_game_return_100,eval_step,eval_return"
+        (tmp_path / "logs.csv").write_text("\n".join([header, *rows, ""]))
+        return search.final_return(tmp_path)
+
+    assert final_return("10,,,") is None
+    assert final_return("10,5,,", "20,6,,", "30,,,") == 6
+    assert final_return("10,5,,", "20,6,10,2.5", "20,,20,3.5") == 3.5
+    # The last evaluation failed; the one before is of other weights.
+    assert final_return("10,5,,", "20,6,10,2.5", "30,7,,") == 7
+
+
+@pytest.mark.parametrize("name", ["a?b", "a%20b", "a b#c"])
+def test_a_folder_whose_name_is_no_url(tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    space = {"x": search.distribution("int:1:4")}
+    search.Search(folder / "study.db", space, ["same"], lambda *_: [])
+    assert (folder / "study.db").stat().st_size > 0
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +166,10 @@ def test_values(text, low, high):
 
 @pytest.mark.parametrize(
     "text",
-    ["normal:0:1", "uniform:1", "uniform:2:1", "loguniform:0:1", "int:1:x", "choice"],
+    [
+        *("normal:0:1", "uniform:1", "uniform:2:1", "loguniform:0:1", "int:1:x"),
+        *("choice", "choice:", "choice:a:", "uniform:nan:1", "uniform:0:inf"),
+    ],
 )
 def test_values_that_make_no_sense(text):
     with pytest.raises(FlagError, match="Allowed are uniform:LOW:HIGH"):

@@ -14,6 +14,7 @@ import watched_runs
 
 pytest.importorskip("submitit")
 
+from torchbeast import sweep
 from torchbeast.core.file_writer import read_meta
 from torchbeast.core.jobs import Job
 from torchbeast.core.slurm_jobs import SlurmJob  # it imports submitit
@@ -84,3 +85,22 @@ def test_the_waiting_is_stopped(tmp_path):
         )
     assert (tmp_path / "sweep-1" / "model.tar").exists()
     assert read_meta(tmp_path / "sweep-1")["starts"][-1]["signal"] == "SIGTERM"
+
+
+def test_a_cluster_that_refuses(tmp_path, monkeypatch, caplog):
+    """sbatch of a partition that does not exist."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("sbatch", "srun"):
+        path = programs / name
+        path.write_text(
+            "#!/bin/sh\necho invalid partition specified: typo >&2\nexit 1\n"
+        )
+        path.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    own = ["--submit", "slurm", "--sbatch", "partition=typo"]
+    assert sweep.main(sweeps.words(tmp_path, *own)[3:]) == 1
+    (record,) = [x for x in caplog.records if x.levelname == "ERROR"]
+    assert "invalid partition specified: typo" in record.getMessage()
+    assert "Check --sbatch" in record.getMessage()
+    assert record.exc_info is None

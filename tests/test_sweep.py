@@ -206,7 +206,16 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
         (["--grid", "entropy_cost"], {}, 2, "is not of the form FLAG=VALUES"),
         (["--grid", "seed=1,2"], {}, 2, "seed can't be varied like this"),
         (["--grid", "env=a b,a/b"], {}, 1, "two runs of the grid would be named"),
-        (["--seeds", "3-1"], {}, 2, "argument --seeds"),
+        (["--seeds", "3-1"], {}, 2, "argument --seeds: '3-1' has no seed"),
+        (["--seeds", "1-3,9-7"], {}, 2, "argument --seeds: '9-7' has no seed"),
+        (["--name", ""], {}, 1, "--name is empty"),
+        (["--grid", "alpha=0.9", "--grid", "alpha=0.8"], {}, 1, "alpha is given twice"),
+        (
+            ["--search", "alpha=choice:0.9", "--search", "alpha=choice:0.8"],
+            {},
+            1,
+            "--search alpha is given twice",
+        ),
         (["--seeds", "a"], {}, 2, "argument --seeds"),
         (["--jobs", "0"], {}, 2, "argument --jobs"),
         (["--jobs", "999"], {}, 1, "need 999 cores, but this process may use"),
@@ -244,6 +253,25 @@ def test_values_of_a_search_that_fit_only_together(tmp_path):
             sweep.check_extremes(
                 found, {"minibatches": [4], "updates_per_batch": wrong}
             )
+
+
+def test_switches(tmp_path):
+    """One has no opposite: it is left out."""
+    found = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}"], [1])
+    for value in ("true", "false"):
+        settings = dict.fromkeys(("disable_checkpoint", "life_loss"), value)
+        (job,) = found.make_jobs("", settings)
+        flags = found.flags(job)
+        assert (flags.disable_checkpoint, flags.life_loss) == (value == "true",) * 2
+
+
+def test_machines_with_other_devices(tmp_path):
+    """A login node has no GPU; the machine of the job has."""
+    words = ["monobeast", f"--savedir={tmp_path}", "--learner_device=cuda:31"]
+    with pytest.raises(FlagError, match="there are"):
+        sweep.Sweep("s", words, [1]).make_jobs("", {})
+    (job,) = sweep.Sweep("s", words, [1], elsewhere=True).make_jobs("", {})
+    assert "--learner_device=cuda:31" in job.command
 
 
 def test_without_a_command(capsys):

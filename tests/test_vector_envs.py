@@ -181,6 +181,100 @@ def test_what_can_not_be_used_is_refused(name, flags, error, words):
         make(name, **flags)
 
 
+class Wrong(OneSeed):
+    """Truncates each game after two steps. `fault` says what it does wrong."""
+
+    single_observation_space = gymnasium.spaces.Box(0, 255, (2,), np.uint8)
+
+    def __init__(self, num_envs, fault=None):
+        super().__init__(num_envs)
+        self.fault, self.steps = fault, 0
+
+    def observe(self):
+        shape = (self.num_envs - (self.fault == "too few"), 2)
+        dtype = np.float32 if self.fault == "floats" else np.uint8
+        observation = np.full(shape, 5, dtype)
+        return observation.tolist() if self.fault == "a list" else observation
+
+    def reset(self, *, seed=None, options=None):
+        return self.observe(), {}
+
+    def step(self, actions):
+        self.steps += 1
+        ended = np.full(self.num_envs, self.steps % 2 == 0)
+        reward = np.ones((self.num_envs, 1) if self.fault == "rewards" else E)
+        if self.fault == "NaN" and self.steps == 1:
+            reward[1] = np.nan
+        info = {} if self.fault == "no final_obs" else {"final_obs": self.observe()}
+        return self.observe(), reward, ~ended & ended, ended, info
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("floats", r"reset\(\) returned float32 \[2\] as observation, but uint8"),
+        (
+            "a list",
+            r"reset\(\) of a vector environment returned 5; it must be an array",
+        ),
+        (
+            "too few",
+            r"reset\(\) of a vector environment returned uint8 \[2, 2\].* is 3",
+        ),
+        ("rewards", r"step\(\) returned float64 \[1\] as reward"),
+        ("no final_obs", r"step\(\) truncated an episode, .* lacks final_obs"),
+    ],
+)
+def test_what_breaks_a_rule_ends_it(fault, words):
+    env = make("Wrong", env_kwargs=f'{{"fault": "{fault}"}}')
+
+    def play():
+        env.initial()
+        for _ in range(2):
+            env.step(np.zeros(E, int))
+
+    with pytest.raises(InvalidEnvironmentError, match=words):
+        play()
+
+
+class Terminates(Wrong):
+    def step(self, actions):
+        *result, terminated, truncated, _ = super().step(actions)
+        return *result, truncated, terminated, {}
+
+
+def test_final_observations_are_for_truncated_games_only():
+    env = make("Terminates")
+    env.initial()
+    rows = [env.step(np.zeros(E, int)) for _ in range(4)]
+    assert [row["done"].all() for row in rows] == [False, True, False, True]
+
+
+class FarOutside(OneSeed):
+    """One value of environment 1 is far outside its bounds."""
+
+    def reset(self, *, seed=None, options=None):
+        observation, info = super().reset(seed=seed)
+        observation[1, 0] = 100
+        return observation, info
+
+    def step(self, actions):
+        none = np.zeros(E, bool)
+        return self.reset()[0], np.zeros(E), none, none, {}
+
+
+def test_suspect_values_are_counted():
+    env = make("FarOutside")
+    warnings = []
+    env.on_warning = lambda key, message: warnings.append(message)
+    total = env.initial()["env_warnings"].copy()
+    for _ in range(8):
+        total += env.step(np.zeros(E, int))["env_warnings"]
+    assert total.tolist() == [0, 3, 0]  # each environment is checked in turn
+    assert len(warnings) == 1
+    assert "holds 100.0 at [0], far outside its bounds, 0.0 to 1.0" in warnings[0]
+
+
 def test_rendering_is_refused():
     flags = env_flags(f"{__name__}:grids")
     with pytest.raises(InvalidEnvironmentError, match="several environments at once"):

@@ -297,7 +297,7 @@ class Learner:
         self.episodes, self.games = stats["episodes"], stats["games"]
         self.game_returns.extend(stats["game_returns"])
         if self.mixer:
-            self.mixer.replayed_steps = stats.get("replayed_steps", 0)
+            self.mixer.replayed_steps = stats["replayed_steps"]
 
     def sps(self) -> float | None:
         """Steps per second over the last batches; None before the second."""

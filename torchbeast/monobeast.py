@@ -133,11 +133,9 @@ def act(
         old = pickle.loads(saved)
         env.load_state_dict(old["env"])
         generator.set_state(old["generator"])
-        if "globals" in old:  # older checkpoints lack them
-            checkpoint.set_rng_state(old["globals"])
+        checkpoint.set_rng_state(old["globals"])
         row = map_nested(torch.Tensor.numpy, old["row"])
-        # Older checkpoints name it num_updates.
-        policy_version = old.get("policy_version", old.get("num_updates"))
+        policy_version = old["policy_version"]
         state_before, state = old["state_before"], old["state"]
 
     while True:

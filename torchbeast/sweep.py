@@ -55,13 +55,22 @@ class Sweep:
     Args:
       name: the first part of the runs' names.
       command: a variant and its flags.
+      elsewhere: the runs have other machines, which may have other devices.
 
     Raises:
       FlagError: a flag has a value that is not allowed.
     """
 
-    def __init__(self, name: str, command: Sequence[str], seeds: Sequence[int]) -> None:
-        self.name, self.seeds = name, seeds
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        seeds: Sequence[int],
+        elsewhere: bool = False,
+    ) -> None:
+        if not name:
+            raise FlagError("--name is empty: give the first part of the runs' names")
+        self.name, self.seeds, self.elsewhere = name, seeds, elsewhere
         self.variant, *self.words = command
         self.module = f"torchbeast.{self.variant}"
         if self.variant == "polybeast":
@@ -93,8 +102,7 @@ class Sweep:
         for name, value in settings.items():
             if f"--{name}" not in self.parser._option_string_actions:
                 raise FlagError(f"{self.variant} has no flag --{name}")
-            switches = {"true": f"--{name}", "false": f"--no-{name}"}
-            words.append(switches.get(str(value), f"--{name}={value}"))
+            words += self._words(name, str(value))
         found = []
         for seed in self.seeds:
             xpid = "-".join(filter(None, [self.name, label, str(seed)]))
@@ -103,6 +111,15 @@ class Sweep:
             found.append(Job(xpid, self.savedir / xpid, command))
             self._check(found[-1])
         return found
+
+    def _words(self, name: str, value: str) -> list[str]:
+        """The words that set a flag."""
+        if value == "true":
+            return [f"--{name}"]
+        if value == "false":  # some switches can only be left out
+            off = f"--no-{name}"
+            return [off] if off in self.parser._option_string_actions else []
+        return [f"--{name}={value}"]
 
     def flags(self, job: Job) -> Flags:
         return flags_lib.parse(self.parser, job.command[3:])
@@ -119,6 +136,8 @@ class Sweep:
                 f"{job.folder} has a run with other flags "
                 f"({flags_lib.describe_changes(changes)}). Give another --name"
             )
+        if self.elsewhere:
+            flags.learner_device = flags.actor_device = None
         self.script.resolve_layout(flags_lib.resolve(flags))
 
     def is_finished(self, job: Job) -> bool:
@@ -141,9 +160,9 @@ def seed_list(text: str) -> list[int]:
     seeds: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        seeds += range(int(first), int(last or first) + 1)
-    if not seeds:
-        raise ValueError(text)
+        if not (more := range(int(first), int(last or first) + 1)):
+            raise argparse.ArgumentTypeError(f"{part!r} has no seed: write LOW-HIGH")
+        seeds += more
     return list(dict.fromkeys(seeds))
 
 
@@ -242,7 +261,14 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
     Raises:
       FlagError: a flag has a value that is not allowed; nothing was started.
     """
-    sweep = Sweep(options.name, command, options.seeds)
+    for option, axes in (("grid", options.grid), ("search", options.search)):
+        names = [name for name, _ in axes]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise FlagError(
+                f"--{option} {twice[0]} is given twice: give all values in one"
+            )
+    elsewhere = options.submit == "slurm"
+    sweep = Sweep(options.name, command, options.seeds, elsewhere)
     statuses: dict[Job, int] = {}
     with own_folder(sweep) as folder:
         search = make_search(sweep, options, folder) if options.search else None

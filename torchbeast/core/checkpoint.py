@@ -211,7 +211,8 @@ def check_fit(found: dict[str, Any], model: torch.nn.Module) -> None:
         raise CheckpointError(
             "the checkpoint's weights don't fit the model that the flags and the "
             f"environment's spaces define: {_some(differences)}. Give the --env, "
-            "--model and --use_lstm of the checkpoint, or another --xpid. If an older "
+            "--model, --use_lstm, --normalize_observations and --normalize_rewards of "
+            "the checkpoint, or another --xpid. If an older "
             "version saved it, use the commit in its meta.json"
         )
 

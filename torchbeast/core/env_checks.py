@@ -11,6 +11,7 @@ import numpy as np
 from gymnasium import spaces
 
 from torchbeast.core.errors import UserError
+from torchbeast.core.nested import flatten, map_nested
 
 FIRST_CALLS = 10  # checked calls of each environment at its start
 CHECK_EVERY = 1009  # later, one call of so many; prime, so that it hits all time steps
@@ -66,7 +67,6 @@ class Checker:
           InvalidEnvironmentError: the method takes other arguments, returns another
             number of values, or a value that can't be stored.
         """
-        self._calls += 1
         try:
             result = function(*args, **kwargs)
         except InvalidEnvironmentError:
@@ -77,11 +77,44 @@ class Checker:
             self._fail(
                 f"{method}() does not follow Gymnasium's API: {error}. {_API[method]}"
             )
-        if method == "reset":
-            self._check_reset(result)
-        else:
-            self._check_step(result)
+        self.check(method, result)
         return result
+
+    def check(
+        self, method: str, result: Any, num_envs: int | None = None, number: int = 0
+    ) -> None:
+        """Checks what reset() or step() has returned.
+
+        Args:
+          num_envs: None; or, for a vector environment, the number of its environments.
+          number: the one of them to check.
+
+        Raises:
+          InvalidEnvironmentError: see `call`.
+        """
+        self._calls += 1
+        count = 2 if method == "reset" else 5
+        if not isinstance(result, tuple) or len(result) != count:
+            self._fail(f"{method}() returned {describe(result)}. {_API[method]}")
+        *values, info = result
+        if not isinstance(info, dict):
+            self._fail(
+                f"{method}() returned {describe(info)} as info; it must be a dict. "
+                f"{_API[method]}"
+            )
+        if num_envs is not None:
+            for x in flatten(values):
+                if not isinstance(x, np.ndarray) or x.shape[:1] != (num_envs,):
+                    self._fail(
+                        f"{method}() of a vector environment returned {describe(x)}; "
+                        f"it must be an array with one entry per environment, that is "
+                        f"{num_envs}"
+                    )
+            values = map_nested(lambda x: x[number], values)
+        if method == "reset":
+            self._check_reset(*values)
+        else:
+            self._check_step(*values)
 
     def _fail(self, message: str) -> None:
         raise InvalidEnvironmentError(f"--env {self.name}: {message}") from None
@@ -89,24 +122,18 @@ class Checker:
     def warn(self, key: str, message: str) -> None:
         self._warn(key, f"--env {self.name}: {message}")
 
-    def _check_reset(self, result: Any) -> None:
-        if not isinstance(result, tuple) or len(result) != 2:
-            self._fail(f"reset() returned {describe(result)}. {_API['reset']}")
-        observation, info = result
+    def _check_reset(self, observation: Any) -> None:
         is_leaf = not isinstance(self.space, spaces.Dict | spaces.Tuple)
         if is_leaf and isinstance(observation, tuple):
             self._fail(
                 f"reset() returned {describe(observation)}, but the observation is "
                 f"declared as {self.space}. {_API['reset']}"
             )
-        self._check_info("reset", info)
         self._check_observation("reset", self.space, observation, "observation")
 
-    def _check_step(self, result: Any) -> None:
-        if not isinstance(result, tuple) or len(result) != 5:
-            self._fail(f"step() returned {describe(result)}. {_API['step']}")
-        observation, reward, terminated, truncated, info = result
-        self._check_info("step", info)
+    def _check_step(
+        self, observation: Any, reward: Any, terminated: Any, truncated: Any
+    ) -> None:
         self._check_observation("step", self.space, observation, "observation")
         if not _is_number(reward):
             self._fail(
@@ -123,13 +150,6 @@ class Checker:
                 )
             elif value not in (0, 1):
                 self.warn(field, f"step() returned {field}={value}, read as True")
-
-    def _check_info(self, method: str, info: Any) -> None:
-        if not isinstance(info, dict):
-            self._fail(
-                f"{method}() returned {describe(info)} as info; it must be a dict. "
-                f"{_API[method]}"
-            )
 
     def _check_observation(
         self, method: str, space: spaces.Space, value: Any, place: str

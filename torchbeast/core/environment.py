@@ -123,7 +123,7 @@ class Environment:
                 autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,
             )
         else:
-            self.envs = make_vector(num_envs)
+            self.envs = make_vector(num_envs, self._warn)
         self.observation_space: spaces.Space = self.envs.single_observation_space
         self.action_space: spaces.Space = self.envs.single_action_space
         self.final_observation: Any = None

@@ -122,11 +122,15 @@ def parse(
       FlagError: a saved flag has a value that is not allowed.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    words = config_file.find(parser, words) + words  # the command line wins
-    argv = ["--model=deep" if word == "--use_resnet" else word for word in words]
-    flags = parser.parse_args(argv, Flags())
-    typed = _parse_typed(parser, argv)
+    words = ["--model=deep" if word == "--use_resnet" else word for word in words]
+    in_file = config_file.find(parser, words)
+    flags = parser.parse_args([*in_file, *words], Flags())  # the command line wins
+    typed = _parse_typed(parser, [*in_file, *words])
     preset = PRESETS.get(flags.preset, {}) if flags.preset else {}
+    if flags.preset != _parse_typed(parser, in_file).get("preset"):
+        # The command line names the preset, which wins over the file.
+        typed_here = _parse_typed(parser, words)
+        typed = {k: v for k, v in typed.items() if k not in preset or k in typed_here}
     saved = {k: v for k, v in (saved or {}).items() if k not in OF_ONE_START}
     if saved:
         saved = {**BEFORE_THE_FLAG_EXISTED, **saved}
@@ -134,9 +138,14 @@ def parse(
     for action in parser._actions:
         name = action.dest
         if name in saved and not _fits(action, saved[name]):
+            allowed = ", ".join(map(str, action.choices or ()))
             raise FlagError(
-                f"the checkpoint's flag {name} is {saved[name]!r}, which is not "
-                "allowed: the file was written by another program, or is damaged"
+                f"the checkpoint's flag {name} is {saved[name]!r}, which is not allowed"
+                + (
+                    f" here: {allowed} are. If a fork saved it, use the fork's code"
+                    if allowed
+                    else ": the file was written by another program, or is damaged"
+                )
             )
     if saved and "preset" in typed and flags.preset != saved.get("preset"):
         typed = preset | typed  # a new preset counts as typed
@@ -237,6 +246,12 @@ def resolve(flags: Flags) -> Flags:
         flags.torch_threads = max(1, processes.num_cpus() // 2)  # half: for the actors
     if flags.learn_start is None:
         flags.learn_start = min(10_000, flags.replay_size // 2)
+    for name in ("replay_size", "replay_file", "save_replay"):
+        if not flags.replay_ratio and name in flags.typed and getattr(flags, name):
+            raise FlagError(
+                f"--{name} {getattr(flags, name)} has no effect without a replay: add "
+                "--replay_ratio, for example 7"
+            )
     if flags.replay_ratio and flags.replay_size < 8 * flags.unroll_length:
         raise FlagError(
             f"--replay_ratio {flags.replay_ratio:g} needs a replay: give --replay_size "
@@ -267,7 +282,7 @@ def resolve(flags: Flags) -> Flags:
             f"{flags.replay_ratio:g}: each update needs online and replayed rollouts. "
             "Give --minibatches 1"
         )
-    if flags.learn_start > flags.replay_size:
+    if flags.replay_ratio and flags.learn_start > flags.replay_size:
         raise FlagError(
             f"--learn_start {flags.learn_start:,} is more than --replay_size "
             f"{flags.replay_size:,}: learning would never start"

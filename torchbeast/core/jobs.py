@@ -13,8 +13,9 @@ import pathlib
 import select
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchbeast.core import processes
 from torchbeast.core.errors import FlagError
@@ -107,6 +108,20 @@ def split_cores(num_jobs: int, cores_per_job: int | None) -> list[list[int]]:
     return [cores[i * each : (i + 1) * each] for i in range(num_jobs)]
 
 
+@contextlib.contextmanager
+def ending(running: dict[Job, tuple[subprocess.Popen, Any]]) -> Iterator[None]:
+    """At the end of the block, lets the runs save that an exception has left."""
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + END_SECONDS
+        for process, _ in running.values():
+            process.terminate()
+        for process, _ in running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+
+
 def run_here(
     jobs: Iterator[Job],
     cores: Sequence[Sequence[int]],
@@ -126,7 +141,7 @@ def run_here(
     """
     places = collections.deque(cores)
     running: dict[Job, tuple[subprocess.Popen, Sequence[int]]] = {}
-    with guardian() as guard, processes.StopSignals() as signals:
+    with guardian() as guard, processes.StopSignals() as signals, ending(running):
         while True:
             while places and not signals.number and (job := next(jobs, None)):
                 own_cores = places.popleft()

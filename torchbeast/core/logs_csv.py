@@ -21,6 +21,10 @@ from torchbeast.core.run_folder import atomic_write, has_content
 log = logging.getLogger(__name__)
 
 
+class LogsError(UserError, ValueError):
+    """logs.csv is damaged, or another program has written it."""
+
+
 class ColumnError(UserError, ValueError):
     """Two columns of logs.csv have the same name."""
 
@@ -88,7 +92,7 @@ class LogsCsv:
     def _cut(self, last_step: int | None) -> None:
         columns, rows, complete = _read_csv(self.path)
         if columns and columns[:2] != ["_tick", "_time"]:
-            raise ValueError(
+            raise LogsError(
                 f"{self.path} begins with the columns {columns[:2]}, expected _tick "
                 "and _time: another program wrote it. Move it away."
             )
@@ -100,7 +104,7 @@ class LogsCsv:
                 step = float(cells.get("step") or "-inf")
             except ValueError as error:
                 if number < len(rows) - 1:
-                    raise ValueError(
+                    raise LogsError(
                         f"Row {number + 1} below the header of {self.path} is damaged "
                         f"({row}: {error}). Repair it or move the file away."
                     ) from error

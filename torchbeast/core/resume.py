@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 from torchbeast.core import checkpoint, devices, script
 from torchbeast.core import flags as flags_lib
+from torchbeast.core.atari_wrappers import atari_game
+from torchbeast.core.declared_flags import environment_flags
 from torchbeast.core.file_writer import read_meta
 from torchbeast.core.flags import FlagError, Flags
-from torchbeast.core.presets import RENAMED
+from torchbeast.core.presets import PRESETS, RENAMED
 from torchbeast.core.run_folder import RunExistsError, RunFolder, has_content
 
 log = logging.getLogger(__name__)
@@ -103,6 +105,7 @@ def _begin(
     flags.savedir, flags.xpid = str(folder.path.parent), folder.path.name
     before = flags.as_dict()
     flags = resolve_layout(flags_lib.resolve(flags))
+    notes += unused(parser, flags)
     left_open = set(flags_lib.left_open(before, flags))
     if saved:
         if flags.sync:
@@ -210,6 +213,26 @@ def describe(flags: Flags, saved: dict[str, Any]) -> list[str]:
         changed = flags_lib.describe_changes(rest)
         notes.append(f"Chosen again for this machine: {changed}.")
     return notes
+
+
+def unused(parser: argparse.ArgumentParser, flags: Flags) -> list[str]:
+    """A note about typed flags of Atari, if the environment is another one."""
+    if atari_game(flags.env):
+        return []
+    others = {action.dest for action in environment_flags(is_atari=False)}
+    names = {action.dest for action in environment_flags(is_atari=True)} - others
+    preset = PRESETS.get(flags.preset or "", {})
+    typed = [
+        f"--{name} {value}"
+        for name in sorted(names & flags.typed)
+        if (value := getattr(flags, name)) != preset.get(name, parser.get_default(name))
+    ]
+    if not typed:
+        return []
+    return [
+        f"Without effect, because {flags.env} is no Atari game: {', '.join(typed)}. "
+        "--env_kwargs passes arguments to an environment."
+    ]
 
 
 def announce_environment(flags: Flags, saved: dict[str, Any] | None) -> None:

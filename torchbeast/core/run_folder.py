@@ -20,6 +20,10 @@ from torchbeast.core.errors import UserError
 log = logging.getLogger(__name__)
 
 
+class RunNameError(UserError, ValueError):
+    """The name of the run is not that of a folder."""
+
+
 class RunExistsError(UserError, FileExistsError):
     """The run was started before and can't be resumed."""
 
@@ -103,14 +107,14 @@ class RunFolder:
       xpid: the name of the run, one path component.
 
     Raises:
-      ValueError: xpid is not a plain name.
+      RunNameError: xpid is not a plain name.
       RunBusyError: another process has locked the folder.
       RunFileError: the folder can't be created.
     """
 
     def __init__(self, savedir: str, xpid: str) -> None:
         if xpid in ("", ".", "..", "latest") or "/" in xpid or "\0" in xpid:
-            raise ValueError(
+            raise RunNameError(
                 f"xpid is {xpid!r}; it names a folder in {savedir}, so it must be one "
                 'plain name without "/" and other than "latest".'
             )

@@ -117,7 +117,11 @@ def read_runs(xpids: Sequence[str], savedir: pathlib.Path) -> list[Run]:
 
 
 def read_run(folder: pathlib.Path) -> Run:
-    """Reads a run. Skips an unfinished line; text counts as an empty cell."""
+    """Reads a run. Skips an unfinished line; text counts as an empty cell.
+
+    Raises:
+      ValueError: logs.csv is damaged.
+    """
     path, open_text = next(
         (folder / name, function)
         for name, function in LOGS.items()
@@ -126,7 +130,10 @@ def read_run(folder: pathlib.Path) -> Run:
     with open_text(path, "rt", encoding="utf-8", newline="") as file:
         # A power failure can leave zeros, which csv refuses before Python 3.11.
         lines = (line.replace("\0", "\ufffd") for line in file)
-        header, *rows = list(csv.reader(lines)) or [[]]
+        try:
+            header, *rows = list(csv.reader(lines)) or [[]]
+        except (EOFError, csv.Error) as error:  # EOFError: the end of a .gz is missing
+            raise ValueError(f"{path} is damaged: {error}") from None
     rows = [row for row in rows if len(row) == len(header)]
     values = np.array([[_number(cell) for cell in row] for row in rows])
     values = values.reshape(len(rows), len(header))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import pathlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from optuna.distributions import (
     IntDistribution,
 )
 from optuna.trial import TrialState
+from sqlalchemy import URL
 
 from torchbeast.core.errors import FlagError
 from torchbeast.core.jobs import STOPPED, Job, OtherRunError
@@ -32,10 +34,14 @@ def distribution(text: str) -> BaseDistribution:
     """
     kind, *values = text.split(":")
     try:
+        if "" in values:
+            raise ValueError("a value is empty")
         match kind, values:
             case "uniform" | "loguniform", [low, high]:
-                log_scale = kind == "loguniform"
-                return FloatDistribution(float(low), float(high), log=log_scale)
+                bounds = float(low), float(high)
+                if not all(map(math.isfinite, bounds)):
+                    raise ValueError("the bounds must be finite")
+                return FloatDistribution(*bounds, log=kind == "loguniform")
             case "int", [low, high]:
                 return IntDistribution(int(low), int(high))
             case "choice", [_, *_]:
@@ -57,10 +63,11 @@ def extremes(values: BaseDistribution) -> tuple[Any, ...]:
 
 
 def final_return(folder: pathlib.Path) -> float | None:
-    """The last eval_return of a run; without one, the mean of its last 100 games."""
+    """The eval_return of a run's final weights, else the mean of its last 100 games."""
     run = read_run(folder)
-    last = run.last("eval_return")
-    return run.last("mean_game_return_100") if last is None else last
+    if run.last("eval_step") == run.last("step"):  # it did not fail
+        return run.last("eval_return")
+    return run.last("mean_game_return_100")
 
 
 class Search:
@@ -86,7 +93,7 @@ class Search:
         self.space, self.make_jobs = space, make_jobs
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.study = optuna.create_study(
-            storage=f"sqlite:///{path}",
+            storage=URL.create("sqlite", database=str(path)).render_as_string(),
             study_name="sweep",
             direction="maximize",
             load_if_exists=True,

@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import submitit
+from submitit.core import utils
 
 from torchbeast.core import jobs, processes
+from torchbeast.core.errors import FlagError
 from torchbeast.core.jobs import Job
 
 log = logging.getLogger(__name__)
@@ -65,13 +67,21 @@ def submit(
 
     Returns:
       The number of the stop signal, or 0.
+
+    Raises:
+      FlagError: the cluster refuses the jobs.
     """
     # A job that reaches its time limit is requeued again and again.
     limit = {f"{cluster}_max_num_timeout": 1_000_000}
     executor = submitit.AutoExecutor(folder=folder, cluster=cluster, **limit)
     executor.update_parameters(**parameters)
-    with executor.batch():
-        submitted = [(job, executor.submit(SlurmJob(job))) for job in waiting]
+    try:
+        with executor.batch():
+            submitted = [(job, executor.submit(SlurmJob(job))) for job in waiting]
+    except (utils.UncompletedJobError, utils.FailedSubmissionError) as error:
+        raise FlagError(
+            f"the jobs can't be submitted: {error}. Check --sbatch, --minutes, --cores"
+        ) from error
     for job, handle in submitted:
         log.info("%s is job %s.", job.xpid, handle.job_id)
     with processes.StopSignals() as signals:
@@ -81,7 +91,7 @@ def submit(
                 submitted.remove((job, handle))
                 try:
                     ended(job, handle.result())
-                except submitit.core.utils.UncompletedJobError as error:
+                except utils.UncompletedJobError as error:
                     log.error("%s: %s", job.xpid, error)
                     ended(job, 1)
     if signals.number:

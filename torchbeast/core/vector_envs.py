@@ -16,7 +16,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from torchbeast.core import atari_wrappers
 from torchbeast.core.action_masks import check_mask
-from torchbeast.core.env_checks import InvalidEnvironmentError, describe
+from torchbeast.core.env_checks import Checker, InvalidEnvironmentError, describe
 from torchbeast.core.errors import FlagError
 from torchbeast.core.extra_fields import EXTRA_FIELDS
 from torchbeast.core.make_env import (
@@ -34,7 +34,13 @@ from torchbeast.core.nested import map_nested
 ENVPOOL = "envpool:"
 
 
-def find_vector_env(flags: argparse.Namespace) -> Callable[[int], Any] | None:
+# Called with the environment, a key and a message for each suspect value.
+Warn = Callable[[int, str, str], None]
+
+
+def find_vector_env(
+    flags: argparse.Namespace,
+) -> Callable[[int, Warn], Any] | None:
     """How to make E environments in one object; None if --env is a single one.
 
     These are:
@@ -47,7 +53,7 @@ def find_vector_env(flags: argparse.Namespace) -> Callable[[int], Any] | None:
       FlagError: --wrapper or --mask_actions, which need single environments.
     """
     name, advice = flags.env, "leave them out"
-    make: Callable[[int], Any]
+    make: Callable[[int, Warn], Any]
     if atari_wrappers.atari_game(name):
         if flags.atari_backend != "native":
             return None
@@ -71,7 +77,7 @@ def find_vector_env(flags: argparse.Namespace) -> Callable[[int], Any] | None:
     return make
 
 
-def _atari(flags: argparse.Namespace, num_envs: int) -> Any:
+def _atari(flags: argparse.Namespace, num_envs: int, warn: Warn) -> Any:
     if flags.env_kwargs:
         raise FlagError(f"for {flags.env}, --env_kwargs needs --atari_backend python")
     return atari_wrappers.make_atari_vec(flags, num_envs)
@@ -108,19 +114,26 @@ def _from_function(
 class VectorGames:
     """Vector environments of others, with SAME_STEP autoreset.
 
+    Of each checked call, see env_checks.py, the values of one environment are checked.
+
     Their own mode may be SAME_STEP or DISABLED. EnvPool's is NEXT_STEP, but it can
     reset some of its environments alone.
 
     Args:
       name: --env, for messages.
       make: makes them, given their number and a seed. EnvPool needs the seed then.
+      warn: called for each suspect value.
 
     Raises:
       InvalidEnvironmentError: they can't be used; the message says why.
     """
 
     def __init__(
-        self, name: str, make: Callable[[int, int], Any], num_envs: int
+        self,
+        name: str,
+        make: Callable[[int, int], Any],
+        num_envs: int,
+        warn: Warn,
     ) -> None:
         self.name, self.num_envs = name, num_envs
         self._make = functools.partial(make, num_envs)
@@ -151,9 +164,26 @@ class VectorGames:
         check_observation_space(self.single_observation_space)
         check_action_space(self.single_action_space)
         check_mask(self.single_observation_space, self.single_action_space)
+        self._checker = Checker(
+            name,
+            self.single_observation_space,
+            lambda key, message: warn(self._checked, key, message),
+        )
+        self._checked = num_envs - 1  # the environment that was checked last
+        self._until_check = 0
 
     def reset(self, seed: Sequence[int]) -> tuple[Any, dict[str, Any]]:
-        """Starts new games; one seed per environment."""
+        """Starts new games; one seed per environment.
+
+        Raises:
+          InvalidEnvironmentError: it returns a value that can't be stored.
+        """
+        result = self._reset(seed)
+        if self._check_is_due():
+            self._checker.check("reset", result, self.num_envs, self._checked)
+        return result
+
+    def _reset(self, seed: Sequence[int]) -> tuple[Any, dict[str, Any]]:
         if self.is_envpool:
             self.env.close()
             self.env = self._make(seed[0])
@@ -162,12 +192,25 @@ class VectorGames:
         return self.env.reset(seed=list(seed) if takes_list else int(seed[0]))
 
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
-        """As Gymnasium's SAME_STEP mode, with final_info["game_over"]."""
-        observation, reward, terminated, truncated, info = self.env.step(actions)
+        """As Gymnasium's SAME_STEP mode, with final_info["game_over"].
+
+        Raises:
+          InvalidEnvironmentError: it returns a value that can't be stored.
+        """
+        result = self.env.step(actions)
+        if self._check_is_due():
+            self._checker.check("step", result, self.num_envs, self._checked)
+        observation, reward, terminated, truncated, info = result
         done = terminated | truncated
         if done.any():
             if self.resets_itself:
-                final_obs, ended = info["final_obs"], info.get("final_info", {})
+                final_obs, ended = info.get("final_obs"), info.get("final_info", {})
+                if final_obs is None and (truncated & ~terminated).any():
+                    raise InvalidEnvironmentError(
+                        f"--env {self.name}: step() truncated an episode, but its info "
+                        "lacks final_obs, the last observation: the value of it is the "
+                        "bootstrap value"
+                    )
             else:
                 final_obs, ended = map_nested(np.copy, observation), info
                 observation, info = self._restart(observation, info, done)
@@ -198,6 +241,15 @@ class VectorGames:
             had = info.get(f"_{name}", np.full(self.num_envs, name in info))
             merged[f"_{name}"] = had | done  # Gymnasium's mask of valid values
         return observation, merged
+
+    def _check_is_due(self) -> bool:
+        """Counts a call. If it is one to check, it is the next environment's turn."""
+        self._until_check -= 1
+        if self._until_check >= 0:
+            return False
+        self._until_check = self._checker.until_next()
+        self._checked = (self._checked + 1) % self.num_envs
+        return True
 
     def close(self) -> None:
         self.env.close()

@@ -1,0 +1,52 @@
+"""Jobs of a sweep: processes that are ended, whatever happens to the sweep."""
+
+import signal
+import sys
+import time
+
+import pytest
+
+from torchbeast.core import jobs
+from torchbeast.core.jobs import Job
+
+SLEEP = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(100)")
+
+
+def test_an_exception_ends_the_jobs_and_does_not_wait_long(tmp_path):
+    first = Job("a", tmp_path / "a", SLEEP)
+
+    def planned():
+        yield first
+        while "up" not in first.tail():
+            time.sleep(0.01)
+        raise OSError("the disk is full")
+
+    begun = time.monotonic()
+    with pytest.raises(OSError, match="the disk is full"):
+        jobs.run_here(planned(), [[], []], lambda job, status: None)
+    assert time.monotonic() - begun < jobs.END_SECONDS / 4
+
+
+def test_a_job_has_ended_when_the_exception_is_raised(tmp_path, monkeypatch):
+    """Also if it ignores SIGTERM for a while, as a run does that saves."""
+    code = (
+        "import signal, sys, time\n"
+        "def save(*_):\n"
+        "    time.sleep(0.5)\n"
+        "    print('saved', flush=True)\n"
+        "    sys.exit(1)\n"
+        f"signal.signal({int(signal.SIGTERM)}, save)\n"
+        "print('up', flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    job = Job("a", tmp_path / "a", (sys.executable, "-c", code))
+
+    def planned():
+        yield job
+        while "up" not in job.tail():
+            time.sleep(0.01)
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        jobs.run_here(planned(), [[], []], lambda job, status: None)
+    assert "saved" in job.tail()
