@@ -12,6 +12,7 @@ def make_batch():
         "observation": {
             "map": torch.zeros(T + 1, B, 4, 7, dtype=torch.uint8),
             "vector": (torch.zeros(T + 1, B, 2),),
+            "nothing": torch.zeros(T + 1, B, 0),
         },
     }
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import runs
@@ -57,6 +58,30 @@ def test_a_resumed_run_has_or_refills_its_replay(tmp_path, save):
     assert learned(rows)
     assert ("Loaded" in output) == save
     assert (tmp_path / "laser" / "replay.zip").exists() == save
+
+
+@pytest.mark.timeout(200)
+def test_an_old_replay_is_not_loaded(tmp_path):
+    """As if a run was killed between model.tar and replay.zip, or kept only one."""
+    runs.run(tmp_path, "laser", save_replay=True, **LASER)
+    words = {"no-save_replay": True}
+    runs.run(tmp_path, "laser", total_steps=1500, **words)
+    before = len(runs.read_logs(tmp_path, "laser"))
+    output = runs.run(tmp_path, "laser", total_steps=1800)
+    rows = runs.read_logs(tmp_path, "laser")[before:]
+    assert not rows[0]["total_loss"]
+    assert learned(rows)
+    assert re.search(r"replay.zip is not loaded.*step 1200.*step 1500", output)
+
+
+@pytest.mark.timeout(100)
+def test_a_replay_that_can_not_be_saved(tmp_path):
+    """It ends the run, which does not try to save a second time."""
+    (tmp_path / "laser" / "replay.zip").mkdir(parents=True)  # can't be replaced
+    words = {"save_replay": True, "checkpoint_interval": 0.01}
+    output = runs.run(tmp_path, "laser", status=1, **LASER, **words)
+    assert output.count("replay.zip can't be written") == 1
+    assert "Traceback" not in output
 
 
 @pytest.mark.timeout(100)

@@ -6,6 +6,7 @@ import logging
 import math
 import subprocess
 import sys
+import zipfile
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ OBSERVATIONS = spaces.Dict(
         "last": spaces.Box(0, 255, (7, 9, 4), np.uint8),  # frames on the last axis
         "colours": spaces.Box(0, 255, (3, 8, 7), np.uint8),
         "vector": spaces.Box(-1, 1, (2,), np.float32),
+        "nothing": spaces.Box(-1, 1, (0,), np.float32),
     }
 )
 DISTRIBUTION = make_distribution(spaces.Discrete(A))
@@ -71,6 +73,7 @@ class Game:
                 "last": np.stack(frames, axis=-1),
                 "colours": self._random(SPEC["observation"]["colours"]),
                 "vector": self._random(SPEC["observation"]["vector"]),
+                "nothing": self._random(SPEC["observation"]["nothing"]),
             }
             self.rows.append(row)
 
@@ -206,34 +209,42 @@ def test_the_oldest_make_room():
         assert 0.5 * 150 < replay.size <= 150
 
 
-def test_a_long_episode_is_cut():
-    """Environments without ends can be replayed; where it is cut does not count."""
+@pytest.mark.parametrize("num_games", [1, 3, 4, 16])
+def test_long_episodes_are_cut(num_games):
+    """Environments without ends can be replayed; where one is cut does not count."""
     rng = np.random.default_rng(5)
-    game = Game(rng, [500])
-    replay = make_replay(80)
-    play(replay, [game])
-    assert replay.size >= 20
-    places = numbered([game])
-    cut = 0
+    games = [Game(rng, [200, 102]) for _ in range(num_games)]
+    replay = make_replay(160)
+    for step, ready in enumerate(zip(*(x.rollouts() for x in games), strict=True)):
+        for rows in ready:
+            replay.add(stack([rows], axis=1), step)
+            assert replay.size >= 160 / 4 or not replay.was_full
+    assert replay.num_lost == 0
+    places, cut = numbered(games), 0
     for _ in range(50):
-        rows, _ = replay.read(1)
-        at = [places[x.tobytes()][1] for x in rows["observation"]["colours"][:, 0]]
+        rows, (reader,) = replay.read(1)
+        observations = map_nested(lambda x: x[:, 0], rows["observation"])
+        at = [places[x.tobytes()] for x in observations["colours"]]
         for t in range(T):
-            if at[t + 1] == at[t] + 1 and not rows["done"][t + 1, 0]:
-                assert rows["step_counts"][t, 0]
-            else:
-                assert rows["done"][t + 1, 0]
-                ends = bool(game.rows[at[t] + 1]["done"])
-                assert rows["step_counts"][t, 0] == ends
-                cut += not ends
+            game, before = at[t]
+            result = game.rows[before + 1]
+            assert rows["reward"][t + 1, 0] == result["reward"]
+            stacked = game.rows[before]["observation"]["stack"]
+            np.testing.assert_array_equal(observations["stack"][t], stacked)
+            assert rows["done"][t + 1, 0] or at[t + 1] == (game, before + 1)
+            counts = result["done"] or not rows["done"][t + 1, 0]
+            assert rows["step_counts"][t, 0] == counts
+            cut += not counts
+        episode = replay.episode(reader.episode)
+        end = at[T][1] + episode.length - 1 - reader.position
+        assert episode.stored_at == end // T
     assert cut >= 3
 
 
-def test_too_small_for_whole_episodes():
+def test_too_small_for_a_rollout():
     rng = np.random.default_rng(6)
-    games = [Game(rng, [15] * 4) for _ in range(6)]
-    with pytest.raises(ReplayError, match=r"40 steps.*6 environments.*--replay_size"):
-        play(make_replay(40), games)
+    with pytest.raises(ReplayError, match=r"4 steps.*rollouts of 5.*--replay_size"):
+        play(make_replay(4), [Game(rng, [15])])
 
 
 def test_a_lost_rollout_costs_one_episode():
@@ -440,9 +451,9 @@ def test_images_that_are_no_stacks_of_frames(tmp_path, in_file):
     rows, _ = replay.read(3)
     assert rows["observation"].shape == (T + 1, 3, 8, 10, 10)
     path = tmp_path / "replay.zip"
-    replay_memory.save(replay, path)
+    replay_memory.save(replay, path, step)
     again = replay_memory.make_replay(flags, spec)
-    replay_memory.load(again, path)
+    replay_memory.load(again, path, step)
     assert again.size == replay.size
 
 
@@ -452,8 +463,8 @@ def test_a_loaded_replay_goes_on(tmp_path):
     games = [Game(rng, [9, 11, 7, -8] * 12) for _ in range(3)]
     replay, again = make_replay(150), make_replay(150)
     play(replay, games[:2])  # it was full, so its slots are in no order
-    replay_memory.save(replay, tmp_path / "replay.zip")
-    replay_memory.load(again, tmp_path / "replay.zip")
+    replay_memory.save(replay, tmp_path / "replay.zip", 7)
+    replay_memory.load(again, tmp_path / "replay.zip", 7)
     for more in ([], games[2:]):
         play(again, more)
         for _ in range(30):
@@ -461,6 +472,14 @@ def test_a_loaded_replay_goes_on(tmp_path):
             for b in range(3):
                 check_unroll(map_nested(lambda x, b=b: x[:, b], rows), games)
     assert replay.size == pytest.approx(again.size, abs=2 * T + 20)
+
+
+def test_an_incomplete_index_is_refused(tmp_path):
+    path = tmp_path / "replay.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("index.json", '{"step": 7, "arrays": [], "episodes": []}')
+    with pytest.raises(ReplayError, match="can't be loaded: 'whole'"):
+        replay_memory.load(make_replay(150), path, 7)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def _describe(name: str, x: torch.Tensor, too_large: bool) -> list[str]:
         return [
             f"the {name} is {example} in {int(steps.sum())} of {steps.numel()} steps"
         ]
-    largest = x.abs().max().item()
+    largest = x.abs().max().item() if x.numel() else 0.0
     if too_large and largest > TOO_LARGE:
         return [f"the {name} reaches {largest:.3g}, which is too large to learn from"]
     return []

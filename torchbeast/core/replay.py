@@ -36,6 +36,7 @@ from torchbeast.core.rollout import RESULTS, State
 
 SPARE_FRAMES = 1 / 32  # of the capacity, for the stacks that begin episodes
 LONGEST_SHARE = 1 / 4  # of the capacity; a longer episode is cut
+OPEN_SHARE = 1 / 2  # of the capacity; if open ones fill more, the longest are cut
 
 
 class ReplayError(UserError, ValueError):
@@ -49,7 +50,7 @@ class Episode:
     Attributes:
       slots, frames: what they occupy, an array per piece; one array if complete.
       is_cut: the end is not that of the episode, or its value is not known.
-      stored_at: the learner's step when the episode was complete.
+      stored_at: the learner's step when the episode last grew.
       touched: number of steps that the replay had got when the episode last grew.
     """
 
@@ -211,7 +212,7 @@ class Replay:
           step: the learner's, for the column replay_age.
 
         Raises:
-          ReplayError: no room for one whole episode of each environment.
+          ReplayError: no room for the rollouts.
         """
         T = len(rows["done"]) - 1
         if not self._num_episodes and (leaves := self._no_stacks(rows)):
@@ -229,11 +230,12 @@ class Replay:
                     self.num_lost += end - begin
                 else:
                     self._append(episode, column, begin, end)
+                    episode.stored_at = step
                     if done[end] or episode.length > LONGEST_SHARE * self.capacity:
                         # The value of a truncated episode's last observation is that
                         # of old weights, so its last step does not count.
                         episode.is_cut = not done[end] or bool(column["truncated"][end])
-                        self._finish(episode, step)
+                        self._finish(episode)
                         episode = self._new_episode()
                 if done[end] and episode is None:
                     episode = self._new_episode()
@@ -297,10 +299,9 @@ class Replay:
         episode.slots.append(slots)
         episode.length += n
 
-    def _finish(self, episode: Episode, step: int) -> None:
+    def _finish(self, episode: Episode) -> None:
         episode.slots = [np.concatenate(episode.slots)]
         episode.frames = [[np.concatenate(pieces)] for pieces in episode.frames]
-        episode.stored_at = step
         self._complete[episode.number] = episode
         self.size += episode.length
 
@@ -316,11 +317,17 @@ class Replay:
                 self._free(lost)
                 return
             break
+        # Episodes without ends would push out all complete ones.
+        while self._slots.num_free + self.size < (1 - OPEN_SHARE) * self.capacity:
+            places = ((x, i) for x in self._open.values() for i in range(len(x)))
+            episodes, i = max(places, key=lambda place: place[0][place[1]].length)
+            part, episodes[i] = episodes[i], self._new_episode()
+            part.is_cut, episodes[i].touched = True, part.touched
+            self._finish(part)
         if not self._complete:
             raise ReplayError(
-                f"the replay has {self.capacity:,} steps, which one unfinished episode "
-                f"of each of {sum(map(len, self._open.values())) + 1} environments "
-                "fills: raise --replay_size, or use fewer environments"
+                f"the replay has {self.capacity:,} steps, too few for these rollouts "
+                f"of {self.unroll_length} steps: raise --replay_size"
             )
         oldest = self._complete.pop(next(iter(self._complete)))
         self.size -= oldest.length

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from torchbeast.core.checkpoint import CheckpointError
 from torchbeast.core.nested import Nested
 from torchbeast.core.replay import Replay, ReplayError
 from torchbeast.core.run_folder import atomic_write
@@ -132,14 +133,18 @@ def free_memory() -> int:
 # --- With a checkpoint ----------------------------------------------------------------
 
 
-def save(replay: Replay, path: Path) -> None:
+def save(replay: Replay, path: Path, step: int) -> None:
     """Writes the complete episodes to a file, atomically.
 
+    Args:
+      step: the learner's, as in the checkpoint.
+
     Raises:
-      ReplayError: the file can't be written, for example on a full disk. The old one,
-        if any, is unchanged.
+      CheckpointError: the file can't be written, for example on a full disk. The old
+        one, if any, is unchanged.
     """
     content = {
+        "step": step,
         "arrays": array_shapes(replay),
         "whole": list(replay.whole),
         "episodes": replay.index(),
@@ -149,11 +154,11 @@ def save(replay: Replay, path: Path) -> None:
             archive.writestr("index.json", json.dumps(content))
             for i, array in enumerate(replay.arrays()):
                 with archive.open(str(i), "w", force_zip64=True) as part:
-                    data = array.data.cast("B")
+                    data = _bytes_of(array)
                     for begin in range(0, len(data), PIECE):
                         part.write(data[begin : begin + PIECE])
     except OSError as error:
-        raise ReplayError(
+        raise CheckpointError(
             f"{path} can't be written: {error}. Free some space, or leave out "
             "--save_replay"
         ) from error
@@ -164,8 +169,17 @@ def array_shapes(replay: Replay) -> list[list[Any]]:
     return [[list(x.shape), x.dtype.str] for x in replay.arrays()]
 
 
-def load(replay: Replay, path: Path) -> None:
+def _bytes_of(array: np.ndarray) -> memoryview:
+    """The memory of an array. One without elements has none that can be cast."""
+    return array.data.cast("B") if array.size else memoryview(bytearray())
+
+
+def load(replay: Replay, path: Path, step: int) -> None:
     """Reads what save has written into a new replay of the same size and spaces.
+
+    Args:
+      step: the learner's. A file of another step is not of its checkpoint: the run was
+        killed between the two, or saved later without the replay. It is not read.
 
     Raises:
       ReplayError: the file is damaged or does not fit. The replay is then unusable.
@@ -173,13 +187,20 @@ def load(replay: Replay, path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             content = json.loads(archive.read("index.json"))
-            if content.get("whole"):
+            if content["step"] != step:
+                log.warning(
+                    "%s is not loaded: it is of step %s, but the checkpoint is of step "
+                    "%s. The run refills its replay before it goes on learning.",
+                    *(path, content["step"], step),
+                )
+                return
+            if content["whole"]:
                 replay.store_whole(content["whole"])
             if content["arrays"] != array_shapes(replay):
                 raise ValueError("it has another --replay_size or other spaces")
             for i, array in enumerate(replay.arrays()):
                 with archive.open(str(i)) as part:  # checks the checksum
-                    data, begin = array.data.cast("B"), 0
+                    data, begin = _bytes_of(array), 0
                     while piece := part.read(PIECE):
                         data[begin : begin + len(piece)] = piece
                         begin += len(piece)

@@ -84,7 +84,7 @@ class Run:
             )
         saved_replay = start.folder.path / replay_memory.FILE
         if start.saved and learner.mixer and saved_replay.exists():
-            replay_memory.load(learner.mixer.replay, saved_replay)
+            replay_memory.load(learner.mixer.replay, saved_replay, learner.step)
         if learner.device.type == "cpu":
             torch.set_num_threads(self.flags.torch_threads)
             keep_freed_memory()
@@ -301,9 +301,8 @@ class Run:
             path = self.start.folder.path / "model.tar"
             checkpoint.save(path, state)
             if learner.mixer and flags.save_replay:
-                replay_memory.save(
-                    learner.mixer.replay, path.with_name(replay_memory.FILE)
-                )
+                saved_replay = path.with_name(replay_memory.FILE)
+                replay_memory.save(learner.mixer.replay, saved_replay, learner.step)
             self._saved_at, self._last_save = learner.num_updates, time.monotonic()
             if self._milestone() > self._kept:
                 self._kept = self._milestone()
