@@ -122,9 +122,7 @@ def test_a_checkpoint_with_a_flag_of_a_wrong_type(name, value):
         parse(saved={name: value})
     assert repr(value) in str(error.value)
     fork = name == "model"
-    assert (
-        "not allowed here: shallow, deep are. If a fork" in str(error.value)
-    ) == fork
+    assert ("not among shallow, deep: if a fork saved it" in str(error.value)) == fork
 
 
 def test_a_preset_leaves_nothing_behind():
@@ -478,6 +476,7 @@ def test_values_that_cannot_work(line, words):
         *("--grad_norm_clipping inf", "--checkpoint_interval inf"),
         "--batch_size 4 --unroll_length 30 --total_steps 120",
         "--preset laser-atari --replay_ratio 0",
+        "--replay_size 1000 --replay_ratio 0",
         "--preset laser-atari --replay_ratio 0 --replay_size 0",
     ],
 )

@@ -140,11 +140,11 @@ def parse(
         if name in saved and not _fits(action, saved[name]):
             allowed = ", ".join(map(str, action.choices or ()))
             raise FlagError(
-                f"the checkpoint's flag {name} is {saved[name]!r}, which is not allowed"
+                f"the checkpoint's flag {name} is {saved[name]!r}, which is not "
                 + (
-                    f" here: {allowed} are. If a fork saved it, use the fork's code"
+                    f"among {allowed}: if a fork saved it, use the fork's code"
                     if allowed
-                    else ": the file was written by another program, or is damaged"
+                    else "allowed: another program wrote the file, or it is damaged"
                 )
             )
     if saved and "preset" in typed and flags.preset != saved.get("preset"):
@@ -246,8 +246,9 @@ def resolve(flags: Flags) -> Flags:
         flags.torch_threads = max(1, processes.num_cpus() // 2)  # half: for the actors
     if flags.learn_start is None:
         flags.learn_start = min(10_000, flags.replay_size // 2)
-    for name in ("replay_size", "replay_file", "save_replay"):
-        if not flags.replay_ratio and name in flags.typed and getattr(flags, name):
+    for name in flags.typed & {"replay_size", "replay_file", "save_replay"}:
+        off = not flags.replay_ratio and "replay_ratio" not in flags.typed
+        if off and getattr(flags, name):
             raise FlagError(
                 f"--{name} {getattr(flags, name)} has no effect without a replay: add "
                 "--replay_ratio, for example 7"

@@ -208,8 +208,8 @@ class VectorGames:
                 if final_obs is None and (truncated & ~terminated).any():
                     raise InvalidEnvironmentError(
                         f"--env {self.name}: step() truncated an episode, but its info "
-                        "lacks final_obs, the last observation: the value of it is the "
-                        "bootstrap value"
+                        "lacks final_obs, the last observations. The learner needs "
+                        "their values to bootstrap from"
                     )
             else:
                 final_obs, ended = map_nested(np.copy, observation), info
