@@ -8,12 +8,11 @@ the tests.
 """
 
 import gc
+import importlib
 import json
 import os
 import runpy
 import sys
-
-import torch._dynamo  # noqa: F401 # what torch.optim imports when it is first used
 
 
 def become(
@@ -21,18 +20,20 @@ def become(
 ) -> None:
     """Turns this process into `python -m module words`, in a session of its own."""
     os.setsid()
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(variables)
+    # First of all, because the test waits for the output to be opened and closed.
     with open(os.devnull) as nothing, open(output, "w") as file:
         for number, opened in enumerate((nothing, file, file)):
             os.dup2(opened.fileno(), number)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
     sys.argv[1:] = words
     sys.path[:0] = [folder, *variables["PYTHONPATH"].split(os.pathsep)]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def main() -> None:
+    importlib.import_module("torch._dynamo")  # torch.optim imports it at its first use
     gc.freeze()  # else the garbage collector of each run copies all pages
     while line := sys.stdin.readline():
         request = json.loads(line)

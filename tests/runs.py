@@ -1,5 +1,6 @@
 """Runs as a user starts them: real processes, real files."""
 
+import contextlib
 import csv
 import functools
 import json
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -118,6 +120,21 @@ def forking() -> subprocess.Popen:
     )
 
 
+@contextlib.contextmanager
+def killed_after(seconds: float, pid: int) -> Iterator[None]:
+    """Kills a process group after this time, or if the block raises."""
+    timer = threading.Timer(seconds, os.killpg, (pid, signal.SIGKILL))
+    timer.start()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        raise
+    finally:
+        timer.cancel()
+
+
 def run_words(
     words: list[str],
     timeout: float = 100,
@@ -145,12 +162,9 @@ def run_words(
         try:
             program.stdin.write(json.dumps(request) + "\n")
             program.stdin.flush()
-            pid = int(program.stdout.readline())
-            timer = threading.Timer(timeout, os.killpg, (pid, signal.SIGKILL))
-            timer.start()
-            output = pipe.read_text()  # ends when all processes of the run have ended
-            ended = int(program.stdout.readline())
-            timer.cancel()
+            with killed_after(timeout, int(program.stdout.readline())):
+                output = pipe.read_text()  # ends when the run's last process has ended
+                ended = int(program.stdout.readline())
         except BaseException:  # whose answer the next line is would be unknown
             program.kill()
             forking.cache_clear()

@@ -219,7 +219,7 @@ class Wrong(OneSeed):
         ),
         (
             "too few",
-            r"reset\(\) of a vector environment returned uint8 \[2, 2\].* is 3",
+            r"reset\(\) of a vector environment returned uint8 \[2, 2\].* 3 entries",
         ),
         ("rewards", r"step\(\) returned float64 \[1\] as reward"),
         ("no final_obs", r"step\(\) truncated an episode, .* lacks final_obs"),

@@ -107,8 +107,8 @@ class Checker:
                 if not isinstance(x, np.ndarray) or x.shape[:1] != (num_envs,):
                     self._fail(
                         f"{method}() of a vector environment returned {describe(x)}; "
-                        f"it must be an array with one entry per environment, that is "
-                        f"{num_envs}"
+                        f"it must be an array with {num_envs} entries, one per "
+                        "environment"
                     )
             values = map_nested(lambda x: x[number], values)
         if method == "reset":
