@@ -70,7 +70,7 @@ def pin() -> None:
     """Confines this process and its future threads to one core."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    keep_freed_memory()  # as MonoBeast does
+    keep_freed_memory(torch.device("cpu"))  # as MonoBeast does
 
 
 def milliseconds(

@@ -192,7 +192,7 @@ def set_up(checkout, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/apt-get").symlink_to("/bin/false")  # a test installs nothing
 
-    def run(native, extra="plot,git"):
+    def run(native, extra="plot"):
         calls = checkout / "calls"
         calls.unlink(missing_ok=True)
         done = subprocess.run(
@@ -220,18 +220,18 @@ def set_up(checkout, tmp_path):
 def test_set_up_for_monobeast_neither_builds_nor_removes_the_native_part(
     set_up, checkout
 ):
-    assert set_up("later") == "skip .[plot,git]"  # as scripts/train_pong
+    assert set_up("later") == "skip .[plot]"  # as scripts/train_pong
     assert set_up("later") is None
     assert set_up("auto", "dev") == "auto .[dev]"  # as scripts/test
     assert set_up("auto", "dev") is None
     assert set_up("later") is None
     edit(checkout / "libtorchbeast/array.cc")
     assert set_up("later") is None
-    assert set_up("require") == "require .[plot,git]"
+    assert set_up("require") == "require .[plot]"
     # pip replaces the whole package, so now the C++ part is built, too.
     edit(checkout / "pyproject.toml")
-    assert set_up("later") == "auto .[plot,git]"
-    assert set_up("skip") == "skip .[plot,git]"
+    assert set_up("later") == "auto .[plot]"
+    assert set_up("skip") == "skip .[plot]"
     assert set_up("later") is None
 
 

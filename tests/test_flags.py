@@ -349,13 +349,31 @@ def test_free_to_change_are_flags():
 # --- Resolving ---
 
 
-def test_resolving_fills_in_what_is_open(monkeypatch):
+def resolve_folder(command_line=""):
+    flags = parse(command_line)
+    flags_lib.resolve_folder(flags)
+    return flags
+
+
+def test_a_run_without_a_name_gets_one(monkeypatch):
     monkeypatch.setenv("HOME", "/nowhere")
-    flags = resolve()
+    flags = resolve_folder()
     assert flags.savedir == os.path.join("/nowhere", "logs", "torchbeast")
     assert re.fullmatch(r"torchbeast-\d{8}-\d{6}-[0-9a-f]{6}", flags.xpid)
     # A shell loop starts several runs in a second.
-    assert len({resolve().xpid for _ in range(3)}) == 3
+    assert len({resolve_folder().xpid for _ in range(3)}) == 3
+    flags = resolve_folder("--xpid a --savedir /b")
+    assert (flags.xpid, flags.savedir) == ("a", "/b")
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "latest"])
+def test_names_that_are_no_folder_of_a_run(name):
+    with pytest.raises(FlagError, match=f"--xpid .*folder.*'{name}'"):
+        resolve_folder(f"--xpid {name}")
+
+
+def test_resolving_fills_in_what_is_open():
+    flags = resolve()
     assert flags.precision in ("fp32", "bf16")
     assert flags.num_buffers >= flags.num_actors * flags.envs_per_actor
     open_flags = {name for name, value in flags.as_dict().items() if value is None}
@@ -371,13 +389,13 @@ def test_resolving_fills_in_what_is_open(monkeypatch):
         "env_kwargs",
         "wrapper",
         "mask_actions",
+        "xpid",
     }
 
 
 def test_what_is_given_stays():
-    line = "--xpid a --savedir /b --precision bf16 --envs_per_actor 3 --num_buffers 31"
-    flags = resolve(line)
-    assert (flags.xpid, flags.savedir, flags.precision) == ("a", "/b", "bf16")
+    flags = resolve("--precision bf16 --envs_per_actor 3 --num_buffers 31")
+    assert flags.precision == "bf16"
     assert (flags.envs_per_actor, flags.num_buffers) == (3, 31)
 
 
@@ -426,9 +444,6 @@ def test_resolving_twice_changes_nothing():
         ("--discounting -0.1", ["--discounting", "[0, 1]", "got -0.1"]),
         ("--discounting nan", ["--discounting", "[0, 1]", "got nan"]),
         ("--grad_norm_clipping 0", ["--grad_norm_clipping", "more than 0", "got 0"]),
-        ("--xpid a/b", ["--xpid", "folder", "'a/b'"]),
-        ("--xpid ..", ["--xpid", "folder", "'..'"]),
-        ("--xpid latest", ["--xpid", "folder", "'latest'"]),
         ("--envs_per_actor 0", ["--envs_per_actor", "at least 1", "got 0"]),
         ("--num_threads 0", ["--num_learner_threads", "at least 1", "got 0"]),
         ("--torch_threads 0", ["--torch_threads", "at least 1", "got 0"]),

@@ -7,7 +7,6 @@ import os
 import pathlib
 import subprocess
 
-import pytest
 import torch
 from test_file_writer import ARGS, names, read_meta, run_python
 
@@ -131,7 +130,6 @@ def git_state(folder):
 
 
 def test_git_state(tmp_path):
-    pytest.importorskip("git", reason="needs GitPython")
     run_git = make_checkout(tmp_path)
     assert git_state(tmp_path) is None  # The module is not part of the repository.
     run_git("add", ".")

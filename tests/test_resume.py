@@ -254,7 +254,9 @@ def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch
 )
 def test_flags_of_atari_for_other_environments(line, named):
     parser = monobeast.make_parser()
-    notes = resume.unused(parser, flags_lib.parse(parser, line.split()))
+    notes = resume.notes_on_unused_flags(parser, flags_lib.parse(parser, line.split()))
     assert bool(notes) == named
     if named:
-        assert "CartPole-v1 is no Atari game: --life_loss False, --stick" in notes[0]
+        assert (
+            "CartPole-v1 is not an Atari game: --life_loss False, --stick" in notes[0]
+        )

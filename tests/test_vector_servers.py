@@ -13,7 +13,7 @@ from torchbeast import polybeast_learner
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.environment import Environment
 from torchbeast.core.flags import FlagError
-from torchbeast.core.remote_envs import usable
+from torchbeast.core.remote_envs import make_env_spec
 
 # --- Vectorised environments ----------------------------------------------------------
 
@@ -44,9 +44,9 @@ def test_names_of_the_learners_own_fields(address, name):
     with serving(lambda: Vector(extra={name: np.zeros(2, np.int64)}), address):
         found = probe(address)
     with pytest.raises(FlagError, match=name):
-        usable(flags, found, address)
+        make_env_spec(flags, found, address)
     del found["extra_fields"][name]
-    assert usable(flags, found, address).num_envs == 2
+    assert make_env_spec(flags, found, address).num_envs == 2
 
 
 @pytest.mark.parametrize(

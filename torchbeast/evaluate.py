@@ -9,12 +9,12 @@ to bottom: evaluate, test, play_in_processes, play.
 import argparse
 import collections
 import contextlib
-import faulthandler
+import functools
 import json
 import logging
+import math
 import os
 import pickle
-import signal
 import statistics
 import time
 import traceback
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchbeast.core import checkpoint, file_writer, processes, protocol, resume
+from torchbeast.core import checkpoint, file_writer, processes, protocol, resume, script
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.actors import actor_context, seed_globals
@@ -81,7 +81,8 @@ def evaluate(
     saved = checkpoint.load(path)
     checkpoint.check(saved, path, for_test=True)
     flags = flags_lib.parse(parser, argv, saved["flags"])
-    flags.xpid = None  # a test continues no run
+    if flags.suppress_logs:
+        script.print_warnings_only()
     on_servers = flags.typed & {"server_addresses", "listen"}
     play_games = play_on_servers if on_servers else None
     if not play_games:  # this machine imports the environment
@@ -91,9 +92,9 @@ def evaluate(
     if flags.mode == "test" and not flags.video:
         step = saved.get("stats", {}).get("step")
         xpid = path.resolve().parent.name  # --xpid, or what "latest" links to
-        about = {"xpid": xpid, "checkpoint": path.name, "step": step, "flags": flags}
+        about = {"xpid": xpid, "checkpoint": path.name, "step": step}
         name = Path(path.name.replace("model", "test", 1)).with_suffix(".json")
-        write_result(path.resolve().with_name(str(name)), about | result)
+        write_result(path.resolve().with_name(str(name)), flags, about | result)
 
 
 def test(
@@ -103,7 +104,8 @@ def test(
 
     Args:
       model_state: state dict of the model.
-      play_games: plays the games. Not used with --video and --mode test_render.
+      play_games: plays the games. But with --video and --mode test_render this process
+        plays them itself.
     """
     started = time.monotonic()
     numbers = range(flags.num_test_episodes)
@@ -148,15 +150,14 @@ def test(
     return result
 
 
-def write_result(path: Path, result: dict[str, Any]) -> None:
+def write_result(path: Path, flags: Flags, result: dict[str, Any]) -> None:
     """Writes test.json. If it can't be written, logs a warning."""
-    flags = result["flags"].as_dict()
-    rules = protocol.find_protocol(flags)
+    rules = protocol.find_protocol(flags.as_dict())
     content = file_writer.strict_json(
         {
             **result,
-            "seed": flags["seed"],
-            "flags": flags,
+            "seed": flags.seed,
+            "flags": flags.as_dict(),
             "protocol": rules,
             "protocol_text": protocol.describe(rules),
             "date": file_writer.now(),
@@ -200,7 +201,7 @@ def play_in_processes(
       ProcessError: a process raised something else, died, or took no step for
         --actor_timeout or START_SECONDS seconds, whichever is longer.
     """
-    count = min(processes.num_cpus(), -(-len(numbers) // BATCH))
+    count = min(processes.num_cpus(), math.ceil(len(numbers) / BATCH))
     # They may first import packages, and make or reset slow environments.
     watch = StepWatch(count, max(flags.actor_timeout, START_SECONDS))
     context = actor_context()
@@ -253,16 +254,12 @@ def _play_in_child(
     steps: torch.Tensor,
 ) -> None:
     """The child process: sends each game, or an exception; counts in steps []."""
-
-    def count() -> None:
-        steps.add_(1)
-
     processes.begin_child()
-    faulthandler.register(signal.SIGUSR1)  # prints the stack
     torch.set_num_threads(1)
     seed_globals(flags.seed, TEST_STREAM, numbers[0])
     try:
-        for game in play(flags, pickle.loads(weights), numbers, on_step=count):
+        on_step = functools.partial(steps.add_, 1)
+        for game in play(flags, pickle.loads(weights), numbers, on_step=on_step):
             pipe.send(game)
     except UserError as error:
         pipe.send(error)
@@ -297,10 +294,11 @@ def play(
     with contextlib.ExitStack() as stack:
         envs: dict[int, Environment] = {}
         for i in waiting:
-            envs[i] = env = Environment(flags, 1, i, render_mode=render)
-            stack.callback(env.close)
+            envs[i] = Environment(flags, 1, i, render_mode=render)
+            stack.callback(envs[i].close)
             on_step()
-        spaces = env.observation_space, env.action_space
+        first = next(iter(envs.values()))
+        spaces = first.observation_space, first.action_space
         model = make_model(flags, *spaces, torch.device("cpu"))
         checkpoint.check_fit(model_state, model)
         model.load_state_dict(model_state)
@@ -323,13 +321,13 @@ def play(
             on_step()
             return envs[i].initial()
 
-        rows: list[dict[str, Any]] = [env.initial()] * BATCH  # to fill the batch
+        rows: list[dict[str, Any]] = [first.initial()] * BATCH  # to fill the batch
         for i in envs:
             rows[i] = start(i)
         state = model.initial_state(BATCH)
         while playing:
             if video:
-                video.add(np.asarray(env.render()))
+                video.add(np.asarray(first.render()))
             batch = map_nested(lambda *x: np.concatenate(x), *rows)  # [BATCH, ...]
             outputs, state = act_step(model, to_tensors(batch), state, choose)
             actions = outputs["action"].squeeze(0).numpy()

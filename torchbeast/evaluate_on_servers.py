@@ -112,7 +112,7 @@ def play_on_servers(
     with contextlib.ExitStack() as stack:
         envs = RemoteEnvs(flags, derive_seed(flags.seed, TEST_STREAM))
         stack.callback(envs.close)
-        spec = envs.describe(lambda: None)
+        spec = envs.find_env_spec(lambda: None)
         cpu = torch.device("cpu")
         model = make_model(flags, spec.observation_space, spec.action_space, cpu)
         checkpoint.check_fit(model_state, model)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
+import functools
 import logging
 import math
 import os
 import pathlib
 import pickle
-import signal
 import statistics
 import threading
 from multiprocessing import connection
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 
 BEST = "model.best.tar"
 WARNING_SECONDS = 600.0  # between two warnings of a slow evaluation
-# Without a step for so long it hangs. It has the lowest priority, so it may be slow.
+# Time limit of one step. The process has the lowest priority, so steps may be slow.
 STEP_SECONDS = 300.0
 
 
@@ -92,7 +91,7 @@ class Evaluator:
         log.info("Evaluating the final weights.")
         most = max(WARNING_SECONDS, 3 * self._longest)
         begun = self._watch.awake
-        while self._process and not self.run.interrupted():
+        while self._process and not self.run.stop_requested():
             if self._watch.awake - begun > most:
                 self._give_up(f"the last one needs more than {most:.0f} s")
                 break
@@ -131,7 +130,7 @@ class Evaluator:
             self._give_up(str(error))
             return False
         if result is not None:
-            return self._take(result)
+            return self._log_result(result)
         if stuck is not None:
             self._give_up(self._watch.explain(0, "its process", self._process.pid))
         elif self._watch.awake - self._warned > WARNING_SECONDS:
@@ -146,7 +145,7 @@ class Evaluator:
         with contextlib.suppress(OSError):  # `poll` sees that the process has died
             self._pipe.send(pickle.dumps(weights))  # bytes: see evaluate.py
 
-    def _take(self, result: Any) -> bool:
+    def _log_result(self, result: Any) -> bool:
         self._busy = False
         self._longest = max(self._longest, self._watch.awake - self._begun)
         if isinstance(result, str):
@@ -203,22 +202,20 @@ def _evaluate(flags: Flags, pipe: connection.Connection, steps: torch.Tensor) ->
 
     It counts its steps in `steps` [1].
     """
-
-    def count() -> None:
-        steps.add_(1)
-
     processes.begin_child()
-    faulthandler.register(signal.SIGUSR1)  # prints the stack
     os.nice(19)
     torch.set_num_threads(1)
     numbers = range(flags.eval_episodes)
+    on_step = functools.partial(steps.add_, 1)
     with contextlib.suppress(EOFError, OSError):  # the run has ended
         while True:
             weights = pickle.loads(pipe.recv())
             answer: Any
             seed_globals(flags.seed, EVAL_STREAM)  # always the same games
             try:
-                games = play(flags, weights, numbers, stream=EVAL_STREAM, on_step=count)
+                games = play(
+                    flags, weights, numbers, stream=EVAL_STREAM, on_step=on_step
+                )
                 answer = list(games)
             except BaseException as error:
                 answer = text_of(error)

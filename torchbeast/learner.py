@@ -95,12 +95,12 @@ def impala_loss(
     log_rhos = (log_probs - distribution.log_prob(behavior_logits, actions)).detach()
     rhos = log_rhos.exp()
     replay_stats: dict[str, torch.Tensor] = {}
-    # [T, B] bool: the steps that count, and those that get an entropy bonus.
+    # [T, B] bool: the steps that count, and those of them that are not replayed.
     valid = batch.get("step_counts", torch.ones_like(batch["done"]))[:-1]
-    explore = valid
+    online = valid
     if "replayed" in batch:  # LASER: Schmitt et al. 2019
         replayed = valid & batch["replayed"]
-        explore = valid & ~replayed
+        online = valid & ~replayed
         with torch.no_grad():
             kl = distribution.implied_kl(target_logits, behavior_logits, flags.clip_rho)
         rejected = replayed & (kl > flags.kl_threshold)
@@ -131,11 +131,11 @@ def impala_loss(
         advantages = centred / (deviation + 1e-8)
     # PPO's clipping (Schulman et al. 2017, equation 7): no gradient where rho has left
     # the interval around 1 in the direction of the advantage.
-    too_far = torch.where(
+    clipped = torch.where(
         advantages > 0, rhos > 1 + flags.clip_ratio, rhos < 1 - flags.clip_ratio
     )
-    advantages = advantages.masked_fill(too_far, 0)
-    entropy = distribution.entropy(target_logits) * explore
+    advantages = advantages.masked_fill(clipped, 0)
+    entropy = distribution.entropy(target_logits) * online
 
     # A masked action has advantage 0 and log-probability -inf: finite() prevents a NaN.
     pg_loss = -(vtrace.finite(log_probs) * advantages).sum()
@@ -157,10 +157,10 @@ def impala_loss(
         "pg_loss": pg_loss.detach(),
         "baseline_loss": baseline_loss.detach(),
         "entropy_loss": entropy_loss.detach(),
-        "entropy": entropy.detach().sum() / explore.sum(),  # nats per step
+        "entropy": entropy.detach().sum() / online.sum(),  # nats per step
         "mean_value": mean(values.detach()),
         "frac_rho_above_1": mean(log_rhos > 0),
-        "frac_clipped": mean(too_far),
+        "frac_clipped": mean(clipped),
         **replay_stats,
     }
     auxiliary_stats = {
@@ -228,7 +228,7 @@ class Learner:
             self.mixer = Mixer(replay, flags, state, self.device)
         self.diverged = False  # the weights are not finite
         self.step = 0  # environment steps learned from
-        self.num_updates = 0
+        self.num_updates = 0  # of the weights: the number of the newest policy
         self.episodes = 0
         self.games = 0
         self.game_returns: collections.deque[float] = collections.deque(
@@ -265,8 +265,8 @@ class Learner:
         if optimizer != self.flags.optimizer:
             raise checkpoint.CheckpointError(
                 f"the checkpoint is of a run with --optimizer {optimizer}, and this "
-                f"run has --optimizer {self.flags.optimizer}. A run keeps its "
-                "optimizer: give the checkpoint's, or choose another --xpid"
+                f"run has --optimizer {self.flags.optimizer}. Give --optimizer "
+                f"{optimizer}, or choose another --xpid"
             )
         try:
             self._load_state_dict(state)
@@ -379,9 +379,12 @@ def learn(
 ) -> dict[str, Any]:
     """Learns from one batch [T + 1, B, ...]. Returns columns for logs.csv.
 
+    Args:
+      initial_state: tensors [layers, B, ...], the recurrent state before row 0.
+
     The batch is used for flags.updates_per_batch updates, each from one of
     flags.minibatches parts of it. V-trace corrects for the change of the policy since
-    the first.
+    the first. The columns about the loss are those of the last update.
 
     LASER (Schmitt et al. 2019) adds replayed columns to the batch. Until the replay has
     learn_start steps, it only stores the batch.

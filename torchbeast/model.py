@@ -144,10 +144,11 @@ class VectorEncoder(nn.Module):
         ]
         is_float = torch.tensor(np.concatenate(floats))
         self.register_buffer("is_float", is_float, persistent=False)
-        small = normalize and not any(has_integers_above(CLIP, part) for part in parts)
+        is_large = any(has_integers_above(CLIP, part) for part in parts)
+        activation = nn.Tanh if normalize and not is_large else nn.ReLU
         layers: list[nn.Module] = []
         for hidden in MLP_SIZES[torso]:
-            layers += [nn.Linear(size, hidden), nn.Tanh() if small else nn.ReLU()]
+            layers += [nn.Linear(size, hidden), activation()]
             size = hidden
         self.layers = nn.Sequential(*layers)
 
@@ -206,8 +207,8 @@ class Net(nn.Module):
       bf16: run the image encoders in bfloat16; all else stays in float32, because
         vectors may hold integers above 256, which bfloat16 rounds.
       normalize_observations: normalize observations of floats that are not images.
-      reward_discounting: None, or normalize rewards: divide them by the standard
-        deviation of the running sum of rewards, which this discounts.
+      reward_discounting: γ of the running sum of rewards; rewards are divided by its
+        standard deviation. None: they are not normalized.
     """
 
     def __init__(

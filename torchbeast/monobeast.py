@@ -56,7 +56,7 @@ from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.prof import Timings, format_shares
 from torchbeast.core.rollout import State
-from torchbeast.core.run import Run
+from torchbeast.core.run import Run, keep_freed_memory
 from torchbeast.core.seeds import derive_seed
 from torchbeast.evaluate import evaluate
 from torchbeast.evaluator import Evaluator
@@ -76,7 +76,7 @@ def act(
     pipe: connection.Connection,
     buffers: dict[str, Nested],
     weights_memory: torch.Tensor,
-    progress: torch.Tensor,
+    steps: torch.Tensor,
     saved: bytes | None,
 ) -> None:
     """The loop of actor number `index`: fills slots until the learner closes the pipe.
@@ -87,7 +87,7 @@ def act(
       pipe: commands of the learner, see core/actors.py.
       buffers: the slots, see make_buffers.
       weights_memory: [banks, bytes] uint8, see SharedWeights.
-      progress: [num_actors] int64, counts the rows of each actor, for the learner.
+      steps: [num_actors] int64 in shared memory; each actor counts its steps here.
       saved: the actor's state to resume from (only with --sync).
     """
     E, T = env.num_envs, flags.unroll_length
@@ -110,7 +110,7 @@ def act(
     def decide(
         env_row: dict[str, Nested], state: State
     ) -> tuple[dict[str, Nested], State]:
-        """Joins environment outputs with agent outputs to a row; and the new state."""
+        """Returns the row (environment and agent outputs) and the state after it."""
         final = env.final_observation  # of truncated episodes
         outputs, next_state = act_step(
             model,
@@ -140,7 +140,7 @@ def act(
 
     while True:
         timings.reset()
-        command, *arguments = pipe.recv()  # EOFError at the end, see run_actor
+        command, *arguments = pipe.recv()  # EOFError at the end, see act_until_closed
         timings.time("wait")
         if command == "save":
             current = {
@@ -175,7 +175,7 @@ def act(
             timings.time("act")
             write(slots, t, row)
             timings.time("write")
-            progress[index] += 1
+            steps[index] += 1
         pipe.send(("done", slots, timings.shares()))
 
 
@@ -220,6 +220,7 @@ def train(start: resume.Start) -> int:
         )
     B, E = flags.batch_size, flags.envs_per_actor
     learner = Learner(flags, env_spec)
+    keep_freed_memory(learner.device)
     run = Run(start, learner)
     weights = SharedWeights(learner.model)
     weights.publish(learner.model, learner.num_updates)
@@ -230,6 +231,10 @@ def train(start: resume.Start) -> int:
     filled: collections.deque[int] = collections.deque()
     batches: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()  # None: stop
     sync_round: dict[int, list[int]] = {}  # the slots that each actor has filled
+
+    def give_back(slots: list[int]) -> None:
+        free.extend(slots)
+        run.wake()
 
     def learn_from_batches() -> None:
         """A learner thread. Several may gather batches, but one at a time learns."""
@@ -245,10 +250,6 @@ def train(start: resume.Start) -> int:
                 run.log(columns)
             if flags.sync:
                 give_back(slots)
-
-    def give_back(slots: list[int]) -> None:
-        free.extend(slots)
-        run.wake()
 
     def stop_learning() -> None:
         with contextlib.suppress(queue.Empty):
@@ -321,8 +322,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--num_buffers",
         type=int,
-        help="slots for rollouts in shared memory (default: one per environment, and "
-        "as many as a batch or an actor needs)",
+        help="slots for rollouts in shared memory (default: one per environment, plus "
+        "the larger of --batch_size and --envs_per_actor)",
     )
     launcher.add_flags(parser)
     return parser

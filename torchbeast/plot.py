@@ -29,7 +29,7 @@ from torchbeast.core.groups import (
     interquartile_mean,
     iqm_interval,
 )
-from torchbeast.core.saved_runs import Run, find_run, read_runs
+from torchbeast.core.saved_runs import SavedRun, find_run, read_runs
 
 # Flag → (column, label of the axis).
 X_AXES = {
@@ -61,7 +61,7 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
     return (sums[last] - sums[first]) / (last - first)
 
 
-def curve(run: Run, x: str, y: str, smooth: int) -> Curve | None:
+def curve(run: SavedRun, x: str, y: str, smooth: int) -> Curve | None:
     """The curve of column `y` over `x` (a key of X_AXES); None if it has no value.
 
     Raises:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchbeast import polybeast_env
-from torchbeast.core import connection_flags, launcher, processes
+from torchbeast.core import connection_flags, launcher, processes, supervisor
 from torchbeast.core.flags import FlagError, Flags
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def train(start: resume.Start) -> int:
     finally:
         if servers.pid is not None:
             servers.terminate()
-            servers.join(2 * polybeast_env.SHUTDOWN_SECONDS)
+            servers.join(2 * supervisor.STOP_SECONDS)
             if servers.is_alive():
                 servers.kill()
                 servers.join()

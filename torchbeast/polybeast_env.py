@@ -19,7 +19,6 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
-import faulthandler
 import itertools
 import logging
 import multiprocessing as mp
@@ -53,11 +52,10 @@ from torchbeast.core.environment import Environment
 from torchbeast.core.errors import text_of
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.make_env import MissingPackageError
-from torchbeast.core.supervisor import Servers, SharedPipe
+from torchbeast.core.supervisor import STOP_SECONDS, Servers, SharedPipe
 
 log = logging.getLogger("torchbeast.polybeast_env")
 
-SHUTDOWN_SECONDS = 5.0  # a server that does not exit within this time is killed
 WATCH_SECONDS = 0.5  # between two checks of a client
 PAUSE_SECONDS = 1.0  # before others replace environments that have raised
 REPEAT_SECONDS = 60.0  # between equal messages about a waiting client
@@ -87,15 +85,14 @@ def serve(
     two streams of this command have the same number.
     """
     processes.begin_child(ends_by=[signal.SIGTERM])
-    faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck server
     os.nice(5)  # the learner has priority
     pipe = SharedPipe(pipe)
     try:
         with user_errors():
             server = make_server(flags, index, address, first_stream)
-        processes.end_after_parent(lambda: end(server), SHUTDOWN_SECONDS)
+        processes.end_after_parent(lambda: end(server), STOP_SECONDS)
         # Before the server listens, so that no learner gets a faulty environment.
-        description = describe(flags)
+        description = try_environment(flags)
         # Until now SIGTERM ended this process at once, even if an environment hangs.
         signal.signal(signal.SIGTERM, lambda number, frame: end(server))
         if not flags.join:
@@ -129,7 +126,7 @@ def serve_under_ray(flags: Flags, index: int) -> None:
     """
     script.configure_logging()  # Ray prints it where the learner runs
     try:
-        describe(flags)
+        try_environment(flags)
     except Exception as error:
         raise ServerError(text_of(error)) from None
     while True:
@@ -250,8 +247,8 @@ def make_server(flags: Flags, index: int, address: str, first_stream: int) -> An
     return libtorchbeast.Server(StreamEnvironment, address, **shared)
 
 
-def describe(flags: Flags) -> str:
-    """Describes the environments; tries one, to find errors before the start."""
+def try_environment(flags: Flags) -> str:
+    """Makes, resets and steps one environment. Returns a description for the log."""
     with contextlib.closing(Environment(flags, 1)) as env:
         env.try_out()
         return (
@@ -263,7 +260,7 @@ def describe(flags: Flags) -> str:
 def end(server: Any) -> None:
     """Stops a server from a signal handler, which must not wait."""
     # Before the supervisor kills the process, so that it can name what hangs.
-    limit = SHUTDOWN_SECONDS - 1
+    limit = STOP_SECONDS - 1
     threading.Thread(target=server.stop, args=(limit,), daemon=True).start()
 
 
@@ -306,8 +303,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--max_restarts",
         type=int,
         default=5,
-        help="give up after more crashes in a row; a server that was ready for 10 s "
-        "starts the count anew",
+        help="crashes in a row after which the servers end; 10 s of uptime start the "
+        "count anew",
     )
 
 
@@ -397,7 +394,7 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
         try:
             servers.start(should_stop)
             while not should_stop():
-                servers.watch(1.0, [signals.wake_reader, *until])
+                servers.watch(1.0, [signals.wake_pipe.reader, *until])
         finally:
             servers.stop()
     if not signals.number:
@@ -416,6 +413,8 @@ def run_for_learner(flags: Flags) -> None:
     learner = mp.parent_process()
     assert learner is not None
     with script.reported() as outcome:
+        if flags.suppress_logs:
+            script.print_warnings_only()
         outcome.status = run(flags, [learner.sentinel])
     sys.exit(outcome.status)
 

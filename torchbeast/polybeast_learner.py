@@ -147,33 +147,35 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
         its spaces; may raise to end the run.
     """
     flags = start.flags
-    if devices.learner_device(flags).type == "cpu":
-        # Before any other thread starts, so that threads share one memory arena.
-        keep_freed_memory()
+    # Before any other thread starts, so that threads share one memory arena.
+    keep_freed_memory(devices.learner_device(flags))
     env_seed = flags.seed
     if start.saved:  # don't repeat the games before the resume
         env_seed = derive_seed(flags.seed, start.saved["stats"]["step"])
     B, T = flags.batch_size, flags.unroll_length
     envs = RemoteEnvs(flags, env_seed)
     try:
-        learner = Learner(flags, envs.describe(check_servers))
+        learner = Learner(flags, envs.find_env_spec(check_servers))
         run = Run(start, learner)
+        device = devices.actor_device(flags)
+        models = ActingModels(learner.model, device)
+        models.publish(learner.model, learner.num_updates)
+        all_streams = make_streams(flags, learner, envs, device)
     except BaseException:
         envs.close()
         raise
     env_fields = rollout.env_fields(
         learner.env_spec.observation_space, learner.model.distribution
     )
-    device = devices.actor_device(flags)
-    models = ActingModels(learner.model, device)
-    models.publish(learner.model, learner.num_updates)
-    all_streams = make_streams(flags, learner, envs, device)
     barrier = SyncBarrier(T) if flags.sync else None
     # Sum of the queue's size over updates, and number of updates.
     queue_depth = {"queue_sum": 0.0, "queue_samples": 0.0}
 
     def queued() -> int:
         return sum(s.queue.size() for s in all_streams) * learner.env_spec.num_envs
+
+    def to_learner(x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous().to(learner.device, non_blocking=True)
 
     def learn_from(rollouts: Nested) -> bool:
         """Learns from rollouts [T + 1, n, ...]; False if no more updates are wanted.
@@ -183,22 +185,20 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
         """
         rows, initial_state = rollouts
         rows = as_stored(rows, env_fields)
-        for begin in range(0, rows["done"].shape[1], B):
-
-            def part(x: torch.Tensor, begin: int = begin) -> torch.Tensor:
-                x = x[:, begin : begin + B].contiguous()
-                return x.to(learner.device, non_blocking=True)
-
-            batch, state = map_nested(part, rows), map_nested(part, initial_state)
+        parts = rows["done"].shape[1] // B
+        for part in (slice(i * B, (i + 1) * B) for i in range(parts)):
+            batch, state = map_nested(
+                lambda x, part=part: to_learner(x[:, part]), (rows, initial_state)
+            )
             with run.updating() as wanted:
                 if not wanted:
                     return False
                 columns = learn(learner, batch, state)
                 models.publish(learner.model, learner.num_updates)
-                queue_depth["queue_sum"] += queued()
+                waiting = queued()
+                queue_depth["queue_sum"] += waiting
                 queue_depth["queue_samples"] += 1
-                streams_columns = envs.columns(all_streams)
-                run.log(columns, {**streams_columns, "queued": queued()})
+                run.log(columns, envs.columns(all_streams), {"queued": waiting})
         run.wake()
         return True
 
@@ -278,8 +278,8 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
             connection.wait([run.wake_reader], 1.0)
             check_servers()
             envs.report(all_streams)
-            if flags.sync and not run.interrupted():
-                envs.check_whole(all_streams)
+            if flags.sync and not run.stop_requested():  # else servers may be gone
+                envs.check_no_stream_lost(all_streams)
             if time.monotonic() - reported_at > REPORT_SECONDS:
                 now = counts()
                 change = {k: x - reported.get(k, 0.0) for k, x in now.items()}
@@ -315,8 +315,8 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         "--max_env_failures",
         type=int,
         default=10,
-        help="environments that may raise per minute; with more, the run ends. Those "
-        "of the worst server don't count while others are connected",
+        help="failures of environments per minute after which the run ends; those of "
+        "the worst server don't count while another is connected",
     )
     add(
         "--actor_device",
@@ -331,7 +331,7 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--num_actions",
         type=int,
-        help="an error if the environments have another number of actions",
+        help="expected number of actions; the run ends if it differs",
     )
 
 

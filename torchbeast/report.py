@@ -30,7 +30,13 @@ from torchbeast.core.groups import (
     iqm_interval,
 )
 from torchbeast.core.hardware import describe_hardware
-from torchbeast.core.saved_runs import Run, find_run, read_run, read_runs, read_test
+from torchbeast.core.saved_runs import (
+    SavedRun,
+    find_run,
+    read_run,
+    read_runs,
+    read_test,
+)
 
 
 def table_row(folder: pathlib.Path) -> dict[str, str]:
@@ -65,7 +71,7 @@ def table_row(folder: pathlib.Path) -> dict[str, str]:
     }
 
 
-def _test(folder: pathlib.Path, run: Run) -> str:
+def _test(folder: pathlib.Path, run: SavedRun) -> str:
     """The result of --mode test, and in what it differs from the run."""
     test = read_test(folder)
     if test is None:
@@ -98,12 +104,12 @@ def _duration(seconds: float | None) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-Tasks = dict[str, list[Run]]  # the runs of each task
+Tasks = dict[str, list[SavedRun]]  # the runs of each task
 
 
 def group_rows(
     name: str,
-    runs: Sequence[Run],
+    runs: Sequence[SavedRun],
     steps: Sequence[int],
     references: dict[str, tuple[float, float]],
 ) -> list[dict[str, str]]:

@@ -5,6 +5,7 @@ MonoBeast's actors, PolyBeast's inference and evaluation all use `act_step`.
 
 import collections
 import copy
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -77,7 +78,7 @@ def act_step(
 
 @torch.inference_mode()
 def row_spec(model: Net) -> dict[str, Nested]:
-    """All fields of a row, without [T, B].
+    """Shape, without [T, B], and dtype of all fields of a row.
 
     The model acts once, so that whatever it outputs while acting is a field.
 
@@ -109,7 +110,8 @@ class Weights:
 
     The learner publishes into a bank that is neither the newest nor being read, and
     then makes it the newest. A reader acquires the newest bank and releases it later.
-    So no reader sees half-written weights. At most one waits for one copy of them.
+    So no reader sees half-written weights, and a reader waits at most while one copy is
+    made.
 
     Args:
       banks: NUM_BANKS state dicts of a model.
@@ -135,7 +137,10 @@ class Weights:
         return False
 
     def acquire(self) -> tuple[int, int]:
-        """Returns the newest bank and its number of updates; `publish` spares it."""
+        """Returns the newest bank and its number of updates.
+
+        `publish` does not overwrite the bank until `release`.
+        """
         with self._lock:
             bank, policy_version = self._newest
             self._readers[bank] += 1
@@ -160,7 +165,7 @@ class SharedWeights(Weights):
         offset, places = 0, {}
         for name, x in model.state_dict().items():
             places[name] = (offset, x.shape, x.dtype)
-            offset += -(-x.nbytes // 64) * 64  # aligned for every dtype
+            offset += math.ceil(x.nbytes / 64) * 64  # aligned for every dtype
         if memory is None:
             memory = rollout.create_buffers(
                 rollout.Spec((max(offset, 1),), torch.uint8),

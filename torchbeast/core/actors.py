@@ -1,7 +1,6 @@
-"""MonoBeast's actor processes, seen from the learner."""
+"""MonoBeast's actor processes: their main function, and the learner's view of them."""
 
 import contextlib
-import faulthandler
 import logging
 import os
 import pickle
@@ -66,15 +65,14 @@ def run_actor(
     pipe: connection.Connection,
     buffers: dict[str, Nested],
     weights_memory: torch.Tensor,
-    progress: torch.Tensor,
+    steps: torch.Tensor,
     saved: bytes | None,
 ) -> None:
     """The main function of an actor process: makes its environments and acts."""
     processes.begin_child()
-    faulthandler.register(signal.SIGUSR1)  # prints the stack of a stuck actor
     torch.set_num_threads(1)
     os.nice(5)  # the learner has priority
-    act_until_closed(act, flags, index, pipe, buffers, weights_memory, progress, saved)
+    act_until_closed(act, flags, index, pipe, buffers, weights_memory, steps, saved)
 
 
 def act_until_closed(
@@ -135,7 +133,7 @@ class Actors:
         self.watch = StepWatch(flags.num_actors, flags.actor_timeout)
         self.pipes: list[connection.Connection] = []
         self.processes: list[Any] = []
-        self.idle = list(range(flags.num_actors))  # the one that waits longest first
+        self.idle = list(range(flags.num_actors))  # the first became idle first
         self.timings: list[dict[str, float]] = [{} for _ in self.idle]
         self.envs_per_actor = flags.envs_per_actor
         self._warned: set[str] = set()

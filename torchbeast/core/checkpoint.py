@@ -80,7 +80,8 @@ def save(
         with atomic_write(path) as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())  # before the old checkpoint is renamed
+            # The new one must be on disk before the previous one is replaced.
+            os.fsync(file.fileno())
             if keep_previous and path.exists():
                 _link_or_copy(path, previous_path(path))
     except Exception as error:
@@ -92,7 +93,7 @@ def save(
 
 
 def keep(path: pathlib.Path, step: int) -> None:
-    """Keeps the checkpoint also as, for example, model.50000.tar.
+    """Gives the checkpoint a second name, such as model.50000.tar, which stays.
 
     Raises:
       CheckpointError: the folder can't be written.

@@ -149,8 +149,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--num_actors",
         type=int,
         default=2,
-        help="actor processes; in PolyBeast streams: one per server of --num_servers "
-        "or --server_addresses, else 4",
+        help="actor processes; PolyBeast: streams, by default one per server",
     )
     add("--batch_size", type=int, default=4, help="rollouts per learner batch")
     add("--unroll_length", type=int, default=20, help="steps per rollout")
@@ -219,7 +218,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--optimizer",
         choices=("rmsprop", "adam"),
         default="rmsprop",
-        help="rmsprop is TensorFlow's",
+        help="rmsprop: as in TensorFlow, with ε under the root",
     )
     add(
         "--learning_rate",
@@ -231,7 +230,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--updates_per_batch",
         type=int,
         default=1,
-        help="updates per batch; more of them need fewer steps and more computing",
+        help="updates per batch; more updates need fewer steps, but more compute",
     )
     add(
         "--minibatches",

@@ -7,9 +7,7 @@ its process or leave programs behind.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
-import signal
 import traceback
 from multiprocessing import connection
 from typing import Any, NamedTuple
@@ -101,7 +99,6 @@ def _receive(
 def _describe(flags: Flags, pipe: connection.Connection) -> None:
     """The child process."""
     processes.begin_child()
-    faulthandler.register(signal.SIGUSR1)
     try:
         pipe.send(("begun",))
         with contextlib.closing(Environment(flags, 1)) as env:

@@ -94,9 +94,7 @@ class Environment:
         self.flags = flags
         self.num_envs = num_envs
         self.seed = flags.seed
-        self._no_warnings = np.zeros(num_envs, np.int64)
-        self._warnings = self._no_warnings.copy()  # since the last row
-        self._has_warnings = False
+        self._warnings = np.zeros(num_envs, np.int64)  # since the last row
         self._warned: set[str] = set()
         self.on_warning: Callable[[str, str], None] = log_warning
         self.indices = range(first_index, first_index + num_envs)
@@ -150,7 +148,6 @@ class Environment:
 
     def _warn(self, e: int, key: str, message: str) -> None:
         self._warnings[e] += 1
-        self._has_warnings = True
         if key not in self._warned:
             self._warned.add(key)
             self.on_warning(key, message)
@@ -161,7 +158,10 @@ class Environment:
         seeds = [game_seed(self.seed, i, self._initial_calls) for i in self.indices]
         self._initial_calls += 1
         observation, infos = self.envs.reset(seed=seeds)
-        self._zero_counts()
+        self._episode_return = np.zeros(self.num_envs, np.float32)
+        self._episode_step = np.zeros(self.num_envs, np.int64)
+        self._game_return = np.zeros(self.num_envs, np.float32)
+        self._game_step = np.zeros(self.num_envs, np.int64)
         action_shape, action_dtype = _actions_of(self.action_space, self.num_envs)
         none = np.zeros(self.num_envs, np.bool_)
         self._row = self._make_row(
@@ -205,12 +205,6 @@ class Environment:
         self._game_step[game_over] = 0
         return self._row
 
-    def _zero_counts(self) -> None:
-        self._episode_return = np.zeros(self.num_envs, np.float32)
-        self._episode_step = np.zeros(self.num_envs, np.int64)
-        self._game_return = np.zeros(self.num_envs, np.float32)
-        self._game_step = np.zeros(self.num_envs, np.int64)
-
     def _make_row(
         self,
         observation: Any,
@@ -221,10 +215,7 @@ class Environment:
         last_action: np.ndarray,
         infos: dict[str, Any],
     ) -> dict[str, Any]:
-        warnings = self._no_warnings
-        if self._has_warnings:
-            warnings, self._warnings = self._warnings, warnings.copy()
-            self._has_warnings = False
+        warnings, self._warnings = self._warnings, np.zeros(self.num_envs, np.int64)
         return {
             "observation": observation,
             "reward": reward,

@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 import platform
+import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,8 @@ from torchbeast.core.run_folder import (
 )
 
 log = logging.getLogger(__name__)
+
+GIT_SECONDS = 10.0  # time limit for each of git's answers
 
 # meta.json has these environment variables and no others, because others may hold
 # passwords and tokens.
@@ -350,23 +353,32 @@ def _versions() -> dict[str, str]:
 def _git_state() -> dict[str, Any] | None:
     """Commit, branch and dirtiness of the checkout that contains this file.
 
-    None if there is no such checkout, or if git or GitPython is missing.
+    None if there is no such checkout, or if git is missing.
     """
+    folder = pathlib.Path(__file__).parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=GIT_SECONDS,
+            env={**os.environ, "LC_ALL": "C"},  # messages in English
+        )
+        return done.stdout.strip()
+
     try:
-        import git
-    except ImportError:
-        return None
-    try:
-        with git.Repo(
-            pathlib.Path(__file__).parent, search_parent_directories=True
-        ) as repo:
-            if not repo.git.ls_files("--", __file__):
-                return None  # installed inside a checkout of another project
-            return {
-                "commit": repo.head.commit.hexsha,
-                "branch": None if repo.head.is_detached else repo.active_branch.name,
-                "dirty": repo.is_dirty(),
-            }
-    except (git.GitError, ValueError, OSError) as error:
+        if not git("ls-files", "--", __file__):
+            return None  # installed inside a checkout of another project
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "branch": git("branch", "--show-current") or None,  # None: detached
+            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except subprocess.CalledProcessError as error:
+        if "not a git repository" not in error.stderr:
+            log.warning("Cannot read the git state: %s", error.stderr.strip())
+    except (OSError, subprocess.SubprocessError) as error:
         log.warning("Cannot read the git state: %s", error)
-        return None
+    return None

@@ -164,16 +164,11 @@ def _parse_typed(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> dict[str, Any]:
     """The flags that argv sets, without defaults."""
-    defaults = [(action, action.default) for action in parser._actions]
-    others, parser._defaults = parser._defaults, {}
-    for action, _ in defaults:
-        action.default = argparse.SUPPRESS
-    try:
-        return vars(parser.parse_args(argv))
-    finally:
-        parser._defaults = others
-        for action, default in defaults:
-            action.default = default
+    unset = object()  # argparse gives a default only to attributes that are missing
+    names = {action.dest for action in parser._actions} | parser._defaults.keys()
+    blank = argparse.Namespace(**dict.fromkeys(names, unset))
+    found = vars(parser.parse_args(argv, blank))
+    return {name: value for name, value in found.items() if value is not unset}
 
 
 def _fits(action: argparse.Action, value: Any) -> bool:
@@ -223,19 +218,20 @@ def check_ranges(flags: argparse.Namespace) -> None:
 
 
 def resolve(flags: Flags) -> Flags:
-    """Fills in the flags that depend on the machine or the clock; checks the others.
+    """Fills in the flags that depend on the machine or on others; checks them.
+
+    --savedir and --xpid are left as they are, see resolve_folder.
 
     Raises:
       FlagError: a value is not allowed; the message says what is.
     """
-    resolve_folder(flags)
     check_ranges(flags)
     steps = flags.batch_size * flags.unroll_length
     if flags.mode == "train" and steps > flags.total_steps:
         raise FlagError(
             f"one batch has {steps:,} steps (--batch_size {flags.batch_size} times "
             f"--unroll_length {flags.unroll_length}), more than --total_steps "
-            f"{flags.total_steps:,}: the run would end before its first update. Raise "
+            f"{flags.total_steps:,}: the run would end after one update. Raise "
             "--total_steps or make the batch smaller"
         )
     if flags.mode == "train" and flags.video:
@@ -246,13 +242,13 @@ def resolve(flags: Flags) -> Flags:
         flags.torch_threads = max(1, processes.num_cpus() // 2)  # half: for the actors
     if flags.learn_start is None:
         flags.learn_start = min(10_000, flags.replay_size // 2)
-    for name in flags.typed & {"replay_size", "replay_file", "save_replay"}:
-        off = not flags.replay_ratio and "replay_ratio" not in flags.typed
-        if off and getattr(flags, name):
-            raise FlagError(
-                f"--{name} {getattr(flags, name)} has no effect without a replay: add "
-                "--replay_ratio, for example 7"
-            )
+    if not flags.replay_ratio and "replay_ratio" not in flags.typed:
+        for name in ("replay_size", "replay_file", "save_replay"):
+            if name in flags.typed and getattr(flags, name):
+                raise FlagError(
+                    f"--{name} {getattr(flags, name)} has no effect without a replay: "
+                    "add --replay_ratio, for example 7"
+                )
     if flags.replay_ratio and flags.replay_size < 8 * flags.unroll_length:
         raise FlagError(
             f"--replay_ratio {flags.replay_ratio:g} needs a replay: give --replay_size "
@@ -286,7 +282,8 @@ def resolve(flags: Flags) -> Flags:
     if flags.replay_ratio and flags.learn_start > flags.replay_size:
         raise FlagError(
             f"--learn_start {flags.learn_start:,} is more than --replay_size "
-            f"{flags.replay_size:,}: learning would never start"
+            f"{flags.replay_size:,}, and the replay can't hold so many steps: lower "
+            "--learn_start"
         )
     if flags.precision == "auto":
         flags.precision = "bf16" if fast_bf16(learner_device(flags)) else "fp32"

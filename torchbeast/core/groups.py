@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from torchbeast.core import protocol
-from torchbeast.core.saved_runs import Run
+from torchbeast.core.saved_runs import SavedRun
 
 RESAMPLES = 10_000
 
@@ -24,15 +24,15 @@ def group_name(name: str) -> str:
     return re.sub(f"({named}|{bare})$", "", name) or name
 
 
-def by_name(runs: Iterable[Run]) -> dict[str, list[Run]]:
+def by_name(runs: Iterable[SavedRun]) -> dict[str, list[SavedRun]]:
     """The runs of each group, by the group's name."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[SavedRun]] = {}
     for run in runs:
         groups.setdefault(group_name(run.name), []).append(run)
     return groups
 
 
-def check_protocols(groups: Mapping[str, Sequence[Run]]) -> None:
+def check_protocols(groups: Mapping[str, Sequence[SavedRun]]) -> None:
     """Raises ValueError if runs of one group have different protocols."""
     for name, members in groups.items():
         known = [run for run in members if run.protocol() is not None]

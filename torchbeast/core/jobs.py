@@ -152,8 +152,8 @@ def run_here(
                 log.info("%s starts%s.", job.xpid, where)
             if not running:
                 return signals.number
-            if select.select([signals.wake_reader], [], [], 0.1)[0]:
-                os.read(signals.wake_reader, 4096)
+            if select.select([signals.wake_pipe.reader], [], [], 0.1)[0]:
+                signals.wake_pipe.drain()
                 name = signal.Signals(signals.number).name
                 log.warning("%s: %d runs are ending.", name, len(running))
                 for process, _ in running.values():

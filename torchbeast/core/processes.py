@@ -16,7 +16,9 @@ environment has started can be killed with it.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
+import math
 import multiprocessing
 import os
 import shlex
@@ -31,6 +33,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torchbeast.core.errors import UserError
+from torchbeast.core.wake_pipe import WakePipe
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Signals within this time after the first count as the same request: `timeout` signals
@@ -128,7 +131,7 @@ class StopSignals:
 
     Attributes:
       number: the first signal, or 0.
-      wake_reader: a file descriptor that is readable after a signal.
+      wake_pipe: its reader is readable after a signal.
     """
 
     def __init__(self) -> None:
@@ -138,12 +141,8 @@ class StopSignals:
         self.number = self.number or number
 
     def __enter__(self) -> StopSignals:
-        self.wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self.wake_reader, False)
-        os.set_blocking(self._wake_writer, False)
-        self._old_wakeup = signal.set_wakeup_fd(
-            self._wake_writer, warn_on_full_buffer=False
-        )
+        self.wake_pipe = WakePipe()
+        self._old_wakeup = self.wake_pipe.wake_on_signals()
         self._handling = handling(self._note)
         self._handling.__enter__()
         return self
@@ -151,8 +150,7 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         self._handling.__exit__(None, None, None)
         signal.set_wakeup_fd(self._old_wakeup)
-        os.close(self.wake_reader)
-        os.close(self._wake_writer)
+        self.wake_pipe.close()
 
 
 def run_script(main: Callable[[], int]) -> NoReturn:
@@ -182,7 +180,7 @@ def num_cpus() -> int:
         count = os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):  # "max": no quota
         quota, period = map(int, CPU_QUOTA.read_text().split())
-        count = min(count, max(1, -(-quota // period)))
+        count = min(count, max(1, math.ceil(quota / period)))
     return count
 
 
@@ -210,14 +208,16 @@ def starting_children() -> Iterator[None]:
 def begin_child(ends_by: Sequence[int] = ()) -> None:
     """Prepares a child process that runs environments; its first call.
 
-    The child becomes the leader of a process group, for kill_group and Guardian. Stop
-    signals of a terminal don't reach it, and those of a batch system have no effect:
-    only the parent reacts to them. SIGTERM ends processes that the child forks.
+    The child becomes the leader of a process group, for Guardian, and prints its stack
+    on SIGUSR1. Stop signals of a terminal don't reach it, and those of a batch system
+    have no effect: only the parent reacts to them. SIGTERM ends processes that the
+    child forks.
 
     Args:
       ends_by: stop signals that end the child nevertheless.
     """
     os.setpgid(0, 0)
+    faulthandler.register(signal.SIGUSR1)
     # Environments may start processes, which Python forbids to a "daemon".
     multiprocessing.current_process().daemon = False
     for number in handled_signals():
@@ -257,7 +257,8 @@ def receive(process: Any, pipe: Any, who: str) -> Any:
       ProcessError: it has died, and nothing is left in the pipe.
     """
     alive = process.is_alive()  # asked first: it may send its last message and exit
-    # No end of the file says so: its own children may still have the pipe.
+    # The pipe may have no EOF after the process has died: its own children may hold
+    # the other end.
     with contextlib.suppress(EOFError, OSError):
         if pipe.poll():
             return pipe.recv()
@@ -265,30 +266,6 @@ def receive(process: Any, pipe: Any, who: str) -> Any:
             return None
     process.join(1.0)
     raise ProcessError(f"{who} died {how_it_ended(process.exitcode)}")
-
-
-def kill_group(pid: int | None) -> None:
-    """Kills the remaining processes of a child's process group."""
-    if pid is not None:
-        # PermissionError: macOS raises it for zombies.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-
-
-def end_processes(processes: Sequence[Any], seconds: float) -> None:
-    """Waits for processes to exit, then kills the others and all their groups.
-
-    Args:
-      processes: of multiprocessing.
-      seconds: to wait for all of them together.
-    """
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-        kill_group(process.pid)
-        process.join()
 
 
 def how_it_ended(code: int | None) -> str:
@@ -378,9 +355,21 @@ class Guardian:
             self.guard(process.pid)
 
     def end(self, children: Sequence[Any], seconds: float) -> None:
-        """Ends child processes, see end_processes, and stops guarding them."""
-        end_processes(children, seconds)
+        """Waits for children to exit; kills the others, and the groups of all.
+
+        Args:
+          children: of multiprocessing.
+          seconds: to wait for all of them together.
+        """
+        deadline = time.monotonic() + seconds
         for process in children:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+            # PermissionError: macOS raises it for zombies.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
             self.release(process.pid)
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ slots in that process.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
@@ -33,6 +32,7 @@ from torchbeast.core.flags import Flags
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.ray_cluster import Cluster
 from torchbeast.core.seeds import derive_seed
+from torchbeast.core.wake_pipe import WakePipe
 
 log = logging.getLogger(__name__)
 
@@ -65,13 +65,13 @@ class Player:
         self.flags, self.index = flags, index
         self.slots = list(range(flags.envs_per_actor))
         self.memory = torch.zeros(memory_shape, dtype=torch.uint8)
-        self.progress = torch.zeros(flags.num_actors, dtype=torch.int64)
+        self.steps = torch.zeros(flags.num_actors, dtype=torch.int64)
         self.buffers = map_nested(
             lambda s: torch.zeros(len(self.slots), *s.shape, dtype=s.dtype), specs
         )
         self.version = -1
         self.pipe, act_pipe = Pipe()
-        shared = (self.buffers, self.memory, self.progress, None)
+        shared = (self.buffers, self.memory, self.steps, None)
         threading.Thread(
             target=act_until_closed,
             args=(act, flags, index, act_pipe, *shared),
@@ -103,7 +103,7 @@ class Player:
         steps, since = -1, time.monotonic()
         while True:
             if not self.pipe.poll(1.0):
-                now = int(self.progress[self.index])
+                now = int(self.steps[self.index])
                 if now != steps:
                     steps, since = now, time.monotonic()
                 elif time.monotonic() - since > self.flags.actor_timeout:
@@ -152,9 +152,7 @@ class RayActors:
         self._since = [0.0] * flags.num_actors  # the start of an unroll, or a warning
         self._last_unroll = 0.0  # the time at which one was complete
         self._put: tuple[int, list[Any]] = (-1, [])  # version, [reference]
-        self._done_reader, self._done_writer = os.pipe()
-        os.set_blocking(self._done_reader, False)
-        os.set_blocking(self._done_writer, False)
+        self._done = WakePipe()
         script = sys.modules["__main__"].__spec__
         if act.__module__ == "__main__" and script:  # Ray's workers have another one
             act = getattr(importlib.import_module(script.name), act.__name__)
@@ -181,11 +179,7 @@ class RayActors:
         reference = self._cluster.actors[index].unroll.remote(self._put[1], version)
         self._running[reference] = index, slots
         self._since[index] = time.monotonic()
-        reference.future().add_done_callback(self._wake)
-
-    def _wake(self, future: Any) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake
-            os.write(self._done_writer, b"d")
+        reference.future().add_done_callback(lambda future: self._done.wake())
 
     def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:
         """Waits for actors and yields (index, slots) of each complete unroll.
@@ -194,9 +188,8 @@ class RayActors:
           ActorError: an act loop raised, or took no step for --actor_timeout s; or
             there was no unroll for that long.
         """
-        connection.wait([self._done_reader, wake_up], timeout)
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._done_reader, 4096)
+        connection.wait([self._done.reader, wake_up], timeout)
+        self._done.drain()
         references = list(self._running)
         done, _ = ray.wait(references, num_returns=len(references), timeout=0)
         for reference in done:

@@ -132,7 +132,7 @@ class RemoteEnvs:
                     *(len(servers) - flags.num_actors, len(servers), flags.num_actors),
                 )
 
-    def describe(self, check_servers: Callable[[], None]) -> EnvSpec:
+    def find_env_spec(self, check_servers: Callable[[], None]) -> EnvSpec:
         """Waits for the first usable environments.
 
         Args:
@@ -204,10 +204,10 @@ class RemoteEnvs:
                 expected=self.expected,
                 security=self.security,
             )
-            return usable(self.flags, found, where)
+            return make_env_spec(self.flags, found, where)
         found = self.listener.probe(1.0)
         try:
-            return usable(self.flags, found, where)
+            return make_env_spec(self.flags, found, where)
         except FlagError as error:  # wait for others
             self.listener.refuse(found["hello"], str(error))
             raise libtorchbeast.TransportError(str(error)) from error
@@ -230,7 +230,7 @@ class RemoteEnvs:
             "streams": sum(s["num_connected"] for s in stats),
         }
 
-    def check_whole(self, all_streams: Sequence[Any]) -> None:
+    def check_no_stream_lost(self, all_streams: Sequence[Any]) -> None:
         """Raises ServerError if a stream was lost, which --sync does not allow."""
         for streams in all_streams:
             stats = streams.pool.stats()
@@ -258,7 +258,7 @@ def is_final(error: Exception) -> bool:
     return not lost or isinstance(error, libtorchbeast.RefusedError)
 
 
-def usable(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
+def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
     """Makes an EnvSpec from the result of `libtorchbeast.probe`.
 
     Raises:

@@ -35,7 +35,7 @@ class Start(NamedTuple):
       folder: of the run, locked.
       saved: the checkpoint to resume from, or None.
       left_open: flags that were filled in from the machine or from other flags.
-      over: the run died before its first checkpoint and starts over.
+      start_over: the run died before its first checkpoint.
       notes: lines for the log.
     """
 
@@ -43,7 +43,7 @@ class Start(NamedTuple):
     folder: RunFolder
     saved: dict[str, Any] | None
     left_open: list[str]
-    over: bool
+    start_over: bool
     notes: list[str]
 
     def is_finished(self) -> bool:
@@ -80,17 +80,17 @@ def begin(
         script.print_warnings_only()
     flags_lib.resolve_folder(flags)
     with RunFolder(flags.savedir, flags.xpid) as folder:
-        yield _begin(parser, argv, folder, resolve_layout)
+        yield _begin(parser, argv, flags, folder, resolve_layout)
 
 
 def _begin(
     parser: argparse.ArgumentParser,
     argv: Sequence[str] | None,
+    flags: Flags,
     folder: RunFolder,
     resolve_layout: Callable[[Flags], Flags],
 ) -> Start:
-    flags = flags_lib.parse(parser, argv)
-    saved, over = None, False
+    saved, start_over = None, False
     notes: list[str] = []
     path = folder.path / "model.tar"
     if not flags.disable_checkpoint and path.exists():
@@ -101,17 +101,17 @@ def _begin(
             check_sync(flags, saved)
     elif has_content(folder.path / "logs.csv"):
         check_new_start(folder, flags)
-        over = True
+        start_over = True
     flags.savedir, flags.xpid = str(folder.path.parent), folder.path.name
     before = flags.as_dict()
     flags = resolve_layout(flags_lib.resolve(flags))
-    notes += unused(parser, flags)
+    notes += notes_on_unused_flags(parser, flags)
     left_open = set(flags_lib.left_open(before, flags))
     if saved:
         if flags.sync:
             left_open |= set(saved.get("flags_left_open", ())) - flags.typed
-        notes += describe(flags, saved["flags"])
-    return Start(flags.freeze(), folder, saved, sorted(left_open), over, notes)
+        notes += notes_on_changed_flags(flags, saved["flags"])
+    return Start(flags.freeze(), folder, saved, sorted(left_open), start_over, notes)
 
 
 def merge(
@@ -188,7 +188,7 @@ def check_sync(flags: Flags, saved: dict[str, Any]) -> None:
         )
 
 
-def describe(flags: Flags, saved: dict[str, Any]) -> list[str]:
+def notes_on_changed_flags(flags: Flags, saved: dict[str, Any]) -> list[str]:
     """Describes the flags that differ from the saved ones, one line per reason."""
     now = flags.as_dict()
     notes = []
@@ -215,7 +215,7 @@ def describe(flags: Flags, saved: dict[str, Any]) -> list[str]:
     return notes
 
 
-def unused(parser: argparse.ArgumentParser, flags: Flags) -> list[str]:
+def notes_on_unused_flags(parser: argparse.ArgumentParser, flags: Flags) -> list[str]:
     """A note about typed flags of Atari, if the environment is another one."""
     if atari_game(flags.env):
         return []
@@ -230,8 +230,8 @@ def unused(parser: argparse.ArgumentParser, flags: Flags) -> list[str]:
     if not typed:
         return []
     return [
-        f"Without effect, because {flags.env} is no Atari game: {', '.join(typed)}. "
-        "--env_kwargs passes arguments to an environment."
+        f"Without effect, because {flags.env} is not an Atari game: "
+        f"{', '.join(typed)}. --env_kwargs passes arguments to an environment."
     ]
 
 

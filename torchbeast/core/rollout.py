@@ -83,7 +83,7 @@ def observation_spec(space: spaces.Space) -> Nested:
 def env_fields(
     observation_space: spaces.Space, distribution: ActionDistribution
 ) -> dict[str, Nested]:
-    """The fields of a row that come from the environment, without [T, B]."""
+    """Shape, without [T, B], and dtype of the fields that come from the environment."""
     return {
         "observation": observation_spec(observation_space),
         "reward": Spec((), torch.float32),
@@ -112,7 +112,7 @@ def example_rows(
         return torch.zeros(1, 1, *spec.shape, dtype=spec.dtype)
 
     def lowest(leaf: spaces.Space) -> torch.Tensor:
-        # Of integers. torch can't add unsigned ones of several bytes.
+        # As int64, because torch can't add uint16, uint32 and uint64.
         start = np.asarray(getattr(leaf, "start", 0), np.int64)
         return zeros(observation_spec(leaf)) + torch.as_tensor(start)
 
@@ -163,7 +163,8 @@ def create_buffers(
     """
     # Each tensor is one file, made of whole pages.
     needed = sum(
-        -(-math.prod((*leading, *s.shape, s.dtype.itemsize)) // PAGESIZE) * PAGESIZE
+        PAGESIZE
+        * math.ceil(math.prod((*leading, *s.shape, s.dtype.itemsize)) / PAGESIZE)
         for s in flatten(spec)
     )
     if os.path.isdir(SHARED_MEMORY):

@@ -31,19 +31,20 @@ from torchbeast.core.logs_csv import join_columns
 from torchbeast.core.prof import Profile, Timings
 from torchbeast.core.status import Status, format_return
 from torchbeast.core.trackers import Tracker, make_trackers
+from torchbeast.core.wake_pipe import WakePipe
 
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0  # least time limit for threads to end
 
 
-def keep_freed_memory() -> None:
-    """Makes glibc keep large freed blocks for the next update.
+def keep_freed_memory(device: torch.device) -> None:
+    """Makes glibc keep large freed blocks for the next update, if that is on the CPU.
 
     By default glibc returns them to the kernel, which then has to clear and map each
     page again. That takes a tenth of the learner's CPU time.
     """
-    if sys.platform == "linux":
+    if sys.platform == "linux" and device.type == "cpu":
         with contextlib.suppress(OSError, AttributeError):  # another C library
             libc = ctypes.CDLL("libc.so.6")
             # M_MMAP_THRESHOLD: map only larger blocks. Older versions allow 32 MiB.
@@ -69,6 +70,7 @@ class Run:
     Attributes:
       stack: an ExitStack, closed after the last checkpoint.
       timings: of the learner threads; use it only inside `updating`.
+      wake: wakes the main thread.
       wake_reader: a file descriptor that is readable when the main thread should wake.
       exit_status: 0 finished, 1 failed, 128 + n ended by signal n. Valid after exit.
     """
@@ -87,7 +89,6 @@ class Run:
             replay_memory.load(learner.mixer.replay, saved_replay, learner.step)
         if learner.device.type == "cpu":
             torch.set_num_threads(self.flags.torch_threads)
-            keep_freed_memory()
         self.stack = contextlib.ExitStack()
         self.timings = Timings()
         self.exit_status = 1
@@ -106,9 +107,8 @@ class Run:
         self._profile = Profile(self.flags, learner.num_updates)
         self._status_line = Status(learner.step, self.flags.total_steps)
         self._trackers: list[Tracker] = []
-        self.wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self.wake_reader, False)
-        os.set_blocking(self._wake_writer, False)
+        self._wake_pipe = WakePipe()
+        self.wake, self.wake_reader = self._wake_pipe.wake, self._wake_pipe.reader
 
     def __enter__(self) -> Run:
         start, flags = self.start, self.flags
@@ -123,17 +123,15 @@ class Run:
             flags.as_dict(),
             resume_step=self.learner.step if self.resumed else None,
             folder=start.folder,
-            start_over=start.over,
+            start_over=start.start_over,
             left_open=start.left_open,
         )
         self.stack.callback(lambda: self._profile.close(self._writer.path))
-        self._old_wakeup = signal.set_wakeup_fd(
-            self._wake_writer, warn_on_full_buffer=False
-        )
+        self._old_wakeup = self._wake_pipe.wake_on_signals()
         log.info("Run %s; files in %s", flags.xpid, self._writer.path)
         if self.resumed:
             log.info("Resuming at step %d.", self.learner.step)
-        elif start.over:
+        elif start.start_over:
             log.warning("%s died before its first checkpoint.", flags.xpid)
         for note in start.notes:
             log.info("%s", note)
@@ -150,20 +148,19 @@ class Run:
         Raises:
           BaseException: the first exception of a thread.
         """
-        interrupted = self.interrupted()
+        stop_requested = self.stop_requested()
         self._profile.update(self.learner.num_updates, self._writer.path)
         finished = self.learner.step >= self.flags.total_steps
-        return not (may_stop and (finished or interrupted))
+        return not (may_stop and (finished or stop_requested))
 
-    def interrupted(self) -> bool:
+    def stop_requested(self) -> bool:
         """Returns whether a stop signal has come. Logs it and empties the wake-up pipe.
 
         Raises:
           BaseException: the first exception of a thread.
         """
         self._log_signal()
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.wake_reader, 4096)
+        self._wake_pipe.drain()
         if self._thread_errors:
             raise self._thread_errors[0]
         return bool(self._signal)
@@ -183,15 +180,13 @@ class Run:
             *(learner.policy_lag, queued, acted, streams),
         )
 
-    def wake(self) -> None:
-        """Wakes the main thread."""
-        with contextlib.suppress(BlockingIOError):  # the pipe is full: it is awake
-            os.write(self._wake_writer, b"w")
-
     # --- Threads and updates
 
     def on_stop(self, stop: Callable[[], None]) -> None:
-        """`stop`, called at the end, makes threads return soon, but does not wait."""
+        """Registers a function that the run calls at its end.
+
+        It asks threads to return, and does not wait for them.
+        """
         self._stop_threads.append(stop)
 
     def start_thread(self, name: str, work: Callable[[], None]) -> None:
@@ -378,8 +373,9 @@ class Run:
             worth_saving = worth_saving and not self.flags.sync
         busy = [thread.name for thread in self._threads if thread.is_alive()]
         if busy:
-            self._error = f"{', '.join(busy)} did not stop in time: nothing is saved."
-            log.error("%s", self._error)
+            late = f"{', '.join(busy)} did not stop in time"
+            self._error = self._error or late
+            log.error("%s: no last checkpoint is saved.", late)
             self.exit_status = 1
         elif worth_saving:
             self.save()
@@ -415,5 +411,4 @@ class Run:
             # Python can't exit cleanly while a thread is inside torch.
             logging.shutdown()
             os._exit(status)
-        os.close(self.wake_reader)
-        os.close(self._wake_writer)
+        self._wake_pipe.close()

@@ -12,7 +12,6 @@ import logging
 import os
 import pathlib
 from collections.abc import Iterator
-from types import TracebackType
 from typing import BinaryIO
 
 from torchbeast.core.errors import UserError
@@ -139,12 +138,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

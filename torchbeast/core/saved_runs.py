@@ -20,7 +20,7 @@ LOGS: dict[str, Callable[..., Any]] = {"logs.csv": open, "logs.csv.gz": gzip.ope
 MOST_NAMES = 20  # maximal names in an error message
 
 
-class Run(NamedTuple):
+class SavedRun(NamedTuple):
     """One run: its name and the columns of its logs.csv, [N] float64; NaN if empty.
 
     Attributes:
@@ -103,7 +103,7 @@ def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
     )
 
 
-def read_runs(xpids: Sequence[str], savedir: pathlib.Path) -> list[Run]:
+def read_runs(xpids: Sequence[str], savedir: pathlib.Path) -> list[SavedRun]:
     """Reads each run once. Runs of the same name are named by their folders.
 
     Raises:
@@ -116,7 +116,7 @@ def read_runs(xpids: Sequence[str], savedir: pathlib.Path) -> list[Run]:
     return [run._replace(name=str(f)) for f, run in zip(folders, runs, strict=True)]
 
 
-def read_run(folder: pathlib.Path) -> Run:
+def read_run(folder: pathlib.Path) -> SavedRun:
     """Reads a run. Skips an unfinished line; text counts as an empty cell.
 
     Raises:
@@ -138,7 +138,7 @@ def read_run(folder: pathlib.Path) -> Run:
     values = np.array([[_number(cell) for cell in row] for row in rows])
     values = values.reshape(len(rows), len(header))
     columns = {name: values[:, i] for i, name in enumerate(header)}
-    return Run(folder.name, columns, read_meta(folder))
+    return SavedRun(folder.name, columns, read_meta(folder))
 
 
 def read_test(folder: pathlib.Path) -> dict[str, Any] | None:

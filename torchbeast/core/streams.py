@@ -1,6 +1,7 @@
 """PolyBeast's streams of environments: the C++ pool, batcher and queue."""
 
 import collections
+import math
 import threading
 from collections.abc import Sequence
 
@@ -109,7 +110,7 @@ class Streams:
         self.queue = libtorchbeast.BatchingQueue(
             minimum_batch_size=batch_size,
             maximum_batch_size=batch_size,
-            maximum_queue_size=-(-longest_queue // E),
+            maximum_queue_size=math.ceil(longest_queue / E),
             allocator=pinned if learning_device.type == "cuda" else None,
         )
         self.batcher = libtorchbeast.DynamicBatcher(

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0  # servers that don't exit within this time are killed
 START_SECONDS = 300.0  # time limit for a server's imports and its environments
-HEALTHY_SECONDS = 10.0  # a crash of a server that was ready for so long does not count
+HEALTHY_SECONDS = 10.0  # uptime after which a crash starts the count anew
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before a restart
 REPEAT_SECONDS = 60.0  # between equal log lines
 SIGN_SECONDS = 5.0  # between two signs of life of a server
@@ -89,6 +89,7 @@ class Servers:
             if server.process is None:
                 if now >= server.due:
                     self.restarts += 1
+                    # Each start has 65,536 numbers for its streams: none repeats.
                     self._start(server, self.restarts << 16)
                 else:
                     timeout = min(timeout, server.due - now)
@@ -215,7 +216,10 @@ class SharedPipe:
             self.pipe.send((kind, *rest))
 
     def give_signs_of_life(self, every: float = SIGN_SECONDS) -> None:
-        """Starts a thread. It needs Python's lock, as all streams of a server do."""
+        """Starts a thread that sends "alive".
+
+        If an environment holds Python's lock for long, the messages stop.
+        """
 
         def work() -> None:
             while True:
