@@ -10,6 +10,21 @@ namespace torchbeast {
 
 namespace {
 
+// What ends an episode has to say so in "done": only that resets the agent's state and
+// the discount.
+void check_ends(const StreamSpec& spec, const std::vector<Array>& arrays) {
+  const Array& done = arrays[spec.num_observation_arrays + kDoneField];
+  for (const std::string name : {"truncated", "game_over"}) {
+    const Array* const ends = find_field(spec, arrays, name);
+    for (size_t e = 0; ends != nullptr && e < static_cast<size_t>(spec.num_envs); ++e) {
+      if (ends->data()[e] != 0 && done.data()[e] == 0) {
+        throw WireError(name + " is true and done is false in environment " +
+                        std::to_string(e));
+      }
+    }
+  }
+}
+
 // Also gives the other environments' rows, which may be anything, their observations.
 void check_final_observation(const StreamSpec& spec, const EnvRow& row) {
   const bool is_due = any_truncated(spec, row.arrays);
@@ -18,7 +33,7 @@ void check_final_observation(const StreamSpec& spec, const EnvRow& row) {
                         ? "final_observation is missing, and an episode is truncated"
                         : "final_observation has bytes, and no episode is truncated");
   }
-  const Array* const truncated = truncated_field(spec, row.arrays);
+  const Array* const truncated = find_field(spec, row.arrays, "truncated");
   for (size_t i = 0; i < row.final_observation.size(); ++i) {
     const Array &from = row.arrays[i], &to = row.final_observation[i];
     const size_t bytes = to.num_bytes() / static_cast<size_t>(spec.num_envs);
@@ -60,6 +75,7 @@ EnvRow EnvSession::read_into(std::vector<Array> arrays) {
       decode_step(&message, spec_, context_.unrolls.message_pool, &row);
   if (error) throw EnvironmentError(connection_.peer() + " failed:\n" + *error);
   check_values(spec_, row.arrays);
+  check_ends(spec_, row.arrays);
   check_final_observation(spec_, row);
   context_.unrolls.bytes_copied += spec_.step_bytes;
   return row;

@@ -411,14 +411,15 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
 
 // --- Rows ----------------------------------------------------------------------------
 
-const Array* truncated_field(const StreamSpec& spec, const std::vector<Array>& arrays) {
-  const auto found = std::find(spec.names.begin(), spec.names.end(), "truncated");
+const Array* find_field(const StreamSpec& spec, const std::vector<Array>& arrays,
+                        const std::string& name) {
+  const auto found = std::find(spec.names.begin(), spec.names.end(), name);
   if (found == spec.names.end()) return nullptr;
   return &arrays[static_cast<size_t>(found - spec.names.begin())];
 }
 
 bool any_truncated(const StreamSpec& spec, const std::vector<Array>& arrays) {
-  const Array* const truncated = truncated_field(spec, arrays);
+  const Array* const truncated = find_field(spec, arrays, "truncated");
   return truncated != nullptr &&
          std::any_of(truncated->data(), truncated->data() + spec.num_envs,
                      [](uint8_t value) { return value != 0; });

@@ -80,9 +80,10 @@ struct EnvRow {
   uint64_t env_nanoseconds = 0;
 };
 
-// The field "truncated" of a row's arrays; null if there is none.
-const Array* truncated_field(const StreamSpec& spec, const std::vector<Array>& arrays);
-// Whether it is there and true for any environment.
+// A field of a row's arrays; null if there is none of this name.
+const Array* find_field(const StreamSpec& spec, const std::vector<Array>& arrays,
+                        const std::string& name);
+// Whether the field "truncated" is there and true for any environment.
 bool any_truncated(const StreamSpec& spec, const std::vector<Array>& arrays);
 // Whether these arrays of a step are the first rows of new episodes for all E.
 bool is_between_episodes(const StreamSpec& spec, const std::vector<Array>& arrays);

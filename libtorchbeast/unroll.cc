@@ -191,7 +191,7 @@ void Unroll::keep_truncation_value(const ArrayNest& outputs) {
   }
   truncation_value_ = baseline.leaf();
   const std::vector<Array> row = env_row(t_);
-  const Array* const truncated = truncated_field(spec_, row);
+  const Array* const truncated = find_field(spec_, row, "truncated");
   float* const values = truncation_value_->as<float>();
   const auto per_env =
       static_cast<int64_t>(truncation_value_->spec().num_elements()) / spec_.num_envs;

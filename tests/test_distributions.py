@@ -356,3 +356,14 @@ def test_unsupported_spaces_are_named(space):
     with pytest.raises(ValueError, match="supported are Discrete") as error:
         make_distribution(space)
     assert str(space) in str(error.value)
+
+
+@pytest.mark.parametrize("dims", [6, 17])
+def test_implied_kl_of_narrow_policies_stays_finite(dims):
+    """Log-ratios of hundreds of nats, which exp() would round to 0."""
+    distribution = make_distribution(box([-INF] * dims, [INF] * dims))
+    behavior = torch.cat([torch.zeros(dims), torch.full((dims,), np.log(0.05))])
+    target = torch.cat([torch.full((dims,), 0.5), torch.full((dims,), np.log(0.14))])
+    torch.manual_seed(1)
+    found = distribution.implied_kl(target, behavior, 1.0)
+    assert 10 * dims < found.item() < 100 * dims

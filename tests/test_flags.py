@@ -475,6 +475,10 @@ def test_resolving_twice_changes_nothing():
             "--replay_ratio 1 --replay_size 1000",
             ["--minibatches 3", "--replay_ratio 1"],
         ),
+        (
+            "--num_threads 2 --replay_ratio 7 --replay_size 1000",
+            ["--num_learner_threads 2", "--replay_ratio 7", "in order"],
+        ),
     ],
 )
 def test_values_that_cannot_work(line, words):

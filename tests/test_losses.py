@@ -327,7 +327,9 @@ def test_value_heads_with_rewards_and_discounts_of_their_own(monkeypatch):
 def test_rewards_of_the_model_replace_those_of_the_environment():
     batch, outputs = make_batch()
     rewards = np.random.default_rng(3).normal(size=(T + 1, B))
-    _, wanted = loss_of({**batch, "reward": rewards}, outputs)
+    assert (abs(rewards) > 1).any()  # they are not clipped
+    unclipped = {"reward_clipping": "none"}
+    _, wanted = loss_of({**batch, "reward": rewards}, outputs, **unclipped)
     _, stats = loss_of(batch, {**outputs, "reward": rewards})
     assert {k: x.item() for k, x in stats.items()} == {
         k: x.item() for k, x in wanted.items()

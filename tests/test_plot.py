@@ -86,6 +86,21 @@ def test_curve_over_time(tmp_path):
     assert result.x.tolist() == [0.5, 1.0]
 
 
+def test_a_curve_of_evaluations_is_at_the_steps_of_their_weights(tmp_path):
+    rows = [
+        "0,0.0,0,0,,",
+        "1,3600.0,10,40,,",
+        "2,7200.0,20,80,10,5",
+        "3,9000.0,30,120,,",
+    ]
+    header = "_tick,_time,step,frames,eval_step,eval_return"
+    (tmp_path / "logs.csv").write_text("\n".join([header, *rows, ""]))
+    run = read_run(tmp_path)
+    for axis, x in (("step", 10), ("frames", 40), ("time", 1.0)):
+        result = plot.curve(run, axis, "eval_return", smooth=1)
+        assert (result.x.tolist(), result.y.tolist()) == ([x], [5])
+
+
 def test_the_time_of_a_resumed_run_has_no_pauses(tmp_path):
     """Two starts of an hour each, with a day in between."""
     lines = ["_tick,_time,step,loss", "0,1800,15,1", "1,3600,30,2"]

@@ -225,6 +225,9 @@ def test_methods_over_several_tasks(tmp_path, capsys):
     assert both["IQM at the end [95 %]"].startswith(f"{middle:.2f} [")
     assert other["group"] == "two"
     assert len(table(capsys, *words)) == 3  # no references, so no row over all tasks
+    # A method may be given in parts.
+    words = ["--savedir", tmp_path, "--method", "one", *one[:2], "--method", "one"]
+    assert table(capsys, *words, *one[2:], *scores) == [breakout, pole, both]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Skipped without Optuna: pip install '.[optuna]'.
 """
 
+import json
 import os
 import signal
 
@@ -119,16 +120,20 @@ def test_a_trial_that_can_not_be_run(tmp_path):
 
 
 def test_the_return_of_an_evaluation_counts(tmp_path):
-    def final_return(*rows):
+    def final_return(*rows, eval_interval=0):
+        flags = {"eval_interval": eval_interval}
+        (tmp_path / "meta.json").write_text(json.dumps({"args": flags}))
         header = "step,mean_game_return_100,eval_step,eval_return"
         (tmp_path / "logs.csv").write_text("\n".join([header, *rows, ""]))
         return search.final_return(tmp_path)
 
     assert final_return("10,,,") is None
     assert final_return("10,5,,", "20,6,,", "30,,,") == 6
-    assert final_return("10,5,,", "20,6,10,2.5", "20,,20,3.5") == 3.5
-    # The last evaluation failed; the one before is of other weights.
-    assert final_return("10,5,,", "20,6,10,2.5", "30,7,,") == 7
+    rows = "10,5,,", "20,6,10,2.5"
+    assert final_return(*rows, "20,,20,3.5", eval_interval=10) == 3.5
+    # The last evaluation failed; the one before is of other weights. The mean of the
+    # training games can't be compared with the evaluations of other trials.
+    assert final_return(*rows, "30,7,,", eval_interval=10) is None
 
 
 @pytest.mark.parametrize("name", ["a?b", "a%20b", "a b#c"])

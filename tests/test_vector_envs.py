@@ -250,6 +250,36 @@ def test_final_observations_are_for_truncated_games_only():
     assert [row["done"].all() for row in rows] == [False, True, False, True]
 
 
+class Counting(OneSeed):
+    """Environment e truncates each game after 3 + e steps; it says so in `dtype`."""
+
+    def __init__(self, num_envs, dtype):
+        super().__init__(num_envs)
+        self.dtype, self.steps = dtype, 0
+
+    def step(self, actions):
+        self.steps += 1
+        ended = np.array([self.steps % (3 + e) == 0 for e in range(self.num_envs)])
+        observation = np.full((self.num_envs, 2), 0.5, np.float32)
+        ends = (ended & ~ended).astype(self.dtype), ended.astype(self.dtype)
+        return observation, np.ones(E), *ends, {"final_obs": observation}
+
+
+def test_ends_may_be_integers():
+    def play(dtype):
+        env = make("Counting", env_kwargs=f'{{"dtype": "{dtype}"}}')
+        env.initial()
+        return [env.step(np.zeros(E, int)) for _ in range(13)]
+
+    expected = play("bool")
+    assert [row["episode_step"][1] for row in expected[:5]] == [1, 2, 3, 4, 1]
+    for dtype in ("uint8", "int64"):
+        for row, other in zip(play(dtype), expected, strict=True):
+            assert row["done"].dtype == row["truncated"].dtype == np.bool_
+            for name in ("done", "truncated", "episode_step", "game_return"):
+                np.testing.assert_array_equal(row[name], other[name])
+
+
 class FarOutside(OneSeed):
     """One value of environment 1 is far outside its bounds."""
 

@@ -43,7 +43,8 @@ def rewards_and_discounts(
     """Rewards and discounts of the T steps, for V-trace.
 
     Args:
-      batch, outputs: see impala_loss. If outputs has `reward`, it replaces the batch's.
+      batch, outputs: see impala_loss. If outputs has `reward` (--normalize_rewards), it
+        replaces the batch's, and is not clipped again.
       flags: reward_clipping, discounting.
 
     Returns:
@@ -51,7 +52,7 @@ def rewards_and_discounts(
       [T, B, K]: each head can have a reward and a discount of its own.
     """
     rewards, done = outputs.get("reward", batch["reward"])[1:], batch["done"][1:]
-    if flags.reward_clipping == "abs_one":
+    if flags.reward_clipping == "abs_one" and "reward" not in outputs:
         rewards = rewards.clamp(-1, 1)
     # If an episode was truncated, bootstrap from the value of its last observation.
     rewards = rewards + flags.discounting * batch["truncation_value"][1:]
@@ -339,7 +340,8 @@ def update(
     values = torch.cat([x.float().flatten() for x in stats.values()])
     scalars = dict(zip(column_names(stats), values.tolist(), strict=True))
     if not all(np.isfinite([scalars["total_loss"], scalars["grad_norm"]])):
-        cause = find_cause(batch, flags.reward_clipping == "abs_one")
+        bounded = flags.reward_clipping == "abs_one" or flags.normalize_rewards
+        cause = find_cause(batch, bounded)
         raise FloatingPointError(
             f"loss or gradient are not finite at step {learner.step}: {scalars}. "
             f"{cause}"

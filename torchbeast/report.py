@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             groups = by_name(read_runs(arguments.xpids, savedir))
             for name, *xpids in arguments.method:
-                groups[name] = read_runs(xpids, savedir)
+                groups.setdefault(name, []).extend(read_runs(xpids, savedir))
             references = read_references(arguments.scores) if arguments.scores else {}
             rows = [
                 row

@@ -400,6 +400,12 @@ TEST_F(ActorPoolFaultsTest, LiesAreRefused) {
   arrays[6].data()[1] = 1;
   contains(against({encode(hello), encode_step({arrays, {}, 0}, pool)}),
            "final_observation is missing");
+  arrays[3] = pool.allocate({DType::kBool, {2}});  // done
+  arrays[3].data()[0] = 1;
+  arrays[3].data()[1] = 0;
+  contains(
+      against({encode(hello), encode_step({arrays, {arrays[0], arrays[1]}, 0}, pool)}),
+      "truncated is true and done is false in environment 1");
 
   wire::EnvMessage other = hello;
   other.mutable_hello()->set_version(77);

@@ -194,7 +194,8 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--normalize_rewards",
         action=toggle,
         default=False,
-        help="divide rewards by the standard deviation of their discounted sum",
+        help="divide rewards by the standard deviation of their discounted sum; then "
+        "--reward_clipping has no effect",
     )
     add("--clip_rho", type=float, default=1.0, help="V-trace's ρ̄ (inf: no clipping)")
     add(

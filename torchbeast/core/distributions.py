@@ -84,7 +84,8 @@ class ActionDistribution(ABC):
             behavior.expand(many.shape), actions
         )
         excess = (log_ratio - math.log(clip_rho)).clamp(min=0)
-        return excess.mean(0) + excess.neg().exp().mean(0).log()
+        # In the log, because the ratio of two narrow policies leaves float32's range.
+        return excess.mean(0) + excess.neg().logsumexp(0) - math.log(len(excess))
 
 
 class Categorical(ActionDistribution):

@@ -273,6 +273,12 @@ def resolve(flags: Flags) -> Flags:
             f"give --updates_per_batch {flags.minibatches} for one pass over a batch, "
             "or --minibatches 1"
         )
+    if flags.replay_ratio and flags.num_learner_threads > 1:
+        raise FlagError(
+            f"--num_learner_threads {flags.num_learner_threads} can't be used with "
+            f"--replay_ratio {flags.replay_ratio:g}: the replay needs the rollouts of "
+            "each environment in order. Give --num_learner_threads 1"
+        )
     if flags.replay_ratio and flags.minibatches > 1:
         raise FlagError(
             f"--minibatches {flags.minibatches} can't be used with --replay_ratio "

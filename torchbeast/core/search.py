@@ -63,11 +63,16 @@ def extremes(values: BaseDistribution) -> tuple[Any, ...]:
 
 
 def final_return(folder: pathlib.Path) -> float | None:
-    """The eval_return of a run's final weights, else the mean of its last 100 games."""
+    """With --eval_interval the eval_return of a run's final weights, None if they were
+    not evaluated; without it the mean of its last 100 games.
+    """
     run = read_run(folder)
-    if run.last("eval_step") == run.last("step"):  # it did not fail
-        return run.last("eval_return")
-    return run.last("mean_game_return_100")
+    if not run.meta.get("args", {}).get("eval_interval"):
+        return run.last("mean_game_return_100")
+    if run.last("eval_step") != run.last("step"):
+        log.warning("%s has no evaluation of its final weights.", folder.name)
+        return None
+    return run.last("eval_return")
 
 
 class Search:

@@ -75,7 +75,8 @@ class TensorBoard:
         with writing(self.path):
             for name, value in row.items():
                 if value is not None and name != "step":
-                    self.writer.add_scalar(name, value, row["step"])
+                    step = row["eval_step" if name.startswith("eval_") else "step"]
+                    self.writer.add_scalar(name, value, step)
 
     def close(self, exit_status: int) -> None:
         try:
@@ -122,6 +123,7 @@ class WeightsAndBiases:
         # With its own count of steps, which only grows, W&B would refuse the steps that
         # a run resumed after a crash logs again.
         self.run.define_metric("*", step_metric="step")
+        self.run.define_metric("eval_*", step_metric="eval_step")
 
     def log(self, row: dict[str, Any]) -> None:
         self.run.log({k: x for k, x in row.items() if x is not None})

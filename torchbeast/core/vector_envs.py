@@ -200,7 +200,9 @@ class VectorGames:
         result = self.env.step(actions)
         if self._check_is_due():
             self._checker.check("step", result, self.num_envs, self._checked)
-        observation, reward, terminated, truncated, info = result
+        observation, reward, *ends, info = result
+        # Some return integers, and ~ of an integer is no negation.
+        terminated, truncated = (np.asarray(x) != 0 for x in ends)
         done = terminated | truncated
         if done.any():
             if self.resets_itself:
