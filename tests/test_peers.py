@@ -360,7 +360,7 @@ def bad_rows(wire):
         row[name][1] = value
         yield f"{name} {value}", encode_row(wire, row), words
     row = make_row(2)
-    row["truncated"][1] = True
+    row["truncated"][1] = row["done"][1] = True
     observation = {k: row[k].copy() for k in ("binary", "box", "choice", "choices")}
     # Of what was not truncated the final observation may be anything.
     observation["choice"][:] = 99
@@ -387,6 +387,9 @@ def bad_rows(wire):
     yield "not due", encode_row(wire, row, observation), "no episode is truncated"
     row = make_row(2)
     row["truncated"][1] = True
+    words = "truncated is true and done is false in environment 1"
+    yield "no end", encode_row(wire, row, observation), words
+    row["done"][1] = True
     yield "missing", encode_row(wire, row), "final_observation is missing"
     yield "garbage", b"\xff" * 1000, "malformed"
     hello = wire.EnvMessage(hello=make_hello(wire)).SerializeToString()

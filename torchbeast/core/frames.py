@@ -61,6 +61,19 @@ def stack_size(shape: tuple[int, ...], dtype: np.dtype) -> int:
     return 1 if channels == 3 else channels
 
 
+class Plain:
+    """Values of one field, by slot."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def read(self, slots: np.ndarray) -> np.ndarray:
+        return self.array[slots]
+
+    def arrays(self) -> list[np.ndarray]:
+        return [self.array]
+
+
 class FrameStacks:
     """Observations that are stacks of K frames, by slot.
 

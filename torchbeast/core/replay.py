@@ -30,13 +30,14 @@ import torch
 
 from torchbeast.core import rollout
 from torchbeast.core.errors import UserError
-from torchbeast.core.frames import Create, FrameStacks, Slots, stack_size
+from torchbeast.core.frames import Create, FrameStacks, Plain, Slots, stack_size
 from torchbeast.core.nested import Nested, flatten, map_nested
 from torchbeast.core.rollout import RESULTS, State
 
 SPARE_FRAMES = 1 / 32  # of the capacity, for the stacks that begin episodes
 LONGEST_SHARE = 1 / 4  # of the capacity; a longer episode is cut
 OPEN_SHARE = 1 / 2  # of the capacity; if open ones fill more, the longest are cut
+BLANK_SHARE = 1 / 8  # of the capacity; the steps to wait for an image that changes
 
 
 class ReplayError(UserError, ValueError):
@@ -79,19 +80,6 @@ class Reader:
 
 def _dtype(spec: rollout.Spec) -> np.dtype:
     return torch.empty(0, dtype=spec.dtype).numpy().dtype
-
-
-class Plain:
-    """Values of one field, by slot."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def read(self, slots: np.ndarray) -> np.ndarray:
-        return self.array[slots]
-
-    def arrays(self) -> list[np.ndarray]:
-        return [self.array]
 
 
 class Replay:
@@ -171,10 +159,11 @@ class Replay:
         self._stacks = [x for x in flatten(stores) if isinstance(x, FrameStacks)]
         self.whole = leaves
 
-    def _no_stacks(self, rows: dict[str, Nested]) -> list[int]:
-        """The leaves of which most observations don't continue the frames before.
+    def _choose_stores(self, rows: dict[str, Nested]) -> bool:
+        """Stores leaves whole if most observations don't continue the frames before.
 
-        Frames that are all equal to those before say nothing.
+        Frames that are all equal to those before say nothing. If a leaf has no others,
+        this returns False: wait for the next rows, but not longer than for BLANK_SHARE.
         """
         same_episode = ~rows["done"][1:]
         pairs: list[tuple[Any, np.ndarray]] = []  # by name: rows may have another order
@@ -182,14 +171,19 @@ class Replay:
             lambda store, x: pairs.append((store, x)),
             *(self._stores["observation"], rows["observation"]),
         )
-        found = []
+        found, unknown = [], False
         for i, (store, x) in enumerate(pairs):
             if isinstance(store, FrameStacks):
                 continued = store.continued(x)
                 known = same_episode & (store.changed(x) | ~continued)
+                unknown |= not known.any()
                 if known.any() and continued[known].mean() < 0.5:
                     found.append(i)
-        return found
+        if unknown and self.num_added < BLANK_SHARE * self.capacity:
+            return False
+        if found:
+            self.store_whole(found)
+        return True
 
     @property
     def fields(self) -> list[str]:
@@ -215,9 +209,10 @@ class Replay:
           ReplayError: no room for the rollouts.
         """
         T = len(rows["done"]) - 1
-        if not self._num_episodes and (leaves := self._no_stacks(rows)):
-            self.store_whole(leaves)
         self.num_added += rows["done"][1:].size
+        if not self._num_episodes and not self._choose_stores(rows):
+            self.num_lost += rows["done"][1:].size
+            return
         for b in range(rows["done"].shape[1]):
             column = map_nested(lambda x, b=b: x[:, b], rows)
             done = column["done"]
