@@ -134,8 +134,10 @@ def test_what_test_json_has(tmp_path, greedy):
     assert result["date"] >= meta["date_end"]
     assert result["seconds"] > 0
     assert not list(path.parent.glob(".test.json*"))
+    assert result["flags"]["xpid"] == "a"  # as typed
     # The same games again; --seed gives others.
-    runs.run(tmp_path, "latest", **test)
+    output = runs.run(tmp_path, "latest", **test, suppress_logs=True)
+    assert "Game 0" not in output
     assert read_result(tmp_path)["returns"] == result["returns"]
     assert read_result(tmp_path)["xpid"] == "a"
     runs.run(tmp_path, "a", **test, seed=6)
