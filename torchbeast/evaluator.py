@@ -20,6 +20,7 @@ from torchbeast.core import checkpoint, processes
 from torchbeast.core.actors import actor_context, seed_globals
 from torchbeast.core.errors import text_of
 from torchbeast.core.flags import Flags
+from torchbeast.core.logs_csv import EVAL_COLUMNS
 from torchbeast.core.run import Run
 from torchbeast.core.step_watch import StepWatch
 from torchbeast.evaluate import EVAL_STREAM, play
@@ -57,7 +58,7 @@ class Evaluator:
         self._path = run.start.folder.path / BEST
         if run.resumed and self._path.exists():
             self._best = best_return(self._path)
-        run.add_columns(dict.fromkeys(("eval_step", "eval_return", "eval_length")))
+        run.add_columns(dict.fromkeys(EVAL_COLUMNS))
         self._sender: threading.Thread | None = None
         self._guardian = processes.Guardian(seconds=0)
         self._watch = StepWatch(1, max(self.flags.actor_timeout, STEP_SECONDS))

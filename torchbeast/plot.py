@@ -29,6 +29,7 @@ from torchbeast.core.groups import (
     interquartile_mean,
     iqm_interval,
 )
+from torchbeast.core.logs_csv import EVAL_COLUMNS
 from torchbeast.core.saved_runs import SavedRun, find_run, read_runs
 
 # Flag → (column, label of the axis).
@@ -74,7 +75,7 @@ def curve(run: SavedRun, x: str, y: str, smooth: int) -> Curve | None:
                 f"Its columns: {', '.join(run.columns) or 'none yet'}."
             )
     xs = run.wall_clock() / 3600 if x == "time" else run.columns[X_AXES[x][0]]
-    if y.startswith("eval_"):  # a later row has the result, see evaluator.py
+    if y in EVAL_COLUMNS:  # a later row has the result, see evaluator.py
         xs = np.interp(run.columns["eval_step"], run.columns["step"], xs)
     ys = run.columns[y]
     some = np.isfinite(xs) & np.isfinite(ys)

@@ -133,7 +133,7 @@ class Actors:
         self.watch = StepWatch(flags.num_actors, flags.actor_timeout)
         self.pipes: list[connection.Connection] = []
         self.processes: list[Any] = []
-        self.idle = list(range(flags.num_actors))  # the first became idle first
+        self.idle = list(range(flags.num_actors))  # idle for longest: first
         self.timings: list[dict[str, float]] = [{} for _ in self.idle]
         self.envs_per_actor = flags.envs_per_actor
         self._warned: set[str] = set()

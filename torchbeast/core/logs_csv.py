@@ -20,6 +20,9 @@ from torchbeast.core.run_folder import atomic_write, has_content
 
 log = logging.getLogger(__name__)
 
+# Columns about an evaluation of the weights of `eval_step`, see evaluator.py.
+EVAL_COLUMNS = ("eval_step", "eval_return", "eval_length")
+
 
 class LogsError(UserError, ValueError):
     """logs.csv is damaged, or another program has written it."""

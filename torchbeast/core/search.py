@@ -63,8 +63,10 @@ def extremes(values: BaseDistribution) -> tuple[Any, ...]:
 
 
 def final_return(folder: pathlib.Path) -> float | None:
-    """With --eval_interval the eval_return of a run's final weights, None if they were
-    not evaluated; without it the mean of its last 100 games.
+    """What a run counts in a search.
+
+    With --eval_interval it is the eval_return of the final weights, or None if they
+    were not evaluated. Without it, it is the mean return of the last 100 games.
     """
     run = read_run(folder)
     if not run.meta.get("args", {}).get("eval_interval"):

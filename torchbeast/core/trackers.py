@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.logs_csv import EVAL_COLUMNS
 from torchbeast.core.run_folder import atomic_write, writing
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class TensorBoard:
         with writing(self.path):
             for name, value in row.items():
                 if value is not None and name != "step":
-                    step = row["eval_step" if name.startswith("eval_") else "step"]
+                    step = row["eval_step" if name in EVAL_COLUMNS else "step"]
                     self.writer.add_scalar(name, value, step)
 
     def close(self, exit_status: int) -> None:
@@ -123,7 +124,8 @@ class WeightsAndBiases:
         # With its own count of steps, which only grows, W&B would refuse the steps that
         # a run resumed after a crash logs again.
         self.run.define_metric("*", step_metric="step")
-        self.run.define_metric("eval_*", step_metric="eval_step")
+        for name in EVAL_COLUMNS:
+            self.run.define_metric(name, step_metric="eval_step")
 
     def log(self, row: dict[str, Any]) -> None:
         self.run.log({k: x for k, x in row.items() if x is not None})
