@@ -46,6 +46,8 @@ def keep(run: Path, folder: Path, most: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (run / "logs.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
+    if rows and len(rows[-1]) != len(header):  # an unfinished line
+        del rows[-1]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *thin(header, rows, most)])
     # mtime: the same run gives the same bytes.

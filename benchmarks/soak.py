@@ -140,6 +140,10 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
             run.wait()
 
     rows = read_rows(logs)
+    if len(rows) < 2 or not any(s[1] == count for s in samples):
+        print("The run ended before there was something to measure. Its last lines:")
+        print(*output.read_text().splitlines()[-20:], sep="\n")
+        return 1
     times = np.array([float(row["_time"]) for row in rows])
     whole = np.array([s[:4] for s in samples if s[1] == count], float)
     returns = [float(s[5]) for s in samples if s[5]]

@@ -113,7 +113,7 @@ def table(study: Study, curves: dict[str, dict[int, list[dict[str, float]]]]) ->
             ),
             ", ".join(f"{x:.2f}" for x in ends),
             f"{statistics.fmean(curve[-1]['entropy'] for curve in runs):.2f}",
-            f"{statistics.median(row['sps'] for c in runs for row in c[1:]):,.0f}",
+            f"{statistics.median(row['sps'] for c in runs for row in c[1:] or c):,.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

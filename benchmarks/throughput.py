@@ -21,8 +21,8 @@ windows. Memory is the proportional set size (PSS) of the run and all its descen
 sampled from /proc/PID/smaps_rollup: memory shared by n processes counts 1/n in each.
 Needs Linux.
 
-Other work on the machine falsifies all figures. The line "others" shows how many cores
-other processes used during the run.
+Other work on the machine makes all figures wrong. The line "others" shows how many
+cores other processes used during the run.
 """
 
 import argparse

@@ -102,7 +102,9 @@ def measure_ours(
     for i in range(streams):
         address = f"unix:{directory}/ours.{i}" if socket == "unix" else "127.0.0.1:0"
         pipe, theirs = context.Pipe()
-        server = context.Process(target=serve, args=(address, envs, theirs))
+        server = context.Process(
+            target=serve, args=(address, envs, theirs), daemon=True
+        )
         server.start()
         theirs.close()
         addresses.append(pipe.recv())
@@ -138,7 +140,10 @@ def measure_ours(
         for _ in queue:
             pass
 
-    threads = [threading.Thread(target=f) for f in (infer, learn, pool.run)]
+    # Daemons, so that an error in this thread ends the program.
+    threads = [
+        threading.Thread(target=f, daemon=True) for f in (infer, learn, pool.run)
+    ]
     for thread in threads:
         thread.start()
 

@@ -107,7 +107,7 @@ class DialledStreams {
     std::optional<Unroll> unroll;
     try {
       connection.open();
-      if (has_benefit_) presence.trust();
+      if (is_trusted_) presence.trust();
       if (!seeding_) seeding_ = shared_.next_seeding(index_, !answered_before_);
       const wire::EnvHello hello = connection.shake_hands(seeding_);
       seeding_.reset();  // used
@@ -137,10 +137,11 @@ class DialledStreams {
     } catch (const ClosedBatchingQueue&) {
       throw;
     } catch (...) {
-      // One that hangs, or never makes a step, gets no benefit of the doubt again.
+      // One that hangs, or never makes a step, is not trusted again until it has made
+      // one.
       was_cancelled_ = connection.is_cancelled();
-      const bool was_in_vain = was_connected_ || was_cancelled_;
-      has_benefit_ = presence.is_proven() || (has_benefit_ && !was_in_vain);
+      const bool has_failed = was_connected_ || was_cancelled_;
+      is_trusted_ = presence.is_proven() || (is_trusted_ && !has_failed);
       // What a run leaves unfinished when it ends was not lost.
       if (unroll && !shared_.closing) num_dropped_ = unroll->num_unfinished_steps();
       shared_.num_dropped_steps += static_cast<uint64_t>(num_dropped_);
@@ -157,7 +158,7 @@ class DialledStreams {
   bool answered_before_ = false;
   const Clock::time_point began_ = Clock::now();
   bool connected_before_ = false;
-  bool has_benefit_ = true;
+  bool is_trusted_ = true;
   bool is_final_ = false;
   std::string last_text_;
   Backoff backoff_;

@@ -76,9 +76,9 @@ struct Item {
 // - Threads are woken after unlocking, one for each thing there is to do. At most one
 //   consumer is on its way at a time; it takes all that fits into its batch, and wakes
 //   the next if there is more. So items that arrive close together share a batch, and
-//   no crowd runs for one item.
-// - A consumer that leaves without its item (an interrupt, a faulty item) wakes the
-// next.
+//   one item wakes one thread only.
+// - A consumer that leaves without its item (an interrupt, a faulty item) wakes
+//   the next.
 // - Items move in and out under the lock; arrays are copied and destroyed outside.
 class ItemQueue {
  public:

@@ -70,7 +70,7 @@ void PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& he
         connection.peer() + " was replaced by a newer connection of its own", true);
   }
   presence.connect();
-  presence.prove();
+  presence.trust();
   std::unique_ptr<Unroll>& unroll = lease.unroll();
   try {
     switch (lease.arrival()) {
@@ -86,6 +86,7 @@ void PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& he
         events.add(Event::kReturned, connection.peer());
         if (number == unroll->newest_number() + 1) {
           unroll->take(newest);
+          presence.prove();
         } else if (number != unroll->newest_number()) {
           throw WireError("hello.first_step is " + std::to_string(number) +
                           ", and this stream_id was at step " +
@@ -94,7 +95,10 @@ void PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& he
         break;
     }
     session.act(unroll.get());
-    while (true) session.step(unroll.get());
+    while (true) {
+      session.step(unroll.get());
+      presence.prove();
+    }
   } catch (const Connection::Left&) {
     lease.departure = UnrollSlots::Departure::kLeft;
   } catch (const TransportError&) {
@@ -104,6 +108,9 @@ void PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& he
     lease.departure = UnrollSlots::Departure::kLost;
     throw;
   } catch (const EnvironmentError&) {
+    lease.departure = UnrollSlots::Departure::kFailed;
+    throw;
+  } catch (const std::bad_alloc&) {
     lease.departure = UnrollSlots::Departure::kFailed;
     throw;
   }

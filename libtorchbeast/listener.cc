@@ -51,7 +51,9 @@ struct Listener::State {
             [this](ServedConnection& connection) { serve(connection); },
             with_more_streams(std::move(options)),
             [this](const std::string& peer, const grpc::Status& status) {
-              note(Event::kRefused, peer + ": " + status.error_message());
+              const std::string text = status.error_message();
+              const bool has_name = text.compare(0, peer.size(), peer) == 0;
+              note(Event::kRefused, has_name ? text : peer + ": " + text);
             }) {}
 
   // An environment may come back before its old connection is gone.

@@ -128,7 +128,7 @@ struct PoolStreams : StreamHost {
 
 // One connection of a stream. While it lives, run() can cancel the connection. While
 // one is present, the run does not end for lack of environments: one that has made a
-// step, or an open one that has the benefit of the doubt.
+// step, or one that may still make its first.
 class PoolStreams::Presence {
  public:
   // Throws Stopped once the pool ends.
@@ -149,7 +149,7 @@ class PoolStreams::Presence {
   }
   Presence(const Presence&) = delete;
 
-  // It gets the benefit of the doubt.
+  // It may still make its first step.
   void trust() {
     MutexLock lock(shared_.mutex);
     come();

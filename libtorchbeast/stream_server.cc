@@ -55,7 +55,7 @@ struct StreamServer::State {
     }
   }
   ~State() {
-    if (ender.joinable()) ender.detach();  // this is its last act
+    if (ender.joinable()) ender.detach();  // it does nothing after this
   }
 
   // One stream, in a thread of its own.
@@ -162,7 +162,7 @@ grpc::Status StreamServer::State::serve(grpc::ServerContext* context,
     return make_status(grpc::StatusCode::ABORTED, error);
   }
   ++num_refused;
-  if (on_refusal) on_refusal(context->peer(), status);
+  if (on_refusal) on_refusal(connection.peer(), status);
   return status;
 }
 

@@ -53,9 +53,9 @@ class StreamServer {
   // Blocks until stop() is done or gives up. Starts if that has not been done.
   void run(const Interrupt& interrupt = nullptr);
   // Cancels all streams, waits for their handlers to return, and removes the socket.
-  // Gives up `limit` after the first call, and does not wait at all in the thread of a
-  // handler. `owner` keeps this and all that the handlers use until they have returned.
-  // May be called from any thread, any number of times, also before start.
+  // Stops waiting `limit` after the first call, and does not wait at all in the thread
+  // of a handler. `owner` keeps this and all that the handlers use until they have
+  // returned. May be called from any thread, any number of times, also before start.
   void stop(Milliseconds limit, std::shared_ptr<void> owner);
   // Whether some handlers had not returned in time, and still have not.
   bool has_given_up() const;

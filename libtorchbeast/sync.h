@@ -102,9 +102,9 @@ class TB_ATTRIBUTE(scoped_lockable) MutexLock {
 // Thread-safe.
 class CondVar {
  public:
-  // Waits for a notification, at most until `deadline` or the next turn of `interrupt`,
-  // whose exceptions come through. As with every condition variable, the caller checks
-  // again what it waits for.
+  // Waits for a notification, at most until `deadline` or until `interrupt` is to be
+  // called, whose exceptions come through. As with every condition variable, the caller
+  // checks again what it waits for.
   void wait_until(Mutex& mutex, Clock::time_point deadline, const Interrupt& interrupt)
       TB_REQUIRES(mutex) {
     const auto turn = Clock::now() + (interrupt ? kInterruptPeriod : kLookPeriod);

@@ -148,7 +148,8 @@ std::shared_ptr<grpc::ServerCredentials> server_credentials(const Address& addre
       !address.is_loopback()) {
     throw std::invalid_argument(
         "anybody who reaches " + address.to_string() +
-        " could take part: TLS shows them who this side is, and they show nothing. "
+        " could take part: TLS proves to them who this side is, and they prove "
+        "nothing. "
         "Give a token, or the CA that has signed their certificates, or, in a network "
         "that you trust, ask for insecure connections");
   }

@@ -204,7 +204,7 @@ def test_keep_run_thins_the_log_and_hides_paths(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     lines = [f"{i},{i * i}" for i in range(1001)]
-    (run / "logs.csv").write_text("\n".join(["_tick,step", *lines]) + "\n")
+    (run / "logs.csv").write_text("\n".join(["_tick,step", *lines]) + "\n1001")
     meta = {"args": {"savedir": str(tmp_path)}, "starts": [{"savedir": str(tmp_path)}]}
     (run / "meta.json").write_text(json.dumps(meta))
     keep_run.main([str(run), "--to", str(tmp_path / "kept"), "--rows", "11"])

@@ -210,6 +210,7 @@ def test_others_are_refused(address):
             ((_, kind, text),), _ = listener.events()
             assert kind == "refused"
             assert "differ" in text
+            assert text.count("the environment that has joined") == 1, text
             next(iter(run.queue))
         # The pool has ended; who comes now may try again later.
         with pytest.raises(

@@ -2,6 +2,7 @@ import gzip
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -184,10 +185,18 @@ def test_group_curves_with_interquartile_mean():
     assert both.high[-1] > 1000
 
 
-def test_group_without_overlap_stays_apart():
+def test_group_without_overlap_stays_apart(capsys):
     one = plot.Curve("a-1", np.array([0.0, 1.0]), np.zeros(2))
     two = plot.Curve("a-2", np.array([2.0, 3.0]), np.zeros(2))
     assert plot.group_curves([one, two]) == [one, two]
+    assert "a: its runs share no range" in capsys.readouterr().out
+
+
+def test_a_group_says_where_its_shortest_run_ends(capsys):
+    ends = {"a-1": 1000.0, "a-2": 240.0, "a-3": 990.0, "b-1": 1000.0, "b-2": 990.0}
+    x = np.linspace(0, 1, 5)
+    plot.group_curves([plot.Curve(name, end * x, x) for name, end in ends.items()])
+    assert capsys.readouterr().out == "a: drawn up to 240, where a-2 ends\n"
 
 
 def test_command_with_one_run(tmp_path):
@@ -248,6 +257,36 @@ def test_groups_over_time(tmp_path):
     (both,) = plot.group_curves(curves)
     assert (both.x[0], both.x[-1]) == (0, 2)
     np.testing.assert_allclose(np.interp([1, 2], both.x, both.y), [1, 3], atol=0.01)
+
+
+def texts(*words):
+    """The text of a picture: an SVG has it as comments."""
+    *_, out = words
+    plot.main(["--out", str(out), *map(str, words[:-1])])
+    return re.findall("<!-- (.*?) -->", out.read_text(encoding="utf-8"))
+
+
+def test_every_curve_has_a_name(tmp_path):
+    pytest.importorskip("matplotlib")
+    names = ["a-1", "a-2", "_b"]
+    paths = [make_run(tmp_path, name, [0.0, 1.0, 2.0]) for name in names]
+    out = tmp_path / "x.svg"
+    assert {*names} <= {*texts(*paths, out)}
+    group = "a (2 runs, mean ± std)"
+    assert {group, "_b"} <= {*texts(*paths, "--group", out)}
+    assert group in texts(*paths[:2], "--group", out)
+
+
+def test_evaluations_are_not_smoothed(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(plot, "draw", lambda panels, *_: drawn.update(panels))
+    returns, steps = [10.0, 90.0, 20.0], [0.0, 15.0, 30.0]
+    run = make_run(tmp_path, "a", returns, eval_return=returns, eval_step=steps)
+    for words, expected in (([], [10, 50, 40]), (["--smooth", "2"], [10, 50, 55])):
+        plot.main([str(run), "--y", "mean_game_return", "eval_return", *words])
+        np.testing.assert_allclose(drawn["mean_game_return"][0].y, expected)
+        evaluations = returns if not words else expected
+        np.testing.assert_allclose(drawn["eval_return"][0].y, evaluations)
 
 
 def test_same_name_in_two_folders(tmp_path):

@@ -79,6 +79,19 @@ def test_the_row_of_a_run(tmp_path):
     )
 
 
+def test_an_unfinished_line_does_not_count(tmp_path):
+    path = make_run(tmp_path)
+    with (path / "logs.csv").open("a") as file:
+        file.write("3,17.0,40")
+    assert report.table_row(path)["steps"] == "3,000"
+
+
+def test_a_run_without_meta_json_has_no_known_protocol(tmp_path):
+    path = make_run(tmp_path)
+    (path / "meta.json").unlink()
+    assert report.table_row(path)["protocol"] == "protocol unknown"
+
+
 def test_a_resumed_run(tmp_path):
     """Its pauses don't count, and its commits and protocols are those of all starts."""
     path = make_run(tmp_path)
@@ -148,7 +161,7 @@ def test_errors(tmp_path, capsys, test, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", ["cut", "field"])
+@pytest.mark.parametrize("damage", ["cut", "field", "row"])
 def test_damaged_logs(tmp_path, capsys, damage):
     path = make_run(tmp_path)
     logs = path / "logs.csv"
@@ -156,6 +169,9 @@ def test_damaged_logs(tmp_path, capsys, damage):
         packed = gzip.compress(logs.read_bytes())
         (path / "logs.csv.gz").write_bytes(packed[: len(packed) // 2])
         logs.unlink()
+    elif damage == "row":
+        header, first, *others = logs.read_text().splitlines()
+        logs.write_text("\n".join([header, first + ",1", *others]) + "\n")
     else:
         logs.write_text(logs.read_text() + '"' + "1" * 200_000)
     with pytest.raises(SystemExit) as caught:
@@ -206,7 +222,8 @@ def test_a_row_per_group(tmp_path, capsys):
         "IQM at 150 [95 %]": f"{middle / 2:.2f} [{low / 2:.2f}, {high / 2:.2f}]",
         "IQM at the end [95 %]": f"{middle:.2f} [{low:.2f}, {high:.2f}]",
     }
-    assert second["IQM at the end [95 %]"] == "3.00 [3.00, 3.00]"
+    # One run has no interval.
+    assert second["IQM at the end [95 %]"] == "3.00"
 
 
 def test_methods_over_several_tasks(tmp_path, capsys):

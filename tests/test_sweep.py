@@ -226,6 +226,9 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
         ([], {"mode": "test"}, 1, "a sweep trains; --mode test is not possible"),
         ([], {"variant": "impala"}, 2, "after -- comes monobeast or polybeast"),
         (["--submit", "slurm"], {}, 1, "--submit"),
+        (["--sbatch", "gres=gpu:1"], {}, 2, "add --submit slurm"),
+        (["--minutes", "9"], {}, 2, "add --submit slurm"),
+        (["--trials", "9"], {}, 2, "--trials is for a --search"),
     ],
 )
 def test_what_can_not_work(refused, own, flags, status, message):
@@ -263,6 +266,9 @@ def test_switches(tmp_path):
         (job,) = found.make_jobs("", settings)
         flags = found.flags(job)
         assert (flags.disable_checkpoint, flags.life_loss) == (value == "true",) * 2
+    typed = ["monobeast", f"--savedir={tmp_path}", "--disable_checkpoint"]
+    with pytest.raises(FlagError, match="--disable_checkpoint can't be switched off"):
+        sweep.Sweep("s", typed, [1]).make_jobs("", {"disable_checkpoint": "false"})
 
 
 def test_machines_with_other_devices(tmp_path):

@@ -88,7 +88,8 @@ def group_curves(curves: Sequence[Curve], iqm: bool = False) -> list[Curve]:
     """Joins the curves of each group, over the x range that all its runs share.
 
     The result is mean ± standard deviation over the runs, or with `iqm` their
-    interquartile mean with its 95 % interval. Values are interpolated linearly.
+    interquartile mean with its 95 % interval. Values are interpolated linearly. If some
+    runs are longer, this is printed.
     """
     groups: dict[str, list[Curve]] = {}
     for one in curves:
@@ -97,9 +98,16 @@ def group_curves(curves: Sequence[Curve], iqm: bool = False) -> list[Curve]:
     for name, members in groups.items():
         first = max(member.x[0] for member in members)
         last = min(member.x[-1] for member in members)
-        if len(members) == 1 or first > last:
+        if len(members) == 1:
             joined += members
             continue
+        if first > last:
+            print(f"{name}: its runs share no range, so each has its own curve")
+            joined += members
+            continue
+        if last < 0.95 * max(member.x[-1] for member in members):
+            shortest = min(members, key=lambda member: member.x[-1])
+            print(f"{name}: drawn up to {last:g}, where {shortest.label} ends")
         x = np.linspace(first, last, GRID_POINTS)
         y = np.stack([np.interp(x, m.x, m.y) for m in members])  # [runs, GRID_POINTS]
         if iqm:
@@ -134,10 +142,12 @@ def draw(
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     colors = {label: f"C{i % 10}" for i, label in enumerate(labels)}
     for axes, (column, curves) in zip(all_axes, panels.items(), strict=True):
+        lines: list[Any] = []
         for c in curves:
             color = colors[c.label]
             label = "\n".join([c.label, *textwrap.wrap(c.note, TITLE_WIDTH)])
-            axes.plot(c.x, c.y, color=color, label=label, linewidth=1.6, zorder=3)
+            style = {"color": color, "label": label, "linewidth": 1.6, "zorder": 3}
+            lines += axes.plot(c.x, c.y, **style)
             if len(c.x) == 1:
                 axes.plot(c.x, c.y, "o", color=color)
             if c.raw is not None and not np.array_equal(c.raw, c.y):
@@ -148,11 +158,12 @@ def draw(
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if not curves:
-            style: dict[str, Any] = {"ha": "center", "transform": axes.transAxes}
-            axes.text(0.5, 0.5, "no value yet", **style)
+            place: dict[str, Any] = {"ha": "center", "transform": axes.transAxes}
+            axes.text(0.5, 0.5, "no value yet", **place)
         elif len(labels) > 1:
             place = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if beside else {}
-            axes.legend(frameon=False, fontsize="small", **place)
+            labels_here = [line.get_label() for line in lines]  # also those with a "_"
+            axes.legend(lines, labels_here, frameon=False, fontsize="small", **place)
     all_axes[-1].set_xlabel(xlabel)
     if xlabel != X_AXES["time"][1]:  # it would print 0.05 hours as 50m
         all_axes[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -184,8 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--smooth",
         type=int,
         metavar="N",
-        default=10,
-        help="average over the last N values; 1: none (10)",
+        help="average over the last N values; 1: none (10; 1 for evaluations)",
     )
     parser.add_argument(
         "--group",
@@ -206,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "current folder",
     )
     flags = parser.parse_args(argv)
-    if flags.smooth < 1:
+    if flags.smooth is not None and flags.smooth < 1:
         parser.error(f"--smooth is {flags.smooth}; it must be 1 or more")
     try:
         savedir = flags.savedir.expanduser()
@@ -221,7 +231,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         panels: dict[str, Sequence[Curve]] = {}
         for y in flags.y:
-            found = [curve(run, flags.x, y, flags.smooth) for run in runs]
+            smooth = flags.smooth or (1 if y in EVAL_COLUMNS else 10)
+            found = [curve(run, flags.x, y, smooth) for run in runs]
             for run, one in zip(runs, found, strict=True):
                 if one is None:
                     print(f"{run.name}: no value of {y} yet")
@@ -236,7 +247,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError("there is nothing to draw yet")
         folder = find_run(flags.xpids[0], savedir) if len(runs) == 1 else pathlib.Path()
         out = flags.out or folder / "plot.png"
-        title = [runs[0].name] if len(runs) == 1 else []
+        names = {one.label for curves in panels.values() for one in curves}
+        title = list(names) if len(names) == 1 else []  # else the legend has them
         title += textwrap.wrap(protocol.describe(common), TITLE_WIDTH)
         draw(panels, X_AXES[flags.x][1], "\n".join(title), out)
     except ImportError as error:

@@ -45,7 +45,9 @@ def table_row(folder: pathlib.Path) -> dict[str, str]:
     meta = run.meta
     args: dict[str, Any] = meta.get("args") or {}
     starts = [*meta.get("starts", ()), meta]
-    rules = {k: x for k, x in (run.protocol() or {}).items() if k != "env"}
+    rules = run.protocol()
+    if rules is not None:
+        rules = {k: x for k, x in rules.items() if k != "env"}
     # Before the protocol was part of meta.json, it follows from the flags.
     each = [{"args": start.get("flags"), **start} for start in starts]
     _, own = protocol.split_common(protocol.stored_protocol(start) for start in each)
@@ -55,9 +57,7 @@ def table_row(folder: pathlib.Path) -> dict[str, str]:
         "env": args.get("env") or "",
         "protocol": "**changed during the run**"
         if any(own)
-        else protocol.describe(rules)
-        if rules
-        else "as registered",
+        else protocol.describe(rules) or "as registered",
         "preset": _preset(meta),
         "seed": str(args.get("seed", "")),
         "commit": " → ".join(dict.fromkeys(filter(None, map(_commit, starts)))),
@@ -159,7 +159,9 @@ def _group_row(
         mean = interquartile_mean(np.concatenate(scores))
         low, high = iqm_interval(scores)
         place = "at the end" if step is None else f"at {step:,}"
-        row[f"IQM {place} [95 %]"] = f"{mean:.2f} [{low:.2f}, {high:.2f}]"
+        # Single runs say nothing about the spread.
+        spread = f" [{low:.2f}, {high:.2f}]" if len(runs) > len(tasks) else ""
+        row[f"IQM {place} [95 %]"] = f"{mean:.2f}{spread}"
     return row
 
 

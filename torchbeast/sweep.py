@@ -116,9 +116,16 @@ class Sweep:
         """The words that set a flag."""
         if value == "true":
             return [f"--{name}"]
-        if value == "false":  # some switches can only be left out
+        if value == "false":
             off = f"--no-{name}"
-            return [off] if off in self.parser._option_string_actions else []
+            if off in self.parser._option_string_actions:
+                return [off]
+            if f"--{name}" in self.words:
+                raise FlagError(
+                    f"--{name} can't be switched off: leave it out after --, and give "
+                    f"--grid {name}=true,false"
+                )
+            return []  # some switches can only be left out
         return [f"--{name}={value}"]
 
     def flags(self, job: Job) -> Flags:
@@ -219,7 +226,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="in place of --grid: uniform:LOW:HIGH, loguniform:LOW:HIGH, int:LOW:HIGH "
         "or choice:A:B:...",
     )
-    add("--trials", type=positive, default=20, help="settings to try in all (20)")
+    add("--trials", type=positive, help="settings to try in all (20)")
     add = parser.add_argument_group("Slurm").add_argument
     add(
         "--submit",
@@ -227,7 +234,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="submit the runs as an array through submitit; local: its processes on "
         "this machine, to try it out",
     )
-    add("--minutes", type=positive, default=24 * 60, help="limit of a job (1440)")
+    add("--minutes", type=positive, help="limit of a job (1440)")
     add(
         "--sbatch",
         **settings,
@@ -272,7 +279,9 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
     statuses: dict[Job, int] = {}
     with own_folder(sweep) as folder:
         search = make_search(sweep, options, folder) if options.search else None
-        planned = search.jobs(options.trials) if search else make_grid(sweep, options)
+        planned = (
+            search.jobs(options.trials or 20) if search else make_grid(sweep, options)
+        )
 
         def ended(job: Job, status: int) -> None:
             statuses[job] = status
@@ -386,7 +395,7 @@ def submit(
 
     parameters = {
         "name": sweep.name,
-        "timeout_min": options.minutes,
+        "timeout_min": options.minutes or 24 * 60,
         "cpus_per_task": options.cores or 2,
         "slurm_array_parallelism": options.jobs or len(waiting),
         "slurm_additional_parameters": dict(options.sbatch),
@@ -405,6 +414,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"after -- comes {' or '.join(VARIANTS)}, with its flags")
     if options.search and (options.grid or options.submit):
         parser.error("--search goes neither with --grid nor with --submit")
+    if options.trials and not options.search:
+        parser.error("--trials is for a --search")
+    if (options.minutes or options.sbatch) and not options.submit:
+        parser.error("--minutes and --sbatch are for jobs: add --submit slurm")
     with script.reported() as outcome:
         outcome.status = run_sweep(options, command)
     return outcome.status

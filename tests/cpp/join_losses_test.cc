@@ -328,6 +328,34 @@ TEST_F(JoinLossesTest, WhoDoesNotComeBackIsDropped) {
   EXPECT_EQ(run.pool().stats().num_dropped_steps, 2u * 3);
 }
 
+TEST_F(JoinLossesTest, WhoNeverStepsDoesNotKeepTheRunAlive) {
+  auto listener = listen(2);
+  ActorPoolOptions options = pool_options(listener);
+  options.maximum_downtime = Milliseconds(400);
+  Session run(options);
+  auto error = std::async(std::launch::async, [&] {
+    return error_of<TransportError>([&] { run.wait(); });
+  });
+  // One after the other sends its first observation, and is gone.
+  const auto is_over = [&] {
+    return error.wait_for(Milliseconds(50)) == std::future_status::ready;
+  };
+  int num_joined = 0;
+  while (!is_over() && num_joined < 200) {
+    CountingEnvironment environment(1, 2);
+    try {
+      play(unix_address(), environment, "", 0);
+    } catch (const TransportError&) {
+      break;  // the learner has ended
+    }
+    ++num_joined;
+  }
+  EXPECT_GT(num_joined, 1);
+  EXPECT_LT(num_joined, 200);
+  run.pool().close();  // or get() would never return if the run went on
+  EXPECT_TRUE(contains(error.get(), "no environment has joined at unix:"));
+}
+
 TEST_F(JoinLossesTest, NobodyAtAllEndsTheRun) {
   auto listener = listen();
   EXPECT_TRUE(contains(

@@ -117,7 +117,7 @@ def read_runs(xpids: Sequence[str], savedir: pathlib.Path) -> list[SavedRun]:
 
 
 def read_run(folder: pathlib.Path) -> SavedRun:
-    """Reads a run. Skips an unfinished line; text counts as an empty cell.
+    """Reads a run. Skips an unfinished last line; text counts as an empty cell.
 
     Raises:
       ValueError: logs.csv is damaged.
@@ -134,7 +134,14 @@ def read_run(folder: pathlib.Path) -> SavedRun:
             header, *rows = list(csv.reader(lines)) or [[]]
         except (EOFError, csv.Error) as error:  # EOFError: the end of a .gz is missing
             raise ValueError(f"{path} is damaged: {error}") from None
-    rows = [row for row in rows if len(row) == len(header)]
+    if rows and len(rows[-1]) != len(header):
+        del rows[-1]
+    for i, row in enumerate(rows, start=1):
+        if len(row) != len(header):
+            raise ValueError(
+                f"{path} is damaged: row {i} has {len(row)} cells, and the header has "
+                f"{len(header)}. Remove this row"
+            )
     values = np.array([[_number(cell) for cell in row] for row in rows])
     values = values.reshape(len(rows), len(header))
     columns = {name: values[:, i] for i, name in enumerate(header)}
