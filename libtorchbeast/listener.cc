@@ -52,7 +52,7 @@ struct Listener::State {
             with_more_streams(std::move(options)),
             [this](const std::string& peer, const grpc::Status& status) {
               const std::string text = status.error_message();
-              const bool has_name = text.compare(0, peer.size(), peer) == 0;
+              const bool has_name = text.find(peer) != std::string::npos;
               note(Event::kRefused, has_name ? text : peer + ": " + text);
             }) {}
 
