@@ -65,6 +65,22 @@ def test_servers_get_greedy_or_sampled_actions(tmp_path, serve, greedy, module):
     assert (len(set(result["returns"])) == 1) == bool(greedy)
 
 
+def test_the_typed_side_is_the_one(tmp_path, serve):
+    """The training listened. Its test connects to servers."""
+    runs.run(tmp_path, "a", **runs.SMALL)
+    path = tmp_path / "a" / "model.tar"
+    saved = torch.load(path, weights_only=True)
+    saved["flags"] |= {"listen": "localhost:1"}
+    torch.save(saved, path)
+    (address,) = serve(bind="localhost:0").addresses(1)
+    flags = {"server_addresses": address, "num_test_episodes": 3}
+    result, _ = result_of(tmp_path, start_test(tmp_path, **flags))
+    assert result["num_games"] == 3
+    process = start_test(tmp_path, **flags, listen="localhost:2")
+    assert "connect to them, but not both" in runs.finish(process)
+    assert process.returncode == 1
+
+
 def test_a_slow_step_is_no_lost_game(tmp_path, serve):
     """It may take --actor_timeout, however short --connect_timeout is."""
     env = {"env": "environments:Pauses", "total_steps": 30, "unroll_length": 2}

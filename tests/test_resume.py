@@ -3,6 +3,7 @@
 MonoBeast's main() runs in this process and ends before it starts actors.
 """
 
+import importlib.util
 import logging
 import pathlib
 import shlex
@@ -235,6 +236,8 @@ def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch
     flags = begin(polybeast, "")
     assert (flags.listen, flags.num_servers, flags.num_actors) == (None, 2, 2)
     assert flags.env == "faulty:Environment"
+    if importlib.util.find_spec("ray"):
+        assert begin(polybeast, "--launcher ray").listen == "0.0.0.0:5000"
     flags = begin(polybeast_learner, "")
     assert (flags.listen, flags.insecure) == ("0.0.0.0:5000", True)
     flags = begin(polybeast_learner, "--server_addresses a:1,b:2 --no-insecure")

@@ -30,6 +30,7 @@ from torchbeast.core import checkpoint, file_writer, processes, protocol, resume
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.actors import actor_context, seed_globals
+from torchbeast.core.connection_flags import choose_side
 from torchbeast.core.env_spec import CLOSE_SECONDS, START_SECONDS
 from torchbeast.core.environment import Environment
 from torchbeast.core.errors import UserError
@@ -85,7 +86,9 @@ def evaluate(
         script.print_warnings_only()
     on_servers = flags.typed & {"server_addresses", "listen"}
     play_games = play_on_servers if on_servers else None
-    if not play_games:  # this machine imports the environment
+    if on_servers:
+        choose_side(flags)
+    else:  # this machine imports the environment
         resume.announce_environment(flags, saved)
     flags = flags_lib.resolve(flags).freeze()
     result = test(flags, saved["model_state_dict"], play_games or play_in_processes)

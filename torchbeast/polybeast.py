@@ -48,11 +48,11 @@ def make_parser() -> argparse.ArgumentParser:
 def resolve_layout(flags: Flags) -> Flags:
     from torchbeast import polybeast_learner
 
-    for name in ("server_addresses", "bind", "listen", "join"):
-        if name not in flags.typed:  # from a checkpoint of another script
-            setattr(flags, name, None)
-    listens = flags.listen and flags.launcher == "processes"
-    if flags.server_addresses or flags.bind or listens or flags.join:
+    own = {"listen"} if flags.launcher == "ray" else set()
+    foreign = {"server_addresses", "bind", "listen", "join"} - own
+    for name in foreign - flags.typed:  # saved by another script
+        setattr(flags, name, None)
+    if any(getattr(flags, name) for name in foreign):
         raise FlagError(
             "torchbeast.polybeast starts its servers on this machine. For other "
             "machines, start torchbeast.polybeast_env with --bind there and "
@@ -114,8 +114,7 @@ def train_with_ray(start: resume.Start) -> int:
 
     servers = RayServers(polybeast_env.serve_under_ray, start.flags)
     try:
-        start = start._replace(flags=servers.flags)
-        return polybeast_learner.train(start, servers.check)
+        return polybeast_learner.train(start, servers.check, servers.address)
     finally:
         servers.close()
 

@@ -45,7 +45,7 @@ from torchbeast.core import (
 )
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import ActingModels, act_step
-from torchbeast.core.connection_flags import add_connection_flags
+from torchbeast.core.connection_flags import add_connection_flags, choose_side
 from torchbeast.core.flags import FlagError, Flags
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.prof import Timings
@@ -139,12 +139,18 @@ def make_streams(
     ]
 
 
-def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None) -> int:
+def train(
+    start: resume.Start,
+    check_servers: Callable[[], None] = lambda: None,
+    listen: str | None = None,
+) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status.
 
     Args:
       check_servers: called about once per second, and before each server is asked for
         its spaces; may raise to end the run.
+      listen: listens here if --listen is not given. It is not saved, so a resumed run
+        may listen elsewhere.
     """
     flags = start.flags
     # Before any other thread starts, so that threads share one memory arena.
@@ -153,7 +159,7 @@ def train(start: resume.Start, check_servers: Callable[[], None] = lambda: None)
     if start.saved:  # don't repeat the games before the resume
         env_seed = derive_seed(flags.seed, start.saved["stats"]["step"])
     B, T = flags.batch_size, flags.unroll_length
-    envs = RemoteEnvs(flags, env_seed)
+    envs = RemoteEnvs(flags.replace(listen=flags.listen or listen), env_seed)
     try:
         learner = Learner(flags, envs.find_env_spec(check_servers))
         run = Run(start, learner)
@@ -349,19 +355,7 @@ def resolve_layout(flags: Flags) -> Flags:
     Raises:
       FlagError: a value is not allowed.
     """
-    if flags.listen and flags.server_addresses:
-        # If only one of the two was typed, the other is from the checkpoint: drop it.
-        for name, other in (
-            ("listen", "server_addresses"),
-            ("server_addresses", "listen"),
-        ):
-            if name in flags.typed and other not in flags.typed:
-                setattr(flags, other, None)
-    if flags.listen and flags.server_addresses:
-        raise FlagError(
-            "give --listen, to wait for environments, or --server_addresses, to "
-            "connect to them, but not both"
-        )
+    choose_side(flags)
     if flags.num_actors is None:
         flags.num_actors = (
             LISTENING_STREAMS if flags.listen else len(server_addresses(flags))

@@ -12,8 +12,8 @@ import stat
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchbeast.core.errors import UserError
-from torchbeast.core.flags import FlagError
+from torchbeast.core.errors import FlagError, UserError
+from torchbeast.core.flags import Flags
 
 if TYPE_CHECKING:
     import libtorchbeast
@@ -30,6 +30,26 @@ ENVS_PER_ACTOR = 8
 
 class ServerError(UserError, RuntimeError):
     """An environment server did not start, crashed too often, or is refused."""
+
+
+def choose_side(flags: Flags) -> None:
+    """Drops a saved --listen or --server_addresses if the other one was typed.
+
+    Raises:
+      FlagError: both are given.
+    """
+    if not (flags.listen and flags.server_addresses):
+        return
+    typed = flags.typed & {"listen", "server_addresses"}
+    if typed == {"listen"}:
+        flags.server_addresses = None
+    elif typed == {"server_addresses"}:
+        flags.listen = None
+    else:
+        raise FlagError(
+            "give --listen, to wait for environments, or --server_addresses, to "
+            "connect to them, but not both"
+        )
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:

@@ -71,7 +71,7 @@ class RayServers:
       serve: polybeast_env.serve_under_ray.
 
     Attributes:
-      flags: of the learner, with the address at which it has to listen.
+      address: the learner has to listen here.
 
     Raises:
       UserError: no cluster is at flags.ray_address, or it has no room for them.
@@ -81,11 +81,12 @@ class RayServers:
         check_security(flags)
         self.cluster = Cluster(flags)
         try:
-            self.flags = flags.replace(listen=flags.listen or listening_address(flags))
+            self.address = flags.listen or listening_address(flags)
+            joining = server_flags(flags, self.address)
             self.cluster.start(
                 EnvServer,
                 [
-                    (serve, server_flags(self.flags), index, server_files(flags))
+                    (serve, joining, index, server_files(flags))
                     for index in range(flags.num_actors)
                 ],
                 "connect_timeout",
@@ -123,9 +124,9 @@ def listening_address(flags: Flags) -> str:
         return f"{host}:{probe.getsockname()[1]}"
 
 
-def server_flags(flags: Flags) -> Flags:
-    """The flags of a server that joins the learner with these flags."""
-    return flags.replace(join=flags.listen, listen=None, **dict.fromkeys(FILES))
+def server_flags(flags: Flags, address: str) -> Flags:
+    """The flags of a server that joins the learner at this address."""
+    return flags.replace(join=address, listen=None, **dict.fromkeys(FILES))
 
 
 def server_files(flags: Flags) -> dict[str, bytes]:
