@@ -28,7 +28,7 @@ from libtorchbeast import (
 )
 from torchbeast import polybeast_env, polybeast_learner
 from torchbeast.core import connection_flags
-from torchbeast.core.flags import FlagError
+from torchbeast.core.errors import FlagError
 
 SECONDS = 60.0
 LEARNER = Path(__file__).with_name("listening.py")

@@ -14,7 +14,8 @@ import torchbeast
 from torchbeast import monobeast
 from torchbeast.core import devices, presets
 from torchbeast.core import flags as flags_lib
-from torchbeast.core.flags import FREE_TO_CHANGE, FlagError, Flags
+from torchbeast.core.errors import FlagError
+from torchbeast.core.flags import FREE_TO_CHANGE, Flags
 from torchbeast.core.presets import PRESETS, RENAMED
 from torchbeast.core.ranges import RANGES
 
@@ -399,6 +400,12 @@ def test_what_is_given_stays():
     assert (flags.envs_per_actor, flags.num_buffers) == (3, 31)
 
 
+def test_sync_needs_one_slot_per_environment():
+    line = "--sync --num_actors 2 --envs_per_actor 8 --batch_size 16"
+    assert resolve(line).num_buffers == 16
+    assert resolve(f"{line} --num_buffers 16").num_buffers == 16
+
+
 def test_resolving_twice_changes_nothing():
     flags = resolve("--preset minatar")
     before = flags.as_dict()
@@ -432,7 +439,14 @@ def test_resolving_twice_changes_nothing():
         ("--alpha nan", ["--alpha", "[0, 1]", "got nan"]),
         ("--grad_norm_clipping nan", ["--grad_norm_clipping", "got nan"]),
         (f"--seed {2**64}", ["--seed", f"below {2**64}", f"got {2**64}"]),
-        (f"--total_steps {2**63}", ["--total_steps", f"got {2**63}"]),
+        (f"--total_steps {2**63}", [f"at most {2**63 - 1}", f"got {2**63}"]),
+        (f"--num_actors {2**31}", [f"at most {2**31 - 1}", f"got {2**31}"]),
+        ("--learn_start 7", ["--learn_start 7", "add --replay_ratio"]),
+        ("--eval_episodes 7", ["--eval_episodes 7", "add --eval_interval"]),
+        (
+            "--checkpoint_interval 7 --disable_checkpoint",
+            ["--checkpoint_interval 7.0 has no effect with --disable_checkpoint"],
+        ),
         ("--checkpoint_interval -1", ["--checkpoint_interval", "at least 0"]),
         ("--actor_timeout inf", ["--actor_timeout", "(0, 1e+06]", "got inf"]),
         (

@@ -21,7 +21,7 @@ from torchbeast.core import flags as flags_lib
 from torchbeast.core import processes
 from torchbeast.core.acting import ActingModels
 from torchbeast.core.env_spec import EnvSpec
-from torchbeast.core.flags import FlagError
+from torchbeast.core.errors import FlagError
 from torchbeast.core.remote_envs import server_addresses
 from torchbeast.learner import Learner
 

@@ -4,7 +4,7 @@ import pytest
 import runs
 from test_polybeast import POLYBEAST, resolve
 
-from torchbeast.core.flags import FlagError
+from torchbeast.core.errors import FlagError
 
 SYNC = {
     "num_actors": 2,

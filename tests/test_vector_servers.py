@@ -12,7 +12,7 @@ from libtorchbeast import probe
 from torchbeast import polybeast_learner
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.environment import Environment
-from torchbeast.core.flags import FlagError
+from torchbeast.core.errors import FlagError
 from torchbeast.core.remote_envs import make_env_spec
 
 # --- Vectorised environments ----------------------------------------------------------

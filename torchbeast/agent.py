@@ -135,7 +135,7 @@ class Agent:
 def load_agent(path: str | os.PathLike[str]) -> Agent:
     """Loads a checkpoint for acting on the CPU.
 
-    Makes one environment, to know its spaces. If --env or --wrapper name a module, it
+    Makes one environment, to read its spaces. If --env or --wrapper name a module, it
     is imported.
 
     Args:

@@ -33,8 +33,8 @@ from torchbeast.core.actors import actor_context, seed_globals
 from torchbeast.core.connection_flags import choose_side
 from torchbeast.core.env_spec import CLOSE_SECONDS, START_SECONDS
 from torchbeast.core.environment import Environment
-from torchbeast.core.errors import UserError
-from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.errors import FlagError, UserError
+from torchbeast.core.flags import Flags
 from torchbeast.core.nested import map_nested
 from torchbeast.core.run_folder import atomic_write
 from torchbeast.core.seeds import derive_seed

@@ -18,7 +18,8 @@ import torch
 
 from torchbeast.core import checkpoint, rollout
 from torchbeast.core.acting import act_step, prepare_to_act
-from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.errors import FlagError
+from torchbeast.core.flags import Flags
 from torchbeast.core.remote_envs import RemoteEnvs, server_addresses
 from torchbeast.core.seeds import derive_seed
 from torchbeast.core.streams import Streams, as_stored

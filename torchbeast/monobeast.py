@@ -52,7 +52,8 @@ from torchbeast.core.acting import (
 from torchbeast.core.actors import actor_context
 from torchbeast.core.env_spec import find_env_spec
 from torchbeast.core.environment import Environment
-from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.errors import FlagError
+from torchbeast.core.flags import Flags
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.prof import Timings, format_shares
 from torchbeast.core.rollout import State
@@ -158,6 +159,7 @@ def act(
         slots, bank, policy_version = arguments
         weights.load_into(model, bank)
         pipe.send(("loaded", bank))
+        timings.time("load")
         if row is None:
             state_before = state = model.initial_state(E)
             row, state = decide(env.initial(), state)
@@ -240,7 +242,7 @@ def train(start: resume.Start) -> int:
         """A learner thread. Several may gather batches, but one at a time learns."""
         while (slots := batches.get()) is not None:
             batch, initial_state = get_batch(buffers, slots, learner.device)
-            if not flags.sync:
+            if not flags.sync:  # the actors may fill them while this thread learns
                 give_back(slots)
             with run.updating() as wanted:
                 if not wanted:
@@ -248,7 +250,7 @@ def train(start: resume.Start) -> int:
                 columns = learn(learner, batch, initial_state)
                 weights.publish(learner.model, learner.num_updates)
                 run.log(columns)
-            if flags.sync:
+            if flags.sync:  # the actors' next weights have this update
                 give_back(slots)
 
     def stop_learning() -> None:
@@ -344,8 +346,8 @@ def resolve_layout(flags: Flags) -> Flags:
     if flags.num_buffers is None:
         flags.num_buffers = A * E if flags.sync else A * E + max(B, E)
     # B - 1 rollouts may wait for a batch while each actor waits for E free slots.
-    least = A * E if flags.sync else max(A * E, E + B - 1)
-    if flags.num_buffers < least:
+    least = max(A * E, E + B - 1)
+    if flags.num_buffers < least and not flags.sync:
         raise FlagError(
             f"--num_buffers {flags.num_buffers} is too small: {A} actors with {E} "
             f"environments each and a batch of {B} rollouts need at least {least}"

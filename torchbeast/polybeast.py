@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchbeast import polybeast_env
 from torchbeast.core import connection_flags, launcher, processes, supervisor
-from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.errors import FlagError
+from torchbeast.core.flags import Flags
 
 if TYPE_CHECKING:
     from torchbeast.core import resume

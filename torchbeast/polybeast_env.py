@@ -49,8 +49,8 @@ from torchbeast.core.connection_flags import (
     warn_of_clear_token,
 )
 from torchbeast.core.environment import Environment
-from torchbeast.core.errors import text_of
-from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.errors import FlagError, text_of
+from torchbeast.core.flags import Flags
 from torchbeast.core.make_env import MissingPackageError
 from torchbeast.core.supervisor import STOP_SECONDS, Servers, SharedPipe
 

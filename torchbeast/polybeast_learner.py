@@ -46,7 +46,8 @@ from torchbeast.core import (
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import ActingModels, act_step
 from torchbeast.core.connection_flags import add_connection_flags, choose_side
-from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.errors import FlagError
+from torchbeast.core.flags import Flags
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.prof import Timings
 from torchbeast.core.remote_envs import RemoteEnvs, server_addresses
@@ -98,7 +99,9 @@ def infer(
         row, state = to_device(batch.get_inputs())
         row = as_stored(row, env_fields)
         if barrier:
+            timings.time("infer")
             barrier.wait_for_turn(row_number)
+            timings.time("wait")
         bank, policy_version = models.acquire()
         net = models.nets[bank]
         choose: Any = functools.partial(net.distribution.sample, generator=generator)

@@ -97,7 +97,7 @@ class MaskFromInfo(gymnasium.Wrapper):
                 f"--mask_actions: the info has no {NAME}, only {sorted(info)}"
             )
         mask = info[NAME]
-        if isinstance(mask, tuple):
+        if isinstance(mask, tuple | list):
             mask = np.concatenate([np.asarray(part).reshape(-1) for part in mask])
         mask = np.asarray(mask).reshape(-1)
         if len(mask) != self.size:

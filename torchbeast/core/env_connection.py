@@ -57,10 +57,9 @@ def plain_reason(error: str) -> str:
 
 
 def reachable_first(addresses: Sequence[str]) -> list[str]:
-    """Sorts addresses: those that nobody can connect to now come last.
+    """Sorts addresses: unreachable ones come last.
 
-    A machine that is switched off does not refuse a connection: whoever asks it first
-    waits for it.
+    A machine that is off does not refuse, so asking it first would cost a timeout.
     """
     if len(addresses) < 2:
         return list(addresses)

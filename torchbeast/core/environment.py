@@ -76,8 +76,9 @@ class Environment:
     [E, *shape] (Box). Integers count from 0 for any `start` of the space. Floats are
     clipped to the bounds.
 
-    Uses the flags env, seed, sync and, for Atari, atari_backend and those of
-    atari_wrappers.py. Rendering always uses the Python wrappers.
+    Uses the flags env, env_kwargs, wrapper, mask_actions, seed, sync and, for Atari,
+    atari_backend and those of atari_wrappers.py. Rendering always uses the Python
+    wrappers.
     """
 
     def __init__(

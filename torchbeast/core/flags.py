@@ -209,6 +209,32 @@ def resolve_folder(flags: Flags) -> None:
         )
 
 
+def check_effects(flags: Flags) -> None:
+    """Raises FlagError if a typed flag has no effect because another one is off."""
+    cases: list[tuple[bool, str, tuple[str, ...]]] = [
+        (
+            not flags.replay_ratio and "replay_ratio" not in flags.typed,
+            "without a replay: add --replay_ratio, for example 7",
+            ("replay_size", "replay_file", "save_replay", "learn_start"),
+        ),
+        (
+            not flags.eval_interval and "eval_interval" not in flags.typed,
+            "without evaluations: add --eval_interval, for example 500000",
+            ("eval_episodes",),
+        ),
+        (
+            flags.disable_checkpoint,
+            "with --disable_checkpoint: leave out one of the two",
+            ("checkpoint_interval", "checkpoint_history", "save_replay"),
+        ),
+    ]
+    for off, cause, names in cases:
+        for name in names:
+            if off and name in flags.typed and getattr(flags, name):
+                value = getattr(flags, name)
+                raise FlagError(f"--{name} {value} has no effect {cause}")
+
+
 def check_ranges(flags: argparse.Namespace) -> None:
     """Raises FlagError if a number is out of its range. None is allowed."""
     for name, value in vars(flags).items():
@@ -240,15 +266,9 @@ def resolve(flags: Flags) -> Flags:
         )
     if flags.torch_threads is None:
         flags.torch_threads = max(1, processes.num_cpus() // 2)  # half: for the actors
+    check_effects(flags)
     if flags.learn_start is None:
         flags.learn_start = min(10_000, flags.replay_size // 2)
-    if not flags.replay_ratio and "replay_ratio" not in flags.typed:
-        for name in ("replay_size", "replay_file", "save_replay"):
-            if name in flags.typed and getattr(flags, name):
-                raise FlagError(
-                    f"--{name} {getattr(flags, name)} has no effect without a replay: "
-                    "add --replay_ratio, for example 7"
-                )
     if flags.replay_ratio and flags.replay_size < 8 * flags.unroll_length:
         raise FlagError(
             f"--replay_ratio {flags.replay_ratio:g} needs a replay: give --replay_size "

@@ -16,7 +16,7 @@ Create = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 class Slots:
     """The numbers 0 to size - 1, to take and to give back.
 
-    Memory is used for numbers that were given back, so an unused one costs nothing.
+    Numbers that were given back are taken first, so that little memory is touched.
     """
 
     def __init__(self, size: int) -> None:

@@ -6,7 +6,8 @@ import argparse
 import importlib.util
 from typing import Any
 
-from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.errors import FlagError
+from torchbeast.core.flags import Flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -37,8 +37,8 @@ class RunningMoments(nn.Module):
     def update(self, values: torch.Tensor) -> None:
         """Adds values [N, *shape] (Chan, Golub and LeVeque 1979, equation 2.1).
 
-        NaN, infinity and numbers above TOO_LARGE would stay in the moments. They count
-        as the mean so far.
+        NaN, infinity and numbers above TOO_LARGE would stay in the moments. The current
+        mean replaces them.
         """
         values = values.float()
         values = torch.where(values.abs() <= TOO_LARGE, values, self.mean)

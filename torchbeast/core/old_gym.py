@@ -42,8 +42,8 @@ def has_old_api(env: Any) -> bool:
             return True
         except Exception as error:
             log.warning(
-                "%s: reset(seed=0) raised %s: %s. It is taken for one of the old Gym "
-                "API, and gets no seed unless it has seed().",
+                "%s: reset(seed=0) raised %s: %s. It is treated as one of the old Gym "
+                "API, which is seeded only if it has a method seed().",
                 *(type(env.unwrapped).__name__, type(error).__name__, error),
             )
             return True

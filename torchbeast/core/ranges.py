@@ -29,8 +29,8 @@ class Range(NamedTuple):
             words.append(f"{least} {self.low:g}")
         if self.high == math.inf:
             words += [] if self.high_included else ["finite"]
-        elif self.high not in (LARGEST_COUNT, LARGEST_STEP):
-            words.append(f"below {self.high}")
+        else:
+            words.append(f"{'at most' if self.high_included else 'below'} {self.high}")
         return " and ".join(words)
 
 

@@ -29,7 +29,8 @@ from torchbeast.core.env_connection import (
     tls_fault,
 )
 from torchbeast.core.env_spec import EnvSpec
-from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.errors import FlagError
+from torchbeast.core.flags import Flags
 from torchbeast.core.peer_log import PeerLog
 
 log = logging.getLogger(__name__)

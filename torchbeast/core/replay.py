@@ -12,8 +12,8 @@ rollout, its result from row t + 1, where the next episode may begin. Each is st
 once, with one slot number per step.
 
 A reader replays one episode after the other, without a gap, as an environment plays
-them. Each unroll goes on where the last one of the reader has ended. The episode is
-chosen with a probability that is proportional to its length.
+them. Each unroll continues where the reader's previous one ended. The probability of
+an episode is proportional to its length.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Replay:
         self._owner = np.zeros(capacity, np.int64)  # number of the slot's episode, or 0
         self._used = 0  # no slot from here on was ever taken
         self._complete: dict[int, Episode] = {}  # the oldest first
-        # Episodes that go on, by the digest of the row that continues them; see _key.
+        # Unfinished episodes, by the digest of the row that continues them; see _key.
         self._open: dict[bytes, list[Episode]] = {}
         self._num_episodes = 0
         self._readers: collections.deque[Reader] = collections.deque()
@@ -301,7 +301,7 @@ class Replay:
         self.size += episode.length
 
     def _make_room(self) -> None:
-        """Removes the oldest complete episode, or a lost one that never went on."""
+        """Removes the oldest complete or lost episode."""
         self.was_full = True
         for key, episodes in self._open.items():  # the one that grew first is first
             if self.num_added - episodes[0].touched > self.capacity:

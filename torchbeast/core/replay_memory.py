@@ -89,7 +89,7 @@ def make_replay(
 
 
 def file_array(path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array in a file that has no name any more: it ends with the array."""
+    """An array in an unlinked file, which is deleted with the array."""
     size = max(1, math.prod(shape) * dtype.itemsize)
     try:
         with open(path, "x+b") as file:

@@ -19,8 +19,9 @@ from torchbeast.core import checkpoint, devices, script
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.atari_wrappers import atari_game
 from torchbeast.core.declared_flags import environment_flags
+from torchbeast.core.errors import FlagError
 from torchbeast.core.file_writer import read_meta
-from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.flags import Flags
 from torchbeast.core.presets import PRESETS, RENAMED
 from torchbeast.core.run_folder import RunExistsError, RunFolder, has_content
 

@@ -10,7 +10,8 @@ import torch
 import libtorchbeast
 from torchbeast.core import rollout
 from torchbeast.core.env_spec import EnvSpec
-from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.errors import FlagError
+from torchbeast.core.flags import Flags
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.prof import Timings
 from torchbeast.core.remote_envs import RemoteEnvs

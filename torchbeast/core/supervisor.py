@@ -32,7 +32,7 @@ SILENT_SECONDS = 300.0
 
 @dataclasses.dataclass
 class Server:
-    """What the supervisor knows of one server. Times are those of time.monotonic."""
+    """The state of one server. Times are those of time.monotonic."""
 
     index: int
     address: str

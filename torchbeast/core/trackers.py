@@ -11,7 +11,8 @@ import secrets
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchbeast.core.flags import FlagError, Flags
+from torchbeast.core.errors import FlagError
+from torchbeast.core.flags import Flags
 from torchbeast.core.logs_csv import EVAL_COLUMNS
 from torchbeast.core.run_folder import atomic_write, writing
 

@@ -112,7 +112,7 @@ def _from_function(
 
 
 class VectorGames:
-    """Vector environments of others, with SAME_STEP autoreset.
+    """Adapts a vector environment (EnvPool, Gymnasium) to SAME_STEP autoreset.
 
     Of each checked call, see env_checks.py, the values of one environment are checked.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from torchbeast.core.flags import FlagError
+from torchbeast.core.errors import FlagError
 
 
 def has_display() -> bool:
