@@ -120,6 +120,28 @@ def test_a_run_from_before_a_flag_existed(write):
     assert (flags.batch_size, flags.updates_per_batch, flags.minibatches) == (4, 4, 1)
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--checkpoint_interval=30"],
+        ["--disable_checkpoint"],
+        ["--eval_interval=5000", "--eval_episodes=3"],
+        ["--preset=laser-atari"],
+    ],
+)
+def test_no_flag_of_a_run_is_refused_in_its_repetition(write, argv):
+    """A repetition has all flags of its run, also those that had no effect in it."""
+    args = flags_lib.resolve(parse(*argv)).as_dict()
+    config = write(json.dumps({"args": args}), "meta.json")
+    for more in ([], ["--disable_checkpoint"]):
+        flags = flags_lib.resolve(parse(config, *more))
+        assert flags.as_dict() == {
+            **args,
+            "config": flags.config,
+            "disable_checkpoint": args["disable_checkpoint"] or bool(more),
+        }
+
+
 def test_a_run_whose_preset_has_a_new_name(write):
     text = json.dumps({"args": {"preset": "cartpole", "seed": 3}})
     flags = parse(write(text, "meta.json"))

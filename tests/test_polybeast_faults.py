@@ -72,7 +72,7 @@ def test_servers_gone_for_good(serve, learn, pipes):
 def test_a_lost_stream_ends_a_run_with_sync(serve, learn, pipes):
     servers = serve(pipes_basename=pipes, num_servers=2)
     servers.addresses(2)
-    sync = {"sync": True, "disable_checkpoint": True, "checkpoint_interval": None}
+    sync = {"sync": True, "disable_checkpoint": True}
     run = learn(pipes_basename=pipes, num_servers=2, **sync)
     run.wait_for_updates(2)
     os.kill(servers.children()[0], signal.SIGKILL)

@@ -222,11 +222,6 @@ def check_effects(flags: Flags) -> None:
             "without evaluations: add --eval_interval, for example 500000",
             ("eval_episodes",),
         ),
-        (
-            flags.disable_checkpoint,
-            "with --disable_checkpoint: leave out one of the two",
-            ("checkpoint_interval", "checkpoint_history", "save_replay"),
-        ),
     ]
     for off, cause, names in cases:
         for name in names:
