@@ -104,7 +104,12 @@ def test_it_samples_and_plays_what_a_run_has_learned(tmp_path):
         "a",
         **{**runs.SMALL, "env_kwargs": '{"x": 1}', "env": "test_agent:Short"},
     )
-    agent = load_agent(str(tmp_path / "a" / "model.tar"))
+    path = tmp_path / "a" / "model.tar"
+    saved = torch.load(path)
+    training = {"replay_ratio": 1.0, "replay_size": 1000, "num_learner_threads": 2}
+    saved["flags"] |= training  # such a run is refused, but an agent does not train
+    torch.save(saved, path)
+    agent = load_agent(str(path))
     env = agent.make_env()
     observation, _ = env.reset(seed=1)
     found = {int(agent.act(observation)[0]) for _ in range(100)}

@@ -133,13 +133,17 @@ def test_no_flag_of_a_run_is_refused_in_its_repetition(write, argv):
     """A repetition has all flags of its run, also those that had no effect in it."""
     args = flags_lib.resolve(parse(*argv)).as_dict()
     config = write(json.dumps({"args": args}), "meta.json")
-    for more in ([], ["--disable_checkpoint"]):
-        flags = flags_lib.resolve(parse(config, *more))
-        assert flags.as_dict() == {
-            **args,
-            "config": flags.config,
-            "disable_checkpoint": args["disable_checkpoint"] or bool(more),
-        }
+    same = flags_lib.resolve(parse(config)).as_dict()
+    assert {**same, "config": None} == args
+    for other in ("--disable_checkpoint", "--preset=minatar", "--replay_ratio=0"):
+        flags_lib.resolve(parse(config, other))
+
+
+def test_a_flag_without_effect_is_refused_beside_a_file(write):
+    args = flags_lib.resolve(parse()).as_dict()
+    config = write(json.dumps({"args": args}), "meta.json")
+    with pytest.raises(FlagError, match="--eval_episodes 7 has no effect"):
+        flags_lib.resolve(parse(config, "--eval_episodes=7"))
 
 
 def test_a_run_whose_preset_has_a_new_name(write):

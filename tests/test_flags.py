@@ -443,6 +443,7 @@ def test_resolving_twice_changes_nothing():
         (f"--num_actors {2**31}", [f"at most {2**31 - 1}", f"got {2**31}"]),
         ("--learn_start 7", ["--learn_start 7", "add --replay_ratio"]),
         ("--eval_episodes 7", ["--eval_episodes 7", "add --eval_interval"]),
+        ("--checkpoint a.tar", ["--checkpoint a.tar", "--mode test", "--init_from"]),
         ("--checkpoint_interval -1", ["--checkpoint_interval", "at least 0"]),
         ("--actor_timeout inf", ["--actor_timeout", "(0, 1e+06]", "got inf"]),
         (

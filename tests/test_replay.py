@@ -263,7 +263,7 @@ def test_images_that_turn_out_to_be_no_stacks_still_have_room():
         sizes.append(replay.size)
     assert replay.whole
     assert np.mean(sizes) > capacity / 4
-    assert 2 * 2 * T <= replay.num_lost < 2 * 120 + T
+    assert replay.num_lost == 2 * 2 * T  # what follows the blank batches is stored
 
 
 def test_a_lost_rollout_costs_one_episode():

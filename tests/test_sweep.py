@@ -266,9 +266,12 @@ def test_switches(tmp_path):
         (job,) = found.make_jobs("", settings)
         flags = found.flags(job)
         assert (flags.disable_checkpoint, flags.life_loss) == (value == "true",) * 2
-    typed = ["monobeast", f"--savedir={tmp_path}", "--disable_checkpoint"]
-    with pytest.raises(FlagError, match="--disable_checkpoint can't be switched off"):
-        sweep.Sweep("s", typed, [1]).make_jobs("", {"disable_checkpoint": "false"})
+    config = tmp_path / "run.toml"
+    config.write_text("disable_checkpoint = true")
+    for word in ("--disable_checkpoint", f"--config={config}"):
+        given = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}", word], [1])
+        with pytest.raises(FlagError, match="--disable_checkpoint can't be switched"):
+            given.make_jobs("", {"disable_checkpoint": "false"})
 
 
 def test_machines_with_other_devices(tmp_path):

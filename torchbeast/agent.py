@@ -149,7 +149,7 @@ def load_agent(path: str | os.PathLike[str]) -> Agent:
     saved = checkpoint.load(file)
     checkpoint.check(saved, file, for_test=True)
     parser = declared_flags.make_parser("", TORSOS)
-    flags = flags_lib.parse(parser, [], saved["flags"])
+    flags = flags_lib.parse(parser, ["--mode=test"], saved["flags"])
     flags = flags_lib.resolve(flags).freeze()
     with contextlib.closing(Environment(flags, 1)) as env:
         spaces = env.observation_space, env.action_space

@@ -65,7 +65,7 @@ def resolve_layout(flags: Flags) -> Flags:
         name = f"{connection_flags.PIPES_BASENAME}-{secrets.token_hex(4)}"
         flags.pipes_basename = name
     if flags.launcher == "ray":
-        useless = sorted(flags.typed & {"num_servers", "max_restarts"})
+        useless = sorted(flags.on_command_line & {"num_servers", "max_restarts"})
         if useless:
             raise FlagError(
                 f"--{useless[0]} has no effect with --launcher ray: each of "

@@ -121,10 +121,10 @@ class Sweep:
             off = f"--no-{name}"
             if off in self.parser._option_string_actions:
                 return [off]
-            if f"--{name}" in self.words:
+            if getattr(flags_lib.parse(self.parser, self.words), name):
                 raise FlagError(
-                    f"--{name} can't be switched off: leave it out after --, and give "
-                    f"--grid {name}=true,false"
+                    f"--{name} can't be switched off: leave it out after -- and in "
+                    f"the file of --config, and give --grid {name}=true,false"
                 )
             return []  # some switches can only be left out
         return [f"--{name}={value}"]

@@ -69,15 +69,22 @@ class Flags(argparse.Namespace):
     Attributes that start with an underscore are not flags.
 
     Attributes:
-      typed: names of the flags that the command line set, directly or by a new preset.
+      typed: names of the flags that the command line, the file of --config or a new
+        preset set.
+      on_command_line: names of those that the command line itself set.
     """
 
     _frozen = False
     _typed: frozenset[str] = frozenset()
+    _on_command_line: frozenset[str] = frozenset()
 
     @property
     def typed(self) -> frozenset[str]:
         return self._typed
+
+    @property
+    def on_command_line(self) -> frozenset[str]:
+        return self._on_command_line
 
     def freeze(self) -> Flags:
         self.__dict__["_frozen"] = True
@@ -101,6 +108,7 @@ class Flags(argparse.Namespace):
         """A frozen copy with other values."""
         copied = Flags(**{**self.as_dict(), **changes})
         copied._typed = self._typed
+        copied._on_command_line = self._on_command_line
         return copied.freeze()
 
     def as_dict(self) -> dict[str, Any]:
@@ -126,11 +134,13 @@ def parse(
     in_file = config_file.find(parser, words)
     flags = parser.parse_args([*in_file, *words], Flags())  # the command line wins
     typed = _parse_typed(parser, [*in_file, *words])
+    on_command_line = _parse_typed(parser, words)
     preset = PRESETS.get(flags.preset, {}) if flags.preset else {}
     if flags.preset != _parse_typed(parser, in_file).get("preset"):
         # The command line names the preset, which wins over the file.
-        typed_here = _parse_typed(parser, words)
-        typed = {k: v for k, v in typed.items() if k not in preset or k in typed_here}
+        typed = {
+            k: v for k, v in typed.items() if k not in preset or k in on_command_line
+        }
     saved = {k: v for k, v in (saved or {}).items() if k not in OF_ONE_START}
     if saved:
         saved = {**BEFORE_THE_FLAG_EXISTED, **saved}
@@ -157,6 +167,7 @@ def parse(
             if name in known:
                 setattr(flags, name, value)
     flags._typed = frozenset(typed)
+    flags._on_command_line = frozenset(on_command_line)
     return flags
 
 
@@ -210,22 +221,32 @@ def resolve_folder(flags: Flags) -> None:
 
 
 def check_effects(flags: Flags) -> None:
-    """Raises FlagError if a typed flag has no effect because another one is off."""
+    """Raises FlagError if a flag of the command line has no effect.
+
+    A --config may have such flags: that of a run has all flags.
+    """
+    here = flags.on_command_line
     cases: list[tuple[bool, str, tuple[str, ...]]] = [
         (
-            not flags.replay_ratio and "replay_ratio" not in flags.typed,
+            not flags.replay_ratio and "replay_ratio" not in here,
             "without a replay: add --replay_ratio, for example 7",
             ("replay_size", "replay_file", "save_replay", "learn_start"),
         ),
         (
-            not flags.eval_interval and "eval_interval" not in flags.typed,
+            not flags.eval_interval and "eval_interval" not in here,
             "without evaluations: add --eval_interval, for example 500000",
             ("eval_episodes",),
+        ),
+        (
+            flags.mode == "train",
+            "in training, which resumes from model.tar: add --mode test, or start "
+            "another run with --init_from",
+            ("checkpoint",),
         ),
     ]
     for off, cause, names in cases:
         for name in names:
-            if off and name in flags.typed and getattr(flags, name):
+            if off and name in here and getattr(flags, name):
                 value = getattr(flags, name)
                 raise FlagError(f"--{name} {value} has no effect {cause}")
 
@@ -288,7 +309,8 @@ def resolve(flags: Flags) -> Flags:
             f"give --updates_per_batch {flags.minibatches} for one pass over a batch, "
             "or --minibatches 1"
         )
-    if flags.replay_ratio and flags.num_learner_threads > 1:
+    trains_from_replay = flags.replay_ratio and flags.mode == "train"
+    if trains_from_replay and flags.num_learner_threads > 1:
         raise FlagError(
             f"--num_learner_threads {flags.num_learner_threads} can't be used with "
             f"--replay_ratio {flags.replay_ratio:g}: the replay needs the rollouts of "

@@ -127,6 +127,7 @@ class Replay:
         self._complete: dict[int, Episode] = {}  # the oldest first
         # Unfinished episodes, by the digest of the row that continues them; see _key.
         self._open: dict[bytes, list[Episode]] = {}
+        self._dropped: set[bytes] = set()  # _key of the last rows of dropped rollouts
         self._num_episodes = 0
         self._readers: collections.deque[Reader] = collections.deque()
         self._rng = np.random.default_rng(seed)
@@ -210,11 +211,13 @@ class Replay:
         """
         T = len(rows["done"]) - 1
         self.num_added += rows["done"][1:].size
+        B = rows["done"].shape[1]
+        columns = [map_nested(lambda x, b=b: x[:, b], rows) for b in range(B)]
         if not self._num_episodes and not self._choose_stores(rows):
             self.num_lost += rows["done"][1:].size
+            self._dropped |= {self._key(column, T) for column in columns}
             return
-        for b in range(rows["done"].shape[1]):
-            column = map_nested(lambda x, b=b: x[:, b], rows)
+        for column in columns:
             done = column["done"]
             episode = self._new_episode() if done[0] else self._take_open(column)
             begin = 0
@@ -253,7 +256,7 @@ class Replay:
         key = self._key(column, 0)
         episodes = self._open.get(key)
         if not episodes:
-            return None
+            return self._new_episode() if key in self._dropped else None
         episode = episodes.pop(0)
         if not episodes:
             del self._open[key]
