@@ -22,7 +22,7 @@ class Video:
     LEAST_PIXELS = 100  # of height and width; a smaller frame is enlarged
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path = os.path.abspath(path)  # environments may change the directory
         self.file: Any = None
 
     def __enter__(self) -> "Video":
