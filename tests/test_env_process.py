@@ -184,6 +184,7 @@ def test_a_client_lives_in_the_thread_that_calls_run(tmp_path):
     def use():
         try:
             listener = libtorchbeast.Listener(address)
+            listener.start()
             with Run([], act, listener=listener) as run:
                 next(iter(run.queue))
                 client.stop()
