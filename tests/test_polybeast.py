@@ -323,7 +323,8 @@ def test_an_unknown_environment_ends_the_run_at_once(tmp_path, small):
 
 
 def test_more_actors_than_servers_share_them(tmp_path, small):
-    runs.run(tmp_path, "a", **small, num_actors=5)
+    output = runs.run(tmp_path, "a", **small, num_actors=5)
+    assert "5 streams share" in output  # environments outside of the main thread
     assert runs.read_logs(tmp_path, "a")[-1]["step"] == "900"
 
 

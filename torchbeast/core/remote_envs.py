@@ -127,6 +127,13 @@ class RemoteEnvs:
             self.addresses = [
                 servers[i % len(servers)] for i in range(flags.num_actors)
             ]
+            if len(servers) < flags.num_actors:
+                log.info(
+                    "%d streams share %d servers. A server steps the environments of "
+                    "one stream in its main thread, all others outside of it. If they "
+                    "need it (signals, windows, OpenGL), start %d servers",
+                    *(flags.num_actors, len(servers), flags.num_actors),
+                )
             if len(servers) > flags.num_actors:
                 log.warning(
                     "%d of %d servers are not used: --num_actors is %d",
