@@ -15,6 +15,7 @@ from torchbeast.core import checkpoint
 from torchbeast.core.acting import prepare_to_act, to_tensors
 from torchbeast.core.environment import Environment
 from torchbeast.core.nested import map_nested
+from torchbeast.core.trust import UntrustedError
 from torchbeast.model import make_model
 
 STEPS = 40
@@ -60,7 +61,7 @@ def save(folder, flags):
 def test_it_acts_as_the_model_over_the_whole_unroll(tmp_path, words, greedy):
     flags = make_flags(*words, "--precision", "fp32", "--atari_backend", "python")
     weights = save(tmp_path, flags)
-    agent = load_agent(tmp_path)
+    agent = load_agent(tmp_path, trust_env=True)
     agent.generator.manual_seed(7)
     envs = Environment(flags, 1)
     rows, actions, states = [envs.initial()], [], None
@@ -121,6 +122,22 @@ def test_it_samples_and_plays_what_a_run_has_learned(tmp_path):
         over = terminated or truncated
         steps += 1
     assert steps == 6
+
+
+def test_what_a_checkpoint_of_somebody_else_names(tmp_path):
+    save(tmp_path, make_flags("--env", "test_agent:Short", "--env_kwargs", '{"x": 1}'))
+    with pytest.raises(UntrustedError, match="names --env test_agent:Short") as error:
+        load_agent(tmp_path)
+    assert str(tmp_path / "model.tar") in str(error.value)
+    words = 'imports the code of test_agent, with the arguments {"x": 1}'
+    assert words in str(error.value)
+    assert "load_agent(..., trust_env=True)" in str(error.value)
+    assert load_agent(tmp_path, trust_env=True).flags.env == "test_agent:Short"
+    # An id of an installed package needs no trust. An agent uses no other files.
+    flags = ("--wandb", "theirs", "--init_from", "theirs")
+    save(tmp_path, make_flags("--env", "CartPole-v1", *flags))
+    found = load_agent(tmp_path).flags
+    assert (found.wandb, found.init_from) == (None, None)
 
 
 def test_there_is_no_checkpoint(tmp_path):

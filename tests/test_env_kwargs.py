@@ -36,7 +36,7 @@ def ten_times(env):
 
 
 @pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
-def test_they_reach_the_environments_and_a_resumed_run(tmp_path, module):
+def test_they_reach_the_environments_and_a_resumed_run(tmp_path, module, monkeypatch):
     if module.endswith("polybeast"):
         pytest.importorskip("libtorchbeast", exc_type=ImportError)
     flags = {
@@ -54,10 +54,11 @@ def test_they_reach_the_environments_and_a_resumed_run(tmp_path, module):
     returns = {row["mean_game_return"] for row in rows} - {""}
     assert {float(x) for x in returns} == {4 * 70.0}
     # A checkpoint names code that is not trusted.
-    flags = {"total_steps": 1200, "no-trust_checkpoint_env": True, "env": flags["env"]}
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))  # another user's
+    flags = {"total_steps": 1200, "env": flags["env"]}
     output = runs.run(tmp_path, "a", module=module, **flags, status=1)
-    assert "names --wrapper test_env_kwargs:ten_times" in output
-    assert "forbids to import the module test_env_kwargs" in output
+    assert '--env_kwargs {"size": 7} --wrapper test_env_kwargs:ten_times' in output
+    assert "imports the code of test_env_kwargs" in output
 
 
 class Sized(Counter):

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from torchbeast.core import checkpoint, declared_flags
+from torchbeast.core import checkpoint, declared_flags, trust
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import prepare_to_act, to_tensors
 from torchbeast.core.atari_wrappers import atari_game
@@ -132,7 +132,7 @@ class Agent:
         return chosen, AgentState(core, action)
 
 
-def load_agent(path: str | os.PathLike[str]) -> Agent:
+def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
     """Loads a checkpoint for acting on the CPU.
 
     Makes one environment, to read its spaces. If --env or --wrapper name a module, it
@@ -140,16 +140,21 @@ def load_agent(path: str | os.PathLike[str]) -> Agent:
 
     Args:
       path: a model.tar, or the folder of a run.
+      trust_env: import also what a checkpoint of somebody else names, with its
+        arguments.
 
     Raises:
       CheckpointError: the file can't be read, or does not fit the model.
+      UntrustedError: it names code, and is not a checkpoint of your own runs.
       UserError: the environment can't be made.
     """
     file = checkpoint.find(path)
     saved = checkpoint.load(file)
     checkpoint.check(saved, file, for_test=True)
     parser = declared_flags.make_parser("", TORSOS)
-    flags = flags_lib.parse(parser, ["--mode=test"], saved["flags"])
+    words = ["--mode=test", *(["--trust_checkpoint_env"] if trust_env else [])]
+    signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
+    flags = flags_lib.parse(parser, words, saved["flags"], signed, str(file))
     flags = flags_lib.resolve(flags).freeze()
     with contextlib.closing(Environment(flags, 1)) as env:
         spaces = env.observation_space, env.action_space

@@ -71,8 +71,9 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
     add(
         "--trust_checkpoint_env",
         action=toggle,
-        default=True,
-        help="allow a checkpoint to name the module to import (--env module:Class)",
+        default=False,
+        help="use what another user's checkpoint or a file of --config names: code "
+        "(--env module:Class, --wrapper), its arguments, files and machines",
     )
     add(
         "--disable_checkpoint",

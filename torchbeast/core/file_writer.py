@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torchbeast.core import trust
 from torchbeast.core.hardware import hardware
 from torchbeast.core.logs_csv import LogsCsv
 from torchbeast.core.presets import differences
@@ -63,6 +64,7 @@ SLURM_VARIABLES = (
     "SLURM_NTASKS",
     "SLURM_RESTART_COUNT",
 )
+_OF_THE_NEWEST = ("args", "flags_signature")  # entries that a start lacks
 ERROR_LENGTH = 1000  # characters of an error in meta.json; out.log has all of them
 ROOM_FOR_THE_END = 2048  # spare bytes in meta.json, to write the end on a full disk
 PACKAGES = ("torchbeast", "torch", "numpy", "gymnasium", "ale-py", "minatar")
@@ -196,6 +198,7 @@ class FileWriter:
         protocol = find_protocol(args)
         start = {
             "args": dict(args),
+            "flags_signature": trust.sign(args),
             "preset": args.get("preset"),
             "preset_changes": differences(dict(args)),
             "protocol": protocol,
@@ -216,7 +219,7 @@ class FileWriter:
             "signal": None,
             "error": None,
             "flags": start["args"],
-            **{name: value for name, value in start.items() if name != "args"},
+            **{name: start[name] for name in start if name not in _OF_THE_NEWEST},
         }
         resumed = first.get("resumed", [])
         return {

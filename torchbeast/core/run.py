@@ -25,7 +25,14 @@ from typing import Any
 
 import torch
 
-from torchbeast.core import checkpoint, errors, processes, replay_memory, resume
+from torchbeast.core import (
+    checkpoint,
+    errors,
+    processes,
+    replay_memory,
+    resume,
+    trust,
+)
 from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.logs_csv import join_columns
 from torchbeast.core.prof import Profile, Timings
@@ -291,6 +298,7 @@ class Run:
             self._saving = True
             state |= {
                 "flags": flags.as_dict(),
+                "flags_signature": trust.sign(flags.as_dict()),
                 "flags_left_open": self.start.left_open,
             }
             path = self.start.folder.path / "model.tar"
