@@ -102,7 +102,8 @@ class Run:
         self._saving = False  # if so, a second signal is ignored
         self._lock = threading.Lock()  # protects the learner
         self._longest_update = 0.0  # seconds
-        self._saved_at, self._last_save = learner.num_updates, time.monotonic()
+        self._began_at = self._saved_at = self._progress()
+        self._last_save = time.monotonic()
         self._kept = self._milestone()
         self._profile = Profile(self.flags, learner.num_updates)
         self._status_line = Status(learner.step, self.flags.total_steps)
@@ -135,6 +136,8 @@ class Run:
             log.warning("%s died before its first checkpoint.", flags.xpid)
         for note in start.notes:
             log.info("%s", note)
+        if self.learner.mixer:
+            self.learner.mixer.check_steps(flags.total_steps - self.learner.step)
         return self
 
     # --- The main loop
@@ -253,6 +256,13 @@ class Run:
         is_due = seconds > flags.checkpoint_interval or self._milestone() > self._kept
         return is_due and not flags.disable_checkpoint
 
+    def _progress(self) -> tuple[int, int]:
+        """What a checkpoint is worth saving for: steps, and updates of the weights.
+
+        While a replay fills, there are steps without updates.
+        """
+        return self.learner.step, self.learner.num_updates
+
     def _milestone(self) -> int:
         """How many of the --checkpoint_history checkpoints are due by now."""
         step = min(self.learner.step, self.flags.total_steps)
@@ -270,7 +280,7 @@ class Run:
             self._lock.release()
 
     def save(self, more: Callable[[], dict[str, Any]] = dict) -> None:
-        """Saves a checkpoint, if there were updates since the last one.
+        """Saves a checkpoint, if there were steps since the last one.
 
         Waits for an update in progress, but not after a stop signal.
 
@@ -278,7 +288,7 @@ class Run:
           more: returns additional entries of the checkpoint.
         """
         learner, flags = self.learner, self.flags
-        if flags.disable_checkpoint or learner.num_updates == self._saved_at:
+        if flags.disable_checkpoint or self._progress() == self._saved_at:
             self._last_save = time.monotonic()
             return
         while not self._lock.acquire(timeout=1.0):
@@ -294,11 +304,13 @@ class Run:
                 "flags_left_open": self.start.left_open,
             }
             path = self.start.folder.path / "model.tar"
-            checkpoint.save(path, state)
+            # The previous checkpoint is the last one with other weights.
+            learned = learner.num_updates != self._saved_at[1]
+            checkpoint.save(path, state, keep_previous=learned)
             if learner.mixer and flags.save_replay:
                 saved_replay = path.with_name(replay_memory.FILE)
                 replay_memory.save(learner.mixer.replay, saved_replay, learner.step)
-            self._saved_at, self._last_save = learner.num_updates, time.monotonic()
+            self._saved_at, self._last_save = self._progress(), time.monotonic()
             if self._milestone() > self._kept:
                 self._kept = self._milestone()
                 checkpoint.keep(path, learner.step)
@@ -388,6 +400,9 @@ class Run:
         except Exception as error:
             self._fail(error)
             status = self.exit_status
+        if learner.mixer and learner.num_updates == self._began_at[1]:
+            steps = learner.step - self._began_at[0]
+            learner.mixer.report_filling(steps, self.flags.save_replay)
         log.info(
             "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
             "Failed" if status == 1 else "Stopped" if status else "Finished",
