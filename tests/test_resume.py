@@ -4,6 +4,7 @@ MonoBeast's main() runs in this process and ends before it starts actors.
 """
 
 import importlib.util
+import json
 import logging
 import pathlib
 import shlex
@@ -166,6 +167,28 @@ def test_a_run_that_is_at_its_end_says_so(savedir, main):
     assert "is at step 20 of --total_steps 20 already" in text
     assert "Finished" not in text
     assert content(savedir / "a") == before
+
+
+def test_a_run_that_was_killed_at_its_end(savedir, main):
+    """All that is missing is the end of meta.json; then it is as finished as others."""
+    path = savedir / "a" / "meta.json"
+    meta = json.loads(path.read_text())
+    ended = {"successful": False, "date_end": None}
+    meta |= ended
+    meta["starts"][-1] |= {**ended, "last_step": None, "exit_status": None}
+    path.write_text(json.dumps(meta))
+    before = content(savedir / "a")
+    status, text = main(savedir, "--xpid a")
+    assert status == 0
+    assert "is at step 20 of --total_steps 20 already" in text
+    found = json.loads(path.read_text())
+    assert found["successful"]
+    assert found["date_end"]
+    assert [x["last_step"] for x in found["starts"]] == [None, 20]
+    after = content(savedir / "a")
+    assert [name for name in after if after[name] != before[name]] == ["meta.json"]
+    main(savedir, "--xpid a")
+    assert content(savedir / "a") == after
 
 
 def test_the_folder_is_locked_before_the_checkpoint_is_read(savedir, fails):

@@ -51,7 +51,7 @@ class Evaluator:
         self._busy, self._longest = False, 0.0  # seconds of the longest evaluation
         self._begun = self._warned = 0.0  # when the newest began, and the last warning
         self._weights: tuple[int, dict[str, torch.Tensor]] = (0, {})
-        self._best = -math.inf
+        self._logged_step, self._best = -1, -math.inf  # of results
         if not self.flags.eval_interval:
             return
         self._due = run.learner.step
@@ -82,8 +82,9 @@ class Evaluator:
     def finish(self) -> None:
         """Evaluates the final weights, if the run has reached flags.total_steps.
 
-        The result gets a row of its own in logs.csv. A stop signal ends the wait. So
-        does its limit: WARNING_SECONDS, or three times the longest evaluation so far.
+        The result gets a row of its own in logs.csv. A stop signal ends the wait; the
+        next start evaluates. Its limit ends it for good: WARNING_SECONDS, or three
+        times the longest evaluation so far.
         """
         learner = self.run.learner
         if not self._process or learner.step < self.flags.total_steps:
@@ -106,6 +107,8 @@ class Evaluator:
             if self._process:
                 waking = (self._pipe, self._process.sentinel, self.run.wake_reader)
                 connection.wait(waking, 1.0)
+        if self.run.stop_requested() and self._logged_step != learner.step:
+            self.run.interrupted = True
 
     def _begin(self) -> None:
         """Starts an evaluation, unless an update hangs."""
@@ -158,6 +161,7 @@ class Evaluator:
         length = statistics.fmean(game.length for game in result)
         columns = {"eval_step": step, "eval_return": mean, "eval_length": length}
         self.run.add_columns(columns)
+        self._logged_step = step
         log.info(
             "Step %s: %d test games, mean return %.2f", f"{step:,}", len(result), mean
         )

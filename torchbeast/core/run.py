@@ -72,6 +72,7 @@ class Run:
       timings: of the learner threads; use it only inside `updating`.
       wake: wakes the main thread.
       wake_reader: a file descriptor that is readable when the main thread should wake.
+      interrupted: a stop signal has cut off the work after the last update.
       exit_status: 0 finished, 1 failed, 128 + n ended by signal n. Valid after exit.
     """
 
@@ -91,6 +92,7 @@ class Run:
             torch.set_num_threads(self.flags.torch_threads)
         self.stack = contextlib.ExitStack()
         self.timings = Timings()
+        self.interrupted = False
         self.exit_status = 1
         self._next_columns: dict[str, Any] = {}
         self._columns_lock = threading.Lock()
@@ -345,7 +347,8 @@ class Run:
         self._log_signal()
         try:
             if error is None:
-                finished = self.learner.step >= self.flags.total_steps
+                complete = self.learner.step >= self.flags.total_steps
+                finished = complete and not self.interrupted
                 self.exit_status = 0 if finished else 128 + self._signal
                 worth_saving = True
             else:
