@@ -7,7 +7,6 @@ import functools
 import logging
 import math
 import os
-import pathlib
 import pickle
 import statistics
 import threading
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchbeast.core import checkpoint, processes
+from torchbeast.core import checkpoint, kept_checkpoints, processes
 from torchbeast.core.actors import actor_context, seed_globals
 from torchbeast.core.errors import text_of
 from torchbeast.core.flags import Flags
@@ -27,7 +26,6 @@ from torchbeast.evaluate import EVAL_STREAM, play
 
 log = logging.getLogger(__name__)
 
-BEST = "model.best.tar"
 WARNING_SECONDS = 600.0  # between two warnings of a slow evaluation
 # Time limit of one step. The process has the lowest priority, so steps may be slow.
 STEP_SECONDS = 300.0
@@ -55,9 +53,9 @@ class Evaluator:
         if not self.flags.eval_interval:
             return
         self._due = run.learner.step
-        self._path = run.start.folder.path / BEST
+        self._path = run.start.folder.path / kept_checkpoints.BEST
         if run.resumed and self._path.exists():
-            self._best = best_return(self._path)
+            _, self._best = kept_checkpoints.best_result(self._path) or (0, -math.inf)
         run.add_columns(dict.fromkeys(EVAL_COLUMNS))
         self._sender: threading.Thread | None = None
         self._guardian = processes.Guardian(seconds=0)
@@ -191,15 +189,6 @@ class Evaluator:
                 self._sender.join()
             self._pipe.close()
             self._process = None
-
-
-def best_return(path: pathlib.Path) -> float:
-    """The return of the best checkpoint so far; -inf if the file can't be read."""
-    try:
-        return float(checkpoint.load(path)["stats"]["eval_return"])
-    except (checkpoint.CheckpointError, LookupError, TypeError, ValueError) as error:
-        log.warning("%s is not used: %s", path, error)
-        return -math.inf
 
 
 def _evaluate(flags: Flags, pipe: connection.Connection, steps: torch.Tensor) -> None:

@@ -13,11 +13,9 @@ The script owns the loop. Its body may raise any exception.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +23,14 @@ from typing import Any
 
 import torch
 
-from torchbeast.core import checkpoint, errors, processes, replay_memory, resume
+from torchbeast.core import (
+    checkpoint,
+    errors,
+    kept_checkpoints,
+    processes,
+    replay_memory,
+    resume,
+)
 from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.logs_csv import join_columns
 from torchbeast.core.prof import Profile, Timings
@@ -36,21 +41,6 @@ from torchbeast.core.wake_pipe import WakePipe
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0  # least time limit for threads to end
-
-
-def keep_freed_memory(device: torch.device) -> None:
-    """Makes glibc keep large freed blocks for the next update, if that is on the CPU.
-
-    By default glibc returns them to the kernel, which then has to clear and map each
-    page again. That takes a tenth of the learner's CPU time.
-    """
-    if sys.platform == "linux" and device.type == "cpu":
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            libc = ctypes.CDLL("libc.so.6")
-            # M_MMAP_THRESHOLD: map only larger blocks. Older versions allow 32 MiB.
-            _ = libc.mallopt(-3, 1 << 30) or libc.mallopt(-3, 1 << 25)
-            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: return nothing
-            libc.mallopt(-8, 1)  # M_ARENA_MAX: one arena for all threads
 
 
 class Run:
@@ -124,14 +114,17 @@ class Run:
             flags.savedir,
             flags.xpid,
             flags.as_dict(),
-            resume_step=self.learner.step if self.resumed else None,
+            resume_step=step,
             folder=start.folder,
             start_over=start.start_over,
             left_open=start.left_open,
         )
-        self.stack.callback(lambda: self._profile.close(self._writer.path))
+        path = self._writer.path
+        if self.resumed or start.start_over:
+            kept_checkpoints.remove_later(path / "model.tar", self.learner.step)
+        self.stack.callback(lambda: self._profile.close(path))
         self._old_wakeup = self._wake_pipe.wake_on_signals()
-        log.info("Run %s; files in %s", flags.xpid, self._writer.path)
+        log.info("Run %s; files in %s", flags.xpid, path)
         if self.resumed:
             log.info("Resuming at step %d.", self.learner.step)
         elif start.start_over:
@@ -315,7 +308,8 @@ class Run:
             self._saved_at, self._last_save = self._progress(), time.monotonic()
             if self._milestone() > self._kept:
                 self._kept = self._milestone()
-                checkpoint.keep(path, learner.step)
+                history = flags.checkpoint_history, flags.total_steps
+                kept_checkpoints.keep(path, learner.step, *history)
         finally:
             self._saving = False
             self._lock.release()
@@ -342,6 +336,11 @@ class Run:
         if self._error is None and not isinstance(error, KeyboardInterrupt):
             self._error = f"{type(error).__name__}: {error}"
         self.exit_status = errors.report(error)
+        was_first = self.learner.num_updates == self._began_at[1]
+        if self.resumed and was_first and isinstance(error, FloatingPointError):
+            folder = self.start.folder.path
+            files = folder / "model.tar", folder / replay_memory.FILE
+            log.error("%s", checkpoint.first_update_failed(*files))
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         self._log_signal()
