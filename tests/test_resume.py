@@ -4,6 +4,7 @@ MonoBeast's main() runs in this process and ends before it starts actors.
 """
 
 import importlib.util
+import json
 import logging
 import pathlib
 import shlex
@@ -97,9 +98,23 @@ def break_a_weight(saved):
     saved["model_state_dict"]["policy.bias"][0] = float("nan")
 
 
+def break_the_optimizer(saved):
+    first = saved["optimizer_state_dict"]["state"][0]
+    first["square"].view(-1)[0] = float("nan")
+
+
+def break_the_schedule(saved):
+    saved["scheduler_state_dict"]["base_lrs"] = [float("nan")]
+
+
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
+        (
+            break_the_optimizer,
+            "optimizer_state_dict['state'][0]['square'] is not finite",
+        ),
+        (break_the_schedule, "scheduler_state_dict['base_lrs'][0] is not finite"),
         (change("rng", to=None), "rng is missing, expected a dict"),
         (change("stats", to=[3]), "stats is [3], expected a dict"),
         (change("stats", "step", to=-3), "step is -3, expected a number from 0 on"),
@@ -126,6 +141,32 @@ def test_a_checkpoint_that_can_not_be_used(savedir, fails, edit, words):
     if "The checkpoint" in message:
         assert f"{path} can't be used" in message
         assert f"cp {path.with_name('model.previous.tar')} {path}" in message
+
+
+def test_a_resume_that_fails_at_its_first_update(savedir):
+    """All numbers are finite, but no update can use them."""
+    path = savedir / "a" / "model.tar"
+    saved = torch.load(path, weights_only=True)
+    saved["optimizer_state_dict"]["state"][0]["square"].fill_(-1)
+    torch.save(saved, path)
+    before = path.read_bytes()
+    output = runs.run(savedir, "a", total_steps=40, status=1)
+    assert "made weights that are not finite" in output
+    assert "This was the first update after the start" in output
+    assert f"the cause is in {path}. The previous checkpoint" in output
+    assert f"cp {path.with_name('model.previous.tar')} {path}" in output
+    assert path.read_bytes() == before
+
+
+def test_a_previous_checkpoint_with_nan_is_not_recommended(savedir, fails):
+    path = savedir / "a" / "model.tar"
+    saved = torch.load(path, weights_only=True)
+    break_a_weight(saved)
+    for name in ("model.tar", "model.previous.tar"):
+        torch.save(saved, path.with_name(name))
+    message = fails(savedir, "--xpid a --total_steps 40 --env faulty:Environment")
+    assert "model.previous.tar can't be loaded either" in message
+    assert "    cp" not in message
 
 
 def test_the_test_mode_refuses_them_too(savedir, fails):
@@ -206,6 +247,28 @@ def test_a_run_that_is_at_its_end_says_so(savedir, main):
     assert "is at step 20 of --total_steps 20 already" in text
     assert "Finished" not in text
     assert content(savedir / "a") == before
+
+
+def test_a_run_that_was_killed_at_its_end(savedir, main):
+    """All that is missing is the end of meta.json; then it is as finished as others."""
+    path = savedir / "a" / "meta.json"
+    meta = json.loads(path.read_text())
+    ended = {"successful": False, "date_end": None}
+    meta |= ended
+    meta["starts"][-1] |= {**ended, "last_step": None, "exit_status": None}
+    path.write_text(json.dumps(meta))
+    before = content(savedir / "a")
+    status, text = main(savedir, "--xpid a")
+    assert status == 0
+    assert "is at step 20 of --total_steps 20 already" in text
+    found = json.loads(path.read_text())
+    assert found["successful"]
+    assert found["date_end"]
+    assert [x["last_step"] for x in found["starts"]] == [None, 20]
+    after = content(savedir / "a")
+    assert [name for name in after if after[name] != before[name]] == ["meta.json"]
+    main(savedir, "--xpid a")
+    assert content(savedir / "a") == after
 
 
 def test_the_folder_is_locked_before_the_checkpoint_is_read(savedir, fails):

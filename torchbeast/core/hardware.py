@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pathlib
 import platform
@@ -50,3 +51,18 @@ def _gpus() -> list[str]:
         return []
     count = torch.cuda.device_count()
     return [torch.cuda.get_device_name(i) for i in range(count)]
+
+
+def keep_freed_memory(device: Any) -> None:
+    """Makes glibc keep large freed blocks for the next update, if that is on the CPU.
+
+    By default glibc returns them to the kernel, which then has to clear and map each
+    page again. That takes a tenth of the learner's CPU time.
+    """
+    if sys.platform == "linux" and device.type == "cpu":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            libc = ctypes.CDLL("libc.so.6")
+            # M_MMAP_THRESHOLD: map only larger blocks. Older versions allow 32 MiB.
+            _ = libc.mallopt(-3, 1 << 30) or libc.mallopt(-3, 1 << 25)
+            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: return nothing
+            libc.mallopt(-8, 1)  # M_ARENA_MAX: one arena for all threads

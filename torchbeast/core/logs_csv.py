@@ -161,6 +161,16 @@ class LogsCsv:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
+def is_evaluated(folder: pathlib.Path, step: int) -> bool:
+    """Whether the run's logs.csv has the evaluation of the weights of `step`."""
+    path = folder / "logs.csv"
+    columns, rows, _ = _read_csv(path) if path.exists() else ([], [], True)
+    return any(
+        dict(zip(columns, row, strict=False)).get("eval_step") == str(step)
+        for row in reversed(rows)
+    )
+
+
 def _csv(rows: Iterable[Sequence[str]]) -> bytes:
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(rows)

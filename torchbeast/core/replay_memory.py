@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -151,12 +152,13 @@ def save(replay: Replay, path: Path, step: int) -> None:
     }
     try:
         with atomic_write(path) as file, zipfile.ZipFile(file, "w") as archive:
-            archive.writestr("index.json", json.dumps(content))
             for i, array in enumerate(replay.arrays()):
                 with archive.open(str(i), "w", force_zip64=True) as part:
                     data = _bytes_of(array)
                     for begin in range(0, len(data), PIECE):
                         part.write(data[begin : begin + PIECE])
+            content["digest"] = _digest(content, archive)
+            archive.writestr("index.json", json.dumps(content))
     except OSError as error:
         raise CheckpointError(
             f"{path} can't be written: {error}. Free some space, or leave out "
@@ -167,6 +169,14 @@ def save(replay: Replay, path: Path, step: int) -> None:
 
 def array_shapes(replay: Replay) -> list[list[Any]]:
     return [[list(x.shape), x.dtype.str] for x in replay.arrays()]
+
+
+def _digest(content: dict[str, Any], archive: zipfile.ZipFile) -> str:
+    """Of the index without its digest, and of the checksums of all arrays."""
+    index = {name: x for name, x in content.items() if name != "digest"}
+    checksums = [archive.getinfo(str(i)).CRC for i in range(len(content["arrays"]))]
+    text = json.dumps([index, checksums])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
@@ -182,7 +192,8 @@ def load(replay: Replay, path: Path, step: int) -> None:
         killed between the two, or saved later without the replay. It is not read.
 
     Raises:
-      ReplayError: the file is damaged or does not fit. The replay is then unusable.
+      ReplayError: the file is damaged, was changed or does not fit. The replay is then
+        unusable.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -198,6 +209,8 @@ def load(replay: Replay, path: Path, step: int) -> None:
                 replay.store_whole(content["whole"])
             if content["arrays"] != array_shapes(replay):
                 raise ValueError("it has another --replay_size or other spaces")
+            if content.get("digest") != _digest(content, archive):
+                raise ValueError("it is not as it was saved, or an older version did")
             for i, array in enumerate(replay.arrays()):
                 with archive.open(str(i)) as part:  # checks the checksum
                     data, begin = _bytes_of(array), 0
@@ -205,9 +218,9 @@ def load(replay: Replay, path: Path, step: int) -> None:
                         data[begin : begin + len(piece)] = piece
                         begin += len(piece)
         replay.restore(content["episodes"])
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged file may raise anything
         raise ReplayError(
-            f"{path} can't be loaded: {error}. Remove it: then the run refills its "
-            "replay before it goes on learning"
+            f"{path} can't be loaded: {error or type(error).__name__}. Remove it: then "
+            "the run refills its replay before it goes on learning"
         ) from error
     log.info("Loaded %s: %s steps.", path, f"{replay.size:,}")

@@ -21,8 +21,9 @@ from torchbeast.core import flags as flags_lib
 from torchbeast.core.atari_wrappers import atari_game
 from torchbeast.core.declared_flags import environment_flags
 from torchbeast.core.errors import FlagError
-from torchbeast.core.file_writer import read_meta
+from torchbeast.core.file_writer import FileWriter, read_meta
 from torchbeast.core.flags import Flags
+from torchbeast.core.logs_csv import is_evaluated
 from torchbeast.core.presets import PRESETS, RENAMED
 from torchbeast.core.run_folder import RunExistsError, RunFolder, has_content
 
@@ -49,14 +50,26 @@ class Start(NamedTuple):
     notes: list[str]
 
     def is_finished(self) -> bool:
-        """Whether the checkpoint is at --total_steps already; if so, logs it."""
+        """Whether nothing is left to do; if so, logs it.
+
+        The checkpoint is at --total_steps, and the final weights are evaluated or need
+        no evaluation. If only the end of meta.json is missing, as after kill -9, writes
+        it.
+        """
+        flags, path = self.flags, self.folder.path
         step = self.saved["stats"]["step"] if self.saved else 0
-        if step < self.flags.total_steps:
+        if step < flags.total_steps:
             return False
+        if not read_meta(path).get("successful"):
+            if flags.eval_interval and not is_evaluated(path, step):
+                log.info("What is left is the evaluation of the final weights.")
+                return False
+            args = flags.savedir, flags.xpid, flags.as_dict(), step, self.folder
+            FileWriter(*args, left_open=self.left_open).close(True, step, exit_status=0)
         log.info(
             "The run %s is at step %d of --total_steps %d already. To continue it, "
             "raise --total_steps.",
-            *(self.flags.xpid, step, self.flags.total_steps),
+            *(flags.xpid, step, flags.total_steps),
         )
         return True
 
