@@ -26,7 +26,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchbeast.core import checkpoint, file_writer, processes, protocol, resume, script
+from torchbeast.core import (
+    checkpoint,
+    file_writer,
+    processes,
+    protocol,
+    resume,
+    script,
+    trackers,
+)
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.actors import actor_context, seed_globals
@@ -92,8 +100,10 @@ def evaluate(
         resume.announce_environment(flags, saved)
     flags = flags_lib.resolve(flags).freeze()
     result = test(flags, saved["model_state_dict"], play_games or play_in_processes)
+    step = saved.get("stats", {}).get("step")
+    if flags.video and flags.wandb:
+        trackers.send_video(flags, path.resolve().parent, flags.video, step)
     if flags.mode == "test" and not flags.video:
-        step = saved.get("stats", {}).get("step")
         xpid = path.resolve().parent.name  # --xpid, or what "latest" links to
         about = {"xpid": xpid, "checkpoint": path.name, "step": step}
         name = Path(path.name.replace("model", "test", 1)).with_suffix(".json")
