@@ -86,7 +86,7 @@ def create_env(
         for wrapper in filter(None, (flags.wrapper or "").split(",")):
             env = _wrap(env, wrapper)
         if flags.mask_actions:
-            env = MaskFromInfo(env)
+            env = MaskFromInfo(env, name)
         check_mask(env.observation_space, env.action_space)
         check_observation_space(env.observation_space)
         check_action_space(env.action_space)
