@@ -266,4 +266,5 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
     model = make_model(flags, *of_env, torch.device("cpu"))
     checkpoint.check_fit(saved["model_state_dict"], model)
     model.load_state_dict(saved["model_state_dict"])
-    return Agent(flags, prepare_to_act(model), *of_env)
+    actions = env.envs.single_action_space
+    return Agent(flags, prepare_to_act(model), env.observation_space, actions)

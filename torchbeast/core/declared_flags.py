@@ -135,8 +135,8 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--normalize_observations",
         action=toggle,
         default=False,
-        help="scale float observations, but not images, by running mean and deviation; "
-        "their MLPs then have tanh instead of ReLU",
+        help="scale numbers, but not images and categories, by running mean and "
+        "deviation; their MLPs then have tanh instead of ReLU",
     )
     add(
         "--precision",
