@@ -55,9 +55,13 @@ def handled_signals() -> list[signal.Signals]:
 
 
 def exit_on_stop_signals() -> None:
-    """Makes stop signals end the process at once; for the imports of a script."""
+    """Makes stop signals end the process at once; for the imports of a script.
+
+    Unblocks them: who started the process may have used starting_children().
+    """
     for number in handled_signals():
         signal.signal(number, _exit_at_once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def require_native() -> None:
@@ -191,8 +195,9 @@ def num_cpus() -> int:
 def starting_children() -> Iterator[None]:
     """Blocks stop signals in child processes that start inside this block.
 
-    begin_child() unblocks them. So a Ctrl-C can't hit a child during its imports. The
-    parent gets the signal after this block.
+    begin_child() unblocks them, and exit_on_stop_signals() in a script. So a signal
+    can't hit a child while Python starts. The parent gets the signal after this block.
+    Other programs don't unblock them, so don't start them inside.
     """
     from multiprocessing import resource_tracker  # slow
 
