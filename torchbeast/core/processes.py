@@ -40,6 +40,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # the process and then its group, and people press Ctrl-C twice.
 SAME_REQUEST_SECONDS = 1.0
 
+# Bytes of TMPDIR. A socket's path may have 103, and multiprocessing adds 32.
+LONGEST_TMPDIR = 70
+
 
 class ProcessError(UserError, RuntimeError):
     """A child process died, raised or got stuck."""
@@ -201,6 +204,7 @@ def starting_children() -> Iterator[None]:
     """
     from multiprocessing import resource_tracker  # slow
 
+    _choose_folder_of_sockets()
     old = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         resource_tracker.ensure_running()  # first, because it unblocks signals
@@ -208,6 +212,25 @@ def starting_children() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+def _choose_folder_of_sockets() -> None:
+    """Lets multiprocessing use /tmp if TMPDIR is too long for the path of a socket."""
+    import tempfile  # slow
+    from multiprocessing import util
+
+    before = tempfile.tempdir
+    try:
+        if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
+            tempfile.tempdir = "/tmp"
+            util.get_temp_dir()  # it keeps this choice
+    except OSError as error:
+        raise ProcessError(
+            f"no folder for temporary files: {error}. Set TMPDIR to one that exists, "
+            f"with at most {LONGEST_TMPDIR} bytes, and has free space"
+        ) from None
+    finally:
+        tempfile.tempdir = before
 
 
 def begin_child(ends_by: Sequence[int] = ()) -> None:
