@@ -39,12 +39,13 @@ def start(tmp_path: pathlib.Path) -> Iterator[Callable[..., Run]]:
     yield from starter(functools.partial(Run, tmp_path))
 
 
-def test_a_tmpdir_in_which_no_socket_fits(tmp_path):
+def test_a_tmpdir_in_which_no_socket_fits(tmp_path, monkeypatch):
     """A socket's path has 107 bytes at most; multiprocessing puts sockets there."""
     folder = tmp_path / ("t" * 100)
     folder.mkdir()
-    words = runs.command(tmp_path, "a", **runs.SMALL)
-    assert "Finished" in runs.run_words(words, TMPDIR=str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    process = runs.start(tmp_path, "a", **runs.SMALL)
+    assert "Finished" in runs.finish(process)
     assert os.listdir(folder) == []
 
 
