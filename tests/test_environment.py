@@ -181,6 +181,43 @@ def test_rows_against_one_environment_at_a_time():
     assert endings == {"terminated", "truncated"}
 
 
+class Large(gymnasium.Env):
+    """Float32 can not add 1 to the first reward."""
+
+    observation_space = spaces.Discrete(2)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self):
+        self.steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        self.steps += 1
+        return 0, 1.0 if self.steps > 1 else 2.0**24, False, False, {}
+
+
+def test_returns_of_long_games_keep_their_digits():
+    """In both variants: PolyBeast's servers send these rows."""
+    flags = env_flags(here(Large), sync=True)
+    envs, resumed = Environment(flags, 1), Environment(flags, 1)
+    envs.initial()
+    for step in range(1, 100):
+        row = envs.step(np.zeros(1, np.int64))
+        assert row["reward"].dtype == row["game_return"].dtype == np.float32
+        assert row["game_return"] == row["episode_return"]
+        # Above 2 ** 24 float32 has the even numbers only.
+        assert abs(float(row["game_return"][0]) - (2**24 + step - 1)) <= 1
+    resumed.initial()
+    resumed.load_state_dict(envs.state_dict())
+    for e in (envs, resumed):
+        row = e.step(np.zeros(1, np.int64))
+        assert row["game_step"] == 100
+        assert abs(float(row["game_return"][0]) - (2**24 + 99)) <= 1
+        e.close()
+
+
 def test_nested_observations_and_extra_fields(monkeypatch):
     declare(monkeypatch, goal=ExtraField((2,), np.int32, of="step"))
     declare(monkeypatch, absent=ExtraField((), np.float32, of="step"))

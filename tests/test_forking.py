@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 import runs
@@ -70,17 +71,24 @@ class Fork:
         return {path: path.read_bytes() for path in self.path.rglob("*.py")}
 
     def train(self, module=MONOBEAST, timeout=100, **flags):
-        """Trains in the copy and returns the rows of logs.csv."""
+        """Trains in the copy and returns the rows of logs.csv.
+
+        What is trained also plays, in --mode test and in a notebook.
+        """
         if module == POLYBEAST:
             pytest.importorskip("libtorchbeast", exc_type=ImportError)
+        settings = {**runs.SMALL, **flags}
+        self.run(runs.command(self.savedir, "fork", module, **settings), timeout)
+        rows = runs.read_logs(self.savedir, "fork")
+        test = {"mode": "test", "num_test_episodes": 1}
+        self.run(runs.command(self.savedir, "fork", module, **test))
+        self.run([sys.executable, "-m", "played", str(self.savedir / "fork")])
+        return rows
+
+    def run(self, words, timeout=100):
         paths = [str(self.path), str(self.path / "tests")]
-        runs.run_words(
-            runs.command(self.savedir, "fork", module, **{**runs.SMALL, **flags}),
-            timeout,
-            folder=self.path,
-            PYTHONPATH=os.pathsep.join(paths),
-        )
-        return runs.read_logs(self.savedir, "fork")
+        search = os.pathsep.join(paths)
+        runs.run_words(words, timeout, folder=self.path, PYTHONPATH=search)
 
     def checkpoint(self):
         return torch.load(self.savedir / "fork" / "model.tar", weights_only=True)

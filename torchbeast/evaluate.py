@@ -26,7 +26,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchbeast.core import checkpoint, file_writer, processes, protocol, script, trust
+from torchbeast.core import (
+    checkpoint,
+    file_writer,
+    processes,
+    protocol,
+    script,
+    trackers,
+    trust,
+)
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.actors import actor_context, seed_globals
@@ -91,8 +99,10 @@ def evaluate(
         choose_side(flags)
     flags = flags_lib.resolve(flags).freeze()
     result = test(flags, saved["model_state_dict"], play_games or play_in_processes)
+    step = saved.get("stats", {}).get("step")
+    if flags.video and flags.wandb:
+        trackers.send_video(flags, path.resolve().parent, flags.video, step)
     if flags.mode == "test" and not flags.video:
-        step = saved.get("stats", {}).get("step")
         xpid = path.resolve().parent.name  # --xpid, or what "latest" links to
         about = {"xpid": xpid, "checkpoint": path.name, "step": step}
         name = Path(path.name.replace("model", "test", 1)).with_suffix(".json")

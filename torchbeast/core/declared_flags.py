@@ -135,8 +135,8 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--normalize_observations",
         action=toggle,
         default=False,
-        help="scale float observations, but not images, by running mean and deviation; "
-        "their MLPs then have tanh instead of ReLU",
+        help="scale numbers, but not images and categories, by running mean and "
+        "deviation; their MLPs then have tanh instead of ReLU",
     )
     add(
         "--precision",
@@ -289,7 +289,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         help="file in the folder of the run, such as model.best.tar",
     )
     add("--greedy", action="store_true", help="take the most likely action")
-    add("--video", help="record the test to this .mp4 file")
+    add("--video", help="record the test to this .mp4 file, and to --wandb")
     return parser
 
 

@@ -18,6 +18,7 @@ from torchbeast.core import processes
 from torchbeast.core.environment import Environment
 from torchbeast.core.errors import UserError
 from torchbeast.core.flags import Flags
+from torchbeast.core.make_env import plain_space
 from torchbeast.core.step_watch import print_stack
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ def _describe(flags: Flags, pipe: connection.Connection) -> None:
     try:
         pipe.send(("begun",))
         with contextlib.closing(Environment(flags, 1)) as env:
-            spec = (env.observation_space, env.action_space)
+            spec = (env.observation_space, plain_space(env.action_space))
             pipe.send(("spec", *spec, env.frames_per_step, env.exact_resume))
     except UserError as error:
         pipe.send(("error", error))

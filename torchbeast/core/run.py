@@ -35,6 +35,7 @@ from torchbeast.core import (
 )
 from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.logs_csv import join_columns
+from torchbeast.core.observations import log_encoders
 from torchbeast.core.prof import Profile, Timings
 from torchbeast.core.run_folder import writing
 from torchbeast.core.status import Status, format_return
@@ -83,6 +84,7 @@ class Run:
             replay_memory.load(learner.mixer.replay, saved_replay, learner.step)
         if learner.device.type == "cpu":
             torch.set_num_threads(self.flags.torch_threads)
+        log_encoders(learner.model, self.flags.model)
         self.stack = contextlib.ExitStack()
         self.timings = Timings()
         self.interrupted = False

@@ -181,7 +181,7 @@ class VectorGames:
         result = self._reset(seed)
         if self._check_is_due():
             self._checker.check("reset", result, self.num_envs, self._checked)
-        return result
+        return self._checker.admit("reset", result, self.num_envs)
 
     def _reset(self, seed: Sequence[int]) -> tuple[Any, dict[str, Any]]:
         if self.is_envpool:
@@ -200,6 +200,7 @@ class VectorGames:
         result = self.env.step(actions)
         if self._check_is_due():
             self._checker.check("step", result, self.num_envs, self._checked)
+        result = self._checker.admit("step", result, self.num_envs)
         observation, reward, *ends, info = result
         # Some return integers, and ~ of an integer is no negation.
         terminated, truncated = (np.asarray(x) != 0 for x in ends)
