@@ -315,6 +315,24 @@ def test_nothing_is_left_of_a_start_that_fails(tmp_path, fails):
     assert not (tmp_path / "b").exists()
 
 
+def test_a_mistyped_name_is_noticed(savedir):
+    def started(xpid, line=""):
+        argv = ["--savedir", str(savedir), "--xpid", xpid, *shlex.split(line)]
+        begin = resume.begin(monobeast.make_parser(), argv, monobeast.resolve_layout)
+        with begin as start:
+            return resume.new_run_warning(start)
+
+    (savedir / "a").rename(savedir / "seaquest")
+    for line in ("", "--total_steps 200000"):
+        text = started("seaqeust", line)
+        assert f"no run seaqeust in {savedir}, so" in text
+        assert "--env PongNoFrameskip-v4" in text
+        assert "Similar names: seaquest" in text
+    assert "Similar names: none" in started("other")
+    for xpid, line in [("other", "--seed 3"), ("seaqeust", "--env CartPole-v1")]:
+        assert started(xpid, line) is None
+
+
 # --- From script to script ---
 
 

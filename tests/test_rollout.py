@@ -117,6 +117,20 @@ def test_extra_fields_are_part_of_a_row(monkeypatch):
     assert "final_goal" not in spec
 
 
+def test_the_names_of_other_fields_are_taken(monkeypatch):
+    net = Net(OBSERVATION_SPACE, spaces.Discrete(A))
+    own = row_spec(net).keys() | rollout.REPLAY_FIELDS
+    assert own == extra_fields.TAKEN
+    field = ExtraField((), np.float32, of="observation")
+    monkeypatch.setitem(extra_fields.EXTRA_FIELDS, "goal", field)
+    row_spec(net)
+    for name in [*own, "final_goal"]:
+        with monkeypatch.context() as patch:
+            patch.setitem(extra_fields.EXTRA_FIELDS, name, field)
+            with pytest.raises(extra_fields.FieldNameError, match=f" {name},.*taken"):
+                row_spec(net)
+
+
 def test_fields_of_the_observation_at_the_end_of_a_truncated_episode(monkeypatch):
     """Only a row that shows a final observation, truncated and not done, has them."""
     field = ExtraField((2,), np.int64, of="observation")

@@ -23,7 +23,7 @@ from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.env_spec import EnvSpec
 from torchbeast.core.finite import all_finite, find_cause
 from torchbeast.core.flags import Flags
-from torchbeast.core.logs_csv import join_columns
+from torchbeast.core.logs_csv import join_columns, spread
 from torchbeast.core.mixer import Mixer
 from torchbeast.core.nested import Nested
 from torchbeast.core.observations import InputCheck
@@ -33,7 +33,7 @@ from torchbeast.core.rollout import State
 from torchbeast.model import make_model
 
 # See Net.auxiliary_losses: (batch, outputs, targets, valid, flags) -> losses by name.
-AuxiliaryLosses = Callable[..., Mapping[str, torch.Tensor]]
+AuxiliaryLosses = Callable[..., Mapping[str, Any]]
 
 # --- The loss -------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ def impala_loss(
       auxiliary_losses: see Net.auxiliary_losses.
 
     Returns:
-      The loss, a scalar; and a dict for logs.csv from names to scalars or tensors [K],
+      The loss, a scalar; and a dict for logs.csv from names to numbers or tensors [K],
       for example one number per value head.
     """
     # Row t has observation t and the action for it. Row t + 1 has the action's reward
@@ -145,7 +145,8 @@ def impala_loss(
     entropy_loss = -flags.entropy_cost * entropy.sum()
     losses: Mapping[str, torch.Tensor] = {}
     if auxiliary_losses:
-        losses = auxiliary_losses(batch, outputs, targets, valid, flags)
+        found = auxiliary_losses(batch, outputs, targets, valid, flags)
+        losses = {k: torch.as_tensor(x).to(pg_loss.device) for k, x in found.items()}
     total_loss = pg_loss + baseline_loss + entropy_loss
     total_loss = sum((loss.sum() for loss in losses.values()), start=total_loss)
 
@@ -337,8 +338,7 @@ def update(
         learner.model.parameters(), flags.grad_norm_clipping
     )
     stats = join_columns(stats, {"grad_norm": grad_norm})
-    values = torch.cat([x.float().flatten() for x in stats.values()])
-    scalars = dict(zip(column_names(stats), values.tolist(), strict=True))
+    scalars = to_scalars(stats)
     if not all(np.isfinite([scalars["total_loss"], scalars["grad_norm"]])):
         bounded = flags.reward_clipping == "abs_one" or flags.normalize_rewards
         cause = find_cause(batch, bounded)
@@ -368,12 +368,13 @@ def advance(scheduler: LambdaLR, batches: int) -> None:
             scheduler.step()
 
 
-def column_names(stats: Mapping[str, torch.Tensor]) -> list[str]:
-    """A column per scalar; name_0, name_1, ... for a tensor [K]."""
-    names = []
-    for name, x in stats.items():
-        names += [f"{name}_{i}" for i in range(len(x))] if x.dim() else [name]
-    return names
+def to_scalars(stats: Mapping[str, Any]) -> dict[str, float]:
+    """The columns of stats, see logs_csv.spread, with one transfer from a GPU."""
+    tensors = {k: x.detach() for k, x in stats.items() if isinstance(x, torch.Tensor)}
+    flat = torch.cat([x.float().flatten() for x in tensors.values()]).cpu()
+    parts = flat.split([x.numel() for x in tensors.values()])
+    pairs = zip(tensors.items(), parts, strict=True)
+    return spread({**stats, **{k: part.view(x.shape) for (k, x), part in pairs}})
 
 
 def learn(

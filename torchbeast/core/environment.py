@@ -20,7 +20,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from torchbeast.core import atari_wrappers
 from torchbeast.core.action_masks import NAME, check_masks, first_allowed, mask_space
 from torchbeast.core.env_checks import Checker, InvalidEnvironmentError
-from torchbeast.core.extra_fields import EXTRA_FIELDS, make_fields
+from torchbeast.core.extra_fields import EXTRA_FIELDS, check_names, make_fields
 from torchbeast.core.make_env import create_env, plain_space, policy_space
 from torchbeast.core.nested import flatten, map_nested
 from torchbeast.core.seeded_games import SeededGames, game_seed
@@ -124,6 +124,7 @@ class Environment:
 
         Each environment gets a different seed. Raises what `create_env` raises.
         """
+        check_names()
         self.flags = flags
         self.num_envs = num_envs
         self.seed = flags.seed

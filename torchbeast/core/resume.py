@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import logging
 import pathlib
 import shlex
@@ -114,6 +115,7 @@ def _begin(
         flags = merge(parser, argv, saved, path, notes)
         if flags.sync:
             check_sync(flags, saved)
+        check_init_from(flags, saved)
     elif has_content(folder.path / "logs.csv"):
         check_new_start(folder, flags)
         start_over = True
@@ -185,6 +187,35 @@ def check_new_start(folder: RunFolder, flags: Flags) -> None:
         f"the run {flags.xpid} was started before, in {folder.path}. {why}. Choose "
         "another --xpid, or remove the folder"
     )
+
+
+def check_init_from(flags: Flags, saved: dict[str, Any]) -> None:
+    """Raises FlagError if other weights are typed than those that the run began with.
+
+    The run's own command can be given again.
+    """
+    if flags.init_from not in (None, saved["flags"].get("init_from")):
+        raise FlagError(
+            f"--init_from {flags.init_from} would have no effect: the run {flags.xpid} "
+            f"exists, and goes on with its weights of step {saved['stats']['step']}. "
+            "Choose another --xpid for a new run, or leave out --init_from"
+        )
+
+
+def new_run_warning(start: Start) -> str | None:
+    """A warning if a new run was possibly meant to be the resume of another one."""
+    flags, path = start.flags, start.folder.path
+    if "xpid" not in flags.typed or flags.typed & {"env", "preset", "config"}:
+        return None
+    others = [x.parent.name for x in path.parent.glob("*/logs.csv") if x.parent != path]
+    similar = difflib.get_close_matches(path.name, sorted({*others} - {"latest"}))
+    if similar or flags.typed <= {"xpid", "savedir"}:
+        return (
+            f"There was no run {path.name} in {path.parent}, so this one is new, and "
+            f"learns the default --env {flags.env} from step 0. Similar names: "
+            f"{', '.join(similar) or 'none'}."
+        )
+    return None
 
 
 def check_sync(flags: Flags, saved: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from gymnasium import spaces
 
 from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.errors import UserError
-from torchbeast.core.extra_fields import EXTRA_FIELDS, final_name
+from torchbeast.core.extra_fields import EXTRA_FIELDS, check_names, final_name
 from torchbeast.core.nested import Nested, flatten, map_nested
 from torchbeast.core.observations import map_space
 
@@ -84,6 +84,7 @@ def env_fields(
     observation_space: spaces.Space, distribution: ActionDistribution
 ) -> dict[str, Nested]:
     """Shape, without [T, B], and dtype of the fields that come from the environment."""
+    check_names()
     return {
         "observation": observation_spec(observation_space),
         "reward": Spec((), torch.float32),

@@ -34,7 +34,7 @@ from torchbeast.core import (
     trust,
 )
 from torchbeast.core.file_writer import FileWriter
-from torchbeast.core.logs_csv import join_columns
+from torchbeast.core.logs_csv import join_columns, spread
 from torchbeast.core.observations import log_encoders
 from torchbeast.core.prof import Profile, Timings
 from torchbeast.core.run_folder import writing
@@ -132,7 +132,10 @@ class Run:
             kept_checkpoints.remove_later(path / "model.tar", self.learner.step)
         self.stack.callback(lambda: self._profile.close(path))
         self._old_wakeup = self._wake_pipe.wake_on_signals()
-        log.info("Run %s; files in %s", flags.xpid, path)
+        is_new = not (self.resumed or start.start_over)
+        log.info("%s %s in %s", "New run" if is_new else "Run", flags.xpid, path)
+        if is_new and (warning := resume.new_run_warning(start)):
+            log.warning("%s", warning)
         if self.resumed:
             log.info("Resuming at step %d.", self.learner.step)
         elif start.start_over:
@@ -243,10 +246,10 @@ class Run:
         """Writes a row to logs.csv and the trackers.
 
         Raises:
-          ColumnError: two parts have a column of the same name.
+          ColumnError: two parts have a column of the same name, or see spread.
         """
         with self._columns_lock:
-            row = join_columns(*parts, self._next_columns)
+            row = spread(join_columns(*parts, self._next_columns))
             self._next_columns = dict.fromkeys(self._next_columns)
         self._writer.log(row)
         for tracker in self._trackers:
