@@ -25,6 +25,7 @@ import torch
 
 from torchbeast.core import (
     checkpoint,
+    code_record,
     errors,
     kept_checkpoints,
     processes,
@@ -36,6 +37,7 @@ from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.logs_csv import join_columns
 from torchbeast.core.observations import log_encoders
 from torchbeast.core.prof import Profile, Timings
+from torchbeast.core.run_folder import writing
 from torchbeast.core.status import Status, format_return
 from torchbeast.core.trackers import Tracker, make_trackers
 from torchbeast.core.wake_pipe import WakePipe
@@ -113,6 +115,8 @@ class Run:
         # From now on signals are only noted, so that meta.json gets the end of the run.
         for number in processes.handled_signals():
             signal.signal(number, self._on_signal)
+        with writing(start.folder.path):
+            code = code_record.record(start.folder.path, flags)
         self._writer = FileWriter(
             flags.savedir,
             flags.xpid,
@@ -121,6 +125,7 @@ class Run:
             folder=start.folder,
             start_over=start.start_over,
             left_open=start.left_open,
+            about={"optimizer": type(self.learner.optimizer).__name__, **code},
         )
         path = self._writer.path
         if self.resumed or start.start_over:
