@@ -30,6 +30,7 @@ from torchbeast.core import (
     processes,
     replay_memory,
     resume,
+    rollout,
 )
 from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.logs_csv import join_columns
@@ -69,6 +70,7 @@ class Run:
     def __init__(self, start: resume.Start, learner: Any) -> None:
         self.start, self.learner, self.flags = start, learner, start.flags
         self.resumed = start.saved is not None
+        rollout.check_batch(self.flags, learner.row_spec)
         if start.saved:
             learner.load_state_dict(start.saved)
         elif self.flags.init_from:
