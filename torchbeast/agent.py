@@ -31,7 +31,7 @@ from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import prepare_to_act, to_tensors
 from torchbeast.core.atari_wrappers import atari_game
 from torchbeast.core.env_checks import InvalidEnvironmentError
-from torchbeast.core.environment import Environment, to_env_actions
+from torchbeast.core.environment import example_environment, to_env_actions
 from torchbeast.core.extra_fields import EXTRA_FIELDS
 from torchbeast.core.flags import Flags
 from torchbeast.core.make_env import create_env
@@ -151,7 +151,7 @@ def load_agent(path: str | os.PathLike[str]) -> Agent:
     parser = declared_flags.make_parser("", TORSOS)
     flags = flags_lib.parse(parser, ["--mode=test"], saved["flags"])
     flags = flags_lib.resolve(flags).freeze()
-    with contextlib.closing(Environment(flags, 1)) as env:
+    with contextlib.closing(example_environment(flags)) as env:
         spaces = env.observation_space, env.action_space
     model = make_model(flags, *spaces, torch.device("cpu"))
     checkpoint.check_fit(saved["model_state_dict"], model)
