@@ -187,7 +187,7 @@ def test_the_model_gets_the_rows_of_training(tmp_path, monkeypatch, env):
             monkeypatch.setitem(EXTRA_FIELDS, name, field)
     flags = make_flags("--env", env, "--use_lstm", "--atari_backend", "python")
     save(tmp_path, flags)
-    agent = load_agent(tmp_path)
+    agent = load_agent(tmp_path, trust_env=True)
     forward, seen = agent.model.forward, []
 
     def recording(rows, state=(), acting=False):
@@ -225,7 +225,7 @@ def test_the_model_gets_the_rows_of_training(tmp_path, monkeypatch, env):
 
 def test_it_gives_values_and_logits_and_acts_in_several_environments(tmp_path):
     save(tmp_path, make_flags("--env", "test_agent:Mixed", "--use_lstm"))
-    agent = load_agent(tmp_path)
+    agent = load_agent(tmp_path, trust_env=True)
     n = 4
     batch = [agent.observation_space.sample() for _ in range(n)]
     agent.observation_space.seed(1)
@@ -268,7 +268,7 @@ NAN = np.array([0.1, np.nan, 0])
 def test_what_it_can_not_act_on(tmp_path, arguments, match):
     flags = make_flags("--env", "test_agent:Short", "--env_kwargs", '{"x": 1}')
     save(tmp_path, flags)
-    agent = load_agent(tmp_path)
+    agent = load_agent(tmp_path, trust_env=True)
     with pytest.raises(ValueError, match=match):
         agent.act(**arguments)
     _, state = agent.act(np.zeros((2, 3)))

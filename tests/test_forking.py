@@ -160,6 +160,27 @@ def test_another_optimizer_and_schedule(tmp_path):
     assert {"exp_avg", "exp_avg_sq"} <= moments.keys()  # of AdamW
 
 
+def test_a_second_network_with_its_own_optimizer_and_batches(tmp_path):
+    fork = Fork(tmp_path, "curiosity")
+    changed = ("curiosity", "learner")
+    assert fork.files == {f"torchbeast/{name}.py" for name in changed}
+    rows = fork.train(sync=True)  # the same on each run
+    losses = column(rows, "curiosity_loss")
+    assert mean(losses[-10:]) < 0.7 * mean(losses[:10])
+    resumed = fork.train(sync=True, total_steps=750)[len(rows) :]
+    assert mean(column(resumed, "curiosity_loss")) < 0.7 * mean(losses[:10])
+    saved = fork.checkpoint()
+    weights = {"agent": "model_state_dict", "own": "curiosity_state_dict"}
+    names = {who: saved[key].keys() for who, key in weights.items()}
+    assert not any("network" in name for name in names["agent"])
+    moments = saved["curiosity_optimizer"]["state"]
+    trained = [name for name in names["own"] if name.startswith("network")]
+    assert len(moments) == len(trained) == 6
+    # Four batches of its own for each of the agent's, also after the resume.
+    (batches,) = {int(x["step"]) for x in moments.values()}
+    assert batches == 4 * len([*rows, *resumed]) == 4 * 75
+
+
 # Random play opens the lock in one of 65,536 episodes. These runs have about 12,000.
 LOCK = {
     **QUICK_LEARNING,

@@ -166,6 +166,10 @@ def test_cut_rollouts_learn_the_same(tmp_path):
             ["--learn_start 101", "--replay_size 100"],
         ),
         (
+            {"replay_ratio": 1e9, "replay_size": 500},
+            ["--replay_ratio 1e+09 replays 10,000,000,000 steps per batch", "500 has"],
+        ),
+        (
             {"replay_ratio": 1, "replay_size": 500, "sync": True},
             ["--sync resumes exactly", "--disable_checkpoint"],
         ),

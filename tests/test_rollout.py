@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import runs
 import torch
 import torch.multiprocessing as mp
 from gymnasium import spaces
@@ -320,3 +321,17 @@ def test_consecutive_rollouts_count_every_end_once():
         batch = {name: x[first : first + T + 1] for name, x in stream.items()}
         counted += len(rollout.episode_ends(batch)["game_step"])
     assert counted == ended[1:].sum()
+
+
+@pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
+def test_a_batch_beyond_the_memory(tmp_path, module):
+    """Each flag is in its range, but not their product."""
+    if module.endswith("polybeast"):
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    flags = {**runs.SMALL, "batch_size": 12 * 10**7, "unroll_length": 1000}
+    flags["total_steps"] = 10**12
+    output = runs.run(tmp_path, "a", module=module, status=1, **flags)
+    assert "--batch_size 120,000,000 rollouts" in output
+    assert "--unroll_length 1,000 needs" in output
+    assert "GB, but this process may use" in output
+    assert "Traceback" not in output

@@ -32,7 +32,11 @@ from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import Choose, act_step, prepare_to_act, to_tensors
 from torchbeast.core.atari_wrappers import atari_game
 from torchbeast.core.env_checks import InvalidEnvironmentError, describe
-from torchbeast.core.environment import Environment, Totals, to_env_actions
+from torchbeast.core.environment import (
+    Totals,
+    example_environment,
+    to_env_actions,
+)
 from torchbeast.core.extra_fields import EXTRA_FIELDS
 from torchbeast.core.finite import find_cause
 from torchbeast.core.flags import Flags
@@ -261,7 +265,7 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
     flags = flags_lib.parse(parser, words, saved["flags"], signed, str(file))
     flags = flags_lib.resolve(flags).freeze()
-    with contextlib.closing(Environment(flags, 1)) as env:
+    with contextlib.closing(example_environment(flags)) as env:
         of_env = env.observation_space, env.action_space
     model = make_model(flags, *of_env, torch.device("cpu"))
     checkpoint.check_fit(saved["model_state_dict"], model)

@@ -325,8 +325,9 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--wrapper",
-        metavar="MODULE:FUNCTION,...",
-        help="functions or classes that wrap each environment, the innermost first",
+        metavar="MODULE:FUNCTION[JSON],...",
+        help="functions or classes that wrap each environment, the innermost first; "
+        "a JSON object of arguments may follow each",
     )
     add(
         "--mask_actions",

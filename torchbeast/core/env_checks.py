@@ -328,7 +328,8 @@ def fits_space(space: spaces.Space, value: Any, leading: tuple[int, ...] = ()) -
     """Whether structure, shapes and dtypes are those of a space, or can be cast safely.
 
     Args:
-      leading: dimensions of each array in front of its space's.
+      leading: dimensions of each array in front of its space's. With some, other
+        types than arrays do not fit.
     """
     if isinstance(space, spaces.Dict):
         return isinstance(value, Mapping) and all(
@@ -341,8 +342,10 @@ def fits_space(space: spaces.Space, value: Any, leading: tuple[int, ...] = ()) -
             and len(value) == len(space.spaces)
             and all(map(partial(fits_space, leading=leading), space.spaces, value))
         )
+    if leading and not isinstance(value, np.ndarray):
+        return False
     try:
-        x = value if isinstance(value, np.ndarray) else np.asarray(value)
+        x = np.asarray(value)
     except Exception:  # whatever a library's type raises
         return False
     if x.shape != leading + (space.shape or ()):

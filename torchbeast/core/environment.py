@@ -70,6 +70,18 @@ class Totals(NamedTuple):
         return dict(zip(self._fields, stored, strict=True))
 
 
+def example_environment(flags: argparse.Namespace) -> "Environment":
+    """One environment; of vector environments as many as a run has in one object.
+
+    They may come in groups, so that one alone can't be made. Raises what Environment
+    raises.
+    """
+    is_atari = atari_wrappers.atari_game(flags.env) is not None
+    is_vector = not is_atari and find_vector_env(flags) is not None
+    E = getattr(flags, "envs_per_actor", None) or 1
+    return Environment(flags, E if is_vector else 1)
+
+
 class Environment:
     """E environments stepped together. One thread at a time.
 

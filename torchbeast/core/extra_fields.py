@@ -39,6 +39,11 @@ class ExtraField:
 EXTRA_FIELDS: dict[str, ExtraField] = {}
 
 
+def final_name(name: str) -> str:
+    """The field's name in rows for its value at the end of truncated episodes."""
+    return f"final_{name}"
+
+
 # The names of a row's other fields, and of those that a batch has besides.
 TAKEN = frozenset(
     {
@@ -63,11 +68,6 @@ def check_names() -> None:
             f"is named. These names are taken: {', '.join(sorted(TAKEN | finals))}. "
             "Give the value another name in the environment's info and in EXTRA_FIELDS"
         )
-
-
-def final_name(name: str) -> str:
-    """The field's name in rows for its value at the end of truncated episodes."""
-    return f"final_{name}"
 
 
 def select(

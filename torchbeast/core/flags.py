@@ -312,6 +312,14 @@ def resolve(flags: Flags) -> Flags:
             f"of at least 8 times --unroll_length {flags.unroll_length}, got "
             f"{flags.replay_size}"
         )
+    replayed = flags.replay_ratio * flags.batch_size * flags.unroll_length
+    if flags.mode == "train" and replayed > flags.replay_size > 0:
+        raise FlagError(
+            f"--replay_ratio {flags.replay_ratio:g} replays {replayed:,.0f} steps per "
+            f"batch (times --batch_size {flags.batch_size} and --unroll_length "
+            f"{flags.unroll_length}), more than --replay_size {flags.replay_size:,} "
+            "has: lower it"
+        )
     if flags.replay_ratio and flags.sync and not flags.disable_checkpoint:
         raise FlagError(
             "--sync resumes exactly, but a checkpoint lacks the replay's contents: add "

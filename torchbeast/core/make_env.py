@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import operator
+import re
 from typing import Any
 
 import gymnasium
@@ -26,7 +27,7 @@ from torchbeast.core.env_checks import (
     leaves_of,
     raised_by_call,
 )
-from torchbeast.core.errors import UserError
+from torchbeast.core.errors import FlagError, UserError
 from torchbeast.core.old_gym import OldGymAdapter, has_old_api, takes
 from torchbeast.core.seeded_games import MinAtarGame
 
@@ -57,7 +58,7 @@ def create_env(
                                has that parameter
 
     It gets the arguments in `flags.env_kwargs`, a JSON object or None. The functions or
-    classes in `flags.wrapper`, separated by commas, wrap it one after the other. With
+    classes in `flags.wrapper`, see parse_wrappers, wrap it one after the other. With
     `flags.mask_actions` the observation gets info["action_mask"].
     Environments of the old Gym API are adapted.
 
@@ -84,8 +85,8 @@ def create_env(
         env = _from_gymnasium(name, render_mode, arguments)
     check_interface(name, env)
     try:
-        for wrapper in filter(None, (flags.wrapper or "").split(",")):
-            env = _wrap(env, wrapper)
+        for path, wrapper_arguments in parse_wrappers(flags.wrapper or ""):
+            env = _wrap(env, path, wrapper_arguments)
         if flags.mask_actions:
             env = MaskFromInfo(env, name)
         check_mask(env.observation_space, env.action_space)
@@ -100,7 +101,35 @@ def create_env(
     return env
 
 
-def _wrap(env: gymnasium.Env, wrapper: str) -> gymnasium.Env:
+def parse_wrappers(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The paths of --wrapper and the arguments of each.
+
+    Such as a:F,b:C{"size": [4, 5]}. Commas separate them; a JSON object may follow.
+
+    Raises:
+      FlagError: what follows a path is not a JSON object.
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
+    while text := text.strip(", "):
+        path = re.split("[,{]", text)[0]
+        text = text[len(path) :]
+        arguments: dict[str, Any] = {}
+        if text.startswith("{"):
+            try:
+                arguments, end = json.JSONDecoder().raw_decode(text)
+            except (ValueError, RecursionError) as error:
+                raise FlagError(
+                    f"--wrapper {path} is followed by {text}, which is not a JSON "
+                    f"object: {error}"
+                ) from None
+            text = text[end:].strip()
+            if text and not text.startswith(","):
+                raise FlagError(f"--wrapper {path}: a comma is missing before {text}")
+        found.append((path.strip(), arguments))
+    return found
+
+
+def _wrap(env: gymnasium.Env, wrapper: str, arguments: dict[str, Any]) -> gymnasium.Env:
     """Calls one function or class of --wrapper."""
     wrap = find_object(f"--wrapper {wrapper}", wrapper)
     if not callable(wrap):
@@ -109,12 +138,13 @@ def _wrap(env: gymnasium.Env, wrapper: str) -> gymnasium.Env:
             "that wraps an environment"
         )
     try:
-        wrapped = wrap(env)
+        wrapped = wrap(env, **arguments)
     except TypeError as error:
         if not raised_by_call(error):
             raise
         raise InvalidEnvironmentError(
-            f"--wrapper {wrapper} is called with the environment alone: {error}"
+            f"--wrapper {wrapper} is called with the environment and the arguments "
+            f"{arguments}: {error}. Arguments follow the name, as a JSON object"
         ) from error
     if not isinstance(wrapped, gymnasium.Env):
         raise InvalidEnvironmentError(

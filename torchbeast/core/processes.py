@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
-import math
 import multiprocessing
 import os
 import shlex
@@ -33,6 +32,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torchbeast.core.errors import UserError
+from torchbeast.core.hardware import num_cpus as num_cpus  # for users of this module
 from torchbeast.core.wake_pipe import WakePipe
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -174,21 +174,6 @@ def run_script(main: Callable[[], int]) -> NoReturn:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(status)
-
-
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container; not everywhere
-
-
-def num_cpus() -> int:
-    """The number of CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
-    else:
-        count = os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):  # "max": no quota
-        quota, period = map(int, CPU_QUOTA.read_text().split())
-        count = min(count, max(1, math.ceil(quota / period)))
-    return count
 
 
 # --- Child processes ------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The memory or the file that holds a replay."""
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from torchbeast.core.checkpoint import CheckpointError
+from torchbeast.core.hardware import free_memory
 from torchbeast.core.nested import Nested
 from torchbeast.core.replay import Replay, ReplayError
 from torchbeast.core.run_folder import atomic_write
@@ -83,10 +83,22 @@ def make_replay(
         if path is not None:
             return file_array(path, shape, dtype)
         reserved += size
-        return np.zeros(shape, dtype)
+        try:
+            return np.zeros(shape, dtype)
+        except MemoryError as error:
+            raise ReplayError(
+                f"the replay needs {size / 1e9:.3g} GB for whole observations, which "
+                f"the system refuses ({error}): lower --replay_size"
+            ) from error
 
     create = np.zeros if path is None else functools.partial(file_array, path)
-    return Replay(spec, capacity, T, create, flags.seed, create_whole)
+    try:
+        return Replay(spec, capacity, T, create, flags.seed, create_whole)
+    except MemoryError as error:
+        raise ReplayError(
+            f"--replay_size {capacity:,} needs {needed / 1e9:.3g} GB, which the system "
+            f"refuses ({error}): lower it"
+        ) from error
 
 
 def file_array(path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -112,23 +124,6 @@ def free_disk(path: str) -> int:
         raise ReplayError(f"--replay_file {path}: there is no folder {folder}")
     stat = os.statvfs(folder)
     return stat.f_bavail * stat.f_frsize
-
-
-def free_memory() -> int:
-    """Bytes of memory that this process can still use (Linux), or of the machine."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(x for x in lines if x.startswith("MemAvailable"))
-        free = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # in a container
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        # Copies of files, which the system drops when it needs the memory.
-        stat = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
-        free = min(free, limit - used + int(stat.get("inactive_file", 0)))
-    return free
 
 
 # --- With a checkpoint ----------------------------------------------------------------

@@ -31,6 +31,7 @@ from torchbeast.core import (
     processes,
     replay_memory,
     resume,
+    rollout,
     trust,
 )
 from torchbeast.core.file_writer import FileWriter
@@ -73,6 +74,7 @@ class Run:
     def __init__(self, start: resume.Start, learner: Any) -> None:
         self.start, self.learner, self.flags = start, learner, start.flags
         self.resumed = start.saved is not None
+        rollout.check_batch(self.flags, learner.row_spec)
         if start.saved:
             learner.load_state_dict(start.saved)
         elif self.flags.init_from:
