@@ -16,7 +16,7 @@ import torch
 
 from torchbeast import monobeast
 from torchbeast.core import flags as flags_lib
-from torchbeast.core import processes, resume
+from torchbeast.core import processes, resume, trust
 from torchbeast.core.run_folder import RunFolder
 
 
@@ -183,18 +183,58 @@ def test_the_test_mode_refuses_them_too(savedir, fails):
 # --- Environments that a checkpoint names ---
 
 
-def test_an_environment_that_a_checkpoint_names(savedir, fails, main):
+def test_an_environment_that_a_checkpoint_names(
+    savedir, fails, main, monkeypatch, tmp_path_factory
+):
+    status, text = main(savedir, "--xpid a --mode test")
+    assert status == 0, "a run of one's own needs no flag"
+    other_home = str(tmp_path_factory.mktemp("home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", other_home)  # another user
+    path = savedir / "a" / "model.tar"
     for mode in ("--mode test", "--total_steps 40"):
-        message = fails(savedir, f"--xpid a {mode} --no-trust_checkpoint_env")
-        assert "--env faulty:Environment" in message
-        assert "forbids to import the module faulty" in message
-    said = "the module faulty will be imported"
-    for line in ("", "--no-trust_checkpoint_env --env faulty:Environment"):
+        message = fails(savedir, f"--xpid a {mode}")
+        assert f"{path} names --env faulty:Environment" in message
+        assert "imports the code of faulty." in message
+        assert "add --trust_checkpoint_env" in message
+    for line in ("--trust_checkpoint_env", "--env faulty:Environment"):
         status, text = main(savedir, f"--xpid a --mode test {line}")
         assert status == 0, text
         assert "10 games: mean return" in text
-        assert (said in text) == (line == "")
-        assert ("--no-trust_checkpoint_env" in text) == (line == "")
+    # What was allowed once is signed with this user's key.
+    flags = {"total_steps": 40, "trust_checkpoint_env": True}
+    runs.run(savedir, "a", **flags)
+    runs.run(savedir, "a", total_steps=60)
+    status, text = main(savedir, "--xpid a --mode test")
+    assert status == 0, text
+
+
+def test_what_a_changed_checkpoint_names_is_not_used(savedir, fails, tmp_path):
+    path = savedir / "a" / "model.tar"
+    original = torch.load(path, weights_only=True)
+    mark = savedir / "mark"
+    for changes, words in [
+        (
+            {"env": "os:mkdir", "env_kwargs": f'{{"path": "{mark}"}}'},
+            f'imports the code of os, with the arguments {{"path": "{mark}"}}',
+        ),
+        ({"wrapper": "shutil:rmtree"}, "imports the code of faulty, shutil"),
+        ({"env": "antigravity:CartPole-v1"}, "imports the code of antigravity"),
+        ({"env_kwargs": '{"a": 1}'}, "with the arguments"),
+    ]:
+        torch.save(original | {"flags": original["flags"] | changes}, path)
+        for line in ("--mode test", "--total_steps 40"):
+            assert words in fails(savedir, f"--xpid a {line}")
+    # A run would use these. A test does not, so they need no trust there.
+    for changes in ({"replay_file": str(mark)}, {"wandb": "theirs"}):
+        changes = {"env": "CartPole-v1", **changes}
+        torch.save(original | {"flags": original["flags"] | changes}, path)
+        name, value = list(changes.items())[-1]
+        message = fails(savedir, "--xpid a --total_steps 40")
+        assert f"{path} names --{name} {value}. You have not typed" in message
+        # The weights are those of the other environment, which is noticed only later.
+        message = fails(savedir, "--xpid a --mode test")
+        assert "the checkpoint's weights don't fit" in message
+    assert not mark.exists()
 
 
 # --- Folders ---
@@ -287,6 +327,7 @@ def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch
     saved = torch.load(path, weights_only=True)
     saved["flags"] |= {"listen": "0.0.0.0:5000", "insecure": True, "num_servers": 7}
     saved["flags_left_open"] += ["num_servers"]
+    saved["flags_signature"] = trust.sign(saved["flags"])
     torch.save(saved, path)
 
     def begin(script, line):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchbeast.core import checkpoint, kept_checkpoints, processes
+from torchbeast.core import checkpoint, kept_checkpoints, processes, trust
 from torchbeast.core.actors import actor_context, seed_globals
 from torchbeast.core.errors import text_of
 from torchbeast.core.flags import Flags
@@ -167,6 +167,7 @@ class Evaluator:
             state = {
                 "model_state_dict": weights,
                 "flags": self.flags.as_dict(),
+                "flags_signature": trust.sign(self.flags.as_dict()),
                 "stats": {"step": step, "eval_return": mean},
             }
             try:

@@ -26,6 +26,7 @@ from torchbeast.core.flags import Flags
 from torchbeast.core.logs_csv import join_columns
 from torchbeast.core.mixer import Mixer
 from torchbeast.core.nested import Nested
+from torchbeast.core.observations import InputCheck
 from torchbeast.core.replay_memory import make_replay
 from torchbeast.core.rmsprop import RMSProp
 from torchbeast.core.rollout import State
@@ -222,6 +223,9 @@ class Learner:
         )
         self.optimizer, self.scheduler = make_optimizer(self.model, flags)
         self.row_spec = row_spec(self.model)
+        self.input_check = InputCheck(
+            env_spec.observation_space, flags.normalize_observations
+        )
         self.mixer: Mixer | None = None
         if flags.replay_ratio > 0:
             replay = make_replay(flags, self.row_spec)
@@ -322,14 +326,10 @@ def update(
       FloatingPointError: the loss or the gradient is not finite: then the model is
         unchanged. Or the new weights are not finite: then the learner is unusable.
     """
-    flags = learner.flags
-    outputs, _ = learner.model(batch, initial_state)
+    flags, model = learner.flags, learner.model
+    outputs, _ = model(batch, initial_state)
     loss, stats = impala_loss(
-        batch,
-        outputs,
-        learner.model.distribution,
-        flags,
-        learner.model.auxiliary_losses,
+        batch, outputs, model.distribution, flags, model.auxiliary_losses
     )
     learner.optimizer.zero_grad()
     loss.backward()
@@ -399,6 +399,7 @@ def learn(
     ready = mixer.add(batch, learner.step) if mixer else True
     scalars: dict[str, float] = {}
     if ready:
+        learner.input_check.see(batch, learner.model.distribution)
         learner.model.update_moments(batch, initial_state)
         rows, state = (
             mixer.mix(batch, initial_state) if mixer else (batch, initial_state)

@@ -214,7 +214,6 @@ def get_batch(
 def train(start: resume.Start) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status."""
     flags = start.flags
-    resume.announce_environment(flags, start.saved)
     env_spec = find_env_spec(flags, actor_context(), flags.actor_timeout)
     if flags.sync and not flags.disable_checkpoint and not env_spec.exact_resume:
         raise FlagError(

@@ -389,8 +389,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with script.reported() as outcome:
         if flags_lib.parse(parser, argv).mode == "train":
             with resume.begin(parser, argv, resolve_layout) as start:
-                if start.flags.eval_interval:  # this machine makes environments, too
-                    resume.announce_environment(start.flags, start.saved)
                 outcome.status = 0 if start.is_finished() else train(start)
         else:
             evaluate(parser, argv, play_on_servers)

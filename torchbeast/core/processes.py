@@ -40,6 +40,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # the process and then its group, and people press Ctrl-C twice.
 SAME_REQUEST_SECONDS = 1.0
 
+# Bytes of TMPDIR. A socket's path may have 103, and multiprocessing adds 32.
+LONGEST_TMPDIR = 70
+
 
 class ProcessError(UserError, RuntimeError):
     """A child process died, raised or got stuck."""
@@ -55,9 +58,13 @@ def handled_signals() -> list[signal.Signals]:
 
 
 def exit_on_stop_signals() -> None:
-    """Makes stop signals end the process at once; for the imports of a script."""
+    """Makes stop signals end the process at once; for the imports of a script.
+
+    Unblocks them: who started the process may have used starting_children().
+    """
     for number in handled_signals():
         signal.signal(number, _exit_at_once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def require_native() -> None:
@@ -176,11 +183,13 @@ def run_script(main: Callable[[], int]) -> NoReturn:
 def starting_children() -> Iterator[None]:
     """Blocks stop signals in child processes that start inside this block.
 
-    begin_child() unblocks them. So a Ctrl-C can't hit a child during its imports. The
-    parent gets the signal after this block.
+    begin_child() unblocks them, and exit_on_stop_signals() in a script. So a signal
+    can't hit a child while Python starts. The parent gets the signal after this block.
+    Other programs don't unblock them, so don't start them inside.
     """
     from multiprocessing import resource_tracker  # slow
 
+    _choose_folder_of_sockets()
     old = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         resource_tracker.ensure_running()  # first, because it unblocks signals
@@ -188,6 +197,25 @@ def starting_children() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+def _choose_folder_of_sockets() -> None:
+    """Lets multiprocessing use /tmp if TMPDIR is too long for the path of a socket."""
+    import tempfile  # slow
+    from multiprocessing import util
+
+    before = tempfile.tempdir
+    try:
+        if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
+            tempfile.tempdir = "/tmp"
+            util.get_temp_dir()  # it keeps this choice
+    except OSError as error:
+        raise ProcessError(
+            f"no folder for temporary files: {error}. Set TMPDIR to one that exists, "
+            f"with at most {LONGEST_TMPDIR} bytes, and has free space"
+        ) from None
+    finally:
+        tempfile.tempdir = before
 
 
 def begin_child(ends_by: Sequence[int] = ()) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import pathlib
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torchbeast.core import checkpoint, devices, script
+from torchbeast.core import checkpoint, devices, script, trust
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.atari_wrappers import atari_game
 from torchbeast.core.declared_flags import environment_flags
@@ -110,7 +111,7 @@ def _begin(
     if not flags.disable_checkpoint and path.exists():
         saved = checkpoint.load(path)
         checkpoint.check(saved, path)
-        flags = merge(parser, argv, saved, notes)
+        flags = merge(parser, argv, saved, path, notes)
         if flags.sync:
             check_sync(flags, saved)
     elif has_content(folder.path / "logs.csv"):
@@ -132,12 +133,19 @@ def merge(
     parser: argparse.ArgumentParser,
     argv: Sequence[str] | None,
     saved: dict[str, Any],
+    path: pathlib.Path,
     notes: list[str],
 ) -> Flags:
-    """Returns the flags of a resumed run, not resolved yet."""
-    flags = flags_lib.parse(parser, argv, saved["flags"])
+    """Returns the flags of a resumed run, not resolved yet.
+
+    Raises:
+      UntrustedError: the checkpoint names code or files, and nobody typed it.
+    """
+    signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
+    # Nothing is used yet: outdated values, such as addresses, need no trust.
+    flags = flags_lib.parse(parser, argv, saved["flags"], signed=True)
     if flags.sync:  # keep threads and precision, too: they change rounding
-        return flags
+        return flags_lib.parse(parser, argv, saved["flags"], signed, str(path))
     outdated = set(saved.get("flags_left_open", ()))
     # Even a typed number of buffers was chosen for the old layout.
     if flags.typed & {"num_actors", "envs_per_actor", "batch_size"}:
@@ -153,7 +161,7 @@ def merge(
                 notes.append(f"Using another device: {error}.")
                 outdated.add(name)
     kept = {k: v for k, v in saved["flags"].items() if k not in outdated}
-    return flags_lib.parse(parser, argv, kept)
+    return flags_lib.parse(parser, argv, kept, signed, str(path))
 
 
 def check_new_start(folder: RunFolder, flags: Flags) -> None:
@@ -247,27 +255,3 @@ def notes_on_unused_flags(parser: argparse.ArgumentParser, flags: Flags) -> list
         f"Without effect, because {flags.env} is not an Atari game: "
         f"{', '.join(typed)}. --env_kwargs passes arguments to an environment."
     ]
-
-
-def announce_environment(flags: Flags, saved: dict[str, Any] | None) -> None:
-    """Logs the modules that will be imported because a checkpoint names them.
-
-    Raises:
-      FlagError: --no-trust_checkpoint_env refuses it.
-    """
-    for name in ("env", "wrapper"):
-        named = (saved or {}).get("flags", {}).get(name) or ""
-        if name in flags.typed or getattr(flags, name) != named or ":" not in named:
-            continue
-        modules = ", ".join(part.partition(":")[0] for part in named.split(","))
-        if not flags.trust_checkpoint_env:
-            raise FlagError(
-                f"the checkpoint names --{name} {named}, but --no-trust_checkpoint_env "
-                f"forbids to import the module {modules}. If you trust it, add "
-                f"--{name} {named}"
-            )
-        log.warning(
-            "The checkpoint names --%s %s: the module %s will be imported, which runs "
-            "its code. To prevent that, add --no-trust_checkpoint_env.",
-            *(name, named, modules),
-        )

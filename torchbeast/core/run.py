@@ -25,6 +25,7 @@ import torch
 
 from torchbeast.core import (
     checkpoint,
+    code_record,
     errors,
     finite,
     kept_checkpoints,
@@ -32,10 +33,13 @@ from torchbeast.core import (
     replay_memory,
     resume,
     rollout,
+    trust,
 )
 from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.logs_csv import join_columns
+from torchbeast.core.observations import log_encoders
 from torchbeast.core.prof import Profile, Timings
+from torchbeast.core.run_folder import writing
 from torchbeast.core.status import Status, format_return
 from torchbeast.core.trackers import Tracker, make_trackers
 from torchbeast.core.wake_pipe import WakePipe
@@ -83,6 +87,7 @@ class Run:
             replay_memory.load(learner.mixer.replay, saved_replay, learner.step)
         if learner.device.type == "cpu":
             torch.set_num_threads(self.flags.torch_threads)
+        log_encoders(learner.model, self.flags.model)
         self.stack = contextlib.ExitStack()
         self.timings = Timings()
         self.interrupted = False
@@ -113,6 +118,8 @@ class Run:
         # From now on signals are only noted, so that meta.json gets the end of the run.
         for number in processes.handled_signals():
             signal.signal(number, self._on_signal)
+        with writing(start.folder.path):
+            code = code_record.record(start.folder.path, flags)
         self._writer = FileWriter(
             flags.savedir,
             flags.xpid,
@@ -121,6 +128,7 @@ class Run:
             folder=start.folder,
             start_over=start.start_over,
             left_open=start.left_open,
+            about={"optimizer": type(self.learner.optimizer).__name__, **code},
         )
         path = self._writer.path
         if self.resumed or start.start_over:
@@ -299,6 +307,7 @@ class Run:
             self._saving = True
             state |= {
                 "flags": flags.as_dict(),
+                "flags_signature": trust.sign(flags.as_dict()),
                 "flags_left_open": self.start.left_open,
             }
             path = self.start.folder.path / "model.tar"
