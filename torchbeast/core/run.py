@@ -27,6 +27,7 @@ from torchbeast.core import (
     checkpoint,
     code_record,
     errors,
+    finite,
     kept_checkpoints,
     processes,
     replay_memory,
@@ -354,7 +355,8 @@ class Run:
         if self.resumed and was_first and isinstance(error, FloatingPointError):
             folder = self.start.folder.path
             files = folder / "model.tar", folder / replay_memory.FILE
-            log.error("%s", checkpoint.first_update_failed(*files))
+            if files[1].exists() or finite.ENVIRONMENT_IS_THE_CAUSE not in str(error):
+                log.error("%s", checkpoint.first_update_failed(*files))
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         self._log_signal()
