@@ -18,7 +18,7 @@ from torchbeast.core import processes
 from torchbeast.core.environment import example_environment
 from torchbeast.core.errors import UserError
 from torchbeast.core.flags import Flags
-from torchbeast.core.make_env import plain_space
+from torchbeast.core.space_checks import plain_space
 from torchbeast.core.step_watch import print_stack
 
 log = logging.getLogger(__name__)

@@ -21,9 +21,10 @@ from torchbeast.core import atari_wrappers
 from torchbeast.core.action_masks import NAME, check_masks, first_allowed, mask_space
 from torchbeast.core.env_checks import Checker, InvalidEnvironmentError
 from torchbeast.core.extra_fields import EXTRA_FIELDS, check_names, make_fields
-from torchbeast.core.make_env import create_env, plain_space, policy_space
+from torchbeast.core.make_env import create_env
 from torchbeast.core.nested import flatten, map_nested
 from torchbeast.core.seeded_games import SeededGames, game_seed
+from torchbeast.core.space_checks import plain_space, policy_space
 from torchbeast.core.vector_envs import find_vector_env
 
 log = logging.getLogger(__name__)

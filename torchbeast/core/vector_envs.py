@@ -23,13 +23,12 @@ from torchbeast.core.make_env import (
     MissingPackageError,
     UnknownEnvironmentError,
     call_signature_error,
-    check_action_space,
-    check_observation_space,
     find_object,
     names_python,
     takes,
 )
 from torchbeast.core.nested import flatten, map_nested
+from torchbeast.core.space_checks import check_action_space, check_observation_space
 
 ENVPOOL = "envpool:"
 # Truncated episodes that are more than chance, if observations are floats; and else.
