@@ -16,6 +16,7 @@ from torchbeast.core.acting import prepare_to_act, to_tensors
 from torchbeast.core.environment import Environment
 from torchbeast.core.extra_fields import EXTRA_FIELDS, ExtraField
 from torchbeast.core.nested import map_nested
+from torchbeast.core.trust import UntrustedError
 from torchbeast.model import make_model
 
 STEPS = 40
@@ -61,7 +62,7 @@ def save(folder, flags):
 def test_it_acts_as_the_model_over_the_whole_unroll(tmp_path, words, greedy):
     flags = make_flags(*words, "--precision", "fp32", "--atari_backend", "python")
     weights = save(tmp_path, flags)
-    agent = load_agent(tmp_path)
+    agent = load_agent(tmp_path, trust_env=True)
     agent.generator.manual_seed(7)
     envs = Environment(flags, 1)
     rows, actions, states = [envs.initial()], [], None
@@ -124,6 +125,22 @@ def test_it_samples_and_plays_what_a_run_has_learned(tmp_path):
     assert steps == 6
 
 
+def test_what_a_checkpoint_of_somebody_else_names(tmp_path):
+    save(tmp_path, make_flags("--env", "test_agent:Short", "--env_kwargs", '{"x": 1}'))
+    with pytest.raises(UntrustedError, match="names --env test_agent:Short") as error:
+        load_agent(tmp_path)
+    assert str(tmp_path / "model.tar") in str(error.value)
+    words = 'imports the code of test_agent, with the arguments {"x": 1}'
+    assert words in str(error.value)
+    assert "load_agent(..., trust_env=True)" in str(error.value)
+    assert load_agent(tmp_path, trust_env=True).flags.env == "test_agent:Short"
+    # An id of an installed package needs no trust. An agent uses no other files.
+    flags = ("--wandb", "theirs", "--init_from", "theirs")
+    save(tmp_path, make_flags("--env", "CartPole-v1", *flags))
+    found = load_agent(tmp_path).flags
+    assert (found.wandb, found.init_from) == (None, None)
+
+
 class Mixed(Short):
     """Truncated episodes of 2 games; float64 and a tuple in the observation."""
 
@@ -170,7 +187,7 @@ def test_the_model_gets_the_rows_of_training(tmp_path, monkeypatch, env):
             monkeypatch.setitem(EXTRA_FIELDS, name, field)
     flags = make_flags("--env", env, "--use_lstm", "--atari_backend", "python")
     save(tmp_path, flags)
-    agent = load_agent(tmp_path)
+    agent = load_agent(tmp_path, trust_env=True)
     forward, seen = agent.model.forward, []
 
     def recording(rows, state=(), acting=False):
@@ -208,7 +225,7 @@ def test_the_model_gets_the_rows_of_training(tmp_path, monkeypatch, env):
 
 def test_it_gives_values_and_logits_and_acts_in_several_environments(tmp_path):
     save(tmp_path, make_flags("--env", "test_agent:Mixed", "--use_lstm"))
-    agent = load_agent(tmp_path)
+    agent = load_agent(tmp_path, trust_env=True)
     n = 4
     batch = [agent.observation_space.sample() for _ in range(n)]
     agent.observation_space.seed(1)
@@ -251,7 +268,7 @@ NAN = np.array([0.1, np.nan, 0])
 def test_what_it_can_not_act_on(tmp_path, arguments, match):
     flags = make_flags("--env", "test_agent:Short", "--env_kwargs", '{"x": 1}')
     save(tmp_path, flags)
-    agent = load_agent(tmp_path)
+    agent = load_agent(tmp_path, trust_env=True)
     with pytest.raises(ValueError, match=match):
         agent.act(**arguments)
     _, state = agent.act(np.zeros((2, 3)))

@@ -13,7 +13,7 @@ import sweeps
 
 optuna = pytest.importorskip("optuna")
 
-from torchbeast.core import search  # noqa: E402 # it imports Optuna
+from torchbeast.core import jobs, search  # noqa: E402 # it imports Optuna
 from torchbeast.core.errors import FlagError  # noqa: E402
 from torchbeast.core.file_writer import read_meta  # noqa: E402
 
@@ -96,6 +96,24 @@ def test_a_killed_trial_without_values(tmp_path):
     open_study().study.ask({"x": space["x"]})
     assert list(open_study().jobs(1)) == []
     assert [trial.state for trial in open_study().study.trials] == [STATE.FAIL]
+
+
+def test_a_trial_whose_run_was_killed_goes_on(tmp_path):
+    """Perhaps between its result and the end of meta.json."""
+    space = {"x": search.distribution("int:1:4")}
+    job = jobs.Job("a", tmp_path / "a", ("command",))
+
+    def open_study():
+        return search.Search(tmp_path / "study.db", space, ["same"], lambda *_: [job])
+
+    study = open_study()
+    assert list(study.jobs(1)) == [job]
+    study.ended(job, -signal.SIGKILL)
+    assert [trial.state for trial in study.study.trials] == [STATE.RUNNING]
+    again = open_study()
+    assert list(again.jobs(1)) == [job]
+    again.ended(job, 1)
+    assert [trial.state for trial in again.study.trials] == [STATE.FAIL]
 
 
 def test_a_trial_that_can_not_be_run(tmp_path):

@@ -128,6 +128,38 @@ def family_affinity(session, pid):
     return cores
 
 
+STOPS_IN_PYTHONS_START = """
+import os, sys, time
+folder = os.environ["STOPS_IN"]
+if "torchbeast.monobeast" in sys.orig_argv:
+    open(os.path.join(folder, "starting"), "w").close()
+    while not os.path.exists(os.path.join(folder, "go")):
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_run_is_in_pythons_start(
+    tmp_path, tmp_path_factory, monkeypatch, number
+):
+    """The run ends when it handles signals, and counts as stopped, not as failed."""
+    extra = tmp_path_factory.mktemp("site")
+    (extra / "sitecustomize.py").write_text(STOPS_IN_PYTHONS_START)
+    monkeypatch.setenv("PYTHONPATH", str(extra))
+    monkeypatch.setenv("STOPS_IN", str(extra))
+    with sweeps.started(tmp_path, total_steps=FOREVER) as process:
+        watched_runs.wait_until((extra / "starting").exists, "start of a run", 60)
+        (run,) = sweeps.processes_of_run(process.pid, "sweep-1")
+        os.kill(run, number)  # a batch system sends it to all processes
+        os.kill(process.pid, number)
+        (extra / "go").touch()
+        output = runs.finish(process)
+    assert process.returncode == 128 + number, output
+    assert f"sweep-1 ended with exit status {128 + number}." in output
+    console = (tmp_path / "sweep-1" / "console.log").read_text()
+    assert console == f"{number.name} during the start: no run was started.\n"
+
+
 @pytest.mark.slow
 def test_a_killed_sweep_leaves_nothing(tmp_path):
     """Its runs save and end."""

@@ -27,12 +27,16 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from torchbeast.core import checkpoint, declared_flags
+from torchbeast.core import checkpoint, declared_flags, trust
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import Choose, act_step, prepare_to_act, to_tensors
 from torchbeast.core.atari_wrappers import atari_game
 from torchbeast.core.env_checks import InvalidEnvironmentError, describe
-from torchbeast.core.environment import Environment, Totals, to_env_actions
+from torchbeast.core.environment import (
+    Totals,
+    example_environment,
+    to_env_actions,
+)
 from torchbeast.core.extra_fields import EXTRA_FIELDS
 from torchbeast.core.finite import find_cause
 from torchbeast.core.flags import Flags
@@ -237,7 +241,7 @@ def _fill(
     return np.broadcast_to(array, (n, *shape)).copy()
 
 
-def load_agent(path: str | os.PathLike[str]) -> Agent:
+def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
     """Loads a checkpoint for acting on the CPU.
 
     Makes one environment, to read its spaces. If --env or --wrapper name a module, it
@@ -245,20 +249,26 @@ def load_agent(path: str | os.PathLike[str]) -> Agent:
 
     Args:
       path: a model.tar, or the folder of a run.
+      trust_env: import also what a checkpoint of somebody else names, with its
+        arguments.
 
     Raises:
       CheckpointError: the file can't be read, or does not fit the model.
+      UntrustedError: it names code, and is not a checkpoint of your own runs.
       UserError: the environment can't be made.
     """
     file = checkpoint.find(path)
     saved = checkpoint.load(file)
     checkpoint.check(saved, file, for_test=True)
     parser = declared_flags.make_parser("", TORSOS)
-    flags = flags_lib.parse(parser, ["--mode=test"], saved["flags"])
+    words = ["--mode=test", *(["--trust_checkpoint_env"] if trust_env else [])]
+    signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
+    flags = flags_lib.parse(parser, words, saved["flags"], signed, str(file))
     flags = flags_lib.resolve(flags).freeze()
-    with contextlib.closing(Environment(flags, 1)) as env:
+    with contextlib.closing(example_environment(flags)) as env:
         of_env = env.observation_space, env.action_space
     model = make_model(flags, *of_env, torch.device("cpu"))
     checkpoint.check_fit(saved["model_state_dict"], model)
     model.load_state_dict(saved["model_state_dict"])
-    return Agent(flags, prepare_to_act(model), *of_env)
+    actions = env.envs.single_action_space
+    return Agent(flags, prepare_to_act(model), env.observation_space, actions)

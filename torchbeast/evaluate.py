@@ -31,9 +31,9 @@ from torchbeast.core import (
     file_writer,
     processes,
     protocol,
-    resume,
     script,
     trackers,
+    trust,
 )
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
@@ -89,15 +89,14 @@ def evaluate(
     path /= flags.checkpoint
     saved = checkpoint.load(path)
     checkpoint.check(saved, path, for_test=True)
-    flags = flags_lib.parse(parser, argv, saved["flags"])
+    signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
+    flags = flags_lib.parse(parser, argv, saved["flags"], signed, str(path))
     if flags.suppress_logs:
         script.print_warnings_only()
     on_servers = flags.typed & {"server_addresses", "listen"}
     play_games = play_on_servers if on_servers else None
     if on_servers:
         choose_side(flags)
-    else:  # this machine imports the environment
-        resume.announce_environment(flags, saved)
     flags = flags_lib.resolve(flags).freeze()
     result = test(flags, saved["model_state_dict"], play_games or play_in_processes)
     step = saved.get("stats", {}).get("step")

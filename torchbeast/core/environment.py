@@ -20,8 +20,8 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from torchbeast.core import atari_wrappers
 from torchbeast.core.action_masks import NAME, check_masks, first_allowed, mask_space
 from torchbeast.core.env_checks import Checker, InvalidEnvironmentError
-from torchbeast.core.extra_fields import EXTRA_FIELDS, make_fields
-from torchbeast.core.make_env import create_env
+from torchbeast.core.extra_fields import EXTRA_FIELDS, check_names, make_fields
+from torchbeast.core.make_env import create_env, plain_space, policy_space
 from torchbeast.core.nested import flatten, map_nested
 from torchbeast.core.seeded_games import SeededGames, game_seed
 from torchbeast.core.vector_envs import find_vector_env
@@ -70,6 +70,18 @@ class Totals(NamedTuple):
         return dict(zip(self._fields, stored, strict=True))
 
 
+def example_environment(flags: argparse.Namespace) -> "Environment":
+    """One environment; of vector environments as many as a run has in one object.
+
+    They may come in groups, so that one alone can't be made. Raises what Environment
+    raises.
+    """
+    is_atari = atari_wrappers.atari_game(flags.env) is not None
+    is_vector = not is_atari and find_vector_env(flags) is not None
+    E = getattr(flags, "envs_per_actor", None) or 1
+    return Environment(flags, E if is_vector else 1)
+
+
 class Environment:
     """E environments stepped together. One thread at a time.
 
@@ -103,8 +115,9 @@ class Environment:
     a sample. Rewards are always checked. env_warnings counts the suspect values, and
     `on_warning(key, message)` is called once per key; by default it logs the message.
 
-    Actions are int64 [E] (Discrete), int64 [E, K] (MultiDiscrete) or float32
-    [E, *shape] (Box). Integers count from 0 for any `start` of the space. Floats are
+    Actions are int64 [E] (Discrete), int64 [E, K] (MultiDiscrete, and MultiBinary of K
+    bits, whose action_space is a MultiDiscrete here) or float32 [E, *shape] (Box).
+    Integers count from 0 for any `start` of the space. Floats are
     clipped to the bounds.
 
     Uses the flags env, env_kwargs, wrapper, mask_actions, seed, sync and, for Atari,
@@ -123,6 +136,7 @@ class Environment:
 
         Each environment gets a different seed. Raises what `create_env` raises.
         """
+        check_names()
         self.flags = flags
         self.num_envs = num_envs
         self.seed = flags.seed
@@ -154,8 +168,8 @@ class Environment:
             )
         else:
             self.envs = make_vector(num_envs, self._warn)
-        self.observation_space: spaces.Space = self.envs.single_observation_space
-        self.action_space: spaces.Space = self.envs.single_action_space
+        self.observation_space = plain_space(self.envs.single_observation_space)
+        self.action_space = policy_space(self.envs.single_action_space)
         self._has_mask = mask_space(self.observation_space) is not None
         self.final_observation: Any = None
         self._initial_calls = 0
@@ -210,7 +224,7 @@ class Environment:
         """Takes one action in each environment and returns the next row."""
         actions = np.asarray(actions)
         observation, reward, terminated, truncated, infos = self.envs.step(
-            to_env_actions(self.action_space, self.num_envs, actions)
+            to_env_actions(self.envs.single_action_space, self.num_envs, actions)
         )
         done = terminated | truncated
         truncated = truncated & ~terminated
@@ -385,17 +399,19 @@ def to_env_actions(
         )
     if isinstance(space, spaces.Box):
         return np.clip(actions, space.low, space.high).astype(space.dtype)
-    assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
-    sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
+    choices = policy_space(space)
+    assert isinstance(choices, spaces.Discrete | spaces.MultiDiscrete)
+    sizes = choices.n if isinstance(choices, spaces.Discrete) else choices.nvec
     if not ((actions >= 0) & (actions < sizes)).all():
         raise ValueError(f"actions must be in 0 to {sizes} - 1, got {actions.tolist()}")
-    return (actions + space.start).astype(space.dtype)
+    shape = (num_envs, *(space.shape or ()))
+    return (actions + choices.start).astype(space.dtype).reshape(shape)
 
 
 def _actions_of(space: spaces.Space, num_envs: int) -> tuple[tuple[int, ...], type]:
     """Shape and dtype of a policy's actions in `num_envs` environments."""
     dtype = np.float32 if isinstance(space, spaces.Box) else np.int64
-    return (num_envs, *(space.shape or ())), dtype
+    return (num_envs, *(policy_space(space).shape or ())), dtype
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:

@@ -61,7 +61,10 @@ class Job(NamedTuple):
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self.console.open("ab") as console:
+        # A signal that hits a run while Python starts would count as its failure.
+        is_script = self.command[1:2] == ("-m",)  # it unblocks the signals
+        blocked = processes.starting_children if is_script else contextlib.nullcontext
+        with blocked(), self.console.open("ab") as console:
             return subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,

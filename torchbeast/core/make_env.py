@@ -8,7 +8,9 @@ import difflib
 import importlib
 import inspect
 import json
+import math
 import operator
+import re
 from typing import Any
 
 import gymnasium
@@ -25,7 +27,7 @@ from torchbeast.core.env_checks import (
     leaves_of,
     raised_by_call,
 )
-from torchbeast.core.errors import UserError
+from torchbeast.core.errors import FlagError, UserError
 from torchbeast.core.old_gym import OldGymAdapter, has_old_api, takes
 from torchbeast.core.seeded_games import MinAtarGame
 
@@ -56,7 +58,7 @@ def create_env(
                                has that parameter
 
     It gets the arguments in `flags.env_kwargs`, a JSON object or None. The functions or
-    classes in `flags.wrapper`, separated by commas, wrap it one after the other. With
+    classes in `flags.wrapper`, see parse_wrappers, wrap it one after the other. With
     `flags.mask_actions` the observation gets info["action_mask"].
     Environments of the old Gym API are adapted.
 
@@ -83,8 +85,8 @@ def create_env(
         env = _from_gymnasium(name, render_mode, arguments)
     check_interface(name, env)
     try:
-        for wrapper in filter(None, (flags.wrapper or "").split(",")):
-            env = _wrap(env, wrapper)
+        for path, wrapper_arguments in parse_wrappers(flags.wrapper or ""):
+            env = _wrap(env, path, wrapper_arguments)
         if flags.mask_actions:
             env = MaskFromInfo(env, name)
         check_mask(env.observation_space, env.action_space)
@@ -99,7 +101,35 @@ def create_env(
     return env
 
 
-def _wrap(env: gymnasium.Env, wrapper: str) -> gymnasium.Env:
+def parse_wrappers(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The paths of --wrapper and the arguments of each.
+
+    Such as a:F,b:C{"size": [4, 5]}. Commas separate them; a JSON object may follow.
+
+    Raises:
+      FlagError: what follows a path is not a JSON object.
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
+    while text := text.strip(", "):
+        path = re.split("[,{]", text)[0]
+        text = text[len(path) :]
+        arguments: dict[str, Any] = {}
+        if text.startswith("{"):
+            try:
+                arguments, end = json.JSONDecoder().raw_decode(text)
+            except (ValueError, RecursionError) as error:
+                raise FlagError(
+                    f"--wrapper {path} is followed by {text}, which is not a JSON "
+                    f"object: {error}"
+                ) from None
+            text = text[end:].strip()
+            if text and not text.startswith(","):
+                raise FlagError(f"--wrapper {path}: a comma is missing before {text}")
+        found.append((path.strip(), arguments))
+    return found
+
+
+def _wrap(env: gymnasium.Env, wrapper: str, arguments: dict[str, Any]) -> gymnasium.Env:
     """Calls one function or class of --wrapper."""
     wrap = find_object(f"--wrapper {wrapper}", wrapper)
     if not callable(wrap):
@@ -108,12 +138,13 @@ def _wrap(env: gymnasium.Env, wrapper: str) -> gymnasium.Env:
             "that wraps an environment"
         )
     try:
-        wrapped = wrap(env)
+        wrapped = wrap(env, **arguments)
     except TypeError as error:
         if not raised_by_call(error):
             raise
         raise InvalidEnvironmentError(
-            f"--wrapper {wrapper} is called with the environment alone: {error}"
+            f"--wrapper {wrapper} is called with the environment and the arguments "
+            f"{arguments}: {error}. Arguments follow the name, as a JSON object"
         ) from error
     if not isinstance(wrapped, gymnasium.Env):
         raise InvalidEnvironmentError(
@@ -286,28 +317,138 @@ def call_signature_error(
     return None
 
 
+# The limits of PolyBeast's messages, see libtorchbeast/stream_spec.h. They hold for
+# both variants, so that what trains with one also trains with the other.
+MAX_ELEMENTS = 2**20
+MAX_CHOICES = 2**18
+MAX_ACTION_NUMBERS = 2**16
+MAX_ARRAYS = 1024
+MAX_LEVELS = 16
+MAX_DIMENSIONS = 6
+MAX_KEY_BYTES = 1024
+MAX_START = 2**53
+_DTYPES = {"bool", "float16", "float32", "float64"} | {
+    f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
+}
+
+
 def check_observation_space(space: spaces.Space) -> None:
-    """Raises UnsupportedSpaceError unless buffers can hold observations of `space`."""
-    for place, leaf in leaves_of(space):
-        if not isinstance(leaf, _ELEMENTARY_SPACES):
-            raise UnsupportedSpaceError(
-                f"{place} has the unsupported space {leaf}; allowed are Box, Discrete, "
-                "MultiDiscrete, MultiBinary, and Dict and Tuple of those. Wrap the "
-                "environment in a gymnasium.ObservationWrapper; docs/environments.md "
-                "shows how."
-            )
+    """Raises UnsupportedSpaceError unless both variants can hold observations."""
+    leaves = leaves_of(space)
+    fault = _structure_fault(space, "observation", 1)
+    for place, leaf in leaves:
+        if not fault and (found := _leaf_fault(leaf)):
+            fault = f"{place} has the unsupported space {leaf}; {found}"
+    if not fault:
+        size = sum(math.prod(leaf.shape or ()) for _, leaf in leaves)
+        choices = sum(_num_choices(leaf) for _, leaf in leaves)
+        for count, what, most in (
+            (len(leaves), "parts", MAX_ARRAYS),
+            (size, "elements", MAX_ELEMENTS),
+            (choices, "choices in Discrete and MultiDiscrete", MAX_CHOICES),
+        ):
+            if count > most:
+                fault = f"{space} has {count:,} {what}; at most {most:,} are allowed"
+        if not size:
+            fault = f"the observation space {space} has no element"
+    if fault:
+        raise UnsupportedSpaceError(
+            f"{fault}. Wrap the environment in a gymnasium.ObservationWrapper; "
+            "docs/environments.md shows how."
+        )
+
+
+def _structure_fault(space: spaces.Space, place: str, level: int) -> str:
+    """Why Dicts and Tuples can't be used; "" if they can."""
+    if level > MAX_LEVELS:
+        return f"{place} is nested too deeply; at most {MAX_LEVELS} levels are allowed"
+    parts: Any = ()
+    if isinstance(space, spaces.Dict):
+        parts = space.spaces.items()
+    elif isinstance(space, spaces.Tuple):
+        parts = enumerate(space.spaces)
+    for key, part in parts:
+        if isinstance(space, spaces.Dict):
+            text = key.encode(errors="ignore") if isinstance(key, str) else b"\0"
+            if b"\0" in text or len(text) > MAX_KEY_BYTES or text.decode() != key:
+                return (
+                    f"{place} is a Dict with the key {key!r:.99}; keys must be str of "
+                    f"at most {MAX_KEY_BYTES} bytes of UTF-8, without a zero byte"
+                )
+        if fault := _structure_fault(part, f"{place}[{key!r}]", level + 1):
+            return fault
+    return ""
+
+
+def _leaf_fault(leaf: spaces.Space) -> str:
+    """Why an elementary space can't be stored or sent; "" if it can."""
+    if not isinstance(leaf, _ELEMENTARY_SPACES):
+        return (
+            "allowed are Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple "
+            "of those"
+        )
+    dtype = np.dtype(leaf.dtype)
+    if not dtype.isnative or dtype.name not in _DTYPES:
+        return (
+            f"its dtype is {dtype}; allowed are bool, integers of 8 to 64 bits, "
+            "float16, float32 and float64, in the byte order of this machine"
+        )
+    if len(leaf.shape or ()) > MAX_DIMENSIONS:
+        return f"at most {MAX_DIMENSIONS} dimensions are allowed"
+    if isinstance(leaf, spaces.MultiDiscrete) and (
+        leaf.nvec.ndim != 1 or not len(leaf)
+    ):
+        return "a MultiDiscrete needs one dimension, and at least one element"
+    start = np.abs(np.asarray(getattr(leaf, "start", 0), np.float64))
+    if start.max(initial=0) + _num_choices(leaf) > MAX_START:
+        return "its start is too large: 2**53 is the largest number"
+    return ""
+
+
+def _num_choices(space: spaces.Space) -> int:
+    """The sum of all n of a Discrete or MultiDiscrete; else 0."""
+    sizes = getattr(space, "nvec", getattr(space, "n", 0))
+    if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return 0
+    return sum(map(int, np.ravel(sizes)))
 
 
 def check_action_space(space: spaces.Space) -> None:
     """Raises UnsupportedSpaceError unless there is a policy for `space`."""
+    allowed = isinstance(space, _ELEMENTARY_SPACES) and 0 not in (space.shape or ())
+    if isinstance(space, spaces.Box) and not np.issubdtype(space.dtype, np.floating):
+        allowed = False
+    fault = _leaf_fault(space) if allowed else ""
+    count = max(_num_choices(space), math.prod(space.shape or ()))
+    if allowed and count > MAX_ACTION_NUMBERS:
+        fault = f"it has {count:,} numbers, at most {MAX_ACTION_NUMBERS:,}"
+    if not allowed or fault:
+        raise UnsupportedSpaceError(
+            f"action has the unsupported space {space}{fault and ': '}{fault}; allowed "
+            "are Discrete, MultiDiscrete of one dimension, MultiBinary, and Box of "
+            "floats, none of them empty. Wrap the environment in a "
+            "gymnasium.ActionWrapper."
+        )
+
+
+def policy_space(space: spaces.Space) -> spaces.Space:
+    """The action space that a policy sees: a MultiBinary is a choice for each bit."""
+    if isinstance(space, spaces.MultiBinary):
+        return spaces.MultiDiscrete([2] * math.prod(space.shape))
+    return space
+
+
+def plain_space(space: spaces.Space) -> spaces.Space:
+    """The same space without what subclasses add, which may not be picklable."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict([(key, plain_space(x)) for key, x in space.spaces.items()])
+    if isinstance(space, spaces.Tuple):
+        return spaces.Tuple([plain_space(x) for x in space.spaces])
+    if isinstance(space, spaces.Box):
+        return spaces.Box(space.low, space.high, space.shape, space.dtype.type)
     if isinstance(space, spaces.Discrete):
-        return
-    is_vector = isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1
-    is_real = isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
-    if (is_vector or is_real) and 0 not in (space.shape or ()):
-        return
-    raise UnsupportedSpaceError(
-        f"action has the unsupported space {space}; allowed are Discrete, "
-        "MultiDiscrete of one dimension, and Box of floats, none of them empty. Wrap "
-        "the environment in a gymnasium.ActionWrapper."
-    )
+        return spaces.Discrete(int(space.n), start=int(space.start))
+    if isinstance(space, spaces.MultiDiscrete):
+        return spaces.MultiDiscrete(space.nvec, space.dtype.type, start=space.start)
+    assert isinstance(space, spaces.MultiBinary)
+    return spaces.MultiBinary(space.shape or ())

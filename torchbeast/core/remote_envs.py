@@ -31,6 +31,7 @@ from torchbeast.core.env_connection import (
 from torchbeast.core.env_spec import EnvSpec
 from torchbeast.core.errors import FlagError
 from torchbeast.core.flags import Flags
+from torchbeast.core.make_env import check_observation_space
 from torchbeast.core.peer_log import PeerLog
 
 log = logging.getLogger(__name__)
@@ -270,6 +271,7 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
         observation_space, action_space = (
             make_space(found[name]) for name in ("observation_space", "action_space")
         )
+        check_observation_space(observation_space)
         distribution = make_distribution(action_space)
         check_mask(observation_space, action_space)
     except (ValueError, AssertionError, OverflowError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import pathlib
+import signal
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -154,7 +155,8 @@ class Search:
         trial = next(number for number, jobs in self._open.items() if job in jobs)
         self._open[trial][job] = status
         statuses = set(self._open[trial].values())
-        if statuses & {None, *STOPPED}:  # in progress, or to be resumed
+        # In progress, or to be resumed. A killed run may have had its result already.
+        if statuses & {None, *STOPPED, -signal.SIGKILL}:
             return
         jobs = self._open[trial]
         returns = [None if any(statuses) else final_return(job.folder) for job in jobs]
