@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchbeast.core.errors import FlagError
+from torchbeast.core.errors import FlagError, using
 from torchbeast.core.presets import BEFORE_THE_FLAG_EXISTED, current_name
 
 # Flags of a meta.json that name a place, and not what the run does.
@@ -33,12 +33,16 @@ def find(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
 
 def read(parser: argparse.ArgumentParser, path: Path) -> list[str]:
     """The command line of a TOML file, or of a run's meta.json."""
-    try:
+    is_meta = path.suffix == ".json"
+    with using(f"--config {path}"):
         text = path.read_text(encoding="utf-8")
-        is_meta = path.suffix == ".json"
         values = _flags_of_run(json.loads(text)) if is_meta else _parse_toml(text)
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, JSON or TOML
-        raise FlagError(f"--config {path}: {error}") from error
+        return _command_line(parser, path, values, is_meta)
+
+
+def _command_line(
+    parser: argparse.ArgumentParser, path: Path, values: dict[str, Any], is_meta: bool
+) -> list[str]:
     actions = {
         action.dest: action
         for action in parser._actions
@@ -80,8 +84,15 @@ def _words(path: Path, action: argparse.Action, value: Any) -> list[str]:
     if action.nargs != 0:
         if isinstance(value, dict):
             value = json.dumps(value)
-        if isinstance(value, list):
-            value = ",".join(map(str, value))
+        items = value if isinstance(value, list) else [value]
+        for item in items:
+            if not isinstance(item, str | int | float):  # TOML has dates
+                raise FlagError(
+                    f"--config {path}: {action.dest} is {str(value)[:80]}, which is "
+                    f"of the type {type(item).__name__}. Allowed are texts in quotes "
+                    "and numbers"
+                )
+        value = ",".join(map(str, items))
         return [f"{option}={value}"]
     if not isinstance(value, bool):
         raise FlagError(
