@@ -160,19 +160,28 @@ class StopSignals:
         self.wake_pipe.close()
 
 
-def run_script(main: Callable[[], int]) -> NoReturn:
-    """Exits with the status that `main` returns.
+def run_script(main: Callable[[], int | None]) -> NoReturn:
+    """Exits with the status that `main` returns; None is 0.
 
-    If the terminal has closed, unprinted output is dropped. Otherwise Python would exit
-    with status 120.
+    If the terminal has closed, or the reader of a pipe (`| head`), unprinted output is
+    dropped. Otherwise Python would exit with status 120. Characters that the terminal
+    lacks are printed as escapes.
     """
-    status = main()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
+    for stream in streams:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.reconfigure(errors="backslashreplace")
+    status: int | None = 0
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            status = main()
+    finally:  # also after SystemExit
+        for stream in streams:
+            try:
+                stream.flush()
+            except (OSError, ValueError, AttributeError):
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(status)
 
 
