@@ -3,6 +3,7 @@
 A value that can't be stored is an error. A value that may spoil training is a warning.
 """
 
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torchbeast.core.errors import UserError
 from torchbeast.core.nested import flatten, map_nested
 
 FIRST_CALLS = 10  # checked calls of each environment at its start
+CLOSE = "close"  # key of the warning that close() has raised
 CHECK_EVERY = 1009  # later, one call of so many; prime, so that it hits all time steps
 
 # The modules that call an environment's methods.
@@ -294,6 +296,14 @@ def raised_by_call(error: BaseException) -> bool:
         trace = trace.tb_next
     caller = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
     return caller.startswith(_CALLERS)
+
+
+def close_quietly(close: Callable[[], Any], warn: Callable[[str, str], None]) -> None:
+    """Calls an environment's close(). An error is only a warning: the run is over."""
+    try:
+        close()
+    except (Exception, SystemExit):
+        warn(CLOSE, f"close() raised:\n{traceback.format_exc()}")
 
 
 def _is_number(value: Any) -> bool:

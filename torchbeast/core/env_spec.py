@@ -103,6 +103,7 @@ def _describe(flags: Flags, pipe: connection.Connection) -> None:
     try:
         pipe.send(("begun",))
         with contextlib.closing(example_environment(flags)) as env:
+            env.on_warning = lambda key, message: None  # the actors send it later
             spec = (env.observation_space, plain_space(env.action_space))
             pipe.send(("spec", *spec, env.frames_per_step, env.exact_resume))
     except UserError as error:

@@ -4,6 +4,7 @@ docs/environments.md is the manual.
 """
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import inspect
@@ -82,11 +83,11 @@ def create_env(
         check_mask(env.observation_space, env.action_space)
         check_observation_space(env.observation_space)
         check_action_space(env.action_space)
-    except UnsupportedSpaceError as error:
-        env.close()
-        raise UnsupportedSpaceError(f"--env {name}: {error}") from None
-    except BaseException:
-        env.close()
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # the first error counts
+            env.close()
+        if isinstance(error, UnsupportedSpaceError):
+            raise UnsupportedSpaceError(f"--env {name}: {error}") from None
         raise
     return env
 
