@@ -330,6 +330,23 @@ def _check_types(part: dict[str, Any]) -> None:
             raise ValueError(f"{name} is {json.dumps(value)[:80]}")
 
 
+def complete_meta(folder: pathlib.Path, last_step: int) -> None:
+    """Completes the meta.json of a run that was killed after its last work.
+
+    Raises:
+      RunFileError: it can't be written.
+    """
+    if not (meta := read_meta(folder)):
+        return
+    end = {"successful": True, "date_end": now()}
+    meta |= end
+    if starts := meta.get("starts"):
+        starts[-1] |= end | {"last_step": last_step}
+    path = folder / "meta.json"
+    with writing(path), atomic_write(path) as file:
+        file.write(f"{json.dumps(strict_json(meta), indent=2)}\n".encode())
+
+
 class _OutLog(logging.FileHandler):
     """A log file that reports only the first failed write."""
 
