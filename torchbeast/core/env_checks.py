@@ -134,7 +134,7 @@ class Checker:
         count = 2 if method == "reset" else 5
         leading = () if num_envs is None else (num_envs,)
         if isinstance(result, tuple) and len(result) == count:
-            numbers = result[1:-1] if leading else result[1:2]
+            numbers = result[1:-1] if leading else result[1:-1][:1]
             if all(_fits(x, leading, "biuf") for x in numbers) and fits_space(
                 self.space, result[0], leading
             ):
@@ -203,25 +203,24 @@ class Checker:
     ) -> None:
         assert space.shape is not None
         assert space.dtype is not None
-        seen = describe(value)
+        hint = ""
         try:
             array = np.asarray(value)
         except Exception as error:  # rows of unequal length, a tensor with gradient
             array = np.empty((), object)
-            seen += f" (which is no array: {error})"
+            hint = f". NumPy can't read it: {error}"
         if array.shape != space.shape or array.dtype == object:
-            hint = ""
             if array.shape[1:] == space.shape and array.ndim:
                 hint = (
                     ". If this is a vector environment, name a function with a "
                     "parameter num_envs that makes it, or give a single environment"
                 )
             wanted = f"shape {list(space.shape)}"
-            self._refuse(method, place, seen, wanted, space, hint)
+            self._refuse(method, place, describe(value), wanted, space, hint)
         if isinstance(space, spaces.MultiBinary) and space.contains(array):
             return  # of any dtype
         if not np.can_cast(array.dtype, space.dtype, "same_kind"):
-            self._refuse(method, place, seen, f"{space.dtype}", space)
+            self._refuse(method, place, describe(value), f"{space.dtype}", space)
         if isinstance(space, spaces.Box):
             self._check_values(array, space, place)
         elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
