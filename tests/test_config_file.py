@@ -9,7 +9,7 @@ from torchbeast import monobeast, polybeast
 from torchbeast.core import config_file, trust
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.errors import FlagError
-from torchbeast.core.file_writer import strict_json
+from torchbeast.core.meta_json import strict_json
 from torchbeast.core.presets import PRESETS
 from torchbeast.core.trust import UntrustedError
 

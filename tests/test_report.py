@@ -11,7 +11,7 @@ import pytest
 import runs
 
 from torchbeast import report
-from torchbeast.core import file_writer
+from torchbeast.core import meta_json
 from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.groups import iqm_interval
 from torchbeast.core.saved_runs import read_run
@@ -240,7 +240,7 @@ def test_files_of_other_types(tmp_path, name):
             report.markdown([report.table_row(path)])
         except ValueError as error:
             messages.append(str(error))
-        file_writer.read_meta(path)
+        meta_json.read_meta(path)
     assert 0 < len(messages) < len(texts)
     assert [x for x in messages if not x.startswith(f"{path / name} ")] == []
 

@@ -15,7 +15,7 @@ optuna = pytest.importorskip("optuna")
 
 from torchbeast.core import jobs, search  # noqa: E402 # it imports Optuna
 from torchbeast.core.errors import FlagError  # noqa: E402
-from torchbeast.core.file_writer import read_meta  # noqa: E402
+from torchbeast.core.meta_json import read_meta  # noqa: E402
 
 pytestmark = pytest.mark.timeout(400)
 SPACE = ["--name", "s", "--search", "learning_rate=loguniform:1e-4:1e-2"]

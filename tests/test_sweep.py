@@ -12,8 +12,8 @@ import watched_runs
 
 from torchbeast import sweep
 from torchbeast.core.errors import FlagError
-from torchbeast.core.file_writer import read_meta
 from torchbeast.core.groups import by_name
+from torchbeast.core.meta_json import read_meta
 from torchbeast.core.saved_runs import read_run
 
 pytestmark = pytest.mark.timeout(400)

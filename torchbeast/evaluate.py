@@ -29,6 +29,7 @@ import torch
 from torchbeast.core import (
     checkpoint,
     file_writer,
+    meta_json,
     processes,
     protocol,
     script,
@@ -156,7 +157,7 @@ def test(
 def write_result(path: Path, flags: Flags, result: dict[str, Any]) -> None:
     """Writes test.json. If it can't be written, logs a warning."""
     rules = protocol.find_protocol(flags.as_dict())
-    content = file_writer.strict_json(
+    content = meta_json.strict_json(
         {
             **result,
             "seed": flags.seed,

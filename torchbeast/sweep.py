@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 from torchbeast.core import flags as flags_lib
 from torchbeast.core import jobs, processes, script
 from torchbeast.core.errors import FlagError
-from torchbeast.core.file_writer import read_meta
 from torchbeast.core.flags import Flags
 from torchbeast.core.jobs import Job, OtherRunError
+from torchbeast.core.meta_json import read_meta
 from torchbeast.core.run_folder import RunBusyError, RunFolder
 
 if TYPE_CHECKING:

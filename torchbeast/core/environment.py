@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -32,6 +32,7 @@ from torchbeast.core.make_env import create_env
 from torchbeast.core.nested import flatten, map_nested
 from torchbeast.core.seeded_games import SeededGames, game_seed
 from torchbeast.core.space_checks import plain_space, policy_space
+from torchbeast.core.totals import Totals
 from torchbeast.core.vector_envs import find_vector_env
 
 log = logging.getLogger(__name__)
@@ -45,37 +46,6 @@ def log_warning(key: str, message: str) -> None:
     if key not in _logged:
         _logged.add(key)
         log.warning("%s", message)
-
-
-class Totals(NamedTuple):
-    """Returns and lengths so far, of the episodes and games of E environments.
-
-    The returns are float64, because sums over long games would lose digits in float32.
-    """
-
-    episode_return: np.ndarray  # [E] float64
-    episode_step: np.ndarray  # [E] int64
-    game_return: np.ndarray
-    game_step: np.ndarray
-
-    @classmethod
-    def zeros(cls, num_envs: int) -> "Totals":
-        return cls(*(np.zeros(num_envs, dtype) for dtype in (np.float64, np.int64) * 2))
-
-    def add(self, reward: np.ndarray) -> "Totals":
-        """Counts a step with rewards [E]."""
-        return Totals(*(x + y for x, y in zip(self, (reward, 1) * 2, strict=True)))
-
-    def restart(self, done: np.ndarray, game_over: np.ndarray) -> "Totals":
-        """Begins new episodes where done [E], and new games where game_over [E]."""
-        over = (done, done, game_over, game_over)
-        return Totals(*(np.where(y, 0, x) for x, y in zip(self, over, strict=True)))
-
-    def as_fields(self) -> dict[str, np.ndarray]:
-        """The four fields of a row; returns as float32."""
-        dtypes = (np.float32, np.int64) * 2
-        stored = (x.astype(dtype) for x, dtype in zip(self, dtypes, strict=True))
-        return dict(zip(self._fields, stored, strict=True))
 
 
 def example_environment(flags: argparse.Namespace) -> "Environment":

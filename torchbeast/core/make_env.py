@@ -20,14 +20,17 @@ from torchbeast.core.action_masks import MaskFromInfo, check_mask
 from torchbeast.core.env_checks import (
     InvalidEnvironmentError,
     UnsupportedSpaceError,
-    check_interface,
     describe,
     raised_by_call,
 )
 from torchbeast.core.errors import FlagError, UserError
 from torchbeast.core.old_gym import OldGymAdapter, has_old_api, takes
 from torchbeast.core.seeded_games import MinAtarGame
-from torchbeast.core.space_checks import check_action_space, check_observation_space
+from torchbeast.core.space_checks import (
+    check_action_space,
+    check_interface,
+    check_observation_space,
+)
 
 
 class UnknownEnvironmentError(UserError, ValueError):

@@ -18,10 +18,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
-import io
 import multiprocessing
 import os
-import select
 import shlex
 import signal
 import subprocess
@@ -33,6 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torchbeast.core import standard_streams
 from torchbeast.core.errors import UserError
 from torchbeast.core.hardware import num_cpus as num_cpus  # for users of this module
 from torchbeast.core.wake_pipe import WakePipe
@@ -51,50 +50,6 @@ LONGEST_TMPDIR = 70
 
 class ProcessError(UserError, RuntimeError):
     """A child process died, raised or got stuck."""
-
-
-# --- Standard streams -----------------------------------------------------------------
-
-
-class _Stream(io.FileIO):
-    """A standard stream that drops what can't be written: no reader, a full disk."""
-
-    def write(self, data: Any) -> int:
-        with contextlib.suppress(OSError):
-            while (written := super().write(data)) is None:
-                select.select([], [self], [])  # another program made it non-blocking
-            return written
-        return memoryview(data).nbytes
-
-
-def keep_streams_open() -> None:
-    """Makes writing to stdout and stderr safe: environments may print at any time.
-
-    Closed streams are opened as /dev/null, also for child processes. Otherwise the next
-    opened file, such as a checkpoint, could get the descriptor of stderr, and C code
-    would write its messages into it. Streams that the caller has replaced are kept.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
-            os.set_inheritable(opened, True)
-        old = getattr(sys, name)
-        if old is None and name == "stdin":
-            sys.stdin = os.fdopen(number, closefd=False)
-        elif name != "stdin" and old is getattr(sys, f"__{name}__"):
-            if old is not None:
-                with contextlib.suppress(OSError):
-                    old.flush()
-            stream = io.TextIOWrapper(
-                io.BufferedWriter(_Stream(number, "w", closefd=False)),
-                encoding=getattr(old, "encoding", "utf-8"),
-                errors="backslashreplace",
-                line_buffering=getattr(old, "line_buffering", True),
-                write_through=getattr(old, "write_through", False),
-            )
-            setattr(sys, name, stream)
 
 
 # --- Signals --------------------------------------------------------------------------
@@ -220,7 +175,7 @@ class StopSignals:
 
 def run_script(main: Callable[[], int | None]) -> NoReturn:
     """Exits with the status that `main` returns; None is 0."""
-    keep_streams_open()
+    standard_streams.keep_open()
     sys.exit(main())
 
 
@@ -278,7 +233,7 @@ def begin_child(ends_by: Sequence[int] = ()) -> None:
       ends_by: stop signals that end the child nevertheless.
     """
     os.setpgid(0, 0)
-    keep_streams_open()
+    standard_streams.keep_open()
     faulthandler.register(signal.SIGUSR1)
     # Environments may start processes, which Python forbids to a "daemon".
     multiprocessing.current_process().daemon = False

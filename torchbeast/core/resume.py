@@ -22,9 +22,9 @@ from torchbeast.core import flags as flags_lib
 from torchbeast.core.atari_wrappers import atari_game
 from torchbeast.core.declared_flags import environment_flags
 from torchbeast.core.errors import FlagError
-from torchbeast.core.file_writer import complete_meta, read_meta
 from torchbeast.core.flags import Flags
 from torchbeast.core.logs_csv import is_evaluated
+from torchbeast.core.meta_json import complete_meta, read_meta
 from torchbeast.core.presets import PRESETS, RENAMED
 from torchbeast.core.run_folder import RunExistsError, RunFolder, has_content
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchbeast.core.errors import using
-from torchbeast.core.file_writer import read_meta
+from torchbeast.core.meta_json import read_meta
 from torchbeast.core.protocol import describe, stored_protocol
 
 # Names of log files, and how to open them. Archived logs may be compressed.

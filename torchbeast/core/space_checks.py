@@ -6,10 +6,16 @@ docs/environments.md lists them.
 import math
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from torchbeast.core.env_checks import UnsupportedSpaceError, leaves_of
+from torchbeast.core.env_checks import (
+    InvalidEnvironmentError,
+    UnsupportedSpaceError,
+    describe,
+    leaves_of,
+)
 
 _ELEMENTARY_SPACES = (
     spaces.Box,
@@ -153,3 +159,48 @@ def plain_space(space: spaces.Space) -> spaces.Space:
         return spaces.MultiDiscrete(space.nvec, space.dtype.type, start=space.start)
     assert isinstance(space, spaces.MultiBinary)
     return spaces.MultiBinary(space.shape or ())
+
+
+def check_interface(name: str, env: Any) -> None:
+    """Raises InvalidEnvironmentError unless `env` looks like a single environment."""
+    if isinstance(env, gymnasium.vector.VectorEnv) or hasattr(
+        env, "single_observation_space"
+    ):
+        raise InvalidEnvironmentError(
+            f"--env {name} is a vector environment ({type(env).__name__}). Name a "
+            "function with a parameter num_envs that makes it, or give a single "
+            "environment; --envs_per_actor makes several of it"
+        )
+    own = getattr(env, "observation_space", None)
+    if hasattr(env, "agent_iter") or hasattr(env, "agent_selection"):
+        kind = "a PettingZoo environment of the AEC API"
+    elif hasattr(env, "possible_agents") and (callable(own) or own is None):
+        kind = "a PettingZoo environment of the parallel API"
+    elif own is None and hasattr(env, "observation_spec"):
+        kind = "an environment of the dm_env API, with observation_spec"
+    else:
+        kind = ""
+    if kind:
+        raise InvalidEnvironmentError(
+            f"--env {name} made {describe(env)}, {kind}. TorchBeast needs a "
+            "gymnasium.Env with one agent: convert it, for example by the packages "
+            "shimmy (dm_env) or supersuit (PettingZoo)"
+        )
+    missing = [
+        attribute
+        for attribute in ("observation_space", "action_space", "reset", "step")
+        if not hasattr(env, attribute)
+    ]
+    if missing:
+        raise InvalidEnvironmentError(
+            f"--env {name} made {describe(env)}, which is not an environment: it has "
+            f"no {', '.join(missing)}"
+        )
+    for attribute in ("observation_space", "action_space"):
+        space = getattr(env, attribute)
+        is_space = any(kind.__name__ == "Space" for kind in type(space).__mro__)
+        if not is_space:  # old Gym has a class of the same name
+            raise InvalidEnvironmentError(
+                f"--env {name}: its {attribute} is {describe(space)}; it must be a "
+                "space of Gymnasium"
+            )
