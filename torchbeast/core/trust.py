@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import secrets
 import stat
 import tempfile
@@ -149,8 +150,8 @@ def check(place: str, values: Mapping[str, Any]) -> None:
     if not values:
         return
     named = " ".join(f"--{name} {value}" for name, value in sorted(values.items()))
-    parts = ",".join(str(values.get(name) or "") for name in ("env", "wrapper"))
-    modules = sorted({x.partition(":")[0] for x in parts.split(",") if ":" in x})
+    code = f"{values.get('env')},{values.get('wrapper')}"
+    modules = sorted(set(re.findall(r"(?:^|,)([\w.]+):", code)))
     effect = f", which imports the code of {', '.join(modules)}" if modules else ""
     if values.get("env_kwargs"):
         effect += f", with the arguments {values['env_kwargs']}"
