@@ -12,12 +12,14 @@ other line is one setting: a name, a colon and its flags. # begins a comment.
 The runs come one after the other: all settings with the first seed, then the next seed.
 Started again with the same --out, finished runs are kept and an unfinished one goes on.
 FOLDER gets the runs, `curves/NAME-SEED.csv` (100 points of each) and `table.md`: the
-return (mean of the last 100 games) at a quarter, a half and all of the steps.
+return (mean of the last 100 games) at a quarter, a half and all of the steps, and the
+largest fall of each seed's return below its highest so far.
 """
 
 import argparse
 import csv
 import dataclasses
+import math
 import shlex
 import statistics
 import subprocess
@@ -87,19 +89,45 @@ def read_curve(folder: Path) -> list[dict[str, float]]:
     return [{name: float(rows[i][name] or "nan") for name in COLUMNS} for i in places]
 
 
+def largest_fall(folder: Path) -> float:
+    """How far the return fell at most, as a share of its highest value so far.
+
+    The first games are left out: it counts from where the return reaches a tenth of the
+    run's highest. Returns of games that are lost with less than 0 points have no share;
+    nan.
+    """
+    with (folder / "logs.csv").open() as file:
+        column = (row["mean_game_return_100"] for row in csv.DictReader(file))
+        returns = [float(x) for x in column if x]
+    highest = max(returns)
+    if highest <= 0:
+        return math.nan
+    peak = fall = 0.0
+    for x in returns:
+        peak = max(peak, x)
+        if peak >= 0.1 * highest:
+            fall = max(fall, 1 - x / peak)
+    return fall
+
+
 def return_at(curve: list[dict[str, float]], share: float) -> float:
     """The return at a share of the run's steps."""
     step = share * curve[-1]["step"]
     return min(curve, key=lambda row: abs(row["step"] - step))["mean_game_return_100"]
 
 
-def table(study: Study, curves: dict[str, dict[int, list[dict[str, float]]]]) -> str:
-    """A Markdown table: a line per setting, means over seeds, then each seed's end."""
+def table(
+    study: Study,
+    curves: dict[str, dict[int, list[dict[str, float]]]],
+    falls: dict[str, dict[int, float]],
+) -> str:
+    """A Markdown table, a line per setting: means over seeds, and values per seed."""
     lines = [
         f"`{study.script} {shlex.join(study.flags)}` and:",
         "",
-        "| setting | flags | at 1/4 | at 1/2 | at the end | seeds | entropy | SPS |",
-        "|---|---|---|---|---|---|---|---|",
+        "| setting | flags | at 1/4 | at 1/2 | at the end | seeds | largest falls "
+        "| entropy | SPS |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, by_seed in curves.items():
         runs = list(by_seed.values())
@@ -112,6 +140,7 @@ def table(study: Study, curves: dict[str, dict[int, list[dict[str, float]]]]) ->
                 for share in (0.25, 0.5, 1.0)
             ),
             ", ".join(f"{x:.2f}" for x in ends),
+            ", ".join(f"{x:.0%}" for x in falls[name].values()),
             f"{statistics.fmean(curve[-1]['entropy'] for curve in runs):.2f}",
             f"{statistics.median(row['sps'] for c in runs for row in c[1:] or c):,.0f}",
         ]
@@ -139,16 +168,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         study = read_study(args.study)
         (args.out / "curves").mkdir(parents=True, exist_ok=True)
         curves: dict[str, dict[int, list[dict[str, float]]]] = {}
+        falls: dict[str, dict[int, float]] = {}
         for seed in args.seeds:
             for name in study.settings:
-                curve = read_curve(train(study, name, seed, args.out))
+                folder = train(study, name, seed, args.out)
+                curve = read_curve(folder)
                 curves.setdefault(name, {})[seed] = curve
+                falls.setdefault(name, {})[seed] = largest_fall(folder)
                 write_curve(args.out / "curves" / f"{name}-{seed}.csv", curve)
-                (args.out / "table.md").write_text(table(study, curves))
+                (args.out / "table.md").write_text(table(study, curves, falls))
     except (StudyError, OSError) as error:
         print(f"study.py: {error}", file=sys.stderr)
         return 1
-    print(table(study, curves))
+    print(table(study, curves, falls))
     return 0
 
 

@@ -51,8 +51,8 @@ from torchbeast.core import devices, rollout
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.environment import Environment
 from torchbeast.core.flags import Flags
+from torchbeast.core.hardware import keep_freed_memory
 from torchbeast.core.nested import map_nested
-from torchbeast.core.run import keep_freed_memory
 from torchbeast.learner import Learner, learn
 from torchbeast.model import make_model
 

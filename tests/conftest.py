@@ -67,6 +67,12 @@ def pytest_report_header():
 pytest_plugins = ["watched_servers"]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_key(tmp_path_factory):
+    """Runs are signed with a key of the tests, not with the user's."""
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
+
+
 @pytest.fixture(autouse=True)
 def repeatable():
     """One thread, which is fastest for small tensors. Every test has its own seed."""

@@ -1,5 +1,8 @@
 """Masks of actions: in acting, in the learner, in evaluation."""
 
+import contextlib
+import json
+
 import gymnasium
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from gymnasium import spaces
 from test_evaluate import make_flags
 
 from torchbeast.core.acting import to_tensors
-from torchbeast.core.action_masks import MaskFromInfo
+from torchbeast.core.action_masks import MaskFromInfo, first_allowed
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.env_checks import InvalidEnvironmentError
 from torchbeast.core.environment import Environment
@@ -168,12 +171,72 @@ class Wrong(InInfo):
     [
         (Wrong(spaces.Box(-1, 1, (2,))), "needs Discrete or MultiDiscrete.*Box"),
         (Wrong(info={"mask": 3}), r"the info has no action_mask, only \['mask'\]"),
-        (Wrong(info={"action_mask": np.ones(4)}), r"needs 5 numbers"),
+        (Wrong(info={"action_mask": np.ones(4)}), r"Wrong.*needs 5 numbers"),
+        (Wrong(info={"action_mask": None}), r"has None as action_mask"),
+        (Wrong(info={"action_mask": [1, 0, np.nan, 0, 0]}), r"0.0, nan, 0.0"),
+        (Wrong(info={"action_mask": [1, 0, None, 0, 0]}), r"0, None, 0"),
+        (Wrong(info={"action_mask": [[1, 0], [1, [0, 1]]]}), r"a list of 2 values"),
+        (Wrong(info={"action_mask": list("10010")}), r"'1', '0', '0'"),
+        (Wrong(info={"action_mask": []}), r"a list of 0 values"),
     ],
 )
 def test_infos_that_can_not_be_used(env, match):
     with pytest.raises(InvalidEnvironmentError, match=match):
         MaskFromInfo(env).reset()
+
+
+class Later(InDict):
+    """Its mask is wrong from the 30th draw on, which no sample checks."""
+
+    observation_space = spaces.Dict(
+        {
+            "action_mask": spaces.Box(0, 1, (5,), np.float32),
+            "vector": spaces.Box(0, 1, (3,)),
+        }
+    )
+
+    def __init__(self, value):
+        self.value, self.draws = value, 0
+
+    def draw(self):
+        observation, info = super().draw()
+        self.draws += 1
+        if self.draws >= 30:
+            observation["action_mask"] = np.full(5, self.value, np.float32)
+        return observation, info
+
+
+class LastForbidsAll(InDict):
+    """As some environments: the last mask of an episode is zero."""
+
+    def step(self, action):
+        observation, *rest = super().step(action)
+        if self.steps == 7:
+            observation["action_mask"] = np.zeros(5, np.int8)
+        return observation, *rest
+
+
+def play(env, steps=60):
+    """First allowed actions in two environments."""
+    with contextlib.closing(Environment(make_flags(*env), 2)) as envs:
+        row = envs.initial()
+        for _ in range(steps):
+            actions = first_allowed(envs.action_space, row["observation"])
+            row = envs.step(actions)
+
+
+@pytest.mark.parametrize("value", [np.nan, 0])
+def test_each_mask_is_checked(value):
+    arguments = json.dumps({"value": value})
+    env = ["--env=test_action_masks:Later", f"--env_kwargs={arguments}"]
+    with pytest.raises(
+        InvalidEnvironmentError, match=r"Later: action_mask is .*at least"
+    ):
+        play(env)
+
+
+def test_the_last_mask_of_an_episode_may_forbid_all():
+    play(["--env=test_action_masks:LastForbidsAll"])
 
 
 class WrongSize(InDict):

@@ -11,10 +11,12 @@ from gymnasium import spaces
 from test_evaluate import make_flags, make_weights
 
 from torchbeast import load_agent
-from torchbeast.core import checkpoint
+from torchbeast.core import checkpoint, rollout
 from torchbeast.core.acting import prepare_to_act, to_tensors
 from torchbeast.core.environment import Environment
+from torchbeast.core.extra_fields import EXTRA_FIELDS, ExtraField
 from torchbeast.core.nested import map_nested
+from torchbeast.core.trust import UntrustedError
 from torchbeast.model import make_model
 
 STEPS = 40
@@ -60,7 +62,7 @@ def save(folder, flags):
 def test_it_acts_as_the_model_over_the_whole_unroll(tmp_path, words, greedy):
     flags = make_flags(*words, "--precision", "fp32", "--atari_backend", "python")
     weights = save(tmp_path, flags)
-    agent = load_agent(tmp_path)
+    agent = load_agent(tmp_path, trust_env=True)
     agent.generator.manual_seed(7)
     envs = Environment(flags, 1)
     rows, actions, states = [envs.initial()], [], None
@@ -121,6 +123,157 @@ def test_it_samples_and_plays_what_a_run_has_learned(tmp_path):
         over = terminated or truncated
         steps += 1
     assert steps == 6
+
+
+def test_what_a_checkpoint_of_somebody_else_names(tmp_path):
+    save(tmp_path, make_flags("--env", "test_agent:Short", "--env_kwargs", '{"x": 1}'))
+    with pytest.raises(UntrustedError, match="names --env test_agent:Short") as error:
+        load_agent(tmp_path)
+    assert str(tmp_path / "model.tar") in str(error.value)
+    words = 'imports the code of test_agent, with the arguments {"x": 1}'
+    assert words in str(error.value)
+    assert "load_agent(..., trust_env=True)" in str(error.value)
+    assert load_agent(tmp_path, trust_env=True).flags.env == "test_agent:Short"
+    # An id of an installed package needs no trust. An agent uses no other files.
+    flags = ("--wandb", "theirs", "--init_from", "theirs")
+    save(tmp_path, make_flags("--env", "CartPole-v1", *flags))
+    found = load_agent(tmp_path).flags
+    assert (found.wandb, found.init_from) == (None, None)
+
+
+class Mixed(Short):
+    """Truncated episodes of 2 games; float64 and a tuple in the observation."""
+
+    observation_space = spaces.Dict(
+        {
+            "pair": spaces.Tuple([spaces.Discrete(4), spaces.Box(-9, 9, ())]),
+            "wide": spaces.Box(-9, 9, (2,), np.float64),
+        }
+    )
+
+    def __init__(self):
+        pass
+
+    def draw(self):
+        pair = int(self.np_random.integers(4)), np.float32(self.np_random.normal())
+        self.goal = self.np_random.normal(size=2)
+        observation = {"pair": pair, "wide": self.np_random.normal(size=2)}
+        return observation, {"goal": self.goal, "cost": self.np_random.normal()}
+
+    def reset(self, *, seed=None, options=None):
+        gymnasium.Env.reset(self, seed=seed)
+        self.steps = 0
+        return self.draw()
+
+    def step(self, action):
+        self.steps += 1
+        over = self.np_random.random() < 0.2
+        observation, info = self.draw()
+        return observation, 0.1, over, self.steps == 6, info
+
+
+FIELDS = {
+    "goal": ExtraField((2,), np.float64, of="observation"),
+    "cost": ExtraField((), np.float32, of="step"),
+}
+
+
+@pytest.mark.parametrize("env", ["test_agent:Mixed", "environments:Lives", "Pong-v4"])
+def test_the_model_gets_the_rows_of_training(tmp_path, monkeypatch, env):
+    """All fields, in the learner's dtypes; of one environment and of several."""
+    if env.endswith("Mixed"):
+        monkeypatch.setattr(rollout, "EXTRA_FIELDS", EXTRA_FIELDS)
+        for name, field in FIELDS.items():
+            monkeypatch.setitem(EXTRA_FIELDS, name, field)
+    flags = make_flags("--env", env, "--use_lstm", "--atari_backend", "python")
+    save(tmp_path, flags)
+    agent = load_agent(tmp_path, trust_env=True)
+    forward, seen = agent.model.forward, []
+
+    def recording(rows, state=(), acting=False):
+        assert acting
+        seen.append(rows)
+        return forward(rows, state, acting)
+
+    agent.model.forward = recording
+    fields = rollout.env_fields(agent.observation_space, agent.model.distribution)
+    envs = Environment(flags, 3)
+    row, state, single = envs.initial(), None, None
+    for _ in range(STEPS):
+        given = {name: row[name] for name in ("reward", "done", "truncated")}
+        info = {name: row[name] for name in ("game_over", *EXTRA_FIELDS)}
+        _, state = agent.act(row["observation"], state, fields=info, **given)
+        _, single = agent.act(
+            map_nested(lambda x: x[2], row["observation"]),
+            single,
+            fields={name: x[2] for name, x in info.items()},
+            **{name: x[2] for name, x in given.items()},
+        )
+        single = single._replace(last_action=state.last_action[:, 2:])
+        for part, rows in ((slice(None), seen[-2]), (slice(2, 3), seen[-1])):
+            assert rows.keys() == fields.keys()
+
+            def check(x, spec, wanted, part=part):
+                wanted = torch.from_numpy(wanted[None, part]).to(spec.dtype)
+                assert torch.equal(x, wanted), (x, wanted)
+                assert x.dtype == spec.dtype
+
+            map_nested(check, rows, fields, row)
+        row = envs.step(state.last_action[0].numpy())
+    envs.close()
+
+
+def test_it_gives_values_and_logits_and_acts_in_several_environments(tmp_path):
+    save(tmp_path, make_flags("--env", "test_agent:Mixed", "--use_lstm"))
+    agent = load_agent(tmp_path, trust_env=True)
+    n = 4
+    batch = [agent.observation_space.sample() for _ in range(n)]
+    agent.observation_space.seed(1)
+    out = gymnasium.vector.utils.create_empty_array(agent.observation_space, n)
+    stacked = gymnasium.vector.utils.concatenate(agent.observation_space, batch, out)
+    states, state = [None] * n, None
+    for _ in range(3):
+        actions, state, found = agent.act(stacked, state, greedy=True, outputs=True)
+        assert actions.shape == (n,)
+        assert found["policy_logits"].shape == (n, 3)
+        for i in range(n):
+            action, states[i], one = agent.act(
+                batch[i], states[i], greedy=True, outputs=True
+            )
+            assert action in agent.action_space
+            assert action == actions[i] == one["policy_logits"].argmax() + 2
+            assert one["baseline"].shape == ()
+            for name in ("policy_logits", "baseline"):
+                np.testing.assert_allclose(one[name], found[name][i], atol=1e-6)
+
+
+NAN = np.array([0.1, np.nan, 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"observation": NAN}, "Short: the logits are NaN.*observation is nan"),
+        ({"observation": np.zeros((2, 3)), "reward": [0, np.nan]}, "reward is nan"),
+        ({"observation": np.zeros(4)}, r"observation is float64 \[4\].*batch"),
+        ({"observation": [0, None, 0]}, "observation is object"),
+        ({"observation": np.zeros((0, 3))}, "batch"),
+        ({"observation": np.zeros(3), "reward": [0, 0]}, r"reward is .*\[2\]"),
+        (
+            {"observation": np.zeros((2, 3)), "done": [1, 0, 0]},
+            r"done is bool \[3\].*\[2\]",
+        ),
+    ],
+)
+def test_what_it_can_not_act_on(tmp_path, arguments, match):
+    flags = make_flags("--env", "test_agent:Short", "--env_kwargs", '{"x": 1}')
+    save(tmp_path, flags)
+    agent = load_agent(tmp_path, trust_env=True)
+    with pytest.raises(ValueError, match=match):
+        agent.act(**arguments)
+    _, state = agent.act(np.zeros((2, 3)))
+    with pytest.raises(ValueError, match="of 1 environments, and state of 2"):
+        agent.act(np.zeros(3), state)
 
 
 def test_there_is_no_checkpoint(tmp_path):

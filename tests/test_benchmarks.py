@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import subprocess
 import sys
 import time
@@ -131,6 +132,20 @@ def test_transport_measures_a_bare_stream(tmp_path):
         pytest.skip("bare_stream is not built; scripts/test_native does")
     result = transport.measure_bare(programs[0], "tcp", 2, 3, 0.5, str(tmp_path))
     assert min(result.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("returns", "fall"),
+    [
+        (["", 1, 0, 40, 30, 50, 20, 45], 0.6),  # from 1 to 0 comes too early to count
+        ([10, 20, 30], 0.0),
+        ([-21, -20, -3], math.nan),
+    ],
+)
+def test_study_finds_the_largest_fall(tmp_path, returns, fall):
+    lines = ["step,mean_game_return_100", *(f"{i},{x}" for i, x in enumerate(returns))]
+    (tmp_path / "logs.csv").write_text("\n".join(lines) + "\n")
+    assert study.largest_fall(tmp_path) == pytest.approx(fall, nan_ok=True)
 
 
 @pytest.mark.timeout(240)  # three starts of a run

@@ -6,9 +6,12 @@ import pytest
 import runs
 
 from torchbeast import monobeast, polybeast
+from torchbeast.core import config_file, trust
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.errors import FlagError
+from torchbeast.core.meta_json import strict_json
 from torchbeast.core.presets import PRESETS
+from torchbeast.core.trust import UntrustedError
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ def test_every_kind_of_flag(write):
         names = ["x"]
         """
     )
-    flags = parse(config)
+    flags = parse(config, "--trust_checkpoint_env")
     assert (flags.env, flags.seed, flags.learning_rate) == ("a:B", 7, 0.0001)
     assert flags.clip_ratio == float("inf")
     assert (flags.use_lstm, flags.life_loss, flags.greedy) == (True, False, False)
@@ -86,6 +89,12 @@ def test_a_checkpoint_loses(write):
         ("use_lstm = 1", "a.toml", r"a\.toml: use_lstm must be true or false, got 1"),
         ("[3]", "meta.json", "not the meta.json of a run"),
         ("{", "meta.json", "meta.json: "),
+        ('{"args": {}, "flags_left_open": 3}', "meta.json", "meta.json: TypeError"),
+        ("[" * 90_000, "meta.json", "meta.json: maximum recursion depth"),
+        ("seed = " + "[" * 5_000, "a.toml", r"a\.toml: maximum recursion depth"),
+        ("seed = 2020-01-01", "a.toml", r"a\.toml: seed is 2020-01-01.* type date"),
+        ("seed = [[1]]", "a.toml", r"a\.toml: seed is \[\[1\]\].* type list"),
+        ("env_kwargs = {a = 07:32:00}", "a.toml", r"a\.toml: TypeError.*time"),
     ],
 )
 def test_files_that_can_not_be_used(write, text, name, match):
@@ -153,7 +162,63 @@ def test_a_run_whose_preset_has_a_new_name(write):
 
 
 def test_a_list_is_joined(write):
-    assert parse(write('wrapper = ["a:b", "c:d"]')).wrapper == "a:b,c:d"
+    config = write('wrapper = ["a:b", "c:d"]')
+    assert parse(config, "--trust_checkpoint_env").wrapper == "a:b,c:d"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "typed"),
+    [
+        ("env", "os:remove", "--env=CartPole-v1"),
+        ("env", "antigravity:CartPole-v1", "--preset=minatar"),
+        ("wrapper", "a:b", "--wrapper="),
+        ("env_kwargs", '{"path": "x"}', "--env_kwargs={}"),
+        ("replay_file", "x", "--replay_file=mine"),
+        ("video", "x.mp4", "--video=mine.mp4"),
+        ("savedir", "x", "--savedir=mine"),
+        ("checkpoint", "../x", "--checkpoint=model.tar"),
+        ("init_from", "x", "--init_from=mine"),
+        ("insecure", True, "--no-insecure"),
+        ("token_file", "x", "--token_file=mine"),
+        ("server_addresses", "x:1", "--server_addresses=mine:1"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["toml", "meta.json"])
+def test_what_a_file_names_is_used_only_with_trust(write, name, value, typed, kind):
+    """A file may come from somebody else. What was typed instead is fine."""
+    parser = polybeast.make_parser()
+    if kind == "toml":
+        config = write(f"{name} = {json.dumps(value)}")
+    else:
+        meta = {"args": {name: value}, "flags_signature": "0" * 64}
+        config = write(json.dumps(meta), kind)
+        if name in config_file.OF_ITS_RUN:
+            flags = flags_lib.parse(parser, [config])
+            assert getattr(flags, name) == parser.get_default(name)
+            return
+    with pytest.raises(UntrustedError, match=f"{config[9:]} names --{name}"):
+        flags_lib.parse(parser, [config])
+    flags_lib.parse(parser, [config, typed])
+    flags_lib.parse(parser, [config, "--trust_checkpoint_env"])
+
+
+def test_a_file_does_not_trust_itself(write):
+    config = write('trust_checkpoint_env = true\nenv = "os:remove"')
+    with pytest.raises(FlagError, match="no flag trust_checkpoint_env"):
+        parse(config)
+    args = {"trust_checkpoint_env": True, "env": "os:remove"}
+    with pytest.raises(UntrustedError):
+        parse(write(json.dumps({"args": args}), "meta.json"))
+
+
+def test_a_run_of_ones_own_is_repeated(write, tmp_path, monkeypatch):
+    args = parse("--env=a:B", "--env_kwargs={}", "--clip_ratio=inf").as_dict()
+    meta = {"args": strict_json(args), "flags_signature": trust.sign(args)}
+    config = write(json.dumps(meta), "meta.json")
+    assert parse(config).env == "a:B"
+    meta["args"]["wrapper"] = "os:remove"
+    with pytest.raises(UntrustedError, match="os"):
+        parse(write(json.dumps(meta), "meta.json"))
 
 
 def test_what_was_chosen_for_the_layout_is_chosen_again(tmp_path):

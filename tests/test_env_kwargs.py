@@ -8,6 +8,7 @@ from gymnasium import spaces
 from test_environment import Counter, env_flags, here
 
 from torchbeast.core.environment import Environment
+from torchbeast.core.errors import UserError
 from torchbeast.core.make_env import create_env
 
 
@@ -36,7 +37,7 @@ def ten_times(env):
 
 
 @pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
-def test_they_reach_the_environments_and_a_resumed_run(tmp_path, module):
+def test_they_reach_the_environments_and_a_resumed_run(tmp_path, module, monkeypatch):
     if module.endswith("polybeast"):
         pytest.importorskip("libtorchbeast", exc_type=ImportError)
     flags = {
@@ -54,10 +55,11 @@ def test_they_reach_the_environments_and_a_resumed_run(tmp_path, module):
     returns = {row["mean_game_return"] for row in rows} - {""}
     assert {float(x) for x in returns} == {4 * 70.0}
     # A checkpoint names code that is not trusted.
-    flags = {"total_steps": 1200, "no-trust_checkpoint_env": True, "env": flags["env"]}
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))  # another user's
+    flags = {"total_steps": 1200, "env": flags["env"]}
     output = runs.run(tmp_path, "a", module=module, **flags, status=1)
-    assert "names --wrapper test_env_kwargs:ten_times" in output
-    assert "forbids to import the module test_env_kwargs" in output
+    assert '--env_kwargs {"size": 7} --wrapper test_env_kwargs:ten_times' in output
+    assert "imports the code of test_env_kwargs" in output
 
 
 class Sized(Counter):
@@ -114,6 +116,37 @@ def test_arguments_of_an_atari_game():
     create_env(env_flags("ALE/Freeway-v5", env_kwargs='{"difficulty": 1}'))
     with pytest.raises(RuntimeError, match=r"(?i)difficult"):
         create_env(env_flags("ALE/Freeway-v5", env_kwargs='{"difficulty": 77}'))
+
+
+def times(env, factor, plus=()):
+    return gymnasium.wrappers.TransformReward(env, lambda r: r * factor + sum(plus))
+
+
+def test_wrappers_with_arguments():
+    """Commas in a JSON object separate no wrappers."""
+    wrapper = (
+        f'{here(times)}{{"factor": 2, "plus": [1, 2, 0.5]}}, '
+        f'{here(ten_times)},{here(times)} {{"factor": 3}},'
+    )
+    env = Environment(env_flags("CartPole-v1", wrapper=wrapper), 1)
+    env.initial()
+    assert env.step(np.zeros(1, np.int64))["reward"] == [(1 * 2 + 3.5) * 10 * 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"factor": 2', "is not a JSON object"),
+        ("{'factor': 2}", "is not a JSON object"),
+        ('{"factor": __import__("os")}', "is not a JSON object"),
+        ('{"factor": 2}x:y', "a comma is missing before x:y"),
+        ('{"size": 2}', r"arguments \{'size': 2\}: .*'size'"),
+        ("", "arguments {}.* 'factor'"),
+    ],
+)
+def test_wrong_arguments_of_a_wrapper(text, words):
+    with pytest.raises(UserError, match=words):
+        create_env(env_flags("CartPole-v1", wrapper=here(times) + text))
 
 
 @pytest.mark.parametrize(

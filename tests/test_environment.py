@@ -1,5 +1,7 @@
 import argparse
 import logging
+import multiprocessing
+import pickle
 
 import gymnasium
 import numpy as np
@@ -8,6 +10,7 @@ import torch
 from gymnasium import spaces
 
 from torchbeast.core import declared_flags, environment, extra_fields
+from torchbeast.core.env_spec import find_env_spec
 from torchbeast.core.environment import Environment
 from torchbeast.core.extra_fields import ExtraField
 from torchbeast.core.make_env import (
@@ -181,6 +184,43 @@ def test_rows_against_one_environment_at_a_time():
     assert endings == {"terminated", "truncated"}
 
 
+class Large(gymnasium.Env):
+    """Float32 can not add 1 to the first reward."""
+
+    observation_space = spaces.Discrete(2)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self):
+        self.steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        self.steps += 1
+        return 0, 1.0 if self.steps > 1 else 2.0**24, False, False, {}
+
+
+def test_returns_of_long_games_keep_their_digits():
+    """In both variants: PolyBeast's servers send these rows."""
+    flags = env_flags(here(Large), sync=True)
+    envs, resumed = Environment(flags, 1), Environment(flags, 1)
+    envs.initial()
+    for step in range(1, 100):
+        row = envs.step(np.zeros(1, np.int64))
+        assert row["reward"].dtype == row["game_return"].dtype == np.float32
+        assert row["game_return"] == row["episode_return"]
+        # Above 2 ** 24 float32 has the even numbers only.
+        assert abs(float(row["game_return"][0]) - (2**24 + step - 1)) <= 1
+    resumed.initial()
+    resumed.load_state_dict(envs.state_dict())
+    for e in (envs, resumed):
+        row = e.step(np.zeros(1, np.int64))
+        assert row["game_step"] == 100
+        assert abs(float(row["game_return"][0]) - (2**24 + 99)) <= 1
+        e.close()
+
+
 def test_nested_observations_and_extra_fields(monkeypatch):
     declare(monkeypatch, goal=ExtraField((2,), np.int32, of="step"))
     declare(monkeypatch, absent=ExtraField((), np.float32, of="step"))
@@ -302,6 +342,68 @@ def test_actions(monkeypatch, make, actions, received):
     np.testing.assert_array_equal(row["echo"], received)
     np.testing.assert_array_equal(row["last_action"], actions)
     assert row["last_action"].dtype == actions.dtype
+
+
+def echo_multi_binary():
+    return Echo(spaces.MultiBinary((2, 2)))
+
+
+def test_actions_of_bits(monkeypatch):
+    """The policy has a choice of two for each bit."""
+    declare(monkeypatch, echo=ExtraField((2, 2), np.int8, of="step"))
+    envs = Environment(env_flags(here(echo_multi_binary)), 2)
+    assert envs.action_space == spaces.MultiDiscrete([2] * 4)
+    actions = np.array([[0, 1, 1, 0], [1, 1, 0, 1]])
+    assert envs.initial()["last_action"].shape == actions.shape
+    row = envs.step(actions)
+    np.testing.assert_array_equal(row["last_action"], actions)
+    np.testing.assert_array_equal(row["echo"], [[[0, 1], [1, 0]], [[1, 1], [0, 1]]])
+    with pytest.raises(ValueError, match="actions must be in 0 to"):
+        envs.step(actions + 1)
+
+
+class FloatBits(Counter):
+    """Bits as numpy.ones makes them; the space contains them."""
+
+    observation_space = spaces.MultiBinary((2, 2))
+
+    def observe(self):
+        return np.ones((2, 2))
+
+
+def test_what_the_space_contains_is_allowed():
+    assert FloatBits.observation_space.contains(np.ones((2, 2)))
+    envs = Environment(env_flags(here(FloatBits)), 2)
+    for observation in (
+        envs.initial()["observation"],
+        *(envs.step(np.zeros(2, np.int64))["observation"] for _ in range(20)),
+    ):
+        assert observation.dtype == np.int8
+        assert (observation == 1).all()
+
+
+class Scaled(spaces.Box):
+    """A subclass that can't be pickled."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.scale = lambda x: 2 * x
+
+
+class OfScaled(Echo):
+    observation_space = spaces.Dict({"a": Scaled(0, 1, (2,), np.float64)})
+
+    def __init__(self):
+        super().__init__(Scaled(-1, 1, (2,)))
+
+
+def test_a_space_that_can_not_be_pickled():
+    with pytest.raises(Exception, match=r"(?i)pickle"):
+        pickle.dumps(OfScaled.observation_space)
+    context = multiprocessing.get_context("spawn")
+    spec = find_env_spec(env_flags(here(OfScaled)), context, 60)
+    assert spec.observation_space == OfScaled.observation_space
+    assert spec.action_space == spaces.Box(-1, 1, (2,))
 
 
 def test_wrong_actions():

@@ -19,6 +19,7 @@ from torchbeast.core.make_env import (
     UnsupportedSpaceError,
     create_env,
 )
+from torchbeast.core.space_checks import check_action_space, check_observation_space
 
 # --- Errors ---------------------------------------------------------------------------
 
@@ -117,6 +118,147 @@ def no_dimension():
 def test_unsupported_space(make, match):
     with pytest.raises(UnsupportedSpaceError, match=match):
         Environment(env_flags(here(make)), 1)
+
+
+def nested(depth):
+    space = spaces.Discrete(2)
+    for _ in range(depth):
+        space = spaces.Tuple((space,))
+    return space
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        (spaces.Box(0, 1, (2,), np.longdouble), "its dtype is"),
+        (spaces.Box(0, 1, (2,), ">f4"), "its dtype is >f4; allowed are bool, integers"),
+        (spaces.Box(0, 1, (0, 8, 8)), "has no element"),
+        (spaces.Dict({}), "has no element"),
+        (spaces.Tuple((spaces.Tuple(()), spaces.Box(0, 1, (0,)))), "has no element"),
+        (spaces.Dict({0: spaces.Discrete(2)}), "the key 0; keys must be str"),
+        (spaces.Dict({(1, "a"): spaces.Discrete(2)}), "keys must be str"),
+        (spaces.Dict({"a\0b": spaces.Discrete(2)}), "without a zero byte"),
+        (spaces.Dict({"\ud800": spaces.Discrete(2)}), "UTF-8"),
+        (spaces.Dict({"k" * 1025: spaces.Discrete(2)}), "at most 1024 bytes"),
+        (spaces.MultiDiscrete([[2, 3], [4, 5]]), "needs one dimension"),
+        (spaces.Discrete(10**6), r"Discrete\(1000000\) has 1,000,000 choices"),
+        (spaces.MultiDiscrete([2**17] * 3), "choices"),
+        (spaces.Discrete(5, start=2**60), "start is too large"),
+        (spaces.Box(0, 1, (2**20 + 1,)), "1,048,577 elements; at most 1,048,576"),
+        (spaces.Box(0, 1, (1,) * 7), "at most 6 dimensions"),
+        (nested(16), "nested too deeply"),
+        (spaces.Tuple([spaces.Discrete(2)] * 1025), "1,025 parts"),
+        (spaces.Tuple((spaces.Sequence(spaces.Discrete(2)),)), "allowed are Box"),
+    ],
+    ids=lambda x: str(x)[:40].replace("\0", "0").encode("ascii", "replace").decode(),
+)
+def test_an_observation_space_that_can_not_be_stored_or_sent(space, words):
+    with pytest.raises(UnsupportedSpaceError, match=words):
+        check_observation_space(space)
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        (spaces.Box(0, 1, (2,), np.longdouble), "its dtype is"),
+        (spaces.Box(0, 1, (2,), ">f8"), "its dtype is >f8"),
+        (spaces.Box(0, 9, (2,), np.int32), "allowed are Discrete"),
+        (spaces.MultiDiscrete([[2, 3]]), "needs one dimension"),
+        (spaces.Discrete(10**6), "1,000,000 numbers, at most 65,536"),
+        (spaces.Tuple((spaces.Discrete(2),)), "allowed are Discrete"),
+    ],
+)
+def test_an_action_space_without_a_policy(space, words):
+    with pytest.raises(UnsupportedSpaceError, match=words):
+        check_action_space(space)
+
+
+class Parallel:
+    """PettingZoo's parallel API."""
+
+    possible_agents: ClassVar = ["a", "b"]
+
+    def observation_space(self, agent):
+        return spaces.Discrete(2)
+
+    action_space = observation_space
+
+    def reset(self, seed=None, options=None):
+        return {}, {}
+
+    def step(self, actions):
+        return {}, {}, {}, {}, {}
+
+
+class InTurn(Parallel):
+    """PettingZoo's AEC API."""
+
+    def agent_iter(self):
+        yield "a"
+
+
+class DeepMind:
+    def observation_spec(self):
+        return {}
+
+    action_spec = reset = step = observation_spec
+
+
+class NoSpace(Counter):
+    observation_space = (3,)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Parallel, "PettingZoo environment of the parallel API.*one agent"),
+        (InTurn, "PettingZoo environment of the AEC API"),
+        (DeepMind, "an environment of the dm_env API.*shimmy"),
+        (NoSpace, "its observation_space is a tuple of 1 values"),
+    ],
+)
+def test_environments_of_other_interfaces_are_named(make, words):
+    with pytest.raises(InvalidEnvironmentError, match=words):
+        Environment(env_flags(here(make)), 1)
+
+
+class Late(Counter):
+    """After many calls it returns something else."""
+
+    observation_space = spaces.Box(0, 1, (2,))
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault, self.calls = fault, 0
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        import torch
+
+        self.calls += 1
+        observation, reward = np.zeros(2, np.float32), 1.0
+        if self.calls > 30:
+            observation = {
+                "shape": np.zeros(3, np.float32),
+                "dtype": np.zeros(2, np.complex64),
+                "None": None,
+                "gradient": torch.zeros(2, requires_grad=True),
+            }.get(self.fault, observation)
+            reward = [1.0, 2.0] if self.fault == "reward" else reward
+        return observation, reward, False, False, {}
+
+
+@pytest.mark.parametrize("fault", ["shape", "dtype", "None", "gradient", "reward"])
+def test_what_changes_late_is_named(fault):
+    flags = env_flags(here(Late), env_kwargs=f'{{"fault": "{fault}"}}')
+    env = Environment(flags, 2)
+    env.initial()
+    for _ in range(30):
+        env.step(np.zeros(2, np.int64))
+    with pytest.raises(InvalidEnvironmentError, match=r"Late: step\(\) returned"):
+        env.step(np.zeros(2, np.int64))
 
 
 def test_unknown_path_for_atari():

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import statistics
 
@@ -12,6 +13,7 @@ from watched_runs import processes_of_session, wait_until
 
 from torchbeast import evaluate, monobeast
 from torchbeast.core import flags as flags_lib
+from torchbeast.core.meta_json import read_meta
 
 FLAGS = {
     **runs.SMALL,
@@ -68,18 +70,18 @@ def test_results_and_the_best_checkpoint(tmp_path, module):
     assert not (tmp_path / "a" / "test.json").exists()
 
 
-def test_what_a_checkpoint_names_is_not_imported(tmp_path):
+def test_what_a_checkpoint_names_is_not_imported(tmp_path, monkeypatch):
     """PolyBeast's learner makes environments for evaluations only."""
     pytest.importorskip("libtorchbeast", exc_type=ImportError)
     poly = {**FLAGS, "module": "torchbeast.polybeast", "env": "faulty:Environment"}
     runs.run(tmp_path, "a", **poly)
     more = poly["total_steps"] + 100
-    output = runs.run(tmp_path, "a", module=poly["module"], total_steps=more)
-    assert output.count("the module faulty will be imported") == 1
-    flags = {"total_steps": FOREVER, "no-trust_checkpoint_env": True}
+    runs.run(tmp_path, "a", module=poly["module"], total_steps=more)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))  # another user's
+    flags = {"total_steps": FOREVER}
     flags |= {"module": "torchbeast.polybeast_learner", "connect_timeout": 20}
     output = runs.run(tmp_path, "a", **flags, status=1)
-    assert "forbids to import the module faulty" in output
+    assert "imports the code of faulty" in output
 
 
 def test_a_damaged_best_checkpoint_is_replaced(tmp_path):
@@ -149,11 +151,16 @@ def test_a_resumed_run_knows_the_best(tmp_path):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("ending", ["signal", "timeout"])
+@pytest.mark.parametrize("ending", ["signal", "kill", "timeout"])
 def test_the_last_evaluation_hangs(tmp_path, ending):
+    """If it was cut off, the next start makes up for it, and only for it."""
     flags = {**FLAGS, "env": "evaluated:HangsInTests", "total_steps": 60}
+    module = "torchbeast.monobeast"
     if ending == "timeout":
         flags |= {"module": "impatient", "actor_timeout": 30}
+    if ending == "kill":
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+        module = flags["module"] = "torchbeast.polybeast"
     process = runs.start(tmp_path, "a", **flags)
     log = tmp_path / "a" / "out.log"
 
@@ -161,16 +168,37 @@ def test_the_last_evaluation_hangs(tmp_path, ending):
         return log.exists() and "Evaluating the final weights" in log.read_text()
 
     wait_until(evaluates, "the training has ended", 60)
-    if ending == "signal":
-        process.send_signal(signal.SIGTERM)
+    if ending != "timeout":
+        process.send_signal(signal.SIGTERM if ending == "signal" else signal.SIGKILL)
     output = runs.finish(process, 200)
-    assert process.returncode == 0, output
-    assert "Finished at step 60" in output
+    statuses = {"signal": 143, "kill": -signal.SIGKILL, "timeout": 0}
+    assert process.returncode == statuses[ending], output
     stuck = "There are no more evaluations: its process (pid "
     assert (stuck in output) == (ending == "timeout")
     assert ("in step" in output) == (ending == "timeout")  # its stack
-    assert load(tmp_path / "a" / "model.tar")["stats"]["step"] == 60
     wait_until(lambda: not processes_of_session(process.pid), "all ended")
+    path = tmp_path / "a" / "model.tar"
+    saved, logged = path.read_bytes(), without_evaluations(tmp_path)
+    assert load(path)["stats"]["step"] == 60
+    meta = read_meta(path.parent)
+    assert meta["successful"] == (ending == "timeout") == ("Finished" in output)
+    if ending == "timeout":
+        return
+    output = runs.run(tmp_path, "a", module=module, env="faulty:Environment")
+    assert "Finished at step 60" in output
+    assert results(tmp_path)[-1][0] == 60
+    assert without_evaluations(tmp_path) == logged
+    assert path.read_bytes() == saved
+    meta = read_meta(path.parent)
+    assert (meta["successful"], meta["starts"][-1]["last_step"]) == (True, 60)
+    output = runs.run(tmp_path, "a", module=module)
+    assert "is at step 60 of --total_steps 60 already" in output
+    assert read_meta(path.parent) == meta
+
+
+def without_evaluations(folder):
+    rows = runs.read_logs(folder, "a")
+    return [row["step"] for row in rows if not row["eval_return"]]
 
 
 @pytest.mark.parametrize("how", ["killed", "raises"])
@@ -217,6 +245,28 @@ def test_checkpoints_are_kept(tmp_path):
         assert load(folder / f"model.{step}.tar")["stats"]["step"] == step
     weights = [load(folder / f"model.{step}.tar")["model_state_dict"] for step in first]
     assert not torch.equal(weights[0]["policy.bias"], weights[1]["policy.bias"])
-    runs.run(tmp_path, "a", total_steps=1200)  # more are due at 800 and 1200
-    assert kept()[:3] == first
-    assert len(kept()) == 5
+    runs.run(tmp_path, "a", total_steps=1200)  # now due: 400, 800 and 1200
+    extended = kept()
+    assert extended[0] == first[1]
+    for wanted, step in zip((400, 800, 1200), extended, strict=True):
+        assert wanted <= step < wanted + 200
+
+
+def test_what_is_of_steps_that_were_cut_off_is_removed(tmp_path):
+    """As after a kill: model.tar is older than the best checkpoint and a kept one."""
+    flags = {**FLAGS, "total_steps": 600, "eval_interval": 300, "checkpoint_history": 2}
+    runs.run(tmp_path, "a", **flags)
+    folder = tmp_path / "a"
+    kept = sorted(folder.glob("model.[0-9]*.tar"), key=lambda x: int(x.name[6:-4]))
+    older = int(kept[0].name[6:-4])
+    shutil.copy(kept[0], folder / "model.tar")
+    best = load(folder / "model.best.tar")
+    best["stats"] |= {"step": 600, "eval_return": 1e9}
+    torch.save(best, folder / "model.best.tar")
+    output = runs.run(tmp_path, "a", total_steps=600)
+    for name in ("model.600.tar", "model.best.tar"):
+        text = f"Removing {name}: it is of step 600, and the run goes on from step"
+        assert f"{text} {older}." in output
+    found = load(folder / "model.best.tar")["stats"]
+    assert found["eval_return"] == max(value for _, value in results(tmp_path)) < 1e9
+    assert len(list(folder.glob("model.[0-9]*.tar"))) == 2

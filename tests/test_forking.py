@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 import runs
@@ -70,17 +71,24 @@ class Fork:
         return {path: path.read_bytes() for path in self.path.rglob("*.py")}
 
     def train(self, module=MONOBEAST, timeout=100, **flags):
-        """Trains in the copy and returns the rows of logs.csv."""
+        """Trains in the copy and returns the rows of logs.csv.
+
+        What is trained also plays, in --mode test and in a notebook.
+        """
         if module == POLYBEAST:
             pytest.importorskip("libtorchbeast", exc_type=ImportError)
+        settings = {**runs.SMALL, **flags}
+        self.run(runs.command(self.savedir, "fork", module, **settings), timeout)
+        rows = runs.read_logs(self.savedir, "fork")
+        test = {"mode": "test", "num_test_episodes": 1}
+        self.run(runs.command(self.savedir, "fork", module, **test))
+        self.run([sys.executable, "-m", "played", str(self.savedir / "fork")])
+        return rows
+
+    def run(self, words, timeout=100):
         paths = [str(self.path), str(self.path / "tests")]
-        runs.run_words(
-            runs.command(self.savedir, "fork", module, **{**runs.SMALL, **flags}),
-            timeout,
-            folder=self.path,
-            PYTHONPATH=os.pathsep.join(paths),
-        )
-        return runs.read_logs(self.savedir, "fork")
+        search = os.pathsep.join(paths)
+        runs.run_words(words, timeout, folder=self.path, PYTHONPATH=search)
 
     def checkpoint(self):
         return torch.load(self.savedir / "fork" / "model.tar", weights_only=True)
@@ -150,6 +158,27 @@ def test_another_optimizer_and_schedule(tmp_path):
     assert rates[6:] == pytest.approx(falling)
     moments = fork.checkpoint()["optimizer_state_dict"]["state"][0]
     assert {"exp_avg", "exp_avg_sq"} <= moments.keys()  # of AdamW
+
+
+def test_a_second_network_with_its_own_optimizer_and_batches(tmp_path):
+    fork = Fork(tmp_path, "curiosity")
+    changed = ("curiosity", "learner")
+    assert fork.files == {f"torchbeast/{name}.py" for name in changed}
+    rows = fork.train(sync=True)  # the same on each run
+    losses = column(rows, "curiosity_loss")
+    assert mean(losses[-10:]) < 0.7 * mean(losses[:10])
+    resumed = fork.train(sync=True, total_steps=750)[len(rows) :]
+    assert mean(column(resumed, "curiosity_loss")) < 0.7 * mean(losses[:10])
+    saved = fork.checkpoint()
+    weights = {"agent": "model_state_dict", "own": "curiosity_state_dict"}
+    names = {who: saved[key].keys() for who, key in weights.items()}
+    assert not any("network" in name for name in names["agent"])
+    moments = saved["curiosity_optimizer"]["state"]
+    trained = [name for name in names["own"] if name.startswith("network")]
+    assert len(moments) == len(trained) == 6
+    # Four batches of its own for each of the agent's, also after the resume.
+    (batches,) = {int(x["step"]) for x in moments.values()}
+    assert batches == 4 * len([*rows, *resumed]) == 4 * 75
 
 
 # Random play opens the lock in one of 65,536 episodes. These runs have about 12,000.

@@ -50,6 +50,9 @@ def test_all_weights_are_taken(first, tmp_path, how, module):
     output = runs.run(tmp_path, "a", module=module, total_steps=30, init_from=place)
     assert "Resuming at step 15" in output
     assert "Took" not in output
+    other = tmp_path / "other"
+    output = runs.run(tmp_path, "a", module=module, init_from=other, status=1)
+    assert f"--init_from {other} would have no effect: the run a exists" in output
 
 
 def test_what_does_not_fit_is_named(first, tmp_path):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import runs
+import torch
 
 LASER = {
     **runs.SMALL,
@@ -19,7 +20,7 @@ LASER = {
 
 
 def learned(rows):
-    return [row for row in rows if row["total_loss"]]
+    return [row for row in rows if row.get("total_loss")]
 
 
 @pytest.mark.timeout(200)
@@ -58,6 +59,40 @@ def test_a_resumed_run_has_or_refills_its_replay(tmp_path, save):
     assert learned(rows)
     assert ("Loaded" in output) == save
     assert (tmp_path / "laser" / "replay.zip").exists() == save
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("save", [True, False])
+def test_starts_that_only_fill_the_replay_are_saved(tmp_path, save):
+    """Steps and games count, also without an update."""
+    flags = {**LASER, "learn_start": 350, "total_steps": 300}
+    flags["save_replay"] = save or None
+    output = runs.run(tmp_path, "laser", **flags)
+    assert output.count("Nothing will be learned: 300 of --total_steps are left") == 1
+    assert output.count("Nothing was learned from 300 steps") == 1
+    assert ("the next start fills it from the beginning" in output) == (not save)
+    before = runs.read_logs(tmp_path, "laser")
+    assert not learned(before)
+    path = tmp_path / "laser" / "model.tar"
+    saved = torch.load(path, weights_only=True)["stats"]
+    assert (saved["step"], saved["num_updates"]) == (300, 0)
+    assert saved["games"] == int(before[-1]["games"]) > 0
+    output = runs.run(tmp_path, "laser", total_steps=600)
+    rows = runs.read_logs(tmp_path, "laser")
+    steps = [int(row["step"]) for row in rows]
+    assert steps == list(range(15, 615, 15)), "no step is played again"
+    assert torch.load(path, weights_only=True)["stats"]["step"] == 600
+    assert bool(learned(rows)) == save == ("Nothing was learned" not in output)
+
+
+@pytest.mark.timeout(200)
+def test_filling_the_replay_keeps_the_previous_weights(tmp_path):
+    """The previous checkpoint is the last one with other weights."""
+    flags = {**LASER, "total_steps": 300, "checkpoint_interval": 0.001}
+    runs.run(tmp_path, "laser", **flags)
+    before = (tmp_path / "laser" / "model.previous.tar").read_bytes()
+    runs.run(tmp_path, "laser", total_steps=390)
+    assert (tmp_path / "laser" / "model.previous.tar").read_bytes() == before
 
 
 @pytest.mark.timeout(200)
@@ -129,6 +164,10 @@ def test_cut_rollouts_learn_the_same(tmp_path):
         (
             {"replay_ratio": 1, "replay_size": 100, "learn_start": 101},
             ["--learn_start 101", "--replay_size 100"],
+        ),
+        (
+            {"replay_ratio": 1e9, "replay_size": 500},
+            ["--replay_ratio 1e+09 replays 10,000,000,000 steps per batch", "500 has"],
         ),
         (
             {"replay_ratio": 1, "replay_size": 500, "sync": True},

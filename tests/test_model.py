@@ -5,7 +5,13 @@ from gymnasium import spaces
 from torch import nn
 
 from torchbeast.core.distributions import make_distribution
-from torchbeast.core.observations import flatten_leaf, image_size, is_image
+from torchbeast.core.observations import (
+    InputCheck,
+    flatten_leaf,
+    image_size,
+    is_image,
+    log_encoders,
+)
 from torchbeast.model import ImageEncoder, Net
 
 T, B, A = 5, 3, 7
@@ -227,6 +233,9 @@ def test_channels_last_and_first_give_the_same(torso, shape):
         ((210, 160, 3), (210, 160, 3)),
         ((3, 210, 160), (210, 160, 3)),
         ((9, 9, 9), (9, 9, 9)),
+        ((36, 84), (36, 84, 1)),
+        ((4, 84, 80, 3), (84, 80, 12)),
+        ((4, 3, 84, 80), (84, 80, 12)),
     ],
 )
 def test_the_axis_of_the_channels(shape, size):
@@ -237,6 +246,33 @@ def test_the_axis_of_the_channels(shape, size):
     first = next(x for x in encoder.parameters() if x.ndim == 4)
     assert first.shape[1] == size[-1]
     encoder(torch.ones(2, *shape, dtype=torch.uint8))
+
+
+def test_an_image_without_pixels_is_no_image():
+    assert not is_image(spaces.Box(0, 255, (0, 8, 8), np.uint8))
+
+
+@pytest.mark.parametrize("shape", [(4, 20, 30, 3), (4, 3, 20, 30)])
+def test_the_channels_of_a_stack_are_those_of_its_images(shape):
+    encoder = ImageEncoder(spaces.Box(0, 255, shape, np.uint8), "shallow")
+    x = torch.randint(0, 256, (2, *shape), dtype=torch.uint8)
+    images = x if shape[1] == 3 else x.permute(0, 1, 4, 2, 3)
+    joined = torch.cat(images.unbind(1), 1).float() / 255
+    torch.testing.assert_close(encoder(x), encoder.torso(joined))
+
+
+@pytest.mark.parametrize("torso", ["shallow", "deep"])
+@pytest.mark.parametrize(
+    "shape", [(16, 1024, 1), (1024, 16), (7, 5000, 3), (40, 2000), (480, 640, 3)]
+)
+def test_large_images_have_no_more_weights_than_screens_of_atari(shape, torso):
+    def count(shape):
+        space = spaces.Box(0, 255, shape, np.uint8)
+        net = Net(space, ACTION_SPACES["discrete"], torso)
+        net(make_rows(space, ACTION_SPACES["discrete"], rows=1))
+        return sum(x.numel() for x in net.parameters())
+
+    assert count(shape) < 6 * count((210, 160, 3))
 
 
 def test_as_many_channels_as_pixels_are_taken_as_last():
@@ -267,6 +303,28 @@ def test_a_bound_of_the_dtype_is_no_scale():
         assert Net(space, ACTION_SPACES["discrete"]).images[0].scale == 1
 
 
+def test_integers_are_scaled_by_their_bounds():
+    low, high = np.array([-50, 0, 9_000, 0, -(2**31)]), [7, 10_000, 10_000, 1, 9]
+    space = spaces.Box(low, np.array(high), dtype=np.int64)
+    x = torch.tensor([low.tolist(), high])
+    logs = -np.log1p(2.0**31), np.log1p(9)
+    wanted = torch.tensor([[-1, 0, 0.9, 0, logs[0]], [0.14, 1, 1, 1, logs[1]]])
+    torch.testing.assert_close(flatten_leaf(space, x), wanted.float())
+    assert flatten_leaf(spaces.Box(-9, 9, (2,)), torch.ones(1, 2)).eq(1).all()  # floats
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint32, np.int64])
+def test_integers_of_any_size_make_no_certain_policy(dtype):
+    limits = np.iinfo(dtype)
+    space = spaces.Box(limits.min, limits.max, (3,), dtype)
+    net = Net(space, ACTION_SPACES["discrete"])
+    rows = make_rows(spaces.Discrete(2), ACTION_SPACES["discrete"])
+    for value in (limits.min, 1000 % limits.max, limits.max // 2 + 1):
+        rows["observation"] = torch.full((T, B, 3), int(value), dtype=torch.int64)
+        logits = net(rows)[0]["policy_logits"]
+        assert net.distribution.entropy(logits).min() > 0.9 * np.log(A)
+
+
 def test_vectors_of_bytes_are_scaled_by_their_bound():
     for high in (1, 9, 255):
         space = spaces.Box(0, high, (2, 3), np.uint8)
@@ -286,8 +344,13 @@ def test_vectors_of_bytes_are_scaled_by_their_bound():
         ((6, 7, 3), 0),
         ((100, 3, 7), 0),
         ((7, 3, 100), 0),
-        ((84, 84), 0),
-        ((2, 84, 84, 3), 0),
+        ((84, 84), 1),
+        ((36, 1024), 1),
+        ((35, 84), 0),
+        ((2, 84, 84, 3), 1),
+        ((2, 3, 20, 30), 1),
+        ((2, 6, 84, 3), 0),
+        ((2, 2, 84, 84, 3), 0),
     ],
 )
 @pytest.mark.parametrize("torso", ["shallow", "deep"])
@@ -296,6 +359,93 @@ def test_what_counts_as_an_image(shape, images, torso):
     net = Net(space, ACTION_SPACES["discrete"], torso)
     assert len(net.images) == images
     net(make_rows(space, ACTION_SPACES["discrete"]))
+
+
+# --- What the learner says about the inputs ---
+
+
+def batch_of(space, observation, logits=None):
+    """A batch of a learner's first update [T, B, ...]."""
+    rows = make_rows(space, ACTION_SPACES["discrete"])
+    logits = torch.zeros(T, B, A) if logits is None else logits
+    version = torch.zeros(T, B, dtype=torch.int64)
+    rows |= {"policy_logits": logits, "policy_version": version}
+    return {**rows, "observation": observation}
+
+
+def test_large_inputs_are_named_once(caplog):
+    space = spaces.Dict(
+        {
+            "bounded": spaces.Box(0, 10_000, (2,), np.int32),
+            "depth": spaces.Box(0, np.inf, (9, 9, 1)),
+            "far": spaces.Box(-np.inf, np.inf, (2,)),
+            "near": spaces.Box(-np.inf, np.inf, (2,)),
+        }
+    )
+    distribution = make_distribution(ACTION_SPACES["discrete"])
+    shapes = {name: (T, B, *leaf.shape) for name, leaf in space.items()}
+    values = {"bounded": 5000, "depth": 300, "far": -101, "near": 99}
+    large = {name: torch.full(shapes[name], x) for name, x in values.items()}
+    large["near"][0] = 1e6  # an outlier
+    check = InputCheck(space, normalized=False)
+    for _ in range(5):
+        check.see(batch_of(space, large), distribution)
+    assert len(caplog.records) == 2
+    for record, place in zip(caplog.records, ("depth", "far"), strict=True):
+        assert record.message.startswith(f"observation['{place}']")
+        assert "--normalize_observations" in record.message
+    caplog.clear()
+    InputCheck(space, normalized=True).see(batch_of(space, large), distribution)
+    assert ["depth" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("action", ["discrete", "box"])
+def test_a_first_policy_without_chance_is_named(action, caplog):
+    distribution = make_distribution(ACTION_SPACES[action])
+    logits = torch.zeros(T, B, distribution.num_logits)
+    certain = logits.clone()
+    certain[..., : A // 2] = -30
+    certain[..., -8:] = -30  # small standard deviations
+    certain[..., 0] = 30
+    masked = logits.clone()
+    masked[..., 1:] = -torch.inf  # one choice is left
+    used = {"discrete": [logits, masked], "box": [logits]}[action]
+    for usual in used:
+        InputCheck(VECTOR, False).see(
+            batch_of(VECTOR, torch.zeros(T, B, 9), usual), distribution
+        )
+    trained = batch_of(VECTOR, torch.zeros(T, B, 9), certain)
+    trained["policy_version"] += 5
+    InputCheck(VECTOR, False).see(trained, distribution)
+    assert not caplog.records
+    InputCheck(VECTOR, False).see(
+        batch_of(VECTOR, torch.zeros(T, B, 9), certain), distribution
+    )
+    assert ["deterministic" in record.message for record in caplog.records] == [True]
+
+
+def test_the_log_says_which_encoder_each_observation_gets(caplog):
+    caplog.set_level("INFO")
+    space = spaces.Dict(
+        {
+            "a": spaces.Box(0, 1, (8, 8, 11), bool),
+            "b": spaces.Box(0, 1, (5, 5, 11), bool),
+            "c": spaces.Discrete(6),
+            "d": VECTOR,
+        }
+    )
+    net = Net(space, ACTION_SPACES["discrete"])
+    log_encoders(net, "shallow")
+    count = sum(x.numel() for x in net.parameters())
+    (record,) = caplog.records
+    assert "['a']: image 8×8×11 → shallow" in record.message
+    assert "['b']: 5×5×11 → MLP, images need 7 pixels" in record.message
+    assert "['c']: Discrete(6) → MLP;" in record.message
+    assert "['d']: 9 → MLP;" in record.message
+    assert f"{count:,} weights" in record.message
+    large = spaces.Box(-1, 1, (400_000,))
+    log_encoders(Net(large, ACTION_SPACES["discrete"]), "shallow")
+    assert caplog.records[-1].levelname == "WARNING"
 
 
 # --- Published sizes ---
@@ -544,12 +694,11 @@ def test_the_values_of_vectors_have_an_mlp_of_their_own(observation, use_lstm, s
     [
         (VECTOR, True, True),
         (VECTOR, False, False),
-        (spaces.Box(0, 255, (4,), np.uint8), True, False),
-        (spaces.Dict({"a": VECTOR, "b": spaces.Box(0, 1, (4,), np.int8)}), True, True),
+        (spaces.Box(0, 255, (4,), np.uint8), True, True),
         (spaces.Dict({"a": VECTOR, "b": spaces.Discrete(300)}), True, True),
     ],
 )
-def test_tanh_is_for_small_numbers(space, normalize, has_tanh):
+def test_tanh_is_for_normalized_numbers(space, normalize, has_tanh):
     net = Net(space, ACTION_SPACES["discrete"], normalize_observations=normalize)
     kinds = {type(module) for module in net.modules()}
     assert (torch.nn.Tanh in kinds) == has_tanh

@@ -19,6 +19,8 @@ MIXED = spaces.Dict(
         "floor": spaces.Discrete(5, start=2),
         "height": spaces.Box(-1, 1, (), np.float32),
         "keys": spaces.MultiBinary(2),
+        "open": spaces.Box(0, 1, (2,), np.int8),
+        "score": spaces.Box(0, 10_000, (2,), np.int32),
     }
 )
 ACTIONS = spaces.Discrete(7)
@@ -104,7 +106,7 @@ def test_before_the_first_update_values_stay():
     torch.testing.assert_close(RunningMoments((D,))(x), x)
 
 
-def test_floats_are_normalized_and_nothing_else():
+def test_numbers_are_normalized_and_nothing_else():
     net = Net(MIXED, ACTIONS, normalize_observations=True)
     batches = [make_rows(MIXED, ACTIONS, seed, rows=T + 1) for seed in (1, 2)]
     for batch in batches:
@@ -114,8 +116,9 @@ def test_floats_are_normalized_and_nothing_else():
         each = [batch["observation"][name][1:].reshape(T * B, -1) for batch in batches]
         return torch.cat(each).double().numpy()
 
-    mean = {name: seen(name).mean(0) for name in ("body", "height")}
-    std = {name: seen(name).std(0) for name in ("body", "height")}
+    numbers = ("body", "height", "score")
+    mean = {name: seen(name).mean(0) for name in numbers}
+    std = {name: seen(name).std(0) for name in numbers}
     plain = Net(MIXED, ACTIONS, normalize_observations=True)  # with moments of nothing
     weights = net.state_dict()
     weights = {name: x for name, x in weights.items() if ".moments." not in name}
@@ -125,6 +128,7 @@ def test_floats_are_normalized_and_nothing_else():
     for name in mean:
         x = by_hand[name].double().flatten(2) if name == "body" else by_hand[name]
         x = (x - torch.from_numpy(mean[name])) / torch.from_numpy(std[name])
+        x = x * 10_000 if name == "score" else x  # the model divides by the bound
         by_hand[name] = x.reshape(by_hand[name].shape).float()
     before = net.state_dict()
     with torch.no_grad():

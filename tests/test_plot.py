@@ -3,6 +3,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -365,6 +366,35 @@ def test_the_title_has_the_protocol(tmp_path, drawn):
         "a-1",
         "Atari pong, no sticky actions, episodes end with a life",
     ]
+
+
+def test_the_first_line_of_the_title_can_be_typed(tmp_path, drawn):
+    make_run(tmp_path, "a-1", [0.0, 5.0], PONG)
+    (title,) = drawn("a-1", "--title", "It learns: x")
+    assert title.startswith("It learns: x\nAtari pong")
+
+
+def test_commands_beside_pictures_draw_them(tmp_path, monkeypatch, drawn):
+    """One curve has no legend; all seeds of a game are one curve."""
+    monkeypatch.chdir(ROOT)
+    document = (ROOT / "docs" / "results" / "README.md").read_text()
+    document = document.replace("\\\n", " ")
+    legends = {}
+    for command in re.findall(r"python -m torchbeast\.plot (.*--title.*)", document):
+        words = []
+        for word in shlex.split(command):
+            matches = map(str, ROOT.glob(word)) if "?" in word else [word]
+            words += sorted(matches)
+        texts = drawn(*words)
+        legends[words[-1]] = [text.split("\n")[0] for text in texts[1:]]
+        texts.clear()
+    assert legends == {
+        "docs/results/pong.png": [],
+        "docs/results/minatar.png": [
+            f"{game} (3 runs, mean ± std)"
+            for game in ("asterix", "freeway", "seaquest")
+        ],
+    }
 
 
 def test_the_legend_says_what_differs(tmp_path, drawn):

@@ -1,4 +1,4 @@
-"""core/processes.py on its own; the tests of faults use the rest of it."""
+"""What core/processes.py starts; the tests of faults use the rest of it."""
 
 import os
 
@@ -7,27 +7,12 @@ import pytest
 from torchbeast.core import jobs, processes
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("max 100000", 64),
-        ("400000 100000", 4),
-        ("250000 100000", 3),
-        ("50000 100000", 1),
-        ("9900000 100000", 64),
-        ("", 64),
-        (None, 64),
-    ],
-)
-def test_a_containers_quota_counts(tmp_path, monkeypatch, content, expected):
-    file = tmp_path / "cpu.max"
-    if content is not None:
-        file.write_text(content)
-    monkeypatch.setattr(processes, "CPU_QUOTA", file)
+@pytest.mark.parametrize("quota", [2, 3, 64])
+def test_a_quota_counts_for_a_sweep(monkeypatch, quota):
+    monkeypatch.setattr(processes, "num_cpus", lambda: quota)
     monkeypatch.setattr(
         os, "sched_getaffinity", lambda _: set(range(64)), raising=False
     )
-    assert processes.num_cpus() == expected
-    if expected == 3:
-        assert jobs.split_cores(3, None) == [[], [], []]
-        assert jobs.split_cores(1, 2) == [[0, 1]]
+    if quota < 64:
+        assert jobs.split_cores(2, None) == [[], []]  # others use the same cores
+    assert jobs.split_cores(1, 2) == [[0, 1]]

@@ -2,10 +2,12 @@
 
 import argparse
 import io
+import json
 import logging
 import math
 import subprocess
 import sys
+import time
 import zipfile
 
 import numpy as np
@@ -499,6 +501,101 @@ def test_an_incomplete_index_is_refused(tmp_path):
         archive.writestr("index.json", '{"step": 7, "arrays": [], "episodes": []}')
     with pytest.raises(ReplayError, match="can't be loaded: 'whole'"):
         replay_memory.load(make_replay(150), path, 7)
+
+
+def double_slots(index):
+    index["episodes"][1]["slots"] = index["episodes"][0]["slots"]
+
+
+def shift_slots(index):
+    index["episodes"][0]["slots"][0] += 1
+
+
+def shift_frames(index):
+    index["episodes"][0]["frames"][0][0] -= 1
+
+
+def exchange_episodes(index):
+    first, second = index["episodes"][:2]
+    first["is_cut"], second["is_cut"] = not first["is_cut"], first["is_cut"]
+
+
+def set_to(name, value):
+    return lambda index: index.update({name: value})
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        *(double_slots, shift_slots, shift_frames, exchange_episodes),
+        *(set_to("episodes", 3), set_to("episodes", []), set_to("arrays", None)),
+        *(set_to("whole", 1), set_to("whole", [1]), set_to("digest", None)),
+    ],
+)
+def test_a_changed_index_is_refused(tmp_path, edit):
+    """Its checksums are right, so only what it says can show the fault."""
+    replay = make_replay(150)
+    play(replay, [Game(np.random.default_rng(16), [9, 11, 7, -8] * 6)])
+    path = tmp_path / "replay.zip"
+    replay_memory.save(replay, path, 7)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    index = json.loads(parts["index.json"])
+    edit(index)
+    parts["index.json"] = json.dumps(index).encode()
+    refused_with(path, parts)
+
+
+@pytest.mark.parametrize("edit", ["short", "long", "other", "missing", "not an index"])
+def test_a_changed_part_is_refused(tmp_path, edit):
+    replay = make_replay(150)
+    play(replay, [Game(np.random.default_rng(16), [9, 11, 7, -8] * 6)])
+    path = tmp_path / "replay.zip"
+    replay_memory.save(replay, path, 7)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    number = max(
+        (name for name in parts if name.isdigit()), key=lambda x: len(parts[x])
+    )
+    data = parts[number]
+    changed = {"short": data[:-9], "long": data + b"x", "other": data[::-1]}
+    if edit == "not an index":
+        parts["index.json"] = b"[[[[["
+    elif edit == "missing":
+        del parts[number]
+    else:
+        parts[number] = changed[edit]
+    refused_with(path, parts)
+
+
+def refused_with(path, parts):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in parts.items():
+            archive.writestr(name, data)
+    with pytest.raises(ReplayError, match=r"replay.zip can't be loaded: .*Remove it"):
+        replay_memory.load(make_replay(150), path, 7)
+
+
+def test_a_short_episode_among_long_unfinished_ones_is_found_at_once():
+    """The time to choose an episode must not depend on the others' steps."""
+    leaf = rollout.Spec((1,), torch.float32)
+    replay = Replay({**SPEC, "observation": leaf}, 500_000, T, np.zeros, 1)
+
+    def add(num_rows, **ends):
+        rows = map_nested(
+            lambda s: np.zeros((num_rows, 1, *s.shape), dtype_of(s)),
+            {**SPEC, "observation": leaf},
+        )
+        rows["done"][list(ends.values())] = True
+        replay.add(rows, 0)
+
+    add(3, begin=0, end=2)
+    add(100_001, begin=0)
+    assert replay.size == 2
+    began = time.process_time()
+    for _ in range(100):
+        replay.read(10)
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(

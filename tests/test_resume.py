@@ -4,6 +4,7 @@ MonoBeast's main() runs in this process and ends before it starts actors.
 """
 
 import importlib.util
+import json
 import logging
 import pathlib
 import shlex
@@ -15,7 +16,7 @@ import torch
 
 from torchbeast import monobeast
 from torchbeast.core import flags as flags_lib
-from torchbeast.core import processes, resume
+from torchbeast.core import processes, resume, trust
 from torchbeast.core.run_folder import RunFolder
 
 
@@ -97,9 +98,23 @@ def break_a_weight(saved):
     saved["model_state_dict"]["policy.bias"][0] = float("nan")
 
 
+def break_the_optimizer(saved):
+    first = saved["optimizer_state_dict"]["state"][0]
+    first["square"].view(-1)[0] = float("nan")
+
+
+def break_the_schedule(saved):
+    saved["scheduler_state_dict"]["base_lrs"] = [float("nan")]
+
+
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
+        (
+            break_the_optimizer,
+            "optimizer_state_dict['state'][0]['square'] is not finite",
+        ),
+        (break_the_schedule, "scheduler_state_dict['base_lrs'][0] is not finite"),
         (change("rng", to=None), "rng is missing, expected a dict"),
         (change("stats", to=[3]), "stats is [3], expected a dict"),
         (change("stats", "step", to=-3), "step is -3, expected a number from 0 on"),
@@ -128,6 +143,32 @@ def test_a_checkpoint_that_can_not_be_used(savedir, fails, edit, words):
         assert f"cp {path.with_name('model.previous.tar')} {path}" in message
 
 
+def test_a_resume_that_fails_at_its_first_update(savedir):
+    """All numbers are finite, but no update can use them."""
+    path = savedir / "a" / "model.tar"
+    saved = torch.load(path, weights_only=True)
+    saved["optimizer_state_dict"]["state"][0]["square"].fill_(-1)
+    torch.save(saved, path)
+    before = path.read_bytes()
+    output = runs.run(savedir, "a", total_steps=40, status=1)
+    assert "made weights that are not finite" in output
+    assert "This was the first update after the start" in output
+    assert f"the cause is in {path}. The previous checkpoint" in output
+    assert f"cp {path.with_name('model.previous.tar')} {path}" in output
+    assert path.read_bytes() == before
+
+
+def test_a_previous_checkpoint_with_nan_is_not_recommended(savedir, fails):
+    path = savedir / "a" / "model.tar"
+    saved = torch.load(path, weights_only=True)
+    break_a_weight(saved)
+    for name in ("model.tar", "model.previous.tar"):
+        torch.save(saved, path.with_name(name))
+    message = fails(savedir, "--xpid a --total_steps 40 --env faulty:Environment")
+    assert "model.previous.tar can't be loaded either" in message
+    assert "    cp" not in message
+
+
 def test_the_test_mode_refuses_them_too(savedir, fails):
     path = savedir / "a" / "model.tar"
     saved = torch.load(path, weights_only=True)
@@ -142,18 +183,58 @@ def test_the_test_mode_refuses_them_too(savedir, fails):
 # --- Environments that a checkpoint names ---
 
 
-def test_an_environment_that_a_checkpoint_names(savedir, fails, main):
+def test_an_environment_that_a_checkpoint_names(
+    savedir, fails, main, monkeypatch, tmp_path_factory
+):
+    status, text = main(savedir, "--xpid a --mode test")
+    assert status == 0, "a run of one's own needs no flag"
+    other_home = str(tmp_path_factory.mktemp("home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", other_home)  # another user
+    path = savedir / "a" / "model.tar"
     for mode in ("--mode test", "--total_steps 40"):
-        message = fails(savedir, f"--xpid a {mode} --no-trust_checkpoint_env")
-        assert "--env faulty:Environment" in message
-        assert "forbids to import the module faulty" in message
-    said = "the module faulty will be imported"
-    for line in ("", "--no-trust_checkpoint_env --env faulty:Environment"):
+        message = fails(savedir, f"--xpid a {mode}")
+        assert f"{path} names --env faulty:Environment" in message
+        assert "imports the code of faulty." in message
+        assert "add --trust_checkpoint_env" in message
+    for line in ("--trust_checkpoint_env", "--env faulty:Environment"):
         status, text = main(savedir, f"--xpid a --mode test {line}")
         assert status == 0, text
         assert "10 games: mean return" in text
-        assert (said in text) == (line == "")
-        assert ("--no-trust_checkpoint_env" in text) == (line == "")
+    # What was allowed once is signed with this user's key.
+    flags = {"total_steps": 40, "trust_checkpoint_env": True}
+    runs.run(savedir, "a", **flags)
+    runs.run(savedir, "a", total_steps=60)
+    status, text = main(savedir, "--xpid a --mode test")
+    assert status == 0, text
+
+
+def test_what_a_changed_checkpoint_names_is_not_used(savedir, fails, tmp_path):
+    path = savedir / "a" / "model.tar"
+    original = torch.load(path, weights_only=True)
+    mark = savedir / "mark"
+    for changes, words in [
+        (
+            {"env": "os:mkdir", "env_kwargs": f'{{"path": "{mark}"}}'},
+            f'imports the code of os, with the arguments {{"path": "{mark}"}}',
+        ),
+        ({"wrapper": "shutil:rmtree"}, "imports the code of faulty, shutil"),
+        ({"env": "antigravity:CartPole-v1"}, "imports the code of antigravity"),
+        ({"env_kwargs": '{"a": 1}'}, "with the arguments"),
+    ]:
+        torch.save(original | {"flags": original["flags"] | changes}, path)
+        for line in ("--mode test", "--total_steps 40"):
+            assert words in fails(savedir, f"--xpid a {line}")
+    # A run would use these. A test does not, so they need no trust there.
+    for changes in ({"replay_file": str(mark)}, {"wandb": "theirs"}):
+        changes = {"env": "CartPole-v1", **changes}
+        torch.save(original | {"flags": original["flags"] | changes}, path)
+        name, value = list(changes.items())[-1]
+        message = fails(savedir, "--xpid a --total_steps 40")
+        assert f"{path} names --{name} {value}. You have not typed" in message
+        # The weights are those of the other environment, which is noticed only later.
+        message = fails(savedir, "--xpid a --mode test")
+        assert "the checkpoint's weights don't fit" in message
+    assert not mark.exists()
 
 
 # --- Folders ---
@@ -166,6 +247,31 @@ def test_a_run_that_is_at_its_end_says_so(savedir, main):
     assert "is at step 20 of --total_steps 20 already" in text
     assert "Finished" not in text
     assert content(savedir / "a") == before
+
+
+def test_a_run_that_was_killed_at_its_end(savedir, main):
+    """All that is missing is the end of meta.json; then it is as finished as others."""
+    path = savedir / "a" / "meta.json"
+    meta = json.loads(path.read_text())
+    ended = {"successful": False, "date_end": None}
+    meta |= ended
+    meta["starts"][-1] |= {**ended, "last_step": None, "exit_status": None}
+    path.write_text(json.dumps(meta))
+    before = content(savedir / "a")
+    status, text = main(savedir, "--xpid a")
+    assert status == 0
+    assert "is at step 20 of --total_steps 20 already" in text
+    found = json.loads(path.read_text())
+    assert found["successful"]
+    assert found["date_end"]
+    (start,) = found["starts"]
+    assert start["successful"]
+    assert start["last_step"] == 20
+    assert found["args"] == meta["args"]
+    after = content(savedir / "a")
+    assert [name for name in after if after[name] != before[name]] == ["meta.json"]
+    main(savedir, "--xpid a")
+    assert content(savedir / "a") == after
 
 
 def test_the_folder_is_locked_before_the_checkpoint_is_read(savedir, fails):
@@ -212,6 +318,24 @@ def test_nothing_is_left_of_a_start_that_fails(tmp_path, fails):
     assert not (tmp_path / "b").exists()
 
 
+def test_a_mistyped_name_is_noticed(savedir):
+    def started(xpid, line=""):
+        argv = ["--savedir", str(savedir), "--xpid", xpid, *shlex.split(line)]
+        begin = resume.begin(monobeast.make_parser(), argv, monobeast.resolve_layout)
+        with begin as start:
+            return resume.new_run_warning(start)
+
+    (savedir / "a").rename(savedir / "seaquest")
+    for line in ("", "--total_steps 200000"):
+        text = started("seaqeust", line)
+        assert f"no run seaqeust in {savedir}, so" in text
+        assert "--env PongNoFrameskip-v4" in text
+        assert "Similar names: seaquest" in text
+    assert "Similar names: none" in started("other")
+    for xpid, line in [("other", "--seed 3"), ("seaqeust", "--env CartPole-v1")]:
+        assert started(xpid, line) is None
+
+
 # --- From script to script ---
 
 
@@ -224,6 +348,7 @@ def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch
     saved = torch.load(path, weights_only=True)
     saved["flags"] |= {"listen": "0.0.0.0:5000", "insecure": True, "num_servers": 7}
     saved["flags_left_open"] += ["num_servers"]
+    saved["flags_signature"] = trust.sign(saved["flags"])
     torch.save(saved, path)
 
     def begin(script, line):

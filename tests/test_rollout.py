@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import runs
 import torch
 import torch.multiprocessing as mp
 from gymnasium import spaces
@@ -115,6 +116,20 @@ def test_extra_fields_are_part_of_a_row(monkeypatch):
     assert spec["lives"] == Spec((), torch.int64)
     assert spec["goal"] == Spec((2, 3), torch.float32)
     assert "final_goal" not in spec
+
+
+def test_the_names_of_other_fields_are_taken(monkeypatch):
+    net = Net(OBSERVATION_SPACE, spaces.Discrete(A))
+    own = row_spec(net).keys() | rollout.REPLAY_FIELDS
+    assert own == extra_fields.TAKEN
+    field = ExtraField((), np.float32, of="observation")
+    monkeypatch.setitem(extra_fields.EXTRA_FIELDS, "goal", field)
+    row_spec(net)
+    for name in [*own, "final_goal"]:
+        with monkeypatch.context() as patch:
+            patch.setitem(extra_fields.EXTRA_FIELDS, name, field)
+            with pytest.raises(extra_fields.FieldNameError, match=f" {name},.*taken"):
+                row_spec(net)
 
 
 def test_fields_of_the_observation_at_the_end_of_a_truncated_episode(monkeypatch):
@@ -306,3 +321,17 @@ def test_consecutive_rollouts_count_every_end_once():
         batch = {name: x[first : first + T + 1] for name, x in stream.items()}
         counted += len(rollout.episode_ends(batch)["game_step"])
     assert counted == ended[1:].sum()
+
+
+@pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
+def test_a_batch_beyond_the_memory(tmp_path, module):
+    """Each flag is in its range, but not their product."""
+    if module.endswith("polybeast"):
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    flags = {**runs.SMALL, "batch_size": 12 * 10**7, "unroll_length": 1000}
+    flags["total_steps"] = 10**12
+    output = runs.run(tmp_path, "a", module=module, status=1, **flags)
+    assert "--batch_size 120,000,000 rollouts" in output
+    assert "--unroll_length 1,000 needs" in output
+    assert "GB, but this process may use" in output
+    assert "Traceback" not in output

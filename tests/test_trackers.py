@@ -57,6 +57,15 @@ def test_weights_and_biases_of_a_resumed_run(tmp_path, monkeypatch, module):
     for (_, seen), row in zip(found, rows, strict=True):
         assert seen["total_loss"] == pytest.approx(float(row["total_loss"]))
         assert ("mean_game_return" in seen) == bool(row["mean_game_return"])
+    if module.endswith("monobeast"):
+        pytest.importorskip("pygame")  # CartPole draws with it
+        flags = {"mode": "test", "num_test_episodes": 1, "video": tmp_path / "a.mp4"}
+        output = runs.run(tmp_path, "a", **flags)
+        assert "The video is a run of project project" in output
+        (sent,) = (tmp_path / "a" / "wandb").rglob("media/videos/*.mp4")
+        assert sent.read_bytes() == (tmp_path / "a.mp4").read_bytes()
+        ((_, row),) = history(tmp_path / "a")[len(found) :]
+        assert row["step"] == 900
 
 
 def test_without_the_package(tmp_path, monkeypatch):

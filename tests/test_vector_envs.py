@@ -1,13 +1,15 @@
 """Native vector environments of others: --env package.module:function, EnvPool."""
 
 import functools
+import json
+import multiprocessing
 
 import gymnasium
 import numpy as np
 import pytest
 import runs
 from environments import GridWorld
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from test_agent import save
 from test_environment import env_flags
 from test_evaluate import make_flags
@@ -16,11 +18,13 @@ from watched_runs import processes_of_session, wait_until
 from torchbeast import load_agent
 from torchbeast.core import extra_fields
 from torchbeast.core.env_checks import InvalidEnvironmentError
+from torchbeast.core.env_spec import find_env_spec
 from torchbeast.core.environment import Environment
 from torchbeast.core.errors import FlagError, UserError
 from torchbeast.core.extra_fields import ExtraField
 from torchbeast.core.nested import map_nested
 from torchbeast.core.seeded_games import game_seed
+from torchbeast.polybeast_env import try_environment
 
 E = 3
 FIELDS = {
@@ -43,6 +47,8 @@ class Measured(gymnasium.Wrapper):
 
 def grids(num_envs, mode="SAME_STEP"):
     makers = [lambda: Measured(GridWorld())] * num_envs
+    if mode == "ASYNC":
+        return AsyncVectorEnv(makers)  # NEXT_STEP is its default
     return SyncVectorEnv(makers, autoreset_mode=AutoresetMode[mode])
 
 
@@ -70,6 +76,139 @@ class OneSeed(gymnasium.vector.VectorEnv):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         return self.np_random.random((self.num_envs, 2), np.float32), {}
+
+
+class NextStep(OneSeed):
+    """It can't reset some of its environments alone."""
+
+    def __init__(self, num_envs):
+        super().__init__(num_envs)
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+
+class Pairs(OneSeed):
+    """Environments that come in groups of two."""
+
+    def __init__(self, num_envs):
+        assert num_envs % 2 == 0, "groups of two"
+        super().__init__(num_envs)
+
+    def step(self, actions):
+        none = np.zeros(self.num_envs, bool)
+        return self.reset()[0], np.ones(self.num_envs), none, none, {}
+
+
+@pytest.mark.parametrize("variant", ["monobeast", "polybeast"])
+def test_environments_that_come_in_groups(variant):
+    """What asks for the spaces makes as many as an actor does."""
+    flags = env_flags(f"{__name__}:Pairs", envs_per_actor=4)
+    if variant == "polybeast":
+        assert "4 x" in try_environment(flags)
+    else:
+        spec = find_env_spec(flags, multiprocessing.get_context("spawn"), 60)
+        assert spec.observation_space == Pairs.single_observation_space
+    with pytest.raises(AssertionError):
+        Environment(flags, 3)
+
+
+class Reuses(gymnasium.Env):
+    """Counts its steps in the same array each time; 5 steps per game."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Box(0, 9, (1,))
+
+    def __init__(self, number=5.0, copies=False, dtype=np.float32):
+        self.array = np.zeros(1, dtype)
+        self.observation_space = gymnasium.spaces.Box(0, 9, (1,), dtype)
+        self.number, self.copies = number, copies
+
+    def observe(self):
+        return self.array.copy() if self.copies else self.array
+
+    def reset(self, *, seed=None, options=None):
+        self.array[:] = self.steps = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.steps += 1
+        self.array[:] = self.steps * self.number / 5
+        return self.observe(), 1.0, False, self.steps == 5, {}
+
+
+def reusing(num_envs, kind="Async", mode="SAME_STEP", **arguments):
+    make_one = functools.partial(Reuses, **arguments)
+    vector = {"Async": AsyncVectorEnv, "Sync": SyncVectorEnv}[kind]
+    return vector([make_one] * num_envs, autoreset_mode=AutoresetMode[mode])
+
+
+@pytest.mark.parametrize("kind", ["Async", "Sync"])
+@pytest.mark.parametrize(("arguments", "steps"), [({}, 5), ({"dtype": "uint8"}, 3 * 5)])
+def test_an_array_that_is_used_again_in_same_step_mode(kind, arguments, steps):
+    """Without the check the learner bootstraps from the next game's first value."""
+    env = make("reusing", env_kwargs=json.dumps({"kind": kind, **arguments}))
+    env.initial()
+    for _ in range(steps - 1):
+        env.step(np.zeros(E, int))
+    with pytest.raises(InvalidEnvironmentError, match=r"alias.*AutoresetMode.DISABLED"):
+        env.step(np.zeros(E, int))
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "last"),
+    [
+        ({"mode": "DISABLED"}, 5),
+        ({"mode": "NEXT_STEP"}, 5),
+        ({"copies": True}, 5),
+        ({"number": 0}, 0),  # always the same observation
+    ],
+)
+def test_last_observations_that_are_right(arguments, last):
+    env = make("reusing", env_kwargs=json.dumps({"kind": "Async", **arguments}))
+    env.initial()
+    for t in range(1, 21):
+        row = env.step(np.zeros(E, int))
+        assert row["done"].tolist() == [t % 5 == 0] * E
+        if t % 5 == 0:
+            assert env.final_observation.tolist() == [[last]] * E
+            assert row["observation"].tolist() == [[0]] * E
+    env.close()
+
+
+class ChangesLate(OneSeed):
+    """After 30 steps it returns something else."""
+
+    def __init__(self, num_envs, fault):
+        super().__init__(num_envs)
+        self.fault, self.steps = fault, 0
+
+    def step(self, actions):
+        self.steps += 1
+        none = np.zeros(self.num_envs, bool)
+        result = [self.reset()[0], np.ones(self.num_envs), none, none, {}]
+        if self.steps > 30:
+            place, value = {
+                "shape": (0, np.zeros((self.num_envs, 3), np.float32)),
+                "dtype": (0, np.zeros((self.num_envs, 2), np.complex64)),
+                "list": (0, [[0.0, 0.0]] * self.num_envs),
+                "None": (0, None),
+                "reward": (1, np.ones((self.num_envs, 1))),
+                "terminated": (2, np.zeros(self.num_envs - 1, bool)),
+            }[self.fault]
+            result[place] = value
+        return tuple(result)
+
+
+@pytest.mark.parametrize(
+    "fault", ["shape", "dtype", "list", "None", "reward", "terminated"]
+)
+def test_what_changes_late_is_named(fault):
+    env = make("ChangesLate", env_kwargs=f'{{"fault": "{fault}"}}')
+    env.initial()
+    for _ in range(30):
+        env.step(np.zeros(E, int))
+    with pytest.raises(InvalidEnvironmentError, match=r"ChangesLate: step\(\)"):
+        env.step(np.zeros(E, int))
 
 
 def test_one_seed_for_all():
@@ -112,7 +251,7 @@ def make(name, **flags):
     return Environment(env_flags(f"{__name__}:{name}", **flags), E, first_index=4)
 
 
-@pytest.mark.parametrize("mode", ["SAME_STEP", "DISABLED"])
+@pytest.mark.parametrize("mode", ["SAME_STEP", "DISABLED", "NEXT_STEP", "ASYNC"])
 def test_rows_are_those_of_single_environments(mode, monkeypatch):
     """Each is stepped by hand, too: reset once with its seed, then without."""
     for name, field in FIELDS.items():
@@ -166,8 +305,8 @@ def test_rows_are_those_of_single_environments(mode, monkeypatch):
         ("too_few", {}, InvalidEnvironmentError, r"asked for 3 .* made 2"),
         ("single", {}, InvalidEnvironmentError, r"returned .*GridWorld.*VectorEnv"),
         (
-            "grids",
-            {"env_kwargs": '{"mode": "NEXT_STEP"}'},
+            "NextStep",
+            {},
             InvalidEnvironmentError,
             r"autoreset mode NextStep.*SAME_STEP or DISABLED",
         ),

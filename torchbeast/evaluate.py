@@ -26,7 +26,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchbeast.core import checkpoint, file_writer, processes, protocol, resume, script
+from torchbeast.core import (
+    checkpoint,
+    file_writer,
+    meta_json,
+    processes,
+    protocol,
+    script,
+    trackers,
+    trust,
+)
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.actors import TorchSettings, actor_context, seed_globals
@@ -81,19 +90,20 @@ def evaluate(
     path /= flags.checkpoint
     saved = checkpoint.load(path)
     checkpoint.check(saved, path, for_test=True)
-    flags = flags_lib.parse(parser, argv, saved["flags"])
+    signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
+    flags = flags_lib.parse(parser, argv, saved["flags"], signed, str(path))
     if flags.suppress_logs:
         script.print_warnings_only()
     on_servers = flags.typed & {"server_addresses", "listen"}
     play_games = play_on_servers if on_servers else None
     if on_servers:
         choose_side(flags)
-    else:  # this machine imports the environment
-        resume.announce_environment(flags, saved)
     flags = flags_lib.resolve(flags).freeze()
     result = test(flags, saved["model_state_dict"], play_games or play_in_processes)
+    step = saved.get("stats", {}).get("step")
+    if flags.video and flags.wandb:
+        trackers.send_video(flags, path.resolve().parent, flags.video, step)
     if flags.mode == "test" and not flags.video:
-        step = saved.get("stats", {}).get("step")
         xpid = path.resolve().parent.name  # --xpid, or what "latest" links to
         about = {"xpid": xpid, "checkpoint": path.name, "step": step}
         name = Path(path.name.replace("model", "test", 1)).with_suffix(".json")
@@ -147,7 +157,7 @@ def test(
 def write_result(path: Path, flags: Flags, result: dict[str, Any]) -> None:
     """Writes test.json. If it can't be written, logs a warning."""
     rules = protocol.find_protocol(flags.as_dict())
-    content = file_writer.strict_json(
+    content = meta_json.strict_json(
         {
             **result,
             "seed": flags.seed,

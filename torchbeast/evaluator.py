@@ -7,7 +7,6 @@ import functools
 import logging
 import math
 import os
-import pathlib
 import pickle
 import statistics
 import threading
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchbeast.core import checkpoint, processes
+from torchbeast.core import checkpoint, kept_checkpoints, processes, trust
 from torchbeast.core.actors import actor_context, seed_globals
 from torchbeast.core.errors import text_of
 from torchbeast.core.flags import Flags
@@ -27,7 +26,6 @@ from torchbeast.evaluate import EVAL_STREAM, play
 
 log = logging.getLogger(__name__)
 
-BEST = "model.best.tar"
 WARNING_SECONDS = 600.0  # between two warnings of a slow evaluation
 # Time limit of one step. The process has the lowest priority, so steps may be slow.
 STEP_SECONDS = 300.0
@@ -51,13 +49,13 @@ class Evaluator:
         self._busy, self._longest = False, 0.0  # seconds of the longest evaluation
         self._begun = self._warned = 0.0  # when the newest began, and the last warning
         self._weights: tuple[int, dict[str, torch.Tensor]] = (0, {})
-        self._best = -math.inf
+        self._logged_step, self._best = -1, -math.inf  # of results
         if not self.flags.eval_interval:
             return
         self._due = run.learner.step
-        self._path = run.start.folder.path / BEST
+        self._path = run.start.folder.path / kept_checkpoints.BEST
         if run.resumed and self._path.exists():
-            self._best = best_return(self._path)
+            _, self._best = kept_checkpoints.best_result(self._path) or (0, -math.inf)
         run.add_columns(dict.fromkeys(EVAL_COLUMNS))
         self._sender: threading.Thread | None = None
         self._guardian = processes.Guardian(seconds=0)
@@ -82,8 +80,9 @@ class Evaluator:
     def finish(self) -> None:
         """Evaluates the final weights, if the run has reached flags.total_steps.
 
-        The result gets a row of its own in logs.csv. A stop signal ends the wait. So
-        does its limit: WARNING_SECONDS, or three times the longest evaluation so far.
+        The result gets a row of its own in logs.csv. A stop signal ends the wait; the
+        next start evaluates. Its limit ends it for good: WARNING_SECONDS, or three
+        times the longest evaluation so far.
         """
         learner = self.run.learner
         if not self._process or learner.step < self.flags.total_steps:
@@ -106,6 +105,8 @@ class Evaluator:
             if self._process:
                 waking = (self._pipe, self._process.sentinel, self.run.wake_reader)
                 connection.wait(waking, 1.0)
+        if self.run.stop_requested() and self._logged_step != learner.step:
+            self.run.interrupted = True
 
     def _begin(self) -> None:
         """Starts an evaluation, unless an update hangs."""
@@ -158,6 +159,7 @@ class Evaluator:
         length = statistics.fmean(game.length for game in result)
         columns = {"eval_step": step, "eval_return": mean, "eval_length": length}
         self.run.add_columns(columns)
+        self._logged_step = step
         log.info(
             "Step %s: %d test games, mean return %.2f", f"{step:,}", len(result), mean
         )
@@ -165,6 +167,7 @@ class Evaluator:
             state = {
                 "model_state_dict": weights,
                 "flags": self.flags.as_dict(),
+                "flags_signature": trust.sign(self.flags.as_dict()),
                 "stats": {"step": step, "eval_return": mean},
             }
             try:
@@ -187,15 +190,6 @@ class Evaluator:
                 self._sender.join()
             self._pipe.close()
             self._process = None
-
-
-def best_return(path: pathlib.Path) -> float:
-    """The return of the best checkpoint so far; -inf if the file can't be read."""
-    try:
-        return float(checkpoint.load(path)["stats"]["eval_return"])
-    except (checkpoint.CheckpointError, LookupError, TypeError, ValueError) as error:
-        log.warning("%s is not used: %s", path, error)
-        return -math.inf
 
 
 def _evaluate(flags: Flags, pipe: connection.Connection, steps: torch.Tensor) -> None:

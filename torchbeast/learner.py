@@ -23,16 +23,17 @@ from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.env_spec import EnvSpec
 from torchbeast.core.finite import all_finite, find_cause
 from torchbeast.core.flags import Flags
-from torchbeast.core.logs_csv import join_columns
+from torchbeast.core.logs_csv import join_columns, spread
 from torchbeast.core.mixer import Mixer
 from torchbeast.core.nested import Nested
+from torchbeast.core.observations import InputCheck
 from torchbeast.core.replay_memory import make_replay
 from torchbeast.core.rmsprop import RMSProp
 from torchbeast.core.rollout import State
 from torchbeast.model import make_model
 
 # See Net.auxiliary_losses: (batch, outputs, targets, valid, flags) -> losses by name.
-AuxiliaryLosses = Callable[..., Mapping[str, torch.Tensor]]
+AuxiliaryLosses = Callable[..., Mapping[str, Any]]
 
 # --- The loss -------------------------------------------------------------------------
 
@@ -81,7 +82,7 @@ def impala_loss(
       auxiliary_losses: see Net.auxiliary_losses.
 
     Returns:
-      The loss, a scalar; and a dict for logs.csv from names to scalars or tensors [K],
+      The loss, a scalar; and a dict for logs.csv from names to numbers or tensors [K],
       for example one number per value head.
     """
     # Row t has observation t and the action for it. Row t + 1 has the action's reward
@@ -144,7 +145,8 @@ def impala_loss(
     entropy_loss = -flags.entropy_cost * entropy.sum()
     losses: Mapping[str, torch.Tensor] = {}
     if auxiliary_losses:
-        losses = auxiliary_losses(batch, outputs, targets, valid, flags)
+        found = auxiliary_losses(batch, outputs, targets, valid, flags)
+        losses = {k: torch.as_tensor(x).to(pg_loss.device) for k, x in found.items()}
     total_loss = pg_loss + baseline_loss + entropy_loss
     total_loss = sum((loss.sum() for loss in losses.values()), start=total_loss)
 
@@ -222,6 +224,9 @@ class Learner:
         )
         self.optimizer, self.scheduler = make_optimizer(self.model, flags)
         self.row_spec = row_spec(self.model)
+        self.input_check = InputCheck(
+            env_spec.observation_space, flags.normalize_observations
+        )
         self.mixer: Mixer | None = None
         if flags.replay_ratio > 0:
             replay = make_replay(flags, self.row_spec)
@@ -322,14 +327,10 @@ def update(
       FloatingPointError: the loss or the gradient is not finite: then the model is
         unchanged. Or the new weights are not finite: then the learner is unusable.
     """
-    flags = learner.flags
-    outputs, _ = learner.model(batch, initial_state)
+    flags, model = learner.flags, learner.model
+    outputs, _ = model(batch, initial_state)
     loss, stats = impala_loss(
-        batch,
-        outputs,
-        learner.model.distribution,
-        flags,
-        learner.model.auxiliary_losses,
+        batch, outputs, model.distribution, flags, model.auxiliary_losses
     )
     learner.optimizer.zero_grad()
     loss.backward()
@@ -337,8 +338,7 @@ def update(
         learner.model.parameters(), flags.grad_norm_clipping
     )
     stats = join_columns(stats, {"grad_norm": grad_norm})
-    values = torch.cat([x.float().flatten() for x in stats.values()])
-    scalars = dict(zip(column_names(stats), values.tolist(), strict=True))
+    scalars = to_scalars(stats)
     if not all(np.isfinite([scalars["total_loss"], scalars["grad_norm"]])):
         bounded = flags.reward_clipping == "abs_one" or flags.normalize_rewards
         cause = find_cause(batch, bounded)
@@ -368,12 +368,13 @@ def advance(scheduler: LambdaLR, batches: int) -> None:
             scheduler.step()
 
 
-def column_names(stats: Mapping[str, torch.Tensor]) -> list[str]:
-    """A column per scalar; name_0, name_1, ... for a tensor [K]."""
-    names = []
-    for name, x in stats.items():
-        names += [f"{name}_{i}" for i in range(len(x))] if x.dim() else [name]
-    return names
+def to_scalars(stats: Mapping[str, Any]) -> dict[str, float]:
+    """The columns of stats, see logs_csv.spread, with one transfer from a GPU."""
+    tensors = {k: x.detach() for k, x in stats.items() if isinstance(x, torch.Tensor)}
+    flat = torch.cat([x.float().flatten() for x in tensors.values()]).cpu()
+    parts = flat.split([x.numel() for x in tensors.values()])
+    pairs = zip(tensors.items(), parts, strict=True)
+    return spread({**stats, **{k: part.view(x.shape) for (k, x), part in pairs}})
 
 
 def learn(
@@ -399,6 +400,7 @@ def learn(
     ready = mixer.add(batch, learner.step) if mixer else True
     scalars: dict[str, float] = {}
     if ready:
+        learner.input_check.see(batch, learner.model.distribution)
         learner.model.update_moments(batch, initial_state)
         rows, state = (
             mixer.mix(batch, initial_state) if mixer else (batch, initial_state)

@@ -22,9 +22,10 @@ from torchbeast.core.distributions import make_distribution
 from torchbeast.core.moments import CLIP, RunningMoments
 from torchbeast.core.nested import map_nested
 from torchbeast.core.observations import (
+    FlattenCells,
     flatten_leaf,
     has_channels_last,
-    has_integers_above,
+    has_numbers,
     image_size,
     is_image,
     iterate_observation,
@@ -52,7 +53,7 @@ class ShallowTorso(nn.Sequential):
                 *(nn.Conv2d(64, 64, 3, stride=1), nn.ReLU()),
             ]
             hidden = 512
-        conv = nn.Sequential(*layers, nn.Flatten())
+        conv = nn.Sequential(*layers, FlattenCells())
         size = output_size(conv, torch.zeros(1, channels, height, width))
         super().__init__(*conv, nn.Linear(size, hidden), nn.ReLU())
 
@@ -81,7 +82,7 @@ class DeepTorso(nn.Sequential):
                 ResidualUnit(out_channels),
             ]
             in_channels = out_channels
-        conv = nn.Sequential(*layers, nn.ReLU(), nn.Flatten())
+        conv = nn.Sequential(*layers, nn.ReLU(), FlattenCells())
         size = output_size(conv, torch.zeros(1, channels, height, width))
         super().__init__(*conv, nn.Linear(size, 256), nn.ReLU())
 
@@ -91,12 +92,13 @@ MLP_SIZES = {"shallow": (128, 128), "deep": (256, 256, 256)}
 
 
 class ImageEncoder(nn.Module):
-    """Images [N, H, W, C] or [N, C, H, W] -> features [N, size]."""
+    """Images [N, *shape], see image_fault -> features [N, size]."""
 
     def __init__(self, space: spaces.Box, torso: str) -> None:
         super().__init__()
         self.channels_last = has_channels_last(space)
         height, width, channels = image_size(space)
+        self.image = (channels, height, width)
         self.scale = 1.0 / upper_bound(space)
         self.torso = TORSOS[torso](channels, height, width)
         # The fastest layout on CPUs. torch's type stubs lack it here.
@@ -104,7 +106,8 @@ class ImageEncoder(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.channels_last:
-            x = x.movedim(-1, 1)
+            x = x.movedim(-1, -3)
+        x = x.reshape(len(x), *self.image)
         dtype = next(self.torso.parameters()).dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -120,15 +123,14 @@ class VectorEncoder(nn.Module):
     Args:
       parts: the spaces of the observations.
       torso: a name in MLP_SIZES.
-      normalize: normalize parts of floats by their running moments.
+      normalize: normalize numbers, see has_numbers, by their running moments.
 
-    With `normalize` the activation function is tanh, unless integers are large, which
-    saturate tanh; else it is ReLU. For continuous control tanh is better, and so is an
-    MLP for the values alone (Andrychowicz et al. 2021, "What Matters for On-Policy Deep
-    Actor-Critic Methods?").
+    With `normalize` the activation function is tanh; else it is ReLU. For continuous
+    control tanh is better, and so is an MLP for the values alone (Andrychowicz et al.
+    2021, "What Matters for On-Policy Deep Actor-Critic Methods?").
     """
 
-    is_float: torch.Tensor  # [D] bool
+    is_number: torch.Tensor  # [D] bool
 
     def __init__(
         self, parts: list[spaces.Space], torso: str, normalize: bool = False
@@ -138,14 +140,9 @@ class VectorEncoder(nn.Module):
         sizes = [spaces.flatdim(part) for part in parts]
         size = sum(sizes)
         self.moments = RunningMoments((size,)) if normalize else None
-        floats = [
-            np.full(n, np.issubdtype(part.dtype, np.floating))
-            for part, n in zip(parts, sizes, strict=True)
-        ]
-        is_float = torch.tensor(np.concatenate(floats))
-        self.register_buffer("is_float", is_float, persistent=False)
-        is_large = any(has_integers_above(CLIP, part) for part in parts)
-        activation = nn.Tanh if normalize and not is_large else nn.ReLU
+        is_number = np.repeat([has_numbers(part) for part in parts], sizes)
+        self.register_buffer("is_number", torch.tensor(is_number), persistent=False)
+        activation = nn.Tanh if normalize else nn.ReLU
         layers: list[nn.Module] = []
         for hidden in MLP_SIZES[torso]:
             layers += [nn.Linear(size, hidden), activation()]
@@ -155,7 +152,7 @@ class VectorEncoder(nn.Module):
     def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
         vector = self.join(xs)
         if self.moments is not None:
-            vector = torch.where(self.is_float, self.moments(vector), vector)
+            vector = torch.where(self.is_number, self.moments(vector), vector)
         return self.layers(vector)
 
     def join(self, xs: list[torch.Tensor]) -> torch.Tensor:
@@ -206,7 +203,7 @@ class Net(nn.Module):
       use_lstm: add a recurrent core (LSTM, 256) after the encoders.
       bf16: run the image encoders in bfloat16; all else stays in float32, because
         vectors may hold integers above 256, which bfloat16 rounds.
-      normalize_observations: normalize observations of floats that are not images.
+      normalize_observations: normalize observations of numbers that are not images.
       reward_discounting: γ of the running sum of rewards; rewards are divided by its
         standard deviation. None: they are not normalized.
     """

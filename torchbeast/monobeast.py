@@ -54,10 +54,11 @@ from torchbeast.core.env_spec import find_env_spec
 from torchbeast.core.environment import Environment
 from torchbeast.core.errors import FlagError
 from torchbeast.core.flags import Flags
+from torchbeast.core.hardware import keep_freed_memory
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.prof import Timings, format_shares
 from torchbeast.core.rollout import State
-from torchbeast.core.run import Run, keep_freed_memory
+from torchbeast.core.run import Run
 from torchbeast.core.seeds import derive_seed
 from torchbeast.evaluate import evaluate
 from torchbeast.evaluator import Evaluator
@@ -213,7 +214,6 @@ def get_batch(
 def train(start: resume.Start) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status."""
     flags = start.flags
-    resume.announce_environment(flags, start.saved)
     env_spec = find_env_spec(flags, actor_context(), flags.actor_timeout)
     if flags.sync and not flags.disable_checkpoint and not env_spec.exact_resume:
         raise FlagError(

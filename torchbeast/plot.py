@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchbeast.core import protocol
+from torchbeast.core import processes, protocol
 from torchbeast.core.groups import (
     by_name,
     check_protocols,
@@ -37,6 +37,12 @@ X_AXES = {
     "step": ("step", "environment steps"),
     "frames": ("frames", "frames"),
     "time": ("_time", "hours of training"),
+}
+Y_LABELS = {
+    "mean_game_return": "return of a game",
+    "mean_game_return_100": "return, mean of the last 100 games",
+    "sps": "steps per second",
+    "entropy": "entropy of the policy (nats per step)",
 }
 GRID_POINTS = 400  # points in x where the runs of a group are averaged
 TITLE_WIDTH = 100  # characters of a line of the protocol
@@ -154,7 +160,7 @@ def draw(
                 axes.plot(c.x, c.raw, color=color, alpha=0.25, linewidth=0.7, zorder=2)
             if c.low is not None and c.high is not None:
                 axes.fill_between(c.x, c.low, c.high, color=color, alpha=0.2, lw=0)
-        axes.set_ylabel(column)
+        axes.set_ylabel(Y_LABELS.get(column, column))
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if not curves:
@@ -209,6 +215,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="like --group, with the interquartile mean and its 95 %% interval",
     )
     parser.add_argument(
+        "--title", help="first line of the title; default: the name of a single curve"
+    )
+    parser.add_argument(
         "--out",
         type=pathlib.Path,
         metavar="FILE.png",
@@ -224,10 +233,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if grouped := flags.group or flags.iqm:
             check_protocols(by_name(runs))
         known = [run for run in runs if run.protocol() is not None]
-        common, own = protocol.split_common(run.protocol() for run in known)
+        common, special = protocol.split_common(run.protocol() for run in known)
         notes = {
             run.name: protocol.describe(rest)
-            for run, rest in zip(known, own, strict=True)
+            for run, rest in zip(known, special, strict=True)
         }
         panels: dict[str, Sequence[Curve]] = {}
         for y in flags.y:
@@ -248,7 +257,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = find_run(flags.xpids[0], savedir) if len(runs) == 1 else pathlib.Path()
         out = flags.out or folder / "plot.png"
         names = {one.label for curves in panels.values() for one in curves}
-        title = list(names) if len(names) == 1 else []  # else the legend has them
+        own = list(names) if len(names) == 1 else []  # else the legend has them
+        title = own if flags.title is None else [flags.title]
         title += textwrap.wrap(protocol.describe(common), TITLE_WIDTH)
         draw(panels, X_AXES[flags.x][1], "\n".join(title), out)
     except ImportError as error:
@@ -259,4 +269,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    processes.run_script(main)

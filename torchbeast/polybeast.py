@@ -84,10 +84,8 @@ def resolve_layout(flags: Flags) -> Flags:
 def train(start: resume.Start) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status."""
     from torchbeast import polybeast_learner
-    from torchbeast.core import resume
 
     flags = start.flags
-    resume.announce_environment(flags, start.saved)
     if flags.launcher == "ray":
         return train_with_ray(start)
     # Not forked, because gRPC does not work in a forked process.

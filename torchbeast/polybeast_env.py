@@ -51,7 +51,7 @@ from torchbeast.core.connection_flags import (
     security,
     warn_of_clear_token,
 )
-from torchbeast.core.environment import Environment
+from torchbeast.core.environment import Environment, example_environment
 from torchbeast.core.errors import FlagError, text_of
 from torchbeast.core.flags import Flags
 from torchbeast.core.make_env import MissingPackageError
@@ -253,8 +253,8 @@ def make_server(flags: Flags, index: int, address: str, first_stream: int) -> An
 
 
 def try_environment(flags: Flags) -> str:
-    """Makes, resets and steps one environment. Returns a description for the log."""
-    with contextlib.closing(Environment(flags, 1)) as env:
+    """Makes, resets and steps an environment. Returns a description for the log."""
+    with contextlib.closing(example_environment(flags)) as env:
         env.try_out()
         return (
             f"{flags.envs_per_actor} x {flags.env} per stream, observation "

@@ -48,10 +48,11 @@ from torchbeast.core.acting import ActingModels, act_step
 from torchbeast.core.connection_flags import add_connection_flags, choose_side
 from torchbeast.core.errors import FlagError
 from torchbeast.core.flags import Flags
+from torchbeast.core.hardware import keep_freed_memory
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.prof import Timings
 from torchbeast.core.remote_envs import RemoteEnvs, server_addresses
-from torchbeast.core.run import Run, keep_freed_memory
+from torchbeast.core.run import Run
 from torchbeast.core.seeds import derive_seed
 from torchbeast.core.streams import Streams, SyncBarrier, as_stored
 from torchbeast.evaluate import evaluate
@@ -388,8 +389,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with script.reported() as outcome:
         if flags_lib.parse(parser, argv).mode == "train":
             with resume.begin(parser, argv, resolve_layout) as start:
-                if start.flags.eval_interval:  # this machine makes environments, too
-                    resume.announce_environment(start.flags, start.saved)
                 outcome.status = 0 if start.is_finished() else train(start)
         else:
             evaluate(parser, argv, play_on_servers)

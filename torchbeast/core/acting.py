@@ -1,6 +1,6 @@
 """Acting: one decision of the model, and the weights that actors read.
 
-MonoBeast's actors, PolyBeast's inference and evaluation all use `act_step`.
+MonoBeast's actors, PolyBeast's inference, evaluation and agent.py use `act_step`.
 """
 
 import collections
@@ -10,16 +10,19 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchbeast.core import devices, rollout
 from torchbeast.core.nested import Nested, map_nested
-from torchbeast.core.rollout import State
+from torchbeast.core.rollout import STORED_AS, State
 
 # A torchbeast.model.Net. Nothing in core imports it, so that a fork can replace it.
 Net = Any
 # Chooses actions from policy logits, for example a distribution's `sample` or `mode`.
 Choose = Callable[[torch.Tensor], torch.Tensor]
+
+_STORED_AS = {getattr(torch, x): getattr(torch, y) for x, y in STORED_AS.items()}
 
 
 def prepare_to_act(model: Net) -> Net:
@@ -31,8 +34,13 @@ def prepare_to_act(model: Net) -> Net:
 
 
 def to_tensors(row: Nested) -> Nested:
-    """Arrays [E, ...] to tensors [1, E, ...] that share their memory."""
-    return map_nested(lambda x: torch.from_numpy(x).unsqueeze(0), row)
+    """Arrays [E, ...] to tensors [1, E, ...], in the dtypes that a learner gets."""
+
+    def convert(x: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(x).unsqueeze(0)
+        return tensor.to(_STORED_AS.get(tensor.dtype, tensor.dtype))
+
+    return map_nested(convert, row)
 
 
 @torch.inference_mode()
@@ -58,7 +66,8 @@ def act_step(
       The agent's fields of the row [1, n, ...]: action, truncation_value,
       policy_version and the model's outputs; and the recurrent state after the row.
     """
-    outputs, next_state = model(env_row, state, acting=True)
+    shown = rollout.show_final_fields(env_row)
+    outputs, next_state = model(shown, state, acting=True)
     truncation_value = torch.zeros_like(outputs["baseline"])  # [1, n, C...]
     if final_observation is not None:
         # The end of the old episode as a row: same state, no reset.

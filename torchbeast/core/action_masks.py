@@ -65,6 +65,27 @@ def first_allowed(
     return mask.argmax(1)
 
 
+def check_masks(name: str, action_space: spaces.Space, masks: np.ndarray) -> None:
+    """Raises InvalidEnvironmentError unless masks [E, ...] allow an action each.
+
+    Args:
+      name: --env, for the message.
+    """
+    masks = masks.reshape(len(masks), -1)
+    sizes = [int(mask_size(action_space) or 0)]
+    if isinstance(action_space, spaces.MultiDiscrete):
+        sizes = action_space.nvec.ravel().tolist()
+    allowed = np.isfinite(masks) & (masks != 0)
+    parts = np.split(allowed, np.cumsum(sizes)[:-1], axis=1)
+    usable = np.isfinite(masks).all(1) & np.all([p.any(1) for p in parts], axis=0)
+    if not usable.all():
+        raise InvalidEnvironmentError(
+            f"--env {name}: {NAME} is {masks[np.argmin(usable)].tolist()}; it needs "
+            f"finite numbers, and for actions of {action_space} at least one that is "
+            "not 0 per choice. Only the last observation of an episode may forbid all"
+        )
+
+
 class MaskFromInfo(gymnasium.Wrapper):
     """Adds info["action_mask"] to the observation.
 
@@ -73,11 +94,12 @@ class MaskFromInfo(gymnasium.Wrapper):
 
     Raises:
       InvalidEnvironmentError: the actions can't be masked; later, an info has no mask,
-        or one of another size.
+        or one of another size, or of other values than finite numbers.
     """
 
-    def __init__(self, env: gymnasium.Env) -> None:
+    def __init__(self, env: gymnasium.Env, name: str = "") -> None:
         super().__init__(env)
+        self.name = name or type(env.unwrapped).__name__
         size = mask_size(env.action_space)
         if size is None:
             raise InvalidEnvironmentError(
@@ -94,16 +116,22 @@ class MaskFromInfo(gymnasium.Wrapper):
     def _add_mask(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
         if NAME not in info:
             raise InvalidEnvironmentError(
-                f"--mask_actions: the info has no {NAME}, only {sorted(info)}"
+                f"--env {self.name} with --mask_actions: the info has no {NAME}, only "
+                f"{sorted(map(str, info))}"
             )
-        mask = info[NAME]
-        if isinstance(mask, tuple | list):
-            mask = np.concatenate([np.asarray(part).reshape(-1) for part in mask])
-        mask = np.asarray(mask).reshape(-1)
-        if len(mask) != self.size:
+        given = info[NAME]
+        several = given if isinstance(given, tuple | list) else [given]
+        try:
+            mask = np.concatenate([np.asarray(part).reshape(-1) for part in several])
+        except ValueError:  # rows of unequal length, or no part at all
+            mask = np.empty(0, object)
+        is_mask = mask.dtype.kind in "biuf" and np.isfinite(mask).all()
+        if not is_mask or len(mask) != self.size:
+            values = mask.tolist() if len(mask) == self.size else describe(given)
             raise InvalidEnvironmentError(
-                f"--mask_actions: the info has {describe(info[NAME])} as {NAME}, and "
-                f"{self.env.action_space} needs {self.size} numbers"
+                f"--env {self.name} with --mask_actions: the info has {values} as "
+                f"{NAME}, and {self.env.action_space} needs {self.size} numbers, 0 for "
+                "what is forbidden"
             )
         parts = observation if self.is_dict else {"observation": observation}
         return {**parts, NAME: (mask != 0).astype(np.int8)}

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from torchbeast.core.errors import UserError
+from torchbeast.core.finite import find_not_finite
 from torchbeast.core.moments import RunningMoments
 from torchbeast.core.run_folder import atomic_write
 
@@ -83,26 +84,13 @@ def save(
             # The new one must be on disk before the previous one is replaced.
             os.fsync(file.fileno())
             if keep_previous and path.exists():
-                _link_or_copy(path, previous_path(path))
+                link_or_copy(path, previous_path(path))
     except Exception as error:
         raise CheckpointError(
             f"Cannot save a checkpoint of {len(data):,} bytes to {path} "
             f"({_free_space(path.parent)}): {error}. The previous checkpoint, if any, "
             "is unchanged. Free some space or choose another --savedir."
         ) from error
-
-
-def keep(path: pathlib.Path, step: int) -> None:
-    """Gives the checkpoint a second name, such as model.50000.tar, which stays.
-
-    Raises:
-      CheckpointError: the folder can't be written.
-    """
-    target = path.with_name(f"{path.stem}.{step}{path.suffix}")
-    try:
-        _link_or_copy(path, target)  # `save` replaces the file, and does not change it
-    except OSError as error:
-        raise CheckpointError(f"Can't keep {path} as {target.name}: {error}") from error
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -124,14 +112,15 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         return _read_file(path)
     except Exception as error:
         message = f"Cannot load the checkpoint {path}: {_reason(error)}"
-    raise CheckpointError(f"{message} {_way_back(path)}")
+    raise CheckpointError(f"{message} {way_back(path)}")
 
 
-def _way_back(path: pathlib.Path) -> str:
+def way_back(path: pathlib.Path) -> str:
     """Describes how to restore the previous checkpoint, if it is good."""
     previous = previous_path(path)
     try:
-        _read_file(previous, "meta")
+        if wrong := _find_not_finite(_read_file(previous)):
+            raise ValueError(wrong)
     except FileNotFoundError:
         return f"There is no {previous.name} to restore."
     except Exception as error:
@@ -140,6 +129,19 @@ def _way_back(path: pathlib.Path) -> str:
     return (
         f"The previous checkpoint, {previous.name}, is good. To restore it:\n"
         f"    {command}\nand start again with the same --xpid."
+    )
+
+
+def first_update_failed(path: pathlib.Path, replay: pathlib.Path) -> str:
+    """What to do if a resumed run fails at its first update.
+
+    Args:
+      path, replay: the files that it was resumed from; `replay` need not exist.
+    """
+    other = f", or {replay}, which you may remove" if replay.exists() else ""
+    return (
+        "This was the first update after the start. If the same command fails like "
+        f"this again, the cause is in {path}{other}. {way_back(path)}"
     )
 
 
@@ -161,7 +163,7 @@ def check(
     if wrong:
         raise CheckpointError(
             f"The checkpoint {path} can't be used: {wrong}. Another program wrote or "
-            f"changed it. {_way_back(pathlib.Path(path))}"
+            f"changed it. {way_back(pathlib.Path(path))}"
         )
 
 
@@ -181,6 +183,8 @@ def _find_wrong(state: dict[str, Any], for_test: bool) -> str | None:
             return f"the weight {name} is not finite"
     if for_test:
         return None
+    if wrong := _find_not_finite(state):
+        return wrong
     stats = state["stats"]
     for name in _COUNTERS:
         value = stats.get(name)
@@ -191,6 +195,15 @@ def _find_wrong(state: dict[str, Any], for_test: bool) -> str | None:
         isinstance(x, int | float) for x in returns
     ):
         return f"stats: game_returns {_seen(stats, 'game_returns')}, expected numbers"
+    return None
+
+
+def _find_not_finite(state: dict[str, Any]) -> str | None:
+    """Names a value with which each resumed run fails at its first update."""
+    for name in ("model", "optimizer", "scheduler"):
+        name += "_state_dict"
+        if place := find_not_finite(state.get(name), name):
+            return f"{place} is not finite"
     return None
 
 
@@ -347,7 +360,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}"
 
 
-def _link_or_copy(path: pathlib.Path, target: pathlib.Path) -> None:
+def link_or_copy(path: pathlib.Path, target: pathlib.Path) -> None:
     """Gives a file a second name, atomically."""
     temporary = target.with_name(f".{target.name}.tmp")
     temporary.unlink(missing_ok=True)

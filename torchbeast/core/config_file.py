@@ -5,9 +5,10 @@ import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchbeast.core.errors import FlagError
+from torchbeast.core import trust
+from torchbeast.core.errors import FlagError, using
 from torchbeast.core.presets import BEFORE_THE_FLAG_EXISTED, current_name
 
 # Flags of a meta.json that name a place, and not what the run does.
@@ -17,32 +18,61 @@ OF_ITS_RUN = {
 }
 
 
-def find(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """The command line that --config stands for; empty without this flag.
+# Only the command line says whether a file is trusted.
+NEVER_IN_A_FILE = ("help", "config", "trust_checkpoint_env")
+
+
+class ConfigFile(NamedTuple):
+    """The command line that a file stands for.
+
+    Attributes:
+      place: of the file, for messages.
+      signed: whether it has the signature of this user, see trust.py.
+    """
+
+    words: list[str]
+    place: str
+    signed: bool
+
+
+def find(parser: argparse.ArgumentParser, argv: Sequence[str]) -> ConfigFile:
+    """The file of --config; without this flag it has no words.
 
     Raises:
       FlagError: the file can't be read, or names an unknown flag.
     """
     if not any(action.dest == "config" for action in parser._actions):
-        return []
+        return ConfigFile([], "", signed=False)
     only = argparse.ArgumentParser(add_help=False)
     only.add_argument("--config")
     flags, _ = only.parse_known_args(argv)
-    return read(parser, Path(flags.config)) if flags.config else []
+    if not flags.config:
+        return ConfigFile([], "", signed=False)
+    return read(parser, Path(flags.config))
 
 
-def read(parser: argparse.ArgumentParser, path: Path) -> list[str]:
-    """The command line of a TOML file, or of a run's meta.json."""
-    try:
+def read(parser: argparse.ArgumentParser, path: Path) -> ConfigFile:
+    """Reads a TOML file, or a run's meta.json."""
+    is_meta, signed = path.suffix == ".json", False
+    with using(f"--config {path}"):
         text = path.read_text(encoding="utf-8")
-        is_meta = path.suffix == ".json"
-        values = _flags_of_run(json.loads(text)) if is_meta else _parse_toml(text)
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, JSON or TOML
-        raise FlagError(f"--config {path}: {error}") from error
+        if is_meta:
+            meta = json.loads(text)
+            values = _flags_of_run(meta)
+            signed = trust.is_signed(meta["args"], meta.get("flags_signature"))
+        else:
+            values = _parse_toml(text)
+        words = _command_line(parser, path, values, is_meta)
+    return ConfigFile(words, f"--config {path}", signed)
+
+
+def _command_line(
+    parser: argparse.ArgumentParser, path: Path, values: dict[str, Any], is_meta: bool
+) -> list[str]:
     actions = {
         action.dest: action
         for action in parser._actions
-        if action.option_strings and action.dest not in ("help", "config")
+        if action.option_strings and action.dest not in NEVER_IN_A_FILE
     }
     words = []
     for name, value in values.items():
@@ -80,8 +110,15 @@ def _words(path: Path, action: argparse.Action, value: Any) -> list[str]:
     if action.nargs != 0:
         if isinstance(value, dict):
             value = json.dumps(value)
-        if isinstance(value, list):
-            value = ",".join(map(str, value))
+        items = value if isinstance(value, list) else [value]
+        for item in items:
+            if not isinstance(item, str | int | float):  # TOML has dates
+                raise FlagError(
+                    f"--config {path}: {action.dest} is {str(value)[:80]}, which is "
+                    f"of the type {type(item).__name__}. Allowed are texts in quotes "
+                    "and numbers"
+                )
+        value = ",".join(map(str, items))
         return [f"{option}={value}"]
     if not isinstance(value, bool):
         raise FlagError(

@@ -71,8 +71,9 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
     add(
         "--trust_checkpoint_env",
         action=toggle,
-        default=True,
-        help="allow a checkpoint to name the module to import (--env module:Class)",
+        default=False,
+        help="use what another user's checkpoint or a file of --config names: code "
+        "(--env module:Class, --wrapper), its arguments, files and machines",
     )
     add(
         "--disable_checkpoint",
@@ -134,8 +135,8 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         "--normalize_observations",
         action=toggle,
         default=False,
-        help="scale float observations, but not images, by running mean and deviation; "
-        "their MLPs then have tanh instead of ReLU",
+        help="scale numbers, but not images and categories, by running mean and "
+        "deviation; their MLPs then have tanh instead of ReLU",
     )
     add(
         "--precision",
@@ -288,7 +289,7 @@ def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentPar
         help="file in the folder of the run, such as model.best.tar",
     )
     add("--greedy", action="store_true", help="take the most likely action")
-    add("--video", help="record the test to this .mp4 file")
+    add("--video", help="record the test to this .mp4 file, and to --wandb")
     return parser
 
 
@@ -324,8 +325,9 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--wrapper",
-        metavar="MODULE:FUNCTION,...",
-        help="functions or classes that wrap each environment, the innermost first",
+        metavar="MODULE:FUNCTION[JSON],...",
+        help="functions or classes that wrap each environment, the innermost first; "
+        "a JSON object of arguments may follow each",
     )
     add(
         "--mask_actions",

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from gymnasium import spaces
 
 from torchbeast.core import processes
-from torchbeast.core.environment import Environment
+from torchbeast.core.environment import example_environment
 from torchbeast.core.errors import UserError
 from torchbeast.core.flags import Flags
+from torchbeast.core.space_checks import plain_space
 from torchbeast.core.step_watch import print_stack
 
 log = logging.getLogger(__name__)
@@ -101,9 +102,9 @@ def _describe(flags: Flags, pipe: connection.Connection) -> None:
     processes.begin_child()
     try:
         pipe.send(("begun",))
-        with contextlib.closing(Environment(flags, 1)) as env:
+        with contextlib.closing(example_environment(flags)) as env:
             env.on_warning = lambda key, message: None  # the actors send it later
-            spec = (env.observation_space, env.action_space)
+            spec = (env.observation_space, plain_space(env.action_space))
             pipe.send(("spec", *spec, env.frames_per_step, env.exact_resume))
     except UserError as error:
         pipe.send(("error", error))

@@ -21,16 +21,18 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.core import atari_wrappers
-from torchbeast.core.action_masks import first_allowed, mask_space
+from torchbeast.core.action_masks import NAME, check_masks, first_allowed, mask_space
 from torchbeast.core.env_checks import (
     Checker,
     InvalidEnvironmentError,
     close_quietly,
 )
-from torchbeast.core.extra_fields import EXTRA_FIELDS, make_fields
+from torchbeast.core.extra_fields import EXTRA_FIELDS, check_names, make_fields
 from torchbeast.core.make_env import create_env
 from torchbeast.core.nested import flatten, map_nested
 from torchbeast.core.seeded_games import SeededGames, game_seed
+from torchbeast.core.space_checks import plain_space, policy_space
+from torchbeast.core.totals import Totals
 from torchbeast.core.vector_envs import find_vector_env
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,18 @@ def log_warning(key: str, message: str) -> None:
     if key not in _logged:
         _logged.add(key)
         log.warning("%s", message)
+
+
+def example_environment(flags: argparse.Namespace) -> "Environment":
+    """One environment; of vector environments as many as a run has in one object.
+
+    They may come in groups, so that one alone can't be made. Raises what Environment
+    raises.
+    """
+    is_atari = atari_wrappers.atari_game(flags.env) is not None
+    is_vector = not is_atari and find_vector_env(flags) is not None
+    E = getattr(flags, "envs_per_actor", None) or 1
+    return Environment(flags, E if is_vector else 1)
 
 
 class Environment:
@@ -79,8 +93,9 @@ class Environment:
     a sample. Rewards are always checked. env_warnings counts the suspect values, and
     `on_warning(key, message)` is called once per key; by default it logs the message.
 
-    Actions are int64 [E] (Discrete), int64 [E, K] (MultiDiscrete) or float32
-    [E, *shape] (Box). Integers count from 0 for any `start` of the space. Floats are
+    Actions are int64 [E] (Discrete), int64 [E, K] (MultiDiscrete, and MultiBinary of K
+    bits, whose action_space is a MultiDiscrete here) or float32 [E, *shape] (Box).
+    Integers count from 0 for any `start` of the space. Floats are
     clipped to the bounds.
 
     Uses the flags env, env_kwargs, wrapper, mask_actions, seed, sync and, for Atari,
@@ -103,6 +118,7 @@ class Environment:
         Args:
           around: surrounds all calls of environments; can be entered again and again.
         """
+        check_names()
         self._around = around
         self.flags = flags
         self.num_envs = num_envs
@@ -136,8 +152,9 @@ class Environment:
                 )
             else:
                 self.envs = make_vector(num_envs, self._warn)
-        self.observation_space: spaces.Space = self.envs.single_observation_space
-        self.action_space: spaces.Space = self.envs.single_action_space
+        self.observation_space = plain_space(self.envs.single_observation_space)
+        self.action_space = policy_space(self.envs.single_action_space)
+        self._has_mask = mask_space(self.observation_space) is not None
         self.final_observation: Any = None
         self._initial_calls = 0
         self._row: dict[str, Any] = {}
@@ -176,10 +193,7 @@ class Environment:
         self._initial_calls += 1
         with self._around:
             observation, infos = self.envs.reset(seed=seeds)
-        self._episode_return = np.zeros(self.num_envs, np.float32)
-        self._episode_step = np.zeros(self.num_envs, np.int64)
-        self._game_return = np.zeros(self.num_envs, np.float32)
-        self._game_step = np.zeros(self.num_envs, np.int64)
+        self._totals = Totals.zeros(self.num_envs)
         action_shape, action_dtype = _actions_of(self.action_space, self.num_envs)
         none = np.zeros(self.num_envs, np.bool_)
         self._row = self._make_row(
@@ -198,17 +212,15 @@ class Environment:
     def step(self, actions: np.ndarray) -> dict[str, Any]:
         """Takes one action in each environment and returns the next row."""
         actions = np.asarray(actions)
-        env_actions = to_env_actions(self.action_space, self.num_envs, actions)
+        space = self.envs.single_action_space
+        env_actions = to_env_actions(space, self.num_envs, actions)
         with self._around:
             result = self.envs.step(env_actions)
         observation, reward, terminated, truncated, infos = result
         done = terminated | truncated
         truncated = truncated & ~terminated
+        self._totals = self._totals.add(reward)
         reward = reward.astype(np.float32)
-        self._episode_return += reward
-        self._episode_step += 1
-        self._game_return += reward
-        self._game_step += 1
         if not math.isfinite(sum(reward.tolist())):
             self._warn_of_rewards(reward)
         game_over, self.final_observation = done.copy(), None
@@ -219,10 +231,7 @@ class Environment:
         self._row = self._make_row(
             observation, reward, done, truncated, game_over, actions.copy(), infos
         )
-        self._episode_return[done] = 0
-        self._episode_step[done] = 0
-        self._game_return[game_over] = 0
-        self._game_step[game_over] = 0
+        self._totals = self._totals.restart(done, game_over)
         return self._row
 
     def _make_row(
@@ -235,16 +244,15 @@ class Environment:
         last_action: np.ndarray,
         infos: dict[str, Any],
     ) -> dict[str, Any]:
+        if self._has_mask:
+            check_masks(self.flags.env, self.action_space, observation[NAME])
         warnings, self._warnings = self._warnings, np.zeros(self.num_envs, np.int64)
         return {
             "observation": observation,
             "reward": reward,
             "done": done,
             "truncated": truncated,
-            "episode_return": self._episode_return.copy(),
-            "episode_step": self._episode_step.copy(),
-            "game_return": self._game_return.copy(),
-            "game_step": self._game_step.copy(),
+            **self._totals.as_fields(),
             "game_over": game_over,
             "last_action": last_action,
             "env_warnings": warnings,
@@ -281,7 +289,7 @@ class Environment:
             row = self.initial()
             shape, dtype = _actions_of(self.action_space, self.num_envs)
             actions: np.ndarray = np.zeros(shape, dtype)
-            if mask_space(self.observation_space):
+            if self._has_mask:
                 actions = first_allowed(self.action_space, row["observation"])
             self.step(actions)
 
@@ -329,8 +337,8 @@ class Environment:
             "env": self.flags.env,
             "row": self._row,
             "final_observation": self.final_observation,
-            "episode_so_far": (self._episode_return, self._episode_step),
-            "game_so_far": (self._game_return, self._game_step),
+            "episode_so_far": self._totals[:2],
+            "game_so_far": self._totals[2:],
             "games": [game.game for game in games],
             "actions": [
                 np.array(game.actions, self.action_space.dtype).reshape(
@@ -366,8 +374,7 @@ class Environment:
                 "so this run is not an exact continuation",
                 self.flags.env,
             )
-        self._episode_return, self._episode_step = state["episode_so_far"]
-        self._game_return, self._game_step = state["game_so_far"]
+        self._totals = Totals(*state["episode_so_far"], *state["game_so_far"])
         self.final_observation = state["final_observation"]
         self._row = {**state["row"], "observation": observation}
         return self._row
@@ -389,17 +396,19 @@ def to_env_actions(
         )
     if isinstance(space, spaces.Box):
         return np.clip(actions, space.low, space.high).astype(space.dtype)
-    assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
-    sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
+    choices = policy_space(space)
+    assert isinstance(choices, spaces.Discrete | spaces.MultiDiscrete)
+    sizes = choices.n if isinstance(choices, spaces.Discrete) else choices.nvec
     if not ((actions >= 0) & (actions < sizes)).all():
         raise ValueError(f"actions must be in 0 to {sizes} - 1, got {actions.tolist()}")
-    return (actions + space.start).astype(space.dtype)
+    shape = (num_envs, *(space.shape or ()))
+    return (actions + choices.start).astype(space.dtype).reshape(shape)
 
 
 def _actions_of(space: spaces.Space, num_envs: int) -> tuple[tuple[int, ...], type]:
     """Shape and dtype of a policy's actions in `num_envs` environments."""
     dtype = np.float32 if isinstance(space, spaces.Box) else np.int64
-    return (num_envs, *(space.shape or ())), dtype
+    return (num_envs, *(policy_space(space).shape or ())), dtype
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import numpy as np
 
 from torchbeast.core.env_checks import InvalidEnvironmentError
+from torchbeast.core.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,32 @@ EXTRA_FIELDS: dict[str, ExtraField] = {}
 def final_name(name: str) -> str:
     """The field's name in rows for its value at the end of truncated episodes."""
     return f"final_{name}"
+
+
+# The names of a row's other fields, and of those that a batch has besides.
+TAKEN = frozenset(
+    {
+        *("observation", "reward", "done", "truncated", "last_action", "env_warnings"),
+        *("episode_return", "episode_step", "game_return", "game_step", "game_over"),
+        *("action", "policy_logits", "baseline", "truncation_value", "policy_version"),
+        *("step_counts", "replayed"),
+    }
+)
+
+
+class FieldNameError(UserError, ValueError):
+    """EXTRA_FIELDS declares a name that another field has."""
+
+
+def check_names() -> None:
+    """Raises FieldNameError if a name of EXTRA_FIELDS is taken."""
+    finals = {final_name(name) for name in EXTRA_FIELDS}
+    if wrong := sorted(EXTRA_FIELDS.keys() & (TAKEN | finals)):
+        raise FieldNameError(
+            f"EXTRA_FIELDS declares {', '.join(wrong)}, which another field of a row "
+            f"is named. These names are taken: {', '.join(sorted(TAKEN | finals))}. "
+            "Give the value another name in the environment's info and in EXTRA_FIELDS"
+        )
 
 
 def select(

@@ -6,11 +6,9 @@ Importing this module does not load torch.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import importlib.metadata
 import json
 import logging
-import math
 import os
 import pathlib
 import platform
@@ -20,11 +18,12 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torchbeast.core import trust
 from torchbeast.core.hardware import hardware
 from torchbeast.core.logs_csv import LogsCsv
+from torchbeast.core.meta_json import now, read_meta, strict_json
 from torchbeast.core.presets import differences
 from torchbeast.core.protocol import describe, find_protocol
-from torchbeast.core.ranges import RANGES
 from torchbeast.core.run_folder import (
     RunExistsError,
     RunFolder,
@@ -63,6 +62,7 @@ SLURM_VARIABLES = (
     "SLURM_NTASKS",
     "SLURM_RESTART_COUNT",
 )
+_OF_THE_NEWEST = ("args", "flags_signature")  # entries that a start lacks
 ERROR_LENGTH = 1000  # characters of an error in meta.json; out.log has all of them
 ROOM_FOR_THE_END = 2048  # spare bytes in meta.json, to write the end on a full disk
 PACKAGES = ("torchbeast", "torch", "numpy", "gymnasium", "ale-py", "minatar")
@@ -89,6 +89,7 @@ class FileWriter:
       folder: the run's folder, if the caller has locked it; the caller closes it.
       start_over: if the run was started before and resume_step is None, cut all rows.
       left_open: the flags that were chosen for the machine or from other flags.
+      about: more entries of this start for meta.json.
 
     Raises:
       ValueError: xpid is not a plain name, or logs.csv is damaged.
@@ -109,6 +110,7 @@ class FileWriter:
         folder: RunFolder | None = None,
         start_over: bool = False,
         left_open: Sequence[str] = (),
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         self._lock = threading.Lock()
         self._closed = False
@@ -127,7 +129,9 @@ class FileWriter:
                 stack.callback(_detach, _attach(self.path / "out.log"))
                 self._logs = LogsCsv(self.path, resume_step)
                 stack.callback(self._logs.close)
-                self._meta = self._start_meta(xpid, args, resume_step, left_open)
+                self._meta = self._start_meta(
+                    xpid, args, resume_step, left_open, about or {}
+                )
                 self._write_meta(reserve=ROOM_FOR_THE_END)
                 _link_latest(self.path.with_name("latest"), xpid)
             self._resources = stack.pop_all()
@@ -189,6 +193,7 @@ class FileWriter:
         args: Mapping[str, Any],
         resume_step: int | None,
         left_open: Sequence[str],
+        about: Mapping[str, Any],
     ) -> dict[str, Any]:
         old = read_meta(self.path)
         first = old if resume_step is not None else {}
@@ -196,11 +201,13 @@ class FileWriter:
         protocol = find_protocol(args)
         start = {
             "args": dict(args),
+            "flags_signature": trust.sign(args),
             "preset": args.get("preset"),
             "preset_changes": differences(dict(args)),
             "protocol": protocol,
             "protocol_text": describe(protocol),
             **provenance(),
+            **about,
             "flags_left_open": list(left_open),
             "slurm": _environment(SLURM_VARIABLES) or None,
             "env": _environment(ENVIRONMENT_VARIABLES),
@@ -216,7 +223,7 @@ class FileWriter:
             "signal": None,
             "error": None,
             "flags": start["args"],
-            **{name: value for name, value in start.items() if name != "args"},
+            **{name: start[name] for name in start if name not in _OF_THE_NEWEST},
         }
         resumed = first.get("resumed", [])
         return {
@@ -248,41 +255,6 @@ class FileWriter:
                 file.truncate()
 
 
-def strict_json(nested: Any) -> Any:
-    """Infinity and NaN, which JSON lacks, as "inf", "-inf" and "nan"."""
-    if isinstance(nested, dict):
-        return {k: strict_json(x) for k, x in nested.items()}
-    if isinstance(nested, list | tuple):
-        return [strict_json(x) for x in nested]
-    is_number = isinstance(nested, float)
-    return str(nested) if is_number and not math.isfinite(nested) else nested
-
-
-def _with_infinities(nested: Any, name: str = "") -> Any:
-    """The reverse of strict_json, for the flags that are numbers."""
-    if isinstance(nested, dict):
-        return {k: _with_infinities(x, k) for k, x in nested.items()}
-    if isinstance(nested, list):
-        return [_with_infinities(x) for x in nested]
-    is_number = name in RANGES and nested in ("inf", "-inf")
-    return float(nested) if is_number else nested
-
-
-def read_meta(folder: pathlib.Path) -> dict[str, Any]:
-    """The content of meta.json; {} if the file is missing or damaged."""
-    path = folder / "meta.json"
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(meta, dict) or not isinstance(meta.get("starts", []), list):
-            raise ValueError(f"it holds {str(meta)[:80]!r}")
-        return _with_infinities(meta)
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        log.warning("%s is damaged and is ignored: %s", path, error)
-        return {}
-
-
 class _OutLog(logging.FileHandler):
     """A log file that reports only the first failed write."""
 
@@ -298,7 +270,8 @@ class _OutLog(logging.FileHandler):
 
 
 def _attach(path: pathlib.Path) -> logging.Handler:
-    handler = _OutLog(path, encoding="utf-8")
+    # A text may have bytes that are not UTF-8.
+    handler = _OutLog(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(
         logging.Formatter(
             "[%(asctime)s %(levelname)s %(process)d %(name)s:%(lineno)d] %(message)s"
@@ -333,11 +306,6 @@ def provenance() -> dict[str, Any]:
     return {"git": _git_state(), "versions": _versions(), "hardware": hardware()}
 
 
-def now() -> str:
-    """The date in UTC, for meta.json and test.json."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
 def _environment(names: Iterable[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
@@ -350,35 +318,41 @@ def _versions() -> dict[str, str]:
     return versions
 
 
+def run_git(*words: str, **variables: str) -> bytes:
+    """What git prints about the folder of this file.
+
+    Raises:
+      OSError, subprocess.SubprocessError: there is no git or no checkout, or it took
+        longer than GIT_SECONDS.
+    """
+    done = subprocess.run(
+        ["git", "-C", str(pathlib.Path(__file__).parent), *words],
+        check=True,
+        capture_output=True,
+        timeout=GIT_SECONDS,
+        env={**os.environ, "LC_ALL": "C", **variables},  # messages in English
+    )
+    return done.stdout
+
+
 def _git_state() -> dict[str, Any] | None:
     """Commit, branch and dirtiness of the checkout that contains this file.
 
     None if there is no such checkout, or if git is missing.
     """
-    folder = pathlib.Path(__file__).parent
-
-    def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=GIT_SECONDS,
-            env={**os.environ, "LC_ALL": "C"},  # messages in English
-        )
-        return done.stdout.strip()
-
     try:
-        if not git("ls-files", "--", __file__):
+        if not run_git("ls-files", "--", __file__):
             return None  # installed inside a checkout of another project
         return {
-            "commit": git("rev-parse", "HEAD"),
-            "branch": git("branch", "--show-current") or None,  # None: detached
-            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+            "commit": run_git("rev-parse", "HEAD").decode().strip(),
+            # None: detached
+            "branch": run_git("branch", "--show-current").decode().strip() or None,
+            "dirty": bool(run_git("status", "--porcelain", "--untracked-files=no")),
         }
     except subprocess.CalledProcessError as error:
-        if "not a git repository" not in error.stderr:
-            log.warning("Cannot read the git state: %s", error.stderr.strip())
+        if b"not a git repository" not in error.stderr:
+            why = error.stderr.decode(errors="replace").strip()
+            log.warning("Cannot read the git state: %s", why)
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("Cannot read the git state: %s", error)
     return None

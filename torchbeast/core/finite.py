@@ -1,12 +1,13 @@
 """Infinity and NaN: finds them in weights, and finds their cause in a batch."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 TOO_LARGE = 1e15  # its square nearly overflows float32
+ENVIRONMENT_IS_THE_CAUSE = "The cause is the environment"
 
 
 def all_finite(model: torch.nn.Module) -> bool:
@@ -18,6 +19,34 @@ def all_finite(model: torch.nn.Module) -> bool:
         if x.is_floating_point()
     ]
     return not sums or math.isfinite(torch.stack(sums).sum().item())
+
+
+def find_not_finite(nested: Any, name: str) -> str | None:
+    """The place of a tensor that is not finite, or of a NaN, in the state of an object.
+
+    Numbers may be infinite, such as the best loss so far of a schedule.
+
+    Args:
+      nested: dicts, lists and tuples of tensors and plain values.
+
+    Returns:
+      Such as name['state'][0]['square_avg']; None if there is none.
+    """
+    if isinstance(nested, torch.Tensor):
+        return (
+            name
+            if nested.is_floating_point() and not bool(nested.isfinite().all())
+            else None
+        )
+    if isinstance(nested, float):
+        return name if math.isnan(nested) else None
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(nested, dict):
+        items = nested.items()
+    elif isinstance(nested, list | tuple):
+        items = enumerate(nested)
+    places = (find_not_finite(x, f"{name}[{key!r}]") for key, x in items)
+    return next(filter(None, places), None)
 
 
 def find_cause(batch: dict[str, Any], reward_is_clipped: bool) -> str:
@@ -33,9 +62,8 @@ def find_cause(batch: dict[str, Any], reward_is_clipped: bool) -> str:
         reasons += _describe(name, x, too_large=True)
     if reasons:
         return (
-            "The cause is the environment: "
-            + "; ".join(reasons)
-            + ". Check what its reset() and step() return"
+            f"{ENVIRONMENT_IS_THE_CAUSE}: {'; '.join(reasons)}"
+            ". Check what its reset() and step() return"
         )
     return (
         "The cause is the update: rewards and observations are finite. Lower "

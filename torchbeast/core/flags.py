@@ -12,6 +12,7 @@ Importing this module does not load torch, because environment servers parse fla
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import secrets
 import sys
@@ -19,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torchbeast.core import config_file, processes
+from torchbeast.core import config_file, processes, trust
 from torchbeast.core.devices import fast_bf16, learner_device
 from torchbeast.core.errors import FlagError
 from torchbeast.core.presets import (
@@ -52,6 +53,9 @@ FREE_TO_CHANGE = OF_ONE_START | {
     *("launcher", "ray_address"),
 }
 
+# A test neither uses nor opens what these name, unless they were typed.
+NOT_IN_TESTS = FREE_TO_CHANGE | {"init_from"}
+
 # Flags that a resumed run with --sync may change: those that set how it learns from now
 # on. The others determine the games in progress and the order of updates.
 FREE_TO_CHANGE_IN_SYNC = FREE_TO_CHANGE | {
@@ -61,6 +65,10 @@ FREE_TO_CHANGE_IN_SYNC = FREE_TO_CHANGE | {
     *("reward_clipping", "sync", "clip_rho", "clip_pg_rho", "clip_c"),
     *("trace_decay", "normalize_advantages", "clip_ratio", "kl_threshold"),
 }
+
+
+# That the folder does not exist yet, or can't be made. Opening it tells more.
+_OTHER_FAULTS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES)
 
 
 class Flags(argparse.Namespace):
@@ -119,28 +127,37 @@ def parse(
     parser: argparse.ArgumentParser,
     argv: Sequence[str] | None = None,
     saved: dict[str, Any] | None = None,
+    signed: bool = False,
+    place: str = "the checkpoint",
 ) -> Flags:
     """Parses argv. The result is not resolved and not frozen yet.
+
+    All that a run, a test or a notebook takes from a file comes through here.
 
     Args:
       saved: flags of a checkpoint. They win over the defaults and the checkpoint's own
         preset.
+      signed: whether the checkpoint has the signature of this user, see trust.py.
+      place: of the checkpoint, for messages.
 
     Raises:
       FlagError: a saved flag has a value that is not allowed.
+      UntrustedError: a file names code, another file or a machine, and nobody typed it.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     words = ["--model=deep" if word == "--use_resnet" else word for word in words]
     in_file = config_file.find(parser, words)
-    flags = parser.parse_args([*in_file, *words], Flags())  # the command line wins
-    typed = _parse_typed(parser, [*in_file, *words])
+    # The command line wins.
+    flags = parser.parse_args([*in_file.words, *words], Flags())
+    typed = _parse_typed(parser, [*in_file.words, *words])
     on_command_line = _parse_typed(parser, words)
     preset = PRESETS.get(flags.preset, {}) if flags.preset else {}
-    if flags.preset != _parse_typed(parser, in_file).get("preset"):
+    if flags.preset != _parse_typed(parser, in_file.words).get("preset"):
         # The command line names the preset, which wins over the file.
         typed = {
             k: v for k, v in typed.items() if k not in preset or k in on_command_line
         }
+    from_file = {k: v for k, v in typed.items() if k not in on_command_line}
     saved = {k: v for k, v in (saved or {}).items() if k not in OF_ONE_START}
     if saved:
         saved = {**BEFORE_THE_FLAG_EXISTED, **saved}
@@ -161,6 +178,15 @@ def parse(
         typed = preset | typed  # a new preset counts as typed
     elif saved:
         preset = PRESETS.get(saved["preset"] or "", {})
+    if (from_file or saved) and not flags.trust_checkpoint_env:
+        if not in_file.signed:
+            trust.check(in_file.place, trust.risky(parser, from_file))
+        if saved and not signed:
+            left = {k: v for k, v in saved.items() if k not in typed}
+            found = trust.risky(parser, left)
+            unused = found.keys() & (NOT_IN_TESTS if flags.mode != "train" else set())
+            saved = {k: v for k, v in saved.items() if k not in unused}
+            trust.check(place, {k: v for k, v in found.items() if k not in unused})
     known = flags.as_dict()
     for values in (preset, saved, typed):
         for name, value in values.items():
@@ -218,6 +244,18 @@ def resolve_folder(flags: Flags) -> None:
             f'--xpid must be the name of a folder in --savedir, without "{os.sep}" and '
             f'other than "latest", got {flags.xpid!r}'
         )
+    folder = os.path.join(savedir, flags.xpid)
+    for path in (folder, *(f"/{part}" for part in folder.split(os.sep))):
+        try:
+            os.lstat(path)
+        except (OSError, ValueError) as error:  # ValueError: a null character
+            if getattr(error, "errno", None) in _OTHER_FAULTS:
+                continue
+            raise FlagError(
+                f"--savedir and --xpid can't name a folder: {error.args[-1]}: "
+                f"{folder[:100]!r}... Give a shorter one, with at most 255 bytes per "
+                "name"
+            ) from None
 
 
 def check_effects(flags: Flags) -> None:
@@ -290,6 +328,14 @@ def resolve(flags: Flags) -> Flags:
             f"--replay_ratio {flags.replay_ratio:g} needs a replay: give --replay_size "
             f"of at least 8 times --unroll_length {flags.unroll_length}, got "
             f"{flags.replay_size}"
+        )
+    replayed = flags.replay_ratio * flags.batch_size * flags.unroll_length
+    if flags.mode == "train" and replayed > flags.replay_size > 0:
+        raise FlagError(
+            f"--replay_ratio {flags.replay_ratio:g} replays {replayed:,.0f} steps per "
+            f"batch (times --batch_size {flags.batch_size} and --unroll_length "
+            f"{flags.unroll_length}), more than --replay_size {flags.replay_size:,} "
+            "has: lower it"
         )
     if flags.replay_ratio and flags.sync and not flags.disable_checkpoint:
         raise FlagError(

@@ -29,7 +29,7 @@ class LogsError(UserError, ValueError):
 
 
 class ColumnError(UserError, ValueError):
-    """Two columns of logs.csv have the same name."""
+    """Two columns of logs.csv have the same name, or a column is not a number."""
 
 
 def join_columns(*rows: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,6 +47,32 @@ def join_columns(*rows: Mapping[str, Any]) -> dict[str, Any]:
             )
         joined |= row
     return joined
+
+
+def spread(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a row, as Python's numbers.
+
+    A number is one column, and so is None, an empty cell. A vector [K] is K columns:
+    NAME_0, NAME_1, ... They may be Python's, NumPy's or torch's.
+
+    Raises:
+      ColumnError: a value is something else, or two columns have the same name.
+    """
+    columns: dict[str, Any] = {}
+    for name, value in row.items():
+        value = value.tolist() if hasattr(value, "tolist") else value
+        parts = {name: value}
+        if isinstance(value, list | tuple):
+            parts = {f"{name}_{i}": x for i, x in enumerate(value)}
+        for column, x in parts.items():
+            if not isinstance(x, int | float | None):
+                raise ColumnError(
+                    f"the column {column} of logs.csv would be {x!r:.60}. Allowed are "
+                    f"a number, or a vector [K] as {name}_0 to {name}_{{K - 1}}: sum "
+                    "it, or take its mean, where your fork returns it"
+                )
+        columns = join_columns(columns, parts)
+    return columns
 
 
 class LogsCsv:
@@ -159,6 +185,16 @@ class LogsCsv:
         except OSError as error:
             self._file.truncate(end)
             raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+
+def is_evaluated(folder: pathlib.Path, step: int) -> bool:
+    """Whether the run's logs.csv has the evaluation of the weights of `step`."""
+    path = folder / "logs.csv"
+    columns, rows, _ = _read_csv(path) if path.exists() else ([], [], True)
+    return any(
+        dict(zip(columns, row, strict=False)).get("eval_step") == str(step)
+        for row in reversed(rows)
+    )
 
 
 def _csv(rows: Iterable[Sequence[str]]) -> bytes:

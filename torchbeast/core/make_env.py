@@ -10,31 +10,26 @@ import importlib
 import inspect
 import json
 import operator
+import re
 from typing import Any
 
 import gymnasium
-import numpy as np
-from gymnasium import spaces
 
 from torchbeast.core import atari_wrappers
 from torchbeast.core.action_masks import MaskFromInfo, check_mask
 from torchbeast.core.env_checks import (
     InvalidEnvironmentError,
     UnsupportedSpaceError,
-    check_interface,
     describe,
-    leaves_of,
     raised_by_call,
 )
-from torchbeast.core.errors import UserError
+from torchbeast.core.errors import FlagError, UserError
 from torchbeast.core.old_gym import OldGymAdapter, has_old_api, takes
 from torchbeast.core.seeded_games import MinAtarGame
-
-_ELEMENTARY_SPACES = (
-    spaces.Box,
-    spaces.Discrete,
-    spaces.MultiDiscrete,
-    spaces.MultiBinary,
+from torchbeast.core.space_checks import (
+    check_action_space,
+    check_interface,
+    check_observation_space,
 )
 
 
@@ -57,7 +52,7 @@ def create_env(
                                has that parameter
 
     It gets the arguments in `flags.env_kwargs`, a JSON object or None. The functions or
-    classes in `flags.wrapper`, separated by commas, wrap it one after the other. With
+    classes in `flags.wrapper`, see parse_wrappers, wrap it one after the other. With
     `flags.mask_actions` the observation gets info["action_mask"].
     Environments of the old Gym API are adapted.
 
@@ -84,10 +79,10 @@ def create_env(
         env = _from_gymnasium(name, render_mode, arguments)
     check_interface(name, env)
     try:
-        for wrapper in filter(None, (flags.wrapper or "").split(",")):
-            env = _wrap(env, wrapper)
+        for path, wrapper_arguments in parse_wrappers(flags.wrapper or ""):
+            env = _wrap(env, path, wrapper_arguments)
         if flags.mask_actions:
-            env = MaskFromInfo(env)
+            env = MaskFromInfo(env, name)
         check_mask(env.observation_space, env.action_space)
         check_observation_space(env.observation_space)
         check_action_space(env.action_space)
@@ -100,7 +95,35 @@ def create_env(
     return env
 
 
-def _wrap(env: gymnasium.Env, wrapper: str) -> gymnasium.Env:
+def parse_wrappers(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The paths of --wrapper and the arguments of each.
+
+    Such as a:F,b:C{"size": [4, 5]}. Commas separate them; a JSON object may follow.
+
+    Raises:
+      FlagError: what follows a path is not a JSON object.
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
+    while text := text.strip(", "):
+        path = re.split("[,{]", text)[0]
+        text = text[len(path) :]
+        arguments: dict[str, Any] = {}
+        if text.startswith("{"):
+            try:
+                arguments, end = json.JSONDecoder().raw_decode(text)
+            except (ValueError, RecursionError) as error:
+                raise FlagError(
+                    f"--wrapper {path} is followed by {text}, which is not a JSON "
+                    f"object: {error}"
+                ) from None
+            text = text[end:].strip()
+            if text and not text.startswith(","):
+                raise FlagError(f"--wrapper {path}: a comma is missing before {text}")
+        found.append((path.strip(), arguments))
+    return found
+
+
+def _wrap(env: gymnasium.Env, wrapper: str, arguments: dict[str, Any]) -> gymnasium.Env:
     """Calls one function or class of --wrapper."""
     wrap = find_object(f"--wrapper {wrapper}", wrapper)
     if not callable(wrap):
@@ -109,12 +132,13 @@ def _wrap(env: gymnasium.Env, wrapper: str) -> gymnasium.Env:
             "that wraps an environment"
         )
     try:
-        wrapped = wrap(env)
+        wrapped = wrap(env, **arguments)
     except TypeError as error:
         if not raised_by_call(error):
             raise
         raise InvalidEnvironmentError(
-            f"--wrapper {wrapper} is called with the environment alone: {error}"
+            f"--wrapper {wrapper} is called with the environment and the arguments "
+            f"{arguments}: {error}. Arguments follow the name, as a JSON object"
         ) from error
     if not isinstance(wrapped, gymnasium.Env):
         raise InvalidEnvironmentError(
@@ -285,30 +309,3 @@ def call_signature_error(
             f"is {signature}: {error}. --env_kwargs passes arguments"
         )
     return None
-
-
-def check_observation_space(space: spaces.Space) -> None:
-    """Raises UnsupportedSpaceError unless buffers can hold observations of `space`."""
-    for place, leaf in leaves_of(space):
-        if not isinstance(leaf, _ELEMENTARY_SPACES):
-            raise UnsupportedSpaceError(
-                f"{place} has the unsupported space {leaf}; allowed are Box, Discrete, "
-                "MultiDiscrete, MultiBinary, and Dict and Tuple of those. Wrap the "
-                "environment in a gymnasium.ObservationWrapper; docs/environments.md "
-                "shows how."
-            )
-
-
-def check_action_space(space: spaces.Space) -> None:
-    """Raises UnsupportedSpaceError unless there is a policy for `space`."""
-    if isinstance(space, spaces.Discrete):
-        return
-    is_vector = isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1
-    is_real = isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
-    if (is_vector or is_real) and 0 not in (space.shape or ()):
-        return
-    raise UnsupportedSpaceError(
-        f"action has the unsupported space {space}; allowed are Discrete, "
-        "MultiDiscrete of one dimension, and Box of floats, none of them empty. Wrap "
-        "the environment in a gymnasium.ActionWrapper."
-    )

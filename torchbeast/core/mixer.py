@@ -1,5 +1,6 @@
 """Batches that mix online and replayed rollouts, for LASER; see core/replay.py."""
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ from torchbeast.core.finite import find_cause
 from torchbeast.core.nested import Nested, flatten, map_nested
 from torchbeast.core.replay import Reader, Replay
 from torchbeast.core.rollout import State
+
+log = logging.getLogger(__name__)
 
 
 class Mixer:
@@ -58,6 +61,33 @@ class Mixer:
         enough = self.replay.size >= self._learn_start or self.replay.was_full
         self._started = self._started or enough
         return self._started and self.replay.size > 0
+
+    def _num_missing(self) -> int:
+        """The number of steps that the replay needs before the learner may learn."""
+        return 0 if self._started else max(0, self._learn_start - self.replay.size)
+
+    def check_steps(self, left: int) -> None:
+        """Warns at the start if the replay needs all steps that are left."""
+        if 0 < left <= self._num_missing():
+            log.warning(
+                "Nothing will be learned: %s of --total_steps are left, and the replay "
+                "needs %s more steps for --learn_start %s. Raise --total_steps or "
+                "lower --learn_start.",
+                *(f"{left:,}", f"{self._num_missing():,}", f"{self._learn_start:,}"),
+            )
+
+    def report_filling(self, steps: int, is_saved: bool) -> None:
+        """Warns at the end of a start that has learned nothing from its steps."""
+        if steps:
+            log.warning(
+                "Nothing was learned from %s steps: the replay needs %s more for "
+                "--learn_start %s. %s",
+                *(f"{steps:,}", f"{self._num_missing():,}", f"{self._learn_start:,}"),
+                "It is saved, and the next start continues to fill it."
+                if is_saved
+                else "It is not saved, so the next start fills it from the beginning. "
+                "Add --save_replay, or lower --learn_start.",
+            )
 
     def _is_usable(self, rows: dict[str, Nested]) -> bool:
         """Whether the rows have no value that would make the loss NaN."""

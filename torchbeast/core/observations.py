@@ -1,5 +1,6 @@
 """The leaves of observation spaces: their order, images, and vectors."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
@@ -8,10 +9,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from gymnasium import spaces
+from torch import nn
 
+from torchbeast.core.env_checks import leaves_of
 from torchbeast.core.nested import Nested, flatten
 
-NO_BOUND = 1e6  # from here on a bound is the dtype's and says nothing about values
+log = logging.getLogger(__name__)
+
+# From here on a bound is the dtype's and says nothing about values.
+NO_BOUND = 1e6
+NO_INTEGER_BOUND = 2**31 - 1
+MANY_WEIGHTS = 50_000_000
 
 
 def map_space(f: Callable[[spaces.Space], Any], space: spaces.Space) -> Nested:
@@ -40,33 +48,50 @@ def iterate_observation(space: spaces.Space, observation: Any) -> Iterator[Any]:
         yield observation
 
 
+def image_fault(space: spaces.Space) -> str | None:
+    """Why a space is no image, "" if nobody expects one; None if it is an image.
+
+    Images are Boxes [H, W, C] or [C, H, W]. If they hold bytes, also [H, W], and stacks
+    of images, [K, H, W, C] or [K, C, H, W].
+    """
+    if not isinstance(space, spaces.Box) or len(space.shape) not in (2, 3, 4):
+        return ""
+    if len(space.shape) != 3 and space.dtype != np.uint8:
+        return "images without channels, and stacks of images, need bytes"
+    height, width, channels = image_size(space)
+    # Smaller matrices are often tables, or maps of categories.
+    least = 36 if len(space.shape) == 2 else 7
+    if min(height, width) < least or channels == 0:
+        return f"images need {least} pixels"
+    return None
+
+
 def is_image(space: spaces.Space) -> TypeGuard[spaces.Box]:
-    """Whether the space is a 3-dimensional Box, at least 7 pixels high and wide."""
-    if not isinstance(space, spaces.Box) or len(space.shape) != 3:
-        return False
-    height, width, _ = image_size(space)
-    return min(height, width) >= 7
+    """Whether the space is an image, see image_fault."""
+    return image_fault(space) is None
 
 
 def has_channels_last(image: spaces.Box) -> bool:
-    """Whether the axes are [H, W, C] and not [C, H, W].
+    """Whether the last axes are [H, W, C] and not [C, H, W].
 
     If two neighbours are equal, they are H and W. Otherwise C is the smaller of the
     first and the last.
     """
-    first, middle, last = image.shape
+    if len(image.shape) == 2:
+        return False
+    first, middle, last = image.shape[-3:]
     if (first == middle) != (middle == last):
         return first == middle
     return last <= first
 
 
 def image_size(image: spaces.Box) -> tuple[int, int, int]:
-    """Height, width and channels."""
+    """Height, width and channels; each image of a stack adds its channels."""
+    *stack, height, width = image.shape
     if has_channels_last(image):
-        height, width, channels = image.shape
-    else:
-        channels, height, width = image.shape
-    return height, width, channels
+        *stack, height, width, channels = image.shape
+        stack.append(channels)
+    return height, width, math.prod(stack)
 
 
 def upper_bound(box: spaces.Box) -> float:
@@ -86,14 +111,123 @@ def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
         parts = [F.one_hot(d, n) for d, n in zip(digits.unbind(1), sizes, strict=True)]
         return torch.cat(parts, dim=-1).float()
     x = x.float().reshape(len(x), math.prod(space.shape or ()))
-    if isinstance(space, spaces.Box) and space.dtype == np.uint8:
-        return x / upper_bound(space)  # as images
+    if isinstance(space, spaces.Box) and space.dtype.kind in "iu":
+        return _scale_integers(space, x)
     return x
 
 
-def has_integers_above(limit: float, leaf: spaces.Space) -> bool:
-    """Whether integers of a Box may be larger than `limit`, or smaller than -limit."""
-    if not isinstance(leaf, spaces.Box) or np.issubdtype(leaf.dtype, np.floating):
+def _scale_integers(box: spaces.Box, x: torch.Tensor) -> torch.Tensor:
+    """Divides x [N, D] by its largest absolute bound; without one, takes the logarithm.
+
+    Bounds of floats are not used: many environments declare far wider ones than their
+    values are.
+    """
+    ends = np.abs([box.low.astype(np.float64), box.high.astype(np.float64)])
+    bound = torch.as_tensor(ends.max(0).reshape(-1), device=x.device)
+    scaled = x / bound.clamp(min=1).float()
+    logs = x.sign() * x.abs().log1p()
+    return torch.where(bound < NO_INTEGER_BOUND, scaled, logs)
+
+
+def has_numbers(leaf: spaces.Space) -> bool:
+    """Whether the leaf holds numbers, and not categories or bits."""
+    if not isinstance(leaf, spaces.Box) or leaf.dtype == np.bool_:
         return False
-    bounds = np.abs([leaf.low.astype(np.float64), leaf.high.astype(np.float64)])
-    return bool(bounds.max(initial=0) > limit)
+    is_integer = leaf.dtype.kind in "iu"
+    return not (is_integer and (leaf.low >= 0).all() and (leaf.high <= 1).all())
+
+
+class FlattenCells(nn.Flatten):
+    """Features of images [N, C, H, W] -> [N, D]; pools H and W to at most 32 each.
+
+    Without the limit a small torso has 100M weights for 16 x 1,024 pixels.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kernel = [-(-n // 32) for n in x.shape[2:]]
+        return super().forward(F.max_pool2d(x, kernel) if max(kernel) > 1 else x)
+
+
+def log_encoders(model: Any, torso: str) -> None:
+    """Logs which encoder each observation gets, and the number of weights.
+
+    Args:
+      model: a torchbeast.model.Net. Of another model, only the weights are logged.
+    """
+    parts = []
+    is_image = getattr(model, "is_image", [])
+    leaves = leaves_of(model.observation_space)
+    for (place, leaf), image in zip(leaves, is_image, strict=False):
+        what = "×".join(map(str, leaf.shape or ())) or "1"
+        if not isinstance(leaf, spaces.Box):
+            what = str(leaf)
+        why = f", {fault}" if (fault := image_fault(leaf)) else ""
+        encoder = f"image {what} → {torso}" if image else f"{what} → MLP{why}"
+        parts.append(f"{place}: {encoder}")
+    count = sum(x.numel() for x in model.parameters())
+    log.info("The model: %s.", "; ".join([*parts, f"{count:,} weights"]))
+    if count > MANY_WEIGHTS:
+        log.warning(
+            "The model has %s weights. The encoders of large observations have most of "
+            "them: shrink these observations in a wrapper, or take --model deep",
+            f"{count:,}",
+        )
+
+
+class InputCheck:
+    """Warns once per kind: of large inputs, and of a first policy without chance.
+
+    Args:
+      space: of the observations.
+      normalized: whether the model normalizes what has_numbers and is no image.
+    """
+
+    LARGE = 100.0
+    LEAST_CHANCE = 0.1  # of the entropy of a policy whose logits are 0
+
+    def __init__(self, space: spaces.Space, normalized: bool) -> None:
+        self.space = space
+        self.to_check: set[str] = set()  # places
+        for place, leaf in leaves_of(space):
+            bounded = leaf.dtype == np.uint8 if is_image(leaf) else normalized
+            if has_numbers(leaf) and not bounded:
+                self.to_check.add(place)
+        self.batches = 0
+
+    @torch.no_grad()
+    def see(self, batch: dict[str, Any], distribution: Any) -> None:
+        """Looks at batches [T + 1, B, ...] number 1, 2, 4, 8, ..."""
+        self.batches += 1
+        if self.batches & (self.batches - 1):
+            return
+        xs = iterate_observation(self.space, batch["observation"])
+        for (place, leaf), x in zip(leaves_of(self.space), xs, strict=True):
+            if place not in self.to_check or not x.numel():
+                continue
+            x = x.flatten(0, 1)
+            x = x / upper_bound(leaf) if is_image(leaf) else flatten_leaf(leaf, x)
+            largest = x.flatten(1).abs().amax(1)  # [(T + 1) * B]
+            if (largest > self.LARGE).float().mean() > 0.5:  # not a few outliers
+                self.to_check.remove(place)
+                log.warning(
+                    "%s: most steps hold values above %g, up to %.3g. A network can't "
+                    "learn from them as they are: add --normalize_observations, or "
+                    "scale them in a wrapper",
+                    *(place, self.LARGE, largest.max()),
+                )
+        if self.batches == 1 and "policy_logits" in batch:
+            self._see_first_policy(batch, distribution)
+
+    def _see_first_policy(self, batch: dict[str, Any], distribution: Any) -> None:
+        """Warns if the policy before the first update is nearly deterministic."""
+        logits = batch["policy_logits"]
+        flat = logits.where(logits.isinf(), 0)  # masked actions stay masked
+        entropy, most = (distribution.entropy(x).mean().item() for x in (logits, flat))
+        if not batch["policy_version"].any() and entropy < self.LEAST_CHANCE * most:
+            log.warning(
+                "The policy is nearly deterministic before the first update: its "
+                "entropy is %.3g nats, that of a uniform one %.3g. If it was not "
+                "trained before (--init_from), the observations are too large: add "
+                "--normalize_observations, or scale them in a wrapper",
+                *(entropy, most),
+            )

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
-import math
 import multiprocessing
 import os
 import shlex
@@ -32,8 +31,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchbeast.core import std_streams
+from torchbeast.core import standard_streams
 from torchbeast.core.errors import UserError
+from torchbeast.core.hardware import num_cpus as num_cpus  # for users of this module
 from torchbeast.core.wake_pipe import WakePipe
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Signals within this time after the first count as the same request: `timeout` signals
 # the process and then its group, and people press Ctrl-C twice.
 SAME_REQUEST_SECONDS = 1.0
+
+# Bytes of TMPDIR. A socket's path may have 103, and multiprocessing adds 32.
+LONGEST_TMPDIR = 70
 
 
 class ProcessError(UserError, RuntimeError):
@@ -68,9 +71,13 @@ def handled_signals() -> list[signal.Signals]:
 
 
 def exit_on_stop_signals() -> None:
-    """Makes stop signals end the process at once; for the imports of a script."""
+    """Makes stop signals end the process at once; for the imports of a script.
+
+    Unblocks them: who started the process may have used starting_children().
+    """
     for number in handled_signals():
         signal.signal(number, _exit_at_once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def require_native() -> None:
@@ -166,25 +173,10 @@ class StopSignals:
         self.wake_pipe.close()
 
 
-def run_script(main: Callable[[], int]) -> NoReturn:
-    """Exits with the status that `main` returns."""
-    std_streams.keep_open()
+def run_script(main: Callable[[], int | None]) -> NoReturn:
+    """Exits with the status that `main` returns; None is 0."""
+    standard_streams.keep_open()
     sys.exit(main())
-
-
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container; not everywhere
-
-
-def num_cpus() -> int:
-    """The number of CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
-    else:
-        count = os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):  # "max": no quota
-        quota, period = map(int, CPU_QUOTA.read_text().split())
-        count = min(count, max(1, math.ceil(quota / period)))
-    return count
 
 
 # --- Child processes ------------------------------------------------------------------
@@ -194,11 +186,13 @@ def num_cpus() -> int:
 def starting_children() -> Iterator[None]:
     """Blocks stop signals in child processes that start inside this block.
 
-    begin_child() unblocks them. So a Ctrl-C can't hit a child during its imports. The
-    parent gets the signal after this block.
+    begin_child() unblocks them, and exit_on_stop_signals() in a script. So a signal
+    can't hit a child while Python starts. The parent gets the signal after this block.
+    Other programs don't unblock them, so don't start them inside.
     """
     from multiprocessing import resource_tracker  # slow
 
+    _choose_folder_of_sockets()
     old = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         resource_tracker.ensure_running()  # first, because it unblocks signals
@@ -206,6 +200,25 @@ def starting_children() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+def _choose_folder_of_sockets() -> None:
+    """Lets multiprocessing use /tmp if TMPDIR is too long for the path of a socket."""
+    import tempfile  # slow
+    from multiprocessing import util
+
+    before = tempfile.tempdir
+    try:
+        if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
+            tempfile.tempdir = "/tmp"
+            util.get_temp_dir()  # it keeps this choice
+    except OSError as error:
+        raise ProcessError(
+            f"no folder for temporary files: {error}. Set TMPDIR to one that exists, "
+            f"with at most {LONGEST_TMPDIR} bytes, and has free space"
+        ) from None
+    finally:
+        tempfile.tempdir = before
 
 
 def begin_child(ends_by: Sequence[int] = ()) -> None:
@@ -220,7 +233,7 @@ def begin_child(ends_by: Sequence[int] = ()) -> None:
       ends_by: stop signals that end the child nevertheless.
     """
     os.setpgid(0, 0)
-    std_streams.keep_open()
+    standard_streams.keep_open()
     faulthandler.register(signal.SIGUSR1)
     # Environments may start processes, which Python forbids to a "daemon".
     multiprocessing.current_process().daemon = False

@@ -32,6 +32,7 @@ from torchbeast.core.env_spec import EnvSpec
 from torchbeast.core.errors import FlagError
 from torchbeast.core.flags import Flags
 from torchbeast.core.peer_log import PeerLog
+from torchbeast.core.space_checks import check_observation_space
 
 log = logging.getLogger(__name__)
 
@@ -277,6 +278,7 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
         observation_space, action_space = (
             make_space(found[name]) for name in ("observation_space", "action_space")
         )
+        check_observation_space(observation_space)
         distribution = make_distribution(action_space)
         check_mask(observation_space, action_space)
     except (ValueError, AssertionError, OverflowError) as error:

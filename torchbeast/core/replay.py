@@ -18,6 +18,7 @@ an episode is proportional to its length.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import hashlib
@@ -53,6 +54,7 @@ class Episode:
       is_cut: the end is not that of the episode, or its value is not known.
       stored_at: the learner's step when the episode last grew.
       touched: number of steps that the replay had got when the episode last grew.
+      total: number of steps in complete episodes up to the end of this one.
     """
 
     number: int
@@ -62,6 +64,7 @@ class Episode:
     is_cut: bool = False
     stored_at: int = 0
     touched: int = 0
+    total: int = 0
 
 
 @dataclasses.dataclass
@@ -122,9 +125,9 @@ class Replay:
             for name, x in spec.items()
         }
         self._slots = Slots(capacity)
-        self._owner = np.zeros(capacity, np.int64)  # number of the slot's episode, or 0
-        self._used = 0  # no slot from here on was ever taken
         self._complete: dict[int, Episode] = {}  # the oldest first
+        self._in_order: list[Episode] = []  # the same, after some that were removed
+        self._num_complete = 0  # steps in complete episodes, also in removed ones
         # Unfinished episodes, by the digest of the row that continues them; see _key.
         self._open: dict[bytes, list[Episode]] = {}
         self._dropped: set[bytes] = set()  # _key of the last rows of dropped rollouts
@@ -282,8 +285,6 @@ class Replay:
         ):
             self._make_room()
         slots = self._slots.take(n)
-        self._owner[slots] = episode.number
-        self._used = max(self._used, int(slots.max()) + 1)
         for i, (store, x) in enumerate(stacks):
             episode.frames[i].append(store.write(slots, x, new[i], before))
         for name, stores in self._stores.items():
@@ -301,7 +302,10 @@ class Replay:
         episode.slots = [np.concatenate(episode.slots)]
         episode.frames = [[np.concatenate(pieces)] for pieces in episode.frames]
         self._complete[episode.number] = episode
+        self._in_order.append(episode)
         self.size += episode.length
+        self._num_complete += episode.length
+        episode.total = self._num_complete
 
     def _make_room(self) -> None:
         """Removes the oldest complete or lost episode."""
@@ -329,11 +333,12 @@ class Replay:
             )
         oldest = self._complete.pop(next(iter(self._complete)))
         self.size -= oldest.length
+        if len(self._in_order) > 2 * len(self._complete):
+            self._in_order = list(self._complete.values())
         self._free(oldest)
 
     def _free(self, episode: Episode) -> None:
         for slots in episode.slots:
-            self._owner[slots] = 0
             self._slots.give_back(slots)
         for store, pieces in zip(self._stacks, episode.frames, strict=True):
             for frames in pieces:
@@ -402,10 +407,9 @@ class Replay:
 
     def _choose(self) -> Episode:
         """A complete episode, with a probability proportional to its length."""
-        while True:
-            number = int(self._owner[self._rng.integers(self._used)])
-            if number in self._complete:
-                return self._complete[number]
+        step = self._num_complete - int(self._rng.integers(self.size)) - 1
+        place = bisect.bisect_right(self._in_order, step, key=lambda x: x.total)
+        return self._in_order[place]
 
     # --- Saving
 
@@ -432,14 +436,11 @@ class Replay:
         assert not self._num_episodes, "the replay is in use"
         for saved in index:
             episode = self._new_episode()
-            slots = np.array(saved["slots"], np.int64)
-            episode.slots, episode.length = [slots], len(slots)
+            episode.slots = [np.array(saved["slots"], np.int64)]
             episode.frames = [[np.array(x, np.int64)] for x in saved["frames"]]
+            episode.length = len(saved["slots"])
             episode.is_cut, episode.stored_at = saved["is_cut"], saved["stored_at"]
-            self._owner[slots] = episode.number
-            self._used = max(self._used, int(slots.max()) + 1)
-            self._complete[episode.number] = episode
-            self.size += episode.length
+            self._finish(episode)
         episodes = self._complete.values()
         self._slots.keep([x.slots[0] for x in episodes])
         for i, store in enumerate(self._stacks):

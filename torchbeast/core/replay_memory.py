@@ -1,7 +1,7 @@
 """The memory or the file that holds a replay."""
 
-import contextlib
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from torchbeast.core.checkpoint import CheckpointError
+from torchbeast.core.hardware import free_memory
 from torchbeast.core.nested import Nested
 from torchbeast.core.replay import Replay, ReplayError
 from torchbeast.core.run_folder import atomic_write
@@ -82,10 +83,22 @@ def make_replay(
         if path is not None:
             return file_array(path, shape, dtype)
         reserved += size
-        return np.zeros(shape, dtype)
+        try:
+            return np.zeros(shape, dtype)
+        except MemoryError as error:
+            raise ReplayError(
+                f"the replay needs {size / 1e9:.3g} GB for whole observations, which "
+                f"the system refuses ({error}): lower --replay_size"
+            ) from error
 
     create = np.zeros if path is None else functools.partial(file_array, path)
-    return Replay(spec, capacity, T, create, flags.seed, create_whole)
+    try:
+        return Replay(spec, capacity, T, create, flags.seed, create_whole)
+    except MemoryError as error:
+        raise ReplayError(
+            f"--replay_size {capacity:,} needs {needed / 1e9:.3g} GB, which the system "
+            f"refuses ({error}): lower it"
+        ) from error
 
 
 def file_array(path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -113,23 +126,6 @@ def free_disk(path: str) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def free_memory() -> int:
-    """Bytes of memory that this process can still use (Linux), or of the machine."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(x for x in lines if x.startswith("MemAvailable"))
-        free = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # in a container
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        # Copies of files, which the system drops when it needs the memory.
-        stat = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
-        free = min(free, limit - used + int(stat.get("inactive_file", 0)))
-    return free
-
-
 # --- With a checkpoint ----------------------------------------------------------------
 
 
@@ -151,12 +147,13 @@ def save(replay: Replay, path: Path, step: int) -> None:
     }
     try:
         with atomic_write(path) as file, zipfile.ZipFile(file, "w") as archive:
-            archive.writestr("index.json", json.dumps(content))
             for i, array in enumerate(replay.arrays()):
                 with archive.open(str(i), "w", force_zip64=True) as part:
                     data = _bytes_of(array)
                     for begin in range(0, len(data), PIECE):
                         part.write(data[begin : begin + PIECE])
+            content["digest"] = _digest(content, archive)
+            archive.writestr("index.json", json.dumps(content))
     except OSError as error:
         raise CheckpointError(
             f"{path} can't be written: {error}. Free some space, or leave out "
@@ -167,6 +164,14 @@ def save(replay: Replay, path: Path, step: int) -> None:
 
 def array_shapes(replay: Replay) -> list[list[Any]]:
     return [[list(x.shape), x.dtype.str] for x in replay.arrays()]
+
+
+def _digest(content: dict[str, Any], archive: zipfile.ZipFile) -> str:
+    """Of the index without its digest, and of the checksums of all arrays."""
+    index = {name: x for name, x in content.items() if name != "digest"}
+    checksums = [archive.getinfo(str(i)).CRC for i in range(len(content["arrays"]))]
+    text = json.dumps([index, checksums])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
@@ -182,7 +187,8 @@ def load(replay: Replay, path: Path, step: int) -> None:
         killed between the two, or saved later without the replay. It is not read.
 
     Raises:
-      ReplayError: the file is damaged or does not fit. The replay is then unusable.
+      ReplayError: the file is damaged, was changed or does not fit. The replay is then
+        unusable.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -198,6 +204,8 @@ def load(replay: Replay, path: Path, step: int) -> None:
                 replay.store_whole(content["whole"])
             if content["arrays"] != array_shapes(replay):
                 raise ValueError("it has another --replay_size or other spaces")
+            if content.get("digest") != _digest(content, archive):
+                raise ValueError("it is not as it was saved, or an older version did")
             for i, array in enumerate(replay.arrays()):
                 with archive.open(str(i)) as part:  # checks the checksum
                     data, begin = _bytes_of(array), 0
@@ -205,9 +213,9 @@ def load(replay: Replay, path: Path, step: int) -> None:
                         data[begin : begin + len(piece)] = piece
                         begin += len(piece)
         replay.restore(content["episodes"])
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged file may raise anything
         raise ReplayError(
-            f"{path} can't be loaded: {error}. Remove it: then the run refills its "
-            "replay before it goes on learning"
+            f"{path} can't be loaded: {error or type(error).__name__}. Remove it: then "
+            "the run refills its replay before it goes on learning"
         ) from error
     log.info("Loaded %s: %s steps.", path, f"{replay.size:,}")

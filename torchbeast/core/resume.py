@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import logging
+import pathlib
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torchbeast.core import checkpoint, devices, script
+from torchbeast.core import checkpoint, devices, script, trust
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.atari_wrappers import atari_game
 from torchbeast.core.declared_flags import environment_flags
 from torchbeast.core.errors import FlagError
-from torchbeast.core.file_writer import read_meta
 from torchbeast.core.flags import Flags
+from torchbeast.core.logs_csv import is_evaluated
+from torchbeast.core.meta_json import complete_meta, read_meta
 from torchbeast.core.presets import PRESETS, RENAMED
 from torchbeast.core.run_folder import RunExistsError, RunFolder, has_content
 
@@ -48,14 +51,25 @@ class Start(NamedTuple):
     notes: list[str]
 
     def is_finished(self) -> bool:
-        """Whether the checkpoint is at --total_steps already; if so, logs it."""
+        """Whether nothing is left to do; if so, logs it.
+
+        The checkpoint is at --total_steps, and the final weights are evaluated or need
+        no evaluation. If only the end of meta.json is missing, as after kill -9, writes
+        it.
+        """
+        flags, path = self.flags, self.folder.path
         step = self.saved["stats"]["step"] if self.saved else 0
-        if step < self.flags.total_steps:
+        if step < flags.total_steps:
             return False
+        if not read_meta(path).get("successful"):
+            if flags.eval_interval and not is_evaluated(path, step):
+                log.info("What is left is the evaluation of the final weights.")
+                return False
+            complete_meta(path, step)
         log.info(
             "The run %s is at step %d of --total_steps %d already. To continue it, "
             "raise --total_steps.",
-            *(self.flags.xpid, step, self.flags.total_steps),
+            *(flags.xpid, step, flags.total_steps),
         )
         return True
 
@@ -97,9 +111,10 @@ def _begin(
     if not flags.disable_checkpoint and path.exists():
         saved = checkpoint.load(path)
         checkpoint.check(saved, path)
-        flags = merge(parser, argv, saved, notes)
+        flags = merge(parser, argv, saved, path, notes)
         if flags.sync:
             check_sync(flags, saved)
+        check_init_from(flags, saved)
     elif has_content(folder.path / "logs.csv"):
         check_new_start(folder, flags)
         start_over = True
@@ -119,12 +134,19 @@ def merge(
     parser: argparse.ArgumentParser,
     argv: Sequence[str] | None,
     saved: dict[str, Any],
+    path: pathlib.Path,
     notes: list[str],
 ) -> Flags:
-    """Returns the flags of a resumed run, not resolved yet."""
-    flags = flags_lib.parse(parser, argv, saved["flags"])
+    """Returns the flags of a resumed run, not resolved yet.
+
+    Raises:
+      UntrustedError: the checkpoint names code or files, and nobody typed it.
+    """
+    signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
+    # Nothing is used yet: outdated values, such as addresses, need no trust.
+    flags = flags_lib.parse(parser, argv, saved["flags"], signed=True)
     if flags.sync:  # keep threads and precision, too: they change rounding
-        return flags
+        return flags_lib.parse(parser, argv, saved["flags"], signed, str(path))
     outdated = set(saved.get("flags_left_open", ()))
     # Even a typed number of buffers was chosen for the old layout.
     if flags.typed & {"num_actors", "envs_per_actor", "batch_size"}:
@@ -140,7 +162,7 @@ def merge(
                 notes.append(f"Using another device: {error}.")
                 outdated.add(name)
     kept = {k: v for k, v in saved["flags"].items() if k not in outdated}
-    return flags_lib.parse(parser, argv, kept)
+    return flags_lib.parse(parser, argv, kept, signed, str(path))
 
 
 def check_new_start(folder: RunFolder, flags: Flags) -> None:
@@ -164,6 +186,35 @@ def check_new_start(folder: RunFolder, flags: Flags) -> None:
         f"the run {flags.xpid} was started before, in {folder.path}. {why}. Choose "
         "another --xpid, or remove the folder"
     )
+
+
+def check_init_from(flags: Flags, saved: dict[str, Any]) -> None:
+    """Raises FlagError if other weights are typed than those that the run began with.
+
+    The run's own command can be given again.
+    """
+    if flags.init_from not in (None, saved["flags"].get("init_from")):
+        raise FlagError(
+            f"--init_from {flags.init_from} would have no effect: the run {flags.xpid} "
+            f"exists, and goes on with its weights of step {saved['stats']['step']}. "
+            "Choose another --xpid for a new run, or leave out --init_from"
+        )
+
+
+def new_run_warning(start: Start) -> str | None:
+    """A warning if a new run was possibly meant to be the resume of another one."""
+    flags, path = start.flags, start.folder.path
+    if "xpid" not in flags.typed or flags.typed & {"env", "preset", "config"}:
+        return None
+    others = [x.parent.name for x in path.parent.glob("*/logs.csv") if x.parent != path]
+    similar = difflib.get_close_matches(path.name, sorted({*others} - {"latest"}))
+    if similar or flags.typed <= {"xpid", "savedir"}:
+        return (
+            f"There was no run {path.name} in {path.parent}, so this one is new, and "
+            f"learns the default --env {flags.env} from step 0. Similar names: "
+            f"{', '.join(similar) or 'none'}."
+        )
+    return None
 
 
 def check_sync(flags: Flags, saved: dict[str, Any]) -> None:
@@ -234,27 +285,3 @@ def notes_on_unused_flags(parser: argparse.ArgumentParser, flags: Flags) -> list
         f"Without effect, because {flags.env} is not an Atari game: "
         f"{', '.join(typed)}. --env_kwargs passes arguments to an environment."
     ]
-
-
-def announce_environment(flags: Flags, saved: dict[str, Any] | None) -> None:
-    """Logs the modules that will be imported because a checkpoint names them.
-
-    Raises:
-      FlagError: --no-trust_checkpoint_env refuses it.
-    """
-    for name in ("env", "wrapper"):
-        named = (saved or {}).get("flags", {}).get(name) or ""
-        if name in flags.typed or getattr(flags, name) != named or ":" not in named:
-            continue
-        modules = ", ".join(part.partition(":")[0] for part in named.split(","))
-        if not flags.trust_checkpoint_env:
-            raise FlagError(
-                f"the checkpoint names --{name} {named}, but --no-trust_checkpoint_env "
-                f"forbids to import the module {modules}. If you trust it, add "
-                f"--{name} {named}"
-            )
-        log.warning(
-            "The checkpoint names --%s %s: the module %s will be imported, which runs "
-            "its code. To prevent that, add --no-trust_checkpoint_env.",
-            *(name, named, modules),
-        )

@@ -29,8 +29,9 @@ import torch
 from gymnasium import spaces
 
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.core.errors import UserError
-from torchbeast.core.extra_fields import EXTRA_FIELDS, final_name
+from torchbeast.core.errors import FlagError, UserError
+from torchbeast.core.extra_fields import EXTRA_FIELDS, check_names, final_name
+from torchbeast.core.hardware import free_memory, memory_limit
 from torchbeast.core.nested import Nested, flatten, map_nested
 from torchbeast.core.observations import map_space
 
@@ -84,6 +85,7 @@ def env_fields(
     observation_space: spaces.Space, distribution: ActionDistribution
 ) -> dict[str, Nested]:
     """Shape, without [T, B], and dtype of the fields that come from the environment."""
+    check_names()
     return {
         "observation": observation_spec(observation_space),
         "reward": Spec((), torch.float32),
@@ -159,7 +161,7 @@ def create_buffers(
       lower: advice for using less memory, in messages.
 
     Raises:
-      SharedMemoryError: less shared memory is free than the buffers need.
+      SharedMemoryError: less shared memory, or memory, is free than the buffers need.
     """
     # Each tensor is one file, made of whole pages.
     needed = sum(
@@ -177,11 +179,40 @@ def create_buffers(
                 f"(mount -o remount,size=... {SHARED_MEMORY}; in Docker --shm-size) or "
                 f"{lower}"
             )
+    if needed > (free := free_memory()):
+        raise SharedMemoryError(
+            f"{what} need {needed / 2**20:,.1f} MiB of memory, but this process can "
+            f"get only {free / 2**20:,.1f} MiB: {lower}"
+        )
 
     def create(s: Spec) -> torch.Tensor:
         return torch.empty(*leading, *s.shape, dtype=s.dtype).share_memory_().zero_()
 
     return map_nested(create, spec)
+
+
+def check_batch(flags: Any, spec: dict[str, Nested]) -> None:
+    """Checks that the learner's batch, and the rollouts that wait for it, fit.
+
+    Args:
+      flags: batch_size, unroll_length, replay_ratio; max_learner_queue_size, if any.
+      spec: the fields of a row.
+
+    Raises:
+      FlagError: they need more memory than this process may use.
+    """
+    row = sum(math.prod((*s.shape, s.dtype.itemsize)) for s in flatten(spec))
+    waiting = getattr(flags, "max_learner_queue_size", None) or 0
+    count = flags.batch_size * (1 + flags.replay_ratio) + waiting
+    needed, most = count * row * (flags.unroll_length + 1), memory_limit()
+    if needed > most:
+        raise FlagError(
+            f"a batch of --batch_size {flags.batch_size:,} rollouts"
+            + (f", --replay_ratio {flags.replay_ratio:g}" if flags.replay_ratio else "")
+            + (f", --max_learner_queue_size {waiting:,}" if waiting else "")
+            + f" and --unroll_length {flags.unroll_length:,} needs {needed / 1e9:,.3g} "
+            f"GB, but this process may use {most / 1e9:,.3g} GB: lower one of them"
+        )
 
 
 def episode_ends(batch: dict[str, Nested]) -> dict[str, list]:

@@ -13,11 +13,9 @@ The script owns the loop. Its body may raise any exception.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,10 +23,23 @@ from typing import Any
 
 import torch
 
-from torchbeast.core import checkpoint, errors, processes, replay_memory, resume
+from torchbeast.core import (
+    checkpoint,
+    code_record,
+    errors,
+    finite,
+    kept_checkpoints,
+    processes,
+    replay_memory,
+    resume,
+    rollout,
+    trust,
+)
 from torchbeast.core.file_writer import FileWriter
-from torchbeast.core.logs_csv import join_columns
+from torchbeast.core.logs_csv import join_columns, spread
+from torchbeast.core.observations import log_encoders
 from torchbeast.core.prof import Profile, Timings
+from torchbeast.core.run_folder import writing
 from torchbeast.core.status import Status, format_return
 from torchbeast.core.trackers import Tracker, make_trackers
 from torchbeast.core.wake_pipe import WakePipe
@@ -36,21 +47,6 @@ from torchbeast.core.wake_pipe import WakePipe
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0  # least time limit for threads to end
-
-
-def keep_freed_memory(device: torch.device) -> None:
-    """Makes glibc keep large freed blocks for the next update, if that is on the CPU.
-
-    By default glibc returns them to the kernel, which then has to clear and map each
-    page again. That takes a tenth of the learner's CPU time.
-    """
-    if sys.platform == "linux" and device.type == "cpu":
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            libc = ctypes.CDLL("libc.so.6")
-            # M_MMAP_THRESHOLD: map only larger blocks. Older versions allow 32 MiB.
-            _ = libc.mallopt(-3, 1 << 30) or libc.mallopt(-3, 1 << 25)
-            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: return nothing
-            libc.mallopt(-8, 1)  # M_ARENA_MAX: one arena for all threads
 
 
 class Run:
@@ -72,12 +68,14 @@ class Run:
       timings: of the learner threads; use it only inside `updating`.
       wake: wakes the main thread.
       wake_reader: a file descriptor that is readable when the main thread should wake.
+      interrupted: a stop signal has cut off the work after the last update.
       exit_status: 0 finished, 1 failed, 128 + n ended by signal n. Valid after exit.
     """
 
     def __init__(self, start: resume.Start, learner: Any) -> None:
         self.start, self.learner, self.flags = start, learner, start.flags
         self.resumed = start.saved is not None
+        rollout.check_batch(self.flags, learner.row_spec)
         if start.saved:
             learner.load_state_dict(start.saved)
         elif self.flags.init_from:
@@ -89,8 +87,10 @@ class Run:
             replay_memory.load(learner.mixer.replay, saved_replay, learner.step)
         if learner.device.type == "cpu":
             torch.set_num_threads(self.flags.torch_threads)
+        log_encoders(learner.model, self.flags.model)
         self.stack = contextlib.ExitStack()
         self.timings = Timings()
+        self.interrupted = False
         self.exit_status = 1
         self._next_columns: dict[str, Any] = {}
         self._columns_lock = threading.Lock()
@@ -102,7 +102,8 @@ class Run:
         self._saving = False  # if so, a second signal is ignored
         self._lock = threading.Lock()  # protects the learner
         self._longest_update = 0.0  # seconds
-        self._saved_at, self._last_save = learner.num_updates, time.monotonic()
+        self._began_at = self._saved_at = self._progress()
+        self._last_save = time.monotonic()
         self._kept = self._milestone()
         self._profile = Profile(self.flags, learner.num_updates)
         self._status_line = Status(learner.step, self.flags.total_steps)
@@ -117,24 +118,35 @@ class Run:
         # From now on signals are only noted, so that meta.json gets the end of the run.
         for number in processes.handled_signals():
             signal.signal(number, self._on_signal)
+        with writing(start.folder.path):
+            code = code_record.record(start.folder.path, flags)
         self._writer = FileWriter(
             flags.savedir,
             flags.xpid,
             flags.as_dict(),
-            resume_step=self.learner.step if self.resumed else None,
+            resume_step=step,
             folder=start.folder,
             start_over=start.start_over,
             left_open=start.left_open,
+            about={"optimizer": type(self.learner.optimizer).__name__, **code},
         )
-        self.stack.callback(lambda: self._profile.close(self._writer.path))
+        path = self._writer.path
+        if self.resumed or start.start_over:
+            kept_checkpoints.remove_later(path / "model.tar", self.learner.step)
+        self.stack.callback(lambda: self._profile.close(path))
         self._old_wakeup = self._wake_pipe.wake_on_signals()
-        log.info("Run %s; files in %s", flags.xpid, self._writer.path)
+        is_new = not (self.resumed or start.start_over)
+        log.info("%s %s in %s", "New run" if is_new else "Run", flags.xpid, path)
+        if is_new and (warning := resume.new_run_warning(start)):
+            log.warning("%s", warning)
         if self.resumed:
             log.info("Resuming at step %d.", self.learner.step)
         elif start.start_over:
             log.warning("%s died before its first checkpoint.", flags.xpid)
         for note in start.notes:
             log.info("%s", note)
+        if self.learner.mixer:
+            self.learner.mixer.check_steps(flags.total_steps - self.learner.step)
         return self
 
     # --- The main loop
@@ -237,10 +249,10 @@ class Run:
         """Writes a row to logs.csv and the trackers.
 
         Raises:
-          ColumnError: two parts have a column of the same name.
+          ColumnError: two parts have a column of the same name, or see spread.
         """
         with self._columns_lock:
-            row = join_columns(*parts, self._next_columns)
+            row = spread(join_columns(*parts, self._next_columns))
             self._next_columns = dict.fromkeys(self._next_columns)
         self._writer.log(row)
         for tracker in self._trackers:
@@ -252,6 +264,13 @@ class Run:
         flags, seconds = self.flags, time.monotonic() - self._last_save
         is_due = seconds > flags.checkpoint_interval or self._milestone() > self._kept
         return is_due and not flags.disable_checkpoint
+
+    def _progress(self) -> tuple[int, int]:
+        """What a checkpoint is worth saving for: steps, and updates of the weights.
+
+        While a replay fills, there are steps without updates.
+        """
+        return self.learner.step, self.learner.num_updates
 
     def _milestone(self) -> int:
         """How many of the --checkpoint_history checkpoints are due by now."""
@@ -270,7 +289,7 @@ class Run:
             self._lock.release()
 
     def save(self, more: Callable[[], dict[str, Any]] = dict) -> None:
-        """Saves a checkpoint, if there were updates since the last one.
+        """Saves a checkpoint, if there were steps since the last one.
 
         Waits for an update in progress, but not after a stop signal.
 
@@ -278,7 +297,7 @@ class Run:
           more: returns additional entries of the checkpoint.
         """
         learner, flags = self.learner, self.flags
-        if flags.disable_checkpoint or learner.num_updates == self._saved_at:
+        if flags.disable_checkpoint or self._progress() == self._saved_at:
             self._last_save = time.monotonic()
             return
         while not self._lock.acquire(timeout=1.0):
@@ -291,17 +310,21 @@ class Run:
             self._saving = True
             state |= {
                 "flags": flags.as_dict(),
+                "flags_signature": trust.sign(flags.as_dict()),
                 "flags_left_open": self.start.left_open,
             }
             path = self.start.folder.path / "model.tar"
-            checkpoint.save(path, state)
+            # The previous checkpoint is the last one with other weights.
+            learned = learner.num_updates != self._saved_at[1]
+            checkpoint.save(path, state, keep_previous=learned)
             if learner.mixer and flags.save_replay:
                 saved_replay = path.with_name(replay_memory.FILE)
                 replay_memory.save(learner.mixer.replay, saved_replay, learner.step)
-            self._saved_at, self._last_save = learner.num_updates, time.monotonic()
+            self._saved_at, self._last_save = self._progress(), time.monotonic()
             if self._milestone() > self._kept:
                 self._kept = self._milestone()
-                checkpoint.keep(path, learner.step)
+                history = flags.checkpoint_history, flags.total_steps
+                kept_checkpoints.keep(path, learner.step, *history)
         finally:
             self._saving = False
             self._lock.release()
@@ -328,12 +351,19 @@ class Run:
         if self._error is None and not isinstance(error, KeyboardInterrupt):
             self._error = f"{type(error).__name__}: {error}"
         self.exit_status = errors.report(error)
+        was_first = self.learner.num_updates == self._began_at[1]
+        if self.resumed and was_first and isinstance(error, FloatingPointError):
+            folder = self.start.folder.path
+            files = folder / "model.tar", folder / replay_memory.FILE
+            if files[1].exists() or finite.ENVIRONMENT_IS_THE_CAUSE not in str(error):
+                log.error("%s", checkpoint.first_update_failed(*files))
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         self._log_signal()
         try:
             if error is None:
-                finished = self.learner.step >= self.flags.total_steps
+                complete = self.learner.step >= self.flags.total_steps
+                finished = complete and not self.interrupted
                 self.exit_status = 0 if finished else 128 + self._signal
                 worth_saving = True
             else:
@@ -388,6 +418,9 @@ class Run:
         except Exception as error:
             self._fail(error)
             status = self.exit_status
+        if learner.mixer and learner.num_updates == self._began_at[1]:
+            steps = learner.step - self._began_at[0]
+            learner.mixer.report_filling(steps, self.flags.save_replay)
         log.info(
             "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
             "Failed" if status == 1 else "Stopped" if status else "Finished",

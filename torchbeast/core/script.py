@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from torchbeast.core import errors, processes, std_streams
+from torchbeast.core import errors, processes, standard_streams
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def reported() -> Iterator[Outcome]:
 
     Configures logging. An exception in the body is logged and sets the exit status.
     """
-    std_streams.keep_open()
+    standard_streams.keep_open()
     configure_logging()
     outcome = Outcome()
     if not processes.in_main_thread():

@@ -71,11 +71,12 @@ class SeededGames(gymnasium.Wrapper):
         self.game_goes_on = False
         self.until_check -= 1
         if self.until_check < 0:
-            observation, info = self.checker.call("reset", self._reset, **arguments)
+            result = self.checker.call("reset", self._reset, **arguments)
             self.until_check = self.checker.until_next()
-            self._check_fields(info)
+            self._check_fields(result[1])
         else:
-            observation, info = self._reset(**arguments)
+            result = self._reset(**arguments)
+        observation, info = self.checker.admit("reset", result)
         return observation, extra_fields.select(info, "observation")
 
     def _check_fields(self, info: dict[str, Any]) -> None:
@@ -96,6 +97,7 @@ class SeededGames(gymnasium.Wrapper):
             self.until_check = self.checker.until_next()
         else:
             result = self._step(action)
+        result = self.checker.admit("step", result)
         observation, reward, terminated, truncated, info = result
         kept: dict[str, Any] = extra_fields.select(info)
         self.game_goes_on = False

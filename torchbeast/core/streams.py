@@ -12,6 +12,7 @@ from torchbeast.core import rollout
 from torchbeast.core.env_spec import EnvSpec
 from torchbeast.core.errors import FlagError
 from torchbeast.core.flags import Flags
+from torchbeast.core.hardware import memory_limit
 from torchbeast.core.nested import Nested, map_nested
 from torchbeast.core.prof import Timings
 from torchbeast.core.remote_envs import RemoteEnvs
@@ -87,8 +88,8 @@ class Streams:
         next.
 
     Raises:
-      FlagError: the rollouts of all streams need more than half of the memory, or one
-        of `addresses` is not an address.
+      FlagError: the rollouts of all streams need more than half of the memory that
+        this process may use, or one of `addresses` is not an address.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Streams:
                 addresses,
                 initial_state,
                 named_rows=True,
+                max_rollout_bytes=memory_limit() // 2 // stream_stride,
                 step_timeout_s=flags.actor_timeout,
                 maximum_downtime_s=flags.connect_timeout,
                 max_env_failures=flags.max_env_failures,

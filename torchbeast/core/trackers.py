@@ -1,4 +1,4 @@
-"""Where the columns of logs.csv also go: TensorBoard, Weights & Biases.
+"""Where the columns of logs.csv also go: TensorBoard, Weights & Biases; and videos.
 
 To add another tracker, write a class with `log` and `close` and add it to
 `make_trackers`.
@@ -136,3 +136,33 @@ class WeightsAndBiases:
             self.run.finish(exit_code=exit_status)
         except Exception as error:  # whatever the service answers, the run has ended
             log.error("Can't finish the run at Weights & Biases: %s", error)
+
+
+def send_video(flags: Flags, folder: Path, video: str, step: int | None) -> None:
+    """Sends a test's video to Weights & Biases, as a run of its own in a group.
+
+    The run of the training may still go on, and only one process can log to it. What
+    fails is only logged: the video lies on the disk.
+
+    Args:
+      folder: of the run of the training.
+      step: of the checkpoint.
+    """
+    name = folder.name
+    try:
+        import wandb
+
+        with wandb.init(
+            project=flags.wandb,
+            group=name,
+            name=f"{name}-video",
+            job_type="video",
+            dir=folder,
+            config=flags.as_dict(),
+            settings=wandb.Settings(finish_timeout=CLOSE_SECONDS),
+        ) as run:
+            run.log({"video": wandb.Video(video, format="mp4"), "step": step})
+    except Exception as error:  # of the package, the service or the disk
+        log.warning("--wandb %s did not get the video: %s", flags.wandb, error)
+    else:
+        log.info("The video is a run of project %s at Weights & Biases.", flags.wandb)

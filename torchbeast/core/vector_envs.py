@@ -24,15 +24,16 @@ from torchbeast.core.make_env import (
     MissingPackageError,
     UnknownEnvironmentError,
     call_signature_error,
-    check_action_space,
-    check_observation_space,
     find_object,
     names_python,
     takes,
 )
-from torchbeast.core.nested import map_nested
+from torchbeast.core.nested import flatten, map_nested
+from torchbeast.core.space_checks import check_action_space, check_observation_space
 
 ENVPOOL = "envpool:"
+# Truncated episodes that are more than chance, if observations are floats; and else.
+MANY_FLOAT_SUSPECTS, MANY_SUSPECTS = 2, 8
 
 
 # Called with the environment, a key and a message for each suspect value.
@@ -117,8 +118,8 @@ class VectorGames:
 
     Of each checked call, see env_checks.py, the values of one environment are checked.
 
-    Their own mode may be SAME_STEP or DISABLED. EnvPool's is NEXT_STEP, but it can
-    reset some of its environments alone.
+    Their own mode may be SAME_STEP or DISABLED; also NEXT_STEP if some environments can
+    be reset alone, which drops the extra step: EnvPool, SyncVectorEnv, AsyncVectorEnv.
 
     Args:
       name: --env, for messages.
@@ -149,7 +150,8 @@ class VectorGames:
         self.is_envpool = hasattr(self.env, "async_reset")
         mode = self.env.metadata.get("autoreset_mode")
         self.resets_itself = mode is AutoresetMode.SAME_STEP
-        usable = self.resets_itself or self.is_envpool
+        takes_mask = isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
+        usable = self.resets_itself or self.is_envpool or takes_mask
         if not usable and mode is not AutoresetMode.DISABLED:
             raise InvalidEnvironmentError(
                 f"--env {name} has the autoreset mode {getattr(mode, 'value', mode)}, "
@@ -174,6 +176,10 @@ class VectorGames:
         )
         self._checked = num_envs - 1  # the environment that was checked last
         self._until_check = 0
+        # In SAME_STEP mode, to find last observations that are the next episode's.
+        self._before: Any = None  # observation of the step before
+        self._suspect_finals = 0
+        self._doubts_finals = self.resets_itself and takes_mask
 
     def reset(self, seed: Sequence[int]) -> tuple[Any, dict[str, Any]]:
         """Starts new games; one seed per environment.
@@ -184,6 +190,8 @@ class VectorGames:
         result = self._reset(seed)
         if self._check_is_due():
             self._checker.check("reset", result, self.num_envs, self._checked)
+        result = self._checker.admit("reset", result, self.num_envs)
+        self._before = map_nested(np.copy, result[0])
         return result
 
     def _reset(self, seed: Sequence[int]) -> tuple[Any, dict[str, Any]]:
@@ -204,6 +212,7 @@ class VectorGames:
         result = self._run(self.env.step, actions)
         if self._check_is_due():
             self._checker.check("step", result, self.num_envs, self._checked)
+        result = self._checker.admit("step", result, self.num_envs)
         observation, reward, *ends, info = result
         # Some return integers, and ~ of an integer is no negation.
         terminated, truncated = (np.asarray(x) != 0 for x in ends)
@@ -217,12 +226,48 @@ class VectorGames:
                         "lacks final_obs, the last observations. The learner needs "
                         "their values to bootstrap from"
                     )
+                if self._doubts_finals:
+                    self._check_finals(final_obs, observation, truncated)
             else:
                 final_obs, ended = map_nested(np.copy, observation), info
                 observation, info = self._restart(observation, info, done)
             final = {"final_obs": final_obs, "final_info": {**ended, "game_over": done}}
             info = {**info, **final}
+        if self._doubts_finals:
+            self._before = map_nested(np.copy, observation)
         return observation, reward, terminated, truncated, info
+
+    def _check_finals(
+        self, final: Any, observation: Any, truncated: np.ndarray
+    ) -> None:
+        """Raises if truncated episodes end with the first observations of the next.
+
+        AsyncVectorEnv gives such ones if an environment reuses its array. The check
+        ends with the first difference.
+        """
+        for e in np.flatnonzero(truncated):
+            new, before = (
+                map_nested(lambda x, e=e: x[e], x) for x in (observation, self._before)
+            )
+            is_list = isinstance(final, np.ndarray) and final.dtype == object
+            last = final[e] if is_list else map_nested(lambda x, e=e: x[e], final)
+            if not all(flatten(map_nested(np.array_equal, new, last))):
+                self._doubts_finals = False
+                return
+            # An environment that always looks the same is right.
+            if not all(flatten(map_nested(np.array_equal, new, before))):
+                self._suspect_finals += 1
+        is_float = any(x.dtype.kind == "f" for x in flatten(observation))
+        many = MANY_FLOAT_SUSPECTS if is_float else MANY_SUSPECTS
+        if self._suspect_finals >= many:
+            raise InvalidEnvironmentError(
+                f"--env {self.name}: the last observations of the first "
+                f"{self._suspect_finals} truncated episodes are the first ones of the "
+                "next episodes. The environment probably returns the same array each "
+                "time (an alias), and AsyncVectorEnv in SAME_STEP mode does not copy "
+                "it. Make it with autoreset_mode=AutoresetMode.DISABLED: then it is "
+                "reset here. Or return copies"
+            )
 
     def _restart(
         self, observation: Any, info: dict[str, Any], done: np.ndarray

@@ -1,4 +1,4 @@
-"""Standard streams to which a program can write at any time, whoever reads them."""
+"""stdout and stderr that can always be written."""
 
 from __future__ import annotations
 
