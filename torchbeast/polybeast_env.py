@@ -107,7 +107,7 @@ def serve(
         pipe.send("ready", address, description)
         pipe.give_signs_of_life()
         if flags.join:
-            run_client(flags, server, pipe)
+            run_client(flags, server, pipe, here=True)
         else:
             server.run(here=True)
     except RefusedForGood as error:
@@ -152,11 +152,13 @@ class Log:
         log.info("%s: %s", kind, *rest)
 
 
-def run_client(flags: Flags, client: Any, pipe: Any) -> None:
+def run_client(flags: Flags, client: Any, pipe: Any, here: bool = False) -> None:
     """Steps environments for the learner until SIGTERM. Waits for it without a limit.
 
     Args:
       pipe: takes messages, as SharedPipe.send does. Thread-safe.
+      here: the environments live in this thread. Then another one has to stop the
+        client; Ray's signal handlers can't.
 
     Raises:
       RefusedForGood: the learner refuses, or no connection with it can work.
@@ -170,7 +172,7 @@ def run_client(flags: Flags, client: Any, pipe: Any) -> None:
         target=watch_client, args=(flags, client, pipe, over, faults), daemon=True
     ).start()
     try:
-        client.run(here=True)
+        client.run(here=here)
     except (libtorchbeast.TransportError, libtorchbeast.WireError) as error:
         if client.stats()["num_steps"] > 0:  # new environments may do better
             raise EnvironmentFailed(str(error)) from error
