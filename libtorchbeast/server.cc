@@ -22,13 +22,14 @@ struct EnvServer::State {
             std::move(options)) {}
 
   void serve(ServedConnection& connection) TB_EXCLUDES(mutex);
+  struct Guest;
   // Until the learner ends the stream; throws Connection::Left then.
-  void run_stream(ServedConnection& connection) TB_EXCLUDES(mutex);
+  void run_stream(ServedConnection& connection, Guest* guest = nullptr)
+      TB_EXCLUDES(mutex);
   // run_stream() in the thread of run_here(), which blocks this one. False: there is no
   // such thread, or it has another stream.
   bool run_as_guest(ServedConnection& connection) TB_EXCLUDES(mutex);
   void host_guests(const Interrupt& interrupt) TB_EXCLUDES(mutex);
-  struct Guest;
   Guest* next_guest(const Interrupt& interrupt) TB_EXCLUDES(mutex);
   void end_guest(std::exception_ptr error) TB_EXCLUDES(mutex);
   void report_stuck();
@@ -44,6 +45,7 @@ struct EnvServer::State {
     ServedConnection& connection;
     std::exception_ptr error;
     bool is_done = false;
+    std::atomic<bool> plays{false};  // it has had an action
   };
 
   const EnvironmentFactory factory;
@@ -74,7 +76,7 @@ void EnvServer::State::serve(ServedConnection& connection) {
   }
 }
 
-void EnvServer::State::run_stream(ServedConnection& connection) {
+void EnvServer::State::run_stream(ServedConnection& connection, Guest* guest) {
   const wire::AgentHello agent = connection.expect_agent_hello();
   struct Serving {
     Serving(State* server, std::string peer) : state(*server) {
@@ -104,6 +106,7 @@ void EnvServer::State::run_stream(ServedConnection& connection) {
   grpc::ByteBuffer action;
   while (true) {
     connection.read(&action);
+    if (guest != nullptr && !guest->plays.exchange(true)) changed.notify_all();
     stepper.step(&action);
     num_steps += static_cast<uint64_t>(stepper.num_envs());
     write_step();
@@ -111,13 +114,13 @@ void EnvServer::State::run_stream(ServedConnection& connection) {
 }
 
 bool EnvServer::State::run_as_guest(ServedConnection& connection) {
-  Guest me{connection, nullptr};
+  Guest me{connection, nullptr, false, {}};
   {
     MutexLock lock(mutex);
-    // A guest whose learner has gone will leave soon.
+    // A guest will leave soon if its learner has gone, or only asks what is served.
     const auto deadline = time_after(kStopLimit);
-    while (hosts && guest != nullptr && guest->connection.is_lost() &&
-           Clock::now() < deadline) {
+    while (hosts && guest != nullptr && Clock::now() < deadline &&
+           (guest->connection.is_lost() || !guest->plays)) {
       changed.wait_until(mutex, deadline, nullptr);
     }
     if (!hosts || guest != nullptr) return false;
@@ -163,7 +166,7 @@ void EnvServer::State::host_guests(const Interrupt& interrupt) {
   while (Guest* const next = next_guest(interrupt)) {
     std::exception_ptr error;
     try {
-      run_stream(next->connection);
+      run_stream(next->connection, next);
     } catch (...) {
       error = std::current_exception();
     }
