@@ -26,8 +26,8 @@ struct EnvServer::State {
   // Until the learner ends the stream; throws Connection::Left then.
   void run_stream(ServedConnection& connection, Guest* guest = nullptr)
       TB_EXCLUDES(mutex);
-  // run_stream() in the thread of run_here(), which blocks this one. False: there is no
-  // such thread, or it has another stream.
+  // run_stream() in the thread of run(), which blocks this one. False: that thread
+  // takes no streams, or it has another one.
   bool run_as_guest(ServedConnection& connection) TB_EXCLUDES(mutex);
   void host_guests(const Interrupt& interrupt) TB_EXCLUDES(mutex);
   Guest* next_guest(const Interrupt& interrupt) TB_EXCLUDES(mutex);
@@ -40,7 +40,7 @@ struct EnvServer::State {
     Activity activity{nullptr};
   };
 
-  // A stream in the thread of run_here().
+  // A stream in the thread of run().
   struct Guest {
     ServedConnection& connection;
     std::exception_ptr error;
@@ -51,7 +51,7 @@ struct EnvServer::State {
   const EnvironmentFactory factory;
   Mutex mutex;
   CondVar changed;
-  bool hosts TB_GUARDED_BY(mutex) = false;  // run_here() takes guests
+  bool hosts TB_GUARDED_BY(mutex) = false;  // run() takes guests
   bool stopping TB_GUARDED_BY(mutex) = false;
   Guest* guest TB_GUARDED_BY(mutex) = nullptr;
   std::list<Served> served TB_GUARDED_BY(mutex);
@@ -135,7 +135,6 @@ bool EnvServer::State::run_as_guest(ServedConnection& connection) {
 // Null: the server is to stop.
 EnvServer::State::Guest* EnvServer::State::next_guest(const Interrupt& interrupt) {
   MutexLock lock(mutex);
-  hosts = true;
   while (guest == nullptr && !stopping) {
     changed.wait_until(mutex, Clock::time_point::max(), interrupt);
   }
@@ -194,16 +193,23 @@ EnvServer::EnvServer(EnvironmentFactory factory, StreamServerOptions options)
 
 EnvServer::~EnvServer() { stop(); }
 
-void EnvServer::start() { state_->server.start(); }
-
-void EnvServer::run(const Interrupt& interrupt) {
-  state_->server.run(interrupt);
-  state_->report_stuck();
+void EnvServer::start(bool here) {
+  {
+    MutexLock lock(state_->mutex);
+    state_->hosts = here;
+  }
+  state_->server.start();
 }
 
-void EnvServer::run_here(const Interrupt& interrupt) {
-  state_->host_guests(interrupt);
-  run(interrupt);
+void EnvServer::run(const Interrupt& interrupt) {
+  bool hosts;
+  {
+    MutexLock lock(state_->mutex);
+    hosts = state_->hosts;
+  }
+  if (hosts) state_->host_guests(interrupt);
+  state_->server.run(interrupt);
+  state_->report_stuck();
 }
 
 void EnvServer::stop(Milliseconds limit) {

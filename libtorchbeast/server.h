@@ -26,13 +26,13 @@ class EnvServer {
   ~EnvServer();  // stops
   EnvServer(const EnvServer&) = delete;
 
-  void start();  // as StreamServer's, and so are the others
+  // As StreamServer's, and so are the others. With `here`, the environments of one
+  // stream at a time live in the thread that calls run(), from making to closing. Those
+  // of further streams have threads of their own. Until run() is called, the first
+  // stream waits. run() does not call `interrupt` while it has a stream, and does not
+  // return while an environment hangs there.
+  void start(bool here = false);
   void run(const Interrupt& interrupt = nullptr);
-  // The same, but the environments of one stream at a time live in this thread, from
-  // making to closing. Those of further streams have threads of their own. `interrupt`
-  // is not called meanwhile, and while an environment hangs here, this does not return.
-  // REQUIRES: start() has returned.
-  void run_here(const Interrupt& interrupt = nullptr);
   // Environments that hang are left behind; a line on stderr names them. They go on
   // using the factory and what it has made.
   void stop(Milliseconds limit = kStopLimit);

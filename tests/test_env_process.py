@@ -141,7 +141,7 @@ def act(inputs):
 
 
 def test_a_server_hosts_one_stream_at_a_time(tmp_path):
-    """In the thread that calls run(here=True); others have threads of their own."""
+    """In the thread that calls run(); others have threads of their own."""
     lives = []
 
     def make():
@@ -150,7 +150,7 @@ def test_a_server_hosts_one_stream_at_a_time(tmp_path):
 
     address = f"unix:{tmp_path}/socket"
     server = libtorchbeast.Server(make, address)
-    server.start()
+    server.start(here=True)
 
     def use():
         try:
@@ -167,7 +167,7 @@ def test_a_server_hosts_one_stream_at_a_time(tmp_path):
 
     with ThreadPoolExecutor(1) as threads:
         used = threads.submit(use)
-        server.run(here=True)
+        server.run()
         used.result(timeout=30)
     here = {threading.get_ident()}
     assert lives[0] == lives[1] == lives[3] == here

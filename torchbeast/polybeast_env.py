@@ -102,14 +102,14 @@ def serve(
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         if not flags.join:
             with user_errors():
-                server.start()
+                server.start(here=True)
             address = server.address
         pipe.send("ready", address, description)
         pipe.give_signs_of_life()
         if flags.join:
             run_client(flags, server, pipe, here=True)
         else:
-            server.run(here=True)
+            server.run()
     except RefusedForGood as error:
         pipe.send("refused", str(error))
         sys.exit(1)

@@ -93,30 +93,31 @@ Raises:
            py::arg("settings") = Settings(), py::arg("security") = Security())
       .def(
           "run",
-          [](EnvServer& self, bool here) {
+          [](EnvServer& self) {
             try {
-              here ? self.run_here(check_signals()) : self.run(check_signals());
+              self.run(check_signals());
             } catch (...) {
               self.stop();
               throw;
             }
           },
-          py::arg("here") = false, py::call_guard<WithoutGil>(), R"(
+          py::call_guard<WithoutGil>(), R"(
 Serve until stop() is called; start() first, if that has not been done. Ctrl-C stops, too.
-
-Args:
-    here: make, step and close the environments of one stream at a time in this thread, for
-        environments that work in the main thread only. Streams that come meanwhile have
-        threads of their own. start() must have been called. Handlers of signals run when
-        Python code does, so the caller has to call stop() in another thread. While an
-        environment hangs, this does not return.
 
 Raises:
     RuntimeError: as start().
 )")
-      .def("start", &EnvServer::start, py::call_guard<WithoutGil>(), R"(
+      .def("start", &EnvServer::start, py::arg("here") = false,
+           py::call_guard<WithoutGil>(), R"(
 Listen from here on, without blocking. A unix socket is the user's alone; one that a dead
 server has left is replaced.
+
+Args:
+    here: make, step and close the environments of one stream at a time in the thread that
+        calls run(), for environments that work in the main thread only. Streams that come
+        meanwhile have threads of their own. Handlers of signals run when Python code does,
+        so stop() has to be called in another thread. While an environment hangs, run()
+        does not return.
 
 Raises:
     RuntimeError: it cannot listen there; says why.
@@ -189,7 +190,7 @@ Make the environment, dial, reset it once the learner has answered, and step as 
 says, until stop() is called or Ctrl-C comes. With num_episodes: until the episodes of all E
 have ended together so many times, and leave then. A lost connection is dialled again, and
 the environment goes on where it was. Call it once. `here`: the environment lives in this
-thread, see Server.run.
+thread, see Server.start.
 
 Raises:
     RefusedError: the learner refuses, for example the token.
