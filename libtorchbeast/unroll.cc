@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <fstream>
 #include <string>
 
 namespace torchbeast {
@@ -29,15 +28,8 @@ void copy_arrays(const std::vector<Array>& from, const std::vector<Array>& to) {
 }  // namespace
 
 uint64_t half_of_memory() {
-  uint64_t bytes = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) *
-                   static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  // A container may have less.
-  for (const char* limit :
-       {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
-    uint64_t number;
-    if (std::ifstream(limit) >> number) bytes = std::min(bytes, number);
-  }
-  return bytes / 2;
+  return static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) *
+         static_cast<uint64_t>(sysconf(_SC_PAGESIZE)) / 2;
 }
 
 void check_rollout_bytes(const StreamSpec& spec, int64_t unroll_length,

@@ -1,7 +1,7 @@
 """Hooks of mkdocs.yml: pages from outside docs/, and an API page per module.
 
-Links to files of the repository that are no page become their names: the site does not
-know where the repository is.
+A link to a module of the package leads to its API page. A link to another file of the
+repository leads to a page that shows it, and a link to a folder to a list of its files.
 """
 
 import posixpath
@@ -19,6 +19,8 @@ OUTSIDE = {
     "CHANGELOG.md": "CHANGELOG.md",
 }
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+# Languages of the highlighter whose name is not the file's suffix.
+LANGUAGES = {"cc": "cpp", "h": "cpp", "patch": "diff", "proto": "protobuf"}
 
 
 def modules() -> list[str]:
@@ -43,28 +45,75 @@ def on_files(files: Files, config: Any) -> Files:
     for name in modules():
         text = f"# {name}\n\n::: {name}\n"
         files.append(File.generated(config, f"api/{name}.md", content=text))
+    for file in list(files.documentation_pages()):
+        if not file.src_uri.startswith("api/"):
+            for match in LINK.finditer(file.content_string):
+                target = in_repository(file.src_uri, match[3])
+                if target and files.get_file_from_path(page_of(target)) is None:
+                    add_source(files, config, target)
     return files
+
+
+def in_repository(page: str, link: str) -> str | None:
+    """The file or folder of the repository that a link on a page names, if any."""
+    path = link.partition("#")[0]
+    if not path or "://" in link or link.startswith("mailto:"):
+        return None
+    folder = posixpath.join("." if page in OUTSIDE else "docs", posixpath.dirname(page))
+    target = posixpath.normpath(posixpath.join(folder, path))
+    return target if (ROOT / target).exists() else None
+
+
+def page_of(target: str) -> str:
+    """The page that shows a file or folder of the repository."""
+    for page, source in OUTSIDE.items():
+        if source == target:
+            return page
+    module = target.removesuffix(".py").replace("/", ".")
+    if target.endswith(".py") and module in modules():
+        return f"api/{module}.md"
+    if target.startswith("docs/") and target.endswith((".md", ".png")):
+        return target.removeprefix("docs/")
+    return f"source/{target}" + ("" if target.endswith(".gz") else ".md")
+
+
+def add_source(files: Files, config: Any, target: str) -> None:
+    """Adds the page of a file or folder. Compressed files are only copied."""
+    path = ROOT / target
+    uri = page_of(target)
+    if path.suffix == ".gz":
+        files.append(File.generated(config, uri, content=path.read_bytes()))
+        return
+    if path.is_dir():
+        listed = ""
+        for child in sorted(x for x in path.iterdir() if x.is_file()):
+            to = page_of(f"{target}/{child.name}")
+            if child.suffix not in (".md", ".png"):
+                to = f"source/{target}/{child.name}"
+                files.append(File.generated(config, to, content=child.read_bytes()))
+            listed += (
+                f"- [{child.name}]({posixpath.relpath(to, posixpath.dirname(uri))})\n"
+            )
+        text = f"# {target}\n\n{listed}"
+    else:
+        language = LANGUAGES.get(path.suffix[1:], path.suffix[1:])
+        text = f"# {target}\n\n``````{language}\n{path.read_text()}\n``````\n"
+    text = f"---\nsearch:\n  exclude: true\n---\n{text}"
+    files.append(File.generated(config, uri, content=text))
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     own = page.file.src_uri
-    in_docs = "docs" if own not in OUTSIDE else "."
 
     def replace(match: re.Match[str]) -> str:
         bang, text, link = match.groups()
-        path, _, anchor = link.partition("#")
-        if not path or "://" in link or link.startswith("mailto:"):
-            return match[0]
-        folder = posixpath.join(in_docs, posixpath.dirname(own))
-        target = posixpath.normpath(posixpath.join(folder, path))  # in the repository
-        if not (ROOT / target).exists():
-            return match[0]  # mkdocs says that it is broken
-        inverse = {source: name for name, source in OUTSIDE.items()}
-        uri = inverse.get(target, posixpath.relpath(target, "docs"))
-        page_file = files.get_file_from_path(uri)
-        if page_file is None or page_file.inclusion.is_excluded():
-            return text if bang or text.startswith("`") else f"{text} (`{target}`)"
-        here = posixpath.relpath(uri, posixpath.dirname(own))
-        return f"{bang}[{text}]({here}{'#' + anchor if anchor else ''})"
+        target = in_repository(own, link)
+        if target is None:
+            return match[0]  # mkdocs says if it is broken
+        here = posixpath.relpath(page_of(target), posixpath.dirname(own))
+        _, hash_sign, anchor = link.partition("#")
+        return f"{bang}[{text}]({here}{hash_sign}{anchor})"
 
-    return LINK.sub(replace, markdown)
+    return (
+        markdown if own.startswith(("api/", "source/")) else LINK.sub(replace, markdown)
+    )

@@ -13,7 +13,7 @@ from watched_runs import processes_of_session, wait_until
 
 from torchbeast import evaluate, monobeast
 from torchbeast.core import flags as flags_lib
-from torchbeast.core.file_writer import read_meta
+from torchbeast.core.meta_json import read_meta
 
 FLAGS = {
     **runs.SMALL,

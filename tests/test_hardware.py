@@ -177,3 +177,18 @@ def test_a_run_beyond_its_address_space_says_so(tmp_path):
     found = re.search(r"but only ([\d.]+) GB of memory are free", output)
     assert float(found[1]) < 6.15
     assert "Traceback" not in output
+
+
+def test_rollouts_beyond_the_data_segment_are_refused(tmp_path):
+    """PolyBeast's streams may use half of what `ulimit -d` allows."""
+    pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    flags = {**runs.SMALL, "module": "torchbeast.polybeast", "num_actors": 8}
+    flags |= {"batch_size": 3, "unroll_length": 4_000_000, "total_steps": 10**9}
+    limit = f'ulimit -d 6000000; exec {sys.executable} "$@"'
+    process = runs.start_words(
+        ["sh", "-c", limit, *runs.command(tmp_path, "a", **flags)]
+    )
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert f"exceed max_rollout_bytes, which is {6_000_000 * 1024 // 2}" in output
+    assert "Traceback" not in output

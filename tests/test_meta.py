@@ -10,7 +10,7 @@ import subprocess
 import torch
 from test_file_writer import ARGS, names, read_meta, run_python
 
-from torchbeast.core import file_writer
+from torchbeast.core import file_writer, meta_json
 from torchbeast.core.file_writer import FileWriter
 
 
@@ -81,7 +81,7 @@ def test_meta_is_strict_json(tmp_path):
     writer.close(successful=True)
     text = (writer.path / "meta.json").read_text()
     assert json.loads(text, parse_constant=refuse)["args"]["clip_ratio"] == "inf"
-    assert file_writer.read_meta(writer.path)["args"]["clip_ratio"] == math.inf
+    assert meta_json.read_meta(writer.path)["args"]["clip_ratio"] == math.inf
 
 
 def test_slurm(tmp_path, monkeypatch):

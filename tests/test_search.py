@@ -3,9 +3,11 @@
 Skipped without Optuna: pip install '.[optuna]'.
 """
 
+import contextlib
 import json
 import os
 import signal
+import sqlite3
 
 import pytest
 import runs
@@ -14,8 +16,8 @@ import sweeps
 optuna = pytest.importorskip("optuna")
 
 from torchbeast.core import jobs, search  # noqa: E402 # it imports Optuna
-from torchbeast.core.errors import FlagError  # noqa: E402
-from torchbeast.core.file_writer import read_meta  # noqa: E402
+from torchbeast.core.errors import FileError, FlagError  # noqa: E402
+from torchbeast.core.meta_json import read_meta  # noqa: E402
 
 pytestmark = pytest.mark.timeout(400)
 SPACE = ["--name", "s", "--search", "learning_rate=loguniform:1e-4:1e-2"]
@@ -204,3 +206,63 @@ def test_values_out_of_a_flag_s_range(tmp_path):
     output = sweeps.finished(tmp_path, *own, status=1)
     assert "more than --total_steps 600" in output
     assert list(tmp_path.iterdir()) == []
+
+
+def cut(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def overwrite_pages(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
+
+
+def change_rows(statement):
+    def change(path):
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute(statement)
+            connection.commit()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut,
+        overwrite_pages,
+        lambda path: path.write_text("no database"),
+        lambda path: (path.unlink(), path.mkdir()),
+        change_rows("UPDATE study_user_attributes SET value_json = '{'"),
+    ],
+)
+def test_a_study_that_can_not_be_used(tmp_path, damage):
+    """One line with the file's name, at the start and in the middle of a search."""
+    path = tmp_path / "study.db"
+    space = {"x": search.distribution("uniform:0:1")}
+
+    def make():
+        return search.Search(path, space, ["a"], lambda name, values: [name])
+
+    running = make()
+    assert next(running.jobs(2)) == "trial0"
+    damage(path)
+    if path.is_dir() or path.stat().st_size < 50:
+        running.study._storage.remove_session()  # it reads the new file
+        with pytest.raises(FileError, match="can't be used"):
+            list(running.jobs(9))
+    with pytest.raises(FileError) as caught:
+        make()
+    assert str(caught.value).startswith(f"{path} can't be used: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_locked_study(tmp_path):
+    path = tmp_path / "study.db"
+    space = {"x": search.distribution("uniform:0:1")}
+    search.Search(path, space, ["a"], lambda name, values: [name])
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(FileError, match=r"study\.db can't be used: .*locked"):
+            search.Search(path, space, ["a"], lambda name, values: [name])

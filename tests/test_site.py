@@ -1,5 +1,6 @@
 """The docs site: it builds, no link is broken, and the first tour runs."""
 
+import ast
 import html.parser
 import os
 import pathlib
@@ -85,6 +86,45 @@ def test_every_module_has_an_api_page_with_its_docstrings(site):
     page = (site / "api" / "torchbeast.core.vtrace.html").read_text()
     assert "from_importance_weights" in page
     assert "without gradients" in page  # of its Returns
+
+
+def test_members_are_in_the_order_of_the_source(site):
+    for name in ("core.rollout", "learner", "agent"):
+        source = (runs.ROOT / "torchbeast" / f"{name.replace('.', '/')}.py").read_text()
+        defined = [
+            node.name
+            for node in ast.parse(source).body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef)
+            and not node.name.startswith("_")
+        ]
+        page = (site / "api" / f"torchbeast.{name}.html").read_text()
+        ids = re.findall(rf'id="torchbeast\.{re.escape(name)}\.(\w+)"', page)
+        shown = list(dict.fromkeys(x for x in ids if x in defined))
+        assert shown == defined
+        assert len(defined) > 2 or name == "agent"
+
+
+def test_links_to_files_lead_to_them(site):
+    """To the API page of a module, else to a page or a list of files."""
+    wanted = {
+        "tuning.html": "api/torchbeast.core.presets.html",
+        "forking.html": "source/docs/forking/torso.patch.html",
+        "results/index.html": "../source/docs/results/pong-1.html",
+    }
+    for page, link in wanted.items():
+        assert link in Links((site / page).read_text()).links
+    shown = (site / "source/docs/forking/torso.patch.html").read_text()
+    assert "AttentionTorso" in shown
+    listed = Links((site / "source/docs/results/pong-1.html").read_text()).links
+    assert "pong-1/meta.json" in listed
+
+
+def test_it_has_a_dark_mode_and_continues_long_lines(site):
+    text = (site / "index.html").read_text()
+    schemes = re.findall(r'data-md-color-scheme="(\w+)" data-md-color-primary', text)
+    assert {"default", "slate"} <= set(schemes)
+    assert "site.css" in Links(text).links
+    assert "pre-wrap" in (site / "site.css").read_text()
 
 
 def test_a_broken_link_is_an_error(tmp_path):

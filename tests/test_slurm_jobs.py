@@ -15,8 +15,8 @@ import watched_runs
 pytest.importorskip("submitit")
 
 from torchbeast import sweep
-from torchbeast.core.file_writer import read_meta
 from torchbeast.core.jobs import Job
+from torchbeast.core.meta_json import read_meta
 from torchbeast.core.slurm_jobs import SlurmJob  # it imports submitit
 
 pytestmark = pytest.mark.timeout(400)

@@ -11,9 +11,10 @@ import sweeps
 import watched_runs
 
 from torchbeast import sweep
+from torchbeast.core import grid
 from torchbeast.core.errors import FlagError
-from torchbeast.core.file_writer import read_meta
 from torchbeast.core.groups import by_name
+from torchbeast.core.meta_json import read_meta
 from torchbeast.core.saved_runs import read_run
 
 pytestmark = pytest.mark.timeout(400)
@@ -181,6 +182,7 @@ def test_a_run_that_fails(tmp_path):
     output = sweeps.finished(tmp_path, *own, status=1)
     sweeps.assert_finished(tmp_path, "two-env=CartPole-v1-1")
     assert "two-env=nowhere_Nothing-1 ended with exit status 1" in output
+    assert "Failed: 1 of 2 runs: two-env=nowhere" in output.splitlines()[-1]
     before, _, after = output.partition("two-env=CartPole-v1-1 finished.")
     assert "there is no module nowhere" not in before
     assert "there is no module nowhere" in after
@@ -250,7 +252,20 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
         ),
         (["--seeds", "a"], {}, 2, "argument --seeds"),
         (["--jobs", "0"], {}, 2, "argument --jobs"),
-        (["--jobs", "999"], {}, 1, "need 999 cores, but this process may use"),
+        (["--jobs", "1000000000"], {}, 2, "is not from 1 to 1,000,000"),
+        (["--seeds", "1-1000000000"], {}, 2, "more than 10,000 seeds"),
+        (["--seeds", f"1-{10**30},7"], {}, 2, "more than 10,000 seeds"),
+        (
+            ["--seeds", "1-5000", "--grid", "num_actors=1,2", "--grid", "model=a,b"],
+            {},
+            1,
+            "4 settings with 5,000 seeds are 20,000 runs",
+        ),
+        (["--search", "x=int:1:2", "--trials", "20000"], {}, 1, "20,000 settings"),
+        (["--grid", 'env_kwargs={"a":1,2'], {}, 1, "is not JSON"),
+        (["--grid", 'env_kwargs={"a":1}x'], {}, 1, "no comma after the value"),
+        (["--name", "x" * 256], {}, 1, "File name too long"),
+        (["--grid", "wrapper=m:" + "x" * 256], {}, 1, "File name too long"),
         (["--name", "a/b"], {}, 1, "must be the name of a folder"),
         (["--search", "x=int:1:2", "--grid", "y=1"], {}, 2, "goes neither with --grid"),
         ([], {"seed": 3}, 1, "give --seeds and --name in place of --seed"),
@@ -340,6 +355,27 @@ def test_without_the_extra(refused, monkeypatch, package, own):
 )
 def test_lists_of_seeds(text, seeds):
     assert sweep.seed_list(text) == seeds
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1,2", ["1", "2"]),
+        ("a", ["a"]),
+        ('{"a":1,"b":[2,3]},{}', ['{"a":1,"b":[2,3]}', "{}"]),
+        ('m:a,"m:a,m:b"', ["m:a", "m:a,m:b"]),
+        ("", [""]),
+    ],
+)
+def test_values_with_commas(text, values):
+    assert grid.split_values(text) == values
+
+
+def test_json_in_a_grid(tmp_path):
+    found = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}"], [1])
+    ((label, settings),) = sweep.grid([("env_kwargs", '{"a":1,"b":"x,y"}')])
+    (job,) = found.make_jobs(label, settings)
+    assert json.loads(found.flags(job).env_kwargs) == {"a": 1, "b": "x,y"}
 
 
 def test_names_of_a_grid():

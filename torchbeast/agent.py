@@ -32,17 +32,14 @@ from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import Choose, act_step, prepare_to_act, to_tensors
 from torchbeast.core.atari_wrappers import atari_game
 from torchbeast.core.env_checks import InvalidEnvironmentError, describe
-from torchbeast.core.environment import (
-    Totals,
-    example_environment,
-    to_env_actions,
-)
+from torchbeast.core.environment import example_environment, to_env_actions
 from torchbeast.core.extra_fields import EXTRA_FIELDS
 from torchbeast.core.finite import find_cause
 from torchbeast.core.flags import Flags
 from torchbeast.core.make_env import create_env
 from torchbeast.core.nested import map_nested
 from torchbeast.core.rollout import State
+from torchbeast.core.totals import Totals
 from torchbeast.core.vector_envs import find_vector_env
 from torchbeast.model import TORSOS, Net, make_model
 

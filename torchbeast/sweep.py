@@ -20,13 +20,11 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import importlib.util
-import itertools
 import logging
 import math
 import os
 import pathlib
 import random
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -35,10 +33,19 @@ from typing import TYPE_CHECKING, Any
 from torchbeast.core import flags as flags_lib
 from torchbeast.core import jobs, processes, script
 from torchbeast.core.errors import FlagError
-from torchbeast.core.file_writer import read_meta
 from torchbeast.core.flags import Flags
+from torchbeast.core.grid import (
+    MOST_RUNS,
+    grid,
+    grid_size,
+    positive,
+    seed_list,
+    setting,
+)
 from torchbeast.core.jobs import Job, OtherRunError
+from torchbeast.core.meta_json import read_meta
 from torchbeast.core.run_folder import RunBusyError, RunFolder
+from torchbeast.core.saved_runs import MOST_NAMES
 
 if TYPE_CHECKING:
     from torchbeast.core.search import Search
@@ -46,7 +53,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VARIANTS = ("monobeast", "polybeast")
-OWN = {"seed", "xpid", "savedir", "mode"}  # flags that can't be in a grid
 MOST_CHECKED = 500  # combinations per value of a search
 
 
@@ -92,8 +98,13 @@ class Sweep:
         flags_lib.resolve_folder(flags)
         self.savedir = pathlib.Path(os.path.abspath(flags.savedir))
 
-    def make_jobs(self, label: str, settings: dict[str, Any]) -> list[Job]:
+    def make_jobs(
+        self, label: str, settings: dict[str, Any], most: int = MOST_RUNS
+    ) -> list[Job]:
         """The runs with these values of flags, one per seed; their flags are checked.
+
+        Args:
+          most: seeds.
 
         Raises:
           FlagError: a flag is not allowed.
@@ -105,7 +116,7 @@ class Sweep:
                 raise FlagError(f"{self.variant} has no flag --{name}")
             words += self._words(name, str(value))
         found = []
-        for seed in self.seeds:
+        for seed in self.seeds[:most]:
             xpid = "-".join(filter(None, [self.name, label, str(seed)]))
             own = [f"--savedir={self.savedir}", f"--xpid={xpid}", f"--seed={seed}"]
             command = (sys.executable, "-m", self.module, *words, *own)
@@ -134,6 +145,7 @@ class Sweep:
 
     def _check(self, job: Job) -> None:
         flags = self.flags(job)
+        flags_lib.resolve_folder(flags)
         meta = read_meta(job.folder)
         saved = meta.get("args", {})
         free = {*flags_lib.FREE_TO_CHANGE, *meta.get("flags_left_open", ())}
@@ -152,43 +164,6 @@ class Sweep:
         meta = read_meta(job.folder)
         last_step = (meta.get("starts") or [{}])[-1].get("last_step") or 0
         return bool(meta.get("successful")) and last_step >= self.flags(job).total_steps
-
-
-def grid(axes: Sequence[tuple[str, str]]) -> Iterator[tuple[str, dict[str, str]]]:
-    """All combinations of --grid NAME=VALUE,VALUE...: a label and the values."""
-    names = [name for name, _ in axes]
-    for values in itertools.product(*(text.split(",") for _, text in axes)):
-        parts = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
-        label = "-".join(re.sub(r"[^\w.=+-]+", "_", part) for part in parts)
-        yield label, dict(zip(names, values, strict=True))
-
-
-def seed_list(text: str) -> list[int]:
-    """1-3,7 → [1, 2, 3, 7]."""
-    seeds: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not (more := range(int(first), int(last or first) + 1)):
-            raise argparse.ArgumentTypeError(f"{part!r} has no seed: write LOW-HIGH")
-        seeds += more
-    return list(dict.fromkeys(seeds))
-
-
-def setting(text: str) -> tuple[str, str]:
-    """learning_rate=VALUES → (learning_rate, VALUES)."""
-    name, _, values = text.partition("=")
-    name = name.lstrip("-")
-    if not name or not values:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form FLAG=VALUES")
-    if name in OWN:
-        raise argparse.ArgumentTypeError(f"{name} can't be varied like this")
-    return name, values
-
-
-def positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError(text)
-    return number
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -276,6 +251,12 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
                 f"--{option} {twice[0]} is given twice: give all values in one"
             )
     elsewhere = options.submit == "slurm"
+    settings = (options.trials or 20) if options.search else grid_size(options.grid)
+    if (count := settings * len(options.seeds)) > MOST_RUNS:
+        raise FlagError(
+            f"{settings:,} settings with {len(options.seeds):,} seeds are {count:,} "
+            f"runs, but a sweep can have {MOST_RUNS:,}: split it"
+        )
     sweep = Sweep(options.name, command, options.seeds, elsewhere)
     statuses: dict[Job, int] = {}
     with own_folder(sweep) as folder:
@@ -303,16 +284,24 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
         else:
             cores = jobs.split_cores(options.jobs or 1, options.cores)
             stopped_by = jobs.run_here(unfinished(), cores, ended)
+    failed = []
     for job, status in statuses.items():
         if status and status not in jobs.STOPPED:
+            failed.append(job.xpid)
             how = processes.how_it_ended(status)
             log.error("%s ended %s. %s:\n%s", job.xpid, how, job.console, job.tail())
     finished = sum(status == 0 for status in statuses.values())
     log.info("Finished: %d runs, in %s", finished, sweep.savedir)
     if stopped_by:
         log.warning("Give the same command again to continue with the other runs.")
+    if failed:
+        shown = ", ".join(failed[:MOST_NAMES]) + ", ..." * (len(failed) > MOST_NAMES)
+        log.error("Failed: %d of %d runs: %s", len(failed), len(statuses), shown)
+    if stopped_by:
         return 128 + stopped_by
     all_failed = search is not None and search.all_failed()
+    if all_failed:
+        log.error("Failed: all trials.")
     return int(all_failed or finished < len(statuses))
 
 
@@ -369,7 +358,7 @@ def check_extremes(sweep: Sweep, values: dict[str, Sequence[Any]]) -> None:
         first: FlagError | None = None
         for each in combinations(others):
             try:
-                sweep.make_jobs("trial", {name: value, **each})
+                sweep.make_jobs("trial", {name: value, **each}, most=1)
                 break
             except FlagError as error:
                 first = first or error

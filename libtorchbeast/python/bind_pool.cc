@@ -12,6 +12,7 @@
 #include "../actor_pool.h"
 #include "../listener.h"
 #include "../stream_spec.h"
+#include "../unroll.h"
 #include "arrays.h"
 #include "bindings.h"
 #include "spaces.h"
@@ -69,6 +70,17 @@ py::dict to_dict(const ListenerStats& stats) {
   return py::dict("num_streams"_a = stats.num_streams,
                   "num_refused"_a = stats.num_refused,
                   "last_refusal"_a = to_text(stats.last_refusal));
+}
+
+// Of the memory that core/hardware.py finds; without this file, of the machine's.
+uint64_t half_of_allowed_memory() {
+  try {
+    const auto hardware = py::module_::import("torchbeast.core.hardware");
+    return hardware.attr("memory_limit")().cast<uint64_t>() / 2;
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_ImportError)) throw;
+    return half_of_memory();
+  }
 }
 
 }  // namespace
@@ -166,6 +178,8 @@ Raises:
                      std::to_string(*max_rollout_bytes));
                }
                options.max_rollout_bytes = static_cast<uint64_t>(*max_rollout_bytes);
+             } else {
+               options.max_rollout_bytes = half_of_allowed_memory();
              }
              options.addresses = std::move(env_server_addresses);
              options.listener = std::move(listener);

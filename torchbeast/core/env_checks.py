@@ -3,11 +3,11 @@
 A value that can't be stored is an error. A value that may spoil training is a warning.
 """
 
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 from gymnasium import spaces
 
@@ -15,6 +15,7 @@ from torchbeast.core.errors import UserError
 from torchbeast.core.nested import flatten, map_nested
 
 FIRST_CALLS = 10  # checked calls of each environment at its start
+CLOSE = "close"  # key of the warning that close() has raised
 CHECK_EVERY = 1009  # later, one call of so many; prime, so that it hits all time steps
 
 # The modules that call an environment's methods.
@@ -132,7 +133,7 @@ class Checker:
         count = 2 if method == "reset" else 5
         leading = () if num_envs is None else (num_envs,)
         if isinstance(result, tuple) and len(result) == count:
-            numbers = result[1:-1] if leading else result[1:2]
+            numbers = result[1:-1] if leading else result[1:-1][:1]
             if all(_fits(x, leading, "biuf") for x in numbers) and fits_space(
                 self.space, result[0], leading
             ):
@@ -201,25 +202,24 @@ class Checker:
     ) -> None:
         assert space.shape is not None
         assert space.dtype is not None
-        seen = describe(value)
+        hint = ""
         try:
             array = np.asarray(value)
         except Exception as error:  # rows of unequal length, a tensor with gradient
             array = np.empty((), object)
-            seen += f" (which is no array: {error})"
+            hint = f". NumPy can't read it: {error}"
         if array.shape != space.shape or array.dtype == object:
-            hint = ""
             if array.shape[1:] == space.shape and array.ndim:
                 hint = (
                     ". If this is a vector environment, name a function with a "
                     "parameter num_envs that makes it, or give a single environment"
                 )
             wanted = f"shape {list(space.shape)}"
-            self._refuse(method, place, seen, wanted, space, hint)
+            self._refuse(method, place, describe(value), wanted, space, hint)
         if isinstance(space, spaces.MultiBinary) and space.contains(array):
             return  # of any dtype
         if not np.can_cast(array.dtype, space.dtype, "same_kind"):
-            self._refuse(method, place, seen, f"{space.dtype}", space)
+            self._refuse(method, place, describe(value), f"{space.dtype}", space)
         if isinstance(space, spaces.Box):
             self._check_values(array, space, place)
         elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
@@ -294,6 +294,14 @@ def raised_by_call(error: BaseException) -> bool:
         trace = trace.tb_next
     caller = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
     return caller.startswith(_CALLERS)
+
+
+def close_quietly(close: Callable[[], Any], warn: Callable[[str, str], None]) -> None:
+    """Calls an environment's close(). An error is only a warning: the run is over."""
+    try:
+        close()
+    except (Exception, SystemExit):
+        warn(CLOSE, f"close() raised:\n{traceback.format_exc()}")
 
 
 def _is_number(value: Any) -> bool:
@@ -395,48 +403,3 @@ def far_bounds(space: spaces.Box) -> tuple[np.ndarray, np.ndarray] | None:
         lone = np.maximum(1.0, np.where(np.isfinite(low), np.abs(low), np.abs(high)))
         margin = np.where(np.isfinite(width), width, lone)
         return low - margin, high + margin
-
-
-def check_interface(name: str, env: Any) -> None:
-    """Raises InvalidEnvironmentError unless `env` looks like a single environment."""
-    if isinstance(env, gymnasium.vector.VectorEnv) or hasattr(
-        env, "single_observation_space"
-    ):
-        raise InvalidEnvironmentError(
-            f"--env {name} is a vector environment ({type(env).__name__}). Name a "
-            "function with a parameter num_envs that makes it, or give a single "
-            "environment; --envs_per_actor makes several of it"
-        )
-    own = getattr(env, "observation_space", None)
-    if hasattr(env, "agent_iter") or hasattr(env, "agent_selection"):
-        kind = "a PettingZoo environment of the AEC API"
-    elif hasattr(env, "possible_agents") and (callable(own) or own is None):
-        kind = "a PettingZoo environment of the parallel API"
-    elif own is None and hasattr(env, "observation_spec"):
-        kind = "an environment of the dm_env API, with observation_spec"
-    else:
-        kind = ""
-    if kind:
-        raise InvalidEnvironmentError(
-            f"--env {name} made {describe(env)}, {kind}. TorchBeast needs a "
-            "gymnasium.Env with one agent: convert it, for example by the packages "
-            "shimmy (dm_env) or supersuit (PettingZoo)"
-        )
-    missing = [
-        attribute
-        for attribute in ("observation_space", "action_space", "reset", "step")
-        if not hasattr(env, attribute)
-    ]
-    if missing:
-        raise InvalidEnvironmentError(
-            f"--env {name} made {describe(env)}, which is not an environment: it has "
-            f"no {', '.join(missing)}"
-        )
-    for attribute in ("observation_space", "action_space"):
-        space = getattr(env, attribute)
-        is_space = any(kind.__name__ == "Space" for kind in type(space).__mro__)
-        if not is_space:  # old Gym has a class of the same name
-            raise InvalidEnvironmentError(
-                f"--env {name}: its {attribute} is {describe(space)}; it must be a "
-                "space of Gymnasium"
-            )

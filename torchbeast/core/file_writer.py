@@ -6,11 +6,9 @@ Importing this module does not load torch.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import importlib.metadata
 import json
 import logging
-import math
 import os
 import pathlib
 import platform
@@ -23,9 +21,9 @@ from typing import Any
 from torchbeast.core import trust
 from torchbeast.core.hardware import hardware
 from torchbeast.core.logs_csv import LogsCsv
+from torchbeast.core.meta_json import now, read_meta, strict_json
 from torchbeast.core.presets import differences
 from torchbeast.core.protocol import describe, find_protocol
-from torchbeast.core.ranges import RANGES
 from torchbeast.core.run_folder import (
     RunExistsError,
     RunFolder,
@@ -257,41 +255,6 @@ class FileWriter:
                 file.truncate()
 
 
-def strict_json(nested: Any) -> Any:
-    """Infinity and NaN, which JSON lacks, as "inf", "-inf" and "nan"."""
-    if isinstance(nested, dict):
-        return {k: strict_json(x) for k, x in nested.items()}
-    if isinstance(nested, list | tuple):
-        return [strict_json(x) for x in nested]
-    is_number = isinstance(nested, float)
-    return str(nested) if is_number and not math.isfinite(nested) else nested
-
-
-def _with_infinities(nested: Any, name: str = "") -> Any:
-    """The reverse of strict_json, for the flags that are numbers."""
-    if isinstance(nested, dict):
-        return {k: _with_infinities(x, k) for k, x in nested.items()}
-    if isinstance(nested, list):
-        return [_with_infinities(x) for x in nested]
-    is_number = name in RANGES and nested in ("inf", "-inf")
-    return float(nested) if is_number else nested
-
-
-def read_meta(folder: pathlib.Path) -> dict[str, Any]:
-    """The content of meta.json; {} if the file is missing or damaged."""
-    path = folder / "meta.json"
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(meta, dict) or not isinstance(meta.get("starts", []), list):
-            raise ValueError(f"it holds {str(meta)[:80]!r}")
-        return _with_infinities(meta)
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        log.warning("%s is damaged and is ignored: %s", path, error)
-        return {}
-
-
 class _OutLog(logging.FileHandler):
     """A log file that reports only the first failed write."""
 
@@ -307,7 +270,8 @@ class _OutLog(logging.FileHandler):
 
 
 def _attach(path: pathlib.Path) -> logging.Handler:
-    handler = _OutLog(path, encoding="utf-8")
+    # A text may have bytes that are not UTF-8.
+    handler = _OutLog(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(
         logging.Formatter(
             "[%(asctime)s %(levelname)s %(process)d %(name)s:%(lineno)d] %(message)s"
@@ -340,11 +304,6 @@ def _link_latest(link: pathlib.Path, target: str) -> None:
 def provenance() -> dict[str, Any]:
     """The code and the machine: git state, versions, hardware."""
     return {"git": _git_state(), "versions": _versions(), "hardware": hardware()}
-
-
-def now() -> str:
-    """The date in UTC, for meta.json and test.json."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _environment(names: Iterable[str]) -> dict[str, str]:

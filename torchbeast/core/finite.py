@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 TOO_LARGE = 1e15  # its square nearly overflows float32
+ENVIRONMENT_IS_THE_CAUSE = "The cause is the environment"
 
 
 def all_finite(model: torch.nn.Module) -> bool:
@@ -61,9 +62,8 @@ def find_cause(batch: dict[str, Any], reward_is_clipped: bool) -> str:
         reasons += _describe(name, x, too_large=True)
     if reasons:
         return (
-            "The cause is the environment: "
-            + "; ".join(reasons)
-            + ". Check what its reset() and step() return"
+            f"{ENVIRONMENT_IS_THE_CAUSE}: {'; '.join(reasons)}"
+            ". Check what its reset() and step() return"
         )
     return (
         "The cause is the update: rewards and observations are finite. Lower "

@@ -90,19 +90,20 @@ def guardian() -> contextlib.closing[processes.Guardian]:
 def split_cores(num_jobs: int, cores_per_job: int | None) -> list[list[int]]:
     """The cores of each job; empty lists if processes are not to be limited to cores.
 
+    If there are not as many cores, it logs a warning, and the jobs share all cores.
+
     Args:
       cores_per_job: None divides the cores of this process.
-
-    Raises:
-      FlagError: there are not as many cores.
     """
     num_cpus = processes.num_cpus()
     each = cores_per_job or max(1, num_cpus // num_jobs)
     if num_jobs * each > num_cpus:
-        raise FlagError(
-            f"--jobs {num_jobs} with --cores {each} need {num_jobs * each} cores, but "
-            f"this process may use {num_cpus}"
+        log.warning(
+            "--jobs %d with --cores %d need %d cores, but this process may use %d: the "
+            "runs share them, and each is slower.",
+            *(num_jobs, each, num_jobs * each, num_cpus),
         )
+        return [[]] * num_jobs
     if not hasattr(os, "sched_getaffinity"):
         return [[]] * num_jobs
     cores = sorted(os.sched_getaffinity(0))

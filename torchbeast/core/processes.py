@@ -29,11 +29,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from torchbeast.core import standard_streams
 from torchbeast.core.errors import UserError
 from torchbeast.core.hardware import num_cpus as num_cpus  # for users of this module
 from torchbeast.core.wake_pipe import WakePipe
+
+if TYPE_CHECKING:
+    from multiprocessing import connection
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Signals within this time after the first count as the same request: `timeout` signals
@@ -51,8 +55,17 @@ class ProcessError(UserError, RuntimeError):
 # --- Signals --------------------------------------------------------------------------
 
 
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 def handled_signals() -> list[signal.Signals]:
-    """The stop signals, without SIGHUP if this process ignores it (nohup)."""
+    """The stop signals, without SIGHUP if this process ignores it (nohup).
+
+    None outside the main thread, where Python can't handle signals.
+    """
+    if not in_main_thread():
+        return []
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [n for n in STOP_SIGNALS if not (ignored and n == signal.SIGHUP)]
 
@@ -156,24 +169,14 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         self._handling.__exit__(None, None, None)
-        signal.set_wakeup_fd(self._old_wakeup)
+        self.wake_pipe.stop_waking_on_signals(self._old_wakeup)
         self.wake_pipe.close()
 
 
-def run_script(main: Callable[[], int]) -> NoReturn:
-    """Exits with the status that `main` returns.
-
-    If the terminal has closed, unprinted output is dropped. Otherwise Python would exit
-    with status 120.
-    """
-    status = main()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    sys.exit(status)
+def run_script(main: Callable[[], int | None]) -> NoReturn:
+    """Exits with the status that `main` returns; None is 0."""
+    standard_streams.keep_open()
+    sys.exit(main())
 
 
 # --- Child processes ------------------------------------------------------------------
@@ -230,6 +233,7 @@ def begin_child(ends_by: Sequence[int] = ()) -> None:
       ends_by: stop signals that end the child nevertheless.
     """
     os.setpgid(0, 0)
+    standard_streams.keep_open()
     faulthandler.register(signal.SIGUSR1)
     # Environments may start processes, which Python forbids to a "daemon".
     multiprocessing.current_process().daemon = False
@@ -392,15 +396,29 @@ class Guardian:
         self._process.wait()
 
 
-def end_after_parent(end: Callable[[], None], seconds: float) -> None:
-    """Starts a thread that waits for the parent's death, calls `end` and exits."""
-    from multiprocessing import connection, parent_process  # slow
+def end_on_request(
+    end: Callable[[], None], seconds: float, pipe: connection.Connection
+) -> None:
+    """Starts a thread that waits for a request to end, calls `end` and exits later.
 
-    parent = parent_process()
-    assert parent is not None
+    A request is SIGTERM, if there is a handler, or the end of the other side of the
+    pipe: the parent has died, or closes it because environments may ignore SIGTERM.
+    This works while the main thread is busy. Call it in the main thread.
+
+    Args:
+      end: asks the main thread to exit.
+      seconds: after this the process exits, because an environment hangs.
+      pipe: to the parent, which sends nothing. Another thread may send.
+    """
+    from multiprocessing import connection  # slow
+
+    signals = WakePipe()
+    signals.wake_on_signals()
 
     def wait() -> None:
-        connection.wait([parent.sentinel])
+        while pipe not in (ready := connection.wait([pipe, signals.reader])):
+            if ready and signal.SIGTERM in signals.drain():
+                break
         end()
         time.sleep(seconds)
         os._exit(1)  # still here: an environment hangs

@@ -27,6 +27,7 @@ from torchbeast.core import (
     checkpoint,
     code_record,
     errors,
+    finite,
     kept_checkpoints,
     processes,
     replay_memory,
@@ -354,7 +355,8 @@ class Run:
         if self.resumed and was_first and isinstance(error, FloatingPointError):
             folder = self.start.folder.path
             files = folder / "model.tar", folder / replay_memory.FILE
-            log.error("%s", checkpoint.first_update_failed(*files))
+            if files[1].exists() or finite.ENVIRONMENT_IS_THE_CAUSE not in str(error):
+                log.error("%s", checkpoint.first_update_failed(*files))
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         self._log_signal()
@@ -382,7 +384,7 @@ class Run:
         finally:
             # From now on shutdown is bounded in time; further signals are ignored. The
             # caller restores the handlers.
-            for number in processes.STOP_SIGNALS:
+            for number in processes.handled_signals():
                 signal.signal(number, signal.SIG_IGN)
             self._close()
         return True
@@ -437,7 +439,7 @@ class Run:
         )
         for tracker in self._trackers:
             tracker.close(status)
-        signal.set_wakeup_fd(self._old_wakeup)
+        self._wake_pipe.stop_waking_on_signals(self._old_wakeup)
         if any(thread.is_alive() for thread in self._threads):
             # Python can't exit cleanly while a thread is inside torch.
             logging.shutdown()

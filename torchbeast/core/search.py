@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import pathlib
@@ -17,10 +18,10 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import URL
 
-from torchbeast.core.errors import FlagError
+from torchbeast.core.errors import FileError, FlagError, UserError
 from torchbeast.core.jobs import STOPPED, Job, OtherRunError
 from torchbeast.core.saved_runs import read_run
 
@@ -100,22 +101,51 @@ class Search:
     ) -> None:
         self.space, self.make_jobs = space, make_jobs
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.study = optuna.create_study(
-            storage=URL.create("sqlite", database=str(path)).render_as_string(),
-            study_name="sweep",
-            direction="maximize",
-            load_if_exists=True,
-        )
-        before = self.study.user_attrs.get("fixed", list(fixed))
+        self.path = path
+        with self._storage():
+            self.study = optuna.create_study(
+                storage=URL.create("sqlite", database=str(path)).render_as_string(),
+                study_name="sweep",
+                direction="maximize",
+                load_if_exists=True,
+            )
+            before = self.study.user_attrs.get("fixed", list(fixed))
+            self.study.get_trials()
         if before != list(fixed):
             raise FlagError(
                 f"{path} has a search that was started with {' '.join(before)}. Give "
                 "the same values "
                 "and seeds again, or another --name"
             )
-        self.study.set_user_attr("fixed", list(fixed))
+        with self._storage():
+            self.study.set_user_attr("fixed", list(fixed))
         # The runs of each trial in progress, with their exit statuses.
         self._open: dict[int, dict[Job, int | None]] = {}
+
+    @contextlib.contextmanager
+    def _storage(self) -> Iterator[None]:
+        """Turns what Optuna and SQLAlchemy raise into a FileError of one line.
+
+        A file that is damaged, locked or read-only raises errors of many types.
+        """
+        try:
+            yield
+        except UserError:  # the message is good already
+            raise
+        except Exception as error:
+            # SQLAlchemy adds lines with the statement and a link.
+            why = (str(error) or repr(error)).partition("\n")[0]
+            raise FileError(
+                f"{self.path} can't be used: {why}. End other programs that use it, "
+                "and make it writable; if it is damaged, start a new search with "
+                "another --name"
+            ) from error
+
+    def _tell(self, trial: int, value: float | None = None) -> FrozenTrial:
+        """Ends a trial; without a value it has failed."""
+        state = TrialState.FAIL if value is None else None
+        with self._storage():
+            return self.study.tell(trial, value, state=state)
 
     def jobs(self, num_trials: int) -> Iterator[Job]:
         """The runs of unfinished trials, then those of new ones, up to `num_trials`.
@@ -125,13 +155,18 @@ class Search:
         Raises:
           OtherRunError: the folder already has a run with other flags.
         """
-        for trial in self.study.get_trials(states=[TrialState.RUNNING]):
+        with self._storage():
+            running = self.study.get_trials(states=[TrialState.RUNNING])
+        for trial in running:
             if trial.params.keys() == self.space.keys():
                 yield from self._begin(trial.number, trial.params)
             else:  # killed before it had all its settings
-                self.study.tell(trial.number, state=TrialState.FAIL)
-        while len(self.study.trials) < num_trials:
-            new = self.study.ask(self.space)
+                self._tell(trial.number)
+        while True:
+            with self._storage():
+                if len(self.study.trials) >= num_trials:
+                    return
+                new = self.study.ask(self.space)
             yield from self._begin(new.number, new.params)
 
     def _begin(self, trial: int, settings: dict[str, Any]) -> list[Job]:
@@ -140,14 +175,15 @@ class Search:
         except OtherRunError:
             raise
         except FlagError as error:
-            self.study.tell(trial, state=TrialState.FAIL)
+            self._tell(trial)
             log.warning("Trial %d, with %s, can't be run: %s", trial, settings, error)
             return []
         self._open[trial] = dict.fromkeys(jobs)
         return jobs
 
     def all_failed(self) -> bool:
-        states = [trial.state for trial in self.study.trials]
+        with self._storage():
+            states = [trial.state for trial in self.study.trials]
         return bool(states) and set(states) == {TrialState.FAIL}
 
     def ended(self, job: Job, status: int) -> None:
@@ -162,11 +198,12 @@ class Search:
         returns = [None if any(statuses) else final_return(job.folder) for job in jobs]
         known = [x for x in returns if x is not None]
         if len(known) < len(returns):
-            self.study.tell(trial, state=TrialState.FAIL)
+            self._tell(trial)
             log.warning("Trial %d: a run failed, or no game has ended.", trial)
             return
-        told = self.study.tell(trial, statistics.fmean(known))
-        best = self.study.best_trial
+        told = self._tell(trial, statistics.fmean(known))
+        with self._storage():
+            best = self.study.best_trial
         log.info(
             "Trial %d reached %.2f with %s. The best is trial %d with %.2f.",
             *(trial, told.value, told.params, best.number, best.value),
