@@ -115,7 +115,7 @@ def test_what_one_start_does_is_not_taken_from_a_checkpoint():
     ("name", "value"),
     [
         *(("batch_size", "6"), ("batch_size", True), ("learning_rate", [1.0])),
-        *(("env", 5), ("model", "none"), ("life_loss", 1)),
+        *(("env", 5), ("model", "none"), ("life_loss", 1), ("env_kwargs", 5)),
     ],
 )
 def test_a_checkpoint_with_a_flag_of_a_wrong_type(name, value):

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchbeast.core import config_file, processes, trust
+from torchbeast.core.declared_flags import json_object
 from torchbeast.core.devices import fast_bf16, learner_device
 from torchbeast.core.errors import FlagError
 from torchbeast.core.presets import (
@@ -219,7 +220,7 @@ def _fits(action: argparse.Action, value: Any) -> bool:
     if action.type in (int, float):
         numbers = int if action.type is int else (int, float)
         return isinstance(value, numbers) and not isinstance(value, bool)
-    return action.type is not None or isinstance(value, str)
+    return action.type not in (None, json_object) or isinstance(value, str)
 
 
 def resolve_folder(flags: Flags) -> None:

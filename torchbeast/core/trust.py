@@ -136,13 +136,15 @@ def risky(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> dict[st
 
 def _is_harmless(action: argparse.Action, value: Any) -> bool:
     name = action.dest
-    if name in HARMLESS or action.choices or value in (None, "", action.default):
+    if value is None or name in HARMLESS or action.choices:
+        return True
+    if isinstance(value, str | list | tuple) and value in ("", action.default):
         return True
     if isinstance(value, int | float):
         return name not in SWITCHES
     if name == "env":  # an id without a module: what the installed packages register
-        return ":" not in value
-    return bool(name == "env_kwargs" and value == "{}")
+        return isinstance(value, str) and ":" not in value
+    return name == "env_kwargs" and isinstance(value, str) and value == "{}"
 
 
 def check(place: str, values: Mapping[str, Any]) -> None:
@@ -151,7 +153,7 @@ def check(place: str, values: Mapping[str, Any]) -> None:
         return
     named = " ".join(f"--{name} {value}" for name, value in sorted(values.items()))
     code = f"{values.get('env')},{values.get('wrapper')}"
-    modules = sorted(set(re.findall(r"(?:^|,)([\w.]+):", code)))
+    modules = sorted(set(re.findall(r"(?:^|,)\s*([\w.]+):", code)))
     effect = f", which imports the code of {', '.join(modules)}" if modules else ""
     if values.get("env_kwargs"):
         effect += f", with the arguments {values['env_kwargs']}"
