@@ -43,7 +43,8 @@ struct EnvClient::State {
     client_credentials(address, this->options.security);  // checks both
   }
 
-  // run() in a thread of its own, so that run() can look for signals.
+  // In the thread of the environment: one of its own, so that run() can look for
+  // signals, or that of run_here().
   void work(std::optional<uint64_t> num_episodes);
   // From dialling until the episodes are done; throws TransportError if it is lost.
   void run_stream(Stepper& stepper, const std::string& stream_id,
@@ -52,8 +53,12 @@ struct EnvClient::State {
   template <typename F>
   void tell_what_it_raises(DialledConnection& connection, F&& f);
   void after_loss(const TransportError& error);
-  // From run()'s thread.
+  // In the other thread.
   void wait(const Interrupt& interrupt) TB_EXCLUDES(mutex);
+  void claim() {
+    if (started.exchange(true)) throw std::runtime_error("a client runs once");
+  }
+  void report_stuck() const;
 
   const EnvironmentFactory factory;
   const EnvClientOptions options;
@@ -196,7 +201,7 @@ EnvClient::~EnvClient() { stop(); }
 
 void EnvClient::run(std::optional<uint64_t> num_episodes, const Interrupt& interrupt) {
   State& state = *state_;
-  if (state.started.exchange(true)) throw std::runtime_error("a client runs once");
+  state.claim();
   std::thread worker([owner = state_, num_episodes] { owner->work(num_episodes); });
   std::exception_ptr error;
   try {
@@ -212,14 +217,31 @@ void EnvClient::run(std::optional<uint64_t> num_episodes, const Interrupt& inter
     if (error == nullptr) error = state.error;
   } else {
     worker.detach();
-    const char* const call = state.activity;
-    std::cerr << "libtorchbeast: the client of " + state.address.to_string() +
-                     " stopped without waiting for its environment: " +
-                     (call == nullptr ? "the connection" : call) +
-                     " has not returned.\n"
-              << std::flush;
+    state.report_stuck();
   }
   if (error != nullptr) std::rethrow_exception(error);
+}
+
+void EnvClient::run_here(std::optional<uint64_t> num_episodes) {
+  State& state = *state_;
+  state.claim();
+  std::thread watcher([owner = state_] {
+    owner->wait(nullptr);
+    MutexLock lock(owner->mutex);
+    if (!owner->done) owner->report_stuck();
+  });
+  state.work(num_episodes);
+  watcher.join();
+  MutexLock lock(state.mutex);
+  if (state.error != nullptr) std::rethrow_exception(state.error);
+}
+
+void EnvClient::State::report_stuck() const {
+  const char* const call = activity;
+  std::cerr << "libtorchbeast: the client of " + address.to_string() +
+                   " stopped without waiting for its environment: " +
+                   (call == nullptr ? "the connection" : call) + " has not returned.\n"
+            << std::flush;
 }
 
 // Until the worker is done, or is given up.

@@ -1,6 +1,7 @@
 #include "server.h"
 
 #include <atomic>
+#include <exception>
 #include <iostream>
 #include <list>
 #include <stdexcept>
@@ -23,6 +24,13 @@ struct EnvServer::State {
   void serve(ServedConnection& connection) TB_EXCLUDES(mutex);
   // Until the learner ends the stream; throws Connection::Left then.
   void run_stream(ServedConnection& connection) TB_EXCLUDES(mutex);
+  // run_stream() in the thread of run_here(), which blocks this one. False: there is no
+  // such thread, or it has another stream.
+  bool run_as_guest(ServedConnection& connection) TB_EXCLUDES(mutex);
+  void host_guests(const Interrupt& interrupt) TB_EXCLUDES(mutex);
+  struct Guest;
+  Guest* next_guest(const Interrupt& interrupt) TB_EXCLUDES(mutex);
+  void end_guest(std::exception_ptr error) TB_EXCLUDES(mutex);
   void report_stuck();
 
   // A stream's environment, from before it is made until it is gone.
@@ -31,8 +39,19 @@ struct EnvServer::State {
     Activity activity{nullptr};
   };
 
+  // A stream in the thread of run_here().
+  struct Guest {
+    ServedConnection& connection;
+    std::exception_ptr error;
+    bool is_done = false;
+  };
+
   const EnvironmentFactory factory;
   Mutex mutex;
+  CondVar changed;
+  bool hosts TB_GUARDED_BY(mutex) = false;  // run_here() takes guests
+  bool stopping TB_GUARDED_BY(mutex) = false;
+  Guest* guest TB_GUARDED_BY(mutex) = nullptr;
   std::list<Served> served TB_GUARDED_BY(mutex);
   std::atomic<bool> stuck_reported{false};
   std::atomic<uint64_t> num_steps{0};
@@ -44,7 +63,7 @@ struct EnvServer::State {
 
 void EnvServer::State::serve(ServedConnection& connection) {
   try {
-    run_stream(connection);
+    if (!run_as_guest(connection)) run_stream(connection);
   } catch (const WireError&) {
     throw;
   } catch (const TransportError&) {
@@ -91,6 +110,67 @@ void EnvServer::State::run_stream(ServedConnection& connection) {
   }
 }
 
+bool EnvServer::State::run_as_guest(ServedConnection& connection) {
+  Guest me{connection, nullptr};
+  {
+    MutexLock lock(mutex);
+    // A guest whose learner has gone will leave soon.
+    const auto deadline = time_after(kStopLimit);
+    while (hosts && guest != nullptr && guest->connection.is_lost() &&
+           Clock::now() < deadline) {
+      changed.wait_until(mutex, deadline, nullptr);
+    }
+    if (!hosts || guest != nullptr) return false;
+    guest = &me;
+    changed.notify_all();
+    while (!me.is_done) changed.wait_until(mutex, Clock::time_point::max(), nullptr);
+  }
+  if (me.error != nullptr) std::rethrow_exception(me.error);
+  return true;
+}
+
+// Null: the server is to stop.
+EnvServer::State::Guest* EnvServer::State::next_guest(const Interrupt& interrupt) {
+  MutexLock lock(mutex);
+  hosts = true;
+  while (guest == nullptr && !stopping) {
+    changed.wait_until(mutex, Clock::time_point::max(), interrupt);
+  }
+  return guest;
+}
+
+void EnvServer::State::end_guest(std::exception_ptr error) {
+  MutexLock lock(mutex);
+  if (guest == nullptr) return;
+  guest->error = std::move(error);
+  guest->is_done = true;
+  guest = nullptr;
+  changed.notify_all();
+}
+
+void EnvServer::State::host_guests(const Interrupt& interrupt) {
+  struct Hosting {
+    ~Hosting() {  // also if `interrupt` throws
+      {
+        MutexLock lock(state.mutex);
+        state.hosts = false;
+      }
+      state.end_guest(std::make_exception_ptr(Connection::Left()));
+    }
+    State& state;
+  };
+  const Hosting hosting{*this};
+  while (Guest* const next = next_guest(interrupt)) {
+    std::exception_ptr error;
+    try {
+      run_stream(next->connection);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    end_guest(std::move(error));
+  }
+}
+
 // --- The server
 
 void EnvServer::State::report_stuck() {
@@ -118,7 +198,17 @@ void EnvServer::run(const Interrupt& interrupt) {
   state_->report_stuck();
 }
 
+void EnvServer::run_here(const Interrupt& interrupt) {
+  state_->host_guests(interrupt);
+  run(interrupt);
+}
+
 void EnvServer::stop(Milliseconds limit) {
+  {
+    MutexLock lock(state_->mutex);
+    state_->stopping = true;
+  }
+  state_->changed.notify_all();
   state_->server.stop(limit, state_);
   state_->report_stuck();
 }

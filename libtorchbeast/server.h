@@ -28,6 +28,11 @@ class EnvServer {
 
   void start();  // as StreamServer's, and so are the others
   void run(const Interrupt& interrupt = nullptr);
+  // The same, but the environments of one stream at a time live in this thread, from
+  // making to closing. Those of further streams have threads of their own. `interrupt`
+  // is not called meanwhile, and while an environment hangs here, this does not return.
+  // REQUIRES: start() has returned.
+  void run_here(const Interrupt& interrupt = nullptr);
   // Environments that hang are left behind; a line on stderr names them. They go on
   // using the factory and what it has made.
   void stop(Milliseconds limit = kStopLimit);

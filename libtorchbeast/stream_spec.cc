@@ -96,6 +96,12 @@ std::pair<double, double> range_of(DType dtype) {
   return {is_signed ? -std::ldexp(1, bits) : 0, std::ldexp(1, bits) - 1};
 }
 
+// Every number that the learner, which computes in float32, can hold.
+ValueRule finite() {
+  constexpr double kMaxFloat = std::numeric_limits<float>::max();
+  return {{-kMaxFloat}, {kMaxFloat}};
+}
+
 // How large a space may be, and whether its integers count from 0.
 struct Limits {
   int64_t elements, choices;
@@ -169,8 +175,6 @@ class SpaceReader {
       }
     }
     const auto [lowest, highest] = range_of(one.dtype);
-    const bool is_wide = item_size(one.dtype) == 8;
-    double magnitude = kMaxMagnitude;
     for (int i = 0; i < std::max(box.low_size(), box.high_size()); ++i) {
       const auto bound = [i](const auto& values, double none) {
         return values.empty() ? none : values.Get(values.size() == 1 ? 0 : i);
@@ -189,14 +193,9 @@ class SpaceReader {
         if (x < lowest || x > highest) {
           bad(std::string("one is outside of the dtype, ") + dtype_name(one.dtype));
         }
-        // 64-bit integers may be as large as an exact bound.
-        if (is_wide && !is_float(one.dtype) && std::abs(x) <= kMaxStep) {
-          magnitude = std::max(magnitude, std::abs(x));
-        }
       }
     }
-    if (!is_float(one.dtype) && !is_wide) return leaf(one, {}, place);
-    return leaf(one, {{std::max(-magnitude, lowest)}, {magnitude}}, place);
+    return leaf(one, is_float(one.dtype) ? finite() : ValueRule(), place);
   }
 
   // Of Discrete and MultiDiscrete.
@@ -344,25 +343,25 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
     arrays.push_back(spec);
     rules.push_back(std::move(rule));
   };
-  constexpr double kMaxFloat = std::numeric_limits<float>::max();
-  const ValueRule any, number{{-kMaxMagnitude}, {kMaxMagnitude}};
-  const ValueRule finite{{-kMaxFloat}, {kMaxFloat}};
+  const ValueRule any;
   const ValueRule count{{0}, {static_cast<double>(kMaxStep)}};
-  add("reward", {DType::kFloat32, {num_envs}}, number);
+  add("reward", {DType::kFloat32, {num_envs}}, finite());
   add("done", {DType::kBool, {num_envs}}, any);
   add("episode_step", {DType::kInt64, {num_envs}}, count);
-  add("episode_return", {DType::kFloat32, {num_envs}}, finite);
+  add("episode_return", {DType::kFloat32, {num_envs}}, finite());
 
   std::map<std::string, KnownField> known = {
       {"truncated", {{DType::kBool, {}}, any}},
       {"game_over", {{DType::kBool, {}}, any}},
       {"game_step", {{DType::kInt64, {}}, count}},
-      {"game_return", {{DType::kFloat32, {}}, finite}}};
+      {"game_return", {{DType::kFloat32, {}}, finite()}},
+      {"env_warnings",
+       {{DType::kInt64, {}}, {{0}, {static_cast<double>(kMaxWarnings)}}}}};
   if (action.is_leaf()) {
     const ArraySpec& spec = action.leaf();
     ArraySpec one{spec.dtype, {}};
     for (size_t i = 1; i < spec.shape.size(); ++i) one.shape.push_back(spec.shape[i]);
-    known["last_action"] = {one, is_float(spec.dtype) ? finite : actions.rules[0]};
+    known["last_action"] = {one, is_float(spec.dtype) ? finite() : actions.rules[0]};
   }
   const std::set<std::string> reserved = {"observation", "reward", "done",
                                           "episode_step", "episode_return"};

@@ -89,6 +89,12 @@ def test_a_checkpoint_loses(write):
         ("use_lstm = 1", "a.toml", r"a\.toml: use_lstm must be true or false, got 1"),
         ("[3]", "meta.json", "not the meta.json of a run"),
         ("{", "meta.json", "meta.json: "),
+        ('{"args": {}, "flags_left_open": 3}', "meta.json", "meta.json: TypeError"),
+        ("[" * 90_000, "meta.json", "meta.json: maximum recursion depth"),
+        ("seed = " + "[" * 5_000, "a.toml", r"a\.toml: maximum recursion depth"),
+        ("seed = 2020-01-01", "a.toml", r"a\.toml: seed is 2020-01-01.* type date"),
+        ("seed = [[1]]", "a.toml", r"a\.toml: seed is \[\[1\]\].* type list"),
+        ("env_kwargs = {a = 07:32:00}", "a.toml", r"a\.toml: TypeError.*time"),
     ],
 )
 def test_files_that_can_not_be_used(write, text, name, match):

@@ -17,10 +17,9 @@ from torchbeast.core.make_env import (
     MissingPackageError,
     UnknownEnvironmentError,
     UnsupportedSpaceError,
-    check_action_space,
-    check_observation_space,
     create_env,
 )
+from torchbeast.core.space_checks import check_action_space, check_observation_space
 
 # --- Errors ---------------------------------------------------------------------------
 

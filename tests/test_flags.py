@@ -584,3 +584,19 @@ def test_some_flags_are_free_to_change():
         "--disable_checkpoint"
     )
     assert flags_lib.changed(saved, now) == {}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"xpid": "x" * 256},
+        {"savedir": "/nowhere/" + "é" * 128},
+        {"savedir": "/a" * 2048},
+    ],
+)
+def test_names_too_long(flags):
+    with pytest.raises(FlagError, match="File name too long") as caught:
+        flags_lib.resolve_folder(
+            flags_lib.Flags(**{"savedir": "", "xpid": "a"} | flags)
+        )
+    assert len(str(caught.value)) < 300

@@ -8,8 +8,9 @@ from gymnasium import spaces
 
 from torchbeast.core import prof, rollout
 from torchbeast.core.distributions import make_distribution
-from torchbeast.core.make_env import UnsupportedSpaceError, check_observation_space
+from torchbeast.core.env_checks import UnsupportedSpaceError
 from torchbeast.core.remote_envs import make_space
+from torchbeast.core.space_checks import check_observation_space
 from torchbeast.core.streams import as_stored
 
 INF = np.inf

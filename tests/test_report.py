@@ -1,5 +1,6 @@
 import gzip
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -7,8 +8,10 @@ import sys
 
 import numpy as np
 import pytest
+import runs
 
 from torchbeast import report
+from torchbeast.core import file_writer
 from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.groups import iqm_interval
 from torchbeast.core.saved_runs import read_run
@@ -178,6 +181,85 @@ def test_damaged_logs(tmp_path, capsys, damage):
         report.main([str(path), "--savedir", str(tmp_path)])
     assert caught.value.code == 2
     assert "is damaged: " in capsys.readouterr().err
+
+
+ODD = [
+    3,
+    -1,
+    1e308,
+    math.inf,
+    True,
+    "x",
+    "",
+    [1],
+    [],
+    ["x"],
+    [[]],
+    {"a": [1]},
+    {},
+    None,
+]
+DEEP = "[" * 90_000
+
+
+def places(nested, path=()):
+    """The paths to all values in nested dicts and lists."""
+    yield path
+    items = {}
+    if isinstance(nested, dict | list):
+        items = nested.items() if isinstance(nested, dict) else enumerate(nested)
+    for key, value in items if items else ():
+        yield from places(value, (*path, key))
+
+
+def changed(nested, path, value):
+    if not path:
+        return value
+    key, *rest = path
+    copied = nested.copy()
+    copied[key] = changed(nested[key], rest, value)
+    return copied
+
+
+@pytest.mark.parametrize("name", ["meta.json", "test.json"])
+def test_files_of_other_types(tmp_path, name):
+    """Each value of a file is replaced by others: an error names the file."""
+    path = make_run(tmp_path)
+    meta = json.loads((path / "meta.json").read_text())
+    meta = {k: v for k, v in meta.items() if k not in ("env", "slurm", "versions")}
+    meta["starts"] = [{**meta["starts"][0], "flags": {"env": "Pong-v5"}}]
+    test = {"mean": 2.5, "std": 0.75, "num_games": 200, "policy": "greedy", "step": 3}
+    content = meta if name == "meta.json" else {**test, "flags": meta["args"]}
+    texts = [DEEP, "", "\0", '{"args": ' + '{"a": ' * 400 + "3" + "}" * 401]
+    for place in places(content):
+        texts += [json.dumps(changed(content, place, value)) for value in ODD]
+    messages = []
+    for text in texts:
+        (path / name).write_text(text)
+        try:
+            report.markdown([report.table_row(path)])
+        except ValueError as error:
+            messages.append(str(error))
+        file_writer.read_meta(path)
+    assert 0 < len(messages) < len(texts)
+    assert [x for x in messages if not x.startswith(f"{path / name} ")] == []
+
+
+@pytest.mark.parametrize("words", [("report", "a"), ("report", "-h"), ("plot", "-h")])
+def test_the_reader_of_the_output_ends(tmp_path, words):
+    """As with `| head`: no message, and exit status 0."""
+    make_run(tmp_path)
+    module, word = words
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", f"torchbeast.{module}", word, f"--savedir={tmp_path}"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=runs.environment(),
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 # --- Groups ---

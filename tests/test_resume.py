@@ -264,7 +264,10 @@ def test_a_run_that_was_killed_at_its_end(savedir, main):
     found = json.loads(path.read_text())
     assert found["successful"]
     assert found["date_end"]
-    assert [x["last_step"] for x in found["starts"]] == [None, 20]
+    (start,) = found["starts"]
+    assert start["successful"]
+    assert start["last_step"] == 20
+    assert found["args"] == meta["args"]
     after = content(savedir / "a")
     assert [name for name in after if after[name] != before[name]] == ["meta.json"]
     main(savedir, "--xpid a")

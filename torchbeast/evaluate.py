@@ -37,7 +37,7 @@ from torchbeast.core import (
 )
 from torchbeast.core import flags as flags_lib
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
-from torchbeast.core.actors import actor_context, seed_globals
+from torchbeast.core.actors import TorchSettings, actor_context, seed_globals
 from torchbeast.core.connection_flags import choose_side
 from torchbeast.core.env_spec import CLOSE_SECONDS, START_SECONDS
 from torchbeast.core.environment import Environment
@@ -116,21 +116,12 @@ def test(
 
     Args:
       model_state: state dict of the model.
-      play_games: plays the games. But with --video and --mode test_render this process
-        plays them itself.
+      play_games: plays the games.
     """
     started = time.monotonic()
-    numbers = range(flags.num_test_episodes)
-    with contextlib.ExitStack() as stack:
-        if play_games is play_in_processes and (
-            flags.mode == "test_render" or flags.video
-        ):
-            seed_globals(flags.seed, TEST_STREAM, 0)
-            found = play(flags, model_state, numbers, stack.enter_context(_view(flags)))
-        else:
-            found = play_games(flags, model_state, numbers)
-        games = []
-        stack.callback(found.close)
+    games = []
+    found = play_games(flags, model_state, range(flags.num_test_episodes))
+    with contextlib.closing(found):
         for game in found:
             games.append(game)
             log.info("Game %d: return %.2f after %d steps", *game)
@@ -190,12 +181,12 @@ def write_result(path: Path, flags: Flags, result: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _view(flags: Flags) -> Iterator[Video | None]:
-    """The video; or None, if the environment has a window."""
+    """The video; or None, if there is none."""
     if flags.video:
         with Video(flags.video) as video:
             yield video
         return
-    if not has_display():
+    if flags.mode == "test_render" and not has_display():
         raise FlagError(
             "--mode test_render needs a display, and neither DISPLAY nor "
             "WAYLAND_DISPLAY is set; record a video instead: --video FILE.mp4"
@@ -208,12 +199,15 @@ def play_in_processes(
 ) -> Generator[Game, None, None]:
     """Plays games in one process per core; yields them as they end.
 
+    With --video or --mode test_render, in one process.
+
     Raises:
       UserError: what `play` raises, in a process.
       ProcessError: a process raised something else, died, or took no step for
         --actor_timeout or START_SECONDS seconds, whichever is longer.
     """
-    count = min(processes.num_cpus(), math.ceil(len(numbers) / BATCH))
+    draws = flags.video or flags.mode == "test_render"
+    count = min(1 if draws else processes.num_cpus(), math.ceil(len(numbers) / BATCH))
     # They may first import packages, and make or reset slow environments.
     watch = StepWatch(count, max(flags.actor_timeout, START_SECONDS))
     context = actor_context()
@@ -271,8 +265,10 @@ def _play_in_child(
     seed_globals(flags.seed, TEST_STREAM, numbers[0])
     try:
         on_step = functools.partial(steps.add_, 1)
-        for game in play(flags, pickle.loads(weights), numbers, on_step=on_step):
-            pipe.send(game)
+        with _view(flags) as video:
+            state = pickle.loads(weights)
+            for game in play(flags, state, numbers, video, on_step=on_step):
+                pipe.send(game)
     except UserError as error:
         pipe.send(error)
     except Exception:
@@ -305,8 +301,9 @@ def play(
     flags = flags.replace(seed=derive_seed(flags.seed, stream))
     with contextlib.ExitStack() as stack:
         envs: dict[int, Environment] = {}
+        settings = TorchSettings()
         for i in waiting:
-            envs[i] = Environment(flags, 1, i, render_mode=render)
+            envs[i] = Environment(flags, 1, i, render_mode=render, around=settings)
             stack.callback(envs[i].close)
             on_step()
         first = next(iter(envs.values()))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchbeast.core import protocol
+from torchbeast.core import processes, protocol
 from torchbeast.core.groups import (
     by_name,
     check_protocols,
@@ -269,4 +269,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    processes.run_script(main)

@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 # The learner, and with it torch, is imported late: server processes import this file.
 import argparse
+import logging
 import multiprocessing as mp
 import secrets
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from torchbeast.core.flags import Flags
 
 if TYPE_CHECKING:
     from torchbeast.core import resume
+
+log = logging.getLogger("torchbeast.polybeast")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -88,6 +91,13 @@ def train(start: resume.Start) -> int:
     flags = start.flags
     if flags.launcher == "ray":
         return train_with_ray(start)
+    if flags.num_actors > flags.num_servers:
+        log.info(
+            "%d streams share %d server processes: only one per process is stepped in "
+            "its main thread. If environments need that (signals, windows, OpenGL): "
+            "--num_servers %d",
+            *(flags.num_actors, flags.num_servers, flags.num_actors),
+        )
     # Not forked, because gRPC does not work in a forked process.
     context = mp.get_context("spawn")
     servers = context.Process(

@@ -5,9 +5,11 @@
     python -m torchbeast.polybeast_env --join learner:5000 --tls_ca ...
 
 Server i listens at PIPES_BASENAME.i, or, with --bind HOST:PORT, at HOST:PORT+i. Each
-stream that a learner opens gets --envs_per_actor new environments. With --join each
-server connects to a learner that listens, with one stream, and reconnects if the
-connection is lost. A server that dies is restarted. Ctrl-C or SIGTERM ends all servers.
+stream that a learner opens gets --envs_per_actor new environments. Those of one stream
+live in the server's main thread, those of further streams in threads of their own. With
+--join each server connects to a learner that listens, with one stream, and reconnects
+if the connection is lost. A server that dies is restarted. Ctrl-C or SIGTERM ends all
+servers.
 
 This module does not import torch, so a machine for environments needs no PyTorch.
 """
@@ -19,6 +21,7 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
+import functools
 import itertools
 import logging
 import multiprocessing as mp
@@ -90,11 +93,13 @@ def serve(
     try:
         with user_errors():
             server = make_server(flags, index, address, first_stream)
-        processes.end_after_parent(lambda: end(server), STOP_SECONDS)
+        # Before the supervisor kills the process, so that it can name what hangs.
+        stop = functools.partial(server.stop, STOP_SECONDS - 1)
+        processes.end_on_request(stop, STOP_SECONDS, pipe.pipe)
         # Before the server listens, so that no learner gets a faulty environment.
         description = try_environment(flags)
         # Until now SIGTERM ended this process at once, even if an environment hangs.
-        signal.signal(signal.SIGTERM, lambda number, frame: end(server))
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
         if not flags.join:
             with user_errors():
                 server.start()
@@ -104,7 +109,7 @@ def serve(
         if flags.join:
             run_client(flags, server, pipe)
         else:
-            server.run()
+            server.run(here=True)
     except RefusedForGood as error:
         pipe.send("refused", str(error))
         sys.exit(1)
@@ -165,7 +170,7 @@ def run_client(flags: Flags, client: Any, pipe: Any) -> None:
         target=watch_client, args=(flags, client, pipe, over, faults), daemon=True
     ).start()
     try:
-        client.run()
+        client.run(here=True)
     except (libtorchbeast.TransportError, libtorchbeast.WireError) as error:
         if client.stats()["num_steps"] > 0:  # new environments may do better
             raise EnvironmentFailed(str(error)) from error
@@ -257,13 +262,6 @@ def try_environment(flags: Flags) -> str:
         )
 
 
-def end(server: Any) -> None:
-    """Stops a server from a signal handler, which must not wait."""
-    # Before the supervisor kills the process, so that it can name what hangs.
-    limit = STOP_SECONDS - 1
-    threading.Thread(target=server.stop, args=(limit,), daemon=True).start()
-
-
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Turns libtorchbeast's errors of addresses and certificates into user errors."""
@@ -276,12 +274,21 @@ def user_errors() -> Iterator[None]:
 # --- All servers ----------------------------------------------------------------------
 
 
+def absolute(address: str) -> str:
+    kind, colon, path = address.partition(":")
+    return f"unix:{os.path.abspath(path)}" if kind == "unix" and colon else address
+
+
 def addresses(flags: Flags) -> list[str]:
-    """The address of each server; with --join, of the learner that it connects to."""
+    """The address of each server; with --join, of the learner that it connects to.
+
+    Paths are absolute, because environments may change the working directory.
+    """
     if flags.join:
-        return [flags.join] * flags.num_servers
+        return [absolute(flags.join)] * flags.num_servers
     if not flags.bind:
-        return [f"{flags.pipes_basename}.{i}" for i in range(flags.num_servers)]
+        base = absolute(flags.pipes_basename)
+        return [f"{base}.{i}" for i in range(flags.num_servers)]
     host, _, port = flags.bind.rpartition(":")
     if not host or not port.isdigit() or int(port) + flags.num_servers > 65536:
         raise FlagError(

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from torchbeast.core import protocol
+from torchbeast.core import processes, protocol
+from torchbeast.core.errors import using
 from torchbeast.core.groups import (
     by_name,
     check_protocols,
@@ -42,6 +43,13 @@ from torchbeast.core.saved_runs import (
 def table_row(folder: pathlib.Path) -> dict[str, str]:
     """What the table says about the run in `folder`."""
     run = read_run(folder)
+    with using(folder / "meta.json", "is damaged"):
+        row = _table_row(folder, run)
+        markdown([row])
+        return row
+
+
+def _table_row(folder: pathlib.Path, run: SavedRun) -> dict[str, str]:
     meta = run.meta
     args: dict[str, Any] = meta.get("args") or {}
     starts = [*meta.get("starts", ()), meta]
@@ -177,7 +185,7 @@ def read_references(path: pathlib.Path) -> dict[str, tuple[float, float]]:
         if any(not np.isfinite(a - b) or a == b for a, b in references.values()):
             raise ValueError("two finite numbers that differ are allowed")
         return references
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} must have two returns per task, such as "
             f'{{"MinAtar/Breakout-v1": [0, 20]}}: {error}'
@@ -259,10 +267,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for name, runs in groups.items()
                 for row in group_rows(name, runs, arguments.at, references)
             ]
-        print(markdown(rows))
     except (ValueError, OSError) as error:
         parser.exit(2, f"Cannot report: {error}\n")
+    print(markdown(rows))
 
 
 if __name__ == "__main__":
-    main()
+    processes.run_script(main)

@@ -134,6 +134,7 @@ class Sweep:
 
     def _check(self, job: Job) -> None:
         flags = self.flags(job)
+        flags_lib.resolve_folder(flags)
         meta = read_meta(job.folder)
         saved = meta.get("args", {})
         free = {*flags_lib.FREE_TO_CHANGE, *meta.get("flags_left_open", ())}

@@ -93,16 +93,23 @@ Raises:
            py::arg("settings") = Settings(), py::arg("security") = Security())
       .def(
           "run",
-          [](EnvServer& self) {
+          [](EnvServer& self, bool here) {
             try {
-              self.run(check_signals());
+              here ? self.run_here(check_signals()) : self.run(check_signals());
             } catch (...) {
               self.stop();
               throw;
             }
           },
-          py::call_guard<WithoutGil>(), R"(
+          py::arg("here") = false, py::call_guard<WithoutGil>(), R"(
 Serve until stop() is called; start() first, if that has not been done. Ctrl-C stops, too.
+
+Args:
+    here: make, step and close the environments of one stream at a time in this thread, for
+        environments that work in the main thread only. Streams that come meanwhile have
+        threads of their own. start() must have been called. Handlers of signals run when
+        Python code does, so the caller has to call stop() in another thread. While an
+        environment hangs, this does not return.
 
 Raises:
     RuntimeError: as start().
@@ -171,17 +178,18 @@ Raises:
            py::arg("settings") = Settings(), py::arg("security") = Security())
       .def(
           "run",
-          [](EnvClient& self, std::optional<int64_t> num_episodes) {
+          [](EnvClient& self, std::optional<int64_t> num_episodes, bool here) {
             std::optional<uint64_t> number;
             if (num_episodes) number = to_size(*num_episodes, "num_episodes");
             WithoutGil no_gil;
-            self.run(number, check_signals());
+            here ? self.run_here(number) : self.run(number, check_signals());
           },
-          py::arg("num_episodes") = py::none(), R"(
+          py::arg("num_episodes") = py::none(), py::arg("here") = false, R"(
 Make the environment, dial, reset it once the learner has answered, and step as the learner
 says, until stop() is called or Ctrl-C comes. With num_episodes: until the episodes of all E
 have ended together so many times, and leave then. A lost connection is dialled again, and
-the environment goes on where it was. Call it once.
+the environment goes on where it was. Call it once. `here`: the environment lives in this
+thread, see Server.run.
 
 Raises:
     RefusedError: the learner refuses, for example the token.

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
@@ -16,7 +17,7 @@ import torch
 import torch.multiprocessing as mp
 from numpy.random import mtrand
 
-from torchbeast.core import processes, rollout
+from torchbeast.core import env_checks, processes, rollout
 from torchbeast.core.acting import SharedWeights
 from torchbeast.core.environment import Environment
 from torchbeast.core.errors import text_of
@@ -29,6 +30,7 @@ from torchbeast.core.step_watch import StepWatch
 log = logging.getLogger(__name__)
 
 GLOBALS = 1  # sets these seeds apart from those of games and actions
+COUNTED = ". logs.csv counts it in env_warnings."
 STOP_SECONDS = 2.5  # actors that don't exit within this time are killed
 
 
@@ -56,6 +58,44 @@ def seed_globals(*entropy: int) -> None:
     random.seed(seed)
     mtrand.set_bit_generator(np.random.MT19937(seed))
     torch.default_generator.manual_seed(seed)  # not those of GPUs
+
+
+class TorchSettings:
+    """PyTorch's settings, one set for environments and one for all else.
+
+    Inside a `with` block those of the environments are set, outside our own. For
+    processes in which only one thread uses PyTorch.
+    """
+
+    SETTINGS: Any = (
+        (torch.get_default_dtype, torch.set_default_dtype),
+        # get_default_device() is slow. With a device, not None, all calls are slower.
+        (
+            lambda: torch.empty(0).device,
+            lambda x: torch.set_default_device(None if x.type == "cpu" else x),
+        ),
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+    )
+
+    def __init__(self) -> None:
+        self._inside = self._outside = self._now()
+
+    def _now(self) -> list[Any]:
+        return [get() for get, _ in self.SETTINGS]
+
+    def __enter__(self) -> None:
+        if self._inside != self._outside:
+            self._set(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = self._now()
+        if self._inside != self._outside:
+            self._set(self._outside)
+
+    def _set(self, values: list[Any]) -> None:
+        for (_, set_to), value in zip(self.SETTINGS, values, strict=True):
+            set_to(value)
 
 
 def run_actor(
@@ -91,7 +131,8 @@ def act_until_closed(
     """
     seed_globals(flags.seed, index)
     try:
-        env = Environment(flags, flags.envs_per_actor, index * flags.envs_per_actor)
+        E = flags.envs_per_actor
+        env = Environment(flags, E, index * E, around=TorchSettings())
         with contextlib.closing(env):
             env.on_warning = lambda *warning: pipe.send(("warning", *warning))
             act(flags, index, env, pipe, *arguments)
@@ -216,10 +257,18 @@ class Actors:
 
     def close(self) -> None:
         """Ends all processes and the programs that their environments have started."""
-        for pipe in self.pipes:
-            pipe.close()
+        for pipe in self.pipes:  # the actors can still send what close() raises
+            with contextlib.suppress(OSError):
+                socket.socket(fileno=os.dup(pipe.fileno())).shutdown(socket.SHUT_WR)
         self._guardian.end(self.processes, STOP_SECONDS)
         self._guardian.close()
+        for pipe in self.pipes:
+            with contextlib.suppress(EOFError, OSError):
+                while pipe.poll():
+                    message = pipe.recv()
+                    if message[:2] == ("warning", env_checks.CLOSE):
+                        self._warn_once(*message[1:])
+            pipe.close()
 
     def _send(self, index: int, message: tuple) -> None:
         try:
@@ -251,7 +300,8 @@ class Actors:
         """Logs a warning of an environment, unless another actor has sent it."""
         if key not in self._warned:
             self._warned.add(key)
-            log.warning("%s. logs.csv counts it in env_warnings.", message)
+            counted = "" if key == env_checks.CLOSE else COUNTED
+            log.warning("%s%s", message, counted)
 
     def _raise_dead(self, index: int) -> None:
         process = self.processes[index]

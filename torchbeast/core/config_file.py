@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchbeast.core import trust
-from torchbeast.core.errors import FlagError
+from torchbeast.core.errors import FlagError, using
 from torchbeast.core.presets import BEFORE_THE_FLAG_EXISTED, current_name
 
 # Flags of a meta.json that name a place, and not what the run does.
@@ -53,18 +53,22 @@ def find(parser: argparse.ArgumentParser, argv: Sequence[str]) -> ConfigFile:
 
 def read(parser: argparse.ArgumentParser, path: Path) -> ConfigFile:
     """Reads a TOML file, or a run's meta.json."""
-    signed = False
-    try:
+    is_meta, signed = path.suffix == ".json", False
+    with using(f"--config {path}"):
         text = path.read_text(encoding="utf-8")
-        is_meta = path.suffix == ".json"
         if is_meta:
             meta = json.loads(text)
             values = _flags_of_run(meta)
             signed = trust.is_signed(meta["args"], meta.get("flags_signature"))
         else:
             values = _parse_toml(text)
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, JSON or TOML
-        raise FlagError(f"--config {path}: {error}") from error
+        words = _command_line(parser, path, values, is_meta)
+    return ConfigFile(words, f"--config {path}", signed)
+
+
+def _command_line(
+    parser: argparse.ArgumentParser, path: Path, values: dict[str, Any], is_meta: bool
+) -> list[str]:
     actions = {
         action.dest: action
         for action in parser._actions
@@ -78,7 +82,7 @@ def read(parser: argparse.ArgumentParser, path: Path) -> ConfigFile:
             close = difflib.get_close_matches(name, actions, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise FlagError(f"--config {path}: there is no flag {name}.{hint}")
-    return ConfigFile(words, f"--config {path}", signed)
+    return words
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
@@ -106,8 +110,15 @@ def _words(path: Path, action: argparse.Action, value: Any) -> list[str]:
     if action.nargs != 0:
         if isinstance(value, dict):
             value = json.dumps(value)
-        if isinstance(value, list):
-            value = ",".join(map(str, value))
+        items = value if isinstance(value, list) else [value]
+        for item in items:
+            if not isinstance(item, str | int | float):  # TOML has dates
+                raise FlagError(
+                    f"--config {path}: {action.dest} is {str(value)[:80]}, which is "
+                    f"of the type {type(item).__name__}. Allowed are texts in quotes "
+                    "and numbers"
+                )
+        value = ",".join(map(str, items))
         return [f"{option}={value}"]
     if not isinstance(value, bool):
         raise FlagError(

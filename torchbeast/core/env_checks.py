@@ -3,6 +3,7 @@
 A value that can't be stored is an error. A value that may spoil training is a warning.
 """
 
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torchbeast.core.errors import UserError
 from torchbeast.core.nested import flatten, map_nested
 
 FIRST_CALLS = 10  # checked calls of each environment at its start
+CLOSE = "close"  # key of the warning that close() has raised
 CHECK_EVERY = 1009  # later, one call of so many; prime, so that it hits all time steps
 
 # The modules that call an environment's methods.
@@ -132,7 +134,7 @@ class Checker:
         count = 2 if method == "reset" else 5
         leading = () if num_envs is None else (num_envs,)
         if isinstance(result, tuple) and len(result) == count:
-            numbers = result[1:-1] if leading else result[1:2]
+            numbers = result[1:-1] if leading else result[1:-1][:1]
             if all(_fits(x, leading, "biuf") for x in numbers) and fits_space(
                 self.space, result[0], leading
             ):
@@ -201,25 +203,24 @@ class Checker:
     ) -> None:
         assert space.shape is not None
         assert space.dtype is not None
-        seen = describe(value)
+        hint = ""
         try:
             array = np.asarray(value)
         except Exception as error:  # rows of unequal length, a tensor with gradient
             array = np.empty((), object)
-            seen += f" (which is no array: {error})"
+            hint = f". NumPy can't read it: {error}"
         if array.shape != space.shape or array.dtype == object:
-            hint = ""
             if array.shape[1:] == space.shape and array.ndim:
                 hint = (
                     ". If this is a vector environment, name a function with a "
                     "parameter num_envs that makes it, or give a single environment"
                 )
             wanted = f"shape {list(space.shape)}"
-            self._refuse(method, place, seen, wanted, space, hint)
+            self._refuse(method, place, describe(value), wanted, space, hint)
         if isinstance(space, spaces.MultiBinary) and space.contains(array):
             return  # of any dtype
         if not np.can_cast(array.dtype, space.dtype, "same_kind"):
-            self._refuse(method, place, seen, f"{space.dtype}", space)
+            self._refuse(method, place, describe(value), f"{space.dtype}", space)
         if isinstance(space, spaces.Box):
             self._check_values(array, space, place)
         elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
@@ -294,6 +295,14 @@ def raised_by_call(error: BaseException) -> bool:
         trace = trace.tb_next
     caller = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
     return caller.startswith(_CALLERS)
+
+
+def close_quietly(close: Callable[[], Any], warn: Callable[[str, str], None]) -> None:
+    """Calls an environment's close(). An error is only a warning: the run is over."""
+    try:
+        close()
+    except (Exception, SystemExit):
+        warn(CLOSE, f"close() raised:\n{traceback.format_exc()}")
 
 
 def _is_number(value: Any) -> bool:

@@ -18,7 +18,7 @@ from torchbeast.core import processes
 from torchbeast.core.environment import example_environment
 from torchbeast.core.errors import UserError
 from torchbeast.core.flags import Flags
-from torchbeast.core.make_env import plain_space
+from torchbeast.core.space_checks import plain_space
 from torchbeast.core.step_watch import print_stack
 
 log = logging.getLogger(__name__)
@@ -103,6 +103,7 @@ def _describe(flags: Flags, pipe: connection.Connection) -> None:
     try:
         pipe.send(("begun",))
         with contextlib.closing(example_environment(flags)) as env:
+            env.on_warning = lambda key, message: None  # the actors send it later
             spec = (env.observation_space, plain_space(env.action_space))
             pipe.send(("spec", *spec, env.frames_per_step, env.exact_resume))
     except UserError as error:

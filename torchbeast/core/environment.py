@@ -5,10 +5,13 @@ docs/environments.md is the manual.
 """
 
 import argparse
+import contextlib
+import contextvars
 import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,11 +22,16 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.core import atari_wrappers
 from torchbeast.core.action_masks import NAME, check_masks, first_allowed, mask_space
-from torchbeast.core.env_checks import Checker, InvalidEnvironmentError
+from torchbeast.core.env_checks import (
+    Checker,
+    InvalidEnvironmentError,
+    close_quietly,
+)
 from torchbeast.core.extra_fields import EXTRA_FIELDS, check_names, make_fields
-from torchbeast.core.make_env import create_env, plain_space, policy_space
+from torchbeast.core.make_env import create_env
 from torchbeast.core.nested import flatten, map_nested
 from torchbeast.core.seeded_games import SeededGames, game_seed
+from torchbeast.core.space_checks import plain_space, policy_space
 from torchbeast.core.vector_envs import find_vector_env
 
 log = logging.getLogger(__name__)
@@ -131,12 +139,17 @@ class Environment:
         num_envs: int,
         first_index: int = 0,
         render_mode: str | None = None,
+        around: AbstractContextManager = contextlib.nullcontext(),  # noqa: B008
     ):
         """Makes the environments first_index to first_index + num_envs - 1 of the run.
 
         Each environment gets a different seed. Raises what `create_env` raises.
+
+        Args:
+          around: surrounds all calls of environments; can be entered again and again.
         """
         check_names()
+        self._around = around
         self.flags = flags
         self.num_envs = num_envs
         self.seed = flags.seed
@@ -161,13 +174,14 @@ class Environment:
             make_vector = None
         self.exact_resume = make_vector is None
         self.envs: Any
-        if make_vector is None:
-            self.envs = gymnasium.vector.SyncVectorEnv(
-                [partial(self._create, i, render_mode) for i in self.indices],
-                autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,
-            )
-        else:
-            self.envs = make_vector(num_envs, self._warn)
+        with around:
+            if make_vector is None:
+                self.envs = gymnasium.vector.SyncVectorEnv(
+                    [partial(self._create, i, render_mode) for i in self.indices],
+                    autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,
+                )
+            else:
+                self.envs = make_vector(num_envs, self._warn)
         self.observation_space = plain_space(self.envs.single_observation_space)
         self.action_space = policy_space(self.envs.single_action_space)
         self._has_mask = mask_space(self.observation_space) is not None
@@ -176,10 +190,12 @@ class Environment:
         self._row: dict[str, Any] = {}
 
     def _create(self, index: int, render_mode: str | None) -> SeededGames:
-        env = create_env(self.flags, render_mode)
+        # np.seterr() and the like have no effect outside of the context.
+        run = contextvars.copy_context().run
+        env = run(create_env, self.flags, render_mode)
         warn = partial(self._warn, index - self.indices.start)
         checker = Checker(self.flags.env, env.observation_space, warn)
-        return SeededGames(env, self.seed, index, self.log_actions, checker)
+        return SeededGames(env, self.seed, index, self.log_actions, checker, run)
 
     def set_seed(self, seed: int, first_index: int) -> None:
         """Changes the seed and the numbers. `initial()` has to follow.
@@ -199,12 +215,14 @@ class Environment:
             self._warned.add(key)
             self.on_warning(key, message)
 
+    @np.errstate(all="ignore")  # or warnings, which environments may make errors
     def initial(self) -> dict[str, Any]:
         """Starts new games and returns the first row."""
         # SeededGames computes its own seeds; the native path uses these.
         seeds = [game_seed(self.seed, i, self._initial_calls) for i in self.indices]
         self._initial_calls += 1
-        observation, infos = self.envs.reset(seed=seeds)
+        with self._around:
+            observation, infos = self.envs.reset(seed=seeds)
         self._totals = Totals.zeros(self.num_envs)
         action_shape, action_dtype = _actions_of(self.action_space, self.num_envs)
         none = np.zeros(self.num_envs, np.bool_)
@@ -220,12 +238,15 @@ class Environment:
         self.final_observation = None
         return self._row
 
+    @np.errstate(all="ignore")
     def step(self, actions: np.ndarray) -> dict[str, Any]:
         """Takes one action in each environment and returns the next row."""
         actions = np.asarray(actions)
-        observation, reward, terminated, truncated, infos = self.envs.step(
-            to_env_actions(self.envs.single_action_space, self.num_envs, actions)
-        )
+        space = self.envs.single_action_space
+        env_actions = to_env_actions(space, self.num_envs, actions)
+        with self._around:
+            result = self.envs.step(env_actions)
+        observation, reward, terminated, truncated, infos = result
         done = terminated | truncated
         truncated = truncated & ~terminated
         self._totals = self._totals.add(reward)
@@ -305,7 +326,8 @@ class Environment:
     def render(self) -> np.ndarray | None:
         """Draws the first environment: [H, W, 3] uint8, or None if it has a window."""
         try:
-            return self.envs.render()[0]
+            with self._around:
+                return self.envs.render()[0]
         except Exception as error:
             raise RuntimeError(
                 f"--env {self.flags.env} can't be rendered, see the error above. "
@@ -314,7 +336,12 @@ class Environment:
             ) from error
 
     def close(self) -> None:
-        self.envs.close()
+        """Closes the environments. What close() raises is only a warning."""
+        name = f"--env {self.flags.env}: "
+        with self._around:
+            close_quietly(
+                self.envs.close, lambda k, text: self._warn(0, k, name + text)
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to continue from the current row.

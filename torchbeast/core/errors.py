@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import traceback
+from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
 
@@ -15,6 +17,31 @@ class UserError(Exception):
 
 class FlagError(UserError, ValueError):
     """A flag has a value that is not allowed."""
+
+
+class FileError(FlagError):
+    """A file can't be used; the message names it. Mostly a flag has named it."""
+
+
+@contextlib.contextmanager
+def using(name: object, problem: str = "") -> Iterator[None]:
+    """Turns whatever a damaged file or a library raises into a FileError.
+
+    Args:
+      name: what is used, for the message: a file, or a flag with its value.
+      problem: what is wrong with it, unless it can't be opened.
+    """
+    try:
+        yield
+    except UserError:  # the message is good already
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise FileError(f"{name}: {error.strerror}") from error
+        # Some messages say little without the type, such as that of a KeyError.
+        tells = isinstance(error, ValueError | RecursionError) and str(error)
+        why = error if tells else repr(error)
+        raise FileError(f"{f'{name} {problem}'.rstrip()}: {why}") from error
 
 
 def is_user_error(error: BaseException) -> bool:

@@ -67,6 +67,18 @@ SLURM_VARIABLES = (
 _OF_THE_NEWEST = ("args", "flags_signature")  # entries that a start lacks
 ERROR_LENGTH = 1000  # characters of an error in meta.json; out.log has all of them
 ROOM_FOR_THE_END = 2048  # spare bytes in meta.json, to write the end on a full disk
+DEEPEST = 100  # levels of meta.json
+# The types of what is used of meta.json, and those of a list's items.
+_OPTIONAL_DICT, _OPTIONAL_STR = (dict | None, None), (str | None, None)
+META_TYPES: dict[str, tuple[Any, Any]] = {
+    **dict.fromkeys(("args", "flags", "preset_changes"), (dict, None)),
+    **dict.fromkeys(("git", "hardware", "protocol"), _OPTIONAL_DICT),
+    **dict.fromkeys(("date_start", "date_end", "preset"), _OPTIONAL_STR),
+    **dict.fromkeys(("first_step", "last_step"), (int | None, None)),
+    "starts": (list, dict),
+    "resumed": (list, str),
+    "flags_left_open": (list, str),
+}
 PACKAGES = ("torchbeast", "torch", "numpy", "gymnasium", "ale-py", "minatar")
 
 
@@ -267,29 +279,72 @@ def strict_json(nested: Any) -> Any:
     return str(nested) if is_number and not math.isfinite(nested) else nested
 
 
-def _with_infinities(nested: Any, name: str = "") -> Any:
+def _with_infinities(nested: Any, name: str = "", depth: int = 0) -> Any:
     """The reverse of strict_json, for the flags that are numbers."""
+    if depth > DEEPEST:
+        raise ValueError("it is nested too deeply")
     if isinstance(nested, dict):
-        return {k: _with_infinities(x, k) for k, x in nested.items()}
+        return {k: _with_infinities(x, k, depth + 1) for k, x in nested.items()}
     if isinstance(nested, list):
-        return [_with_infinities(x) for x in nested]
+        return [_with_infinities(x, "", depth + 1) for x in nested]
     is_number = name in RANGES and nested in ("inf", "-inf")
     return float(nested) if is_number else nested
 
 
 def read_meta(folder: pathlib.Path) -> dict[str, Any]:
-    """The content of meta.json; {} if the file is missing or damaged."""
+    """The content of meta.json; {} if the file is missing or damaged.
+
+    Its values have the types in META_TYPES. Those of flags may have any.
+    """
     path = folder / "meta.json"
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(meta, dict) or not isinstance(meta.get("starts", []), list):
-            raise ValueError(f"it holds {str(meta)[:80]!r}")
-        return _with_infinities(meta)
+        return parse_meta(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         log.warning("%s is damaged and is ignored: %s", path, error)
         return {}
+
+
+def parse_meta(text: str) -> dict[str, Any]:
+    """The content of a meta.json.
+
+    Raises:
+      ValueError, RecursionError: this is not the content of one.
+    """
+    meta = _with_infinities(json.loads(text))
+    if not isinstance(meta, dict):
+        raise ValueError(f"it is no object, but {str(meta)[:80]}")
+    _check_types(meta)
+    for start in meta.get("starts", ()):
+        _check_types(start)
+    return meta
+
+
+def _check_types(part: dict[str, Any]) -> None:
+    for name, value in part.items():
+        kind, of = META_TYPES.get(name, (object, None))
+        if not isinstance(value, kind) or (
+            of and not all(isinstance(item, of) for item in value)
+        ):
+            raise ValueError(f"{name} is {json.dumps(value)[:80]}")
+
+
+def complete_meta(folder: pathlib.Path, last_step: int) -> None:
+    """Completes the meta.json of a run that was killed after its last work.
+
+    Raises:
+      RunFileError: it can't be written.
+    """
+    if not (meta := read_meta(folder)):
+        return
+    end = {"successful": True, "date_end": now()}
+    meta |= end
+    if starts := meta.get("starts"):
+        starts[-1] |= end | {"last_step": last_step}
+    path = folder / "meta.json"
+    with writing(path), atomic_write(path) as file:
+        file.write(f"{json.dumps(strict_json(meta), indent=2)}\n".encode())
 
 
 class _OutLog(logging.FileHandler):
@@ -307,7 +362,8 @@ class _OutLog(logging.FileHandler):
 
 
 def _attach(path: pathlib.Path) -> logging.Handler:
-    handler = _OutLog(path, encoding="utf-8")
+    # A text may have bytes that are not UTF-8.
+    handler = _OutLog(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(
         logging.Formatter(
             "[%(asctime)s %(levelname)s %(process)d %(name)s:%(lineno)d] %(message)s"

@@ -12,6 +12,7 @@ Importing this module does not load torch, because environment servers parse fla
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import secrets
 import sys
@@ -64,6 +65,10 @@ FREE_TO_CHANGE_IN_SYNC = FREE_TO_CHANGE | {
     *("reward_clipping", "sync", "clip_rho", "clip_pg_rho", "clip_c"),
     *("trace_decay", "normalize_advantages", "clip_ratio", "kl_threshold"),
 }
+
+
+# That the folder does not exist yet, or can't be made. Opening it tells more.
+_OTHER_FAULTS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES)
 
 
 class Flags(argparse.Namespace):
@@ -239,6 +244,18 @@ def resolve_folder(flags: Flags) -> None:
             f'--xpid must be the name of a folder in --savedir, without "{os.sep}" and '
             f'other than "latest", got {flags.xpid!r}'
         )
+    folder = os.path.join(savedir, flags.xpid)
+    for path in (folder, *(f"/{part}" for part in folder.split(os.sep))):
+        try:
+            os.lstat(path)
+        except (OSError, ValueError) as error:  # ValueError: a null character
+            if getattr(error, "errno", None) in _OTHER_FAULTS:
+                continue
+            raise FlagError(
+                f"--savedir and --xpid can't name a folder: {error.args[-1]}: "
+                f"{folder[:100]!r}... Give a shorter one, with at most 255 bytes per "
+                "name"
+            ) from None
 
 
 def check_effects(flags: Flags) -> None:

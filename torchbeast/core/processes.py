@@ -18,8 +18,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import io
 import multiprocessing
 import os
+import select
 import shlex
 import signal
 import subprocess
@@ -29,11 +31,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchbeast.core.errors import UserError
 from torchbeast.core.hardware import num_cpus as num_cpus  # for users of this module
 from torchbeast.core.wake_pipe import WakePipe
+
+if TYPE_CHECKING:
+    from multiprocessing import connection
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Signals within this time after the first count as the same request: `timeout` signals
@@ -48,11 +53,64 @@ class ProcessError(UserError, RuntimeError):
     """A child process died, raised or got stuck."""
 
 
+# --- Standard streams -----------------------------------------------------------------
+
+
+class _Stream(io.FileIO):
+    """A standard stream that drops what can't be written: no reader, a full disk."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            while (written := super().write(data)) is None:
+                select.select([], [self], [])  # another program made it non-blocking
+            return written
+        return memoryview(data).nbytes
+
+
+def keep_streams_open() -> None:
+    """Makes writing to stdout and stderr safe: environments may print at any time.
+
+    Closed streams are opened as /dev/null, also for child processes. Otherwise the next
+    opened file, such as a checkpoint, could get the descriptor of stderr, and C code
+    would write its messages into it. Streams that the caller has replaced are kept.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            os.set_inheritable(opened, True)
+        old = getattr(sys, name)
+        if old is None and name == "stdin":
+            sys.stdin = os.fdopen(number, closefd=False)
+        elif name != "stdin" and old is getattr(sys, f"__{name}__"):
+            if old is not None:
+                with contextlib.suppress(OSError):
+                    old.flush()
+            stream = io.TextIOWrapper(
+                io.BufferedWriter(_Stream(number, "w", closefd=False)),
+                encoding=getattr(old, "encoding", "utf-8"),
+                errors="backslashreplace",
+                line_buffering=getattr(old, "line_buffering", True),
+                write_through=getattr(old, "write_through", False),
+            )
+            setattr(sys, name, stream)
+
+
 # --- Signals --------------------------------------------------------------------------
 
 
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 def handled_signals() -> list[signal.Signals]:
-    """The stop signals, without SIGHUP if this process ignores it (nohup)."""
+    """The stop signals, without SIGHUP if this process ignores it (nohup).
+
+    None outside the main thread, where Python can't handle signals.
+    """
+    if not in_main_thread():
+        return []
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [n for n in STOP_SIGNALS if not (ignored and n == signal.SIGHUP)]
 
@@ -156,24 +214,14 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         self._handling.__exit__(None, None, None)
-        signal.set_wakeup_fd(self._old_wakeup)
+        self.wake_pipe.stop_waking_on_signals(self._old_wakeup)
         self.wake_pipe.close()
 
 
-def run_script(main: Callable[[], int]) -> NoReturn:
-    """Exits with the status that `main` returns.
-
-    If the terminal has closed, unprinted output is dropped. Otherwise Python would exit
-    with status 120.
-    """
-    status = main()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    sys.exit(status)
+def run_script(main: Callable[[], int | None]) -> NoReturn:
+    """Exits with the status that `main` returns; None is 0."""
+    keep_streams_open()
+    sys.exit(main())
 
 
 # --- Child processes ------------------------------------------------------------------
@@ -230,6 +278,7 @@ def begin_child(ends_by: Sequence[int] = ()) -> None:
       ends_by: stop signals that end the child nevertheless.
     """
     os.setpgid(0, 0)
+    keep_streams_open()
     faulthandler.register(signal.SIGUSR1)
     # Environments may start processes, which Python forbids to a "daemon".
     multiprocessing.current_process().daemon = False
@@ -392,15 +441,29 @@ class Guardian:
         self._process.wait()
 
 
-def end_after_parent(end: Callable[[], None], seconds: float) -> None:
-    """Starts a thread that waits for the parent's death, calls `end` and exits."""
-    from multiprocessing import connection, parent_process  # slow
+def end_on_request(
+    end: Callable[[], None], seconds: float, pipe: connection.Connection
+) -> None:
+    """Starts a thread that waits for a request to end, calls `end` and exits later.
 
-    parent = parent_process()
-    assert parent is not None
+    A request is SIGTERM, if there is a handler, or the end of the other side of the
+    pipe: the parent has died, or closes it because environments may ignore SIGTERM.
+    This works while the main thread is busy. Call it in the main thread.
+
+    Args:
+      end: asks the main thread to exit.
+      seconds: after this the process exits, because an environment hangs.
+      pipe: to the parent, which sends nothing. Another thread may send.
+    """
+    from multiprocessing import connection  # slow
+
+    signals = WakePipe()
+    signals.wake_on_signals()
 
     def wait() -> None:
-        connection.wait([parent.sentinel])
+        while pipe not in (ready := connection.wait([pipe, signals.reader])):
+            if ready and signal.SIGTERM in signals.drain():
+                break
         end()
         time.sleep(seconds)
         os._exit(1)  # still here: an environment hangs

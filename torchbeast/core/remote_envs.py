@@ -31,8 +31,8 @@ from torchbeast.core.env_connection import (
 from torchbeast.core.env_spec import EnvSpec
 from torchbeast.core.errors import FlagError
 from torchbeast.core.flags import Flags
-from torchbeast.core.make_env import check_observation_space
 from torchbeast.core.peer_log import PeerLog
+from torchbeast.core.space_checks import check_observation_space
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from torchbeast.core import flags as flags_lib
 from torchbeast.core.atari_wrappers import atari_game
 from torchbeast.core.declared_flags import environment_flags
 from torchbeast.core.errors import FlagError
-from torchbeast.core.file_writer import FileWriter, read_meta
+from torchbeast.core.file_writer import complete_meta, read_meta
 from torchbeast.core.flags import Flags
 from torchbeast.core.logs_csv import is_evaluated
 from torchbeast.core.presets import PRESETS, RENAMED
@@ -65,8 +65,7 @@ class Start(NamedTuple):
             if flags.eval_interval and not is_evaluated(path, step):
                 log.info("What is left is the evaluation of the final weights.")
                 return False
-            args = flags.savedir, flags.xpid, flags.as_dict(), step, self.folder
-            FileWriter(*args, left_open=self.left_open).close(True, step, exit_status=0)
+            complete_meta(path, step)
         log.info(
             "The run %s is at step %d of --total_steps %d already. To continue it, "
             "raise --total_steps.",

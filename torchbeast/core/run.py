@@ -384,7 +384,7 @@ class Run:
         finally:
             # From now on shutdown is bounded in time; further signals are ignored. The
             # caller restores the handlers.
-            for number in processes.STOP_SIGNALS:
+            for number in processes.handled_signals():
                 signal.signal(number, signal.SIG_IGN)
             self._close()
         return True
@@ -439,7 +439,7 @@ class Run:
         )
         for tracker in self._trackers:
             tracker.close(status)
-        signal.set_wakeup_fd(self._old_wakeup)
+        self._wake_pipe.stop_waking_on_signals(self._old_wakeup)
         if any(thread.is_alive() for thread in self._threads):
             # Python can't exit cleanly while a thread is inside torch.
             logging.shutdown()

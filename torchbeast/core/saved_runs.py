@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchbeast.core.errors import using
 from torchbeast.core.file_writer import read_meta
-from torchbeast.core.protocol import stored_protocol
+from torchbeast.core.protocol import describe, stored_protocol
 
 # Names of log files, and how to open them. Archived logs may be compressed.
 LOGS: dict[str, Callable[..., Any]] = {"logs.csv": open, "logs.csv.gz": gzip.open}
@@ -120,20 +121,20 @@ def read_run(folder: pathlib.Path) -> SavedRun:
     """Reads a run. Skips an unfinished last line; text counts as an empty cell.
 
     Raises:
-      ValueError: logs.csv is damaged.
+      ValueError: logs.csv or meta.json is damaged.
     """
     path, open_text = next(
         (folder / name, function)
         for name, function in LOGS.items()
         if (folder / name).is_file()
     )
-    with open_text(path, "rt", encoding="utf-8", newline="") as file:
+    with (
+        using(path, "is damaged"),
+        open_text(path, "rt", encoding="utf-8", newline="") as file,
+    ):
         # A power failure can leave zeros, which csv refuses before Python 3.11.
         lines = (line.replace("\0", "\ufffd") for line in file)
-        try:
-            header, *rows = list(csv.reader(lines)) or [[]]
-        except (EOFError, csv.Error) as error:  # EOFError: the end of a .gz is missing
-            raise ValueError(f"{path} is damaged: {error}") from None
+        header, *rows = list(csv.reader(lines)) or [[]]
     if rows and len(rows[-1]) != len(header):
         del rows[-1]
     for i, row in enumerate(rows, start=1):
@@ -145,7 +146,11 @@ def read_run(folder: pathlib.Path) -> SavedRun:
     values = np.array([[_number(cell) for cell in row] for row in rows])
     values = values.reshape(len(rows), len(header))
     columns = {name: values[:, i] for i, name in enumerate(header)}
-    return SavedRun(folder.name, columns, read_meta(folder))
+    run = SavedRun(folder.name, columns, read_meta(folder))
+    with using(folder / "meta.json", "is damaged"):
+        describe(run.protocol())
+        run.seconds()
+    return run
 
 
 def read_test(folder: pathlib.Path) -> dict[str, Any] | None:
@@ -155,15 +160,20 @@ def read_test(folder: pathlib.Path) -> dict[str, Any] | None:
       ValueError: the file is damaged.
     """
     path = folder / "test.json"
-    try:
-        test = json.loads(path.read_text(encoding="utf-8"))
-        needed = {name: test[name] for name in ("mean", "std", "num_games", "policy")}
-        rules = stored_protocol({**test, "args": test.get("flags")})
-        return {"step": test.get("step"), "protocol": rules, **needed}
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is not a result of --mode test: {error!r}") from None
+    with using(path, "is not a result of --mode test"):
+        test = json.loads(path.read_text(encoding="utf-8"))
+        rules = stored_protocol({**test, "args": test.get("flags")})
+        describe(rules)
+        return {
+            "step": None if test.get("step") is None else int(test["step"]),
+            "protocol": rules,
+            "mean": float(test["mean"]),
+            "std": float(test["std"]),
+            "num_games": int(test["num_games"]),
+            "policy": str(test["policy"]),
+        }
 
 
 def _number(cell: str) -> float:

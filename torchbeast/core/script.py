@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import sys
 from collections.abc import Iterator
 
 from torchbeast.core import errors, processes
+
+log = logging.getLogger(__name__)
 
 
 def configure_logging() -> None:
@@ -23,23 +23,6 @@ def print_warnings_only() -> None:
         handler.setLevel(logging.WARNING)
 
 
-def open_missing_streams() -> None:
-    """Opens closed standard streams as /dev/null, also for child processes.
-
-    Otherwise the next opened file, such as a checkpoint, could get the descriptor of
-    stderr, and C code would write its messages into it.
-    """
-    streams = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
-    for number, (name, mode) in enumerate(streams):
-        try:
-            os.fstat(number)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
-            os.set_inheritable(opened, True)
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, mode, closefd=False))
-
-
 class Outcome:
     """The exit status of a script."""
 
@@ -52,9 +35,14 @@ def reported() -> Iterator[Outcome]:
 
     Configures logging. An exception in the body is logged and sets the exit status.
     """
-    open_missing_streams()
+    processes.keep_streams_open()
     configure_logging()
     outcome = Outcome()
+    if not processes.in_main_thread():
+        log.warning(
+            "This is not the main thread, and only there Python handles signals: "
+            "Ctrl-C and SIGTERM neither stop the run nor save it."
+        )
     with processes.raise_on_stop_signals():
         try:
             yield outcome

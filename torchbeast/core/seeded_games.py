@@ -1,14 +1,15 @@
 """One environment whose games are functions of a seed and the actions."""
 
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 
 from torchbeast.core import extra_fields
-from torchbeast.core.env_checks import Checker
+from torchbeast.core.env_checks import Checker, close_quietly
 
 GAME_OVER = "torchbeast.game_over"  # in an info: False if only an episode has ended
 
@@ -28,6 +29,7 @@ class SeededGames(gymnasium.Wrapper):
     Args:
       index: the number of the environment in the run.
       log_actions: keep the actions of the current game, for `replay`.
+      run: calls a method of the environment: the `run` of its contextvars.Context.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class SeededGames(gymnasium.Wrapper):
         index: int,
         log_actions: bool,
         checker: Checker,
+        run: Callable[..., Any],
     ):
         super().__init__(env)
         self.seed = seed
@@ -44,6 +47,9 @@ class SeededGames(gymnasium.Wrapper):
         self.log_actions = log_actions
         self.checker = checker
         self.until_check = 0  # calls; counted here, because each step passes here
+        self._reset = functools.partial(run, env.reset)
+        self._step = functools.partial(run, env.step)
+        self._run = run
         self.game = -1
         self.actions: list[np.ndarray] = []
         self.game_goes_on = False
@@ -65,11 +71,11 @@ class SeededGames(gymnasium.Wrapper):
         self.game_goes_on = False
         self.until_check -= 1
         if self.until_check < 0:
-            result = self.checker.call("reset", self.env.reset, **arguments)
+            result = self.checker.call("reset", self._reset, **arguments)
             self.until_check = self.checker.until_next()
             self._check_fields(result[1])
         else:
-            result = self.env.reset(**arguments)
+            result = self._reset(**arguments)
         observation, info = self.checker.admit("reset", result)
         return observation, extra_fields.select(info, "observation")
 
@@ -87,10 +93,10 @@ class SeededGames(gymnasium.Wrapper):
             self.actions.append(np.array(action))
         self.until_check -= 1
         if self.until_check < 0:
-            result = self.checker.call("step", self.env.step, action)
+            result = self.checker.call("step", self._step, action)
             self.until_check = self.checker.until_next()
         else:
-            result = self.env.step(action)
+            result = self._step(action)
         result = self.checker.admit("step", result)
         observation, reward, terminated, truncated, info = result
         kept: dict[str, Any] = extra_fields.select(info)
@@ -100,6 +106,12 @@ class SeededGames(gymnasium.Wrapper):
             self.game_goes_on = not kept["game_over"]
             observation = copy.deepcopy(observation)  # reset() may overwrite it
         return observation, reward, terminated, truncated, kept
+
+    def render(self) -> Any:
+        return self._run(self.env.render)
+
+    def close(self) -> None:
+        close_quietly(functools.partial(self._run, self.env.close), self.checker.warn)
 
     def replay(self, game: int, actions: Sequence[Any]) -> Any:
         """Plays the actions in game number `game`; returns the last observation."""

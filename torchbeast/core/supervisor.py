@@ -107,7 +107,7 @@ class Servers:
             self._check(server)
 
     def _start(self, server: Server, first_stream: int) -> None:
-        server.pipe, child = self.context.Pipe(duplex=False)
+        server.pipe, child = self.context.Pipe()  # its end is a request to end
         process = self.context.Process(
             target=self.serve,
             name=f"server-{server.index}",
@@ -188,9 +188,11 @@ class Servers:
 
     def stop(self) -> None:
         """Ends all processes and their children, and removes their sockets."""
-        alive = [s.process for s in self.servers if s.process is not None]
-        for process in alive:
-            process.terminate()
+        servers = [s for s in self.servers if s.process is not None]
+        alive = [s.process for s in servers]
+        for server in servers:
+            server.pipe.close()
+            server.process.terminate()
         self.guardian.end(alive, STOP_SECONDS)
         self.guardian.close()
         for server in self.servers:

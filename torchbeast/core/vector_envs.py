@@ -4,6 +4,7 @@ docs/environments.md is the manual.
 """
 
 import argparse
+import contextvars
 import functools
 import importlib
 import json
@@ -23,13 +24,12 @@ from torchbeast.core.make_env import (
     MissingPackageError,
     UnknownEnvironmentError,
     call_signature_error,
-    check_action_space,
-    check_observation_space,
     find_object,
     names_python,
     takes,
 )
 from torchbeast.core.nested import flatten, map_nested
+from torchbeast.core.space_checks import check_action_space, check_observation_space
 
 ENVPOOL = "envpool:"
 # Truncated episodes that are more than chance, if observations are floats; and else.
@@ -138,7 +138,9 @@ class VectorGames:
         warn: Warn,
     ) -> None:
         self.name, self.num_envs = name, num_envs
-        self._make = functools.partial(make, num_envs)
+        # np.seterr() and the like have no effect outside of the context.
+        self._run = contextvars.copy_context().run
+        self._make = lambda seed: self._run(make, num_envs, seed)
         self.env = self._make(0)
         if not isinstance(self.env, gymnasium.vector.VectorEnv):
             raise InvalidEnvironmentError(
@@ -194,11 +196,12 @@ class VectorGames:
 
     def _reset(self, seed: Sequence[int]) -> tuple[Any, dict[str, Any]]:
         if self.is_envpool:
-            self.env.close()
+            self._run(self.env.close)
             self.env = self._make(seed[0])
-            return self.env.reset()
+            return self._run(self.env.reset)
         takes_list = isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
-        return self.env.reset(seed=list(seed) if takes_list else int(seed[0]))
+        seeds = list(seed) if takes_list else int(seed[0])
+        return self._run(self.env.reset, seed=seeds)
 
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
         """As Gymnasium's SAME_STEP mode, with final_info["game_over"].
@@ -206,7 +209,7 @@ class VectorGames:
         Raises:
           InvalidEnvironmentError: it returns a value that can't be stored.
         """
-        result = self.env.step(actions)
+        result = self._run(self.env.step, actions)
         if self._check_is_due():
             self._checker.check("step", result, self.num_envs, self._checked)
         result = self._checker.admit("step", result, self.num_envs)
@@ -277,10 +280,11 @@ class VectorGames:
             return whole
 
         if self.is_envpool:
-            new, new_info = self.env.reset(np.flatnonzero(done))
+            new, new_info = self._run(self.env.reset, np.flatnonzero(done))
             observation = map_nested(put, observation, new)
         else:
-            observation, new_info = self.env.reset(options={"reset_mask": done})
+            options = {"reset_mask": done}
+            observation, new_info = self._run(self.env.reset, options=options)
         merged = dict(info)  # new_info has nothing about the other environments
         for name in EXTRA_FIELDS.keys() & new_info.keys():
             field = EXTRA_FIELDS[name]
@@ -300,4 +304,4 @@ class VectorGames:
         return True
 
     def close(self) -> None:
-        self.env.close()
+        self._run(self.env.close)

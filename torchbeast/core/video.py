@@ -31,7 +31,7 @@ class Video:
     LEAST_PIXELS = 100  # of height and width; a smaller frame is enlarged
 
     def __init__(self, path: str) -> None:
-        self.path = os.path.abspath(path)
+        self.path = os.path.abspath(path)  # environments may change the directory
         self.size: tuple[int, int] | None = None  # height and width, of the first frame
         self._scaled = False
         self._write: Callable[[np.ndarray], Any]

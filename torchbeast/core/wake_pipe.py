@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 
 
 class WakePipe:
@@ -24,13 +25,27 @@ class WakePipe:
             os.write(self._writer, b"w")
 
     def wake_on_signals(self) -> int:
-        """Lets signals with a handler wake, too. Returns the previous descriptor."""
-        return signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        """Lets signals with a handler wake, too. Returns the previous descriptor.
 
-    def drain(self) -> None:
+        Python allows it in the main thread only; elsewhere it has no effect.
+        """
+        return _set_wakeup_fd(self._writer)
+
+    def stop_waking_on_signals(self, previous: int) -> None:
+        _set_wakeup_fd(previous)
+
+    def drain(self) -> bytes:
+        """Empties the pipe. Returns its bytes, among them the numbers of signals."""
         with contextlib.suppress(BlockingIOError):
-            os.read(self.reader, 4096)
+            return os.read(self.reader, 4096)
+        return b""
 
     def close(self) -> None:
         os.close(self.reader)
         os.close(self._writer)
+
+
+def _set_wakeup_fd(descriptor: int) -> int:
+    if threading.current_thread() is not threading.main_thread():
+        return -1
+    return signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
