@@ -276,6 +276,17 @@ def test_what_it_can_not_act_on(tmp_path, arguments, match):
         agent.act(np.zeros(3), state)
 
 
+def test_it_has_the_flags_of_one_variant(tmp_path):
+    """A fork may read them in make_model, also those that it has added."""
+    flags = make_flags("--env", "CartPole-v1", "--envs_per_actor", "3")
+    weights = make_weights(flags)
+    saved = {**flags.as_dict(), "width": 7}
+    state = {"flags": saved, "model_state_dict": weights}
+    checkpoint.save(tmp_path / "model.tar", state)
+    agent = load_agent(tmp_path)
+    assert (agent.flags.envs_per_actor, agent.flags.width) == (3, 7)
+
+
 def test_there_is_no_checkpoint(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match=r"model\.tar"):
         load_agent(tmp_path)

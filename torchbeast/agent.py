@@ -261,7 +261,10 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
     words = ["--mode=test", *(["--trust_checkpoint_env"] if trust_env else [])]
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
     flags = flags_lib.parse(parser, words, saved["flags"], signed, str(file))
-    flags = flags_lib.resolve(flags).freeze()
+    flags = flags_lib.resolve(flags)
+    for name in saved["flags"].keys() - flags.as_dict().keys():
+        setattr(flags, name, saved["flags"][name])  # a flag of one variant's script
+    flags.freeze()
     with contextlib.closing(example_environment(flags)) as env:
         of_env = env.observation_space, env.action_space
     model = make_model(flags, *of_env, torch.device("cpu"))
