@@ -372,7 +372,11 @@ def test_resume_completes_fields_csv(started):
     assert fields == "_tick,_time,step\n_tick,_time,step,total_loss\n"
 
 
-@pytest.mark.parametrize("damaged", ["{", "", "[1]", '{"starts": 3}'])
+@pytest.mark.parametrize(
+    "damaged",
+    ["{", "", "[1]", "[" * 90_000]
+    + [f"{{{x}}}" for x in ('"starts": 3', '"starts": [[]]', '"resumed": [3]')],
+)
 def test_resume_with_a_damaged_meta(started, caplog, damaged):
     (started / "meta.json").write_text(damaged)
     FileWriter(str(started.parent), "run", ARGS, 90).close(successful=True)

@@ -156,7 +156,8 @@ class Cluster:
         except ClusterError:
             # Ray's functions would end this process, or wait for a minute. Without
             # ray.shutdown, its threads crash while Python ends.
-            atexit.register(os._exit, 1)
+            if self._is_ours:
+                atexit.register(os._exit, 1)
             for pid in self._processes | descendants() if self._processes else ():
                 if is_of_ray(pid):
                     with contextlib.suppress(OSError):
