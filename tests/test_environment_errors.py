@@ -10,6 +10,7 @@ import pytest
 from gymnasium import spaces
 from test_environment import Counter, Echo, env_flags, here
 
+from torchbeast.core import video
 from torchbeast.core.env_checks import InvalidEnvironmentError
 from torchbeast.core.environment import Environment
 from torchbeast.core.errors import FlagError
@@ -19,7 +20,6 @@ from torchbeast.core.make_env import (
     UnsupportedSpaceError,
     create_env,
 )
-from torchbeast.core.video import picture
 
 # --- Errors ---------------------------------------------------------------------------
 
@@ -100,9 +100,9 @@ def test_what_is_no_picture(returned, what):
     env.initial()
     NoPicture.returned[0] = returned
     with pytest.raises(FlagError, match=rf"--video: render\(\) of .*{what}"):
-        picture(env.render(), env.flags.env)
+        video.picture(env.render(), env.flags.env)
     NoPicture.returned[0] = np.zeros((4, 5, 3), np.uint8)
-    assert picture(env.render(), "env").shape == (4, 5, 3)
+    assert video.picture(env.render(), "env").shape == (4, 5, 3)
 
 
 @pytest.mark.parametrize("env", ["missing_package.envs:Env", "missing_package:Env-v0"])

@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from torchbeast.core.errors import UserError, using
+from torchbeast.core import errors
+from torchbeast.core.errors import UserError
 from torchbeast.core.moments import RunningMoments
 from torchbeast.core.run_folder import atomic_write
 
@@ -227,7 +228,7 @@ def take_over(place: str, savedir: str, model: torch.nn.Module) -> None:
     Raises:
       CheckpointError: the file can't be read, or none of its weights fits.
     """
-    with using(f"--init_from {place}"):  # a name may be too long
+    with errors.using(f"--init_from {place}"):  # a name may be too long
         path = find(place, savedir)
         exists = path.exists()
     if not exists:
