@@ -10,6 +10,7 @@ import pytest
 from gymnasium import spaces
 from test_environment import Counter, Echo, env_flags, here
 
+from torchbeast.core import video
 from torchbeast.core.env_checks import InvalidEnvironmentError
 from torchbeast.core.environment import Environment
 from torchbeast.core.errors import FlagError
@@ -76,6 +77,33 @@ def test_a_picture_that_can_not_be_drawn():
     with pytest.raises(RuntimeError, match=r"NoOpenGL .*MUJOCO_GL=egl") as error:
         env.render()
     assert isinstance(error.value.__cause__, OSError)
+
+
+class NoPicture(NoOpenGL):
+    returned: ClassVar = [None]
+
+    def render(self):
+        return self.returned[0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "what"),
+    [
+        (None, "returns None"),
+        ("text", "returns an array"),
+        (np.zeros((4, 5), np.uint8), r"returns an array \[4, 5\] of uint8"),
+        (np.zeros((4, 0, 3)), r"returns an array \[4, 0, 3\]"),
+        ([np.zeros((4, 5, 3)), np.zeros((4, 6, 3))], "returns list"),
+    ],
+)
+def test_what_is_no_picture(returned, what):
+    env = Environment(env_flags(here(NoPicture)), 1, render_mode="rgb_array")
+    env.initial()
+    NoPicture.returned[0] = returned
+    with pytest.raises(FlagError, match=rf"--video: render\(\) of .*{what}"):
+        video.picture(env.render(), env.flags.env)
+    NoPicture.returned[0] = np.zeros((4, 5, 3), np.uint8)
+    assert video.picture(env.render(), "env").shape == (4, 5, 3)
 
 
 @pytest.mark.parametrize("env", ["missing_package.envs:Env", "missing_package:Env-v0"])

@@ -372,7 +372,11 @@ def test_resume_completes_fields_csv(started):
     assert fields == "_tick,_time,step\n_tick,_time,step,total_loss\n"
 
 
-@pytest.mark.parametrize("damaged", ["{", "", "[1]", '{"starts": 3}'])
+@pytest.mark.parametrize(
+    "damaged",
+    ["{", "", "[1]", "[" * 90_000]
+    + [f"{{{x}}}" for x in ('"starts": 3', '"starts": [[]]', '"resumed": [3]')],
+)
 def test_resume_with_a_damaged_meta(started, caplog, damaged):
     (started / "meta.json").write_text(damaged)
     FileWriter(str(started.parent), "run", ARGS, 90).close(successful=True)
@@ -555,3 +559,14 @@ def test_the_end_is_written_on_a_full_disk(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("No space left on device") == 2
     assert "Cannot write the end" not in result.stderr
+
+
+def test_a_text_that_is_not_utf8_is_logged(tmp_path, capsys):
+    """As in the error of an environment that reads a file with other bytes."""
+    writer = FileWriter(str(tmp_path), "run", ARGS)
+    text = b"bad \xff\xfe".decode(errors="surrogateescape")
+    logging.getLogger("x").error(text)
+    writer.close(successful=False, error=text)
+    assert r"bad \udcff\udcfe" in (writer.path / "out.log").read_text()
+    assert read_meta(writer.path)["starts"][-1]["error"] == text
+    assert "Cannot write" not in capsys.readouterr().err

@@ -6,6 +6,9 @@ import pytest
 import runs
 import torch
 
+from torchbeast.core import checkpoint
+from torchbeast.core.errors import UserError
+
 FIRST = {**runs.SMALL, "batch_size": 3}
 # Too small to change the weights by more than their rounding.
 ONE_UPDATE = {**FIRST, "seed": 4, "total_steps": 15, "learning_rate": 1e-12}
@@ -65,6 +68,11 @@ def test_what_does_not_fit_is_named(first, tmp_path):
     assert 0 < len(same) < len(found)
     for name in same:
         torch.testing.assert_close(found[name], expected[name])
+
+
+def test_a_name_that_is_too_long(tmp_path):
+    with pytest.raises(UserError, match=r"--init_from xx.*: File name too long"):
+        checkpoint.take_over("x" * 300, str(tmp_path), torch.nn.Linear(1, 1))
 
 
 def test_what_can_not_be_used(first, tmp_path):

@@ -59,3 +59,11 @@ def test_more_jobs_than_cores(caplog):
     assert jobs.split_cores(num_cpus + 1, None) == [[]] * (num_cpus + 1)
     assert jobs.split_cores(1, num_cpus + 1) == [[]]
     assert caplog.text.count(f"but this process may use {num_cpus}") == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_program_gets_no_blocked_signals(tmp_path):
+    job = Job("a", tmp_path / "a", ("cat", "/proc/self/status"))
+    assert job.start().wait() == 0
+    blocked = [x for x in job.console.read_text().splitlines() if "SigBlk" in x]
+    assert [int(x.split()[1], 16) for x in blocked] == [0]

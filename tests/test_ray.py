@@ -12,6 +12,7 @@ import time
 import certificates
 import pytest
 import runs
+import watched_runs
 
 ray = pytest.importorskip("ray")
 
@@ -173,6 +174,33 @@ def test_the_learner_is_killed(tmp_path, flags):
     assert len(ray_actors()) == 2
     process.kill()
     assert_nothing_left()
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+@BOTH
+def test_a_process_of_ray_is_killed(tmp_path, flags, name):
+    """The run saves, says why it ends, and leaves no process."""
+    process = start(tmp_path, "ray", **{**flags, "total_steps": FOREVER})
+    runs.wait_for_rows(process, tmp_path, "ray", 20, timeout=200)
+    session = watched_runs.processes_of_session(process.pid)
+    (victim,) = [p.pid for p in session if f"/{name}" in p.command.split()[0]]
+    os.kill(victim, signal.SIGKILL)
+    output = runs.finish(process)
+    assert process.returncode == 1, output
+    kind = {"raylet": "raylet", "gcs_server": "GCS"}[name]
+    assert f"ClusterError: Ray's process {kind} at" in output
+    assert "Saved" in output
+    assert "Traceback" not in output
+    watched_runs.wait_until(
+        lambda: not watched_runs.processes_of_session(process.pid), "no process", 60
+    )
+
+
+def test_ray_can_not_be_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", "/dev/null/nowhere")
+    output = runs.finish(start(tmp_path, "ray", **MONO), 250)
+    assert "UserError: Ray can not be started: " in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize("authority", [False, True])

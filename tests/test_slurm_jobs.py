@@ -87,6 +87,22 @@ def test_the_waiting_is_stopped(tmp_path):
     assert read_meta(tmp_path / "sweep-1")["starts"][-1]["signal"] == "SIGTERM"
 
 
+def test_a_killed_sweep_leaves_nothing(tmp_path):
+    """Its runs save and end."""
+    flags = {"total_steps": 10**9}
+    with sweeps.started(tmp_path, "--submit", "local", **flags) as process:
+        runs.wait_for_rows(process, tmp_path, "sweep-1", 10, timeout=200)
+        process.kill()
+        runs.finish(process)
+        watched_runs.wait_until(
+            lambda: not watched_runs.processes_of_session(process.pid),
+            "no process left",
+            60,
+        )
+    assert (tmp_path / "sweep-1" / "model.tar").exists()
+    assert read_meta(tmp_path / "sweep-1")["starts"][-1]["signal"] == "SIGTERM"
+
+
 def test_a_cluster_that_refuses(tmp_path, monkeypatch, caplog):
     """sbatch of a partition that does not exist."""
     programs = tmp_path / "bin"

@@ -305,6 +305,25 @@ def test_values_of_a_search_that_fit_only_together(tmp_path):
             )
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("3", "[]", '"x"', "null", "[" * 90_000, '{"args": null}', '{"starts": [3]}'),
+        '{"args": {}, "flags_left_open": [[]]}',
+        '{"successful": true, "starts": [{"last_step": "x"}]}',
+    ],
+)
+def test_a_meta_of_other_types(tmp_path, caplog, text):
+    """It is ignored, with a warning that names it."""
+    found = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}"], [1])
+    path = tmp_path / "s-1" / "meta.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    (job,) = found.make_jobs("", {})
+    assert not found.is_finished(job)
+    assert f"{path} is damaged and is ignored: " in caplog.text
+
+
 def test_switches(tmp_path):
     """One has no opposite: it is left out."""
     found = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}"], [1])

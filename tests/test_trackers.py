@@ -1,7 +1,10 @@
 """--wandb: real runs without a network. TensorBoard's test is in test_monobeast.py."""
 
 import json
+import os
+import signal
 import struct
+import subprocess
 
 import pytest
 import runs
@@ -66,6 +69,46 @@ def test_weights_and_biases_of_a_resumed_run(tmp_path, monkeypatch, module):
         assert sent.read_bytes() == (tmp_path / "a.mp4").read_bytes()
         ((_, row),) = history(tmp_path / "a")[len(found) :]
         assert row["step"] == 900
+
+
+def test_the_service_of_weights_and_biases_is_killed(tmp_path, monkeypatch):
+    """The run goes on, and says so once."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    process = runs.start(
+        tmp_path, "a", **runs.SMALL | {"total_steps": 10**9}, wandb="p"
+    )
+    try:
+        runs.wait_for_rows(process, tmp_path, "a", 10, timeout=200)
+        services = []
+        everyone = subprocess.run(
+            ["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True
+        ).stdout
+        for line in everyone.splitlines():
+            pid, parent, command = line.split(maxsplit=2)
+            if int(parent) == process.pid and "wandb" in command:
+                services.append(int(pid))
+        assert services
+        for pid in services:
+            os.kill(pid, signal.SIGKILL)
+        rows = len(runs.read_logs(tmp_path, "a"))
+        runs.wait_for_rows(process, tmp_path, "a", rows + 300, timeout=200)
+        os.kill(process.pid, signal.SIGINT)
+        output = runs.finish(process, 150)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130, output
+    assert output.count("Weights & Biases") == 1
+    assert "Saved" in output
+    assert "Traceback" not in output
+
+
+def test_a_package_that_wandb_needs_is_missing(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text("import pydantics\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    output = runs.run(tmp_path, "a", **runs.SMALL, wandb="project", status=1)
+    assert "--wandb needs the package pydantics: pip install wandb" in output
 
 
 def test_without_the_package(tmp_path, monkeypatch):

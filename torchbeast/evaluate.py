@@ -48,7 +48,7 @@ from torchbeast.core.nested import map_nested
 from torchbeast.core.run_folder import atomic_write
 from torchbeast.core.seeds import derive_seed
 from torchbeast.core.step_watch import StepWatch
-from torchbeast.core.video import Video, has_display
+from torchbeast.core.video import Video, has_display, picture
 from torchbeast.model import make_model
 
 log = logging.getLogger(__name__)
@@ -337,7 +337,7 @@ def play(
         state = model.initial_state(BATCH)
         while playing:
             if video:
-                video.add(np.asarray(first.render()))
+                video.add(picture(first.render(), flags.env))
             batch = map_nested(lambda *x: np.concatenate(x), *rows)  # [BATCH, ...]
             outputs, state = act_step(model, to_tensors(batch), state, choose)
             actions = outputs["action"].squeeze(0).numpy()

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from torchbeast.core import errors
 from torchbeast.core.errors import UserError
 from torchbeast.core.finite import find_not_finite
 from torchbeast.core.moments import RunningMoments
@@ -240,8 +241,10 @@ def take_over(place: str, savedir: str, model: torch.nn.Module) -> None:
     Raises:
       CheckpointError: the file can't be read, or none of its weights fits.
     """
-    path = find(place, savedir)
-    if not path.exists():
+    with errors.using(f"--init_from {place}"):  # a name may be too long
+        path = find(place, savedir)
+        exists = path.exists()
+    if not exists:
         raise CheckpointError(
             f"--init_from {place}: there is neither a run of this name in {savedir}, "
             f"nor a file {path}"

@@ -82,9 +82,11 @@ class Job(NamedTuple):
         return "\n".join(text.splitlines()[-TAIL:])
 
 
-def guardian() -> contextlib.closing[processes.Guardian]:
-    """Ends runs if this process is killed: SIGTERM, and END_SECONDS later SIGKILL."""
-    return contextlib.closing(processes.Guardian(END_SECONDS, signal.SIGTERM))
+def guardian(
+    number: signal.Signals = signal.SIGTERM,
+) -> contextlib.closing[processes.Guardian]:
+    """Ends runs if this process is killed: the signal, END_SECONDS later SIGKILL."""
+    return contextlib.closing(processes.Guardian(END_SECONDS, number))
 
 
 def split_cores(num_jobs: int, cores_per_job: int | None) -> list[list[int]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from torchbeast.core import rollout
 from torchbeast.core.acting import SharedWeights
@@ -171,6 +171,7 @@ class RayActors:
 
     def start_unroll(self, index: int, slots: list[int]) -> None:
         """Makes an idle actor fill the slots with the newest weights."""
+        self._cluster.check()
         self.idle.remove(index)
         bank, version = self.weights.acquire()
         if version != self._put[0]:
@@ -187,8 +188,11 @@ class RayActors:
         Raises:
           ActorError: an act loop raised, or took no step for --actor_timeout s; or
             there was no unroll for that long.
+          ClusterError: one of Ray's processes has died.
         """
-        connection.wait([self._done.reader, wake_up], timeout)
+        waking: list[Any] = [self._done.reader, wake_up, *self._cluster.links]
+        connection.wait(waking, timeout)
+        self._cluster.check()
         self._done.drain()
         references = list(self._running)
         done, _ = ray.wait(references, num_returns=len(references), timeout=0)
@@ -198,6 +202,9 @@ class RayActors:
                 rollouts, warnings, timings, is_replacement = ray.get(reference)
             except RayTaskError as error:
                 raise ActorError(f"actor {index} failed:\n{error.cause}") from error
+            except RayError as error:
+                self._cluster.check()
+                raise ActorError(f"actor {index} is lost: {error}") from error
             self._timings[index] = timings
             if is_replacement:
                 self.num_replaced += 1

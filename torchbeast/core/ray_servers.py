@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from torchbeast.core.connection_flags import (
     ServerError,
@@ -98,6 +98,7 @@ class RayServers:
 
     def check(self) -> None:
         """Raises ServerError if a server can't make its environments, or can't join."""
+        self.cluster.check()
         done, _ = ray.wait(self.running, timeout=0)
         for reference in done:
             index = self.running.index(reference)
@@ -107,6 +108,9 @@ class RayServers:
                 raise ServerError(
                     f"environment server {index}: {error.cause}"
                 ) from None
+            except RayError as error:
+                self.cluster.check()
+                raise ServerError(f"environment server {index}: {error}") from error
 
     def close(self) -> None:
         """Ends the servers, and Ray if it was started here."""

@@ -75,30 +75,52 @@ def submit(
     limit = {f"{cluster}_max_num_timeout": 1_000_000}
     executor = submitit.AutoExecutor(folder=folder, cluster=cluster, **limit)
     executor.update_parameters(**parameters)
-    try:
-        with executor.batch():
-            submitted = [(job, executor.submit(SlurmJob(job))) for job in waiting]
-    except (utils.UncompletedJobError, utils.FailedSubmissionError) as error:
-        raise FlagError(
-            f"the jobs can't be submitted: {error}. Check --sbatch, --minutes, --cores"
-        ) from error
-    for job, handle in submitted:
-        log.info("%s is job %s.", job.xpid, handle.job_id)
-    with processes.StopSignals() as signals:
+    here = cluster == "local"
+    submitted: list[tuple[Job, Any]] = []
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(processes.StopSignals())
+        # SIGINT: submitit ignores SIGTERM.
+        guard = stack.enter_context(jobs.guardian(signal.SIGINT))
+        if here:
+            stack.callback(_end_here, submitted)
+        try:
+            with executor.batch():
+                handles = [executor.submit(SlurmJob(job)) for job in waiting]
+        except (utils.UncompletedJobError, utils.FailedSubmissionError) as error:
+            raise FlagError(
+                f"the jobs can't be submitted: {error}. Check --sbatch, --minutes, "
+                "--cores"
+            ) from error
+        submitted += zip(waiting, handles, strict=True)
+        for job, handle in submitted:
+            if here:
+                guard.guard(int(handle.job_id))
+            log.info("%s is job %s.", job.xpid, handle.job_id)
         while submitted and not signals.number:
             time.sleep(POLL_SECONDS)
-            for job, handle in [pair for pair in submitted if pair[1].done()]:
+            done = [pair for pair in submitted if pair[1].done()]
+            if signals.number and here:  # a Ctrl-C has ended them
+                break
+            for job, handle in done:
                 submitted.remove((job, handle))
+                if here:
+                    guard.release(int(handle.job_id))
                 try:
                     ended(job, handle.result())
                 except utils.UncompletedJobError as error:
                     log.error("%s: %s", job.xpid, error)
                     ended(job, 1)
-    if signals.number:
-        name = signal.Signals(signals.number).name
-        if cluster == "local":
-            for _, handle in submitted:
-                handle.cancel()
-        else:
+        if signals.number and not here:
+            name = signal.Signals(signals.number).name
             log.warning("%s: the jobs go on; scancel ends them.", name)
-    return signals.number
+        return signals.number
+
+
+def _end_here(submitted: Sequence[tuple[Job, Any]]) -> None:
+    """Ends submitit's processes on this machine. Their runs save."""
+    deadline = time.monotonic() + jobs.END_SECONDS
+    for _, handle in submitted:
+        handle.cancel()
+    for _, handle in submitted:
+        while not handle.done() and time.monotonic() < deadline:
+            time.sleep(0.05)

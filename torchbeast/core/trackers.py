@@ -6,6 +6,7 @@ To add another tracker, write a class with `log` and `close` and add it to
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from pathlib import Path
@@ -65,7 +66,8 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise FlagError(
-                "--tensorboard needs the package tensorboard: pip install tensorboard"
+                "--tensorboard needs the package tensorboard: pip install tensorboard "
+                f"({error})"
             ) from error
         self.path = path
         with writing(path):
@@ -99,9 +101,10 @@ class WeightsAndBiases:
     def __init__(self, flags: Flags, path: Path, resumes: bool) -> None:
         try:
             import wandb
-        except ImportError as error:
+        except ImportError as error:  # maybe of a package that wandb needs
             raise FlagError(
-                "--wandb needs the package wandb: pip install wandb"
+                f"--wandb needs the package {error.name or 'wandb'}: pip install wandb "
+                f"({error})"
             ) from error
         identity = path / "wandb_id.txt"
         if not resumes or not identity.exists():
@@ -117,11 +120,12 @@ class WeightsAndBiases:
                 config=flags.as_dict(),
                 settings=wandb.Settings(finish_timeout=CLOSE_SECONDS),
             )
-        except (wandb.Error, OSError) as error:
+        except Exception as error:  # of many types
             raise FlagError(
                 f"--wandb {flags.wandb}: {str(error).rstrip('.')}. "
                 "WANDB_MODE=offline needs no network"
             ) from error
+        self._teardown = wandb.teardown
         # With its own count of steps, which only grows, W&B would refuse the steps that
         # a run resumed after a crash logs again.
         self.run.define_metric("*", step_metric="step")
@@ -129,9 +133,20 @@ class WeightsAndBiases:
             self.run.define_metric(name, step_metric="eval_step")
 
     def log(self, row: dict[str, Any]) -> None:
-        self.run.log({k: x for k, x in row.items() if x is not None})
+        """If its service has died, it logs that once; the run goes on."""
+        if self.run is None:
+            return
+        try:
+            self.run.log({k: x for k, x in row.items() if x is not None})
+        except Exception as error:  # of many types
+            self.run = None
+            log.error("No more rows are sent to Weights & Biases: %r", error)
+            with contextlib.suppress(Exception):  # else it prints a traceback at exit
+                self._teardown()
 
     def close(self, exit_status: int) -> None:
+        if self.run is None:
+            return
         try:
             self.run.finish(exit_code=exit_status)
         except Exception as error:  # whatever the service answers, the run has ended

@@ -20,6 +20,27 @@ def has_display() -> bool:
     return sys.platform != "linux" or any(os.environ.get(name) for name in names)
 
 
+def picture(rendered: Any, env: str) -> np.ndarray:
+    """What an environment's render() has returned, [H, W, 3].
+
+    Raises:
+      FlagError: it is no picture.
+    """
+    try:
+        found = np.asarray(rendered)
+        is_rgb = found.ndim == 3 and found.shape[2] == 3 and found.size > 0
+        if is_rgb and found.dtype.kind in "uif":
+            return found
+        what = f"an array {list(found.shape)} of {found.dtype}"
+    except ValueError:  # a ragged list
+        what = type(rendered).__name__
+    raise FlagError(
+        f"--video: render() of {env} returns {'None' if rendered is None else what}, "
+        'and with render_mode="rgb_array" it must return a picture [H, W, 3] of '
+        "numbers"
+    )
+
+
 class Video:
     """A video with one frame per step, that browsers play: H.264.
 
