@@ -46,7 +46,7 @@ from torchbeast.core.connection_flags import (
     check_security,
     make_private_folder,
     security,
-    warn_of_clear_token,
+    warn_of_exposed_token,
 )
 from torchbeast.core.environment import Environment
 from torchbeast.core.errors import FlagError, text_of
@@ -381,9 +381,8 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
     """
     check_security(flags)
     check_ports(flags)
-    if flags.bind or flags.join:
-        warn_of_clear_token(flags, addresses(flags))
-    else:
+    warn_of_exposed_token(flags, addresses(flags))
+    if not (flags.bind or flags.join):
         make_private_folder(flags.pipes_basename)
     with processes.StopSignals() as signals:
         servers = Servers(serve, flags, addresses(flags))
