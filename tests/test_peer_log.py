@@ -16,7 +16,7 @@ from torchbeast.core import peer_log
 from torchbeast.core.peer_log import PeerLog
 
 LOG = logging.getLogger("peers")
-EVIL = "\x1b]0;owned\x07\x1b[2J\x9b\r\n[ERROR 12:00:00] forged \u202e\u2028\x00\x7f end"
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b\r\n[ERROR 12:00:00] forged \u202e\u2028\x7f end\x00"
 
 
 def refusals(peer, number, reason="the token is missing or wrong"):
