@@ -306,6 +306,9 @@ void AcceptedConnections::count_failure(const std::string& peer) {
     char dropped[1 << 14];
     while (recv(connection.fd, dropped, sizeof(dropped), MSG_DONTWAIT) > 0) {
     }
+    sockaddr none{};  // resets a TCP connection on Linux
+    none.sa_family = AF_UNSPEC;
+    static_cast<void>(connect(connection.fd, &none, sizeof(none)));
   }
   connections_.erase(found);
 }
