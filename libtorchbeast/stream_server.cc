@@ -41,25 +41,25 @@ constexpr int kSpareThreads = 32;
 // At once. gRPC's clients know it, and keep further streams waiting.
 constexpr int kStreamsPerConnection = 16;
 
-// Counts calls of methods that the service does not have: no handler sees them.
-class UnknownCalls : public grpc::experimental::ServerInterceptorFactoryInterface {
+// Counts calls that end badly, also such that no handler sees: of methods that the
+// service does not have, and when there is no thread.
+class FailedCalls : public grpc::experimental::ServerInterceptorFactoryInterface {
  public:
-  UnknownCalls(const char* method, AcceptedConnections* accepted)
-      : method_(method), accepted_(*accepted) {}
+  explicit FailedCalls(AcceptedConnections* accepted) : accepted_(*accepted) {}
 
   grpc::experimental::Interceptor* CreateServerInterceptor(
       grpc::experimental::ServerRpcInfo* call) override {
-    // gRPC deletes it; null: the call is left alone.
-    return call->method() == method_ ? nullptr : new Count(this, call);
+    return new Count(this, call);  // gRPC deletes it
   }
 
  private:
   struct Count : grpc::experimental::Interceptor {
-    Count(UnknownCalls* all, grpc::experimental::ServerRpcInfo* call)
+    Count(FailedCalls* all, grpc::experimental::ServerRpcInfo* call)
         : accepted(all->accepted_), call(*call) {}
     void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
       using Point = grpc::experimental::InterceptionHookPoints;
-      if (methods->QueryInterceptionHookPoint(Point::PRE_SEND_STATUS)) {
+      if (methods->QueryInterceptionHookPoint(Point::PRE_SEND_STATUS) &&
+          !methods->GetSendStatus().ok()) {
         accepted.count_failure(call.server_context()->peer());
       }
       methods->Proceed();
@@ -67,7 +67,6 @@ class UnknownCalls : public grpc::experimental::ServerInterceptorFactoryInterfac
     AcceptedConnections& accepted;
     grpc::experimental::ServerRpcInfo& call;
   };
-  const std::string method_;
   AcceptedConnections& accepted_;
 };
 
@@ -187,7 +186,7 @@ grpc::Status StreamServer::State::serve(grpc::ServerContext* context,
       break;
   }
   // Streams that have ended without a word are none that an environment needs.
-  if (!status.ok() || connection.is_shaking_hands()) {
+  if (status.ok() && connection.is_shaking_hands()) {
     accepted.count_failure(context->peer());
   }
   return status;
@@ -297,7 +296,7 @@ void StreamServer::start() {
   builder.RegisterService(&state.service);
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>>
       interceptors;
-  interceptors.push_back(std::make_unique<UnknownCalls>(state.method, &state.accepted));
+  interceptors.push_back(std::make_unique<FailedCalls>(&state.accepted));
   builder.experimental().SetInterceptorCreators(std::move(interceptors));
   std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   if (server == nullptr) {
