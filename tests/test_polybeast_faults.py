@@ -148,7 +148,6 @@ def test_a_learner_that_can_start_no_threads_goes_on_and_saves(serve, learn, tmp
     run.assert_no_error()
     run.assert_files()
     assert run.console.count("gRPC") < 10, run.console
-    assert "127.0.0.1: " in run.console.partition("Refused streams by peer:")[2]
     servers.process.send_signal(signal.SIGTERM)
     servers.wait_for_end(143)
 
