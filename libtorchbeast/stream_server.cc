@@ -59,10 +59,16 @@ class FailedCalls : public grpc::experimental::ServerInterceptorFactoryInterface
     void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
       using Point = grpc::experimental::InterceptionHookPoints;
       if (methods->QueryInterceptionHookPoint(Point::PRE_SEND_STATUS) &&
-          !methods->GetSendStatus().ok()) {
+          counts(methods->GetSendStatus().error_code())) {
         accepted.count_failure(call.server_context()->peer());
       }
       methods->Proceed();
+    }
+    // Who is refused for a hello has said one, which costs it as much.
+    static bool counts(grpc::StatusCode code) {
+      return code != grpc::StatusCode::OK &&
+             code != grpc::StatusCode::INVALID_ARGUMENT &&
+             code != grpc::StatusCode::FAILED_PRECONDITION;
     }
     AcceptedConnections& accepted;
     grpc::experimental::ServerRpcInfo& call;
