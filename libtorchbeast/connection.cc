@@ -1,5 +1,7 @@
 #include "connection.h"
 
+#include <grpc/grpc.h>
+
 #include <stdexcept>
 #include <utility>
 
@@ -169,7 +171,7 @@ namespace {
 // Unix sockets have no addresses, so connections have numbers.
 std::string place_of(const grpc::ServerContext& context) {
   const std::string address = context.peer();
-  if (address != "unix:") return address;
+  if (address.compare(0, 3, "fd:") != 0) return address;
   static std::atomic<uint64_t> number{0};
   return "this machine (connection " + std::to_string(++number) + ")";
 }
@@ -190,7 +192,12 @@ bool ServedConnection::do_read(grpc::ByteBuffer* message) {
   return stream_.Read(message);
 }
 
-void ServedConnection::do_cancel() { context_.TryCancel(); }
+// As TryCancel(), but the other side gets the reason.
+void ServedConnection::do_cancel() {
+  const std::string text = peer() + " " + cancel_reason();
+  grpc_call_cancel_with_status(context_.c_call(), GRPC_STATUS_UNAVAILABLE, text.c_str(),
+                               nullptr);
+}
 
 void ServedConnection::throw_reason(bool reading) {
   const char* reason = cancel_reason();

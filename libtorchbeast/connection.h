@@ -22,7 +22,9 @@ namespace torchbeast {
 
 // An environment on the other side has raised; with its traceback.
 class EnvironmentError : public std::runtime_error {
-  using std::runtime_error::runtime_error;
+ public:
+  explicit EnvironmentError(const std::string& message)
+      : std::runtime_error(printable(message)) {}
 };
 
 // One thread at a time, but for cancel(), restart_waiting() and cancel_if_slow(), which

@@ -2,7 +2,9 @@
 
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -24,15 +26,24 @@ struct Event {
   std::string text;  // names the peer
 };
 
-// Keeps the newest ones until they are taken. Thread-safe.
+// Keeps the newest ones, and of refusals the first, until they are taken. Thread-safe.
 class EventLog {
  public:
   void add(Event::Kind kind, const std::string& text) TB_EXCLUDES(mutex_) {
-    constexpr size_t kMaxEvents = 200, kMaxText = 8192;
+    constexpr size_t kMaxEvents = 200, kMaxRefusals = 100, kMaxText = 8192;
     const std::chrono::duration<double> now =
         std::chrono::system_clock::now().time_since_epoch();
     Event event{kind, now.count(), shortened(text, kMaxText)};
     MutexLock lock(mutex_);
+    // Strangers who are refused must not push out what happens to the run's own
+    // streams.
+    const auto is_refusal = [](const Event& e) { return e.kind == Event::kRefused; };
+    if (is_refusal(event) &&
+        std::count_if(events_.begin(), events_.end(), is_refusal) >=
+            static_cast<ptrdiff_t>(kMaxRefusals)) {
+      ++num_forgotten_;
+      return;
+    }
     if (events_.size() == kMaxEvents) {
       events_.erase(events_.begin());
       ++num_forgotten_;

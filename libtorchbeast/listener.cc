@@ -52,7 +52,7 @@ struct Listener::State {
             with_more_streams(std::move(options)),
             [this](const std::string& peer, const grpc::Status& status) {
               const std::string text = status.error_message();
-              const bool has_name = text.find(peer) != std::string::npos;
+              const bool has_name = text.compare(0, peer.size(), peer) == 0;
               note(Event::kRefused, has_name ? text : peer + ": " + text);
             }) {}
 
@@ -297,8 +297,8 @@ void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
     first_ = first;
     return;
   }
-  throw RefusedError(first_peer_ + " and " + peer +
-                     " differ, and the environments of one run must not: " + text);
+  throw RefusedError(peer + " differs from " + first_peer_ +
+                     ", and the environments of one run must not: " + text);
 }
 
 }  // namespace torchbeast

@@ -81,7 +81,7 @@ struct PoolStreams : StreamHost {
   void cancel_all() TB_EXCLUDES(mutex) {
     MutexLock lock(mutex);
     for (Connection* connection : connections)
-      connection->cancel("is no longer wanted");
+      connection->cancel("is cut off: the learner is about to end");
   }
   // Cancels connections that wait for too long, and ends the run if no environment was
   // there for too long. Time in which the process is suspended does not count.

@@ -13,7 +13,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <set>
 #include <string>
@@ -226,6 +228,89 @@ int ListeningSocket::accept(Milliseconds timeout) {
     return accepted.release();
   }
   return -1;
+}
+
+// --- Accepted connections
+
+namespace {
+
+// "127.0.0.1:5000", "[::1]:5000"; of a unix socket "17", its descriptor.
+std::string peer_name(int fd) {
+  sockaddr_storage name{};
+  socklen_t size = sizeof(name);
+  auto* const address = reinterpret_cast<sockaddr*>(&name);
+  char host[NI_MAXHOST];
+  if (getpeername(fd, address, &size) != 0 || name.ss_family == AF_UNIX ||
+      getnameinfo(address, size, host, sizeof(host), nullptr, 0, NI_NUMERICHOST) != 0) {
+    return std::to_string(fd);
+  }
+  const std::string port = ":" + std::to_string(ntohs(port_of(address)));
+  std::string text(host);
+  text.resize(std::min(text.size(), text.find('%')));  // the scope
+  const std::string mapped = "::ffff:";
+  if (text.compare(0, mapped.size(), mapped) == 0 &&
+      text.find('.') != std::string::npos) {
+    return text.substr(mapped.size()) + port;
+  }
+  return (name.ss_family == AF_INET6 ? "[" + text + "]" : text) + port;
+}
+
+// The same from gRPC's "ipv4:127.0.0.1:5000", "ipv6:%5B::1%25eth0%5D:5000", "fd:17".
+std::string plain_name(const std::string& peer) {
+  std::string text = peer.substr(peer.find(':') + 1);
+  for (const auto& [code, plain] : {std::pair("%5B", "["), std::pair("%5D", "]")}) {
+    const size_t at = text.find(code);
+    if (at != std::string::npos) text.replace(at, 3, plain);
+  }
+  const size_t scope = text.find('%');
+  if (scope != std::string::npos) text.erase(scope, text.find(']') - scope);
+  return text;
+}
+
+ino_t inode_of(int fd) {
+  struct stat status;
+  return fstat(fd, &status) == 0 ? status.st_ino : 0;
+}
+
+}  // namespace
+
+bool AcceptedConnections::is_open(const Connection& connection) {
+  return connection.inode != 0 && inode_of(connection.fd) == connection.inode;
+}
+
+void AcceptedConnections::add(int fd) {
+  MutexLock lock(mutex_);
+  if (connections_.size() >= drop_closed_at_) {
+    for (auto one = connections_.begin(); one != connections_.end();) {
+      one = is_open(one->second) ? std::next(one) : connections_.erase(one);
+    }
+    drop_closed_at_ = 2 * connections_.size() + 64;
+  }
+  connections_[peer_name(fd)] = {fd, inode_of(fd), 0, Clock::now()};
+}
+
+void AcceptedConnections::count_failure(const std::string& peer) {
+  constexpr double kMostFailures = 8;  // one per second is forgiven
+  MutexLock lock(mutex_);
+  const auto found = connections_.find(plain_name(peer));
+  if (found == connections_.end()) return;
+  Connection& connection = found->second;
+  const auto now = Clock::now();
+  const std::chrono::duration<double> time = now - connection.last_failure;
+  connection.last_failure = now;
+  connection.num_failures = std::max(connection.num_failures - time.count(), 0.0) + 1;
+  if (connection.num_failures <= kMostFailures) return;
+  if (is_open(connection)) {
+    shutdown(connection.fd, SHUT_RDWR);
+    // gRPC would still read what has arrived.
+    char dropped[1 << 14];
+    while (recv(connection.fd, dropped, sizeof(dropped), MSG_DONTWAIT) > 0) {
+    }
+    sockaddr none{};  // resets a TCP connection on Linux
+    none.sa_family = AF_UNSPEC;
+    static_cast<void>(connect(connection.fd, &none, sizeof(none)));
+  }
+  connections_.erase(found);
 }
 
 // --- Dialling

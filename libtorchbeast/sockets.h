@@ -6,6 +6,7 @@
 
 #include <sys/types.h>
 
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -53,6 +54,31 @@ class ListeningSocket {
   std::string path_;
   ino_t inode_ = 0;
   int port_ = 0;
+};
+
+// Connections that were accepted, by the names that gRPC gives to their peers. It has
+// no call that closes one. Thread-safe.
+class AcceptedConnections {
+ public:
+  // `fd` is not owned: it may be closed any time.
+  void add(int fd) TB_EXCLUDES(mutex_);
+  // A stream has ended badly. Its connection is closed if that was one of many in a
+  // short time: opening and ending streams costs the peer less than this process.
+  // `peer`: as ServerContext::peer() says.
+  void count_failure(const std::string& peer) TB_EXCLUDES(mutex_);
+
+ private:
+  struct Connection {
+    int fd;
+    ino_t inode;  // tells it from a later one with the same fd
+    double num_failures = 0;
+    Clock::time_point last_failure;
+  };
+  static bool is_open(const Connection& connection);
+
+  Mutex mutex_;
+  std::map<std::string, Connection> connections_ TB_GUARDED_BY(mutex_);
+  size_t drop_closed_at_ TB_GUARDED_BY(mutex_) = 64;  // connections
 };
 
 // A connection to a unix socket. What is said there must not reach other users: the

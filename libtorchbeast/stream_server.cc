@@ -1,14 +1,19 @@
 #include "stream_server.h"
 
+#include <grpcpp/resource_quota.h>
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
 #include <grpcpp/server_context.h>
+#include <grpcpp/server_posix.h>
+#include <grpcpp/support/server_interceptor.h>
 
 #include <algorithm>
 #include <atomic>
-#include <set>
+#include <map>
+#include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "sockets.h"
 #include "stream_spec.h"
@@ -30,6 +35,47 @@ bool equal_secrets(const std::string& a, const std::string& b) {
   return difference == 0;
 }
 
+// Threads of a server beyond those of its streams: who has not shown the token takes at
+// most these. A call that finds none is refused by gRPC.
+constexpr int kSpareThreads = 32;
+// At once. gRPC's clients know it, and keep further streams waiting.
+constexpr int kStreamsPerConnection = 16;
+
+// Counts calls that end badly, also such that no handler sees: of methods that the
+// service does not have, and when there is no thread.
+class FailedCalls : public grpc::experimental::ServerInterceptorFactoryInterface {
+ public:
+  explicit FailedCalls(AcceptedConnections* accepted) : accepted_(*accepted) {}
+
+  grpc::experimental::Interceptor* CreateServerInterceptor(
+      grpc::experimental::ServerRpcInfo* call) override {
+    return new Count(this, call);  // gRPC deletes it
+  }
+
+ private:
+  struct Count : grpc::experimental::Interceptor {
+    Count(FailedCalls* all, grpc::experimental::ServerRpcInfo* call)
+        : accepted(all->accepted_), call(*call) {}
+    void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
+      using Point = grpc::experimental::InterceptionHookPoints;
+      if (methods->QueryInterceptionHookPoint(Point::PRE_SEND_STATUS) &&
+          counts(methods->GetSendStatus().error_code())) {
+        accepted.count_failure(call.server_context()->peer());
+      }
+      methods->Proceed();
+    }
+    // Who is refused for a hello has said one, which costs it as much.
+    static bool counts(grpc::StatusCode code) {
+      return code != grpc::StatusCode::OK &&
+             code != grpc::StatusCode::INVALID_ARGUMENT &&
+             code != grpc::StatusCode::FAILED_PRECONDITION;
+    }
+    AcceptedConnections& accepted;
+    grpc::experimental::ServerRpcInfo& call;
+  };
+  AcceptedConnections& accepted_;
+};
+
 // gRPC takes up to 8 KiB of headers, in which a byte of the text may become three.
 grpc::Status make_status(grpc::StatusCode code, const std::exception& error) {
   return {code, shortened(error.what(), 2500)};
@@ -46,6 +92,7 @@ struct StreamServer::State {
         on_refusal(std::move(on_refusal)),
         address(this->options.address),
         credentials(server_credentials(address, this->options.security)),
+        method(method),
         service([this](grpc::ServerContext* context,
                        ServedStream* stream) { return serve(context, stream); },
                 method) {
@@ -53,16 +100,23 @@ struct StreamServer::State {
       throw std::invalid_argument("max_streams must be at least 1, got " +
                                   std::to_string(this->options.max_streams));
     }
+    MutexLock lock(mutex);
+    allow_threads();
   }
   ~State() {
-    if (ender.joinable()) ender.detach();  // it does nothing after this
+    if (watcher.joinable()) watcher.detach();  // it does nothing after this
   }
 
   // One stream, in a thread of its own.
   grpc::Status serve(grpc::ServerContext* context, ServedStream* stream)
       TB_EXCLUDES(mutex);
+  grpc::Status run_handler(const grpc::ServerContext& context,
+                           ServedConnection* connection) TB_EXCLUDES(mutex);
   bool has_token(const grpc::ServerContext& context) const;
-  void watch() TB_EXCLUDES(mutex);
+  void allow_threads() TB_REQUIRES(mutex) {
+    quota.SetMaxThreads(static_cast<int>(connections.size()) + kSpareThreads);
+  }
+  void watch(grpc::Server* server) TB_EXCLUDES(mutex);
   void end(std::unique_ptr<grpc::Server> server) TB_EXCLUDES(mutex);
   bool is_over() const TB_REQUIRES(mutex) {
     return ended || Clock::now() >= give_up_at;
@@ -77,23 +131,28 @@ struct StreamServer::State {
   const OnRefusal on_refusal;
   const Address address;
   const std::shared_ptr<grpc::ServerCredentials> credentials;
+  const char* const method;
   StreamService service;
+  AcceptedConnections accepted;
+  grpc::ResourceQuota quota{"torchbeast"};
 
   Mutex lifecycle;  // one start() or stop() at a time; taken before `mutex`
-  std::unique_ptr<grpc::Server> server TB_GUARDED_BY(lifecycle);
-  std::thread ender TB_GUARDED_BY(lifecycle);  // see stop()
-  // Accepts connections. While it runs, socket and acceptor are its own.
+  // Accepts connections, and ends the server after stop(), when there may be no thread
+  // left to be had. Socket and acceptor are its own.
   std::thread watcher TB_GUARDED_BY(lifecycle);
   std::unique_ptr<ListeningSocket> socket;
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor;
 
   Mutex mutex;
   CondVar changed;
+  bool started TB_GUARDED_BY(mutex) = false;
   bool stopping TB_GUARDED_BY(mutex) = false;
+  std::shared_ptr<void> owner TB_GUARDED_BY(mutex);  // see stop()
   Clock::time_point give_up_at TB_GUARDED_BY(mutex) = Clock::time_point::max();
   bool ended TB_GUARDED_BY(mutex) = false;  // all handlers have returned
   int port TB_GUARDED_BY(mutex) = 0;
-  std::set<Connection*> connections TB_GUARDED_BY(mutex);
+  // Of streams with the token; and gRPC's names of their peers.
+  std::map<Connection*, std::string> connections TB_GUARDED_BY(mutex);
 
   std::atomic<uint64_t> num_refused{0};
 };
@@ -119,67 +178,93 @@ bool StreamServer::State::has_token(const grpc::ServerContext& context) const {
 grpc::Status StreamServer::State::serve(grpc::ServerContext* context,
                                         ServedStream* stream) {
   ServedConnection connection(context, stream, peer);
+  handling = this;
+  const grpc::Status status = run_handler(*context, &connection);
+  switch (status.error_code()) {
+    case grpc::StatusCode::UNAUTHENTICATED:
+    case grpc::StatusCode::FAILED_PRECONDITION:
+    case grpc::StatusCode::INVALID_ARGUMENT:
+    case grpc::StatusCode::RESOURCE_EXHAUSTED:
+      ++num_refused;
+      if (on_refusal) on_refusal(connection.peer(), status);
+      break;
+    default:
+      break;
+  }
+  // Streams that have ended without a word are none that an environment needs.
+  if (status.ok() && connection.is_shaking_hands()) {
+    accepted.count_failure(context->peer());
+  }
+  return status;
+}
+
+grpc::Status StreamServer::State::run_handler(const grpc::ServerContext& context,
+                                              ServedConnection* connection) {
+  if (!has_token(context)) {
+    return {grpc::StatusCode::UNAUTHENTICATED, "the token is missing or wrong"};
+  }
   // While it lives, watch() may cancel the connection.
   struct Registration {
-    Registration(State* state, Connection* connection)
+    Registration(State* state, Connection* connection, const std::string& name)
         : state(*state), connection(connection) {
       MutexLock lock(state->mutex);
-      state->connections.insert(connection);
-      number = state->connections.size();
+      const auto& all = state->connections;
+      const auto is_same = [&](const auto& other) { return other.second == name; };
+      if (all.size() >= static_cast<size_t>(state->options.max_streams) ||
+          std::count_if(all.begin(), all.end(), is_same) >= kStreamsPerConnection) {
+        throw BusyError("too many streams at once; try again later");
+      }
+      state->connections.emplace(connection, name);
+      state->allow_threads();
     }
     ~Registration() {
       MutexLock lock(state.mutex);
       state.connections.erase(connection);
+      state.allow_threads();
     }
     State& state;
     Connection* const connection;
-    size_t number;
   };
-  const Registration registration(this, &connection);
-  handling = this;
-  grpc::Status status;
   try {
-    if (!has_token(*context)) {
-      status = {grpc::StatusCode::UNAUTHENTICATED, "the token is missing or wrong"};
-    } else if (registration.number > static_cast<size_t>(options.max_streams)) {
-      status = {grpc::StatusCode::RESOURCE_EXHAUSTED,
-                "too many streams at once; try again later"};
-    } else {
-      handler(connection);
-      return grpc::Status::OK;
-    }
+    const Registration registration(this, connection, context.peer());
+    handler(*connection);
+    return grpc::Status::OK;
   } catch (const Connection::Left&) {
     return grpc::Status::OK;
   } catch (const RefusedError& error) {
-    status = make_status(grpc::StatusCode::FAILED_PRECONDITION, error);
+    return make_status(grpc::StatusCode::FAILED_PRECONDITION, error);
   } catch (const WireError& error) {
-    status = make_status(grpc::StatusCode::INVALID_ARGUMENT, error);
+    return make_status(grpc::StatusCode::INVALID_ARGUMENT, error);
   } catch (const BusyError& error) {
-    status = make_status(grpc::StatusCode::RESOURCE_EXHAUSTED, error);
+    return make_status(grpc::StatusCode::RESOURCE_EXHAUSTED, error);
   } catch (const TransportError& error) {
     return make_status(grpc::StatusCode::UNAVAILABLE, error);
   } catch (const std::exception& error) {
     return make_status(grpc::StatusCode::ABORTED, error);
   }
-  ++num_refused;
-  if (on_refusal) on_refusal(connection.peer(), status);
-  return status;
 }
 
 // Accepts connections, and ends streams whose peers say nothing.
-void StreamServer::State::watch() {
+void StreamServer::State::watch(grpc::Server* server) {
   while (true) {
     {
       MutexLock lock(mutex);
       if (stopping) return;
-      for (Connection* connection : connections) {
+      for (const auto& [connection, name] : connections) {
         if (!connection->is_shaking_hands()) continue;
         connection->cancel_if_slow(options.hello_timeout, "has not said hello in time");
       }
     }
+    const int fd = socket->accept(kInterruptPeriod);
+    if (fd < 0) continue;
+    accepted.add(fd);
+    if (address.is_unix()) {  // only so its peer gets a name of its own
+      grpc::AddInsecureChannelFromFd(server, fd);
+      continue;
+    }
     grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
-    connection.fd = socket->accept(kInterruptPeriod);
-    if (connection.fd >= 0) acceptor->HandleNewConnection(&connection);
+    connection.fd = fd;
+    acceptor->HandleNewConnection(&connection);
   }
 }
 
@@ -198,33 +283,40 @@ void StreamServer::start() {
   {
     MutexLock lock(state.mutex);
     if (state.stopping) throw std::runtime_error("this server has been stopped");
-  }
-  if (state.server != nullptr) {
-    throw std::runtime_error("this server has been started");
+    if (state.started) throw std::runtime_error("this server has been started");
   }
   auto socket = std::make_unique<ListeningSocket>(state.address);
   grpc::ServerBuilder builder;
-  set_arguments(state.address, &builder);
+  set_arguments(state.address, &state.quota, &builder);
   const auto idle =
       static_cast<int>(std::min(state.options.hello_timeout, kIdleTimeout).count());
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, idle);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, idle);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kStreamsPerConnection);
+  // One takes up calls while the other is busy with reading: they may be too many.
+  builder.SetSyncServerOption(grpc::ServerBuilder::MIN_POLLERS, 2);
+  builder.SetSyncServerOption(grpc::ServerBuilder::MAX_POLLERS, 3);
   state.acceptor = builder.experimental().AddExternalConnectionAcceptor(
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
       state.credentials);
   builder.RegisterService(&state.service);
+  std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>>
+      interceptors;
+  interceptors.push_back(std::make_unique<FailedCalls>(&state.accepted));
+  builder.experimental().SetInterceptorCreators(std::move(interceptors));
   std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   if (server == nullptr) {
     throw std::runtime_error("cannot listen on " + state.address.to_string() +
                              ": the certificate and key don't fit");
   }
-  {
-    MutexLock lock(state.mutex);
-    state.port = socket->port();
-  }
-  state.server = std::move(server);
   state.socket = std::move(socket);
-  state.watcher = std::thread([&state] { state.watch(); });
+  state.watcher = std::thread([&state, server = std::move(server)]() mutable {
+    state.watch(server.get());
+    state.end(std::move(server));
+  });
+  MutexLock lock(state.mutex);
+  state.port = state.socket->port();
+  state.started = true;
 }
 
 void StreamServer::run(const Interrupt& interrupt) {
@@ -234,37 +326,36 @@ void StreamServer::run(const Interrupt& interrupt) {
     MutexLock lifecycle(state.lifecycle);
     MutexLock lock(state.mutex);
     if (state.stopping) return;
-    start_now = state.server == nullptr;
+    start_now = !state.started;
   }
   if (start_now) start();
   MutexLock lock(state.mutex);
   state.wait(interrupt);
 }
 
-// gRPC waits for handlers without a limit. So a thread of its own does that, and this
-// one waits for it, for a while.
+// gRPC waits for handlers without a limit. So the watcher does that, and this thread
+// waits for it, for a while.
 void StreamServer::stop(Milliseconds limit, std::shared_ptr<void> owner) {
   State& state = *state_;
   {
-    MutexLock lock(state.mutex);
-    if (!state.stopping) state.give_up_at = time_after(limit);
-    state.stopping = true;
-  }
-  state.changed.notify_all();
-  {
     MutexLock lifecycle(state.lifecycle);
-    if (state.server != nullptr) {
-      state.watcher.join();
-      state.socket = nullptr;
-      state.ender = std::thread([&state, owner = std::move(owner),
-                                 server = std::move(state.server)]() mutable {
-        state.end(std::move(server));
-      });
-    } else if (!state.ender.joinable()) {  // never started
-      MutexLock lock(state.mutex);
-      state.ended = true;
+    MutexLock lock(state.mutex);
+    if (!state.stopping) {
+      state.give_up_at = time_after(limit);
+      if (state.started) {
+        state.owner = std::move(owner);
+      } else {
+        state.ended = true;
+      }
+    }
+    state.stopping = true;
+    for (const auto& [connection, name] : state.connections) {
+      connection->cancel(state.method == kJoinMethod
+                             ? "is cut off: the learner is about to end"
+                             : "is cut off: the environment server is about to end");
     }
   }
+  state.changed.notify_all();
   if (handling == &state) return;
   bool ended;
   {
@@ -273,15 +364,19 @@ void StreamServer::stop(Milliseconds limit, std::shared_ptr<void> owner) {
     ended = state.ended;
   }
   MutexLock lifecycle(state.lifecycle);
-  if (ended && state.ender.joinable()) state.ender.join();
+  if (ended && state.watcher.joinable()) state.watcher.join();
 }
 
 void StreamServer::State::end(std::unique_ptr<grpc::Server> server) {
-  server->Shutdown(std::chrono::system_clock::now());  // cancels all streams
+  std::shared_ptr<void> kept;  // may be the last to keep this
+  socket = nullptr;
+  // What stop() has sent goes out before connections are closed.
+  server->Shutdown(std::chrono::system_clock::now() + kInterruptPeriod);
   server->Wait();
   server = nullptr;
   {
     MutexLock lock(mutex);
+    kept = std::move(owner);
     ended = true;
   }
   changed.notify_all();

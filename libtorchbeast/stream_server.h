@@ -19,7 +19,7 @@ namespace torchbeast {
 struct StreamServerOptions {
   std::string address;  // port 0: a free one
   Security security;
-  int max_streams = 256;  // at once; more are refused
+  int max_streams = 256;  // at once, with the token; more are refused
   // How long a peer that has connected may take for its hello.
   Milliseconds hello_timeout{10'000};
 };

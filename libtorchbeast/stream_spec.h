@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "array.h"
+#include "text.h"
 #include "torchbeast.pb.h"
 
 namespace torchbeast {
@@ -41,7 +42,9 @@ enum StandardField : size_t {
 
 // A message that breaks the rules; the text says which rule.
 class WireError : public std::runtime_error {
-  using std::runtime_error::runtime_error;
+ public:
+  explicit WireError(const std::string& message)
+      : std::runtime_error(printable(message)) {}
 };
 
 [[noreturn]] void refuse(const std::string& place, const std::string& why);

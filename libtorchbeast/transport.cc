@@ -2,6 +2,7 @@
 
 #include <grpc/compression.h>
 #include <grpc/grpc.h>
+#include <grpc/support/log.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/create_channel_posix.h>
 #include <grpcpp/impl/rpc_method.h>
@@ -11,13 +12,20 @@
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
 #include <grpcpp/support/method_handler.h>
+#include <grpcpp/version_info.h>
 #include <sys/un.h>
 
 #include <cctype>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
 #include <limits>
+#include <map>
 #include <utility>
 
 #include "sockets.h"
+#include "sync.h"
 
 namespace torchbeast {
 
@@ -186,7 +194,7 @@ int ping_interval_ms(const Address& address) {
   return address.is_unix() ? std::numeric_limits<int>::max() /* never */ : 15000;
 }
 
-const grpc::ResourceQuota& quota() {
+const grpc::ResourceQuota& dialled_quota() {
   static const grpc::ResourceQuota* const shared = [] {
     auto* made = new grpc::ResourceQuota("torchbeast");
     made->Resize(kMaxBytesInFlight);
@@ -195,13 +203,77 @@ const grpc::ResourceQuota& quota() {
   return *shared;
 }
 
+// Newer versions of gRPC have no such function; they log through Abseil.
+#if GRPC_CPP_VERSION_MAJOR == 1 && GRPC_CPP_VERSION_MINOR < 64
+
+// gRPC's error messages. A peer can cause thousands, so one of each place in gRPC's
+// code is printed per kLogPeriod. Thread-safe.
+class GrpcLog {
+ public:
+  void add(const char* file, int line, const std::string& message) TB_EXCLUDES(mutex_) {
+    constexpr std::chrono::seconds kLogPeriod{60};
+    const char* const name = std::strrchr(file, '/');
+    const std::string place =
+        std::string(name == nullptr ? file : name + 1) + ":" + std::to_string(line);
+    const auto now = Clock::now();
+    MutexLock lock(mutex_);
+    Seen& seen = seen_[place];
+    if (seen.printed != Clock::time_point() && now - seen.printed < kLogPeriod) {
+      ++seen.more;
+      return;
+    }
+    print(place + ": " + printable(shortened(message, 1000)), &seen.more);
+    seen.printed = now;
+  }
+  void close() TB_EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    for (auto& [place, seen] : seen_) {
+      if (seen.more > 0) print(place, &seen.more);
+    }
+  }
+
+ private:
+  static void print(const std::string& text, uint64_t* more) {
+    const std::string count = std::to_string(std::exchange(*more, 0));
+    std::cerr << "libtorchbeast: gRPC, " + text +
+                     (count == "0" ? "" : " (and " + count + " more of these)") + "\n"
+              << std::flush;
+  }
+  struct Seen {
+    Clock::time_point printed;
+    uint64_t more = 0;  // since then
+  };
+  Mutex mutex_;
+  std::map<std::string, Seen> seen_ TB_GUARDED_BY(mutex_);
+};
+
+GrpcLog& grpc_log() {
+  static GrpcLog* const log = new GrpcLog;  // never destroyed, as the quota
+  return *log;
+}
+
+void limit_log() {
+  static const int once = [] {
+    gpr_set_log_function([](gpr_log_func_args* args) {
+      grpc_log().add(args->file, args->line, args->message);
+    });
+    return std::atexit([] { grpc_log().close(); });
+  }();
+  static_cast<void>(once);
+}
+
+#else
+void limit_log() {}
+#endif
+
 }  // namespace
 
 grpc::ChannelArguments channel_arguments(const Address& address) {
+  limit_log();
   grpc::ChannelArguments arguments;
   for (const auto& [name, value] : kArguments) arguments.SetInt(name, value);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, ping_interval_ms(address));
-  arguments.SetResourceQuota(quota());
+  arguments.SetResourceQuota(dialled_quota());
   // A connection of its own for each stream; addresses are dialled as they are given.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
@@ -222,10 +294,13 @@ std::shared_ptr<grpc::Channel> make_channel(const Address& address,
   return grpc::CreateCustomChannel(address.to_string(), credentials, arguments);
 }
 
-void set_arguments(const Address& address, grpc::ServerBuilder* builder) {
+void set_arguments(const Address& address, grpc::ResourceQuota* quota,
+                   grpc::ServerBuilder* builder) {
+  limit_log();
   for (const auto& [name, value] : kArguments) builder->AddChannelArgument(name, value);
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, ping_interval_ms(address));
-  builder->SetResourceQuota(quota());
+  quota->Resize(kMaxBytesInFlight);
+  builder->SetResourceQuota(*quota);
 }
 
 // --- The service

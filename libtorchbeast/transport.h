@@ -15,19 +15,23 @@
 #include <stdexcept>
 #include <string>
 
+#include "text.h"
+
 namespace grpc {
 class ChannelCredentials;
+class ResourceQuota;
 class ServerBuilder;
 class ServerCredentials;
 }  // namespace grpc
 
 namespace torchbeast {
 
-// The other side, or the way to it: no connection, or a lost one.
+// The other side, or the way to it: no connection, or a lost one. Its text may be a
+// peer's, so it is made printable here, as in all errors about peers.
 class TransportError : public std::runtime_error {
  public:
   TransportError(const std::string& message, bool may_pass)
-      : std::runtime_error(message), may_pass(may_pass) {}
+      : std::runtime_error(printable(message)), may_pass(may_pass) {}
   const bool may_pass;  // whether dialling again can help
 };
 
@@ -88,11 +92,14 @@ std::shared_ptr<grpc::ServerCredentials> server_credentials(const Address& addre
                                                             const Security& security);
 
 // Settings of both sides: no compression, the longest message, and over TCP pings that
-// notice a cut network within half a minute. All connections of the process share a
-// bound on the memory of messages that are on their way; beyond it gRPC cuts streams.
-// gRPC's own sizes of frames and windows are as fast as larger ones.
+// notice a cut network within half a minute. The quota bounds the memory of messages
+// that are on their way; beyond it gRPC cuts streams. All dialled connections of the
+// process share one; a server has its own. gRPC's own sizes of frames and windows are
+// as fast as larger ones. gRPC's error messages are printed once in a while, and
+// counted.
 grpc::ChannelArguments channel_arguments(const Address& address);
-void set_arguments(const Address& address, grpc::ServerBuilder* builder);
+void set_arguments(const Address& address, grpc::ResourceQuota* quota,
+                   grpc::ServerBuilder* builder);
 // A way to the server at `address`. Throws std::invalid_argument as client_credentials,
 // TransportError if nobody listens at a unix socket, or another user. TCP connects when
 // a stream is opened.

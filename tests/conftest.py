@@ -44,6 +44,7 @@ except ImportError as error:
         "test_peers.py",
         "test_polybeast_spaces.py",
         "test_join.py",
+        "test_peer_log.py",
         "test_libtorchbeast.py",
         "test_polybeast.py",
         "test_polybeast_faults.py",

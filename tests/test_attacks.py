@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from libtorchbeast import (
     RefusedError,
     Security,
     Server,
+    TransportError,
     WireError,
     probe,
 )
@@ -135,14 +137,12 @@ def test_a_message_that_inflates_is_refused(learn, token):
     learner.end()
 
 
-# Speaks HTTP/2 by hand: each of its connections begins a message and never ends it.
-FLOOD = r"""
+# HTTP/2 by hand.
+HTTP2 = r"""
 import socket
 import struct
 import sys
 import threading
-
-path, num_bytes, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
 def frame(kind, flags, stream, payload):
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(
@@ -151,18 +151,36 @@ def frame(kind, flags, stream, payload):
 def text(value):
     return bytes([len(value)]) + value.encode()
 
-HEADERS = b"".join((
-    b"\x83\x86\x04", text("/torchbeast.wire.Learner/Join"), b"\x01", text("learner"),
-    b"\x0f\x10", text("application/grpc"), b"\x00", text("te"), text("trailers"),
-))
+def headers(method):
+    return b"".join((
+        b"\x83\x86\x04", text(method), b"\x01", text("learner"),
+        b"\x0f\x10", text("application/grpc"), b"\x00", text("te"), text("trailers"),
+    ))
+
+def connect(address):
+    host, _, port = address.rpartition(":")
+    if host == "unix":
+        peer = socket.socket(socket.AF_UNIX)
+        peer.connect(port)
+    else:
+        peer = socket.create_connection((host, int(port)))
+    peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
+    return peer
+"""
+
+# Each of its connections begins a message and never ends it.
+FLOOD = (
+    HTTP2
+    + r"""
+path, num_bytes, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+
+HEADERS = headers("/torchbeast.wire.Learner/Join")
 PART = frame(0, 0, 1, bytes(16384))
 
 def flood(sent, number):
     # The windows of the connection and of the stream.
     windows, initial = [65535, 65535], 65535
-    with socket.socket(socket.AF_UNIX) as peer:
-        peer.connect(path)
-        peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
+    with connect("unix:" + path) as peer:
         peer.sendall(frame(1, 4, 1, HEADERS))
         begin = b"\0" + struct.pack(">I", num_bytes + 16384)
         peer.sendall(frame(0, 0, 1, begin))
@@ -209,6 +227,7 @@ for thread in threads:
     thread.join(float(sys.argv[4]) / count)
 print(sum(sent))
 """
+)
 
 
 def test_messages_of_many_streams_share_a_bound(learn):
@@ -222,6 +241,120 @@ def test_messages_of_many_streams_share_a_bound(learn):
     assert learner.memory() - before < 1536 * MIB
     learner.assert_takes_environments()
     learner.end()
+
+
+# Opens many streams on one connection. With `reset` it ends each at once.
+STREAMS = (
+    HTTP2
+    + r"""
+address, method, count, resets, reads = sys.argv[1:]
+begin, cancel = headers(method), struct.pack(">I", 8)
+said = b"".join(
+    frame(1, 4, i, begin) + (frame(3, 0, i, cancel) if resets == "True" else b"")
+    for i in range(1, 2 * int(count), 2)
+)
+with connect(address) as peer:
+    peer.settimeout(30)
+    if reads == "True":
+        def drain():
+            try:
+                while peer.recv(65536):
+                    pass
+            except OSError:
+                pass
+        threading.Thread(target=drain, daemon=True).start()
+    try:
+        peer.sendall(said)
+        while peer.send(frame(6, 1, 0, bytes(8))):  # until the other side has enough
+            threading.Event().wait(0.01)
+    except OSError as error:
+        print("closed", error)
+"""
+)
+JOIN, STREAM = "/torchbeast.wire.Learner/Join", "/torchbeast.wire.EnvServer/Stream"
+
+
+def attack_with_streams(pid, address, method, resets=True, reads=False):
+    """Returns the most threads that process `pid` had meanwhile."""
+    command = [sys.executable, "-c", STREAMS, address, method, "20000"]
+    most = 0
+    with subprocess.Popen(
+        [*command, str(resets), str(reads)], stdout=subprocess.PIPE, text=True
+    ) as attacker:
+        while attacker.poll() is None:
+            most = max(most, len(os.listdir(f"/proc/{pid}/task")))
+            time.sleep(0.002)  # a sample
+        assert "closed" in attacker.stdout.read()
+    return most
+
+
+@pytest.fixture
+def playing():
+    """A function that starts an environment at a learner; it must never be cut."""
+    with contextlib.ExitStack() as stack:
+
+        def start(address, token):
+            client = Client(servers.Coded, address, security=Security(token=token))
+            thread = threading.Thread(target=client.run)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(client.stop)
+            assert_goes_on(client)
+            return client
+
+        yield start
+
+
+def assert_goes_on(client):
+    begin = client.stats()["num_steps"]
+    watched_runs.wait_until(
+        lambda: client.stats()["num_steps"] > begin + 100, "steps", SECONDS
+    )
+    assert client.stats()["num_reconnects"] == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "token", "arguments"),
+    [
+        ("127.0.0.1:0", "secret", {}),
+        ("127.0.0.1:0", "secret", {"reads": True}),
+        ("127.0.0.1:0", "secret", {"resets": False}),
+        ("127.0.0.1:0", None, {}),
+        ("127.0.0.1:0", None, {"resets": False}),
+        ("127.0.0.1:0", "secret", {"method": "/no.such/Method"}),
+        ("unix:{}/learner", "secret", {}),
+    ],
+)
+def test_streams_of_strangers_take_few_threads(
+    learn, playing, tmp_path, place, token, arguments
+):
+    """20,000 on one connection. An honest stream plays on."""
+    learner = learn(place.format(tmp_path), token=token)
+    client = playing(learner.address, token)
+    before, pid = learner.memory(), learner.process.pid
+    arguments = {"method": JOIN, **arguments}
+    assert attack_with_streams(pid, learner.address, **arguments) < 100
+    assert learner.memory() - before < 150 * MIB
+    assert_goes_on(client)
+    learner.assert_takes_environments(security=Security(token=token))
+    client.stop()
+    learner.end()
+
+
+@pytest.mark.parametrize("place", ["127.0.0.1:0", "unix:{}/server"])
+def test_an_environment_server_survives_streams_of_strangers(learn, tmp_path, place):
+    with servers.ServerProcess("Coded", place.format(tmp_path)) as server:
+        status = Path(f"/proc/{server.process.pid}/status")
+        most = attack_with_streams(server.process.pid, server.address, STREAM)
+        assert most < 100
+        assert int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) < 250_000
+        # As a learner, it tries again where no thread is free in the first moment.
+        watched_runs.wait_until(lambda: is_there(server.address), "an answer", 10)
+
+
+def is_there(address):
+    with contextlib.suppress(TransportError):
+        return probe(address, SECONDS)["num_envs"] == 1
 
 
 COMPRESSING_SERVER = """
@@ -262,7 +395,11 @@ def test_a_server_that_compresses_is_refused(tmp_path):
 
 def connect(learner, say=b""):
     host, _, port = learner.address.rpartition(":")
-    peer = socket.create_connection((host, int(port)), SECONDS)
+    if host == "unix":
+        peer = socket.socket(socket.AF_UNIX)
+        peer.connect(port)
+    else:
+        peer = socket.create_connection((host, int(port)), SECONDS)
     peer.sendall(say)
     return peer
 
@@ -308,9 +445,10 @@ def test_the_limit_of_descriptors_is_raised(learn):
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
 
 
-def test_connections_without_a_stream_are_closed(learn):
+@pytest.mark.parametrize("place", ["127.0.0.1:0", "unix:{}/learner"])
+def test_connections_without_a_stream_are_closed(learn, tmp_path, place):
     """Also such that have begun to speak HTTP/2 and answer nothing."""
-    learner = learn("127.0.0.1:0", hello_timeout_s=1.0)
+    learner = learn(place.format(tmp_path), hello_timeout_s=1.0)
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         for say in (b"", PREFACE):
@@ -448,5 +586,16 @@ def test_a_token_in_clear_text_is_warned_of(tmp_path, caplog):
     ):
         flags = polybeast_env.make_parser().parse_args([*words, *more])
         caplog.clear()
-        connection_flags.warn_of_clear_token(flags, addresses)
+        connection_flags.warn_of_exposed_token(flags, addresses)
         assert ("clear text" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o600, 0), (0o640, 1), (0o604, 1)])
+def test_a_token_file_that_others_can_read_is_warned_of(tmp_path, caplog, mode, warns):
+    """Once by each side, also if it connects to unix sockets only."""
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    token.chmod(mode)
+    flags = polybeast_env.make_parser().parse_args(["--token_file", str(token)])
+    connection_flags.warn_of_exposed_token(flags, ["unix:/tmp/x"])
+    assert caplog.text.count("Other users can read") == warns

@@ -533,7 +533,7 @@ def test_dialled_servers_that_nobody_can_use(learn, wire, tmp_path):
             f"{started['hangs'].address} has not answered within the step timeout",
             f"{started['differs'].address} differ",
             f"{started['lies'].address} breaks the rules: reward: nan in environment 2",
-            f"{started['raises'].address} failed:\nTraceback: it broke",
+            f"{started['raises'].address} failed:\n  | Traceback: it broke",
             f"A stream is back: the environment server at {started['raises'].address}",
         ):
             run.wait_for(lambda words=words: words in run.console, words)

@@ -9,6 +9,8 @@ import contextlib
 import os
 import pathlib
 import random
+import re
+import resource
 import signal
 import socket
 import threading
@@ -16,6 +18,8 @@ import threading
 import pytest
 import torch
 from certificates import Certificates
+from runs import skip
+from test_attacks import JOIN, attack_with_streams
 from watched_runs import END_SECONDS, wait_until
 from watched_servers import (
     E,
@@ -101,6 +105,51 @@ def test_a_joined_environment_that_breaks_a_rule_is_replaced(serve, learn, tmp_p
     servers.wait_for_end(143)
     run.process.send_signal(signal.SIGINT)
     run.wait_for_end(130)
+
+
+def take_threads_away(pid, stack):
+    """From here on the process can start no thread, as in a full container."""
+    if os.geteuid() != 0:  # the limit does not bind root
+        resource.prlimit(pid, resource.RLIMIT_NPROC, (1, 1))
+        return
+    for root in ("/sys/fs/cgroup/pids", "/sys/fs/cgroup"):
+        group = pathlib.Path(root, f"torchbeast-{pid}")
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            stack.callback(group.rmdir)
+            (group / "pids.max").write_text("1")
+            (group / "cgroup.procs").write_text(str(pid))
+            return
+    skip("there is no cgroup to limit the threads of root")
+
+
+def test_a_learner_that_can_start_no_threads_goes_on_and_saves(serve, learn, tmp_path):
+    """Under attack, too. gRPC's errors do not fill the log."""
+    token = tmp_path / "token"
+    token.write_text("secret")
+    token.chmod(0o600)
+    run = learn(
+        listen="127.0.0.1:0", num_actors=2, token_file=token, checkpoint_interval=600
+    )
+    listens = re.compile(r"Listening at (\S+)")
+    run.wait_for(lambda: listens.search(run.console), "an address")
+    address = listens.search(run.console)[1]
+    servers = serve(join=address, num_servers=2, token_file=token)
+    run.wait_for_updates(3)
+    with contextlib.ExitStack() as stack:
+        take_threads_away(run.pid, stack)
+        num_threads = len(os.listdir(f"/proc/{run.pid}/task"))
+        assert attack_with_streams(run.pid, address, JOIN) <= num_threads
+        run.wait_for_updates(3)
+        assert int(rows_of(run)[-1]["streams"]) == 2
+        assert int(rows_of(run)[-1]["reconnects"]) == 0
+        run.process.send_signal(signal.SIGTERM)
+        run.wait_for_end(143)
+    run.assert_no_error()
+    run.assert_files()
+    assert run.console.count("gRPC") < 10, run.console
+    servers.process.send_signal(signal.SIGTERM)
+    servers.wait_for_end(143)
 
 
 def test_an_environment_raises(serve, learn, pipes, tmp_path):

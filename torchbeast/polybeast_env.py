@@ -49,7 +49,7 @@ from torchbeast.core.connection_flags import (
     check_security,
     make_private_folder,
     security,
-    warn_of_clear_token,
+    warn_of_exposed_token,
 )
 from torchbeast.core.environment import Environment, example_environment
 from torchbeast.core.errors import FlagError, text_of
@@ -390,9 +390,8 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
     """
     check_security(flags)
     check_ports(flags)
-    if flags.bind or flags.join:
-        warn_of_clear_token(flags, addresses(flags))
-    else:
+    warn_of_exposed_token(flags, addresses(flags))
+    if not (flags.bind or flags.join):
         make_private_folder(flags.pipes_basename)
     with processes.StopSignals() as signals:
         servers = Servers(serve, flags, addresses(flags))

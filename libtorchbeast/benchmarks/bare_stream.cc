@@ -9,6 +9,7 @@
 // warm-up, and all round trips and CPU seconds of the other side.
 
 #include <grpcpp/create_channel.h>
+#include <grpcpp/resource_quota.h>
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
 #include <sys/resource.h>
@@ -79,7 +80,8 @@ int serve(const std::string& address, size_t num_bytes) {
     return grpc::Status::OK;
   });
   grpc::ServerBuilder builder;
-  set_arguments(Address(address), &builder);
+  grpc::ResourceQuota quota;
+  set_arguments(Address(address), &quota, &builder);
   Security security;
   security.insecure = true;
   builder.AddListeningPort(address, server_credentials(Address(address), security));

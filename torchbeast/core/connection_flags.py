@@ -143,10 +143,18 @@ def check_security(flags: argparse.Namespace) -> str | None:
     return token
 
 
-def warn_of_clear_token(flags: argparse.Namespace, addresses: Sequence[str]) -> None:
-    """Logs a warning if the token is sent over a network without TLS."""
+def warn_of_exposed_token(flags: argparse.Namespace, addresses: Sequence[str]) -> None:
+    """Logs a warning if others can read the token: in its file, or in the network."""
+    if not flags.token_file:
+        return
+    mode = os.stat(flags.token_file).st_mode
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        log.warning(
+            "Other users can read --token_file %s (its mode is %03o). Use chmod 600.",
+            *(flags.token_file, stat.S_IMODE(mode)),
+        )
     tcp = [address for address in addresses if not address.startswith("unix:")]
-    if tcp and flags.token_file and not uses_tls(flags):
+    if tcp and not uses_tls(flags):
         log.warning(
             "The token of --token_file is sent to %s in clear text. Anyone who can "
             "read this traffic, or who listens there first, gets it. Use TLS.",

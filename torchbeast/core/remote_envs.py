@@ -20,7 +20,7 @@ from torchbeast.core.action_masks import check_mask
 from torchbeast.core.connection_flags import (
     ServerError,
     security,
-    warn_of_clear_token,
+    warn_of_exposed_token,
 )
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.env_connection import (
@@ -106,7 +106,7 @@ class RemoteEnvs:
         self.addresses: list[str] = []
         self.listener: Any = None
         if flags.listen:
-            warn_of_clear_token(flags, [flags.listen])
+            warn_of_exposed_token(flags, [flags.listen])
             try:
                 self.listener = libtorchbeast.Listener(
                     flags.listen,
@@ -124,7 +124,7 @@ class RemoteEnvs:
             log.info("Listening at %s", self.listener.address)
         else:
             servers = server_addresses(flags)
-            warn_of_clear_token(flags, servers)
+            warn_of_exposed_token(flags, servers)
             self.addresses = [
                 servers[i % len(servers)] for i in range(flags.num_actors)
             ]
@@ -214,7 +214,15 @@ class RemoteEnvs:
                 security=self.security,
             )
             return make_env_spec(self.flags, found, where)
-        found = self.listener.probe(1.0)
+        try:
+            found = self.listener.probe(1.0)
+        except libtorchbeast.TransportError:
+            refusal = self.listener.stats()["last_refusal"]
+            raise libtorchbeast.TransportError(
+                f"no environment has joined at {where} within "
+                f"{self.flags.connect_timeout:g} s (--connect_timeout)"
+                + (f"; the last that was refused: {refusal}" if refusal else "")
+            ) from None
         try:
             return make_env_spec(self.flags, found, where)
         except FlagError as error:  # wait for others
@@ -307,14 +315,14 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
     for name, field in found["extra_fields"].items():
         if name in rollout.REPLAY_FIELDS:
             raise FlagError(
-                f"the environments at {where} have a field {name}, which is the name "
+                f"the environments at {where} have a field {name!r}, which is the name "
                 "of one of the learner's own: rename it"
             )
         dtype = rollout.to_torch_dtype(field["dtype"])
         seen = rollout.Spec(tuple(field["shape"]), dtype)
         if name in spec and seen != spec[name]:
             raise FlagError(
-                f"the environments at {where} have the field {name} as "
+                f"the environments at {where} have the field {name!r} as "
                 f"{field['dtype']} {list(field['shape'])}, and this learner needs "
                 f"{spec[name].dtype} {list(spec[name].shape)}"
             )
