@@ -37,6 +37,7 @@ struct ActorPoolOptions {
   Milliseconds maximum_downtime{60'000};  // without any environment
   int64_t max_env_failures = 10;          // per minute
   std::optional<wire::EnvHello> hello;    // none: that of the first to connect
+  bool is_provisional = false;            // the caller settles for the hello
   ExpectedEnvironment expected;           // others are refused
   std::optional<uint64_t> seed;           // none, or a listener: not for dialled ones
   uint64_t first_stream = 0;

@@ -441,6 +441,70 @@ def test_joined_peers_that_nobody_can_use(learn, wire, tmp_path):
     assert "streams 1/2" in run.console or "Step " not in run.console
 
 
+def stray_messages(wire, rows):
+    """Environments that are none of this run: one action less."""
+    hello = make_hello(wire)
+    hello.action_space.discrete.n = 4
+    yield wire.EnvMessage(hello=hello).SerializeToString()
+    for step in range(rows):
+        yield encode_row(wire, make_row(step))
+
+
+def test_strays_do_not_determine_the_spaces(learn, wire, tmp_path):
+    """Neither those that leave, nor those that are silent, nor on a resumed run."""
+    address = f"unix:{tmp_path}/learner"
+    flags = {"listen": address, "num_actors": 4}
+    run = learn(**flags)
+    run.wait_for((tmp_path / "learner").exists, "the learner listens")
+    with Peer(address) as leaver, Peer(address) as silent:
+        leaver.play(stray_messages(wire, rows=T))  # T - 1 steps, so no unroll
+        silent.play(stray_messages(wire, rows=0))
+        with playing(address, wire) as good:
+            leaver.call.cancel()
+            run.wait_for_updates(3)
+            with Peer(address) as late:
+                late.play(stray_messages(wire, rows=1))
+                code, text = late.status()
+            assert code == "FAILED_PRECONDITION", text
+            assert "differ" in text
+            assert good.call.is_active()
+            run.process.send_signal(signal.SIGINT)
+            run.wait_for_end(130)
+    run.assert_no_error()
+
+    resumed = learn(**flags)
+    resumed.wait_for((tmp_path / "learner").exists, "the learner listens")
+    with Peer(address) as stray:
+        stray.play(stray_messages(wire, rows=1))
+        code, text = stray.status()
+        assert code == "FAILED_PRECONDITION", text
+        assert "don't fit the model" in text
+    with playing(address, wire):
+        resumed.wait_for_updates(3)
+        resumed.process.send_signal(signal.SIGINT)
+        resumed.wait_for_end(130)
+    assert "Resuming at step" in resumed.console
+    resumed.assert_no_error()
+
+
+def test_one_that_raises_again_and_again_ends_nobodys_run(learn, wire, tmp_path):
+    address = f"unix:{tmp_path}/learner"
+    run = learn(listen=address, num_actors=2, max_env_failures=3, connect_timeout=1)
+    run.wait_for((tmp_path / "learner").exists, "the learner listens")
+    error = wire.EnvMessage(error=wire.EnvError(message="Traceback: it broke"))
+    with playing(address, wire):
+        run.wait_for_updates(1)
+        for _ in range(8):
+            with Peer(address) as peer:
+                rows = itertools.islice(good_messages(wire), 4)
+                peer.play([*rows, error.SerializeToString()])
+                assert peer.status()[0] == "OK"
+        run.wait_for_updates(3)
+        assert "[ERROR " not in run.console
+    run.wait_for_end(1, 2 * watched_runs.END_SECONDS)  # no other is left
+    assert "more than 3 environments have raised within a minute" in run.console
+
+
 # --- Servers --------------------------------------------------------------------------
 
 

@@ -29,13 +29,14 @@ from torchbeast.core.env_connection import (
     tls_fault,
 )
 from torchbeast.core.env_spec import EnvSpec
-from torchbeast.core.errors import FlagError
+from torchbeast.core.errors import FlagError, UserError
 from torchbeast.core.flags import Flags
 from torchbeast.core.peer_log import PeerLog
 
 log = logging.getLogger(__name__)
 
 MAX_ROLLOUT_BYTES = 2 << 30  # of one stream
+PATIENCE = 5.0  # least seconds without a step until others get their turn, see settle
 
 
 def make_space(description: dict[str, Any]) -> spaces.Space:
@@ -104,6 +105,7 @@ class RemoteEnvs:
         self.peer_log = PeerLog(log)
         self.addresses: list[str] = []
         self.listener: Any = None
+        self.patience = PATIENCE
         if flags.listen:
             warn_of_clear_token(flags, [flags.listen])
             try:
@@ -133,16 +135,21 @@ class RemoteEnvs:
                     *(len(servers) - flags.num_actors, len(servers), flags.num_actors),
                 )
 
-    def find_env_spec(self, check_servers: Callable[[], None]) -> EnvSpec:
+    def find_env_spec(
+        self,
+        check_servers: Callable[[], None],
+        check: Callable[[EnvSpec], None] | None = None,
+    ) -> EnvSpec:
         """Waits for the first usable environments.
 
         Args:
           check_servers: called before each server is asked; may raise to end the wait.
+          check: raises UserError if the environments can't be used; None: any can.
 
         Raises:
           TransportError: there were none within --connect_timeout seconds, after each
             was asked at least once; or no connection with them can work.
-          FlagError, RefusedError, WireError, RuntimeError: none is usable; the message
+          UserError, RefusedError, WireError, RuntimeError: none is usable; the message
             has the reason.
         """
         deadline = time.monotonic() + self.flags.connect_timeout
@@ -155,8 +162,8 @@ class RemoteEnvs:
             for where in reachable_first(places):
                 check_servers()
                 try:
-                    env = self._ask(where)
-                except (FlagError, RuntimeError) as error:
+                    env = self._ask(where, check)
+                except (UserError, RuntimeError) as error:
                     failed[where] = error
                     fault = None
                     if not is_final(error) and not self.listener:
@@ -189,13 +196,20 @@ class RemoteEnvs:
                 said = True
             time.sleep(0.2)
 
-    def _ask(self, where: str) -> EnvSpec:
+    def _ask(self, where: str, check: Callable[[EnvSpec], None] | None) -> EnvSpec:
         """The properties of a server's environments, or of those that have connected.
 
         Raises:
           TransportError: there are none yet.
-          FlagError, RefusedError, WireError, RuntimeError: they are not usable.
+          UserError, RefusedError, WireError, RuntimeError: they are not usable.
         """
+
+        def usable(found: dict[str, Any]) -> EnvSpec:
+            env = make_env_spec(self.flags, found, where)
+            if check:
+                check(env)
+            return env
+
         if not self.listener:
             # The first reset may come before the hello, and has as long as a step.
             seconds = min(self.flags.actor_timeout, self.flags.connect_timeout)
@@ -205,13 +219,45 @@ class RemoteEnvs:
                 expected=self.expected,
                 security=self.security,
             )
-            return make_env_spec(self.flags, found, where)
+            return usable(found)
         found = self.listener.probe(1.0)
         try:
-            return make_env_spec(self.flags, found, where)
-        except FlagError as error:  # wait for others
+            return usable(found)
+        except UserError as error:  # wait for others
             self.listener.refuse(found["hello"], str(error))
             raise libtorchbeast.TransportError(str(error)) from error
+
+    def settle(
+        self, streams: Any, spec: EnvSpec, check_threads: Callable[[], object]
+    ) -> bool:
+        """Waits for the first batch of a learner that listens.
+
+        Until then, environments with other spaces wait. They get their turn if those
+        with these spaces have left, or have made no step for a while.
+
+        Args:
+          streams: a Streams, whose pool runs.
+          check_threads: called often; may raise to end the wait.
+
+        Returns:
+          Whether the first batch is there; if not, others have their turn.
+        """
+        steps, since = 0, time.monotonic()
+        while not streams.has_batch():
+            check_threads()
+            self.report([streams])
+            if self.listener.wants_other(spec.hello):
+                log.warning("The first environments have left; others have come.")
+                self.patience *= 2
+                return False
+            now = time.monotonic()
+            if streams.pool.count() != steps:
+                steps, since = streams.pool.count(), now
+            elif now - since > min(self.patience, self.flags.actor_timeout):
+                self.listener.pass_over()
+            time.sleep(0.05)
+        self.listener.settle(spec.hello)
+        return True
 
     def report(self, all_streams: Sequence[Any] = ()) -> None:
         """Logs events of streams, also of those that the listener refused."""

@@ -107,6 +107,7 @@ class Streams:
         E = spec.num_envs
         # With --sync, a batch has the rollouts of one stream.
         batch_size = E if flags.sync else max(flags.batch_size, E)
+        self.items_per_batch = batch_size // E
         longest_queue = max(flags.max_learner_queue_size, batch_size)  # in rollouts
         self.queue = libtorchbeast.BatchingQueue(
             minimum_batch_size=batch_size,
@@ -130,6 +131,7 @@ class Streams:
                 maximum_downtime_s=flags.connect_timeout,
                 max_env_failures=flags.max_env_failures,
                 hello=spec.hello,
+                is_provisional=envs.listener is not None,
                 expected=envs.expected,
                 seed=envs.seed,
                 first_stream=first_stream,
@@ -154,6 +156,10 @@ class Streams:
             for name in names:
                 sums[name] += stats.get(name, 0)
         return sums
+
+    def has_batch(self) -> bool:
+        """Whether the learner has a batch to learn from."""
+        return self.queue.size() >= self.items_per_batch
 
     def close(self) -> None:
         self.pool.close()
