@@ -220,7 +220,11 @@ void ActorPool::run(const Interrupt& interrupt) {
     MutexLock lock(shared.mutex);
     if (error == nullptr) error = shared.first_error;
   }
-  if (error != nullptr) std::rethrow_exception(error);
+  if (error == nullptr) return;
+  // Nobody shall wait for what does not come.
+  shared.sessions.inference_batcher->close();
+  shared.sessions.learner_queue->close();
+  std::rethrow_exception(error);
 }
 
 void ActorPool::close() { shared_->close(); }

@@ -49,6 +49,8 @@ void EnvServer::State::serve(ServedConnection& connection) {
     throw;
   } catch (const TransportError&) {
     throw;
+  } catch (const UnusableEnvironment& error) {
+    throw RefusedError(error.what());
   } catch (const std::exception& error) {
     connection.write(encode_error(error.what()));
     throw std::runtime_error("the environment failed");
@@ -83,9 +85,10 @@ void EnvServer::State::run_stream(ServedConnection& connection) {
   connection.write(encode(hello));
   write_step();
   grpc::ByteBuffer action;
+  uint64_t number = 0;
   while (true) {
     connection.read(&action);
-    stepper.step(&action);
+    stepper.step(&action, &number);
     num_steps += static_cast<uint64_t>(stepper.num_envs());
     write_step();
   }

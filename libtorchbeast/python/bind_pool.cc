@@ -102,7 +102,8 @@ game_step and game_return, which are the episode's unless the environment has su
 The queue's rows have the agent's outputs, too; of two fields with one name, the agent's.
 
 Actions are what the policy draws: integers count from 0 whatever the action space's
-start, and floats are float32. They must fit the action space of the environments.
+start, and floats are float32. They must fit the action space of the environments. If these
+have none, an action is one array of any dtype and shape, and is sent as it is.
 
 If environments of a step were truncated, see Server, and the outputs are a dict with
 "baseline" and "truncation_value" (both float32 [1, E, ...], of one shape), the pool also
@@ -202,9 +203,10 @@ Raises:
           py::call_guard<WithoutGil>(), R"(
 Run until close() is called or the queue or the batcher is closed. Call it once.
 
-Raises the first error that ends it:
+Raises the first error that ends it, after it has closed the queue and the batcher:
     ValueError: the agent's outputs or the state do not fit; says where.
-    RefusedError: all servers refuse, for example the token.
+    RefusedError: all servers refuse, for example the token, or their environments can't be
+        served.
     TransportError: there was no stream at all for too long; with the last reason.
     RuntimeError: environments raised too often; with the last one's traceback.
     AsyncError: inference failed.
@@ -260,7 +262,7 @@ Returns a dict:
         MultiBinary    shape
         Tuple          spaces (tuple of such dicts)
         Dict           spaces (dict of such dicts)
-    action_space: such a dict, of what the policy writes
+    action_space: such a dict, of what the policy writes; None if there is none
     extra_fields: dict from name to a dict of dtype and shape, in the order of a step
     settings: dict of str, the flags that the environments were made with; maybe empty
     step_bytes: of all arrays of a step

@@ -312,6 +312,11 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
       FlagError: the learner can't use these environments; the message has the reason.
     """
     is_atari = atari_wrappers.atari_game(flags.env) is not None
+    if found["action_space"] is None:
+        raise FlagError(
+            f"the environments at {where}: action_space is missing. Give them one, "
+            "such as gymnasium.spaces.Discrete(n): the policy is made for it"
+        )
     try:
         observation_space, action_space = (
             make_space(found[name]) for name in ("observation_space", "action_space")

@@ -1,6 +1,7 @@
 """PolyBeast's streams of environments: the C++ pool, batcher and queue."""
 
 import collections
+import contextlib
 import math
 import threading
 from collections.abc import Sequence
@@ -164,7 +165,7 @@ class Streams:
     def close(self) -> None:
         self.pool.close()
         for closable in (self.batcher, self.queue):
-            if not closable.is_closed():
+            with contextlib.suppress(RuntimeError):  # a pool that failed has closed it
                 closable.close()
 
 
