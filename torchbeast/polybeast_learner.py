@@ -215,9 +215,8 @@ def train(
             undo.callback(run.end_threads)
             all_streams, models = start_acting(run, envs, env_fields, barrier)
             # Environments that join determine the spaces once there is a batch of them.
-            if not envs.listener or envs.settle(
-                all_streams[0], spec, run.stop_requested
-            ):
+            checks = (check_servers, run.stop_requested)
+            if not envs.listener or envs.settle(all_streams[0], spec, checks):
                 break
             run.end_threads()
         undo.pop_all()

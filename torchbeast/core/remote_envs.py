@@ -228,7 +228,7 @@ class RemoteEnvs:
             raise libtorchbeast.TransportError(str(error)) from error
 
     def settle(
-        self, streams: Any, spec: EnvSpec, check_threads: Callable[[], object]
+        self, streams: Any, spec: EnvSpec, checks: Sequence[Callable[[], object]]
     ) -> bool:
         """Waits for the first batch of a learner that listens.
 
@@ -237,17 +237,21 @@ class RemoteEnvs:
 
         Args:
           streams: a Streams, whose pool runs.
-          check_threads: called often; may raise to end the wait.
+          checks: called ten times a second; may raise to end the wait.
 
         Returns:
           Whether the first batch is there; if not, others have their turn.
         """
         steps, since = 0, time.monotonic()
         while not streams.has_batch():
-            check_threads()
+            for check in checks:
+                check()
             self.report([streams])
             if self.listener.wants_other(spec.hello):
-                log.warning("The first environments have left; others have come.")
+                log.warning(
+                    "The first environments have left, or make no steps. Those with "
+                    "other spaces get their turn."
+                )
                 self.patience *= 2
                 return False
             now = time.monotonic()
@@ -255,7 +259,7 @@ class RemoteEnvs:
                 steps, since = streams.pool.count(), now
             elif now - since > min(self.patience, self.flags.actor_timeout):
                 self.listener.pass_over()
-            time.sleep(0.05)
+            time.sleep(0.1)
         self.listener.settle(spec.hello)
         return True
 
