@@ -563,7 +563,7 @@ class DialledServer:
         self.streams = itertools.count()
 
         def stream(requests, context):
-            action = b""
+            action = next(requests, b"")  # the learner's hello
             for message in behave(next(self.streams)):
                 if message is None:
                     while context.is_active() and not self.over.wait(0.05):
