@@ -15,6 +15,8 @@ namespace {
 constexpr Milliseconds kMinute{60'000};
 // Between two checks of the limits; they come every kInterruptPeriod.
 constexpr Milliseconds kLongestGap{2'000};
+// Environments that join may be on their way back: a client pauses for up to 10 s.
+constexpr Milliseconds kReturnTime{15'000};
 }  // namespace
 
 std::optional<wire::Seeding> PoolStreams::next_seeding(size_t index, bool is_first) {
@@ -28,58 +30,81 @@ std::optional<wire::Seeding> PoolStreams::next_seeding(size_t index, bool is_fir
 }
 
 void PoolStreams::count_failure(const EnvironmentError& error,
-                                const std::string& address) {
+                                const std::string& origin) {
   ++num_env_failures;
-  bool too_many;
+  if (options.max_env_failures == 0) return fail(std::current_exception());
   {
     MutexLock lock(mutex);
-    const auto now = Clock::now();
-    failures.emplace_back(now, address);
-    while (now - failures.front().first > kMinute) failures.pop_front();
-    std::map<std::string, size_t> counts;
-    for (const auto& failure : failures) ++counts[failure.second];
-    size_t count = failures.size();
-    if (options.max_env_failures > 0) count -= num_forgiven(counts);
-    too_many = count > static_cast<size_t>(options.max_env_failures);
+    failures.emplace_back(Clock::now(), origin);
+    last_failure = error.what();
   }
-  if (!too_many) return;
-  if (options.max_env_failures == 0) return fail(std::current_exception());
-  fail(std::make_exception_ptr(EnvironmentError(
-      "more than " + std::to_string(options.max_env_failures) +
-      " environments have raised within a minute. The last: " + error.what())));
+  check_limits();
 }
 
-// One server never ends the run of the others: the failures of the worst one don't
-// count while another one is present.
-size_t PoolStreams::num_forgiven(const std::map<std::string, size_t>& counts) const {
-  const auto worst =
-      std::max_element(counts.begin(), counts.end(), [](const auto& a, const auto& b) {
-        return (a.first.empty() ? 0 : a.second) < (b.first.empty() ? 0 : b.second);
-      });
-  if (worst->first.empty()) return 0;
-  const bool has_others =
-      std::any_of(present.begin(), present.end(),
-                  [&](const auto& other) { return other.first != worst->first; });
-  return has_others ? worst->second : 0;
+std::map<std::string, size_t> PoolStreams::count_failures() {
+  const auto now = Clock::now();
+  while (!failures.empty() && now - failures.front().first > kMinute) {
+    failures.pop_front();
+  }
+  std::map<std::string, size_t> counts;
+  for (const auto& failure : failures) ++counts[failure.second];
+  return counts;
+}
+
+bool PoolStreams::has_sound_stream(const std::map<std::string, size_t>& counts) const {
+  return std::any_of(streams.begin(), streams.end(),
+                     [&](const Presence* stream) { return stream->is_sound(counts); });
+}
+
+// One peer never ends the run of the others. So peers that alone exceed the limit, and
+// the worst of the rest, don't count while a sound stream is there. Without one, all
+// count; environments that join get some time to come back.
+bool PoolStreams::fails_too_often(const std::map<std::string, size_t>& counts) const {
+  size_t all = 0, rest = 0, worst = 0;
+  for (const auto& [origin, count] : counts) {
+    all += count;
+    if (exceeds(count)) continue;
+    rest += count;
+    worst = std::max(worst, count);
+  }
+  if (has_sound_stream(counts)) return exceeds(rest - worst);
+  if (!exceeds(all)) return false;
+  return options.listener == nullptr ||
+         is_longer(Clock::now() - down_since,
+                   std::min(kReturnTime, options.maximum_downtime));
+}
+
+void PoolStreams::cancel(Presence* stream, const char* reason) {
+  stream->connection().cancel(reason);
 }
 
 void PoolStreams::check_limits() {
   const Listener* listener = options.listener.get();
   if (slots) slots->expire(options.maximum_downtime);
-  std::string why;
+  std::string why, too_often;
   {
     MutexLock lock(mutex);
     const auto now = Clock::now();
     const bool was_suspended = now - std::exchange(checked_at, now) > kLongestGap;
     if (was_suspended) down_since = now;
-    for (Connection* connection : connections) {
-      if (was_suspended) connection->restart_waiting();
-      connection->cancel_if_slow(options.step_timeout,
-                                 "has not answered within the step timeout");
+    for (Presence* stream : streams) {
+      if (was_suspended) stream->connection().restart_waiting();
+      stream->connection().cancel_if_slow(options.step_timeout,
+                                          "has not answered within the step timeout");
     }
-    if (!present.empty()) return;
-    if (!is_longer(Clock::now() - down_since, options.maximum_downtime)) return;
+    const std::map<std::string, size_t> counts = count_failures();
+    if (fails_too_often(counts)) {
+      too_often =
+          "more than " + std::to_string(options.max_env_failures) +
+          " environments have raised within a minute. The last: " + last_failure;
+    } else if (has_sound_stream(counts) ||
+               !is_longer(Clock::now() - down_since, options.maximum_downtime)) {
+      return;
+    }
     why = last_error;
+  }
+  if (!too_often.empty()) {
+    return fail(std::make_exception_ptr(EnvironmentError(too_often)));
   }
   if (listener != nullptr && why.empty()) why = listener->stats().last_refusal;
   // Servers are dialled at least once.
@@ -195,7 +220,11 @@ void ActorPool::run(const Interrupt& interrupt) {
     MutexLock lock(shared.mutex);
     if (error == nullptr) error = shared.first_error;
   }
-  if (error != nullptr) std::rethrow_exception(error);
+  if (error == nullptr) return;
+  // Nobody shall wait for what does not come.
+  shared.sessions.inference_batcher->close();
+  shared.sessions.learner_queue->close();
+  std::rethrow_exception(error);
 }
 
 void ActorPool::close() { shared_->close(); }

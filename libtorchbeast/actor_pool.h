@@ -37,6 +37,7 @@ struct ActorPoolOptions {
   Milliseconds maximum_downtime{60'000};  // without any environment
   int64_t max_env_failures = 10;          // per minute
   std::optional<wire::EnvHello> hello;    // none: that of the first to connect
+  bool is_provisional = false;            // the caller settles for the hello
   ExpectedEnvironment expected;           // others are refused
   std::optional<uint64_t> seed;           // none, or a listener: not for dialled ones
   uint64_t first_stream = 0;
@@ -81,7 +82,8 @@ class ActorPool {
   // once. Whatever goes wrong with one peer costs its stream only. The docstring of
   // Python's ActorPool (python/bind_pool.cc) says what the batcher and the queue get
   // and what the agent answers. The batcher's inputs share memory with the rollout:
-  // inference must not write into them. Throws the first error that ends the run:
+  // inference must not write into them. Throws the first error that ends the run, after
+  // it has closed the queue and the batcher:
   //   std::invalid_argument  the agent's outputs or the state don't fit; says where
   //   TransportError         there was no stream at all for too long, or all servers
   //                          refuse for good

@@ -148,13 +148,14 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
   connection.write(encode(hello));
   connection.write(stepper.newest_step());
   grpc::ByteBuffer action;
+  uint64_t number = 0;
   while (!num_episodes || this->num_episodes < *num_episodes) {
     connection.read(&action);
     if (lost_before) ++num_reconnects;
     lost_before = false;
     downtime = {};
     backoff.reset();
-    tell_what_it_raises(connection, [&] { stepper.step(&action); });
+    tell_what_it_raises(connection, [&] { stepper.step(&action, &number); });
     ++newest_number;
     num_steps += static_cast<uint64_t>(stepper.num_envs());
     if (stepper.is_between_episodes()) ++this->num_episodes;

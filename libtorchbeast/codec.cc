@@ -27,7 +27,10 @@ constexpr uint32_t kActionTag = bytes_tag(wire::AgentMessage::kActionFieldNumber
 constexpr uint32_t kArraysTag = bytes_tag(wire::EnvStep::kArraysFieldNumber);
 constexpr uint32_t kFinalTag = bytes_tag(wire::EnvStep::kFinalObservationFieldNumber);
 constexpr uint32_t kTimeTag = number_tag(wire::EnvStep::kEnvNanosecondsFieldNumber);
+constexpr uint32_t kNumberTag = number_tag(wire::EnvStep::kActionNumberFieldNumber);
+constexpr uint32_t kLayoutTag = bytes_tag(wire::AgentAction::kLayoutFieldNumber);
 static_assert(kArraysTag == bytes_tag(wire::AgentAction::kArraysFieldNumber));
+static_assert(kNumberTag == number_tag(wire::AgentAction::kNumberFieldNumber));
 
 size_t bytes_of(const std::vector<Array>& arrays) {
   size_t bytes = 0;
@@ -79,13 +82,16 @@ grpc::ByteBuffer share(const Array& block, uint8_t* data, size_t size) {
 }
 
 // A message whose only field, `tag`, is an EnvStep or an AgentAction.
-grpc::ByteBuffer encode_arrays(uint32_t tag, const EnvRow& row, MemoryPool& pool) {
+grpc::ByteBuffer encode_arrays(uint32_t tag, const EnvRow& row, MemoryPool& pool,
+                               const std::string& layout = "") {
   const size_t size = bytes_of(row.arrays);
   const size_t final_size = bytes_of(row.final_observation);
-  const uint64_t time = row.env_nanoseconds;
+  const uint64_t time = row.env_nanoseconds, number = row.action_number;
   size_t body = header_size(size) + size;
   if (final_size > 0) body += header_size(final_size) + final_size;
   if (time > 0) body += header_size(time);
+  if (number > 0) body += header_size(number);
+  if (!layout.empty()) body += header_size(layout.size()) + layout.size();
 
   // The first array begins a cache line: copying it then takes a sixth less time.
   constexpr size_t kLine = 64;
@@ -98,6 +104,12 @@ grpc::ByteBuffer encode_arrays(uint32_t tag, const EnvRow& row, MemoryPool& pool
     to = write_arrays(row.final_observation, write_header(kFinalTag, final_size, to));
   }
   if (time > 0) to = write_number(time, write_number(kTimeTag, to));
+  if (number > 0) to = write_number(number, write_number(kNumberTag, to));
+  if (!layout.empty()) {
+    to = write_header(kLayoutTag, layout.size(), to);
+    std::memcpy(to, layout.data(), layout.size());
+    to += layout.size();
+  }
   return share(block, begin, static_cast<size_t>(to - begin));
 }
 
@@ -135,8 +147,18 @@ grpc::ByteBuffer encode_step(const EnvRow& row, MemoryPool& pool) {
   return encode_arrays(kStepTag, row, pool);
 }
 
-grpc::ByteBuffer encode_action(const std::vector<Array>& action, MemoryPool& pool) {
-  return encode_arrays(kActionTag, {action, {}, 0}, pool);
+grpc::ByteBuffer encode_action(const std::vector<Array>& action, uint64_t number,
+                               MemoryPool& pool, bool with_layout) {
+  wire::Field layout;
+  if (with_layout) {
+    const ArraySpec spec = action.at(0).spec();
+    layout.set_dtype(static_cast<wire::DType>(spec.dtype));
+    for (size_t i = 1; i < spec.shape.size(); ++i) {
+      layout.add_shape(static_cast<uint64_t>(spec.shape[i]));
+    }
+  }
+  return encode_arrays(kActionTag, {action, {}, 0, number}, pool,
+                       layout.SerializeAsString());
 }
 
 // --- Reading -------------------------------------------------------------------------
@@ -267,6 +289,8 @@ std::optional<std::string> decode_step(grpc::ByteBuffer* message,
       read_arrays(in, size, row->final_observation, "final_observation");
     } else if (tag == kTimeTag) {
       if (!in.ReadVarint64(&row->env_nanoseconds)) malformed();
+    } else if (tag == kNumberTag) {
+      if (!in.ReadVarint64(&row->action_number)) malformed();
     } else {
       return false;
     }
@@ -281,11 +305,37 @@ std::optional<std::string> decode_step(grpc::ByteBuffer* message,
   return other.error().message();
 }
 
-void decode_action(grpc::ByteBuffer* message, const std::vector<Array>& action) {
-  const auto skip = [](io::CodedInputStream&, uint32_t) { return false; };
-  if (read_message(message, kActionTag, action, "action", skip)) return;
+uint64_t decode_action(grpc::ByteBuffer* message, const std::vector<Array>& action) {
+  uint64_t number = 0;
+  const auto read_field = [&number](io::CodedInputStream& in, uint32_t tag) {
+    if (tag != kNumberTag) return false;
+    if (!in.ReadVarint64(&number)) malformed();
+    return true;
+  };
+  if (read_message(message, kActionTag, action, "action", read_field)) return number;
   const bool is_hello = decode_agent_message(message).has_hello();
   throw WireError(is_hello ? "a second hello" : "message: no action");
+}
+
+uint64_t decode_action_with_layout(grpc::ByteBuffer* message, int64_t num_envs,
+                                   MemoryPool& pool, std::vector<Array>* action) {
+  const wire::AgentMessage parsed = decode_agent_message(message);
+  if (!parsed.has_action()) {
+    throw WireError(parsed.has_hello() ? "a second hello" : "message: no action");
+  }
+  const std::string& bytes = parsed.action().arrays();
+  const ArraySpec spec = layout_spec(parsed.action().layout(), num_envs);
+  if (bytes.size() != spec.num_bytes()) {
+    refuse("action", std::to_string(bytes.size()) + " bytes, and its layout, " +
+                         spec.to_string() + ", makes " +
+                         std::to_string(spec.num_bytes()));
+  }
+  *action = {pool.allocate(spec)};
+  if (!bytes.empty()) std::memcpy(action->at(0).data(), bytes.data(), bytes.size());
+  if (spec.dtype == DType::kBool && !are_bools(action->at(0).data(), bytes.size())) {
+    refuse("action", "a BOOL is neither 0 nor 1");
+  }
+  return parsed.action().number();
 }
 
 }  // namespace torchbeast

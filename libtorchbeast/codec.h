@@ -32,7 +32,9 @@ grpc::ByteBuffer encode_error(const std::string& text);
 // The arrays are copied once, into a block of `pool`. The transport returns the block
 // after sending it, from any thread. REQUIRES: the arrays are as a StreamSpec says.
 grpc::ByteBuffer encode_step(const EnvRow& row, MemoryPool& pool);
-grpc::ByteBuffer encode_action(const std::vector<Array>& action, MemoryPool& pool);
+// With its layout if the environment has no action space.
+grpc::ByteBuffer encode_action(const std::vector<Array>& action, uint64_t number,
+                               MemoryPool& pool, bool with_layout = false);
 
 // Read any message but a large one: for hellos and errors. Throw WireError.
 wire::EnvMessage decode_env_message(grpc::ByteBuffer* message);
@@ -44,7 +46,11 @@ wire::AgentMessage decode_agent_message(grpc::ByteBuffer* message);
 std::optional<std::string> decode_step(grpc::ByteBuffer* message,
                                        const StreamSpec& spec, MemoryPool& pool,
                                        EnvRow* row);
-// Reads an action into `action`, which the caller has allocated. Throws WireError.
-void decode_action(grpc::ByteBuffer* message, const std::vector<Array>& action);
+// Reads an action into `action`, which the caller has allocated. Returns its number.
+// Throws WireError.
+uint64_t decode_action(grpc::ByteBuffer* message, const std::vector<Array>& action);
+// Reads an action [num_envs, ...] of any dtype and shape: that of its layout.
+uint64_t decode_action_with_layout(grpc::ByteBuffer* message, int64_t num_envs,
+                                   MemoryPool& pool, std::vector<Array>* action);
 
 }  // namespace torchbeast

@@ -94,7 +94,7 @@ void Connection::cancel_if_slow(Milliseconds limit, const char* reason) {
 
 DialledConnection::DialledConnection(const Address& address, const Security& security,
                                      const char* method, const std::string& peer)
-    : Connection(peer + " at " + address.to_string()),
+    : Connection(peer + " at " + address.to_string(), address.to_string()),
       address_(address),
       security_(security),
       method_(method) {
@@ -176,11 +176,18 @@ std::string place_of(const grpc::ServerContext& context) {
   return "this machine (connection " + std::to_string(++number) + ")";
 }
 
+// "ipv4:10.0.0.1:50000" without the port, which each connection has anew.
+std::string machine_of(const grpc::ServerContext& context) {
+  const std::string address = context.peer();
+  const bool is_tcp = address.compare(0, 2, "ip") == 0;
+  return is_tcp ? address.substr(0, address.rfind(':')) : address;
+}
+
 }  // namespace
 
 ServedConnection::ServedConnection(grpc::ServerContext* context, ServedStream* stream,
                                    const std::string& peer)
-    : Connection(peer + " " + place_of(*context)),
+    : Connection(peer + " " + place_of(*context), machine_of(*context)),
       context_(*context),
       stream_(*stream) {}
 

@@ -61,9 +61,13 @@ class Connection {
 
   // For messages: "the environment server at unix:/tmp/polybeast.0".
   const std::string& peer() const { return peer_; }
+  // For counts: the dialled address, or the machine of a peer that has connected. Unix
+  // sockets do not say more than "unix:", which is this machine.
+  const std::string& origin() const { return origin_; }
 
  protected:
-  explicit Connection(std::string peer) : peer_(std::move(peer)) {}
+  Connection(std::string peer, std::string origin)
+      : peer_(std::move(peer)), origin_(std::move(origin)) {}
 
   // While it lives, the stream waits for the other side.
   class Waiting {
@@ -88,6 +92,7 @@ class Connection {
   [[noreturn]] virtual void throw_reason(bool reading) = 0;
 
   const std::string peer_;
+  const std::string origin_;
   std::atomic<int64_t> waiting_since_{0};  // ticks of Clock; 0: not waiting
   std::atomic<const char*> cancel_reason_{nullptr};
   std::atomic<bool> is_shaking_hands_{true};

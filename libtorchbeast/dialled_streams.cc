@@ -103,7 +103,7 @@ class DialledStreams {
   void run_stream() {
     DialledConnection connection(address_, shared_.options.security, kStreamMethod,
                                  "the environment server");
-    PoolStreams::Presence presence(&shared_, &connection, address_.to_string());
+    PoolStreams::Presence presence(&shared_, &connection);
     std::optional<Unroll> unroll;
     try {
       connection.open();
@@ -132,13 +132,16 @@ class DialledStreams {
       while (true) {
         const bool finished = session.step(&*unroll);
         presence.prove();
-        if (finished) backoff_.reset();
+        if (!finished) continue;
+        presence.deliver();
+        backoff_.reset();
       }
     } catch (const ClosedBatchingQueue&) {
       throw;
     } catch (...) {
       // One that hangs, or never makes a step, is not trusted again until it has made
       // one.
+      presence.fail();
       was_cancelled_ = connection.is_cancelled();
       const bool has_failed = was_connected_ || was_cancelled_;
       is_trusted_ = presence.is_proven() || (is_trusted_ && !has_failed);

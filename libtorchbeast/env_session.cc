@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <optional>
+#include <random>
 #include <string>
 
 #include "codec.h"
@@ -55,6 +56,7 @@ EnvSession::EnvSession(SessionContext* context, Connection* connection,
                        const wire::EnvHello& hello, Interrupt interrupt)
     : context_(*context),
       connection_(*connection),
+      action_number_(std::random_device()() % (1U << 31)),
       spec_(hello),
       interrupt_(std::move(interrupt)) {}
 
@@ -99,8 +101,16 @@ bool EnvSession::step(Unroll* unroll) {
   EnvRow next;
   {
     Stopwatch stopwatch(context_.env_wait_ns);
-    connection_.write(encode_action(unroll->action(), context_.unrolls.message_pool));
+    connection_.write(encode_action(unroll->action(), ++action_number_,
+                                    context_.unrolls.message_pool,
+                                    !spec_.has_action_space));
     next = read_into(unroll->next_row());
+  }
+  if (next.action_number != action_number_) {
+    throw WireError("the step answers action " + std::to_string(next.action_number) +
+                    ", and the last action is " + std::to_string(action_number_) +
+                    ": wait for each action, and return its number in the step that it "
+                    "leads to");
   }
   unroll->take(next);
   return act(unroll);

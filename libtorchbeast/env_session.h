@@ -63,6 +63,7 @@ class EnvSession {
 
   SessionContext& context_;
   Connection& connection_;
+  uint64_t action_number_;  // of the last action
   const StreamSpec spec_;
   const Interrupt interrupt_;
 };

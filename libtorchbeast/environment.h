@@ -5,6 +5,8 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "array.h"
@@ -25,6 +27,13 @@ class Environment {
   virtual const wire::EnvHello& hello() const = 0;
   // Makes a step with the action's arrays [E, ...], as the hello's action space says.
   virtual EnvRow step(const std::vector<Array>& action) = 0;
+};
+
+// It can't be served, now or later: its spaces or methods are not as they must be.
+class UnusableEnvironment : public std::runtime_error {
+ public:
+  explicit UnusableEnvironment(const std::string& why)
+      : std::runtime_error("this environment can't be served: " + why) {}
 };
 
 // Makes the environment of a new stream. Its exceptions, and those of the environment,

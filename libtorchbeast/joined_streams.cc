@@ -41,7 +41,7 @@ void PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {
     if (closing) return;
     note(error.what());
     events.add(Event::kEnvError, error.what());
-    count_failure(error, "");
+    count_failure(error, connection.origin());
   } catch (...) {
     fail(std::current_exception());
     throw std::runtime_error("the run has failed");
@@ -50,8 +50,13 @@ void PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {
 
 // Until the environment leaves.
 void PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& hello) {
-  Presence presence(this, &connection, "");
-  hellos.check(hello, connection.peer());
+  Presence presence(this, &connection);
+  // Without either, the listener has the measure.
+  if (options.hello || !options.addresses.empty()) {
+    hellos.check(hello, connection.peer());
+  } else {
+    options.expected.check(hello, connection.peer());
+  }
   const Interrupt interrupt = [this] {
     if (closing || options.listener->is_closed()) throw Stopped();
   };
@@ -96,8 +101,11 @@ void PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& he
     }
     session.act(unroll.get());
     while (true) {
-      session.step(unroll.get());
+      const bool finished = session.step(unroll.get());
       presence.prove();
+      if (!finished) continue;
+      presence.deliver();
+      if (!options.is_provisional) options.listener->settle(hello);
     }
   } catch (const Connection::Left&) {
     lease.departure = UnrollSlots::Departure::kLeft;
@@ -108,6 +116,7 @@ void PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& he
     lease.departure = UnrollSlots::Departure::kLost;
     throw;
   } catch (const EnvironmentError&) {
+    presence.fail();
     lease.departure = UnrollSlots::Departure::kFailed;
     throw;
   } catch (const std::bad_alloc&) {

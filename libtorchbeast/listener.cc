@@ -6,6 +6,7 @@
 #include <atomic>
 #include <functional>
 #include <limits>
+#include <list>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -28,8 +29,14 @@ wire::EnvHello without_identity(wire::EnvHello hello) {
   return hello;
 }
 
-// What is different in `b`; empty if nothing is.
-std::string differences(const wire::EnvHello& a, const wire::EnvHello& b) {
+// What is different in `hello`; empty if they are of one kind. The name may be left
+// out.
+std::string differences(const wire::EnvHello& first, const wire::EnvHello& hello) {
+  wire::EnvHello a = without_identity(first), b = without_identity(hello);
+  if (a.environment().empty() || b.environment().empty()) {
+    a.clear_environment();
+    b.clear_environment();
+  }
   std::string text;
   MessageDifferencer differencer;
   differencer.ReportDifferencesToString(&text);
@@ -37,6 +44,12 @@ std::string differences(const wire::EnvHello& a, const wire::EnvHello& b) {
   if (!text.empty()) text.pop_back();  // the last end of a line
   std::replace(text.begin(), text.end(), '\n', ';');
   return shortened(text, 2000);
+}
+
+[[noreturn]] void refuse_other(const std::string& first_peer, const std::string& peer,
+                               const std::string& text) {
+  throw RefusedError(peer + " differs from " + first_peer +
+                     ", and the environments of one run must not: " + text);
 }
 
 }  // namespace
@@ -71,11 +84,15 @@ struct Listener::State {
   // The host, in whose hands a stream is until this is destroyed; null if there is
   // none.
   using Hosted = std::unique_ptr<StreamHost, std::function<void(StreamHost*)>>;
-  Hosted enter_host() TB_REQUIRES(mutex);
+  Hosted enter_host(const wire::EnvHello* hello) TB_REQUIRES(mutex);
   void refuse_if_over() TB_REQUIRES(mutex);
   std::optional<wire::Seeding> next_seeding();
-  // For probe(), or a refusal.
-  void propose(const wire::EnvHello& hello) TB_REQUIRES(mutex);
+  // Whether it is as the measure, which it becomes if there is none; otherwise it has
+  // to wait, or is refused.
+  bool conforms(const wire::EnvHello& hello, const std::string& peer)
+      TB_REQUIRES(mutex);
+  void set_measure(const wire::EnvHello& hello, const std::string& peer)
+      TB_REQUIRES(mutex);
   void note(Event::Kind kind, const std::string& text) TB_EXCLUDES(mutex) {
     events.add(kind, text);
     MutexLock lock(mutex);
@@ -95,7 +112,11 @@ struct Listener::State {
   bool detached TB_GUARDED_BY(mutex) = false;
   StreamHost* host TB_GUARDED_BY(mutex) = nullptr;
   int num_hosted TB_GUARDED_BY(mutex) = 0;  // streams in the host's hands
-  std::optional<wire::EnvHello> first_hello TB_GUARDED_BY(mutex);  // for probe()
+  std::optional<wire::EnvHello> measure TB_GUARDED_BY(mutex);
+  std::string measure_peer TB_GUARDED_BY(mutex);
+  bool is_settled TB_GUARDED_BY(mutex) = false;
+  // Of streams that have shaken hands, with their peers.
+  std::list<std::pair<wire::EnvHello, std::string>> hellos TB_GUARDED_BY(mutex);
   std::optional<wire::EnvHello> unusable
       TB_GUARDED_BY(mutex);  // the last that refuse() got
   std::string why_unusable TB_GUARDED_BY(mutex);
@@ -115,11 +136,32 @@ void Listener::State::serve(ServedConnection& connection) {
     note(Event::kEnvError, error.what());
     {
       MutexLock lock(mutex);
-      hosted = enter_host();
+      hosted = enter_host(nullptr);
     }
-    if (hosted) hosted->count_failure(error, "");
+    if (hosted) hosted->count_failure(error, connection.origin());
     return;
   }
+  // While it lives, the measure may be this stream's. Ends after the host's work.
+  struct Greeted {
+    Greeted(State* state, const wire::EnvHello& hello, const std::string& peer)
+        : state(*state) {
+      MutexLock lock(this->state.mutex);
+      here = this->state.hellos.emplace(this->state.hellos.end(), hello, peer);
+    }
+    ~Greeted() {
+      MutexLock lock(state.mutex);
+      state.hellos.erase(here);
+      if (!state.measure || state.is_settled) return;
+      for (const auto& other : state.hellos) {
+        if (differences(*state.measure, other.first).empty()) return;
+      }
+      state.measure.reset();
+      state.changed.notify_all();
+    }
+    State& state;
+    std::list<std::pair<wire::EnvHello, std::string>>::iterator here;
+  };
+  const Greeted greeted(this, hello, connection.peer());
   const auto check = [&connection] {
     if (connection.is_lost()) {
       throw TransportError(connection.peer() + " is lost", true);
@@ -129,17 +171,17 @@ void Listener::State::serve(ServedConnection& connection) {
     MutexLock lock(mutex);
     while (true) {
       refuse_if_over();
-      propose(hello);
-      hosted = enter_host();
+      if (conforms(hello, connection.peer())) hosted = enter_host(&hello);
       if (hosted) break;
       changed.wait_until(mutex, Clock::now() + kLookPeriod, check);
     }
   }
-  hosted->serve(connection, hello);
+  const Hosted host = std::move(hosted);  // leaves it before `greeted` ends
+  host->serve(connection, hello);
 }
 
-Listener::State::Hosted Listener::State::enter_host() {
-  if (host == nullptr) return nullptr;
+Listener::State::Hosted Listener::State::enter_host(const wire::EnvHello* hello) {
+  if (host == nullptr || (hello != nullptr && !host->wants(*hello))) return nullptr;
   ++num_hosted;
   return Hosted(host, [this](StreamHost*) {
     {
@@ -161,12 +203,29 @@ wire::EnvHello Listener::State::shake_hands(Connection* connection) {
   return hello;
 }
 
-void Listener::State::propose(const wire::EnvHello& hello) {
+bool Listener::State::conforms(const wire::EnvHello& hello, const std::string& peer) {
   if (unusable && MessageDifferencer::Equals(without_identity(hello), *unusable)) {
     throw RefusedError(why_unusable);
   }
-  if (first_hello) return;
-  first_hello = hello;
+  if (!measure) {
+    set_measure(hello, peer);
+    return true;
+  }
+  const std::string text = differences(*measure, hello);
+  if (text.empty()) {
+    if (measure->environment().empty()) {
+      measure->set_environment(hello.environment());
+    }
+  } else if (is_settled) {
+    refuse_other(measure_peer, peer, text);
+  }
+  return text.empty();
+}
+
+void Listener::State::set_measure(const wire::EnvHello& hello,
+                                  const std::string& peer) {
+  measure = hello;
+  measure_peer = "the first environment" + peer.substr(peer.rfind(" from "));
   changed.notify_all();
 }
 
@@ -224,7 +283,7 @@ wire::EnvHello Listener::probe(Milliseconds timeout, const Interrupt& interrupt)
   State& state = *state_;
   const auto deadline = time_after(timeout);
   MutexLock lock(state.mutex);
-  while (!state.first_hello) {
+  while (!state.measure) {
     if (state.closing) throw TransportError("the listener has been closed", false);
     if (Clock::now() >= deadline) {
       std::string text = "no environment has joined at " + state.server.address() +
@@ -236,7 +295,7 @@ wire::EnvHello Listener::probe(Milliseconds timeout, const Interrupt& interrupt)
     }
     state.changed.wait_until(state.mutex, deadline, interrupt);
   }
-  return *state.first_hello;
+  return *state.measure;
 }
 
 std::optional<wire::Seeding> Listener::next_seeding() { return state_->next_seeding(); }
@@ -246,9 +305,33 @@ void Listener::refuse(const wire::EnvHello& hello, const std::string& reason) {
     MutexLock lock(state_->mutex);
     state_->unusable = without_identity(hello);
     state_->why_unusable = reason;
-    state_->first_hello.reset();
+    state_->measure.reset();
   }
   state_->changed.notify_all();
+}
+
+void Listener::settle(const wire::EnvHello& hello) {
+  MutexLock lock(state_->mutex);
+  if (state_->is_settled) return;
+  if (!state_->measure || !differences(*state_->measure, hello).empty()) {
+    state_->set_measure(hello, " from elsewhere");
+  }
+  state_->is_settled = true;
+  state_->changed.notify_all();
+}
+
+bool Listener::wants_other(const wire::EnvHello& hello) const {
+  MutexLock lock(state_->mutex);
+  return state_->measure && !differences(*state_->measure, hello).empty();
+}
+
+void Listener::pass_over() {
+  MutexLock lock(state_->mutex);
+  if (!state_->measure || state_->is_settled) return;
+  for (const auto& [hello, peer] : state_->hellos) {
+    if (differences(*state_->measure, hello).empty()) continue;
+    return state_->set_measure(hello, peer);
+  }
 }
 
 EventLog& Listener::events() { return state_->events; }
@@ -270,7 +353,7 @@ void Listener::detach() {
   State& state = *state_;
   MutexLock lock(state.mutex);
   state.host = nullptr;
-  state.detached = true;
+  state.detached = std::exchange(state.is_settled, false);
   state.changed.notify_all();
   while (state.num_hosted > 0) {
     state.changed.wait_until(state.mutex, Clock::now() + kLookPeriod, nullptr);
@@ -281,24 +364,20 @@ void Listener::detach() {
 
 void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
   expected_.check(hello, peer);
-  wire::EnvHello kind = without_identity(hello);
   MutexLock lock(mutex_);
   if (!first_) {
-    first_ = kind;
+    first_ = hello;
     first_peer_ = peer;
     return;
   }
-  // The name may be left out.
-  wire::EnvHello first = *first_;
-  if (kind.environment().empty()) kind.set_environment(first.environment());
-  if (first.environment().empty()) first.set_environment(kind.environment());
-  const std::string text = differences(first, kind);
-  if (text.empty()) {
-    first_ = first;
-    return;
-  }
-  throw RefusedError(peer + " differs from " + first_peer_ +
-                     ", and the environments of one run must not: " + text);
+  const std::string text = differences(*first_, hello);
+  if (!text.empty()) refuse_other(first_peer_, peer, text);
+  if (first_->environment().empty()) first_->set_environment(hello.environment());
+}
+
+bool HelloCheck::is_alike(const wire::EnvHello& hello) const {
+  MutexLock lock(mutex_);
+  return !first_ || differences(*first_, hello).empty();
 }
 
 }  // namespace torchbeast

@@ -40,15 +40,22 @@ struct ListenerStats {
 class StreamHost {
  public:
   virtual ~StreamHost() = default;
+  // Whether it would run this environment; otherwise the environment waits, perhaps for
+  // another host. Does not block.
+  virtual bool wants(const wire::EnvHello&) { return true; }
   // Runs an environment that has shaken hands, in the stream's thread, until it leaves.
   // Throws as a handler of StreamServer.
   virtual void serve(Connection& connection, const wire::EnvHello& hello) = 0;
-  // An environment has raised. `address`: of the dialled server; empty if it has
-  // joined. REQUIRES: the error is being handled.
+  // An environment has raised. `origin`: of its connection. REQUIRES: the error is
+  // being handled.
   virtual void count_failure(const EnvironmentError& error,
-                             const std::string& address) = 0;
+                             const std::string& origin) = 0;
 };
 
+// All environments of a run must be alike. The measure is the hello of the first that
+// keeps the rules, until the run settles for it: so long, others wait, and another gets
+// its turn once no stream has the measure. From then on others are refused.
+//
 // Thread-safe. Owns the streams' threads.
 class Listener {
  public:
@@ -66,13 +73,19 @@ class Listener {
   int max_streams() const;
   ListenerStats stats() const;
 
-  // What an environment that has joined says about itself; it is the first whose hello
-  // keeps the rules. Waits for it; throws TransportError after `timeout`.
+  // The measure. Waits for it; throws TransportError after `timeout`.
   wire::EnvHello probe(Milliseconds timeout, const Interrupt& interrupt = nullptr);
   // What probe() returned is of no use: environments that wait for a pool and have this
   // hello are refused with the reason, and so are others that come with it. probe()
   // then waits for another.
   void refuse(const wire::EnvHello& hello, const std::string& reason);
+  // The run has learned from environments with this hello: it stays the measure.
+  void settle(const wire::EnvHello& hello);
+  // Whether the measure has become another than this hello.
+  bool wants_other(const wire::EnvHello& hello) const;
+  // Unless the run has settled, an environment that waits because it differs becomes
+  // the measure, if there is one.
+  void pass_over();
   // Refused peers, and environments that raised in place of a hello.
   EventLog& events();
 
@@ -84,8 +97,8 @@ class Listener {
   // Streams run there from here on. Throws std::invalid_argument if there is a host.
   // REQUIRES: it lives until detach().
   void attach(StreamHost* host);
-  // Waits until no stream runs there. Streams are refused from here on, until another
-  // attaches.
+  // Waits until no stream runs there. If the run had settled, streams are refused from
+  // here on, until another attaches.
   void detach();
 
  private:
@@ -101,10 +114,12 @@ class HelloCheck {
 
   // Throws RefusedError, which says what differs. `peer` goes into messages.
   void check(const wire::EnvHello& hello, const std::string& peer) TB_EXCLUDES(mutex_);
+  // Whether the spaces and fields are those of the first.
+  bool is_alike(const wire::EnvHello& hello) const TB_EXCLUDES(mutex_);
 
  private:
   const ExpectedEnvironment expected_;
-  Mutex mutex_;
+  mutable Mutex mutex_;
   std::optional<wire::EnvHello> first_ TB_GUARDED_BY(mutex_);
   std::string first_peer_ TB_GUARDED_BY(mutex_);
 };

@@ -80,20 +80,33 @@ struct PoolStreams : StreamHost {
   // From run()'s thread.
   void cancel_all() TB_EXCLUDES(mutex) {
     MutexLock lock(mutex);
-    for (Connection* connection : connections)
-      connection->cancel("is cut off: the learner is about to end");
+    for (Presence* stream : streams)
+      cancel(stream, "is cut off: the learner is about to end");
   }
-  // Cancels connections that wait for too long, and ends the run if no environment was
+  // Cancels connections that wait for too long, and ends the run if no sound stream was
   // there for too long. Time in which the process is suspended does not count.
   void check_limits() TB_EXCLUDES(mutex);
-  void count_failure(const EnvironmentError& error, const std::string& address) override
+  void count_failure(const EnvironmentError& error, const std::string& origin) override
       TB_EXCLUDES(mutex);
-  size_t num_forgiven(const std::map<std::string, size_t>& counts) const
+  // Of the last minute, by origin.
+  std::map<std::string, size_t> count_failures() TB_REQUIRES(mutex);
+  bool exceeds(size_t count) const {
+    return count > static_cast<size_t>(options.max_env_failures);
+  }
+  // Whether a stream is there whose peer does not fail too often, or that has given a
+  // rollout. While one is, no single peer's failures end the run.
+  bool has_sound_stream(const std::map<std::string, size_t>& counts) const
       TB_REQUIRES(mutex);
+  bool fails_too_often(const std::map<std::string, size_t>& counts) const
+      TB_REQUIRES(mutex);
+  static void cancel(Presence* stream, const char* reason);
 
   // Of the next stream of the server at address `index`.
   std::optional<wire::Seeding> next_seeding(size_t index, bool is_first);
 
+  bool wants(const wire::EnvHello& hello) override {
+    return !options.is_provisional || hellos.is_alike(hello);
+  }
   // An environment that has joined, in its stream's thread.
   void serve(Connection& connection, const wire::EnvHello& hello) override;
   void unroll_joined(Connection& connection, const wire::EnvHello& hello);
@@ -109,14 +122,14 @@ struct PoolStreams : StreamHost {
   CondVar changed;
   std::exception_ptr first_error TB_GUARDED_BY(mutex);
   std::string last_error TB_GUARDED_BY(mutex);
-  std::set<Connection*> connections TB_GUARDED_BY(mutex);
+  std::set<Presence*> streams TB_GUARDED_BY(mutex);
   uint64_t num_connected TB_GUARDED_BY(mutex) = 0;  // those that have sent a step
-  std::map<std::string, size_t> present TB_GUARDED_BY(mutex);  // streams; see Presence
-  uint64_t num_final TB_GUARDED_BY(mutex) = 0;  // servers that refuse for good
+  uint64_t num_final TB_GUARDED_BY(mutex) = 0;      // servers that refuse for good
   Clock::time_point down_since TB_GUARDED_BY(mutex) = Clock::now();
   Clock::time_point checked_at TB_GUARDED_BY(mutex) = Clock::now();
-  // Of the last minute: when, and the address; see count_failure.
+  // Of the last minute: when, and the connection's origin.
   std::deque<std::pair<Clock::time_point, std::string>> failures TB_GUARDED_BY(mutex);
+  std::string last_failure TB_GUARDED_BY(mutex);
   EventLog events;
 
   std::atomic<uint64_t> num_seeded;  // streams
@@ -132,28 +145,24 @@ struct PoolStreams : StreamHost {
 class PoolStreams::Presence {
  public:
   // Throws Stopped once the pool ends.
-  // `address`: of the dialled server; empty if the environment has joined.
-  Presence(PoolStreams* shared, Connection* connection, std::string address)
-      : shared_(*shared), connection_(connection), address_(std::move(address)) {
+  Presence(PoolStreams* shared, Connection* connection)
+      : shared_(*shared), connection_(*connection) {
     MutexLock lock(shared_.mutex);
     if (shared_.closing) throw Stopped();
-    shared_.connections.insert(connection_);
+    shared_.streams.insert(this);
   }
   ~Presence() {
     MutexLock lock(shared_.mutex);
-    shared_.connections.erase(connection_);
+    shared_.streams.erase(this);
     if (is_connected_) --shared_.num_connected;
-    if (is_present_ && --shared_.present[address_] == 0)
-      shared_.present.erase(address_);
-    if (is_proven_) shared_.down_since = Clock::now();
+    if (is_proven_ && is_sound(shared_.count_failures())) {
+      shared_.down_since = Clock::now();
+    }
   }
   Presence(const Presence&) = delete;
 
   // It may still make its first step.
-  void trust() {
-    MutexLock lock(shared_.mutex);
-    come();
-  }
+  void trust() { is_present_ = true; }
   // Its first row is there.
   void connect() {
     MutexLock lock(shared_.mutex);
@@ -163,25 +172,30 @@ class PoolStreams::Presence {
   // It has made a step.
   void prove() {
     if (is_proven_) return;
-    MutexLock lock(shared_.mutex);
-    come();
+    is_present_ = true;
     is_proven_ = true;
   }
   bool is_proven() const { return is_proven_; }
+  // It has given a rollout.
+  void deliver() { has_delivered_ = true; }
+  // It ends by a fault of its own: its rollouts no longer speak for it.
+  void fail() { has_delivered_ = false; }
 
- private:
-  void come() TB_REQUIRES(shared_.mutex) {
-    if (is_present_) return;
-    ++shared_.present[address_];
-    is_present_ = true;
+  Connection& connection() { return connection_; }
+  // See PoolStreams::has_sound_stream.
+  bool is_sound(const std::map<std::string, size_t>& counts) const {
+    if (!is_present_ || has_delivered_) return is_present_;
+    const auto found = counts.find(connection_.origin());
+    return found == counts.end() || !shared_.exceeds(found->second);
   }
 
+ private:
   PoolStreams& shared_;
-  Connection* const connection_;
-  const std::string address_;
+  Connection& connection_;
   bool is_connected_ = false;
-  bool is_present_ = false;
-  bool is_proven_ = false;
+  bool is_proven_ = false;  // of the stream's thread alone
+  std::atomic<bool> is_present_{false};
+  std::atomic<bool> has_delivered_{false};
 };
 
 // Runs the streams of one server, one after the other, until the pool ends. Blocks;

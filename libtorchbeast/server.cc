@@ -70,6 +70,8 @@ void EnvServer::State::serve(ServedConnection& connection) {
     throw;
   } catch (const TransportError&) {
     throw;
+  } catch (const UnusableEnvironment& error) {
+    throw RefusedError(error.what());
   } catch (const std::exception& error) {
     connection.write(encode_error(error.what()));
     throw std::runtime_error("the environment failed");
@@ -104,10 +106,11 @@ void EnvServer::State::run_stream(ServedConnection& connection, Guest* guest) {
   connection.write(encode(hello));
   write_step();
   grpc::ByteBuffer action;
+  uint64_t number = 0;
   while (true) {
     connection.read(&action);
     if (guest != nullptr && !guest->plays.exchange(true)) changed.notify_all();
-    stepper.step(&action);
+    stepper.step(&action, &number);
     num_steps += static_cast<uint64_t>(stepper.num_envs());
     write_step();
   }

@@ -43,19 +43,30 @@ void Stepper::begin(const wire::AgentHello& agent) {
     row_ = environment_->reset();
     spec_ = StreamSpec(environment_->hello());
   } catch (const WireError& error) {  // ours, not the peer's
-    throw std::runtime_error(std::string("this environment can't be served: ") +
-                             error.what());
+    throw UnusableEnvironment(error.what());
   }
   encode_row(start);
+  if (!spec_.has_action_space) return;
   spec_.action.for_each(
       [this](const ArraySpec& spec) { action_.push_back(pool_.allocate(spec)); });
 }
 
-void Stepper::step(grpc::ByteBuffer* action) {
-  decode_action(action, action_);
+void Stepper::step(grpc::ByteBuffer* action, uint64_t* number) {
+  const uint64_t next =
+      spec_.has_action_space
+          ? decode_action(action, action_)
+          : decode_action_with_layout(action, spec_.num_envs, pool_, &action_);
+  if (next == 0 || (*number != 0 && next != *number + 1)) {
+    refuse("action", "its number is " + std::to_string(next) +
+                         ", and that of the last " + std::to_string(*number) +
+                         "; the next must be 1 more, and the "
+                         "first at least 1");
+  }
+  *number = next;
   const During stepping(&activity_, "step()");
   const auto start = Clock::now();
   row_ = environment_->step(action_);
+  row_.action_number = next;
   encode_row(start);
 }
 

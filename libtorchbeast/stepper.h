@@ -39,8 +39,9 @@ class Stepper {
     return torchbeast::is_between_episodes(spec_, row_.arrays);
   }
   // Makes a step. Throws WireError, and makes none, if the message is not an action for
-  // this environment.
-  void step(grpc::ByteBuffer* action);
+  // this environment, or not the next: *number is that of the connection's last action,
+  // at first 0.
+  void step(grpc::ByteBuffer* action, uint64_t* number);
 
  private:
   void check(const std::vector<Array>& arrays, size_t count) const;

@@ -325,14 +325,12 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
     refuse("hello", "num_envs is " + std::to_string(num_envs) + ", allowed are 1 to " +
                         std::to_string(kMaxEnvs));
   }
-  if (!hello.has_action_space()) {
-    refuse("hello", "action_space is missing; announce the space of the actions");
-  }
   check_settings(hello);
 
   SpaceReader observations(num_envs, kObservation), actions(num_envs, kAction);
   observation = observations.read(hello.observation_space(), "observation", 1);
-  action = actions.read(hello.action_space(), "action", 1);
+  has_action_space = hello.has_action_space();
+  if (has_action_space) action = actions.read(hello.action_space(), "action", 1);
   arrays = observation.flatten();
   num_observation_arrays = arrays.size();
   names = std::move(observations.names);
@@ -357,7 +355,7 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
       {"game_return", {{DType::kFloat32, {}}, finite()}},
       {"env_warnings",
        {{DType::kInt64, {}}, {{0}, {static_cast<double>(kMaxWarnings)}}}}};
-  if (action.is_leaf()) {
+  if (has_action_space && action.is_leaf()) {
     const ArraySpec& spec = action.leaf();
     ArraySpec one{spec.dtype, {}};
     for (size_t i = 1; i < spec.shape.size(); ++i) one.shape.push_back(spec.shape[i]);
@@ -393,7 +391,11 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
     step_bytes += arrays[i].num_bytes();
     if (i < num_observation_arrays) observation_bytes += arrays[i].num_bytes();
   }
-  action.for_each([&](const ArraySpec& spec) { action_bytes += spec.num_bytes(); });
+  if (has_action_space) {
+    action.for_each([&](const ArraySpec& spec) { action_bytes += spec.num_bytes(); });
+  } else {
+    action_bytes = 1;  // each action is checked
+  }
   for (const auto& [place, bytes] : {std::pair("observation", observation_bytes),
                                      std::pair("action", action_bytes)}) {
     if (bytes == 0) refuse(place, "the space has no array with an element");
@@ -406,6 +408,13 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
                    " environments",
                kMaxMessageBytes);
   }
+}
+
+ArraySpec layout_spec(const wire::Field& layout, int64_t num_envs) {
+  const std::string place = "action.layout";
+  return batched(
+      {checked_dtype(layout.dtype(), place), checked_shape(layout.shape(), place)},
+      num_envs, place);
 }
 
 // --- Rows ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@
 namespace torchbeast {
 
 // The limits of proto/torchbeast.proto.
-constexpr uint32_t kWireVersion = 2;
+constexpr uint32_t kWireVersion = 3;
 constexpr int kMaxDepth = 16;         // levels of Space
 constexpr int64_t kMaxArrays = 1024;  // of a step
 // Dimensions of one environment's array; a rollout puts [T, E] in front.
@@ -68,8 +68,9 @@ struct StreamSpec {
                                    // are the names of the fields
   std::vector<ValueRule> rules;    // of the arrays
   size_t num_observation_arrays = 0;
-  size_t step_bytes = 0;  // of all arrays
-  SpecNest action;        // [E, ...]
+  size_t step_bytes = 0;          // of all arrays
+  bool has_action_space = false;  // else actions are arrays of any kind, and say which
+  SpecNest action;                // [E, ...], with an action space
 
   // Throws WireError if the hello breaks a rule or exceeds a limit.
   explicit StreamSpec(const wire::EnvHello& hello);
@@ -81,7 +82,11 @@ struct EnvRow {
   std::vector<Array> arrays;             // as StreamSpec::arrays
   std::vector<Array> final_observation;  // empty, or as the observation's arrays
   uint64_t env_nanoseconds = 0;
+  uint64_t action_number = 0;  // of the action that has led here
 };
+
+// The array that an action's layout announces, [num_envs, ...]. Throws WireError.
+ArraySpec layout_spec(const wire::Field& layout, int64_t num_envs);
 
 // A field of a row's arrays; null if there is none of this name.
 const Array* find_field(const StreamSpec& spec, const std::vector<Array>& arrays,

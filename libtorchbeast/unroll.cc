@@ -236,6 +236,16 @@ std::vector<Array> Unroll::action_of(const ArrayNest& outputs) const {
     arrays.push_back(array.at(0));
     specs.push_back(arrays.back().spec());
   });
+  if (!spec_.has_action_space) {
+    if (arrays.size() == 1 && specs[0].shape.size() > 0 &&
+        specs[0].shape[0] == spec_.num_envs) {
+      return arrays;
+    }
+    throw std::invalid_argument("the agent's action is " + describe(specs) +
+                                ", and environments without an action space get one "
+                                "array [1, " +
+                                std::to_string(spec_.num_envs) + ", ...]");
+  }
   const std::vector<ArraySpec> wanted = spec_.action.flatten();
   if (specs != wanted) {
     throw std::invalid_argument("the agent's action is " + describe(specs) +

@@ -28,6 +28,8 @@ class Stream:
         self.incoming = queue.SimpleQueue()
         self.outgoing = queue.SimpleQueue()
         self.status = None
+        self.number = 10**6  # of the last action
+        self.acted = False
         context.add_callback(lambda: self.outgoing.put(None))
         threading.Thread(target=self._read, args=(requests,), daemon=True).start()
 
@@ -50,14 +52,20 @@ class Stream:
         known.CopyFrom(message)
         known.DiscardUnknownFields()
         assert known.ByteSize() == message.ByteSize()
+        if kind == "step" and self.acted:
+            assert message.step.action_number == self.number
         return getattr(message, kind)
 
-    def hello(self, version=2, seeding=None):
+    def hello(self, version=3, seeding=None):
         hello = self.wire.AgentHello(version=version, seeding=seeding)
         self.outgoing.put(self.wire.AgentMessage(hello=hello))
 
     def act(self, actions, dtype="<i8"):
-        action = self.wire.AgentAction(arrays=np.array(actions, dtype).tobytes())
+        self.number += 1
+        self.acted = True
+        action = self.wire.AgentAction(
+            arrays=np.array(actions, dtype).tobytes(), number=self.number
+        )
         self.outgoing.put(self.wire.AgentMessage(action=action))
 
     def end(self, code=None, text=""):
@@ -118,7 +126,7 @@ def expected_hello(wire, num_envs, stream_id, first_step):
     """Of CartPole-v1, as Gymnasium describes it."""
     space = gymnasium.make("CartPole-v1").observation_space
     return wire.EnvHello(
-        version=2,
+        version=3,
         environment="CartPole-v1",
         num_envs=num_envs,
         observation_space={

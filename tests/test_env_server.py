@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import gym
 import numpy as np
@@ -13,6 +14,10 @@ from gymnasium import spaces
 from servers import Run, ServerProcess
 
 from libtorchbeast import (
+    ActorPool,
+    BatchingQueue,
+    DynamicBatcher,
+    RefusedError,
     Server,
     TransportError,
     probe,
@@ -203,21 +208,87 @@ def test_an_observation_space_may_come_from_the_first_observation(address):
     assert observation["c"][0].dtype == torch.bool
 
 
-def test_an_action_space_is_needed(address):
-    class Without(Env):
-        def __init__(self):
-            super().__init__()
-            self.action_space = None
+class NoSpaces:
+    """As the predecessor's users write them: no spaces, old Gym's API."""
+
+    def __init__(self):
+        self.actions = []
+
+    def reset(self):
+        return {"frame": np.zeros((2, 3), np.uint8), "speed": 0.5}
+
+    def step(self, action):
+        self.actions.append(action)
+        self.done = len(self.actions) % 3 == 0
+        return {**self.reset(), "speed": float(len(self.actions))}, 1.0, self.done, {}
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        torch.tensor([[3]]),
+        torch.tensor([[[0.5, -2.0]]]),
+        torch.tensor([[True]]),
+        torch.zeros(1, 1, 2, 0, dtype=torch.uint8),
+    ],
+    ids=str,
+)
+def test_without_spaces_arrays_are_sent_as_they_are(address, action):
+    env = NoSpaces()
+    with serving(lambda: env, address):
+        assert probe(address)["action_space"] is None
+        (observation, reward, done, *_), actions = play(address, lambda _: action)
+    assert observation["frame"].shape == (T + 1, 1, 2, 3)
+    assert observation["frame"].dtype == torch.uint8
+    assert observation["speed"].dtype == torch.float64
+    assert observation["speed"][:, 0].tolist() == [0.5, 1, 2, 0.5, 4, 5]
+    assert reward[:, 0].tolist() == [0, 1, 1, 1, 1, 1]
+    assert done[:, 0].tolist() == [True, False, False, True, False, False]
+    assert torch.equal(actions, action.expand(T + 1, *action.shape[1:]))
+    for given in env.actions:
+        assert given.dtype == action.numpy().dtype
+        np.testing.assert_array_equal(given, action[0, 0].numpy())
+
+
+def test_without_an_action_space_an_action_is_one_array(address):
+    with serving(NoSpaces, address), pytest.raises(ValueError, match="one array"):
+        play(address, lambda _: (torch.zeros(1, 1),) * 2)
+
+
+def test_what_cannot_get_better_ends_at_once(address):
+    """With one message; and nobody waits for the pool's queue or batcher."""
 
     class VectorWithout(Vector):
         action_space = None
 
-    for env_class in (Without, VectorWithout):
-        with (
-            serving(env_class, address),
-            pytest.raises(RuntimeError, match=f"{env_class.__name__}.*no action_space"),
-        ):
-            probe(address)
+    made = []
+    for env_class, words in (
+        (lambda: Env(spaces.Text(5)), "none of Box"),
+        (lambda: Env(observe=lambda: np.zeros((1,) * 7)), "7 dimensions"),
+        (VectorWithout, "VectorWithout.*no action_space"),
+        (object, r"no reset\(\)"),
+    ):
+        made.clear()
+
+        def make(env_class=env_class):
+            made.append(1)
+            return env_class()
+
+        with serving(make, address):
+            with pytest.raises(RefusedError, match=f"can't be served: .*{words}"):
+                probe(address)
+            pool_queue = BatchingQueue(maximum_queue_size=1)
+            batcher = DynamicBatcher()
+            pool = ActorPool(T, pool_queue, batcher, [address], ())
+            with ThreadPoolExecutor() as threads:
+                waits = [threads.submit(list, x) for x in (pool_queue, batcher)]
+                run = threads.submit(pool.run)
+                assert [x.result(timeout=30) for x in waits] == [[], []]
+                with pytest.raises(RefusedError, match=words):
+                    run.result(timeout=30)
+        assert pool_queue.is_closed()
+        assert batcher.is_closed()
+        assert len(made) == 2
 
 
 # --- Observations ---------------------------------------------------------------------

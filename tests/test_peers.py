@@ -20,6 +20,7 @@ from runs import ROOT, read_logs
 
 grpc = pytest.importorskip("grpc", reason="needs grpcio and grpcio-tools")
 protoc = pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools")
+protobuf_message = pytest.importorskip("google.protobuf.message")
 
 T, E = 5, 3
 INF, NAN = float("inf"), float("nan")
@@ -85,7 +86,7 @@ def make_hello(wire, stream_id=b""):
     }
     dtypes = {np.bool_: wire.BOOL, np.int64: wire.INT64, np.float32: wire.FLOAT32}
     return wire.EnvHello(
-        version=2,
+        version=3,
         environment="CartPole-v1",
         num_envs=E,
         observation_space=wire.Space(
@@ -129,6 +130,19 @@ def encode_row(wire, row, final=()):
     return wire.EnvMessage(step=step).SerializeToString()
 
 
+def answering(message, action):
+    """A step with the number of the action that it answers; all else as it is."""
+    wire = sys.modules["torchbeast_pb2"]
+    try:
+        parsed = wire.EnvMessage.FromString(message)
+    except protobuf_message.DecodeError:
+        return message
+    if not parsed.HasField("step"):
+        return message
+    parsed.step.action_number = wire.AgentMessage.FromString(action).action.number
+    return parsed.SerializeToString()
+
+
 class Peer:
     """Joins a learner; `messages` are sent one by one, each after the next answer."""
 
@@ -143,12 +157,12 @@ class Peer:
 
     def play(self, messages):
         """Until the learner ends the stream, or there are no more messages."""
-        next(self.call)  # the learner's hello
+        action = next(self.call)  # the learner's hello
         with contextlib.suppress(grpc.RpcError, StopIteration):
             for message in messages:
-                self.send(message)
+                self.send(answering(message, action))
                 if not message.startswith(b"\x0a"):  # all but hellos are answered
-                    next(self.call)
+                    action = next(self.call)
 
     def status(self):
         """How the learner has ended the stream: code and text."""
@@ -443,6 +457,99 @@ def test_joined_peers_that_nobody_can_use(learn, wire, tmp_path):
     assert "streams 1/2" in run.console or "Step " not in run.console
 
 
+def stray_messages(wire, rows):
+    """Environments that are none of this run: one action less."""
+    hello = make_hello(wire)
+    hello.action_space.discrete.n = 4
+    yield wire.EnvMessage(hello=hello).SerializeToString()
+    for step in range(rows):
+        yield encode_row(wire, make_row(step))
+
+
+def test_strays_do_not_determine_the_spaces(learn, wire, tmp_path):
+    """Neither those that leave, nor those that are silent, nor on a resumed run."""
+    address = f"unix:{tmp_path}/learner"
+    flags = {"listen": address, "num_actors": 4}
+    run = learn(**flags)
+    run.wait_for((tmp_path / "learner").exists, "the learner listens")
+    with Peer(address) as leaver, Peer(address) as silent:
+        leaver.play(stray_messages(wire, rows=T))  # T - 1 steps, so no unroll
+        silent.play(stray_messages(wire, rows=0))
+        with playing(address, wire) as good:
+            leaver.call.cancel()
+            run.wait_for_updates(3)
+            with Peer(address) as late:
+                late.play(stray_messages(wire, rows=1))
+                code, text = late.status()
+            assert code == "FAILED_PRECONDITION", text
+            assert "differ" in text
+            assert good.call.is_active()
+            run.process.send_signal(signal.SIGINT)
+            run.wait_for_end(130)
+    run.assert_no_error()
+
+    resumed = learn(**flags)
+    resumed.wait_for((tmp_path / "learner").exists, "the learner listens")
+    with Peer(address) as stray:
+        stray.play(stray_messages(wire, rows=1))
+        code, text = stray.status()
+        assert code == "FAILED_PRECONDITION", text
+        assert "don't fit the model" in text
+    with playing(address, wire):
+        resumed.wait_for_updates(3)
+        resumed.process.send_signal(signal.SIGINT)
+        resumed.wait_for_end(130)
+    assert "Resuming at step" in resumed.console
+    resumed.assert_no_error()
+
+
+def test_a_step_that_comes_before_its_action(learn, wire, tmp_path):
+    """It is not taken as the action's result, however the peer counts."""
+    address = f"unix:{tmp_path}/learner"
+    run = learn(listen=address, num_actors=2)
+    run.wait_for((tmp_path / "learner").exists, "the learner listens")
+    hello = wire.EnvMessage(hello=make_hello(wire)).SerializeToString()
+    with playing(address, wire):
+        run.wait_for_updates(1)
+        for guess in range(3):
+            with Peer(address) as peer:
+                peer.send(hello)
+                for step in range(2):  # of which the second answers nothing
+                    message = wire.EnvMessage.FromString(
+                        encode_row(wire, make_row(step))
+                    )
+                    message.step.action_number = guess * step
+                    peer.send(message.SerializeToString())
+                code, text = peer.status()
+            assert code == "INVALID_ARGUMENT", text
+            assert f"the step answers action {guess}, and the last action is" in text
+        with Peer(address) as peer:  # after some good ones
+            rows = [*itertools.islice(good_messages(wire), 4)]
+            peer.play(rows)
+            peer.send(rows[-1])  # answers none, as it is
+            assert "the step answers action 0" in peer.status()[1]
+        run.wait_for_updates(1)
+    assert "[ERROR " not in run.console
+
+
+def test_one_that_raises_again_and_again_ends_nobodys_run(learn, wire, tmp_path):
+    address = f"unix:{tmp_path}/learner"
+    run = learn(listen=address, num_actors=2, max_env_failures=3, connect_timeout=1)
+    run.wait_for((tmp_path / "learner").exists, "the learner listens")
+    error = wire.EnvMessage(error=wire.EnvError(message="Traceback: it broke"))
+    with playing(address, wire):
+        run.wait_for_updates(1)
+        for _ in range(8):
+            with Peer(address) as peer:
+                rows = itertools.islice(good_messages(wire), 4)
+                peer.play([*rows, error.SerializeToString()])
+                assert peer.status()[0] == "OK"
+        run.wait_for_updates(3)
+        assert "[ERROR " not in run.console
+    run.wait_for_end(1, 2 * watched_runs.END_SECONDS)  # no other is left
+    assert "more than 3 environments have raised within a minute" in run.console
+
+
 # --- Servers --------------------------------------------------------------------------
 
 
@@ -458,14 +565,17 @@ class DialledServer:
         self.streams = itertools.count()
 
         def stream(requests, context):
+            action = next(requests, b"")  # the learner's hello
             for message in behave(next(self.streams)):
                 if message is None:
                     while context.is_active() and not self.over.wait(0.05):
                         pass
                     return
-                yield message
-                if not message.startswith(b"\x0a") and next(requests, None) is None:
-                    return
+                yield answering(message, action)
+                if not message.startswith(b"\x0a"):
+                    action = next(requests, None)
+                    if action is None:
+                        return
 
         handler = grpc.stream_stream_rpc_method_handler(stream)
         self.threads = futures.ThreadPoolExecutor(8)

@@ -463,7 +463,7 @@ def test_learner_meets_strange_peers(learn, tmp_path):
 
 def test_a_server_of_another_version(learn, tmp_path):
     with speaking(tmp_path / "socket", [ENV_HELLO_OF_VERSION_1]) as past:
-        words = [past, "version 1", "version 2", "install the same torchbeast"]
+        words = [past, "version 1", "version 3", "install the same torchbeast"]
         assert_refused(learn, {"past": ({"server_addresses": past}, words)})
 
 

@@ -18,6 +18,7 @@ import torch
 
 from torchbeast.core import checkpoint, rollout
 from torchbeast.core.acting import act_step, prepare_to_act
+from torchbeast.core.env_spec import EnvSpec
 from torchbeast.core.errors import FlagError
 from torchbeast.core.flags import Flags
 from torchbeast.core.remote_envs import RemoteEnvs, server_addresses
@@ -113,10 +114,11 @@ def play_on_servers(
     with contextlib.ExitStack() as stack:
         envs = RemoteEnvs(flags, derive_seed(flags.seed, TEST_STREAM))
         stack.callback(envs.close)
-        spec = envs.find_env_spec(lambda: None)
+        spec = envs.find_env_spec(lambda: None, fits(flags, model_state))
+        if envs.listener:
+            envs.listener.settle(spec.hello)
         cpu = torch.device("cpu")
         model = make_model(flags, spec.observation_space, spec.action_space, cpu)
-        checkpoint.check_fit(model_state, model)
         model.load_state_dict(model_state)
         prepare_to_act(model)
         new_env = torch.zeros(1, 1, 1, dtype=torch.int64)
@@ -150,6 +152,22 @@ def play_on_servers(
                     raise result
                 yield result
                 left -= 1
+
+
+def fits(
+    flags: Flags, model_state: dict[str, torch.Tensor]
+) -> Callable[[EnvSpec], None]:
+    """A check for RemoteEnvs.find_env_spec: the spaces must be the checkpoint's.
+
+    It raises CheckpointError if the weights do not fit a model for the environments.
+    """
+
+    def check(env: EnvSpec) -> None:
+        spaces = env.observation_space, env.action_space
+        model = make_model(flags, *spaces, torch.device("cpu"))
+        checkpoint.check_fit(model_state, model)
+
+    return check
 
 
 def _guard(work: Callable[[], Any], report: Callable[[BaseException], None]) -> None:

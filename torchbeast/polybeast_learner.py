@@ -22,6 +22,7 @@ if __name__ == "__main__":
     processes.require_native()
 
 import argparse
+import contextlib
 import functools
 import logging
 import os
@@ -56,7 +57,7 @@ from torchbeast.core.run import Run
 from torchbeast.core.seeds import derive_seed
 from torchbeast.core.streams import Streams, SyncBarrier, as_stored
 from torchbeast.evaluate import evaluate
-from torchbeast.evaluate_on_servers import play_on_servers
+from torchbeast.evaluate_on_servers import fits, play_on_servers
 from torchbeast.evaluator import Evaluator
 from torchbeast.learner import Learner, learn
 from torchbeast.model import TORSOS
@@ -143,6 +144,43 @@ def make_streams(
     ]
 
 
+def start_acting(
+    run: Run, envs: RemoteEnvs, env_fields: dict[str, Nested], barrier: Any
+) -> tuple[list[Streams], ActingModels]:
+    """Starts the pools and the inference threads."""
+    flags, learner = run.flags, run.learner
+    device = devices.actor_device(flags)
+    models = ActingModels(learner.model, device)
+    models.publish(learner.model, learner.num_updates)
+    all_streams = make_streams(flags, learner, envs, device)
+
+    def stop() -> None:
+        if barrier:
+            barrier.close()
+        for streams in all_streams:
+            streams.close()
+
+    run.on_stop(stop)
+    for i, streams in enumerate(all_streams):
+        run.start_thread(f"pool-{i}", streams.pool.run)
+    # A resumed run gets new random numbers, except with --sync.
+    start_step = () if flags.sync else (learner.step,)
+    for i in range(len(all_streams) if flags.sync else flags.num_inference_threads):
+        generator = torch.Generator(device)
+        generator.manual_seed(derive_seed(flags.seed, i, *start_step))
+        inference = functools.partial(
+            infer,
+            all_streams[i % len(all_streams)],
+            models,
+            env_fields,
+            device,
+            generator,
+            barrier,
+        )
+        run.start_thread(f"inference-{i}", inference)
+    return all_streams, models
+
+
 def train(
     start: resume.Start,
     check_servers: Callable[[], None] = lambda: None,
@@ -164,20 +202,25 @@ def train(
         env_seed = derive_seed(flags.seed, start.saved["stats"]["step"])
     B, T = flags.batch_size, flags.unroll_length
     envs = RemoteEnvs(flags.replace(listen=flags.listen or listen), env_seed)
-    try:
-        learner = Learner(flags, envs.find_env_spec(check_servers))
-        run = Run(start, learner)
-        device = devices.actor_device(flags)
-        models = ActingModels(learner.model, device)
-        models.publish(learner.model, learner.num_updates)
-        all_streams = make_streams(flags, learner, envs, device)
-    except BaseException:
-        envs.close()
-        raise
-    env_fields = rollout.env_fields(
-        learner.env_spec.observation_space, learner.model.distribution
-    )
+    check = fits(flags, start.saved["model_state_dict"]) if start.saved else None
     barrier = SyncBarrier(T) if flags.sync else None
+    with contextlib.ExitStack() as undo:
+        undo.callback(envs.close)
+        while True:
+            spec = envs.find_env_spec(check_servers, check)
+            learner = Learner(flags, spec)
+            run = Run(start, learner)
+            env_fields = rollout.env_fields(
+                spec.observation_space, learner.model.distribution
+            )
+            undo.callback(run.end_threads)
+            all_streams, models = start_acting(run, envs, env_fields, barrier)
+            # Environments that join determine the spaces once there is a batch of them.
+            checks = (check_servers, run.stop_requested)
+            if not envs.listener or envs.settle(all_streams[0], spec, checks):
+                break
+            run.end_threads()
+        undo.pop_all()
     # Sum of the queue's size over updates, and number of updates.
     queue_depth = {"queue_sum": 0.0, "queue_samples": 0.0}
 
@@ -231,12 +274,6 @@ def train(
             barrier.end_round()
             run.wake()
 
-    def stop() -> None:
-        if barrier:
-            barrier.close()
-        for streams in all_streams:
-            streams.close()
-
     def counts() -> dict[str, float]:
         """Seconds and counts since the start, for prof.bottleneck."""
         sums = dict(queue_depth)
@@ -250,31 +287,16 @@ def train(
     with run:
         log.info(
             "%d streams of %d environments; inference on %s, learning on %s",
-            *(flags.num_actors, learner.env_spec.num_envs, device, learner.device),
+            flags.num_actors,
+            learner.env_spec.num_envs,
+            devices.actor_device(flags),
+            learner.device,
         )
         run.stack.callback(
             lambda: log.info("The whole run: %s", prof.bottleneck(counts()))
         )
         run.stack.callback(envs.close)
         run.stack.callback(envs.report, all_streams)
-        run.on_stop(stop)
-        for i, streams in enumerate(all_streams):
-            run.start_thread(f"pool-{i}", streams.pool.run)
-        # A resumed run gets new random numbers, except with --sync.
-        start_step = () if flags.sync else (learner.step,)
-        for i in range(len(all_streams) if flags.sync else flags.num_inference_threads):
-            generator = torch.Generator(device)
-            generator.manual_seed(derive_seed(flags.seed, i, *start_step))
-            inference = functools.partial(
-                infer,
-                all_streams[i % len(all_streams)],
-                models,
-                env_fields,
-                device,
-                generator,
-                barrier,
-            )
-            run.start_thread(f"inference-{i}", inference)
         for i in range(1 if flags.sync else flags.num_learner_threads):
             work = learn_in_rounds if flags.sync else learn_from_queue
             run.start_thread(f"learner-{i}", work)
@@ -326,7 +348,7 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=10,
         help="failures of environments per minute after which the run ends; those of "
-        "the worst server don't count while another is connected",
+        "a single server or machine don't count while another is connected",
     )
     add(
         "--actor_device",

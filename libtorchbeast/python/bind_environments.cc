@@ -36,8 +36,9 @@ env_class() gives one of two.
 A single environment, E = 1, with reset() and step(action) of the old Gym (observation; 4
 values) or of Gymnasium (observation, info; 5 values). Its observation may be any nest of
 arrays and numbers. The learner gets the attributes observation_space and action_space (of
-gymnasium or gym: Box, Discrete, MultiDiscrete, MultiBinary, Tuple, Dict). action_space is
-required. Without an observation_space, the first observation shows dtypes and shapes.
+gymnasium or gym: Box, Discrete, MultiDiscrete, MultiBinary, Tuple, Dict). Without an
+observation_space, the first observation shows dtypes and shapes. Without an action_space,
+step() gets the agent's array as it is, of one environment.
 The step that ends an episode also resets the environment. Its row holds the first
 observation of the next episode, the reward of the last step, and length and return of the
 episode that has ended. Truncated episodes end as terminated ones do, and there are no

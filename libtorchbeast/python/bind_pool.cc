@@ -114,7 +114,8 @@ game_step and game_return, which are the episode's unless the environment has su
 The queue's rows have the agent's outputs, too; of two fields with one name, the agent's.
 
 Actions are what the policy draws: integers count from 0 whatever the action space's
-start, and floats are float32. They must fit the action space of the environments.
+start, and floats are float32. They must fit the action space of the environments. If these
+have none, an action is one array of any dtype and shape, and is sent as it is.
 
 If environments of a step were truncated, see Server, and the outputs are a dict with
 "baseline" and "truncation_value" (both float32 [1, E, ...], of one shape), the pool also
@@ -139,10 +140,12 @@ Args:
         counted. An environment that has joined may come back within this time and goes on
         in its rollout.
     max_env_failures: environments that may raise within a minute; each costs its stream.
-        Unless this is 0, those of the worst server in env_server_addresses do not count
-        while another one is connected.
+        Unless this is 0, those of a single peer do not count while another one is
+        connected: of an address, or of a machine from which environments join.
     hello: the "hello" that probe() returned: what all environments must be. None: the
-        same as the first that connects.
+        same as the first that connects, or with a listener its measure, see there.
+    is_provisional: the listener's environments are compared with `hello` only once the
+        caller has called its settle(); otherwise the first rollout settles it.
     expected: what environments must be, as the learner's flags say: a dict of name (str),
         num_envs (int) and settings (dict of str), each of which may be missing. Others
         are refused with the names of what differs.
@@ -164,7 +167,7 @@ Raises:
                        const py::object& initial_agent_state, bool named_rows,
                        std::optional<int64_t> max_rollout_bytes, double step_timeout_s,
                        double maximum_downtime_s, int64_t max_env_failures,
-                       const std::optional<py::bytes>& hello,
+                       const std::optional<py::bytes>& hello, bool is_provisional,
                        std::shared_ptr<Listener> listener, const py::object& expected,
                        std::optional<uint64_t> seed, uint64_t first_stream,
                        uint64_t stream_stride, const Security& security) {
@@ -190,6 +193,7 @@ Raises:
                  to_seconds(maximum_downtime_s, "maximum_downtime_s");
              options.max_env_failures = max_env_failures;
              if (hello) options.hello = parse_hello(*hello);
+             options.is_provisional = is_provisional;
              options.expected = to_expected(expected);
              options.seed = seed;
              options.first_stream = first_stream;
@@ -204,18 +208,19 @@ Raises:
            py::arg("initial_agent_state"), py::kw_only(), py::arg("named_rows") = false,
            py::arg("max_rollout_bytes") = py::none(), py::arg("step_timeout_s") = 60.0,
            py::arg("maximum_downtime_s") = 60.0, py::arg("max_env_failures") = 10,
-           py::arg("hello") = py::none(), py::arg("listener") = py::none(),
-           py::arg("expected") = py::none(), py::arg("seed") = py::none(),
-           py::arg("first_stream") = 0, py::arg("stream_stride") = 1,
-           py::arg("security") = Security())
+           py::arg("hello") = py::none(), py::arg("is_provisional") = false,
+           py::arg("listener") = py::none(), py::arg("expected") = py::none(),
+           py::arg("seed") = py::none(), py::arg("first_stream") = 0,
+           py::arg("stream_stride") = 1, py::arg("security") = Security())
       .def(
           "run", [](ActorPool& self) { self.run(check_signals()); },
           py::call_guard<WithoutGil>(), R"(
 Run until close() is called or the queue or the batcher is closed. Call it once.
 
-Raises the first error that ends it:
+Raises the first error that ends it, after it has closed the queue and the batcher:
     ValueError: the agent's outputs or the state do not fit; says where.
-    RefusedError: all servers refuse, for example the token.
+    RefusedError: all servers refuse, for example the token, or their environments can't be
+        served.
     TransportError: there was no stream at all for too long; with the last reason.
     RuntimeError: environments raised too often; with the last one's traceback.
     AsyncError: inference failed.
@@ -271,7 +276,7 @@ Returns a dict:
         MultiBinary    shape
         Tuple          spaces (tuple of such dicts)
         Dict           spaces (dict of such dicts)
-    action_space: such a dict, of what the policy writes
+    action_space: such a dict, of what the policy writes; None if there is none
     extra_fields: dict from name to a dict of dtype and shape, in the order of a step
     settings: dict of str, the flags that the environments were made with; maybe empty
     step_bytes: of all arrays of a step
@@ -295,6 +300,11 @@ their side. So is any program that speaks libtorchbeast/proto/torchbeast.proto.
 An ActorPool that was given the listener runs them. Each has a place with an unroll. One
 that is lost may come back and goes on where it was. One that has left between episodes
 leaves its unroll to the next that joins.
+
+All environments of a run must be alike. The measure is the first whose hello keeps the
+rules. Until the run has settled for it, environments that differ wait, and one of them
+becomes the measure once no stream is left that is like the old one. From then on, those
+that differ are refused.
 
 Args:
     address: "unix:/path" or "host:port"; port 0: a free one, see `address`.
@@ -345,8 +355,8 @@ Raises:
             return to_dict(hello);
           },
           py::arg("timeout_s") = 60.0, R"(
-Wait until an environment has joined whose hello keeps the rules, and return what it is, as
-probe() does. A pool with this hello refuses all others.
+Wait until an environment has joined whose hello keeps the rules, and return the measure, as
+probe() does.
 
 Raises:
     TransportError: none within timeout_s seconds.
@@ -361,6 +371,27 @@ Raises:
           py::arg("hello"), py::arg("reason"), R"(
 Refuse environments with this "hello", which probe() returned, for this reason. probe()
 then waits for another.
+)")
+      .def(
+          "settle",
+          [](Listener& self, const py::bytes& hello) {
+            const wire::EnvHello parsed = parse_hello(hello);
+            WithoutGil no_gil;
+            self.settle(parsed);
+          },
+          py::arg("hello"),
+          "This hello stays the measure, because the run has learned from it.")
+      .def(
+          "wants_other",
+          [](Listener& self, const py::bytes& hello) {
+            const wire::EnvHello parsed = parse_hello(hello);
+            WithoutGil no_gil;
+            return self.wants_other(parsed);
+          },
+          py::arg("hello"), "Whether the measure has become another than this hello.")
+      .def("pass_over", &Listener::pass_over, py::call_guard<WithoutGil>(), R"(
+Make an environment the measure that waits because it differs, if there is one and the run
+has not settled.
 )")
       .def(
           "events", [](Listener& self) { return to_tuple(self.events().take()); },

@@ -62,6 +62,16 @@ const std::string kTruncated = "truncated";
 const std::string kFinalObservation = "final_observation";
 constexpr char kBeginStream[] = "begin_stream";
 
+// Calls f. What does not fit in it can't get better.
+template <typename F>
+auto usable(F&& f) {
+  try {
+    return f();
+  } catch (const std::invalid_argument& error) {
+    throw UnusableEnvironment(error.what());
+  }
+}
+
 // What both kinds of environments share. REQUIRES, of all: the GIL is held.
 class PythonEnvironment : public Environment {
  public:
@@ -98,13 +108,7 @@ class PythonEnvironment : public Environment {
     }
     hello_.set_num_envs(static_cast<uint32_t>(num_envs));
     const py::object space = py::getattr(env_, "action_space", py::none());
-    if (space.is_none()) {
-      throw std::invalid_argument(
-          "the environment " + std::string(py::repr(env_)) +
-          " has no action_space. Give it one, such as gymnasium.spaces.Discrete(n), so "
-          "that the learner knows what actions to send");
-    }
-    *hello_.mutable_action_space() = action_space(space);
+    if (!space.is_none()) *hello_.mutable_action_space() = action_space(space);
   }
 
   py::object env_;
@@ -122,15 +126,16 @@ class SingleEnvironment : public PythonEnvironment {
         observation_space_(py::getattr(env_, "observation_space", py::none())),
         reader_(true) {
     begin_hello(1);
-    action_space_ = env_.attr("action_space");
+    action_space_ = py::getattr(env_, "action_space", py::none());
   }
 
   EnvRow reset() override {
     py::object observation = reset_env();
     if (!hello_.has_observation_space()) {
-      *hello_.mutable_observation_space() = observation_space_.is_none()
-                                                ? space_of_observation(observation)
-                                                : observation_space(observation_space_);
+      *hello_.mutable_observation_space() = usable([&] {
+        return observation_space_.is_none() ? space_of_observation(observation)
+                                            : observation_space(observation_space_);
+      });
       spec_ = StreamSpec(hello_);
     }
     reward_ = 0;
@@ -145,9 +150,11 @@ class SingleEnvironment : public PythonEnvironment {
       episode_step_ = 0;
       episode_return_ = 0;
     }
-    const py::object result = call(
-        step_,
-        py::make_tuple(action_to_python(hello_.action_space(), action_space_, action)));
+    const py::object given =
+        hello_.has_action_space()
+            ? action_to_python(hello_.action_space(), action_space_, action)
+            : copy_to_numpy(action.at(0).at(0));
+    const py::object result = call(step_, py::make_tuple(given));
     const auto size = PyTuple_Check(result.ptr()) ? PyTuple_GET_SIZE(result.ptr()) : 0;
     if (size != 4 && size != 5) {
       throw std::invalid_argument(
@@ -285,13 +292,19 @@ class VectorEnvironment : public PythonEnvironment {
         step_(env_.attr("step")),
         reader_(false) {
     begin_hello(py::cast<int64_t>(env_.attr("num_envs")));
+    if (!hello_.has_action_space()) {
+      throw std::invalid_argument(
+          "the environment " + std::string(py::repr(env_)) +
+          " has no action_space. Give it one, such as gymnasium.spaces.Discrete(n), so "
+          "that the learner knows what actions to send");
+    }
     *hello_.mutable_observation_space() =
         observation_space(env_.attr("observation_space"));
   }
 
   EnvRow reset() override {
     py::object row = call(initial_);
-    if (fields_.empty()) begin(row);
+    if (fields_.empty()) usable([&] { begin(row); });
     return make_row(std::move(row));
   }
 
@@ -413,9 +426,7 @@ class VectorEnvironment : public PythonEnvironment {
   std::vector<Field> fields_;  // behind the observation
 };
 
-std::unique_ptr<Environment> make_environment(py::handle env_class,
-                                              const wire::EnvHello& described) {
-  py::object env = call(env_class);
+std::unique_ptr<Environment> adapt(py::object env, const wire::EnvHello& described) {
   for (py::handle type : py::type::of(env).attr("__mro__")) {
     if (py::cast<std::string>(type.attr("__name__")) == "VectorEnv") {
       throw std::invalid_argument(
@@ -454,7 +465,8 @@ class GuardedEnvironment : public Environment {
  public:
   GuardedEnvironment(py::handle env_class, const wire::EnvHello& described) {
     with_python([&] {
-      environment_ = make_environment(env_class, described);
+      py::object env = call(env_class);
+      environment_ = usable([&] { return adapt(std::move(env), described); });
       thread_state_.emplace();
     });
   }

@@ -173,18 +173,40 @@ TEST(Codec, ActionsAreByteForByteWhatProtobufWrites) {
     const std::vector<Array> action = random_arrays(specs);
     wire::AgentMessage oracle;
     oracle.mutable_action()->set_arrays(content(action));
-    grpc::ByteBuffer buffer = encode_action(action, pool());
+    oracle.mutable_action()->set_number(1000);
+    grpc::ByteBuffer buffer = encode_action(action, 1000, pool());
     EXPECT_EQ(bytes_of(buffer), oracle.SerializeAsString());
     const std::vector<Array> decoded = random_arrays(specs);
-    decode_action(&buffer, decoded);
+    EXPECT_EQ(decode_action(&buffer, decoded), 1000u);
     EXPECT_EQ(content(decoded), content(action));
   }
+}
+
+TEST(Codec, AnActionMaySayItsLayout) {
+  const std::vector<Array> action = {random_array({DType::kFloat32, {2, 3}})};
+  wire::AgentMessage oracle;
+  oracle.mutable_action()->set_arrays(content(action));
+  oracle.mutable_action()->set_number(7);
+  oracle.mutable_action()->mutable_layout()->set_dtype(wire::FLOAT32);
+  oracle.mutable_action()->mutable_layout()->add_shape(3);
+  grpc::ByteBuffer buffer = encode_action(action, 7, pool(), true);
+  EXPECT_EQ(bytes_of(buffer), oracle.SerializeAsString());
+  std::vector<Array> decoded;
+  EXPECT_EQ(decode_action_with_layout(&buffer, 2, pool(), &decoded), 7u);
+  EXPECT_EQ(decoded.at(0).spec(), action[0].spec());
+  EXPECT_EQ(content(decoded), content(action));
+  buffer = encode_action(action, 7, pool(), true);
+  EXPECT_NE(refusal([&] { decode_action_with_layout(&buffer, 3, pool(), &decoded); }),
+            "accepted");
+  buffer = encode_action(action, 7, pool());
+  EXPECT_NE(refusal([&] { decode_action_with_layout(&buffer, 2, pool(), &decoded); }),
+            "accepted");
 }
 
 TEST(Codec, TheFirstArrayBeginsACacheLine) {
   for (int64_t size : {1, 1000, 70000}) {
     const Array first = random_array({DType::kUint8, {size}});
-    const grpc::ByteBuffer buffer = encode_action({first}, pool());
+    const grpc::ByteBuffer buffer = encode_action({first}, 0, pool());
     std::vector<grpc::Slice> slices;
     ASSERT_TRUE(buffer.Dump(&slices).ok());
     ASSERT_EQ(slices.size(), 1u);

@@ -184,11 +184,13 @@ void check_step(const std::string& message, size_t chunk) {
   equal.mutable_step()->set_arrays(content(row.arrays));
   equal.mutable_step()->set_final_observation(content(row.final_observation));
   equal.mutable_step()->set_env_nanoseconds(row.env_nanoseconds);
+  equal.mutable_step()->set_action_number(row.action_number);
   CHECK(bytes_of(encode_step(row, pool())) == equal.SerializeAsString());
   if (!oracle) return;  // generated classes take fewer forms of a length
   CHECK(oracle->step().arrays() == equal.step().arrays());
   CHECK(oracle->step().final_observation() == equal.step().final_observation());
   CHECK(oracle->step().env_nanoseconds() == row.env_nanoseconds);
+  CHECK(oracle->step().action_number() == row.action_number);
 }
 
 void check_action(const std::string& message, size_t chunk) {
@@ -198,16 +200,18 @@ void check_action(const std::string& message, size_t chunk) {
                         has_known_fields(*oracle) &&
                         fits(oracle->action().arrays(), spec().action.flatten());
   const std::vector<Array> action = exact(spec().action.flatten());
+  uint64_t number = 0;
   try {
     grpc::ByteBuffer buffer = buffer_of(message, chunk);
-    decode_action(&buffer, action);
+    number = decode_action(&buffer, action);
   } catch (const WireError&) {
     CHECK(!must_fit);
     throw;
   }
   wire::AgentMessage equal;
   equal.mutable_action()->set_arrays(content(action));
-  CHECK(bytes_of(encode_action(action, pool())) == equal.SerializeAsString());
+  equal.mutable_action()->set_number(number);
+  CHECK(bytes_of(encode_action(action, number, pool())) == equal.SerializeAsString());
   CHECK(!oracle || oracle->action().arrays() == equal.action().arrays());
 }
 

@@ -96,14 +96,18 @@ class HandMade {
     *message.mutable_hello() = hello;
     connection_.write(encode(message));
   }
-  void send(const EnvRow& row) { connection_.write(encode_step(row, pool_)); }
+  // With the number of the last action.
+  void send(EnvRow row) {
+    row.action_number = number_;
+    connection_.write(encode_step(row, pool_));
+  }
   void send(const grpc::ByteBuffer& message) { connection_.write(message); }
   // The action for two environments.
   std::vector<Array> receive() {
     grpc::ByteBuffer message;
     connection_.read(&message);
     std::vector<Array> action = {pool_.allocate({DType::kInt64, {2}})};
-    decode_action(&message, action);
+    number_ = decode_action(&message, action);
     return action;
   }
   void leave() { connection_.leave(); }
@@ -123,6 +127,7 @@ class HandMade {
   }
 
   DialledConnection connection_;
+  uint64_t number_ = 0;
   MemoryPool pool_;
 };
 

@@ -79,6 +79,7 @@ TEST_F(JoinRefusalsTest, TheNameOfTheEnvironmentMayBeLeftOut) {
     int number = 0;
     for (const bool named : {named_first, !named_first, true}) {
       if (number++ == 1) {  // one that is refused does not name the run
+        wait_until([&] { return listener->stats().num_streams == 0; });
         CountingEnvironment bad(1, 2, false, "Other-v0");
         HandMade stream(unix_address());
         stream.expect_hello();
@@ -90,7 +91,8 @@ TEST_F(JoinRefusalsTest, TheNameOfTheEnvironmentMayBeLeftOut) {
       stream.expect_hello();
       stream.say_hello(environment.hello());
       stream.send(environment.reset());
-      stream.receive();
+      for (int i = 0; i < kT; ++i) stream.send(environment.step(stream.receive()));
+      run.rollouts();  // of which the run may learn
       stream.leave();
     }
     CountingEnvironment other(1, 2, true, "Other-v0");
@@ -231,6 +233,151 @@ TEST_F(JoinRefusalsTest, AnEnvironmentThatRaisesCostsItsStream) {
   }
   EXPECT_EQ(run.pool().stats().num_env_failures, 2u);
   EXPECT_TRUE(contains(listener->events().take().first.at(0).text, "no such game"));
+}
+
+// --- Failures of joined environments
+
+TEST_F(JoinRefusalsTest, OneThatRaisesAgainAndAgainEndsNobodysRun) {
+  auto listener = listen();
+  ActorPoolOptions options = pool_options(listener);
+  options.max_env_failures = 2;
+  options.maximum_downtime = Milliseconds(0);  // the run ends at once without streams
+  RunningClient client(counting(2), client_options(unix_address()));
+  listener->probe(Milliseconds(60'000));
+  Session run(options);
+  run.rollouts();
+  CountingEnvironment environment(7, 2);
+  for (int i = 0; i < 7; ++i) {
+    HandMade stream(unix_address());
+    stream.expect_hello();
+    if (i % 2 == 0) {  // after a step; otherwise in place of the hello
+      stream.say_hello(environment.hello());
+      stream.send(environment.reset());
+      stream.send(environment.step(stream.receive()));
+      stream.receive();
+    }
+    stream.send(encode_error("Traceback: it broke"));
+    stream.leave();
+    run.rollouts();
+  }
+  EXPECT_EQ(run.pool().stats().num_env_failures, 7u);
+}
+
+TEST_F(JoinRefusalsTest, EnvironmentsThatAllRaiseEndTheRun) {
+  auto listener = listen();
+  ActorPoolOptions options = pool_options(listener);
+  options.max_env_failures = 2;
+  options.maximum_downtime = Milliseconds(300);
+  Session run(options);
+  std::atomic<bool> over{false};
+  Threads threads;
+  threads.start([&] {  // gives rollouts before it raises, which is no excuse
+    while (!over) {
+      EnvClient client([] { return std::make_unique<FailingEnvironment>(7, 2, 12); },
+                       client_options(unix_address()));
+      try {
+        client.run();
+      } catch (const std::exception&) {
+      }
+    }
+  });
+  const std::string error = error_of<EnvironmentError>([&] {
+    while (true) run.rollouts();
+  });
+  EXPECT_TRUE(contains(error, "more than 2 environments")) << error;
+  EXPECT_TRUE(contains(error, "it broke in step 12")) << error;
+  over = true;
+  listener->close();
+}
+
+// --- The measure
+
+// An environment that has shaken hands, and waits.
+class Guest {
+ public:
+  Guest(const std::string& address, CountingEnvironment* environment)
+      : stream_(std::in_place, address), environment_(*environment) {
+    stream_->expect_hello();
+    try {
+      stream_->say_hello(environment_.hello());
+      stream_->send(environment_.reset());
+    } catch (const TransportError& error) {  // already
+      refusal_ = error.what();
+    }
+  }
+  void play(int steps) {
+    for (int i = 0; i < steps; ++i)
+      stream_->send(environment_.step(stream_->receive()));
+  }
+  void vanish() { stream_.reset(); }
+  std::string end() { return refusal_.empty() ? stream_->end() : refusal_; }
+
+ private:
+  std::string refusal_;
+  std::optional<HandMade> stream_;
+  CountingEnvironment& environment_;
+};
+
+TEST_F(JoinRefusalsTest, SpacesAreFreeAgainIfNothingWasLearned) {
+  auto listener = listen();
+  Session run(pool_options(listener));
+  CountingEnvironment other(1, 2, false), right(2, 2);
+  Guest stray(unix_address(), &other);
+  stray.play(kT - 1);  // one less than an unroll
+  Guest waits(unix_address(), &right);
+  wait_until([&] { return listener->stats().num_streams == 2; });
+  EXPECT_EQ(listener->stats().num_refused, 0u);
+  stray.vanish();
+  waits.play(kT);
+  run.rollouts();
+  Guest late(unix_address(), &other);
+  EXPECT_TRUE(contains(late.end(), "differ")) << "the run has settled";
+}
+
+TEST_F(JoinRefusalsTest, ACallerMaySettleLater) {
+  auto listener = listen();
+  CountingEnvironment other(1, 2, false), right(2, 2);
+  Guest stray(unix_address(), &other);
+  ActorPoolOptions options = pool_options(listener);
+  options.hello = listener->probe(Milliseconds(60'000));
+  options.is_provisional = true;
+  Guest waits(unix_address(), &right);
+  {
+    Session run(options);
+    stray.play(kT);
+    run.rollouts();  // it is not learned from
+    EXPECT_FALSE(listener->wants_other(*options.hello));
+    stray.vanish();
+    wait_until([&] { return listener->wants_other(*options.hello); });
+  }
+  options.hello = listener->probe(Milliseconds(60'000));
+  Session run(options);
+  waits.play(kT);
+  run.rollouts();
+  Guest late(unix_address(), &other);
+  wait_until([&] { return listener->stats().num_streams == 2; });
+  listener->settle(*options.hello);
+  EXPECT_TRUE(contains(late.end(), "differ"));
+}
+
+TEST_F(JoinRefusalsTest, OneThatIsSilentIsPassedOver) {
+  auto listener = listen();
+  CountingEnvironment other(1, 2, false), right(2, 2);
+  Guest silent(unix_address(), &other);
+  const wire::EnvHello hello = listener->probe(Milliseconds(60'000));
+  listener->pass_over();  // nobody else is there
+  EXPECT_FALSE(listener->wants_other(hello));
+  Guest waits(unix_address(), &right);
+  wait_until([&] {
+    listener->pass_over();
+    return listener->wants_other(hello);
+  });
+  ActorPoolOptions options = pool_options(listener);
+  options.hello = listener->probe(Milliseconds(60'000));
+  Session run(options);
+  waits.play(kT);
+  run.rollouts();
+  EXPECT_TRUE(contains(silent.end(), "differ"));
 }
 
 }  // namespace

@@ -175,14 +175,14 @@ TEST_F(ServerTest, LearnersThatLieAreRefused) {
   hello.mutable_hello()->set_version(kWireVersion);
   const Array wide = pool.allocate({DType::kInt64, {1000}});
   const Array narrow = pool.allocate({DType::kInt64, {2}});
-  EXPECT_EQ(status_after({encode_action({narrow}, pool)}).error_code(),
+  EXPECT_EQ(status_after({encode_action({narrow}, 1, pool)}).error_code(),
             grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_EQ(status_after({encode(hello), encode_action({wide}, pool)}).error_code(),
+  EXPECT_EQ(status_after({encode(hello), encode_action({wide}, 1, pool)}).error_code(),
             grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_EQ(
-      status_after({encode(hello), encode_action({narrow, narrow}, pool)}).error_code(),
-      grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_EQ(status_after({encode(hello), encode_action({}, pool)}).error_code(),
+  EXPECT_EQ(status_after({encode(hello), encode_action({narrow, narrow}, 1, pool)})
+                .error_code(),
+            grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(status_after({encode(hello), encode_action({}, 1, pool)}).error_code(),
             grpc::StatusCode::INVALID_ARGUMENT);
   hello.mutable_hello()->set_version(1);
   const grpc::Status status = status_after({encode(hello)});

@@ -30,7 +30,7 @@ def find_not_finite(nested: Any, name: str) -> str | None:
       nested: dicts, lists and tuples of tensors and plain values.
 
     Returns:
-      Such as name['state'][0]['square_avg']; None if there is none.
+      Such as `name['state'][0]['square_avg']`; None if there is none.
     """
     if isinstance(nested, torch.Tensor):
         return (

@@ -29,7 +29,7 @@ from torchbeast.core.env_connection import (
     tls_fault,
 )
 from torchbeast.core.env_spec import EnvSpec
-from torchbeast.core.errors import FlagError
+from torchbeast.core.errors import FlagError, UserError
 from torchbeast.core.flags import Flags
 from torchbeast.core.peer_log import PeerLog
 from torchbeast.core.space_checks import check_observation_space
@@ -37,6 +37,7 @@ from torchbeast.core.space_checks import check_observation_space
 log = logging.getLogger(__name__)
 
 MAX_ROLLOUT_BYTES = 2 << 30  # of one stream
+PATIENCE = 5.0  # least seconds without a step until others get their turn, see settle
 
 
 def make_space(description: dict[str, Any]) -> spaces.Space:
@@ -105,6 +106,7 @@ class RemoteEnvs:
         self.peer_log = PeerLog(log)
         self.addresses: list[str] = []
         self.listener: Any = None
+        self.patience = PATIENCE
         if flags.listen:
             warn_of_exposed_token(flags, [flags.listen])
             try:
@@ -141,16 +143,21 @@ class RemoteEnvs:
                     *(len(servers) - flags.num_actors, len(servers), flags.num_actors),
                 )
 
-    def find_env_spec(self, check_servers: Callable[[], None]) -> EnvSpec:
+    def find_env_spec(
+        self,
+        check_servers: Callable[[], None],
+        check: Callable[[EnvSpec], None] | None = None,
+    ) -> EnvSpec:
         """Waits for the first usable environments.
 
         Args:
           check_servers: called before each server is asked; may raise to end the wait.
+          check: raises UserError if the environments can't be used; None: any can.
 
         Raises:
           TransportError: there were none within --connect_timeout seconds, after each
             was asked at least once; or no connection with them can work.
-          FlagError, RefusedError, WireError, RuntimeError: none is usable; the message
+          UserError, RefusedError, WireError, RuntimeError: none is usable; the message
             has the reason.
         """
         deadline = time.monotonic() + self.flags.connect_timeout
@@ -163,8 +170,8 @@ class RemoteEnvs:
             for where in reachable_first(places):
                 check_servers()
                 try:
-                    env = self._ask(where)
-                except (FlagError, RuntimeError) as error:
+                    env = self._ask(where, check)
+                except (UserError, RuntimeError) as error:
                     failed[where] = error
                     fault = None
                     if not is_final(error) and not self.listener:
@@ -197,13 +204,20 @@ class RemoteEnvs:
                 said = True
             time.sleep(0.2)
 
-    def _ask(self, where: str) -> EnvSpec:
+    def _ask(self, where: str, check: Callable[[EnvSpec], None] | None) -> EnvSpec:
         """The properties of a server's environments, or of those that have connected.
 
         Raises:
           TransportError: there are none yet.
-          FlagError, RefusedError, WireError, RuntimeError: they are not usable.
+          UserError, RefusedError, WireError, RuntimeError: they are not usable.
         """
+
+        def usable(found: dict[str, Any]) -> EnvSpec:
+            env = make_env_spec(self.flags, found, where)
+            if check:
+                check(env)
+            return env
+
         if not self.listener:
             # The first reset may come before the hello, and has as long as a step.
             seconds = min(self.flags.actor_timeout, self.flags.connect_timeout)
@@ -213,7 +227,7 @@ class RemoteEnvs:
                 expected=self.expected,
                 security=self.security,
             )
-            return make_env_spec(self.flags, found, where)
+            return usable(found)
         try:
             found = self.listener.probe(1.0)
         except libtorchbeast.TransportError:
@@ -224,10 +238,46 @@ class RemoteEnvs:
                 + (f"; the last that was refused: {refusal}" if refusal else "")
             ) from None
         try:
-            return make_env_spec(self.flags, found, where)
-        except FlagError as error:  # wait for others
+            return usable(found)
+        except UserError as error:  # wait for others
             self.listener.refuse(found["hello"], str(error))
             raise libtorchbeast.TransportError(str(error)) from error
+
+    def settle(
+        self, streams: Any, spec: EnvSpec, checks: Sequence[Callable[[], object]]
+    ) -> bool:
+        """Waits for the first batch of a learner that listens.
+
+        Until then, environments with other spaces wait. They get their turn if those
+        with these spaces have left, or have made no step for a while.
+
+        Args:
+          streams: a Streams, whose pool runs.
+          checks: called ten times a second; may raise to end the wait.
+
+        Returns:
+          Whether the first batch is there; if not, others have their turn.
+        """
+        steps, since = 0, time.monotonic()
+        while not streams.has_batch():
+            for check in checks:
+                check()
+            self.report([streams])
+            if self.listener.wants_other(spec.hello):
+                log.warning(
+                    "The first environments have left, or make no steps. Those with "
+                    "other spaces get their turn."
+                )
+                self.patience *= 2
+                return False
+            now = time.monotonic()
+            if streams.pool.count() != steps:
+                steps, since = streams.pool.count(), now
+            elif now - since > min(self.patience, self.flags.actor_timeout):
+                self.listener.pass_over()
+            time.sleep(0.1)
+        self.listener.settle(spec.hello)
+        return True
 
     def report(self, all_streams: Sequence[Any] = ()) -> None:
         """Logs events of streams, also of those that the listener refused."""
@@ -282,6 +332,11 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
       FlagError: the learner can't use these environments; the message has the reason.
     """
     is_atari = atari_wrappers.atari_game(flags.env) is not None
+    if found["action_space"] is None:
+        raise FlagError(
+            f"the environments at {where}: action_space is missing. Give them one, "
+            "such as gymnasium.spaces.Discrete(n): the policy is made for it"
+        )
     try:
         observation_space, action_space = (
             make_space(found[name]) for name in ("observation_space", "action_space")

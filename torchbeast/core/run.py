@@ -389,8 +389,8 @@ class Run:
             self._close()
         return True
 
-    def _end(self, worth_saving: bool) -> None:
-        """Stops the threads and saves the last checkpoint."""
+    def end_threads(self) -> list[str]:
+        """Stops the threads. Returns the names of those that are still busy."""
         for stop in self._stop_threads:
             stop()
         # Wait for an update in progress, even if updates take long.
@@ -398,10 +398,14 @@ class Run:
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        return [thread.name for thread in self._threads if thread.is_alive()]
+
+    def _end(self, worth_saving: bool) -> None:
+        """Stops the threads and saves the last checkpoint."""
+        busy = self.end_threads()
         if self._thread_errors and self.exit_status != 1:  # raised after the loop
             self._fail(self._thread_errors[0])
             worth_saving = worth_saving and not self.flags.sync
-        busy = [thread.name for thread in self._threads if thread.is_alive()]
         if busy:
             late = f"{', '.join(busy)} did not stop in time"
             self._error = self._error or late

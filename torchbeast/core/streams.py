@@ -1,6 +1,7 @@
 """PolyBeast's streams of environments: the C++ pool, batcher and queue."""
 
 import collections
+import contextlib
 import math
 import threading
 from collections.abc import Sequence
@@ -108,6 +109,7 @@ class Streams:
         E = spec.num_envs
         # With --sync, a batch has the rollouts of one stream.
         batch_size = E if flags.sync else max(flags.batch_size, E)
+        self.items_per_batch = batch_size // E
         longest_queue = max(flags.max_learner_queue_size, batch_size)  # in rollouts
         self.queue = libtorchbeast.BatchingQueue(
             minimum_batch_size=batch_size,
@@ -132,6 +134,7 @@ class Streams:
                 maximum_downtime_s=flags.connect_timeout,
                 max_env_failures=flags.max_env_failures,
                 hello=spec.hello,
+                is_provisional=envs.listener is not None,
                 expected=envs.expected,
                 seed=envs.seed,
                 first_stream=first_stream,
@@ -157,10 +160,14 @@ class Streams:
                 sums[name] += stats.get(name, 0)
         return sums
 
+    def has_batch(self) -> bool:
+        """Whether the learner has a batch to learn from."""
+        return self.queue.size() >= self.items_per_batch
+
     def close(self) -> None:
         self.pool.close()
         for closable in (self.batcher, self.queue):
-            if not closable.is_closed():
+            with contextlib.suppress(RuntimeError):  # a pool that failed has closed it
                 closable.close()
 
 

@@ -40,7 +40,7 @@ namespace wire = torchbeast::wire;
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
-constexpr uint32_t kProtocolVersion = 2;
+constexpr uint32_t kProtocolVersion = 3;
 constexpr Seconds kFirstBackoff(0.1), kLongestBackoff(10);  // before connecting again
 
 // The connection is lost; connecting again may help.
@@ -449,6 +449,7 @@ class Simulator {
     hello.mutable_hello()->set_stream_id(stream_id_);
     hello.mutable_hello()->set_first_step(number_);
     if (!call->write(hello)) return;
+    uint64_t last = 0;  // the number of this connection's last action
     // After a lost connection, the newest step and its action are sent again.
     while (call->write(newest_)) {
       if (options_.episodes > 0 && episodes_left_ == 0) {
@@ -460,8 +461,15 @@ class Simulator {
         throw Refused("the learner sent a message that is not an action");
       }
       const std::vector<int64_t> actions = envs_.read_action(message.action());
+      const uint64_t number = message.action().number();
+      if (number == 0 || (last != 0 && number != last + 1)) {
+        throw Refused("action " + std::to_string(number) + " after action " +
+                      std::to_string(last));
+      }
+      last = number;
       try {
         advance(actions);
+        newest_.mutable_step()->set_action_number(number);  // it answers this action
       } catch (const std::exception& error) {
         wire::EnvMessage last;
         last.mutable_error()->set_message(error.what());

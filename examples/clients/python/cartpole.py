@@ -31,7 +31,7 @@ from torchbeast_pb2_grpc import LearnerStub
 
 log = logging.getLogger("cartpole")
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before connecting again
 
 # After these, connecting again would not help.
@@ -310,6 +310,7 @@ class Simulator:
             self.newest = self.envs.first_step()
         hello = self.envs.hello(self.stream_id, self.number)
         outgoing.put(wire.EnvMessage(hello=hello))
+        last = 0  # the number of this connection's last action
         while True:
             # After a lost connection, the newest step and its action are sent again.
             outgoing.put(wire.EnvMessage(step=self.newest))
@@ -322,8 +323,13 @@ class Simulator:
             if message.WhichOneof("kind") != "action":
                 raise Refused("the learner sent a message that is not an action")
             actions = self.envs.read_action(message.action)
+            number = message.action.number
+            if number == 0 or (last and number != last + 1):
+                raise Refused(f"action {number} after action {last}")
+            last = number
             try:
                 self.advance(actions)
+                self.newest.action_number = number  # the step answers this action
             except Exception:
                 error = wire.EnvError(message=traceback.format_exc()[-65536:])
                 outgoing.put(wire.EnvMessage(error=error))
