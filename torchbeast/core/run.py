@@ -353,8 +353,9 @@ class Run:
         self.exit_status = errors.report(error)
         was_first = self.learner.num_updates == self._began_at[1]
         if self.resumed and was_first and isinstance(error, FloatingPointError):
-            folder = self.start.folder.path
-            files = folder / "model.tar", folder / replay_memory.FILE
+            files = [
+                self.start.folder.path / x for x in ("model.tar", replay_memory.FILE)
+            ]
             if files[1].exists() or finite.ENVIRONMENT_IS_THE_CAUSE not in str(error):
                 log.error("%s", checkpoint.first_update_failed(*files))
 
