@@ -332,7 +332,8 @@ TEST(Values, OutOfRangeAreRefused) {
     kMask,
     kWarnings
   };
-  const std::string magnitude = "; allowed are finite numbers from -3.40282e+38 to 3.40282e+38";
+  const std::string magnitude =
+      "; allowed are finite numbers from -3.40282e+38 to 3.40282e+38";
 
   EXPECT_EQ(value_refusal<uint8_t>(hello, kU8, 0, 255), "accepted");
   EXPECT_EQ(value_refusal<int64_t>(hello, kD, 0, 2), "accepted");

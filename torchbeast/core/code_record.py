@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchbeast.core.file_writer import run_git
+from torchbeast.core.run_folder import writing
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +41,15 @@ def record(folder: pathlib.Path, flags: Any) -> dict[str, str | None]:
     """Writes the files; returns their names for meta.json, None for what is missing.
 
     Raises:
-      OSError: a file can't be written.
+      RunFileError: a file can't be written.
     """
     patch, checkout = _changes()
     sources = _sources(f"{flags.env},{flags.wrapper or ''}", checkout)
-    return {
-        "code_patch": _keep(folder, "code{}.patch", {"": patch} if patch else {}),
-        "sources": _keep(folder, "sources{}", sources),
-    }
+    with writing(folder):
+        return {
+            "code_patch": _keep(folder, "code{}.patch", {"": patch} if patch else {}),
+            "sources": _keep(folder, "sources{}", sources),
+        }
 
 
 def _keep(

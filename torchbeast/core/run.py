@@ -39,7 +39,6 @@ from torchbeast.core.file_writer import FileWriter
 from torchbeast.core.logs_csv import join_columns, spread
 from torchbeast.core.observations import log_encoders
 from torchbeast.core.prof import Profile, Timings
-from torchbeast.core.run_folder import writing
 from torchbeast.core.status import Status, format_return
 from torchbeast.core.trackers import Tracker, make_trackers
 from torchbeast.core.wake_pipe import WakePipe
@@ -118,8 +117,7 @@ class Run:
         # From now on signals are only noted, so that meta.json gets the end of the run.
         for number in processes.handled_signals():
             signal.signal(number, self._on_signal)
-        with writing(start.folder.path):
-            code = code_record.record(start.folder.path, flags)
+        code = code_record.record(start.folder.path, flags)
         self._writer = FileWriter(
             flags.savedir,
             flags.xpid,
@@ -351,13 +349,12 @@ class Run:
         if self._error is None and not isinstance(error, KeyboardInterrupt):
             self._error = f"{type(error).__name__}: {error}"
         self.exit_status = errors.report(error)
-        was_first = self.learner.num_updates == self._began_at[1]
-        if self.resumed and was_first and isinstance(error, FloatingPointError):
-            files = [
-                self.start.folder.path / x for x in ("model.tar", replay_memory.FILE)
-            ]
-            if files[1].exists() or finite.ENVIRONMENT_IS_THE_CAUSE not in str(error):
-                log.error("%s", checkpoint.first_update_failed(*files))
+        is_first = self.learner.num_updates == self._began_at[1]
+        if self.resumed and is_first and isinstance(error, FloatingPointError):
+            model = self.start.folder.path / "model.tar"
+            replay = model.with_name(replay_memory.FILE)
+            if replay.exists() or finite.ENVIRONMENT_IS_THE_CAUSE not in str(error):
+                log.error("%s", checkpoint.first_update_failed(model, replay))
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         self._log_signal()
