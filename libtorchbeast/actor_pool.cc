@@ -215,9 +215,13 @@ void ActorPool::run(const Interrupt& interrupt) {
   shared.close();
   shared.cancel_all();
   for (std::thread& thread : threads) thread.join();
-  if (attached) listener->detach();
   {
     MutexLock lock(shared.mutex);
+    if (error == nullptr) error = shared.first_error;
+  }
+  if (attached) listener->detach(error != nullptr);
+  {
+    MutexLock lock(shared.mutex);  // what the last streams met
     if (error == nullptr) error = shared.first_error;
   }
   if (error == nullptr) return;

@@ -349,11 +349,11 @@ void Listener::attach(StreamHost* host) {
   state_->changed.notify_all();
 }
 
-void Listener::detach() {
+void Listener::detach(bool has_failed) {
   State& state = *state_;
   MutexLock lock(state.mutex);
   state.host = nullptr;
-  state.detached = std::exchange(state.is_settled, false);
+  state.detached = std::exchange(state.is_settled, false) || has_failed;
   state.changed.notify_all();
   while (state.num_hosted > 0) {
     state.changed.wait_until(state.mutex, Clock::now() + kLookPeriod, nullptr);

@@ -97,9 +97,9 @@ class Listener {
   // Streams run there from here on. Throws std::invalid_argument if there is a host.
   // REQUIRES: it lives until detach().
   void attach(StreamHost* host);
-  // Waits until no stream runs there. If the run had settled, streams are refused from
-  // here on, until another attaches.
-  void detach();
+  // Waits until no stream runs there. If the run had settled, or has failed, streams
+  // are refused from here on, until another attaches. Otherwise they wait for it.
+  void detach(bool has_failed);
 
  private:
   struct State;
