@@ -182,7 +182,7 @@ def test_episodes_are_chosen_by_their_length():
     play(replay, games)
     places = numbered(games)
     steps = np.zeros(len(games[0].rows))
-    for _ in range(4000):
+    for _ in range(20_000):
         rows, _ = replay.read(1)
         for t in range(T):
             steps[places[rows["observation"]["colours"][t, 0].tobytes()][1]] += 1
@@ -190,7 +190,8 @@ def test_episodes_are_chosen_by_their_length():
     for begin, n in zip(np.cumsum((0, *lengths)), lengths, strict=False):
         share = steps[begin : begin + n].sum() / steps.sum()
         # An episode of n steps is chosen n times as often and has n times the steps.
-        assert share == pytest.approx(n**2 / sum(m**2 for m in lengths), rel=0.15)
+        # The shortest is chosen 200 times: a deviation is 7 %.
+        assert share == pytest.approx(n**2 / sum(m**2 for m in lengths), rel=0.2)
 
 
 def test_the_oldest_make_room():
