@@ -138,10 +138,10 @@ def _is_harmless(action: argparse.Action, value: Any) -> bool:
     name = action.dest
     if value is None or name in HARMLESS or action.choices:
         return True
+    if isinstance(value, int | float):
+        return name not in SWITCHES or value == action.default
     if isinstance(value, str | list | tuple) and value in ("", action.default):
         return True
-    if isinstance(value, int | float):
-        return name not in SWITCHES
     if name == "env":  # an id without a module: what the installed packages register
         return isinstance(value, str) and ":" not in value
     return name == "env_kwargs" and isinstance(value, str) and value == "{}"
