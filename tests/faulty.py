@@ -160,10 +160,10 @@ class TextInDict(Environment):
     observation_space = spaces.Dict({"speech": spaces.Text(8)})
 
 
-class BinaryActions(Environment):
+class TextActions(Environment):
     """Has an action space that no policy can act in."""
 
-    action_space = spaces.MultiBinary(3)
+    action_space = spaces.Text(3)
 
 
 def main() -> int:
@@ -184,11 +184,11 @@ def main() -> int:
 
     save = checkpoint.save
 
-    def faulty_save(*arguments: Any) -> None:
+    def faulty_save(*arguments: Any, **more: Any) -> None:
         while wanted_fault() == "save_slowly":
             pathlib.Path(os.environ["FAULT_FILE"] + ".saves").touch()
             time.sleep(0.1)
-        save(*arguments)
+        save(*arguments, **more)
 
     learner.impala_loss = faulty_loss
     checkpoint.save = faulty_save

@@ -531,8 +531,8 @@ def test_flags_that_can_not_work(start):
             ["UnsupportedSpaceError: ", "observation['speech']", "Text("],
         ),
         "action": (
-            {"env": "faulty:BinaryActions"},
-            ["UnsupportedSpaceError: ", "action has the unsupported space MultiBinary"],
+            {"env": "faulty:TextActions"},
+            ["UnsupportedSpaceError: ", "action has the unsupported space Text"],
         ),
         "buffers": ({"num_buffers": 5}, ["--num_buffers 5 is too small", "at least 6"]),
     }
