@@ -35,6 +35,7 @@ except ImportError as error:
         "test_durations.py",
         "test_dynamic_batcher.py",
         "test_env_connection.py",
+        "test_env_process.py",
         "test_evaluate_on_servers.py",
         "test_env_server.py",
         "test_server_addresses.py",

@@ -239,7 +239,7 @@ def single(num_envs):
 
 def test_an_agent_of_a_vector_environment(tmp_path):
     save(tmp_path, make_flags("--env", f"{__name__}:grids"))
-    agent = load_agent(tmp_path)
+    agent = load_agent(tmp_path, trust_env=True)
     observation = agent.observation_space.sample()
     action, _ = agent.act(observation)
     assert action in agent.action_space
