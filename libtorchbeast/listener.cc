@@ -21,6 +21,8 @@ using google::protobuf::util::MessageDifferencer;
 
 namespace {
 
+constexpr Milliseconds kLongestEnd = std::chrono::seconds(5);
+
 // The hello without what is the environment's own: equal for environments of one kind.
 wire::EnvHello without_identity(wire::EnvHello hello) {
   hello.clear_settings();
@@ -258,7 +260,9 @@ void Listener::close() {
     state_->closing = true;
   }
   state_->changed.notify_all();
-  state_->server.stop(kNever, state_);
+  // gRPC has to answer all calls that wait, which a flood of calls and a lack of
+  // threads can delay for minutes.
+  state_->server.stop(kLongestEnd, state_);
 }
 
 bool Listener::is_closed() const {

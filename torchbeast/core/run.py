@@ -89,8 +89,7 @@ class Run:
         log_encoders(learner.model, self.flags.model)
         self.stack = contextlib.ExitStack()
         self.timings = Timings()
-        self.interrupted = False
-        self.exit_status = 1
+        self.interrupted, self.exit_status = False, 1
         self._next_columns: dict[str, Any] = {}
         self._columns_lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -360,9 +359,8 @@ class Run:
         self._log_signal()
         try:
             if error is None:
-                complete = self.learner.step >= self.flags.total_steps
-                finished = complete and not self.interrupted
-                self.exit_status = 0 if finished else 128 + self._signal
+                left = self.learner.step < self.flags.total_steps or self.interrupted
+                self.exit_status = 128 + self._signal if left else 0
                 worth_saving = True
             else:
                 self._fail(error)
@@ -404,12 +402,15 @@ class Run:
         if self._thread_errors and self.exit_status != 1:  # raised after the loop
             self._fail(self._thread_errors[0])
             worth_saving = worth_saving and not self.flags.sync
-        if busy:
-            late = f"{', '.join(busy)} did not stop in time"
+        late = f"{', '.join(busy)} did not stop in time"
+        if busy and self._lock.locked():  # an update hangs
             self._error = self._error or late
             log.error("%s: no last checkpoint is saved.", late)
             self.exit_status = 1
-        elif worth_saving:
+            return
+        if busy:
+            log.warning("%s.", late)
+        if worth_saving:
             self.save()
 
     def _close(self) -> None:
