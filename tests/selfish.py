@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import warnings
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -22,7 +23,7 @@ def change_everything(folder):
 
     np.seterr(all="raise")
     np.set_printoptions(precision=1)
-    np.random.seed(0)  # noqa: NPY002
+    np.random.seed(0)  # noqa: NPY002 # the global one is meant
     warnings.simplefilter("error")
     random.seed(0)
     torch.manual_seed(0)
@@ -45,7 +46,7 @@ def change_everything(folder):
 class Environment(gymnasium.Env):
     """Episodes of 7 steps. What it has changed stays as it is for this environment."""
 
-    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
     action_space = spaces.Discrete(2)
 

@@ -109,7 +109,7 @@ class Environment:
         num_envs: int,
         first_index: int = 0,
         render_mode: str | None = None,
-        around: AbstractContextManager = contextlib.nullcontext(),  # noqa: B008
+        around: AbstractContextManager | None = None,
     ):
         """Makes the environments first_index to first_index + num_envs - 1 of the run.
 
@@ -119,7 +119,7 @@ class Environment:
           around: surrounds all calls of environments; can be entered again and again.
         """
         check_names()
-        self._around = around
+        self._around = around or contextlib.nullcontext()
         self.flags = flags
         self.num_envs = num_envs
         self.seed = flags.seed
@@ -144,7 +144,7 @@ class Environment:
             make_vector = None
         self.exact_resume = make_vector is None
         self.envs: Any
-        with around:
+        with self._around:
             if make_vector is None:
                 self.envs = gymnasium.vector.SyncVectorEnv(
                     [partial(self._create, i, render_mode) for i in self.indices],
