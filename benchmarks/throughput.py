@@ -47,14 +47,15 @@ import numpy as np
 import torch
 
 from torchbeast import monobeast
-from torchbeast.core import devices, rollout
-from torchbeast.core import flags as flags_lib
-from torchbeast.core.environment import Environment
-from torchbeast.core.flags import Flags
-from torchbeast.core.hardware import keep_freed_memory
-from torchbeast.core.nested import map_nested
+from torchbeast.base import devices
+from torchbeast.base.hardware import keep_freed_memory
+from torchbeast.base.nested import map_nested
+from torchbeast.core import rollout
+from torchbeast.envs.environment import Environment
 from torchbeast.learner import Learner, learn
 from torchbeast.model import make_model
+from torchbeast.runs import flagset
+from torchbeast.runs.flagset import Flags
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 120.0  # until the first update
@@ -485,8 +486,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             run_argv = [*common_argv, "--precision", precision]
             # PolyBeast gets MonoBeast's layout: the same actors, each with the same
             # environments.
-            flags = flags_lib.parse(monobeast.make_parser(), run_argv)
-            flags = monobeast.resolve_layout(flags_lib.resolve(flags)).freeze()
+            flags = flagset.parse(monobeast.make_parser(), run_argv)
+            flags = monobeast.resolve_layout(flagset.resolve(flags)).freeze()
             layout = {name: getattr(flags, name) for name in LAYOUT}
             for name in ("num_actors", "envs_per_actor"):
                 run_argv += [f"--{name}", str(layout[name])]

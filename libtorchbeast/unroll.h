@@ -25,7 +25,7 @@ class TooManyBytes : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Half of the machine's memory. This process may be allowed less: core/hardware.py.
+// Half of the machine's memory. This process may be allowed less: base/hardware.py.
 uint64_t half_of_memory();
 
 // What the unrolls of a pool share. Thread-safe.

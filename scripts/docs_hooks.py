@@ -24,7 +24,7 @@ LANGUAGES = {"cc": "cpp", "h": "cpp", "patch": "diff", "proto": "protobuf"}
 
 
 def modules() -> list[str]:
-    """The modules of the package, as torchbeast.core.run."""
+    """The modules of the package, as torchbeast.runs.run."""
     files = sorted((ROOT / "torchbeast").rglob("*.py"))
     names = [".".join(f.relative_to(ROOT).with_suffix("").parts) for f in files]
     return [name for name in names if not name.endswith("__init__")]

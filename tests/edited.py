@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 
-from torchbeast.core.extra_fields import EXTRA_FIELDS, ExtraField
+from torchbeast.envs.extra_fields import EXTRA_FIELDS, ExtraField
 
 EXTRA_FIELDS["goal"] = ExtraField((), np.float64, of="observation")
 EXTRA_FIELDS["count"] = ExtraField((), np.int64, of="step")

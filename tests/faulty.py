@@ -8,7 +8,7 @@ decides when a fault comes, in all environments at once.
 """
 
 if __name__ == "__main__":
-    from torchbeast.core import processes
+    from torchbeast.procs import processes
 
     processes.exit_on_stop_signals()
 
@@ -169,7 +169,7 @@ class TextActions(Environment):
 def main() -> int:
     """MonoBeast with a loss that fails when FAULT_FILE says so."""
     from torchbeast import learner, monobeast
-    from torchbeast.core import checkpoint
+    from torchbeast.runs import checkpoint
 
     impala_loss = learner.impala_loss
 

@@ -3,7 +3,8 @@
 import sys
 
 if __name__ == "__main__":
-    from torchbeast import evaluate, evaluator, monobeast
+    from torchbeast import monobeast
+    from torchbeast.play import evaluate, evaluator
 
     evaluate.START_SECONDS = evaluator.STEP_SECONDS = 30.0
     sys.exit(monobeast.main())

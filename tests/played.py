@@ -8,8 +8,8 @@ import sys
 import numpy as np
 
 from torchbeast import load_agent
+from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core.acting import row_spec
-from torchbeast.core.nested import flatten, map_nested
 from torchbeast.core.rollout import env_fields
 
 

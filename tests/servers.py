@@ -205,7 +205,7 @@ class Loaded:
     action_space = spaces.Discrete(NUM_ACTIONS)
 
     def __init__(self):
-        import torchbeast.core.environment  # noqa: F401 # what polybeast_env imports
+        import torchbeast.envs.environment  # noqa: F401 # what polybeast_env imports
 
     def reset(self):
         with open("/proc/self/maps") as file:

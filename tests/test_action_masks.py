@@ -12,10 +12,10 @@ from gymnasium import spaces
 from test_evaluate import make_flags
 
 from torchbeast.core.acting import to_tensors
-from torchbeast.core.action_masks import MaskFromInfo, first_allowed
 from torchbeast.core.distributions import make_distribution
-from torchbeast.core.env_checks import InvalidEnvironmentError
-from torchbeast.core.environment import Environment
+from torchbeast.envs.action_masks import MaskFromInfo, first_allowed
+from torchbeast.envs.checks import InvalidEnvironmentError
+from torchbeast.envs.environment import Environment
 from torchbeast.model import make_model
 
 

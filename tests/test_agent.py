@@ -11,13 +11,14 @@ from gymnasium import spaces
 from test_evaluate import make_flags, make_weights
 
 from torchbeast import load_agent
-from torchbeast.core import checkpoint, rollout
+from torchbeast.base.nested import map_nested
+from torchbeast.core import rollout
 from torchbeast.core.acting import prepare_to_act, to_tensors
-from torchbeast.core.environment import Environment
-from torchbeast.core.extra_fields import EXTRA_FIELDS, ExtraField
-from torchbeast.core.nested import map_nested
-from torchbeast.core.trust import UntrustedError
+from torchbeast.envs.environment import Environment
+from torchbeast.envs.extra_fields import EXTRA_FIELDS, ExtraField
 from torchbeast.model import make_model
+from torchbeast.runs import checkpoint
+from torchbeast.runs.trust import UntrustedError
 
 STEPS = 40
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from test_environment import env_flags, here
 
-from torchbeast.core import atari_wrappers
-from torchbeast.core.atari_wrappers import atari_game, make_atari, make_atari_vec
-from torchbeast.core.environment import Environment
-from torchbeast.core.seeded_games import GAME_OVER
+from torchbeast.envs import atari
+from torchbeast.envs.atari import atari_game, make_atari, make_atari_vec
+from torchbeast.envs.environment import Environment
+from torchbeast.envs.seeded_games import GAME_OVER
 
 # The native path draws the number of no-ops with the C++ standard library, which
 # differs between platforms.
@@ -205,7 +205,7 @@ def test_a_wrapper_may_end_the_game():
 
 def test_lost_life_does_not_restart_the_game():
     env = make_atari(atari_flags("Breakout-v4"))
-    assert isinstance(env, atari_wrappers.LifeLoss)
+    assert isinstance(env, atari.LifeLoss)
     _, info = env.reset(seed=0)
     assert info["lives"] == 5
     rng = np.random.default_rng(0)

@@ -29,8 +29,8 @@ from libtorchbeast import (
     probe,
 )
 from torchbeast import polybeast_env, polybeast_learner
-from torchbeast.core import connection_flags
-from torchbeast.core.errors import FlagError
+from torchbeast.base.errors import FlagError
+from torchbeast.remote import security
 
 SECONDS = 60.0
 LEARNER = Path(__file__).with_name("listening.py")
@@ -543,37 +543,37 @@ def test_a_name_alone_asks_for_tls(tmp_path):
 
 def test_the_default_sockets_lie_in_a_private_folder(tmp_path, monkeypatch):
     folder = tmp_path / "torchbeast"
-    monkeypatch.setattr(connection_flags, "PRIVATE_FOLDER", str(folder))
-    connection_flags.make_private_folder(f"unix:{tmp_path}/other/place")
+    monkeypatch.setattr(security, "PRIVATE_FOLDER", str(folder))
+    security.make_private_folder(f"unix:{tmp_path}/other/place")
     assert not folder.exists()
     for _ in range(2):
-        connection_flags.make_private_folder(f"unix:{folder}/polybeast")
+        security.make_private_folder(f"unix:{folder}/polybeast")
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         folder.chmod(0o777)
     folder.rmdir()
     folder.symlink_to(tmp_path)
     with pytest.raises(FlagError, match="not your folder"):
-        connection_flags.make_private_folder(f"unix:{folder}/polybeast")
+        security.make_private_folder(f"unix:{folder}/polybeast")
     folder.unlink()
     folder.touch()
     with pytest.raises(FlagError, match="not your folder"):
-        connection_flags.make_private_folder(f"unix:{folder}/polybeast")
+        security.make_private_folder(f"unix:{folder}/polybeast")
     with monkeypatch.context() as patch:
-        patch.setattr(connection_flags, "PRIVATE_FOLDER", f"{folder}/inside")
+        patch.setattr(security, "PRIVATE_FOLDER", f"{folder}/inside")
         with pytest.raises(FlagError, match=r"Not a directory; give --pipes_basename"):
-            connection_flags.make_private_folder(f"unix:{folder}/inside/polybeast")
+            security.make_private_folder(f"unix:{folder}/inside/polybeast")
     if os.geteuid() == 0:
         folder.unlink()
         folder.mkdir()
         os.chown(folder, NOBODY, NOBODY)
         with pytest.raises(FlagError, match=f"belongs to user {NOBODY}"):
-            connection_flags.make_private_folder(f"unix:{folder}/polybeast")
+            security.make_private_folder(f"unix:{folder}/polybeast")
 
 
 def test_both_sides_have_the_same_default_sockets():
     env = polybeast_env.make_parser().get_default("pipes_basename")
     assert polybeast_learner.make_parser().get_default("pipes_basename") == env
-    assert env.startswith(f"unix:{connection_flags.PRIVATE_FOLDER}/")
+    assert env.startswith(f"unix:{security.PRIVATE_FOLDER}/")
 
 
 def test_a_token_in_clear_text_is_warned_of(tmp_path, caplog):
@@ -586,7 +586,7 @@ def test_a_token_in_clear_text_is_warned_of(tmp_path, caplog):
     ):
         flags = polybeast_env.make_parser().parse_args([*words, *more])
         caplog.clear()
-        connection_flags.warn_of_exposed_token(flags, addresses)
+        security.warn_of_exposed_token(flags, addresses)
         assert ("clear text" in caplog.text) == warns
 
 
@@ -597,5 +597,5 @@ def test_a_token_file_that_others_can_read_is_warned_of(tmp_path, caplog, mode, 
     token.write_text("secret\n")
     token.chmod(mode)
     flags = polybeast_env.make_parser().parse_args(["--token_file", str(token)])
-    connection_flags.warn_of_exposed_token(flags, ["unix:/tmp/x"])
+    security.warn_of_exposed_token(flags, ["unix:/tmp/x"])
     assert caplog.text.count("Other users can read") == warns

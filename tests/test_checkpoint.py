@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchbeast.core import checkpoint
+from torchbeast.runs import checkpoint
 
 ROOT = pathlib.Path(__file__).parents[1]
 

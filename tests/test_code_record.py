@@ -10,7 +10,7 @@ import runs
 from test_file_writer import read_meta, run_python
 from test_meta import make_checkout
 
-from torchbeast.core import code_record
+from torchbeast.records import code_record
 
 RECORD = """
 import argparse, json, pathlib, sys

@@ -7,7 +7,7 @@ import pytest
 import runs
 import torch
 
-from torchbeast.core.logs_csv import ColumnError, spread
+from torchbeast.records.logs_csv import ColumnError, spread
 
 
 def test_numbers_and_vectors_are_columns():
@@ -43,7 +43,7 @@ FORK = """
 import sys
 import numpy as np, torch
 from torchbeast import learner, model, monobeast
-from torchbeast.core.extra_fields import EXTRA_FIELDS, ExtraField
+from torchbeast.envs.extra_fields import EXTRA_FIELDS, ExtraField
 
 loss, count = learner.impala_loss, learner.count_batch
 

@@ -6,12 +6,11 @@ import pytest
 import runs
 
 from torchbeast import monobeast, polybeast
-from torchbeast.core import config_file, trust
-from torchbeast.core import flags as flags_lib
-from torchbeast.core.errors import FlagError
-from torchbeast.core.meta_json import strict_json
-from torchbeast.core.presets import PRESETS
-from torchbeast.core.trust import UntrustedError
+from torchbeast.base.errors import FlagError
+from torchbeast.presets import PRESETS
+from torchbeast.records.meta_json import strict_json
+from torchbeast.runs import config_file, flagset, trust
+from torchbeast.runs.trust import UntrustedError
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def write(tmp_path):
 
 
 def parse(*argv):
-    return flags_lib.parse(monobeast.make_parser(), argv)
+    return flagset.parse(monobeast.make_parser(), argv)
 
 
 def test_every_kind_of_flag(write):
@@ -77,7 +76,7 @@ def test_a_typed_preset_wins_over_the_file(write):
 def test_a_checkpoint_loses(write):
     saved = parse("--seed=3", "--entropy_cost=0.2").as_dict()
     config = write("seed = 4")
-    flags = flags_lib.parse(monobeast.make_parser(), [config], saved)
+    flags = flagset.parse(monobeast.make_parser(), [config], saved)
     assert (flags.seed, flags.entropy_cost) == (4, 0.2)
 
 
@@ -119,7 +118,7 @@ def test_the_flags_of_another_variant_are_left_out(write):
     flags = parse(config)
     assert flags.seed == 9
     assert (flags.xpid, "num_servers" in flags.as_dict()) == (None, False)
-    assert flags_lib.parse(polybeast.make_parser(), [config]).num_servers == 3
+    assert flagset.parse(polybeast.make_parser(), [config]).num_servers == 3
 
 
 def test_a_run_from_before_a_flag_existed(write):
@@ -140,19 +139,19 @@ def test_a_run_from_before_a_flag_existed(write):
 )
 def test_no_flag_of_a_run_is_refused_in_its_repetition(write, argv):
     """A repetition has all flags of its run, also those that had no effect in it."""
-    args = flags_lib.resolve(parse(*argv)).as_dict()
+    args = flagset.resolve(parse(*argv)).as_dict()
     config = write(json.dumps({"args": args}), "meta.json")
-    same = flags_lib.resolve(parse(config)).as_dict()
+    same = flagset.resolve(parse(config)).as_dict()
     assert {**same, "config": None} == args
     for other in ("--disable_checkpoint", "--preset=minatar", "--replay_ratio=0"):
-        flags_lib.resolve(parse(config, other))
+        flagset.resolve(parse(config, other))
 
 
 def test_a_flag_without_effect_is_refused_beside_a_file(write):
-    args = flags_lib.resolve(parse()).as_dict()
+    args = flagset.resolve(parse()).as_dict()
     config = write(json.dumps({"args": args}), "meta.json")
     with pytest.raises(FlagError, match="--eval_episodes 7 has no effect"):
-        flags_lib.resolve(parse(config, "--eval_episodes=7"))
+        flagset.resolve(parse(config, "--eval_episodes=7"))
 
 
 def test_a_run_whose_preset_has_a_new_name(write):
@@ -193,13 +192,13 @@ def test_what_a_file_names_is_used_only_with_trust(write, name, value, typed, ki
         meta = {"args": {name: value}, "flags_signature": "0" * 64}
         config = write(json.dumps(meta), kind)
         if name in config_file.OF_ITS_RUN:
-            flags = flags_lib.parse(parser, [config])
+            flags = flagset.parse(parser, [config])
             assert getattr(flags, name) == parser.get_default(name)
             return
     with pytest.raises(UntrustedError, match=f"{config[9:]} names --{name}"):
-        flags_lib.parse(parser, [config])
-    flags_lib.parse(parser, [config, typed])
-    flags_lib.parse(parser, [config, "--trust_checkpoint_env"])
+        flagset.parse(parser, [config])
+    flagset.parse(parser, [config, typed])
+    flagset.parse(parser, [config, "--trust_checkpoint_env"])
 
 
 def test_a_file_does_not_trust_itself(write):

@@ -9,9 +9,9 @@ import pytest
 import runs
 from test_environment import env_flags
 
-from torchbeast.core.env_checks import CHECK_EVERY, FIRST_CALLS, InvalidEnvironmentError
-from torchbeast.core.environment import Environment
-from torchbeast.core.make_env import MissingPackageError, create_env
+from torchbeast.envs.checks import CHECK_EVERY, FIRST_CALLS, InvalidEnvironmentError
+from torchbeast.envs.environment import Environment
+from torchbeast.envs.make_env import MissingPackageError, create_env
 
 
 def make(name, num_envs=2, **changes):

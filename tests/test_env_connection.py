@@ -25,10 +25,11 @@ from test_actor_pool import act, initial_state
 from watched_runs import wait_until
 
 from libtorchbeast import Client, Listener, RefusedError, Security, Server, probe
+from torchbeast import flags as declared_flags
 from torchbeast import polybeast_env, polybeast_learner
-from torchbeast.core import declared_flags, env_connection
-from torchbeast.core import flags as flags_lib
-from torchbeast.core.remote_envs import expected_environment
+from torchbeast.remote import env_connection
+from torchbeast.remote.remote_envs import expected_environment
+from torchbeast.runs import flagset
 
 SECONDS = 60  # for what takes a moment on an idle machine
 
@@ -190,13 +191,13 @@ def test_a_first_reset_that_takes_longer_than_a_hello_may(tmp_path):
 
 def env_flags(*argv, **changes):
     parser = polybeast_env.make_parser()
-    flags = flags_lib.parse(parser, argv)
+    flags = flagset.parse(parser, argv)
     return flags.replace(**changes)
 
 
 def expected(*argv):
     parser = polybeast_learner.make_parser()
-    return expected_environment(flags_lib.parse(parser, argv))
+    return expected_environment(flagset.parse(parser, argv))
 
 
 def test_settings_are_all_flags_that_shape_the_environments():

@@ -7,9 +7,9 @@ import runs
 from gymnasium import spaces
 from test_environment import Counter, env_flags, here
 
-from torchbeast.core.environment import Environment
-from torchbeast.core.errors import UserError
-from torchbeast.core.make_env import create_env
+from torchbeast.base.errors import UserError
+from torchbeast.envs.environment import Environment
+from torchbeast.envs.make_env import create_env
 
 
 class Whole(gymnasium.Env):

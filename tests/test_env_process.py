@@ -49,7 +49,7 @@ def test_a_selfish_environment(tmp_path, module):
 
 def test_settings_of_pytorch_are_kept_apart():
     """Those of an environment stay in effect for it, and have none on the actor."""
-    from torchbeast.core.actors import TorchSettings
+    from torchbeast.local.actors import TorchSettings
 
     around = TorchSettings()
     for _ in range(2):

@@ -9,16 +9,17 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from torchbeast.core import declared_flags, environment, extra_fields
-from torchbeast.core.env_spec import find_env_spec
-from torchbeast.core.environment import Environment
-from torchbeast.core.extra_fields import ExtraField
-from torchbeast.core.make_env import (
+from torchbeast import flags as declared_flags
+from torchbeast.base.nested import map_nested
+from torchbeast.envs import environment, extra_fields
+from torchbeast.envs.environment import Environment
+from torchbeast.envs.extra_fields import ExtraField
+from torchbeast.envs.make_env import (
     create_env,
 )
-from torchbeast.core.nested import map_nested
-from torchbeast.core.seeded_games import game_seed
-from torchbeast.core.vector_envs import find_vector_env
+from torchbeast.envs.seeded_games import game_seed
+from torchbeast.envs.vector_envs import find_vector_env
+from torchbeast.local.env_spec import find_env_spec
 
 
 def env_flags(env, **changes):

@@ -10,17 +10,17 @@ import pytest
 from gymnasium import spaces
 from test_environment import Counter, Echo, env_flags, here
 
-from torchbeast.core import video
-from torchbeast.core.env_checks import InvalidEnvironmentError
-from torchbeast.core.environment import Environment
-from torchbeast.core.errors import FlagError
-from torchbeast.core.make_env import (
+from torchbeast.base.errors import FlagError
+from torchbeast.envs.checks import InvalidEnvironmentError
+from torchbeast.envs.environment import Environment
+from torchbeast.envs.make_env import (
     MissingPackageError,
     UnknownEnvironmentError,
     UnsupportedSpaceError,
     create_env,
 )
-from torchbeast.core.space_checks import check_action_space, check_observation_space
+from torchbeast.envs.space_checks import check_action_space, check_observation_space
+from torchbeast.play import video
 
 # --- Errors ---------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ def test_unknown_path_for_atari():
 
 def test_stepping_needs_no_torch():
     """Processes that only step environments stay small."""
-    code = "import sys, torchbeast.core.environment; assert 'torch' not in sys.modules"
+    code = "import sys, torchbeast.envs.environment; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

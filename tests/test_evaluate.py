@@ -11,15 +11,16 @@ import runs
 import torch
 from watched_runs import processes_of_session, wait_until
 
-from torchbeast import evaluate, monobeast
-from torchbeast.core import flags as flags_lib
-from torchbeast.core.environment import Environment
+from torchbeast import monobeast
+from torchbeast.envs.environment import Environment
 from torchbeast.model import make_model
+from torchbeast.play import evaluate
+from torchbeast.runs import flagset
 
 
 def make_flags(*words):
-    flags = flags_lib.parse(monobeast.make_parser(), words)
-    return monobeast.resolve_layout(flags_lib.resolve(flags)).freeze()
+    flags = flagset.parse(monobeast.make_parser(), words)
+    return monobeast.resolve_layout(flagset.resolve(flags)).freeze()
 
 
 def make_weights(flags):

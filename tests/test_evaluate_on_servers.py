@@ -10,7 +10,7 @@ import runs
 import torch
 from watched_servers import E
 
-from torchbeast.evaluate_on_servers import Scorer
+from torchbeast.play.evaluate_on_servers import Scorer
 
 LEARNER, POLYBEAST = "torchbeast.polybeast_learner", "torchbeast.polybeast"
 

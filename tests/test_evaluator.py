@@ -11,9 +11,10 @@ import runs
 import torch
 from watched_runs import processes_of_session, wait_until
 
-from torchbeast import evaluate, monobeast
-from torchbeast.core import flags as flags_lib
-from torchbeast.core.meta_json import read_meta
+from torchbeast import monobeast
+from torchbeast.play import evaluate
+from torchbeast.records.meta_json import read_meta
+from torchbeast.runs import flagset
 
 FLAGS = {
     **runs.SMALL,
@@ -55,8 +56,8 @@ def test_results_and_the_best_checkpoint(tmp_path, module):
     assert best["stats"]["eval_return"] >= max(value for _, value in found)
     # What another process says of these weights:
     argv = ["--xpid=a", "--mode=test"]
-    flags = flags_lib.parse(monobeast.make_parser(), argv, best["flags"])
-    flags = flags_lib.resolve(flags).freeze()
+    flags = flagset.parse(monobeast.make_parser(), argv, best["flags"])
+    flags = flagset.resolve(flags).freeze()
     weights, stream = best["model_state_dict"], evaluate.EVAL_STREAM
     games = list(evaluate.play(flags, weights, range(3), stream=stream))
     mean = statistics.fmean(game.game_return for game in games)

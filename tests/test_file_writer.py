@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchbeast.core.file_writer import FileWriter
-from torchbeast.core.run_folder import RunFileError, RunFolder, atomic_write
+from torchbeast.records.file_writer import FileWriter
+from torchbeast.records.folder import RunFileError, RunFolder, atomic_write
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
@@ -245,7 +245,7 @@ def test_bad_xpid(tmp_path, xpid):
 def test_one_process_at_a_time(tmp_path):
     writer = FileWriter(str(tmp_path), "run", ARGS)
     code = (
-        "import sys; from torchbeast.core.file_writer import FileWriter\n"
+        "import sys; from torchbeast.records.file_writer import FileWriter\n"
         "FileWriter(sys.argv[1], 'run', {}, resume_step=0).close(True)"
     )
     second = run_python(code, tmp_path)
@@ -445,7 +445,7 @@ def test_a_folder_that_can_not_be_made(tmp_path, savedir):
 # Logs until the files may grow no further, as on a full disk.
 FULL_DISK = """
 import logging, resource, sys
-from torchbeast.core.file_writer import FileWriter
+from torchbeast.records.file_writer import FileWriter
 logging.basicConfig(level=logging.INFO)
 log = logging.getLogger("run")
 writer = FileWriter(sys.argv[1], "run", {"x": 1})
@@ -514,7 +514,7 @@ def test_atomic_write(tmp_path):
 # On a disk of 64 KiB that is filled to the last byte while the run goes on.
 NO_SPACE = """
 import json, pathlib, sys
-from torchbeast.core.file_writer import FileWriter
+from torchbeast.records.file_writer import FileWriter
 disk = pathlib.Path(sys.argv[1])
 writer = FileWriter(str(disk), "run", {"x": 1})
 writer.log({"step": 0, "loss": 0.5})
@@ -568,7 +568,7 @@ def test_a_text_that_is_not_utf8_is_logged(tmp_path):
     """
     code = """
 import logging, sys
-from torchbeast.core.file_writer import FileWriter
+from torchbeast.records.file_writer import FileWriter
 
 writer = FileWriter(sys.argv[1], "run", {})
 text = b"bad \\xff\\xfe".decode(errors="surrogateescape")

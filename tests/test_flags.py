@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import torchbeast
-from torchbeast import monobeast
-from torchbeast.core import devices, presets
-from torchbeast.core import flags as flags_lib
-from torchbeast.core.errors import FlagError
-from torchbeast.core.flags import FREE_TO_CHANGE, Flags
-from torchbeast.core.presets import PRESETS, RENAMED
-from torchbeast.core.ranges import RANGES
+from torchbeast import monobeast, presets
+from torchbeast.base import devices
+from torchbeast.base.errors import FlagError
+from torchbeast.presets import PRESETS, RENAMED
+from torchbeast.runs import flagset
+from torchbeast.runs.flagset import FREE_TO_CHANGE, Flags
+from torchbeast.runs.ranges import RANGES
 
 # The command line that users copy from TorchBeast's README.
 OLD_COMMAND_LINE = """
@@ -29,11 +29,11 @@ OLD_COMMAND_LINE = """
 
 def parse(command_line="", **options):
     argv = shlex.split(command_line)
-    return flags_lib.parse(monobeast.make_parser(), argv, **options)
+    return flagset.parse(monobeast.make_parser(), argv, **options)
 
 
 def resolve(command_line="", **options):
-    return monobeast.resolve_layout(flags_lib.resolve(parse(command_line, **options)))
+    return monobeast.resolve_layout(flagset.resolve(parse(command_line, **options)))
 
 
 def actions(make_parser=monobeast.make_parser):
@@ -352,7 +352,7 @@ def test_free_to_change_are_flags():
 
 def resolve_folder(command_line=""):
     flags = parse(command_line)
-    flags_lib.resolve_folder(flags)
+    flagset.resolve_folder(flags)
     return flags
 
 
@@ -409,7 +409,7 @@ def test_sync_needs_one_slot_per_environment():
 def test_resolving_twice_changes_nothing():
     flags = resolve("--preset minatar")
     before = flags.as_dict()
-    assert monobeast.resolve_layout(flags_lib.resolve(flags)).as_dict() == before
+    assert monobeast.resolve_layout(flagset.resolve(flags)).as_dict() == before
 
 
 @pytest.mark.parametrize(
@@ -561,18 +561,18 @@ def test_every_number_has_a_range():
 def test_changed_names_what_differs():
     saved = parse("--batch_size 5 --use_lstm --num_actors 3").as_dict()
     now = parse("--batch_size 6 --use_lstm --num_actors 3")
-    assert flags_lib.changed(saved, now) == {"batch_size": (5, 6)}
-    assert flags_lib.changed(saved, parse("--batch_size 5 --num_actors 3")) == {
+    assert flagset.changed(saved, now) == {"batch_size": (5, 6)}
+    assert flagset.changed(saved, parse("--batch_size 5 --num_actors 3")) == {
         "use_lstm": (True, False)
     }
-    assert flags_lib.changed(now.as_dict(), now) == {}
+    assert flagset.changed(now.as_dict(), now) == {}
 
 
 def test_flags_of_another_version_are_named():
     saved = parse().as_dict()
     del saved["noop_max"]
     saved["an_old_one"] = 3
-    changes = flags_lib.changed(saved, parse())
+    changes = flagset.changed(saved, parse())
     assert changes == {"an_old_one": (3, None), "noop_max": (None, 30)}
 
 
@@ -583,7 +583,7 @@ def test_some_flags_are_free_to_change():
         "--actor_timeout 9 --num_test_episodes 3 --video a.mp4 --allow_flag_changes "
         "--disable_checkpoint"
     )
-    assert flags_lib.changed(saved, now) == {}
+    assert flagset.changed(saved, now) == {}
 
 
 @pytest.mark.parametrize(
@@ -596,7 +596,5 @@ def test_some_flags_are_free_to_change():
 )
 def test_names_too_long(flags):
     with pytest.raises(FlagError, match="File name too long") as caught:
-        flags_lib.resolve_folder(
-            flags_lib.Flags(**{"savedir": "", "xpid": "a"} | flags)
-        )
+        flagset.resolve_folder(flagset.Flags(**{"savedir": "", "xpid": "a"} | flags))
     assert len(str(caught.value)) < 300

@@ -128,7 +128,7 @@ def test_an_auxiliary_loss_with_its_own_head(tmp_path):
 
 def test_a_field_of_the_info_that_reaches_the_loss(tmp_path):
     fork = Fork(tmp_path, "field")
-    assert fork.files == {"torchbeast/core/extra_fields.py", "torchbeast/learner.py"}
+    assert fork.files == {"torchbeast/envs/extra_fields.py", "torchbeast/learner.py"}
     num_envs = 4
     rows = fork.train(
         env="BreakoutNoFrameskip-v4",

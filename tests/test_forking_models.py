@@ -12,8 +12,8 @@ from loss_cases import DISTRIBUTION, FLAGS, make_batch
 from test_forking import Fork
 from test_model import make_rows, map_leaves
 
-from torchbeast.core.env_checks import InvalidEnvironmentError
 from torchbeast.core.rollout import cut_at_episodes
+from torchbeast.envs.checks import InvalidEnvironmentError
 
 
 def import_forked(fork, name):
@@ -240,7 +240,7 @@ def test_attention_sees_the_past_of_the_episode_only(transformer):
 @pytest.mark.timeout(420)
 def test_a_transformer_learns_to_remember(tmp_path, variant):
     fork = Fork(tmp_path, "transformer")
-    changed = ("core/declared_flags", "model")
+    changed = ("flags", "model")
     assert fork.files == {f"torchbeast/{name}.py" for name in changed}
     rows = fork.train(
         timeout=200,

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from torchbeast.core.groups import interquartile_mean, iqm_interval
+from torchbeast.records.groups import interquartile_mean, iqm_interval
 
 stats = pytest.importorskip("scipy.stats")
 

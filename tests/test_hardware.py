@@ -13,7 +13,7 @@ import sys
 import pytest
 import runs
 
-from torchbeast.core import hardware
+from torchbeast.base import hardware
 
 GB = 10**9
 MOUNTS = {
@@ -144,7 +144,7 @@ def test_a_quota_of_cpus_in_version_1(system, quota, expected):
 @pytest.mark.parametrize("name", ["RLIMIT_AS", "RLIMIT_DATA"])
 def test_limits_of_a_process(name):
     code = (
-        "import mmap; from torchbeast.core.hardware import *\n"
+        "import mmap; from torchbeast.base.hardware import *\n"
         "before = free_memory()\n"
         "kept = mmap.mmap(-1, 10**8, mmap.MAP_PRIVATE)\n"
         "print(memory_limit(), before, free_memory())"

@@ -6,8 +6,8 @@ import pytest
 import runs
 import torch
 
-from torchbeast.core import checkpoint
-from torchbeast.core.errors import UserError
+from torchbeast.base.errors import UserError
+from torchbeast.runs import checkpoint
 
 FIRST = {**runs.SMALL, "batch_size": 3}
 # Too small to change the weights by more than their rounding.

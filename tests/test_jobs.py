@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from torchbeast.core import jobs
-from torchbeast.core.jobs import Job
+from torchbeast.sweeps import jobs
+from torchbeast.sweeps.jobs import Job
 
 SLEEP = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(100)")
 

@@ -10,10 +10,10 @@ from gymnasium import spaces
 
 import torchbeast.learner
 from torchbeast import monobeast
-from torchbeast.core import checkpoint, rollout, vtrace
-from torchbeast.core import flags as flags_lib
-from torchbeast.core.env_spec import EnvSpec
+from torchbeast.core import rollout, vtrace
 from torchbeast.learner import Learner, impala_loss, learn
+from torchbeast.local.env_spec import EnvSpec
+from torchbeast.runs import checkpoint, flagset
 
 T, B, A = 6, 4, 3
 OBSERVATION = spaces.Box(-1, 1, (5,), np.float32)
@@ -24,7 +24,7 @@ SMALL = ["--unroll_length", str(T), "--batch_size", str(B), "--precision", "fp32
 
 def make_learner(*argv: str) -> Learner:
     arguments = ["--env", "CartPole-v1", "--disable_cuda", *SMALL, *argv]
-    flags = flags_lib.parse(monobeast.make_parser(), arguments)
+    flags = flagset.parse(monobeast.make_parser(), arguments)
     return Learner(flags, EnvSpec(OBSERVATION, spaces.Discrete(A), 1))
 
 

@@ -20,8 +20,8 @@ from loss_cases import (
 
 from torchbeast import learner
 from torchbeast.core.distributions import make_distribution
-from torchbeast.core.logs_csv import ColumnError
 from torchbeast.learner import impala_loss
+from torchbeast.records.logs_csv import ColumnError
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import subprocess
 import torch
 from test_file_writer import ARGS, names, read_meta, run_python
 
-from torchbeast.core import file_writer, meta_json
-from torchbeast.core.file_writer import FileWriter
+from torchbeast.records import file_writer, meta_json
+from torchbeast.records.file_writer import FileWriter
 
 
 def test_meta(tmp_path, monkeypatch):
@@ -145,5 +145,5 @@ def test_git_state(tmp_path):
 
 
 def test_no_torch_needed():
-    code = "import sys, torchbeast.core.file_writer; print('torch' in sys.modules)"
+    code = "import sys, torchbeast.records.file_writer; print('torch' in sys.modules)"
     assert run_python(code).stdout.strip() == "False"

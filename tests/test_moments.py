@@ -6,9 +6,9 @@ from gymnasium import spaces
 from test_model import make_rows
 
 from torchbeast import load_agent
-from torchbeast.core import checkpoint
 from torchbeast.core.moments import RunningMoments
 from torchbeast.model import Net
+from torchbeast.runs import checkpoint
 
 T, B, D = 6, 3, 4
 GAMMA = 0.8

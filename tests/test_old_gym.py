@@ -8,10 +8,10 @@ import pytest
 from gymnasium import spaces
 from test_environment import Counter, env_flags, here
 
-from torchbeast.core.environment import Environment
-from torchbeast.core.make_env import create_env
-from torchbeast.core.old_gym import OldGymAdapter, convert_space
-from torchbeast.core.seeded_games import game_seed
+from torchbeast.envs.environment import Environment
+from torchbeast.envs.make_env import create_env
+from torchbeast.envs.old_gym import OldGymAdapter, convert_space
+from torchbeast.envs.seeded_games import game_seed
 
 
 def gym_time_limit():

@@ -12,8 +12,8 @@ from test_actor_pool import act, initial_state
 from test_join import joined, listening
 
 from libtorchbeast import Client, RefusedError, Server, TransportError
-from torchbeast.core import peer_log
-from torchbeast.core.peer_log import PeerLog
+from torchbeast.remote import peer_log
+from torchbeast.remote.peer_log import PeerLog
 
 LOG = logging.getLogger("peers")
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b\r\n[ERROR 12:00:00] forged \u202e\u2028\x7f end\x00"

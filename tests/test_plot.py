@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from torchbeast import plot
-from torchbeast.core.file_writer import FileWriter
-from torchbeast.core.groups import group_name
-from torchbeast.core.saved_runs import find_run, read_run
+from torchbeast.records.file_writer import FileWriter
+from torchbeast.records.groups import group_name
+from torchbeast.records.saved_runs import find_run, read_run
 
 ROOT = pathlib.Path(__file__).parents[1]
 

@@ -17,13 +17,13 @@ from gymnasium import spaces
 from watched_runs import processes_of_session, wait_until
 
 from torchbeast import polybeast, polybeast_env
-from torchbeast.core import flags as flags_lib
-from torchbeast.core import processes
+from torchbeast.base.errors import FlagError
 from torchbeast.core.acting import ActingModels
-from torchbeast.core.env_spec import EnvSpec
-from torchbeast.core.errors import FlagError
-from torchbeast.core.remote_envs import server_addresses
 from torchbeast.learner import Learner
+from torchbeast.local.env_spec import EnvSpec
+from torchbeast.procs import processes
+from torchbeast.remote.remote_envs import server_addresses
+from torchbeast.runs import flagset
 
 POLYBEAST = "torchbeast.polybeast"
 
@@ -47,8 +47,8 @@ def small(tmp_path):
 
 
 def resolve(*argv):
-    flags = flags_lib.parse(polybeast.make_parser(), argv)
-    return polybeast.resolve_layout(flags_lib.resolve(flags))
+    flags = flagset.parse(polybeast.make_parser(), argv)
+    return polybeast.resolve_layout(flagset.resolve(flags))
 
 
 def servers_of(process):

@@ -6,12 +6,13 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from torchbeast.core import prof, rollout
+from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
-from torchbeast.core.env_checks import UnsupportedSpaceError
-from torchbeast.core.remote_envs import make_space
-from torchbeast.core.space_checks import check_observation_space
-from torchbeast.core.streams import as_stored
+from torchbeast.envs.checks import UnsupportedSpaceError
+from torchbeast.envs.space_checks import check_observation_space
+from torchbeast.remote.remote_envs import make_space
+from torchbeast.remote.streams import as_stored
+from torchbeast.runs import prof
 
 INF = np.inf
 INT64 = np.iinfo(np.int64)

@@ -4,7 +4,7 @@ import pytest
 import runs
 from test_polybeast import POLYBEAST, resolve
 
-from torchbeast.core.errors import FlagError
+from torchbeast.base.errors import FlagError
 
 SYNC = {
     "num_actors": 2,

@@ -1,10 +1,11 @@
-"""What core/processes.py starts; the tests of faults use the rest of it."""
+"""What procs/processes.py starts; the tests of faults use the rest of it."""
 
 import os
 
 import pytest
 
-from torchbeast.core import jobs, processes
+from torchbeast.procs import processes
+from torchbeast.sweeps import jobs
 
 
 @pytest.mark.parametrize("quota", [2, 3, 64])

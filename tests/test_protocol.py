@@ -4,12 +4,12 @@ import gymnasium
 import pytest
 
 from torchbeast import monobeast
-from torchbeast.core import flags as flags_lib
-from torchbeast.core import protocol
+from torchbeast.records import protocol
+from torchbeast.runs import flagset
 
 
 def find(*words):
-    flags = flags_lib.parse(monobeast.make_parser(), words)
+    flags = flagset.parse(monobeast.make_parser(), words)
     return protocol.find_protocol(flags.as_dict())
 
 

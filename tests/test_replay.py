@@ -16,11 +16,11 @@ import runs
 import torch
 from gymnasium import spaces
 
+from torchbeast.base.nested import map_nested
 from torchbeast.core import replay_memory, rollout
 from torchbeast.core.acting import row_spec
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.mixer import Mixer
-from torchbeast.core.nested import map_nested
 from torchbeast.core.replay import Replay, ReplayError
 from torchbeast.model import Net
 

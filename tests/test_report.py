@@ -11,10 +11,10 @@ import pytest
 import runs
 
 from torchbeast import report
-from torchbeast.core import meta_json
-from torchbeast.core.file_writer import FileWriter
-from torchbeast.core.groups import iqm_interval
-from torchbeast.core.saved_runs import read_run
+from torchbeast.records import meta_json
+from torchbeast.records.file_writer import FileWriter
+from torchbeast.records.groups import iqm_interval
+from torchbeast.records.saved_runs import read_run
 
 ROOT = pathlib.Path(__file__).parents[1]
 FLAGS = {

@@ -15,9 +15,9 @@ import runs
 import torch
 
 from torchbeast import monobeast
-from torchbeast.core import flags as flags_lib
-from torchbeast.core import processes, resume, trust
-from torchbeast.core.run_folder import RunFolder
+from torchbeast.procs import processes
+from torchbeast.records.folder import RunFolder
+from torchbeast.runs import flagset, resume, trust
 
 
 @pytest.fixture(scope="module")
@@ -382,7 +382,7 @@ def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch
 )
 def test_flags_of_atari_for_other_environments(line, named):
     parser = monobeast.make_parser()
-    notes = resume.notes_on_unused_flags(parser, flags_lib.parse(parser, line.split()))
+    notes = resume.notes_on_unused_flags(parser, flagset.parse(parser, line.split()))
     assert bool(notes) == named
     if named:
         assert (

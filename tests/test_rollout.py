@@ -8,11 +8,12 @@ import torch
 import torch.multiprocessing as mp
 from gymnasium import spaces
 
-from torchbeast.core import extra_fields, rollout
+from torchbeast.base.nested import flatten, map_nested
+from torchbeast.core import rollout
 from torchbeast.core.acting import row_spec
-from torchbeast.core.extra_fields import ExtraField
-from torchbeast.core.nested import flatten, map_nested
 from torchbeast.core.rollout import SharedMemoryError, Spec
+from torchbeast.envs import extra_fields
+from torchbeast.envs.extra_fields import ExtraField
 from torchbeast.model import Net
 
 T, B, A = 5, 3, 7

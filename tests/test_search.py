@@ -15,9 +15,9 @@ import sweeps
 
 optuna = pytest.importorskip("optuna")
 
-from torchbeast.core import jobs, search  # noqa: E402 # it imports Optuna
-from torchbeast.core.errors import FileError, FlagError  # noqa: E402
-from torchbeast.core.meta_json import read_meta  # noqa: E402
+from torchbeast.base.errors import FileError, FlagError  # noqa: E402
+from torchbeast.records.meta_json import read_meta  # noqa: E402
+from torchbeast.sweeps import jobs, search  # noqa: E402 # it imports Optuna
 
 pytestmark = pytest.mark.timeout(400)
 SPACE = ["--name", "s", "--search", "learning_rate=loguniform:1e-4:1e-2"]

@@ -107,7 +107,7 @@ def test_members_are_in_the_order_of_the_source(site):
 def test_links_to_files_lead_to_them(site):
     """To the API page of a module, else to a page or a list of files."""
     wanted = {
-        "tuning.html": "api/torchbeast.core.presets.html",
+        "tuning.html": "api/torchbeast.presets.html",
         "forking.html": "source/docs/forking/torso.patch.html",
         "results/index.html": "../source/docs/results/pong-1.html",
     }

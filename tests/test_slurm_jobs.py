@@ -15,9 +15,9 @@ import watched_runs
 pytest.importorskip("submitit")
 
 from torchbeast import sweep
-from torchbeast.core.jobs import Job
-from torchbeast.core.meta_json import read_meta
-from torchbeast.core.slurm_jobs import SlurmJob  # it imports submitit
+from torchbeast.records.meta_json import read_meta
+from torchbeast.sweeps.jobs import Job
+from torchbeast.sweeps.slurm_jobs import SlurmJob  # it imports submitit
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -16,7 +16,7 @@ import time
 import pytest
 import runs
 
-from torchbeast.core import status
+from torchbeast.runs import status
 
 
 @pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from torchbeast.core import supervisor
-from torchbeast.core.connection_flags import ServerError
+from torchbeast.remote import supervisor
+from torchbeast.remote.security import ServerError
 
 
 def dies_before_it_is_ready(flags, index, address, first_stream, pipe):

@@ -11,11 +11,11 @@ import sweeps
 import watched_runs
 
 from torchbeast import sweep
-from torchbeast.core import grid
-from torchbeast.core.errors import FlagError
-from torchbeast.core.groups import by_name
-from torchbeast.core.meta_json import read_meta
-from torchbeast.core.saved_runs import read_run
+from torchbeast.base.errors import FlagError
+from torchbeast.records.groups import by_name
+from torchbeast.records.meta_json import read_meta
+from torchbeast.records.saved_runs import read_run
+from torchbeast.sweeps import grid
 
 pytestmark = pytest.mark.timeout(400)
 FOREVER = 10**9

@@ -8,7 +8,7 @@ import sys
 import pytest
 import runs
 
-from torchbeast.core import trust
+from torchbeast.runs import trust
 
 FLAGS = {"env": "a:B", "env_kwargs": None, "seed": 3, "clip_ratio": float("inf")}
 

@@ -16,14 +16,14 @@ from test_evaluate import make_flags
 from watched_runs import processes_of_session, wait_until
 
 from torchbeast import load_agent
-from torchbeast.core import extra_fields
-from torchbeast.core.env_checks import InvalidEnvironmentError
-from torchbeast.core.env_spec import find_env_spec
-from torchbeast.core.environment import Environment
-from torchbeast.core.errors import FlagError, UserError
-from torchbeast.core.extra_fields import ExtraField
-from torchbeast.core.nested import map_nested
-from torchbeast.core.seeded_games import game_seed
+from torchbeast.base.errors import FlagError, UserError
+from torchbeast.base.nested import map_nested
+from torchbeast.envs import extra_fields
+from torchbeast.envs.checks import InvalidEnvironmentError
+from torchbeast.envs.environment import Environment
+from torchbeast.envs.extra_fields import ExtraField
+from torchbeast.envs.seeded_games import game_seed
+from torchbeast.local.env_spec import find_env_spec
 from torchbeast.polybeast_env import try_environment
 
 E = 3

@@ -10,10 +10,10 @@ from test_environment import env_flags
 
 from libtorchbeast import probe
 from torchbeast import polybeast_learner
-from torchbeast.core import flags as flags_lib
-from torchbeast.core.environment import Environment
-from torchbeast.core.errors import FlagError
-from torchbeast.core.remote_envs import make_env_spec
+from torchbeast.base.errors import FlagError
+from torchbeast.envs.environment import Environment
+from torchbeast.remote.remote_envs import make_env_spec
+from torchbeast.runs import flagset
 
 # --- Vectorised environments ----------------------------------------------------------
 
@@ -40,7 +40,7 @@ def test_vector_hello(address):
 @pytest.mark.parametrize("name", ["replayed", "step_counts"])
 def test_names_of_the_learners_own_fields(address, name):
     """The loss would take them for its mask."""
-    flags = flags_lib.parse(polybeast_learner.make_parser(), ["--batch_size", "2"])
+    flags = flagset.parse(polybeast_learner.make_parser(), ["--batch_size", "2"])
     with serving(lambda: Vector(extra={name: np.zeros(2, np.int64)}), address):
         found = probe(address)
     with pytest.raises(FlagError, match=name):

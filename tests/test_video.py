@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from torchbeast.core.errors import FlagError
-from torchbeast.core.video import Video
+from torchbeast.base.errors import FlagError
+from torchbeast.play.video import Video
 
 cv2 = pytest.importorskip("cv2")
 

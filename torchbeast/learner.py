@@ -16,21 +16,22 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchbeast.core import checkpoint, devices, rollout, vtrace
-from torchbeast.core import flags as flags_lib
+from torchbeast.base import devices
+from torchbeast.base.nested import Nested
+from torchbeast.core import rollout, vtrace
 from torchbeast.core.acting import row_spec
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.core.env_spec import EnvSpec
 from torchbeast.core.finite import all_finite, find_cause
-from torchbeast.core.flags import Flags
-from torchbeast.core.logs_csv import join_columns, spread
 from torchbeast.core.mixer import Mixer
-from torchbeast.core.nested import Nested
 from torchbeast.core.observations import InputCheck
 from torchbeast.core.replay_memory import make_replay
 from torchbeast.core.rmsprop import RMSProp
 from torchbeast.core.rollout import State
+from torchbeast.local.env_spec import EnvSpec
 from torchbeast.model import make_model
+from torchbeast.records.logs_csv import join_columns, spread
+from torchbeast.runs import checkpoint, flagset
+from torchbeast.runs.flagset import Flags
 
 # See Net.auxiliary_losses: (batch, outputs, targets, valid, flags) -> losses by name.
 AuxiliaryLosses = Callable[..., Mapping[str, Any]]
@@ -288,7 +289,7 @@ class Learner:
         stats = state["stats"]
         self.step, self.num_updates = stats["step"], stats["num_updates"]
         optimizer_state = state["optimizer_state_dict"]
-        if flags_lib.changed(state["flags"], self.flags):
+        if flagset.changed(state["flags"], self.flags):
             # The flags changed: take the optimizer's moments only, and advance the new
             # schedule to this step.
             optimizer_state["param_groups"] = self.optimizer.state_dict()[

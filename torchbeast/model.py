@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
-from torchbeast.core import action_masks, rollout
+from torchbeast.base.nested import map_nested
+from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.moments import CLIP, RunningMoments
-from torchbeast.core.nested import map_nested
 from torchbeast.core.observations import (
     FlattenCells,
     flatten_leaf,
@@ -34,6 +34,7 @@ from torchbeast.core.observations import (
 )
 from torchbeast.core.rollout import State
 from torchbeast.core.vtrace import VTraceReturns
+from torchbeast.envs import action_masks
 
 
 class ShallowTorso(nn.Sequential):

@@ -15,7 +15,7 @@ core/rollout.py.
 """
 
 if __name__ == "__main__":
-    from torchbeast.core import processes
+    from torchbeast.procs import processes
 
     processes.exit_on_stop_signals()  # the imports below take seconds
 
@@ -33,37 +33,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchbeast.core import (
-    checkpoint,
-    declared_flags,
-    launcher,
-    processes,
-    resume,
-    rollout,
-    script,
-)
-from torchbeast.core import flags as flags_lib
+from torchbeast import flags as declared_flags
+from torchbeast.base.errors import FlagError
+from torchbeast.base.hardware import keep_freed_memory
+from torchbeast.base.nested import Nested, map_nested
+from torchbeast.base.seeds import derive_seed
+from torchbeast.core import rollout
 from torchbeast.core.acting import (
     SharedWeights,
     act_step,
     prepare_to_act,
     to_tensors,
 )
-from torchbeast.core.actors import actor_context
-from torchbeast.core.env_spec import find_env_spec
-from torchbeast.core.environment import Environment
-from torchbeast.core.errors import FlagError
-from torchbeast.core.flags import Flags
-from torchbeast.core.hardware import keep_freed_memory
-from torchbeast.core.nested import Nested, map_nested
-from torchbeast.core.prof import Timings, format_shares
 from torchbeast.core.rollout import State
-from torchbeast.core.run import Run
-from torchbeast.core.seeds import derive_seed
-from torchbeast.evaluate import evaluate
-from torchbeast.evaluator import Evaluator
+from torchbeast.envs.environment import Environment
 from torchbeast.learner import Learner, learn
+from torchbeast.local.actors import actor_context
+from torchbeast.local.env_spec import find_env_spec
 from torchbeast.model import TORSOS, make_model
+from torchbeast.play.evaluate import evaluate
+from torchbeast.play.evaluator import Evaluator
+from torchbeast.procs import processes
+from torchbeast.runs import checkpoint, flagset, launcher, resume, script
+from torchbeast.runs.flagset import Flags
+from torchbeast.runs.prof import Timings, format_shares
+from torchbeast.runs.run import Run
 
 log = logging.getLogger("torchbeast.monobeast")
 
@@ -86,7 +80,7 @@ def act(
     E environments fill E slots at a time, each with one rollout of rows 0..T.
 
     Args:
-      pipe: commands of the learner, see core/actors.py.
+      pipe: commands of the learner, see local/actors.py.
       buffers: the slots, see make_buffers.
       weights_memory: [banks, bytes] uint8, see SharedWeights.
       steps: [num_actors] int64 in shared memory; each actor counts its steps here.
@@ -366,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
     parser = make_parser()
     with script.reported() as outcome:
-        if flags_lib.parse(parser, argv).mode == "train":
+        if flagset.parse(parser, argv).mode == "train":
             with resume.begin(parser, argv, resolve_layout) as start:
                 outcome.status = 0 if start.is_finished() else train(start)
         else:

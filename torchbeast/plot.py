@@ -21,16 +21,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchbeast.core import processes, protocol
-from torchbeast.core.groups import (
+from torchbeast.procs import processes
+from torchbeast.records import protocol
+from torchbeast.records.groups import (
     by_name,
     check_protocols,
     group_name,
     interquartile_mean,
     iqm_interval,
 )
-from torchbeast.core.logs_csv import EVAL_COLUMNS
-from torchbeast.core.saved_runs import SavedRun, find_run, read_runs
+from torchbeast.records.logs_csv import EVAL_COLUMNS
+from torchbeast.records.saved_runs import SavedRun, find_run, read_runs
 
 # Flag → (column, label of the axis).
 X_AXES = {

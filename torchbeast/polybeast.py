@@ -10,7 +10,7 @@ ends, too.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from torchbeast.core import processes
+    from torchbeast.procs import processes
 
     processes.exit_on_stop_signals()  # the learner's imports take seconds
     processes.require_native()
@@ -23,12 +23,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchbeast import polybeast_env
-from torchbeast.core import connection_flags, launcher, processes, supervisor
-from torchbeast.core.errors import FlagError
-from torchbeast.core.flags import Flags
+from torchbeast.base.errors import FlagError
+from torchbeast.procs import processes
+from torchbeast.remote import security, supervisor
+from torchbeast.runs import launcher
+from torchbeast.runs.flagset import Flags
 
 if TYPE_CHECKING:
-    from torchbeast.core import resume
+    from torchbeast.runs import resume
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -36,9 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     parser = polybeast_learner.make_parser()
     parser.description = "PolyBeast: IMPALA with environments in server processes."
-    parser.set_defaults(
-        num_servers=None, envs_per_actor=connection_flags.ENVS_PER_ACTOR
-    )
+    parser.set_defaults(num_servers=None, envs_per_actor=security.ENVS_PER_ACTOR)
     polybeast_env.add_server_flags(parser)
     launcher.add_flags(parser)
     # The default is a new name for each run.
@@ -62,7 +62,7 @@ def resolve_layout(flags: Flags) -> Flags:
         )
     launcher.check(flags)
     if flags.pipes_basename is None:
-        name = f"{connection_flags.PIPES_BASENAME}-{secrets.token_hex(4)}"
+        name = f"{security.PIPES_BASENAME}-{secrets.token_hex(4)}"
         flags.pipes_basename = name
     if flags.launcher == "ray":
         useless = sorted(flags.on_command_line & {"num_servers", "max_restarts"})
@@ -72,7 +72,7 @@ def resolve_layout(flags: Flags) -> Flags:
                 "--num_actors is a server, and Ray restarts it"
             )
     if flags.num_servers is None or flags.launcher == "ray":
-        flags.num_actors = flags.num_actors or connection_flags.NUM_SERVERS
+        flags.num_actors = flags.num_actors or security.NUM_SERVERS
         one_each = flags.sync or flags.launcher == "ray"
         # More server processes than cores would only take memory.
         most = flags.num_actors if one_each else processes.num_cpus()
@@ -109,7 +109,7 @@ def train(start: resume.Start) -> int:
 def train_with_ray(start: resume.Start) -> int:
     """The same with the servers on a Ray cluster."""
     from torchbeast import polybeast_learner
-    from torchbeast.core.ray_servers import RayServers  # optional
+    from torchbeast.on_ray.servers import RayServers  # optional
 
     servers = RayServers(polybeast_env.serve_under_ray, start.flags)
     try:
@@ -122,19 +122,18 @@ def check_servers(servers: Any) -> None:
     """Raises ServerError if the servers have exited."""
     if not servers.is_alive():
         how = processes.how_it_ended(servers.exitcode)
-        raise connection_flags.ServerError(f"the environment servers ended {how}")
+        raise security.ServerError(f"the environment servers ended {how}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
-    from torchbeast.core import flags as flags_lib
-    from torchbeast.core import resume, script
-    from torchbeast.evaluate import evaluate
-    from torchbeast.evaluate_on_servers import play_on_servers
+    from torchbeast.play.evaluate import evaluate
+    from torchbeast.play.evaluate_on_servers import play_on_servers
+    from torchbeast.runs import flagset, resume, script
 
     parser = make_parser()
     with script.reported() as outcome:
-        if flags_lib.parse(parser, argv).mode == "train":
+        if flagset.parse(parser, argv).mode == "train":
             with resume.begin(parser, argv, resolve_layout) as start:
                 outcome.status = 0 if start.is_finished() else train(start)
         else:

@@ -15,7 +15,7 @@ This module does not import torch, so a machine for environments needs no PyTorc
 """
 
 if __name__ == "__main__":
-    from torchbeast.core import processes
+    from torchbeast.procs import processes
 
     processes.exit_on_stop_signals()  # the imports below take a moment
 
@@ -35,15 +35,14 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
-from torchbeast.core import (
-    declared_flags,
-    env_connection,
-    presets,
-    processes,
-    script,
-)
-from torchbeast.core import flags as flags_lib
-from torchbeast.core.connection_flags import (
+from torchbeast import flags as declared_flags
+from torchbeast import presets
+from torchbeast.base.errors import FlagError, text_of
+from torchbeast.envs.environment import Environment, example_environment
+from torchbeast.envs.make_env import MissingPackageError
+from torchbeast.procs import processes
+from torchbeast.remote import env_connection
+from torchbeast.remote.security import (
     ServerError,
     add_connection_flags,
     check_security,
@@ -51,11 +50,9 @@ from torchbeast.core.connection_flags import (
     security,
     warn_of_exposed_token,
 )
-from torchbeast.core.environment import Environment, example_environment
-from torchbeast.core.errors import FlagError, text_of
-from torchbeast.core.flags import Flags
-from torchbeast.core.make_env import MissingPackageError
-from torchbeast.core.supervisor import STOP_SECONDS, Servers, SharedPipe
+from torchbeast.remote.supervisor import STOP_SECONDS, Servers, SharedPipe
+from torchbeast.runs import flagset, script
+from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger("torchbeast.polybeast_env")
 
@@ -375,7 +372,7 @@ def check(flags: Flags) -> None:
             "give --bind, to wait for a learner, or --join, to connect to one, but not "
             "both"
         )
-    flags_lib.check_ranges(flags)
+    flagset.check_ranges(flags)
 
 
 def run(flags: Flags, until: Sequence[Any] = ()) -> int:
@@ -429,7 +426,7 @@ def run_for_learner(flags: Flags) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 128 + n ended by signal n, 1 failed."""
-    flags = flags_lib.parse(make_parser(), argv)
+    flags = flagset.parse(make_parser(), argv)
     processes.require_native()
     with script.reported() as outcome:
         check(flags)

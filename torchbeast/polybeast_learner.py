@@ -16,7 +16,7 @@ evaluation use the same code as MonoBeast.
 """
 
 if __name__ == "__main__":
-    from torchbeast.core import processes
+    from torchbeast.procs import processes
 
     processes.exit_on_stop_signals()  # the imports below take seconds
     processes.require_native()
@@ -35,32 +35,27 @@ from typing import Any
 
 import torch
 
-from torchbeast.core import (
-    declared_flags,
-    devices,
-    processes,
-    prof,
-    resume,
-    rollout,
-    script,
-)
-from torchbeast.core import flags as flags_lib
+from torchbeast import flags as declared_flags
+from torchbeast.base import devices
+from torchbeast.base.errors import FlagError
+from torchbeast.base.hardware import keep_freed_memory
+from torchbeast.base.nested import Nested, map_nested
+from torchbeast.base.seeds import derive_seed
+from torchbeast.core import rollout
 from torchbeast.core.acting import ActingModels, act_step
-from torchbeast.core.connection_flags import add_connection_flags, choose_side
-from torchbeast.core.errors import FlagError
-from torchbeast.core.flags import Flags
-from torchbeast.core.hardware import keep_freed_memory
-from torchbeast.core.nested import Nested, map_nested
-from torchbeast.core.prof import Timings
-from torchbeast.core.remote_envs import RemoteEnvs, server_addresses
-from torchbeast.core.run import Run
-from torchbeast.core.seeds import derive_seed
-from torchbeast.core.streams import Streams, SyncBarrier, as_stored
-from torchbeast.evaluate import evaluate
-from torchbeast.evaluate_on_servers import fits, play_on_servers
-from torchbeast.evaluator import Evaluator
 from torchbeast.learner import Learner, learn
 from torchbeast.model import TORSOS
+from torchbeast.play.evaluate import evaluate
+from torchbeast.play.evaluate_on_servers import fits, play_on_servers
+from torchbeast.play.evaluator import Evaluator
+from torchbeast.procs import processes
+from torchbeast.remote.remote_envs import RemoteEnvs, server_addresses
+from torchbeast.remote.security import add_connection_flags, choose_side
+from torchbeast.remote.streams import Streams, SyncBarrier, as_stored
+from torchbeast.runs import flagset, prof, resume, script
+from torchbeast.runs.flagset import Flags
+from torchbeast.runs.prof import Timings
+from torchbeast.runs.run import Run
 
 log = logging.getLogger("torchbeast.polybeast_learner")
 
@@ -409,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
     parser = make_parser()
     with script.reported() as outcome:
-        if flags_lib.parse(parser, argv).mode == "train":
+        if flagset.parse(parser, argv).mode == "train":
             with resume.begin(parser, argv, resolve_layout) as start:
                 outcome.status = 0 if start.is_finished() else train(start)
         else:

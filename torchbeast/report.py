@@ -22,16 +22,17 @@ from typing import Any
 
 import numpy as np
 
-from torchbeast.core import processes, protocol
-from torchbeast.core.errors import using
-from torchbeast.core.groups import (
+from torchbeast.base.errors import using
+from torchbeast.base.hardware import describe_hardware
+from torchbeast.procs import processes
+from torchbeast.records import protocol
+from torchbeast.records.groups import (
     by_name,
     check_protocols,
     interquartile_mean,
     iqm_interval,
 )
-from torchbeast.core.hardware import describe_hardware
-from torchbeast.core.saved_runs import (
+from torchbeast.records.saved_runs import (
     SavedRun,
     find_run,
     read_run,

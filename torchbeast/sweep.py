@@ -13,7 +13,7 @@ The same command again skips finished runs and resumes the others.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from torchbeast.core import processes
+    from torchbeast.procs import processes
 
     processes.exit_on_stop_signals()  # the imports take seconds
 
@@ -30,11 +30,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchbeast.core import flags as flags_lib
-from torchbeast.core import jobs, processes, script
-from torchbeast.core.errors import FlagError
-from torchbeast.core.flags import Flags
-from torchbeast.core.grid import (
+from torchbeast.base.errors import FlagError
+from torchbeast.procs import processes
+from torchbeast.records.folder import RunBusyError, RunFolder
+from torchbeast.records.meta_json import read_meta
+from torchbeast.records.saved_runs import MOST_NAMES
+from torchbeast.runs import flagset, script
+from torchbeast.runs.flagset import Flags
+from torchbeast.sweeps import jobs
+from torchbeast.sweeps.grid import (
     MOST_RUNS,
     grid,
     grid_size,
@@ -42,13 +46,10 @@ from torchbeast.core.grid import (
     seed_list,
     setting,
 )
-from torchbeast.core.jobs import Job, OtherRunError
-from torchbeast.core.meta_json import read_meta
-from torchbeast.core.run_folder import RunBusyError, RunFolder
-from torchbeast.core.saved_runs import MOST_NAMES
+from torchbeast.sweeps.jobs import Job, OtherRunError
 
 if TYPE_CHECKING:
-    from torchbeast.core.search import Search
+    from torchbeast.sweeps.search import Search
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Sweep:
         self.script = importlib.import_module(self.module)
         self.parser = self.script.make_parser()
         self.parser.prog = f"python -m {self.module}"
-        flags = flags_lib.parse(self.parser, self.words)
+        flags = flagset.parse(self.parser, self.words)
         only = argparse.ArgumentParser(add_help=False)  # not those of --config
         only.add_argument("--seed")
         only.add_argument("--xpid")
@@ -95,7 +96,7 @@ class Sweep:
         if flags.mode != "train":
             raise FlagError(f"a sweep trains; --mode {flags.mode} is not possible")
         flags.xpid = name
-        flags_lib.resolve_folder(flags)
+        flagset.resolve_folder(flags)
         self.savedir = pathlib.Path(os.path.abspath(flags.savedir))
 
     def make_jobs(
@@ -132,7 +133,7 @@ class Sweep:
             off = f"--no-{name}"
             if off in self.parser._option_string_actions:
                 return [off]
-            if getattr(flags_lib.parse(self.parser, self.words), name):
+            if getattr(flagset.parse(self.parser, self.words), name):
                 raise FlagError(
                     f"--{name} can't be switched off: leave it out after -- and in "
                     f"the file of --config, and give --grid {name}=true,false"
@@ -141,24 +142,24 @@ class Sweep:
         return [f"--{name}={value}"]
 
     def flags(self, job: Job) -> Flags:
-        return flags_lib.parse(self.parser, job.command[3:])
+        return flagset.parse(self.parser, job.command[3:])
 
     def _check(self, job: Job) -> None:
         flags = self.flags(job)
-        flags_lib.resolve_folder(flags)
+        flagset.resolve_folder(flags)
         meta = read_meta(job.folder)
         saved = meta.get("args", {})
-        free = {*flags_lib.FREE_TO_CHANGE, *meta.get("flags_left_open", ())}
-        changes = flags_lib.changed(saved, flags, free | {"total_steps"})
+        free = {*flagset.FREE_TO_CHANGE, *meta.get("flags_left_open", ())}
+        changes = flagset.changed(saved, flags, free | {"total_steps"})
         changes = {name: x for name, x in changes.items() if name in saved}
         if changes:
             raise OtherRunError(
                 f"{job.folder} has a run with other flags "
-                f"({flags_lib.describe_changes(changes)}). Give another --name"
+                f"({flagset.describe_changes(changes)}). Give another --name"
             )
         if self.elsewhere:
             flags.learner_device = flags.actor_device = None
-        self.script.resolve_layout(flags_lib.resolve(flags))
+        self.script.resolve_layout(flagset.resolve(flags))
 
     def is_finished(self, job: Job) -> bool:
         meta = read_meta(job.folder)
@@ -328,7 +329,7 @@ def make_search(
     """
     if importlib.util.find_spec("optuna") is None:
         raise FlagError("--search needs Optuna: pip install '.[optuna]'")
-    from torchbeast.core.search import Search, distribution, extremes  # optional
+    from torchbeast.sweeps.search import Search, distribution, extremes  # optional
 
     space = {name: distribution(text) for name, text in options.search}
     check_extremes(sweep, {name: extremes(values) for name, values in space.items()})
@@ -381,7 +382,7 @@ def submit(
         raise FlagError("--submit needs submitit: pip install '.[slurm]'")
     if options.submit == "slurm" and not shutil.which("sbatch"):
         raise FlagError("--submit slurm needs a machine of a Slurm cluster: no sbatch")
-    from torchbeast.core import slurm_jobs  # optional
+    from torchbeast.sweeps import slurm_jobs  # optional
 
     parameters = {
         "name": sweep.name,

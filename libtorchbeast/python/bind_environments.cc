@@ -53,7 +53,7 @@ and step(actions). These return a row: a dict of "observation" (nested), "reward
 become extra fields of the pool, in the order of their names. If there is a field
 "truncated" (bool [E]), the attribute final_observation (None or nested [E, ...]) holds the
 last observations of truncated episodes. step() gets what the policy wrote, [E, ...],
-nested as the action space is. torchbeast.core.environment.Environment is such an object.
+nested as the action space is. torchbeast.envs.environment.Environment is such an object.
 The arrays of a row must keep their contents until the next call.
 
 Both may have a method begin_stream(seed, stream), which is called before the first reset()

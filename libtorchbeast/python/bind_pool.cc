@@ -72,10 +72,10 @@ py::dict to_dict(const ListenerStats& stats) {
                   "last_refusal"_a = to_text(stats.last_refusal));
 }
 
-// Of the memory that core/hardware.py finds; without this file, of the machine's.
+// Of the memory that base/hardware.py finds; without this file, of the machine's.
 uint64_t half_of_allowed_memory() {
   try {
-    const auto hardware = py::module_::import("torchbeast.core.hardware");
+    const auto hardware = py::module_::import("torchbeast.base.hardware");
     return hardware.attr("memory_limit")().cast<uint64_t>() / 2;
   } catch (const py::error_already_set& error) {
     if (!error.matches(PyExc_ImportError)) throw;

@@ -432,7 +432,7 @@ std::unique_ptr<Environment> adapt(py::object env, const wire::EnvHello& describ
       throw std::invalid_argument(
           "Gymnasium's vector environments are served through an object with num_envs, "
           "initial() and step(), see Server's docstring; "
-          "torchbeast.core.environment.Environment is one");
+          "torchbeast.envs.environment.Environment is one");
     }
   }
   if (py::hasattr(env, "initial") && py::hasattr(env, "num_envs")) {

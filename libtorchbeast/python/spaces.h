@@ -30,7 +30,7 @@ wire::Space space_of_observation(py::handle observation);
 
 // What the policy wrote, [1, ...] each, as an environment with this action space wants
 // it; `kind` is action_space(space). Integers get the space's start, floats are clipped
-// into its bounds: as torchbeast.core.environment does. An int for Discrete, else a
+// into its bounds: as torchbeast.envs.environment does. An int for Discrete, else a
 // NumPy array of the space's dtype. Throws std::invalid_argument if an integer is out
 // of range.
 py::object action_to_python(const wire::Space& kind, py::handle space,

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchbeast.core import devices, rollout
-from torchbeast.core.nested import Nested, map_nested
+from torchbeast.base import devices
+from torchbeast.base.nested import Nested, map_nested
+from torchbeast.core import rollout
 from torchbeast.core.rollout import STORED_AS, State
 
 # A torchbeast.model.Net. Nothing in core imports it, so that a fork can replace it.

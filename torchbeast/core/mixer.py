@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core.finite import find_cause
-from torchbeast.core.nested import Nested, flatten, map_nested
 from torchbeast.core.replay import Reader, Replay
 from torchbeast.core.rollout import State
 

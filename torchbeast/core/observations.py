@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
-from torchbeast.core.env_checks import leaves_of
-from torchbeast.core.nested import Nested, flatten
+from torchbeast.base.nested import Nested, flatten
+from torchbeast.envs.checks import leaves_of
 
 log = logging.getLogger(__name__)
 

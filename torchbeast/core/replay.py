@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchbeast.base.errors import UserError
+from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core import rollout
-from torchbeast.core.errors import UserError
 from torchbeast.core.frames import Create, FrameStacks, Plain, Slots, stack_size
-from torchbeast.core.nested import Nested, flatten, map_nested
 from torchbeast.core.rollout import RESULTS, State
 
 SPARE_FRAMES = 1 / 32  # of the capacity, for the stacks that begin episodes

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from torchbeast.core.checkpoint import CheckpointError
-from torchbeast.core.hardware import free_memory
-from torchbeast.core.nested import Nested
+from torchbeast.base.hardware import free_memory
+from torchbeast.base.nested import Nested
 from torchbeast.core.replay import Replay, ReplayError
-from torchbeast.core.run_folder import atomic_write
+from torchbeast.records.folder import atomic_write
+from torchbeast.runs.checkpoint import CheckpointError
 
 log = logging.getLogger(__name__)
 

@@ -28,12 +28,12 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from torchbeast.base.errors import FlagError, UserError
+from torchbeast.base.hardware import free_memory, memory_limit
+from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.core.errors import FlagError, UserError
-from torchbeast.core.extra_fields import EXTRA_FIELDS, check_names, final_name
-from torchbeast.core.hardware import free_memory, memory_limit
-from torchbeast.core.nested import Nested, flatten, map_nested
 from torchbeast.core.observations import map_space
+from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, final_name
 
 SHARED_MEMORY = "/dev/shm"  # on Linux
 

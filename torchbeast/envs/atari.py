@@ -1,0 +1,353 @@
+"""Atari games with the preprocessing of the IMPALA paper, in two implementations.
+
+`make_atari` builds one environment from the Python wrappers below. `make_atari_vec`
+makes many in C++ (ale-py's AtariVectorEnv). Both give the same frames, rewards and
+episode ends for the same seeds and actions. docs/environments.md compares them.
+
+Both use these flags: env, frame_skip, noop_max, sticky_actions, full_action_space,
+life_loss, max_episode_frames.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import ale_py
+import ale_py.roms
+import gymnasium
+import numpy as np
+from ale_py.env import AtariEnv
+from ale_py.vector_env import AtariVectorEnv
+from gymnasium import spaces
+
+from torchbeast.envs.seeded_games import GAME_OVER
+
+FRAME_SIZE = 84  # height and width in pixels
+STACKED_FRAMES = 4
+
+# Two-player games. Loading one of them ends the process.
+_TWO_PLAYER_ROMS = {"combat", "joust", "maze_craze", "warlords"}
+
+
+def atari_game(env_id: str) -> str | None:
+    """The ROM name of an Atari id, such as "space_invaders"; None for any other id.
+
+    "SpaceInvadersNoFrameskip-v4", "SpaceInvadersDeterministic-v4", "SpaceInvaders-v4"
+    and "ALE/SpaceInvaders-v5" are the same game, because the preprocessing follows from
+    the flags and not from the suffix of the id. A bare name is of Atari with v0 and v4
+    only: Blackjack-v1 is a card game of Gymnasium.
+    """
+    match = re.fullmatch(
+        r"(ALE/)?([A-Za-z0-9]+?)(NoFrameskip|Deterministic)?-v(\d+)", env_id
+    )
+    if not match:
+        return None
+    namespace, game, suffix, version = match.groups()
+    if not namespace and not suffix and version not in ("0", "4"):
+        return None
+    return game_names().get(game)
+
+
+def game_names() -> dict[str, str]:
+    """The ROM names of all one-player games: {"SpaceInvaders": "space_invaders"}."""
+    roms = set(ale_py.roms.get_all_rom_ids()) - _TWO_PLAYER_ROMS
+    return {rom.title().replace("_", ""): rom for rom in roms}
+
+
+def _require_game(env_id: str) -> str:
+    game = atari_game(env_id)
+    if game is None:
+        raise ValueError(
+            f"{env_id!r} is not an Atari id such as 'PongNoFrameskip-v4' or "
+            "'ALE/Pong-v5'"
+        )
+    return game
+
+
+class SeededAtari(AtariEnv):
+    """AtariEnv that passes the seed of reset() to the emulator unchanged.
+
+    AtariEnv derives another seed from it, but the native path does not. The emulator's
+    seed determines when sticky actions repeat.
+    """
+
+    def seed_game(self, seed: int | None = None) -> tuple[int, int]:
+        if seed is None:
+            return super().seed_game()
+        self.ale.setInt("random_seed", seed)
+        return seed, seed
+
+
+class StartOfGame(gymnasium.Wrapper):
+    """Starts a game with 0 to `noop_max` random no-ops.
+
+    If the game has a FIRE button, the first of these frames presses it. Then there are
+    1 to `noop_max` frames.
+    """
+
+    def __init__(self, env: gymnasium.Env, noop_max: int):
+        super().__init__(env)
+        meanings = env.unwrapped.get_action_meanings()  # type: ignore[attr-defined] # AtariEnv
+        self.noop = meanings.index("NOOP")
+        self.fire = meanings.index("FIRE") if "FIRE" in meanings else None
+        self.noop_max = noop_max
+        self._seed_noops(None)
+
+    def _seed_noops(self, seed: int | None) -> None:
+        # The native path uses std::mt19937. In NumPy only this legacy class gives the
+        # same numbers.
+        self.rng = np.random.RandomState(seed)
+
+    def _draw_frames(self) -> int:
+        # Maps 32 random bits to 0..noop_max, as libstdc++ does.
+        bits = int(self.rng.randint(2**32, dtype=np.uint32))
+        return bits * (self.noop_max + 1) >> 32
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            self._seed_noops(seed)
+        observation, info = self.env.reset(seed=seed, options=options)
+        actions = [] if self.fire is None else [self.fire]
+        actions += [self.noop] * (self._draw_frames() - len(actions))
+        for action in actions:
+            observation, _, terminated, _, info = self.env.step(action)
+            if terminated:
+                observation, info = self.env.reset(options=options)
+        return observation, info
+
+
+class SkipFrames(gymnasium.Wrapper):
+    """Repeats each action and returns the maximum of the last two frames.
+
+    The rewards are summed. The end of the game ends the repetition. The maximum shows
+    sprites that the Atari 2600 draws only in every other frame.
+
+    Args:
+      frame_skip: how often to repeat an action.
+      max_frames: the step that reaches this number of frames, counted from the agent's
+        first action, truncates the game.
+    """
+
+    def __init__(self, env: gymnasium.Env, frame_skip: int, max_frames: int):
+        super().__init__(env)
+        self.frame_skip = frame_skip
+        self.max_frames = max_frames
+        self.frames = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        self.frames = 0
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        total_reward = 0.0
+        previous = None
+        for _ in range(self.frame_skip):
+            frame, reward, terminated, _, info = self.env.step(action)
+            total_reward += float(reward)
+            self.frames += 1
+            before_last, previous = previous, frame
+            if terminated:
+                break
+        if before_last is not None:
+            frame = np.maximum(before_last, frame)
+        truncated = self.frames >= self.max_frames and not terminated
+        return frame, total_reward, terminated, truncated, info
+
+
+class ResizeFrame(gymnasium.ObservationWrapper):
+    """Shrinks the gray screen [210, 160] to [84, 84] uint8 by averaging."""
+
+    def __init__(self, env: gymnasium.Env):
+        super().__init__(env)
+        self.observation_space = spaces.Box(0, 255, (FRAME_SIZE, FRAME_SIZE), np.uint8)
+
+    def observation(self, observation: np.ndarray) -> np.ndarray:
+        import cv2  # late: most processes don't need its 16 MB
+
+        size = (FRAME_SIZE, FRAME_SIZE)
+        return cv2.resize(observation, size, interpolation=cv2.INTER_AREA)
+
+
+class StackFrames(gymnasium.Wrapper):
+    """Returns the last 4 frames, oldest first, in a new array [4, 84, 84] uint8.
+
+    Before the first frame of a game there are three black ones.
+    """
+
+    def __init__(self, env: gymnasium.Env):
+        super().__init__(env)
+        self.shape = (STACKED_FRAMES, FRAME_SIZE, FRAME_SIZE)
+        self.observation_space = spaces.Box(0, 255, self.shape, np.uint8)
+        self.stack = np.zeros(self.shape, np.uint8)
+
+    def _push(self, frame: np.ndarray) -> np.ndarray:
+        self.stack = np.concatenate([self.stack[1:], frame[None]])
+        return self.stack
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        frame, info = self.env.reset(seed=seed, options=options)
+        self.stack = np.zeros(self.shape, np.uint8)
+        return self._push(frame), info
+
+    def step(self, action: Any) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
+        frame, reward, terminated, truncated, info = self.env.step(action)
+        return self._push(frame), reward, terminated, truncated, info
+
+
+class LifeLoss(gymnasium.Wrapper):
+    """Ends the episode, but not the game, if a life is lost.
+
+    In the step that ends an episode, info[GAME_OVER] is False after a lost life. Then
+    reset() continues the game and returns the last observation again. A reset() with a
+    seed, or in the middle of an episode, starts a new game.
+    """
+
+    def __init__(self, env: gymnasium.Env):
+        super().__init__(env)
+        self.lives = 0
+        self.life_lost = False
+        self.last: tuple[Any, dict[str, Any]] = (None, {})
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        if not self.life_lost or seed is not None:
+            self.last = self.env.reset(seed=seed, options=options)
+            self.lives = self.last[1]["lives"]
+        self.life_lost = False
+        return self.last
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        # Some games continue without lives; then only the end of the game counts.
+        life_lost = 0 < info["lives"] < self.lives
+        self.life_lost = life_lost and not (terminated or truncated)
+        self.lives = info["lives"]
+        info[GAME_OVER] = not self.life_lost  # whoever else ends the episode
+        self.last = (observation, info)
+        return observation, reward, terminated or life_lost, truncated, info
+
+
+def make_atari(
+    flags: argparse.Namespace,
+    render_mode: str | None = None,
+    arguments: dict[str, Any] | None = None,
+) -> gymnasium.Env:
+    """Makes one environment: observations [4, 84, 84] uint8, unclipped rewards.
+
+    Args:
+      arguments: further ones of ale_py.AtariEnv, such as difficulty.
+    """
+    env: gymnasium.Env = SeededAtari(
+        _require_game(flags.env),
+        obs_type="grayscale",
+        frameskip=1,
+        repeat_action_probability=flags.sticky_actions,
+        full_action_space=flags.full_action_space,
+        max_num_frames_per_episode=0,  # SkipFrames truncates
+        render_mode=render_mode,  # type: ignore[arg-type] # a literal; AtariEnv checks it
+        **(arguments or {}),
+    )
+    env = StartOfGame(env, flags.noop_max)
+    env = SkipFrames(env, flags.frame_skip, flags.max_episode_frames)
+    env = ResizeFrame(env)
+    env = StackFrames(env)
+    if flags.life_loss:
+        env = LifeLoss(env)
+    return env
+
+
+class NativeAtari(gymnasium.vector.VectorWrapper):
+    """ale-py's AtariVectorEnv with the infos that Gymnasium's SAME_STEP mode requires.
+
+    If a step ends an episode, infos get "final_obs" [E, 4, 84, 84], valid for truncated
+    environments, and "final_info" with "game_over" [E] bool, False after a lost life.
+    This class truncates games itself, because ale-py's last observation lacks the last
+    emulator frames.
+    """
+
+    env: AtariVectorEnv
+
+    def __init__(self, env: AtariVectorEnv, max_frames: int):
+        super().__init__(env)
+        self.max_frames = max_frames
+        self.game_start = np.zeros(self.num_envs, np.int64)
+        self.first_frame = np.zeros(self.num_envs, np.int64)
+
+    def _note_new_games(self, info: dict[str, np.ndarray], new: np.ndarray) -> None:
+        self.game_start[new] = _game_start(info)[new]
+        self.first_frame[new] = info["episode_frame_number"][new]
+
+    def reset(
+        self,
+        *,
+        seed: int | np.ndarray | Sequence[int] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Starts new games; `seed` holds one integer in [0, 2**31) per environment."""
+        if isinstance(seed, Sequence):
+            seed = np.asarray(seed, np.int64)
+        observation, info = self.env.reset(seed=seed, options=options)
+        self._note_new_games(info, np.ones(self.num_envs, np.bool_))
+        return observation, info
+
+    def step(
+        self, actions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        observation, reward, terminated, _, info = self.env.step(actions)
+        # If a game is over, ale-py has already started the next one. Only the number of
+        # frames before the game shows this.
+        over = _game_start(info) != self.game_start
+        played = info["episode_frame_number"] - self.first_frame
+        truncated = (played >= self.max_frames) & ~over
+        new_game = over | truncated
+        final = {}
+        if (terminated | truncated).any():
+            final_info = {key: value.copy() for key, value in info.items()}
+            final_info["lives"][over] = 0
+            final_info["game_over"] = new_game
+            final = {"final_obs": observation, "final_info": final_info}
+        if truncated.any():
+            observation, info = self.env.reset(options={"reset_mask": truncated})
+        if new_game.any():
+            self._note_new_games(info, new_game)
+        return observation, reward, terminated, truncated, info | final
+
+
+def _game_start(info: dict[str, np.ndarray]) -> np.ndarray:
+    """Emulator frames before the current game, [E]; different for each game."""
+    return info["frame_number"] - info["episode_frame_number"]
+
+
+def make_atari_vec(flags: argparse.Namespace, num_envs: int) -> NativeAtari:
+    """Makes `num_envs` environments in C++, stepped by one thread.
+
+    Each step returns new arrays.
+    """
+    game = _require_game(flags.env)
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
+    env = AtariVectorEnv(
+        game,
+        num_envs,
+        num_threads=1,  # actor processes run in parallel already
+        autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,
+        max_num_frames_per_episode=2**31 - 1,  # NativeAtari truncates
+        repeat_action_probability=flags.sticky_actions,
+        full_action_space=flags.full_action_space,
+        img_height=FRAME_SIZE,
+        img_width=FRAME_SIZE,
+        stack_num=STACKED_FRAMES,
+        frameskip=flags.frame_skip,
+        noop_max=flags.noop_max + 1,  # ale-py draws from 0 to noop_max - 1
+        # episodic_life would restart the game at each lost life
+        life_loss_info=flags.life_loss,
+        reward_clipping=False,
+    )
+    return NativeAtari(env, flags.max_episode_frames)

@@ -1,0 +1,431 @@
+"""E environments stepped together: one row per step for all of them.
+
+A row is a dict of arrays with leading dimension E. make_env.py makes each environment.
+docs/environments.md is the manual.
+"""
+
+import argparse
+import contextlib
+import contextvars
+import logging
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector.utils import concatenate, create_empty_array
+
+from torchbeast.base.nested import flatten, map_nested
+from torchbeast.envs.totals import Totals
+from torchbeast.envs import atari
+from torchbeast.envs.action_masks import NAME, check_masks, first_allowed, mask_space
+from torchbeast.envs.checks import (
+    Checker,
+    InvalidEnvironmentError,
+    close_quietly,
+)
+from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, make_fields
+from torchbeast.envs.make_env import create_env
+from torchbeast.envs.seeded_games import SeededGames, game_seed
+from torchbeast.envs.space_checks import plain_space, policy_space
+from torchbeast.envs.vector_envs import find_vector_env
+
+log = logging.getLogger(__name__)
+
+
+_logged: set[str] = set()  # keys of the warnings of this process
+
+
+def log_warning(key: str, message: str) -> None:
+    """Logs a warning about an environment, once per key."""
+    if key not in _logged:
+        _logged.add(key)
+        log.warning("%s", message)
+
+
+def example_environment(flags: argparse.Namespace) -> "Environment":
+    """One environment; of vector environments as many as a run has in one object.
+
+    They may come in groups, so that one alone can't be made. Raises what Environment
+    raises.
+    """
+    is_atari = atari.atari_game(flags.env) is not None
+    is_vector = not is_atari and find_vector_env(flags) is not None
+    E = getattr(flags, "envs_per_actor", None) or 1
+    return Environment(flags, E if is_vector else 1)
+
+
+class Environment:
+    """E environments stepped together. One thread at a time.
+
+    `initial()` and `step()` return a row: a dict of new arrays with leading dimension
+    E. The caller may keep them.
+
+        observation       nested as the space is
+        reward            float32, not clipped, of the step that led to the observation
+        done              bool, the observation is the first of a new episode
+        truncated         bool, the last episode was truncated, not terminated
+        episode_return    float32, of the episode so far; if done, of the last episode
+        episode_step      int64, of the episode so far; if done, of the last episode
+        game_return       float32 and int64, the same for the game. If a lost life ends
+        game_step         an episode, a game has several episodes
+        game_over         bool, a game has ended, not only an episode
+        last_action       the action of the step that led to the observation
+        env_warnings      int64, number of suspect values found in this step
+        ...               EXTRA_FIELDS, see extra_fields.py
+        final_...         the EXTRA_FIELDS of the observation, at the end of truncated
+                          episodes; else zero
+
+    An environment is reset in the step that ends its episode. In the row of `initial()`
+    done is true. Only the observation and its fields are set; all else is zero, because
+    no episode has ended.
+
+    After a step that truncated episodes, `final_observation` holds the real last
+    observations, nested [E, ...], valid for the truncated environments. Otherwise it is
+    None.
+
+    envs/checks.py checks the first values that each environment returns, and later
+    a sample. Rewards are always checked. env_warnings counts the suspect values, and
+    `on_warning(key, message)` is called once per key; by default it logs the message.
+
+    Actions are int64 [E] (Discrete), int64 [E, K] (MultiDiscrete, and MultiBinary of K
+    bits, whose action_space is a MultiDiscrete here) or float32 [E, *shape] (Box).
+    Integers count from 0 for any `start` of the space. Floats are
+    clipped to the bounds.
+
+    Uses the flags env, env_kwargs, wrapper, mask_actions, seed, sync and, for Atari,
+    atari_backend and those of atari.py. Rendering always uses the Python
+    wrappers.
+    """
+
+    def __init__(
+        self,
+        flags: argparse.Namespace,
+        num_envs: int,
+        first_index: int = 0,
+        render_mode: str | None = None,
+        around: AbstractContextManager | None = None,
+    ):
+        """Makes the environments first_index to first_index + num_envs - 1 of the run.
+
+        Each environment gets a different seed. Raises what `create_env` raises.
+
+        Args:
+          around: surrounds all calls of environments; can be entered again and again.
+        """
+        check_names()
+        self._around = around or contextlib.nullcontext()
+        self.flags = flags
+        self.num_envs = num_envs
+        self.seed = flags.seed
+        self._warnings = np.zeros(num_envs, np.int64)  # since the last row
+        self._warned: set[str] = set()
+        self.on_warning: Callable[[str, str], None] = log_warning
+        self.indices = range(first_index, first_index + num_envs)
+        self.log_actions = getattr(flags, "sync", False)
+        if flags.atari_backend not in ("native", "python"):
+            raise ValueError(
+                f"--atari_backend must be native or python, got {flags.atari_backend!r}"
+            )
+        is_atari = atari.atari_game(flags.env) is not None
+        self.frames_per_step: int = flags.frame_skip if is_atari else 1
+        make_vector = find_vector_env(flags)
+        if make_vector and render_mode:
+            if not is_atari:
+                raise InvalidEnvironmentError(
+                    f"--env {flags.env} makes several environments at once, which "
+                    "can't be rendered: use a single one for --video and test_render"
+                )
+            make_vector = None
+        self.exact_resume = make_vector is None
+        self.envs: Any
+        with self._around:
+            if make_vector is None:
+                self.envs = gymnasium.vector.SyncVectorEnv(
+                    [partial(self._create, i, render_mode) for i in self.indices],
+                    autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,
+                )
+            else:
+                self.envs = make_vector(num_envs, self._warn)
+        self.observation_space = plain_space(self.envs.single_observation_space)
+        self.action_space = policy_space(self.envs.single_action_space)
+        self._has_mask = mask_space(self.observation_space) is not None
+        self.final_observation: Any = None
+        self._initial_calls = 0
+        self._row: dict[str, Any] = {}
+
+    def _create(self, index: int, render_mode: str | None) -> SeededGames:
+        # np.seterr() and the like have no effect outside of the context.
+        run = contextvars.copy_context().run
+        env = run(create_env, self.flags, render_mode)
+        warn = partial(self._warn, index - self.indices.start)
+        checker = Checker(self.flags.env, env.observation_space, warn)
+        return SeededGames(env, self.seed, index, self.log_actions, checker, run)
+
+    def set_seed(self, seed: int, first_index: int) -> None:
+        """Changes the seed and the numbers. `initial()` has to follow.
+
+        The games are then those of a new object with this seed and these numbers.
+        """
+        self.seed = seed
+        self.indices = range(first_index, first_index + self.num_envs)
+        self._initial_calls = 0
+        if self.exact_resume:
+            for env, index in zip(self.envs.envs, self.indices, strict=True):
+                env.set_seed(seed, index)
+
+    def _warn(self, e: int, key: str, message: str) -> None:
+        self._warnings[e] += 1
+        if key not in self._warned:
+            self._warned.add(key)
+            self.on_warning(key, message)
+
+    @np.errstate(all="ignore")  # or warnings, which environments may make errors
+    def initial(self) -> dict[str, Any]:
+        """Starts new games and returns the first row."""
+        # SeededGames computes its own seeds; the native path uses these.
+        seeds = [game_seed(self.seed, i, self._initial_calls) for i in self.indices]
+        self._initial_calls += 1
+        with self._around:
+            observation, infos = self.envs.reset(seed=seeds)
+        self._totals = Totals.zeros(self.num_envs)
+        action_shape, action_dtype = _actions_of(self.action_space, self.num_envs)
+        none = np.zeros(self.num_envs, np.bool_)
+        self._row = self._make_row(
+            observation=observation,
+            reward=np.zeros(self.num_envs, np.float32),
+            done=~none,
+            truncated=none,
+            game_over=none.copy(),
+            last_action=np.zeros(action_shape, action_dtype),
+            infos=infos,
+        )
+        self.final_observation = None
+        return self._row
+
+    @np.errstate(all="ignore")
+    def step(self, actions: np.ndarray) -> dict[str, Any]:
+        """Takes one action in each environment and returns the next row."""
+        actions = np.asarray(actions)
+        space = self.envs.single_action_space
+        env_actions = to_env_actions(space, self.num_envs, actions)
+        with self._around:
+            result = self.envs.step(env_actions)
+        observation, reward, terminated, truncated, infos = result
+        done = terminated | truncated
+        truncated = truncated & ~terminated
+        self._totals = self._totals.add(reward)
+        reward = reward.astype(np.float32)
+        if not math.isfinite(sum(reward.tolist())):
+            self._warn_of_rewards(reward)
+        game_over, self.final_observation = done.copy(), None
+        if done.any():
+            game_over &= infos["final_info"]["game_over"]
+        if truncated.any():
+            self.final_observation = self._stack_final(infos["final_obs"], truncated)
+        self._row = self._make_row(
+            observation, reward, done, truncated, game_over, actions.copy(), infos
+        )
+        self._totals = self._totals.restart(done, game_over)
+        return self._row
+
+    def _make_row(
+        self,
+        observation: Any,
+        reward: np.ndarray,
+        done: np.ndarray,
+        truncated: np.ndarray,
+        game_over: np.ndarray,
+        last_action: np.ndarray,
+        infos: dict[str, Any],
+    ) -> dict[str, Any]:
+        if self._has_mask:
+            check_masks(self.flags.env, self.action_space, observation[NAME])
+        warnings, self._warnings = self._warnings, np.zeros(self.num_envs, np.int64)
+        return {
+            "observation": observation,
+            "reward": reward,
+            "done": done,
+            "truncated": truncated,
+            **self._totals.as_fields(),
+            "game_over": game_over,
+            "last_action": last_action,
+            "env_warnings": warnings,
+            **(make_fields(infos, done, truncated) if EXTRA_FIELDS else {}),
+        }
+
+    def _warn_of_rewards(self, reward: np.ndarray) -> None:
+        for e in np.flatnonzero(~np.isfinite(reward)):
+            message = f"--env {self.flags.env}: step() returned the reward {reward[e]}"
+            self._warn(int(e), "reward", message)
+
+    def _stack_final(self, final: Any, truncated: np.ndarray) -> Any:
+        if not isinstance(final, np.ndarray) or final.dtype != object:
+            return final  # [E, ...] already
+        filler = final[np.flatnonzero(truncated)[0]]
+        return self._stack(
+            [final[e] if truncated[e] else filler for e in range(self.num_envs)]
+        )
+
+    def _stack(self, observations: Sequence[Any]) -> Any:
+        """Joins one observation of each environment: nested [E, ...]."""
+        out: Any = create_empty_array(self.observation_space, self.num_envs)
+        return concatenate(self.observation_space, observations, out)
+
+    def try_out(self) -> None:
+        """Resets and steps each environment once, to find errors early.
+
+        These games do not count. Raises what the environments raise, or
+        InvalidEnvironmentError.
+        """
+        if atari.atari_game(self.flags.env) is None or self.exact_resume:
+            self.on_warning = lambda key, message: None  # the servers log it later
+            self.set_seed(secrets.randbits(31), self.indices.start)
+            row = self.initial()
+            shape, dtype = _actions_of(self.action_space, self.num_envs)
+            actions: np.ndarray = np.zeros(shape, dtype)
+            if self._has_mask:
+                actions = first_allowed(self.action_space, row["observation"])
+            self.step(actions)
+
+    def render(self) -> np.ndarray | None:
+        """Draws the first environment: [H, W, 3] uint8, or None if it has a window."""
+        try:
+            with self._around:
+                return self.envs.render()[0]
+        except Exception as error:
+            raise RuntimeError(
+                f"--env {self.flags.env} can't be rendered, see the error above. "
+                "Without a display, MuJoCo and DeepMind Control need MUJOCO_GL=egl or "
+                "MUJOCO_GL=osmesa (docs/environments.md)"
+            ) from error
+
+    def close(self) -> None:
+        """Closes the environments. What close() raises is only a warning."""
+        name = f"--env {self.flags.env}: "
+        with self._around:
+            close_quietly(
+                self.envs.close, lambda k, text: self._warn(0, k, name + text)
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs to continue from the current row.
+
+        It replays the current games, which is exact if an environment is a function of
+        its seed and actions. The state holds only tensors and plain Python values, so
+        that it loads with `weights_only=True`.
+
+        Raises:
+          RuntimeError: the actions were not logged (--sync is off), or the environments
+            are native vector environments.
+        """
+        if not self.exact_resume:
+            raise RuntimeError(
+                "native vector environments can't save games in progress; for Atari, "
+                "use --atari_backend python"
+            )
+        if not self.log_actions:
+            raise RuntimeError("environments can be saved in --sync mode only")
+        games = self.envs.envs
+        action_shape = self.action_space.shape or ()
+        state = {
+            "env": self.flags.env,
+            "row": self._row,
+            "final_observation": self.final_observation,
+            "episode_so_far": self._totals[:2],
+            "game_so_far": self._totals[2:],
+            "games": [game.game for game in games],
+            "actions": [
+                np.array(game.actions, self.action_space.dtype).reshape(
+                    -1, *action_shape
+                )
+                for game in games
+            ],
+        }
+        return map_nested(_to_tensor, state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Restores the saved state and returns its row.
+
+        Logs a warning if an observation differs from the saved one: then the
+        environment is not deterministic, and the run is not an exact continuation.
+
+        Raises:
+          ValueError: the state has another environment or number of environments.
+        """
+        found = (state["env"], len(state["games"]))
+        if found != (self.flags.env, self.num_envs):
+            raise ValueError(
+                f"the saved state is of {found[1]} x {found[0]}, but this run has "
+                f"{self.num_envs} x {self.flags.env}"
+            )
+        state = map_nested(_to_numpy, state)
+        replays = zip(self.envs.envs, state["games"], state["actions"], strict=True)
+        observation = self._stack([env.replay(*replay) for env, *replay in replays])
+        saved = state["row"]["observation"]
+        if not all(map(_equal, flatten(observation), flatten(saved))):
+            log.warning(
+                "%s is not deterministic: the same actions gave another observation, "
+                "so this run is not an exact continuation",
+                self.flags.env,
+            )
+        self._totals = Totals(*state["episode_so_far"], *state["game_so_far"])
+        self.final_observation = state["final_observation"]
+        self._row = {**state["row"], "observation": observation}
+        return self._row
+
+
+def to_env_actions(
+    space: spaces.Space, num_envs: int, actions: np.ndarray
+) -> np.ndarray:
+    """Converts actions of a policy [num_envs, ...] to actions of the space.
+
+    Raises:
+      ValueError: they are not actions of a policy for this space.
+    """
+    shape, dtype = _actions_of(space, num_envs)
+    if actions.shape != shape or actions.dtype != dtype:
+        raise ValueError(
+            f"actions must be {np.dtype(dtype)} {list(shape)} for {space}, got "
+            f"{actions.dtype} {list(actions.shape)}"
+        )
+    if isinstance(space, spaces.Box):
+        return np.clip(actions, space.low, space.high).astype(space.dtype)
+    choices = policy_space(space)
+    assert isinstance(choices, spaces.Discrete | spaces.MultiDiscrete)
+    sizes = choices.n if isinstance(choices, spaces.Discrete) else choices.nvec
+    if not ((actions >= 0) & (actions < sizes)).all():
+        raise ValueError(f"actions must be in 0 to {sizes} - 1, got {actions.tolist()}")
+    shape = (num_envs, *(space.shape or ()))
+    return (actions + choices.start).astype(space.dtype).reshape(shape)
+
+
+def _actions_of(space: spaces.Space, num_envs: int) -> tuple[tuple[int, ...], type]:
+    """Shape and dtype of a policy's actions in `num_envs` environments."""
+    dtype = np.float32 if isinstance(space, spaces.Box) else np.int64
+    return (num_envs, *(policy_space(space).shape or ())), dtype
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+
+
+# These import torch late: a process that only steps environments is several times
+# smaller without it.
+
+
+def _to_tensor(leaf: Any) -> Any:
+    import torch
+
+    return torch.tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _to_numpy(leaf: Any) -> Any:
+    import torch
+
+    return leaf.numpy().copy() if isinstance(leaf, torch.Tensor) else leaf

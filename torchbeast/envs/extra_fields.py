@@ -1,0 +1,120 @@
+"""Fields that a fork adds to every row, taken from the environment's info."""
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+
+from torchbeast.base.errors import UserError
+from torchbeast.envs.checks import InvalidEnvironmentError
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtraField:
+    """A field of every row, taken from the environment's info.
+
+    If an episode ends, the row holds the first observation of the next one. So a field
+    declares what it describes:
+
+        "step"         the step that led to the row, like the reward. For example a
+                       cost, or the lives left. Taken from the info of step(). Zero in
+                       the first row of a run.
+        "observation"  the observation in the row. For example a goal, a task number or
+                       a mask. Taken from the info of reset() if the observation is the
+                       first of an episode, else from that of step().
+    """
+
+    shape: tuple[int, ...]  # of one environment's value
+    dtype: Any  # NumPy's
+    of: Literal["step", "observation"]
+
+    def __post_init__(self) -> None:
+        if self.of not in ("step", "observation"):
+            raise ValueError(f'of must be "step" or "observation", got {self.of!r}')
+
+
+# Declare fields here and nowhere else. A field is zero if the info lacks it. Examples:
+# {"lives": ExtraField((), np.int64, of="step")}
+# {"goal": ExtraField((2,), np.float32, of="observation")}
+EXTRA_FIELDS: dict[str, ExtraField] = {}
+
+
+def final_name(name: str) -> str:
+    """The field's name in rows for its value at the end of truncated episodes."""
+    return f"final_{name}"
+
+
+# The names of a row's other fields, and of those that a batch has besides.
+TAKEN = frozenset(
+    {
+        *("observation", "reward", "done", "truncated", "last_action", "env_warnings"),
+        *("episode_return", "episode_step", "game_return", "game_step", "game_over"),
+        *("action", "policy_logits", "baseline", "truncation_value", "policy_version"),
+        *("step_counts", "replayed"),
+    }
+)
+
+
+class FieldNameError(UserError, ValueError):
+    """EXTRA_FIELDS declares a name that another field has."""
+
+
+def check_names() -> None:
+    """Raises FieldNameError if a name of EXTRA_FIELDS is taken."""
+    finals = {final_name(name) for name in EXTRA_FIELDS}
+    if wrong := sorted(EXTRA_FIELDS.keys() & (TAKEN | finals)):
+        raise FieldNameError(
+            f"EXTRA_FIELDS declares {', '.join(wrong)}, which another field of a row "
+            f"is named. These names are taken: {', '.join(sorted(TAKEN | finals))}. "
+            "Give the value another name in the environment's info and in EXTRA_FIELDS"
+        )
+
+
+def select(
+    info: dict[str, Any], of: Literal["step", "observation"] | None = None
+) -> dict[str, np.ndarray]:
+    """The values of EXTRA_FIELDS, or of those of one kind, in one environment's info.
+
+    Raises:
+      InvalidEnvironmentError: a value does not have the declared shape.
+    """
+    selected = {}
+    for name, field in EXTRA_FIELDS.items():
+        if name in info and of in (None, field.of):
+            value = np.asarray(info[name], field.dtype)
+            if value.shape != field.shape:
+                raise InvalidEnvironmentError(
+                    f"EXTRA_FIELDS declares {name!r} with shape {field.shape}, but the "
+                    f"environment's info holds one of shape {value.shape}"
+                )
+            selected[name] = value
+    return selected
+
+
+def make_fields(
+    infos: dict[str, Any], done: np.ndarray, truncated: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The fields [E, ...] of one row, from the infos of a vector environment."""
+    # If a step ended an episode, infos are those of the reset that followed.
+    ended = infos.get("final_info", {})
+    fields = {}
+    for name, field in EXTRA_FIELDS.items():
+        if field.of == "step":
+            fields[name] = _gather(name, (infos, ~done), (ended, done))
+        else:
+            fields[name] = _gather(name, (infos, np.ones_like(done)))
+            fields[final_name(name)] = _gather(name, (ended, truncated))
+    return fields
+
+
+def _gather(name: str, *sources: tuple[dict[str, Any], np.ndarray]) -> np.ndarray:
+    """Joins values [E, ...] from infos, each with a mask [E] of the valid ones."""
+    field = EXTRA_FIELDS[name]
+    num_envs = len(sources[0][1])
+    values = np.zeros((num_envs, *field.shape), field.dtype)
+    for infos, valid in sources:
+        if name in infos:
+            # infos["_name"] is Gymnasium's mask of the environments that gave `name`.
+            valid = valid & infos.get(f"_{name}", True)
+            values[valid] = infos[name][valid]
+    return values

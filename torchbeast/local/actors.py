@@ -1,0 +1,320 @@
+"""MonoBeast's actor processes: their main function, and the learner's view of them."""
+
+import contextlib
+import logging
+import os
+import pickle
+import random
+import signal
+import socket
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+from numpy.random import mtrand
+
+from torchbeast.base.errors import text_of
+from torchbeast.base.nested import Nested
+from torchbeast.base.seeds import derive_seed
+from torchbeast.core import rollout
+from torchbeast.core.acting import SharedWeights
+from torchbeast.envs import checks
+from torchbeast.envs.environment import Environment
+from torchbeast.procs import processes
+from torchbeast.procs.step_watch import StepWatch
+from torchbeast.runs.flagset import Flags
+from torchbeast.runs.prof import format_shares
+
+log = logging.getLogger(__name__)
+
+GLOBALS = 1  # sets these seeds apart from those of games and actions
+COUNTED = ". logs.csv counts it in env_warnings."
+STOP_SECONDS = 2.5  # actors that don't exit within this time are killed
+
+
+class ActorError(processes.ProcessError):
+    """An actor process died, raised or got stuck."""
+
+
+def actor_context() -> Any:
+    """The start method of processes that run environments.
+
+    Never fork a process that has threads: the copy can inherit a locked lock.
+    """
+    methods = mp.get_all_start_methods()
+    context: Any = mp.get_context("forkserver" if "forkserver" in methods else "spawn")
+    context.set_forkserver_preload(["torchbeast.model", "torchbeast.core.rollout"])
+    return context
+
+
+def seed_globals(*entropy: int) -> None:
+    """Seeds the global generators of Python, NumPy and torch, for environments.
+
+    Forked processes inherit one state of them, so each process needs its own seed.
+    """
+    seed = derive_seed(GLOBALS, *entropy)
+    random.seed(seed)
+    mtrand.set_bit_generator(np.random.MT19937(seed))
+    torch.default_generator.manual_seed(seed)  # not those of GPUs
+
+
+class TorchSettings:
+    """PyTorch's settings, one set for environments and one for all else.
+
+    Inside a `with` block those of the environments are set, outside our own. For
+    processes in which only one thread uses PyTorch.
+    """
+
+    SETTINGS: Any = (
+        (torch.get_default_dtype, torch.set_default_dtype),
+        # get_default_device() is slow. With a device, not None, all calls are slower.
+        (
+            lambda: torch.empty(0).device,
+            lambda x: torch.set_default_device(None if x.type == "cpu" else x),
+        ),
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+    )
+
+    def __init__(self) -> None:
+        self._inside = self._outside = self._now()
+
+    def _now(self) -> list[Any]:
+        return [get() for get, _ in self.SETTINGS]
+
+    def __enter__(self) -> None:
+        if self._inside != self._outside:
+            self._set(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = self._now()
+        if self._inside != self._outside:
+            self._set(self._outside)
+
+    def _set(self, values: list[Any]) -> None:
+        for (_, set_to), value in zip(self.SETTINGS, values, strict=True):
+            set_to(value)
+
+
+def run_actor(
+    act: Callable[..., None],
+    flags: Flags,
+    index: int,
+    pipe: connection.Connection,
+    buffers: dict[str, Nested],
+    weights_memory: torch.Tensor,
+    steps: torch.Tensor,
+    saved: bytes | None,
+) -> None:
+    """The main function of an actor process: makes its environments and acts."""
+    processes.begin_child()
+    torch.set_num_threads(1)
+    os.nice(5)  # the learner has priority
+    act_until_closed(act, flags, index, pipe, buffers, weights_memory, steps, saved)
+
+
+def act_until_closed(
+    act: Callable[..., None],
+    flags: Flags,
+    index: int,
+    pipe: connection.Connection,
+    *arguments: Any,
+) -> None:
+    """Makes an actor's environments and acts until the learner closes the pipe.
+
+    An exception goes to the learner as ("error", text).
+
+    Args:
+      arguments: further ones for `act`.
+    """
+    seed_globals(flags.seed, index)
+    try:
+        E = flags.envs_per_actor
+        env = Environment(flags, E, index * E, around=TorchSettings())
+        with contextlib.closing(env):
+            env.on_warning = lambda *warning: pipe.send(("warning", *warning))
+            act(flags, index, env, pipe, *arguments)
+    except BaseException as error:  # EOFError: the learner has closed the pipe
+        # The send fails if the learner has exited or closed the pipe.
+        with contextlib.suppress(OSError):
+            pipe.send(("error", text_of(error)))
+
+
+def mean_timings(timings: Sequence[dict[str, float]]) -> str:
+    """Describes how actors spent their time, on average. {}: not known yet."""
+    known = [t for t in timings if t]
+    names = known[0] if known else {}
+    return format_shares({k: statistics.fmean(t[k] for t in known) for k in names})
+
+
+class Actors:
+    """The actor processes, seen from the learner. For its main thread only.
+
+    Each actor has its own pipe. Commands to an actor, and its replies:
+
+        ("unroll", slots, bank, version)    ("loaded", bank), ("done", slots, timings)
+        ("save",)                           ("saved", state)
+
+    An actor also sends ("warning", key, message) and ("error", text). The learner
+    waits on all pipes and all processes at once, so that it sees at once if one dies.
+    """
+
+    def __init__(
+        self,
+        act: Callable[..., None],
+        flags: Flags,
+        buffers: dict[str, Nested],
+        weights: SharedWeights,
+        saved: Sequence[dict[str, Any]] | None,
+    ) -> None:
+        context = actor_context()
+        self.weights = weights
+        self.watch = StepWatch(flags.num_actors, flags.actor_timeout)
+        self.pipes: list[connection.Connection] = []
+        self.processes: list[Any] = []
+        self.idle = list(range(flags.num_actors))  # idle for longest: first
+        self.timings: list[dict[str, float]] = [{} for _ in self.idle]
+        self.envs_per_actor = flags.envs_per_actor
+        self._warned: set[str] = set()
+        self._guardian = processes.Guardian(STOP_SECONDS)
+        try:
+            for index in range(flags.num_actors):
+                pipe, actor_pipe = context.Pipe()
+                self.pipes.append(pipe)
+                process = context.Process(
+                    target=run_actor,
+                    name=f"actor-{index}",
+                    args=(
+                        act,
+                        flags,
+                        index,
+                        actor_pipe,
+                        buffers,
+                        weights.memory,
+                        self.watch.steps,
+                        pickle.dumps(saved[index]) if saved else None,
+                    ),
+                    daemon=True,
+                )
+                self._guardian.start(process)
+                self.processes.append(process)
+                actor_pipe.close()
+        except BaseException:
+            self.close()
+            raise
+
+    def start_unroll(self, index: int, slots: list[int]) -> None:
+        """Makes an idle actor fill the slots with the newest weights."""
+        self.idle.remove(index)
+        self.watch.restart(index)
+        self._send(index, ("unroll", slots, *self.weights.acquire()))
+
+    def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:
+        """Waits for actors and yields (index, slots) of each complete unroll.
+
+        Args:
+          timeout: maximal seconds to wait.
+          wake_up: a file descriptor that ends the wait when it is readable.
+
+        Raises:
+          ActorError: an actor died, raised, or took no step for --actor_timeout s.
+        """
+        sentinels = [process.sentinel for process in self.processes]
+        ready = connection.wait([*self.pipes, *sentinels, wake_up], timeout)
+        for index, pipe in enumerate(self.pipes):
+            if pipe in ready or sentinels[index] in ready:
+                for message in self._receive(index):
+                    if message[0] == "done":
+                        self.idle.append(index)
+                        self.timings[index] = message[2]
+                        yield index, message[1]
+        running = set(range(len(self.pipes))) - set(self.idle)
+        stuck = self.watch.find_stuck(running)
+        if stuck is not None:
+            self._raise_stuck(stuck)
+
+    def save(self) -> list[dict[str, Any]]:
+        """Returns the states of all actors, for an exact resume. All must be idle."""
+        for index in range(len(self.pipes)):
+            self._send(index, ("save",))
+        states = []
+        for index, pipe in enumerate(self.pipes):
+            if not pipe.poll(self.watch.timeout):
+                self._raise_stuck(index)
+            (message,) = self._receive(index)
+            states.append(pickle.loads(message[1]))
+        return states
+
+    def num_steps(self) -> int:
+        """Environment steps taken since the start."""
+        return int(self.watch.steps.sum()) * self.envs_per_actor
+
+    def timing_summary(self) -> str:
+        """Describes how the actors spent their time, on average."""
+        return mean_timings(self.timings)
+
+    def close(self) -> None:
+        """Ends all processes and the programs that their environments have started."""
+        for pipe in self.pipes:  # the actors can still send what close() raises
+            with contextlib.suppress(OSError):
+                socket.socket(fileno=os.dup(pipe.fileno())).shutdown(socket.SHUT_WR)
+        self._guardian.end(self.processes, STOP_SECONDS)
+        self._guardian.close()
+        for pipe in self.pipes:
+            with contextlib.suppress(EOFError, OSError):
+                while pipe.poll():
+                    message = pipe.recv()
+                    if message[:2] == ("warning", checks.CLOSE):
+                        self._warn_once(*message[1:])
+            pipe.close()
+
+    def _send(self, index: int, message: tuple) -> None:
+        try:
+            self.pipes[index].send(message)
+        except OSError:
+            for _ in self._receive(index):  # raises the error that the actor sent
+                pass
+            self._raise_dead(index)
+
+    def _receive(self, index: int) -> Iterator[tuple]:
+        """Yields the messages that have arrived from an actor."""
+        try:
+            while self.pipes[index].poll():
+                message = self.pipes[index].recv()
+                if message[0] == "error":
+                    raise ActorError(f"actor {index} failed:\n{message[1]}")
+                if message[0] == "loaded":
+                    self.weights.release(message[1])
+                elif message[0] == "warning":
+                    self._warn_once(*message[1:])
+                else:
+                    yield message
+        except (EOFError, OSError):
+            self._raise_dead(index)
+        if not self.processes[index].is_alive():
+            self._raise_dead(index)
+
+    def _warn_once(self, key: str, message: str) -> None:
+        """Logs a warning of an environment, unless another actor has sent it."""
+        if key not in self._warned:
+            self._warned.add(key)
+            counted = "" if key == checks.CLOSE else COUNTED
+            log.warning("%s%s", message, counted)
+
+    def _raise_dead(self, index: int) -> None:
+        process = self.processes[index]
+        process.join(1.0)
+        code = process.exitcode
+        if code == processes.FORK_SERVER_IS_GONE:  # may be the actor's own exit code
+            processes.check_fork_server()
+        how = processes.how_it_ended(code)
+        hint = f" (is {rollout.SHARED_MEMORY} full?)" if code == -signal.SIGBUS else ""
+        raise ActorError(f"actor {index} (pid {process.pid}) died {how}{hint}")
+
+    def _raise_stuck(self, index: int) -> NoReturn:
+        pid = self.processes[index].pid
+        raise ActorError(self.watch.explain(index, f"actor {index}", pid))

@@ -1,0 +1,254 @@
+"""MonoBeast's actors as Ray actors, on one machine or a cluster.
+
+Ray places the actors, moves their rollouts through its object store and replaces dead
+ones. The act loop is that of monobeast.py. It runs in a thread of each Ray actor, with
+slots in that process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe, connection
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError, RayTaskError
+
+from torchbeast.base.nested import Nested, map_nested
+from torchbeast.base.seeds import derive_seed
+from torchbeast.core import rollout
+from torchbeast.core.acting import SharedWeights
+from torchbeast.local.actors import (
+    ActorError,
+    act_until_closed,
+    mean_timings,
+)
+from torchbeast.on_ray.cluster import Cluster
+from torchbeast.procs.wake_pipe import WakePipe
+from torchbeast.runs.flagset import Flags
+
+log = logging.getLogger(__name__)
+
+
+class Player:
+    """One Ray actor: E environments and the act loop, which fills E slots.
+
+    Args:
+      act: monobeast.act.
+      memory_shape: of the weights' memory, see SharedWeights.
+      specs: shape and dtype of a slot, nested as the buffers are.
+    """
+
+    def __init__(
+        self,
+        act: Callable[..., None],
+        flags: Flags,
+        index: int,
+        memory_shape: tuple[int, ...],
+        specs: dict[str, Nested],
+    ) -> None:
+        torch.set_num_threads(1)
+        os.nice(5)  # the learner has priority
+        self.replaces_a_dead_one = (
+            ray.get_runtime_context().was_current_actor_reconstructed
+        )
+        if self.replaces_a_dead_one:
+            # Don't repeat the games of the one that died.
+            flags = flags.replace(seed=derive_seed(flags.seed, time.time_ns()))
+        self.flags, self.index = flags, index
+        self.slots = list(range(flags.envs_per_actor))
+        self.memory = torch.zeros(memory_shape, dtype=torch.uint8)
+        self.steps = torch.zeros(flags.num_actors, dtype=torch.int64)
+        self.buffers = map_nested(
+            lambda s: torch.zeros(len(self.slots), *s.shape, dtype=s.dtype), specs
+        )
+        self.version = -1
+        self.pipe, act_pipe = Pipe()
+        shared = (self.buffers, self.memory, self.steps, None)
+        threading.Thread(
+            target=act_until_closed,
+            args=(act, flags, index, act_pipe, *shared),
+            daemon=True,
+        ).start()
+
+    def node(self) -> str:
+        """The address of the machine it runs on."""
+        return ray.util.get_node_ip_address()
+
+    def unroll(self, weights: list[ray.ObjectRef], version: int) -> tuple:
+        """One unroll.
+
+        Args:
+          weights: one reference to a bank of weights; it is fetched if it is new.
+
+        Returns:
+          The slots [E, ...] as NumPy, warnings, timings, and whether it is the first
+          unroll of an actor that replaces a dead one.
+
+        Raises:
+          RuntimeError: the act loop raised, or took no step for --actor_timeout s.
+        """
+        if version != self.version:
+            self.memory[0] = torch.from_numpy(ray.get(weights[0]).copy())
+            self.version = version
+        self.pipe.send(("unroll", self.slots, 0, version))
+        warnings = []
+        steps, since = -1, time.monotonic()
+        while True:
+            if not self.pipe.poll(1.0):
+                now = int(self.steps[self.index])
+                if now != steps:
+                    steps, since = now, time.monotonic()
+                elif time.monotonic() - since > self.flags.actor_timeout:
+                    raise RuntimeError(
+                        f"no step for {self.flags.actor_timeout:g} s. If the "
+                        "environment is that slow, raise --actor_timeout"
+                    )
+                continue
+            kind, *content = self.pipe.recv()
+            if kind == "error":
+                raise RuntimeError(content[0])
+            if kind == "warning":
+                warnings.append(content)
+            if kind == "done":
+                rollouts = map_nested(torch.Tensor.numpy, self.buffers)
+                is_replacement = self.replaces_a_dead_one
+                self.replaces_a_dead_one = False
+                return rollouts, warnings, content[1], is_replacement
+
+
+class RayActors:
+    """The actors, seen from the learner: as local/actors.py's Actors.
+
+    Args:
+      saved: None, because --sync is refused.
+
+    Raises:
+      UserError: no cluster is at flags.ray_address, or it has no room for the actors.
+    """
+
+    def __init__(
+        self,
+        act: Callable[..., None],
+        flags: Flags,
+        buffers: dict[str, Nested],
+        weights: SharedWeights,
+        saved: None,
+    ) -> None:
+        self.flags, self.buffers, self.weights = flags, buffers, weights
+        self.idle = list(range(flags.num_actors))
+        self.num_replaced = 0
+        self._timings: list[dict[str, float]] = [{} for _ in self.idle]
+        self._num_unrolls = 0
+        self._warned: set[str] = set()
+        self._running: dict[Any, tuple[int, list[int]]] = {}  # by reference
+        self._since = [0.0] * flags.num_actors  # the start of an unroll, or a warning
+        self._last_unroll = 0.0  # the time at which one was complete
+        self._put: tuple[int, list[Any]] = (-1, [])  # version, [reference]
+        self._done = WakePipe()
+        script = sys.modules["__main__"].__spec__
+        if act.__module__ == "__main__" and script:  # Ray's workers have another one
+            act = getattr(importlib.import_module(script.name), act.__name__)
+        specs = map_nested(lambda x: rollout.Spec(tuple(x.shape[1:]), x.dtype), buffers)
+        shape = tuple(weights.memory.shape)
+        self._cluster = Cluster(flags)
+        try:
+            self._cluster.start(
+                Player,
+                [(act, flags, index, shape, specs) for index in self.idle],
+                "actor_timeout",
+            )
+        except BaseException:
+            self._cluster.close()
+            raise
+
+    def start_unroll(self, index: int, slots: list[int]) -> None:
+        """Makes an idle actor fill the slots with the newest weights."""
+        self._cluster.check()
+        self.idle.remove(index)
+        bank, version = self.weights.acquire()
+        if version != self._put[0]:
+            self._put = version, [ray.put(self.weights.memory[bank].numpy())]
+        self.weights.release(bank)
+        reference = self._cluster.actors[index].unroll.remote(self._put[1], version)
+        self._running[reference] = index, slots
+        self._since[index] = time.monotonic()
+        reference.future().add_done_callback(lambda future: self._done.wake())
+
+    def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:
+        """Waits for actors and yields (index, slots) of each complete unroll.
+
+        Raises:
+          ActorError: an act loop raised, or took no step for --actor_timeout s; or
+            there was no unroll for that long.
+          ClusterError: one of Ray's processes has died.
+        """
+        waking: list[Any] = [self._done.reader, wake_up, *self._cluster.links]
+        connection.wait(waking, timeout)
+        self._cluster.check()
+        self._done.drain()
+        references = list(self._running)
+        done, _ = ray.wait(references, num_returns=len(references), timeout=0)
+        for reference in done:
+            index, slots = self._running.pop(reference)
+            try:
+                rollouts, warnings, timings, is_replacement = ray.get(reference)
+            except RayTaskError as error:
+                raise ActorError(f"actor {index} failed:\n{error.cause}") from error
+            except RayError as error:
+                self._cluster.check()
+                raise ActorError(f"actor {index} is lost: {error}") from error
+            self._timings[index] = timings
+            if is_replacement:
+                self.num_replaced += 1
+                log.warning(
+                    "Actor %d has died. Ray has replaced it (%d replaced so far).",
+                    *(index, self.num_replaced),
+                )
+            for key, message in warnings:
+                if key not in self._warned:
+                    self._warned.add(key)
+                    log.warning("%s. logs.csv counts it in env_warnings.", message)
+
+            def copy(buffer: torch.Tensor, x: Any, slots: list[int] = slots) -> None:
+                buffer[slots] = torch.from_numpy(x.copy())
+
+            map_nested(copy, self.buffers, rollouts)
+            self._num_unrolls += 1
+            self._last_unroll = time.monotonic()
+            self.idle.append(index)
+            yield index, slots
+        self._check_silence()
+
+    def _check_silence(self) -> None:
+        """Warns of actors without a complete unroll; raises if all are like that."""
+        now, limit = time.monotonic(), self.flags.actor_timeout
+        why = "Ray may have no room for it, or its environments are slow"
+        for index, _ in self._running.values():
+            if now - self._since[index] < limit:
+                continue
+            if now - self._last_unroll > limit:
+                raise ActorError(
+                    f"no actor has completed an unroll for {limit:g} s. {why}. Add "
+                    "machines, or raise --actor_timeout"
+                )
+            log.warning("Actor %d: no unroll for %g s. %s.", index, limit, why)
+            self._since[index] = now
+
+    def num_steps(self) -> int:
+        """Environment steps taken since the start."""
+        steps = self.flags.unroll_length * self.flags.envs_per_actor
+        return self._num_unrolls * steps
+
+    def timing_summary(self) -> str:
+        return mean_timings(self._timings)
+
+    def close(self) -> None:
+        self._cluster.close()

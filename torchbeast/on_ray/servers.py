@@ -1,0 +1,141 @@
+"""PolyBeast's environment servers as Ray actors, on one machine or a cluster.
+
+Each joins the learner, which listens. Ray places them and starts dead ones again. The
+token and the certificates travel through Ray, so no machine needs these files.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from torchbeast.on_ray.cluster import Cluster
+from torchbeast.remote.security import (
+    ServerError,
+    check_security,
+    make_private_folder,
+)
+from torchbeast.runs.flagset import Flags
+
+FILES = ("tls_cert", "tls_key", "tls_ca", "token_file")
+
+
+class EnvServer:
+    """A Ray actor: the environments of one stream.
+
+    Args:
+      serve: polybeast_env.serve_under_ray.
+      flags: of the run; `join` is the learner's address.
+      files: contents of the files in FILES, by flag.
+    """
+
+    def __init__(
+        self,
+        serve: Callable[[Flags, int], None],
+        flags: Flags,
+        index: int,
+        files: dict[str, bytes],
+    ) -> None:
+        os.nice(5)  # the learner has priority
+        self.serve, self.index = serve, index
+        self.flags = flags.replace(
+            **{name: memory_file(name, content) for name, content in files.items()}
+        )
+
+    def node(self) -> str:
+        """The address of the machine it runs on."""
+        return ray.util.get_node_ip_address()
+
+    def run(self) -> None:
+        """Steps environments for the learner, until this actor is killed."""
+        self.serve(self.flags, self.index)
+
+
+def memory_file(name: str, content: bytes) -> str:
+    """The path of a new file that only this process has, and that is on no disk."""
+    number = os.memfd_create(name)
+    with os.fdopen(os.dup(number), "wb") as file:
+        file.write(content)
+    return f"/proc/self/fd/{number}"
+
+
+class RayServers:
+    """The environment servers of a run, one per stream.
+
+    Args:
+      serve: polybeast_env.serve_under_ray.
+
+    Attributes:
+      address: the learner has to listen here.
+
+    Raises:
+      UserError: no cluster is at flags.ray_address, or it has no room for them.
+    """
+
+    def __init__(self, serve: Callable[[Flags, int], None], flags: Flags) -> None:
+        check_security(flags)
+        self.cluster = Cluster(flags)
+        try:
+            self.address = flags.listen or listening_address(flags)
+            joining = server_flags(flags, self.address)
+            self.cluster.start(
+                EnvServer,
+                [
+                    (serve, joining, index, server_files(flags))
+                    for index in range(flags.num_actors)
+                ],
+                "connect_timeout",
+            )
+            self.running = [actor.run.remote() for actor in self.cluster.actors]
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Raises ServerError if a server can't make its environments, or can't join."""
+        self.cluster.check()
+        done, _ = ray.wait(self.running, timeout=0)
+        for reference in done:
+            index = self.running.index(reference)
+            try:
+                ray.get(reference)
+            except RayTaskError as error:
+                raise ServerError(
+                    f"environment server {index}: {error.cause}"
+                ) from None
+            except RayError as error:
+                self.cluster.check()
+                raise ServerError(f"environment server {index}: {error}") from error
+
+    def close(self) -> None:
+        """Ends the servers, and Ray if it was started here."""
+        self.cluster.close()
+
+
+def listening_address(flags: Flags) -> str:
+    """A free address for the learner: on a cluster, a port of this machine."""
+    if not flags.ray_address:
+        make_private_folder(flags.pipes_basename)
+        return f"{flags.pipes_basename}.ray"
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+def server_flags(flags: Flags, address: str) -> Flags:
+    """The flags of a server that joins the learner at this address."""
+    return flags.replace(join=address, listen=None, **dict.fromkeys(FILES))
+
+
+def server_files(flags: Flags) -> dict[str, bytes]:
+    """Contents of the files that a server needs, by flag."""
+    paths = {name: getattr(flags, name) for name in FILES}
+    if not flags.tls_ca:  # the learner asks for no certificates
+        paths |= {"tls_ca": flags.tls_cert, "tls_cert": None, "tls_key": None}
+    return {name: Path(path).read_bytes() for name, path in paths.items() if path}

@@ -1,0 +1,274 @@
+"""A checkpoint as an agent, for example in a notebook.
+
+This plays two steps:
+
+    from torchbeast import load_agent
+
+    agent = load_agent("~/logs/torchbeast/latest")
+    env = agent.make_env()
+    observation, _ = env.reset()
+    action, state = agent.act(observation)
+    observation, reward, terminated, truncated, _ = env.step(action)
+    action, state = agent.act(observation, state, reward)
+
+Without a state, an episode begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from torchbeast import flags as declared_flags
+from torchbeast.base.nested import map_nested
+from torchbeast.core.acting import Choose, act_step, prepare_to_act, to_tensors
+from torchbeast.core.finite import find_cause
+from torchbeast.core.rollout import State
+from torchbeast.envs.totals import Totals
+from torchbeast.envs.atari import atari_game
+from torchbeast.envs.checks import InvalidEnvironmentError, describe
+from torchbeast.envs.environment import example_environment, to_env_actions
+from torchbeast.envs.extra_fields import EXTRA_FIELDS
+from torchbeast.envs.make_env import create_env
+from torchbeast.envs.vector_envs import find_vector_env
+from torchbeast.model import TORSOS, Net, make_model
+from torchbeast.runs import checkpoint, flagset, trust
+from torchbeast.runs.flagset import Flags
+
+
+class AgentState(NamedTuple):
+    """What an agent remembers between two steps of n environments."""
+
+    core: State
+    last_action: torch.Tensor  # [1, n, ...], as the policy counts it
+    totals: Totals
+
+
+class Agent:
+    """A model with its flags, for one environment or several.
+
+    Attributes:
+      flags: of the run.
+      model: see model.py.
+      observation_space, action_space: of the environment.
+    """
+
+    def __init__(
+        self,
+        flags: Flags,
+        model: Net,
+        observation_space: gymnasium.Space,
+        action_space: gymnasium.Space,
+    ) -> None:
+        self.flags, self.model = flags, model
+        self.observation_space, self.action_space = observation_space, action_space
+        self.generator = torch.Generator()
+        self.generator.seed()
+
+    def make_env(self, render_mode: str | None = None) -> gymnasium.Env:
+        """The environment of the run, with its wrappers.
+
+        Raises:
+          InvalidEnvironmentError: --env makes several environments at once.
+          UserError: the environment can't be made.
+        """
+        name = self.flags.env
+        if not atari_game(name) and find_vector_env(self.flags):
+            raise InvalidEnvironmentError(
+                f"--env {name} makes several environments at once: make them in your "
+                "own code, and give `act` the observations of all"
+            )
+        return create_env(self.flags, render_mode)
+
+    def act(
+        self,
+        observation: Any,
+        state: AgentState | None = None,
+        reward: Any = 0.0,
+        greedy: bool = False,
+        fields: Mapping[str, Any] | None = None,
+        done: Any = False,
+        truncated: Any = False,
+        outputs: bool = False,
+    ) -> Any:
+        """Chooses an action. The model gets the same row as in training.
+
+        Observations of n environments are leaves [n, ...]. All results then have this
+        dimension, too, and the other arguments are [n, ...] or one value for all.
+
+        Args:
+          observation: of the environment; nested as its space.
+          state: what the last call has returned; None: the first episode begins.
+          reward: of the last step.
+          greedy: take the most likely action; otherwise sample.
+          fields: values of envs/extra_fields.py's EXTRA_FIELDS, as the info has them;
+            and `game_over`, if not each episode that ends ends a game.
+          done: the last step ended an episode, and `observation` begins the next one.
+            Needed only with a state: for environments that reset themselves.
+          truncated: that episode was truncated, not terminated.
+          outputs: return what the model computes, too.
+
+        Returns:
+          The action for env.step, and the state for the next call. With `outputs`, also
+          the agent's fields of the row as arrays: policy_logits [P] and baseline [],
+          float32, and the others, see act_step.
+
+        Raises:
+          ValueError: an argument does not fit the spaces or the state, or the model's
+            logits are NaN.
+        """
+        observation, n, is_one = _stack(self.observation_space, observation)
+        is_first = state is None
+        state = state or self._first_state(n)
+        if state.last_action.shape[1] != n:
+            raise ValueError(
+                f"observation is of {n} environments, and state of "
+                f"{state.last_action.shape[1]}: state must be None, or what `act` "
+                "returned for the same environments"
+            )
+        given = fields or {}
+        ended = _fill("done", done, n, np.bool_)
+        rewards = _fill("reward", reward, n, np.float64)
+        totals = state.totals if is_first else state.totals.add(rewards)
+        row = {
+            "observation": observation,
+            "reward": rewards.astype(np.float32),
+            "done": ended | is_first,
+            "truncated": ended & _fill("truncated", truncated, n, np.bool_),
+            **totals.as_fields(),
+            "game_over": _fill("game_over", given.get("game_over", ended), n, np.bool_),
+            "last_action": state.last_action[0].numpy(),
+            "env_warnings": np.zeros(n, np.int64),
+        }
+        for name, field in EXTRA_FIELDS.items():
+            value = given.get(name, np.zeros(field.shape))
+            row[name] = _fill(name, value, n, field.dtype, field.shape)
+        results, core = self._decide(to_tensors(row), state.core, greedy)
+        totals = totals.restart(ended, row["game_over"])
+        new_state = AgentState(core, results["action"], totals)
+        actions = results["action"][0].numpy()
+        actions = to_env_actions(self.action_space, n, actions)
+        which: Any = 0 if is_one else slice(None)
+        if not outputs:
+            return actions[which], new_state
+        arrays = map_nested(lambda x: x[0, which].numpy(), results)
+        return actions[which], new_state, arrays
+
+    def _first_state(self, n: int) -> AgentState:
+        distribution = self.model.distribution
+        none = torch.zeros(
+            (1, n, *distribution.action_shape), dtype=distribution.action_dtype
+        )
+        return AgentState(self.model.initial_state(n), none, Totals.zeros(n))
+
+    def _decide(
+        self, row: dict[str, Any], core: State, greedy: bool
+    ) -> tuple[dict[str, Any], State]:
+        choose: Choose = self.model.distribution.mode
+        if not greedy:
+            choose = functools.partial(
+                self.model.distribution.sample, generator=self.generator
+            )
+        results, core = act_step(self.model, row, core, choose)
+        if results["policy_logits"].isnan().any():
+            cause = find_cause(row, reward_is_clipped=True)
+            raise ValueError(f"--env {self.flags.env}: the logits are NaN. {cause}")
+        return results, core
+
+
+def _stack(space: gymnasium.Space, observation: Any) -> tuple[Any, int, bool]:
+    """Reads one observation or a batch of them.
+
+    Returns:
+      Arrays [n, ...] nested as the space, n, and whether it was only one.
+    """
+    sizes: set[tuple[int, ...]] = set()  # (n,); () if there is only one
+
+    def read(space: Any, x: Any, place: str) -> Any:
+        if isinstance(space, spaces.Dict):
+            if not isinstance(x, Mapping) or not space.keys() <= x.keys():
+                raise ValueError(f"{place} is {describe(x)}; it must be of {space}")
+            return {k: read(s, x[k], f"{place}[{k!r}]") for k, s in space.items()}
+        if isinstance(space, spaces.Tuple):
+            if not isinstance(x, tuple | list) or len(x) != len(space.spaces):
+                raise ValueError(f"{place} is {describe(x)}; it must be of {space}")
+            parts = enumerate(zip(space.spaces, x, strict=True))
+            return tuple(read(s, part, f"{place}[{i}]") for i, (s, part) in parts)
+        try:
+            array = np.asarray(x)
+        except ValueError:  # rows of unequal length
+            array = np.empty((), object)
+        extra = max(0, array.ndim - len(space.shape))
+        fits = extra <= 1 and array.shape[extra:] == space.shape
+        if not fits or not np.can_cast(array.dtype, space.dtype, "same_kind"):
+            raise ValueError(
+                f"{place} is {describe(array)}; it must be of {space}, or a batch of "
+                "such observations"
+            )
+        sizes.add(array.shape[:extra])
+        array = array.astype(space.dtype)
+        return array if extra else array[np.newaxis]
+
+    arrays = read(space, observation, "observation")
+    if len(sizes) != 1 or sizes == {(0,)}:
+        found = sorted(sizes)
+        raise ValueError(f"parts of the observation have the batch dimensions {found}")
+    (size,) = sizes
+    return arrays, size[0] if size else 1, not size
+
+
+def _fill(
+    name: str, value: Any, n: int, dtype: Any, shape: tuple[int, ...] = ()
+) -> np.ndarray:
+    """An argument of `act`, one value or [n, *shape], as a new array [n, *shape]."""
+    array = np.asarray(value, dtype)
+    if array.shape not in (shape, (n, *shape)):
+        raise ValueError(
+            f"{name} is {describe(array)}; its shape must be {list(shape)}, or "
+            f"{[n, *shape]} with one for each observation"
+        )
+    return np.broadcast_to(array, (n, *shape)).copy()
+
+
+def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
+    """Loads a checkpoint for acting on the CPU.
+
+    Makes one environment, to read its spaces. If --env or --wrapper name a module, it
+    is imported.
+
+    Args:
+      path: a model.tar, or the folder of a run.
+      trust_env: import also what a checkpoint of somebody else names, with its
+        arguments.
+
+    Raises:
+      CheckpointError: the file can't be read, or does not fit the model.
+      UntrustedError: it names code, and is not a checkpoint of your own runs.
+      UserError: the environment can't be made.
+    """
+    file = checkpoint.find(path)
+    saved = checkpoint.load(file)
+    checkpoint.check(saved, file, for_test=True)
+    parser = declared_flags.make_parser("", TORSOS)
+    words = ["--mode=test", *(["--trust_checkpoint_env"] if trust_env else [])]
+    signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
+    flags = flagset.parse(parser, words, saved["flags"], signed, str(file))
+    flags = flagset.resolve(flags)
+    for name in saved["flags"].keys() - flags.as_dict().keys():
+        setattr(flags, name, saved["flags"][name])  # a flag of one variant's script
+    flags.freeze()
+    with contextlib.closing(example_environment(flags)) as env:
+        of_env = env.observation_space, env.action_space
+    model = make_model(flags, *of_env, torch.device("cpu"))
+    checkpoint.check_fit(saved["model_state_dict"], model)
+    model.load_state_dict(saved["model_state_dict"])
+    actions = env.envs.single_action_space
+    return Agent(flags, prepare_to_act(model), env.observation_space, actions)

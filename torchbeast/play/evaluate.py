@@ -1,0 +1,346 @@
+"""Plays games with a checkpoint: --mode test and test_render.
+
+Each game has a number. Its environment's seed and its actions' random numbers follow
+from --seed and the number, so a game does not depend on the others, nor on how many
+processes play, unless its environment draws from global random generators. Read it top
+to bottom: evaluate, test, play_in_processes, play.
+"""
+
+import argparse
+import collections
+import contextlib
+import functools
+import json
+import logging
+import math
+import os
+import pickle
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchbeast.base.errors import FlagError, UserError
+from torchbeast.base.nested import map_nested
+from torchbeast.base.seeds import derive_seed
+from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
+from torchbeast.envs.environment import Environment
+from torchbeast.local.actors import TorchSettings, actor_context, seed_globals
+from torchbeast.local.env_spec import CLOSE_SECONDS, START_SECONDS
+from torchbeast.model import make_model
+from torchbeast.play.video import Video, has_display, picture
+from torchbeast.procs import processes
+from torchbeast.procs.step_watch import StepWatch
+from torchbeast.records import file_writer, meta_json, protocol
+from torchbeast.records.folder import atomic_write
+from torchbeast.remote.security import choose_side
+from torchbeast.runs import checkpoint, flagset, script, trackers, trust
+from torchbeast.runs.flagset import Flags
+
+log = logging.getLogger(__name__)
+
+# No actor has these numbers, so training never plays these games.
+TEST_STREAM, EVAL_STREAM = 2**31, 2**31 + 1
+# Games that a process plays at the same time. The rounding of a forward pass depends on
+# the size of the batch and on the row in it. So a batch always has this size, even if
+# fewer games are left, and game n is always played in row n % BATCH.
+BATCH = 8
+
+
+class Game(NamedTuple):
+    """A finished game: its number from 0 on, return, and number of steps."""
+
+    number: int
+    game_return: float
+    length: int
+
+
+Play = Callable[
+    [Flags, dict[str, torch.Tensor], Sequence[int]], Generator[Game, None, None]
+]
+
+
+def evaluate(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    play_on_servers: Play | None = None,
+) -> None:
+    """Tests the checkpoint of --xpid, with the flags saved in it.
+
+    Args:
+      play_on_servers: plays the games if the command line has --server_addresses or
+        --listen. Otherwise this machine plays them.
+    """
+    flags = flagset.parse(parser, argv)
+    path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest")
+    path /= flags.checkpoint
+    saved = checkpoint.load(path)
+    checkpoint.check(saved, path, for_test=True)
+    signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
+    flags = flagset.parse(parser, argv, saved["flags"], signed, str(path))
+    if flags.suppress_logs:
+        script.print_warnings_only()
+    on_servers = flags.typed & {"server_addresses", "listen"}
+    play_games = play_on_servers if on_servers else None
+    if on_servers:
+        choose_side(flags)
+    flags = flagset.resolve(flags).freeze()
+    result = test(flags, saved["model_state_dict"], play_games or play_in_processes)
+    step = saved.get("stats", {}).get("step")
+    if flags.video and flags.wandb:
+        trackers.send_video(flags, path.resolve().parent, flags.video, step)
+    if flags.mode == "test" and not flags.video:
+        xpid = path.resolve().parent.name  # --xpid, or what "latest" links to
+        about = {"xpid": xpid, "checkpoint": path.name, "step": step}
+        name = Path(path.name.replace("model", "test", 1)).with_suffix(".json")
+        write_result(path.resolve().with_name(str(name)), flags, about | result)
+
+
+def test(
+    flags: Flags, model_state: dict[str, torch.Tensor], play_games: Play
+) -> dict[str, Any]:
+    """Plays flags.num_test_episodes games; returns what test.json has about them.
+
+    Args:
+      model_state: state dict of the model.
+      play_games: plays the games.
+    """
+    started = time.monotonic()
+    games = []
+    found = play_games(flags, model_state, range(flags.num_test_episodes))
+    with contextlib.closing(found):
+        for game in found:
+            games.append(game)
+            log.info("Game %d: return %.2f after %d steps", *game)
+    games.sort()  # by number
+    returns = [game.game_return for game in games]
+    lengths = [game.length for game in games]
+    result = {
+        "num_games": len(games),
+        "policy": "greedy" if flags.greedy else "sampled",
+        "mean": statistics.fmean(returns),
+        "std": statistics.stdev(returns) if len(returns) > 1 else 0.0,
+        "min": min(returns),
+        "max": max(returns),
+        "median": statistics.median(returns),
+        "mean_length": statistics.fmean(lengths),
+        "seconds": round(time.monotonic() - started, 1),
+        "returns": returns,
+        "lengths": lengths,
+    }
+    log.info(
+        "%d games: mean return %.2f, standard deviation %.2f, min %.2f, max %.2f, "
+        "median %.2f (%s actions, %d steps, %.0f s)",
+        *(result["num_games"], result["mean"], result["std"], result["min"]),
+        *(result["max"], result["median"], result["policy"], sum(lengths)),
+        result["seconds"],
+    )
+    if flags.video:
+        log.info("Video in %s", flags.video)
+    return result
+
+
+def write_result(path: Path, flags: Flags, result: dict[str, Any]) -> None:
+    """Writes test.json. If it can't be written, logs a warning."""
+    rules = protocol.find_protocol(flags.as_dict())
+    content = meta_json.strict_json(
+        {
+            **result,
+            "seed": flags.seed,
+            "flags": flags.as_dict(),
+            "protocol": rules,
+            "protocol_text": protocol.describe(rules),
+            "date": file_writer.now(),
+            **file_writer.provenance(),
+        }
+    )
+    text = json.dumps(content, indent=2, default=str)
+    try:
+        with atomic_write(path) as file:
+            file.write(f"{text}\n".encode())
+        log.info("Wrote %s", path)
+    except OSError as error:  # for example, somebody else's run
+        log.warning("Can't write %s: %s. The result is only in this log.", path, error)
+
+
+# --- Playing --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _view(flags: Flags) -> Iterator[Video | None]:
+    """The video; or None, if there is none."""
+    if flags.video:
+        with Video(flags.video) as video:
+            yield video
+        return
+    if flags.mode == "test_render" and not has_display():
+        raise FlagError(
+            "--mode test_render needs a display, and neither DISPLAY nor "
+            "WAYLAND_DISPLAY is set; record a video instead: --video FILE.mp4"
+        )
+    yield None
+
+
+def play_in_processes(
+    flags: Flags, model_state: dict[str, torch.Tensor], numbers: Sequence[int]
+) -> Generator[Game, None, None]:
+    """Plays games in one process per core; yields them as they end.
+
+    With --video or --mode test_render, in one process.
+
+    Raises:
+      UserError: what `play` raises, in a process.
+      ProcessError: a process raised something else, died, or took no step for
+        --actor_timeout or START_SECONDS seconds, whichever is longer.
+    """
+    draws = flags.video or flags.mode == "test_render"
+    count = min(1 if draws else processes.num_cpus(), math.ceil(len(numbers) / BATCH))
+    # They may first import packages, and make or reset slow environments.
+    watch = StepWatch(count, max(flags.actor_timeout, START_SECONDS))
+    context = actor_context()
+    weights = pickle.dumps(model_state)  # bytes: tensors would go through shared memory
+    pipes: list[Any] = []
+    children: list[Any] = []
+    left: dict[int, int] = {}  # games that have not ended, by the number of the process
+    who = f"a process that plays games of {flags.env}"
+    seconds_to_close = 0.0
+    guardian = processes.Guardian(seconds=0)
+    try:
+        for i in range(count):
+            pipe, child_pipe = context.Pipe(duplex=False)
+            own = [n for n in numbers if n // BATCH % count == i]  # whole batches
+            arguments = (flags, weights, own, child_pipe, watch.steps[i])
+            child = context.Process(target=_play_in_child, args=arguments, daemon=True)
+            guardian.start(child)
+            child_pipe.close()
+            pipes.append(pipe)
+            children.append(child)
+            left[i] = len(own)
+        while left:
+            waking = [x for i in left for x in (pipes[i], children[i].sentinel)]
+            ready = connection.wait(waking, 1.0)
+            stuck = watch.find_stuck(left)
+            if stuck is not None:
+                text = watch.explain(stuck, who, children[stuck].pid)
+                raise processes.ProcessError(text)
+            for i in list(left):
+                if pipes[i] in ready or children[i].sentinel in ready:
+                    message = processes.receive(children[i], pipes[i], who)
+                    if isinstance(message, Exception):
+                        raise message
+                    if message is not None:
+                        yield message
+                        left[i] -= 1
+                        if not left[i]:
+                            del left[i]
+        seconds_to_close = CLOSE_SECONDS
+    finally:
+        guardian.end(children, seconds_to_close)
+        guardian.close()
+
+
+def _play_in_child(
+    flags: Flags,
+    weights: bytes,
+    numbers: Sequence[int],
+    pipe: connection.Connection,
+    steps: torch.Tensor,
+) -> None:
+    """The child process: sends each game, or an exception; counts in steps []."""
+    processes.begin_child()
+    torch.set_num_threads(1)
+    seed_globals(flags.seed, TEST_STREAM, numbers[0])
+    try:
+        on_step = functools.partial(steps.add_, 1)
+        with _view(flags) as video:
+            state = pickle.loads(weights)
+            for game in play(flags, state, numbers, video, on_step=on_step):
+                pipe.send(game)
+    except UserError as error:
+        pipe.send(error)
+    except Exception:
+        text = f"a game of {flags.env} failed:\n{traceback.format_exc()}"
+        pipe.send(processes.ProcessError(text))
+
+
+def play(
+    flags: Flags,
+    model_state: dict[str, torch.Tensor],
+    numbers: Iterable[int],
+    video: Video | None = None,
+    stream: int = TEST_STREAM,
+    on_step: Callable[[], Any] = lambda: None,
+) -> Generator[Game, None, None]:
+    """Plays the games with these numbers; yields them as they end.
+
+    With --mode test_render or --video, it plays one after the other and draws them.
+
+    Args:
+      stream: games of another stream have other seeds.
+      on_step: called whenever an environment was made, reset or stepped.
+    """
+    render = "rgb_array" if video else "human" if flags.mode == "test_render" else None
+    waiting: dict[int, collections.deque[int]] = collections.defaultdict(
+        collections.deque
+    )
+    for number in numbers:  # by the row of the batch in which the game is played
+        waiting[0 if render else number % BATCH].append(number)
+    flags = flags.replace(seed=derive_seed(flags.seed, stream))
+    with contextlib.ExitStack() as stack:
+        envs: dict[int, Environment] = {}
+        settings = TorchSettings()
+        for i in waiting:
+            envs[i] = Environment(flags, 1, i, render_mode=render, around=settings)
+            stack.callback(envs[i].close)
+            on_step()
+        first = next(iter(envs.values()))
+        spaces = first.observation_space, first.action_space
+        model = make_model(flags, *spaces, torch.device("cpu"))
+        checkpoint.check_fit(model_state, model)
+        model.load_state_dict(model_state)
+        prepare_to_act(model)
+        generators = [torch.Generator() for _ in range(BATCH)]
+        playing: dict[int, int] = {}  # row of the batch: number of the game
+
+        def choose(logits: torch.Tensor) -> torch.Tensor:  # [1, BATCH, P]
+            if flags.greedy:
+                return model.distribution.mode(logits)
+            each = zip(logits.split(1, dim=1), generators, strict=True)
+            sample = model.distribution.sample
+            return torch.cat([sample(x, generator=g) for x, g in each], dim=1)
+
+        def start(i: int) -> dict[str, Any]:
+            """Starts the next game of row i; returns its first environment row."""
+            playing[i] = waiting[i].popleft()
+            generators[i].manual_seed(derive_seed(flags.seed, playing[i]))
+            envs[i].set_seed(flags.seed, playing[i])
+            on_step()
+            return envs[i].initial()
+
+        rows: list[dict[str, Any]] = [first.initial()] * BATCH  # to fill the batch
+        for i in envs:
+            rows[i] = start(i)
+        state = model.initial_state(BATCH)
+        while playing:
+            if video:
+                video.add(picture(first.render(), flags.env))
+            batch = map_nested(lambda *x: np.concatenate(x), *rows)  # [BATCH, ...]
+            outputs, state = act_step(model, to_tensors(batch), state, choose)
+            actions = outputs["action"].squeeze(0).numpy()
+            for i, number in list(playing.items()):
+                rows[i] = row = envs[i].step(actions[i : i + 1])
+                on_step()
+                if row["game_over"][0]:
+                    yield Game(
+                        number, row["game_return"].item(), row["game_step"].item()
+                    )
+                    if waiting[i]:
+                        rows[i] = start(i)
+                    else:
+                        del playing[i]

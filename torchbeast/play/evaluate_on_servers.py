@@ -1,0 +1,212 @@
+"""Plays test games on PolyBeast's environment servers: --mode test.
+
+The learner's machine needs no environment. The games that begin first count, and each
+is played to its end. So long games count as often as short ones.
+"""
+
+import collections
+import contextlib
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+
+from torchbeast.base.errors import FlagError
+from torchbeast.base.seeds import derive_seed
+from torchbeast.core import rollout
+from torchbeast.core.acting import act_step, prepare_to_act
+from torchbeast.local.env_spec import EnvSpec
+from torchbeast.model import Net, make_model
+from torchbeast.play.evaluate import TEST_STREAM, Game
+from torchbeast.remote.remote_envs import RemoteEnvs, server_addresses
+from torchbeast.remote.streams import Streams, as_stored
+from torchbeast.runs import checkpoint
+from torchbeast.runs.flagset import Flags
+
+log = logging.getLogger(__name__)
+
+
+class Scorer:
+    """Which environment plays which game.
+
+    The number of an environment is part of its recurrent state, and 0 if it is new. If
+    a stream is lost, its environments come back as new ones.
+
+    Args:
+      numbers: of the games that count. An environment that gets none plays games that
+        don't count.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.waiting = collections.deque(numbers)
+        self.playing: dict[int, int] = {}  # environment: game
+        self.seen: dict[int, float] = {}  # environment: time of its last step
+        self.num_envs = 0
+
+    def add(self, row: dict[str, Any], envs: torch.Tensor) -> list[Game]:
+        """Takes a row [1, E] of one stream, and puts numbers into `envs` [E].
+
+        Returns:
+          The games that the row ends.
+        """
+        if (row["truncated"] & ~row["done"]).any():
+            return []  # the pool only asks for the values of final observations
+        ended = []
+        for i, env in enumerate(envs.tolist()):
+            if env == 0:
+                self.num_envs += 1
+                envs[i] = env = self.num_envs
+                # Not if it is in the middle of a game that another policy began.
+                if row["game_over"][0, i] or row["game_step"][0, i] == 0:
+                    self._begin(env)
+            elif row["game_over"][0, i]:
+                if env in self.playing:
+                    result = row["game_return"][0, i], row["game_step"][0, i]
+                    number = self.playing.pop(env)
+                    ended.append(Game(number, *(x.item() for x in result)))
+                self._begin(env)
+            self.seen[env] = time.monotonic()
+        return ended
+
+    def _begin(self, env: int) -> None:
+        if self.waiting:
+            self.playing[env] = self.waiting.popleft()
+
+    def replace_lost(self, seconds: float) -> None:
+        """Games of environments that took no step for so long begin anew."""
+        for env, number in list(self.playing.items()):
+            if time.monotonic() - self.seen[env] > seconds:
+                log.warning("Game %d was lost with its server; it begins anew.", number)
+                self.waiting.append(number)
+                del self.playing[env]
+
+
+def play_on_servers(
+    flags: Flags, model_state: dict[str, torch.Tensor], numbers: Sequence[int]
+) -> Generator[Game, None, None]:
+    """Plays games on the servers of --server_addresses or --listen.
+
+    Yields each game when it ends. Which environment plays which game depends on the
+    speed of the servers, so a repeated test may give other returns.
+
+    Raises:
+      FlagError, TransportError, RuntimeError: no server can be used, or the last one
+        was lost for --connect_timeout seconds.
+    """
+    if flags.video or flags.mode == "test_render":
+        raise FlagError(
+            "servers can't show their games: leave out --server_addresses and "
+            "--listen, on a machine that has the environment"
+        )
+    # Batches of one fit all streams; nothing learns from them.
+    layout: dict[str, Any]
+    layout = {"batch_size": 1, "max_learner_queue_size": 1, "sync": False}
+    if "envs_per_actor" not in flags.typed:
+        layout["envs_per_actor"] = None  # the servers' number
+    if "num_actors" not in flags.typed:
+        layout["num_actors"] = len(server_addresses(flags)) if not flags.listen else 1
+    flags = flags.replace(**layout)
+    results: queue.SimpleQueue[Game | BaseException] = queue.SimpleQueue()
+    with contextlib.ExitStack() as stack:
+        envs = RemoteEnvs(flags, derive_seed(flags.seed, TEST_STREAM))
+        stack.callback(envs.close)
+        spec = envs.find_env_spec(lambda: None, fits(flags, model_state))
+        if envs.listener:
+            envs.listener.settle(spec.hello)
+        cpu = torch.device("cpu")
+        model = make_model(flags, spec.observation_space, spec.action_space, cpu)
+        model.load_state_dict(model_state)
+        prepare_to_act(model)
+        new_env = torch.zeros(1, 1, 1, dtype=torch.int64)
+        streams = Streams(
+            flags,
+            envs.addresses,
+            envs,
+            spec,
+            initial_state=(*model.initial_state(1), new_env),
+            acting_device=cpu,
+            learning_device=cpu,
+        )
+        tasks: list[Callable[[], Any]] = [
+            streams.pool.run,
+            functools.partial(
+                _answer, flags, model, streams, spec.num_envs, numbers, results.put
+            ),
+            functools.partial(collections.deque, streams.queue, 0),  # drops rollouts
+        ]
+        for work in tasks:
+            thread = threading.Thread(target=_guard, args=(work, results.put))
+            thread.start()
+            stack.callback(thread.join)
+        stack.callback(streams.close)  # before the threads are joined
+        left = len(numbers)
+        while left:
+            envs.report([streams])
+            with contextlib.suppress(queue.Empty):
+                result = results.get(timeout=1.0)
+                if isinstance(result, BaseException):
+                    raise result
+                yield result
+                left -= 1
+
+
+def fits(
+    flags: Flags, model_state: dict[str, torch.Tensor]
+) -> Callable[[EnvSpec], None]:
+    """A check for RemoteEnvs.find_env_spec: the spaces must be the checkpoint's.
+
+    It raises CheckpointError if the weights do not fit a model for the environments.
+    """
+
+    def check(env: EnvSpec) -> None:
+        spaces = env.observation_space, env.action_space
+        model = make_model(flags, *spaces, torch.device("cpu"))
+        checkpoint.check_fit(model_state, model)
+
+    return check
+
+
+def _guard(work: Callable[[], Any], report: Callable[[BaseException], None]) -> None:
+    try:
+        work()
+    except BaseException as error:
+        report(error)
+
+
+def _answer(
+    flags: Flags,
+    model: Net,
+    streams: Streams,
+    E: int,
+    numbers: Sequence[int],
+    report: Callable[[Game], None],
+) -> None:
+    """The inference thread: answers rows [1, n, ...] until the batcher is closed.
+
+    Args:
+      E: environments per stream; n is a multiple of it.
+    """
+    scorer = Scorer(numbers)
+    env_fields = rollout.env_fields(model.observation_space, model.distribution)
+    generator = torch.Generator()
+    generator.manual_seed(derive_seed(flags.seed, TEST_STREAM))
+    sample = functools.partial(model.distribution.sample, generator=generator)
+    choose = model.distribution.mode if flags.greedy else sample
+    for batch in streams.batcher:
+        row, (*state, envs) = batch.get_inputs()
+        row, envs = as_stored(row, env_fields), envs.clone()
+        for begin in range(0, envs.shape[1], E):  # one stream after the other
+            part = slice(begin, begin + E)
+            names = ("truncated", "done", "game_over", "game_return", "game_step")
+            of_stream = {name: row[name][:, part] for name in names}
+            for game in scorer.add(of_stream, envs[0, part, 0]):
+                report(game)
+        # A step may take --actor_timeout, and a lost stream the other to come back.
+        scorer.replace_lost(flags.actor_timeout + flags.connect_timeout)
+        outputs, new_state = act_step(model, row, tuple(state), choose)
+        batch.set_outputs((outputs, (*new_state, envs)))

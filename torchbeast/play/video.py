@@ -1,0 +1,141 @@
+"""Recording games to a video file."""
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from torchbeast.base.errors import FlagError
+
+log = logging.getLogger(__name__)
+
+
+def has_display() -> bool:
+    """Whether a window can be opened."""
+    names = ("DISPLAY", "WAYLAND_DISPLAY")
+    return sys.platform != "linux" or any(os.environ.get(name) for name in names)
+
+
+def picture(rendered: Any, env: str) -> np.ndarray:
+    """What an environment's render() has returned, [H, W, 3].
+
+    Raises:
+      FlagError: it is no picture.
+    """
+    try:
+        found = np.asarray(rendered)
+        is_rgb = found.ndim == 3 and found.shape[2] == 3 and found.size > 0
+        if is_rgb and found.dtype.kind in "uif":
+            return found
+        what = f"an array {list(found.shape)} of {found.dtype}"
+    except ValueError:  # a ragged list
+        what = type(rendered).__name__
+    raise FlagError(
+        f"--video: render() of {env} returns {'None' if rendered is None else what}, "
+        'and with render_mode="rgb_array" it must return a picture [H, W, 3] of '
+        "numbers"
+    )
+
+
+class Video:
+    """A video with one frame per step, that browsers play: H.264.
+
+    Needs imageio-ffmpeg. Without it, OpenCV writes MPEG-4, which browsers don't play.
+    Frames of another size than the first are scaled to its size.
+    """
+
+    FRAMES_PER_SECOND = 15
+    LEAST_PIXELS = 100  # of height and width; a smaller frame is enlarged
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(path)  # environments may change the directory
+        self.size: tuple[int, int] | None = None  # height and width, of the first frame
+        self._scaled = False
+        self._write: Callable[[np.ndarray], Any]
+        self._close: Callable[[], Any] = lambda: None
+
+    def __enter__(self) -> "Video":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._close()
+
+    def add(self, frame: np.ndarray) -> None:
+        """Adds a frame [H, W, 3], RGB, from 0 to 255; or of floats from 0 to 1.
+
+        Raises:
+          FlagError: the file can't be written.
+        """
+        scale = 255 if frame.dtype.kind == "f" and frame.max() <= 1 else 1
+        frame = np.rint(np.clip(frame * scale, 0, 255)).astype(np.uint8)
+        times = math.ceil(self.LEAST_PIXELS / min(frame.shape[:2]))  # for small grids
+        frame = frame.repeat(times, axis=0).repeat(times, axis=1)
+        # H.264 needs even numbers: repeat the last row or column.
+        odd_height, odd_width = (n % 2 for n in frame.shape[:2])
+        frame = np.pad(frame, [(0, odd_height), (0, odd_width), (0, 0)], "edge")
+        height, width = frame.shape[:2]
+        try:
+            if self.size is None:
+                self._open(height, width)
+            elif self.size != (height, width):
+                frame = self._scale(frame)
+            self._write(np.ascontiguousarray(frame))
+        except OSError as error:
+            raise FlagError(
+                f"--video: can't write {self.path!r} ({error}); give a path ending in "
+                ".mp4 in a folder that exists"
+            ) from error
+
+    def _open(self, height: int, width: int) -> None:
+        self.size = height, width
+        with open(self.path, "wb"):  # raises a clear OSError
+            pass
+        rate = self.FRAMES_PER_SECOND
+        try:
+            from imageio_ffmpeg import write_frames
+
+            frames = write_frames(
+                self.path, (width, height), fps=rate, macro_block_size=1
+            )
+            frames.send(None)  # starts the program ffmpeg
+        except (ImportError, RuntimeError) as error:  # no package, or no program
+            log.info(
+                "--video: the file is MPEG-4, which browsers don't play (%s); for "
+                "H.264: pip install imageio-ffmpeg",
+                error,
+            )
+        else:
+            self._write, self._close = frames.send, frames.close
+            return
+        try:
+            import cv2
+        except ImportError as error:
+            raise FlagError(
+                "--video needs imageio-ffmpeg: pip install imageio-ffmpeg"
+            ) from error
+        codec = cv2.VideoWriter.fourcc(*"mp4v")
+        file = cv2.VideoWriter(self.path, codec, rate, (width, height))
+        if not file.isOpened():
+            raise OSError("OpenCV does not open it")
+        self._write = lambda frame: file.write(cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))
+        self._close = file.release
+
+    def _scale(self, frame: np.ndarray) -> np.ndarray:
+        """Scales a frame to the size of the first one, by its nearest pixels."""
+        assert self.size is not None
+        if not self._scaled:
+            self._scaled = True
+            log.warning(
+                "The environment's frames change their size, from %d x %d to %d x %d: "
+                "the video has them scaled to the first size.",
+                *(self.size + frame.shape[:2]),
+            )
+        rows, columns = (
+            np.arange(n) * old // n
+            for n, old in zip(self.size, frame.shape[:2], strict=True)
+        )
+        return frame[rows][:, columns]

@@ -1,0 +1,358 @@
+"""What a run writes: out.log, logs.csv, meta.json and the link `latest`.
+
+Importing this module does not load torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torchbeast.base.hardware import hardware
+from torchbeast.presets import differences
+from torchbeast.records.folder import (
+    RunExistsError,
+    RunFolder,
+    atomic_write,
+    has_content,
+    writing,
+)
+from torchbeast.records.logs_csv import LogsCsv
+from torchbeast.records.meta_json import now, read_meta, strict_json
+from torchbeast.records.protocol import describe, find_protocol
+from torchbeast.runs import trust
+
+log = logging.getLogger(__name__)
+
+GIT_SECONDS = 10.0  # time limit for each of git's answers
+
+# meta.json has these environment variables and no others, because others may hold
+# passwords and tokens.
+ENVIRONMENT_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_VISIBLE_DEVICES",
+    "KMP_AFFINITY",
+    "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "OMP_PROC_BIND",
+    "OPENBLAS_NUM_THREADS",
+    "PYTHONHASHSEED",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+SLURM_VARIABLES = (
+    "SLURM_JOB_ID",
+    "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_STEP_ID",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_NTASKS",
+    "SLURM_RESTART_COUNT",
+)
+_OF_THE_NEWEST = ("args", "flags_signature")  # entries that a start lacks
+ERROR_LENGTH = 1000  # characters of an error in meta.json; out.log has all of them
+ROOM_FOR_THE_END = 2048  # spare bytes in meta.json, to write the end on a full disk
+PACKAGES = ("torchbeast", "torch", "numpy", "gymnasium", "ale-py", "minatar")
+
+
+class FileWriter:
+    """The files of one run, in the folder savedir/xpid. Thread-safe.
+
+    out.log     the output of the root logger while this object is open, appended
+    logs.csv    one row per call of `log`; the first line names the columns
+    fields.csv  one line for each set of columns that logs.csv has had; the last counts
+    meta.json   flags, preset, protocol, git state, versions, hardware, Slurm ids, dates
+                and the end of the newest start; `starts` has the same of every start
+
+    savedir/latest links to the run that was started last. The folder is locked until
+    `close`, so one process at a time writes to a run.
+
+    Args:
+      savedir: the folder of all runs; `~` is expanded; created if missing.
+      xpid: the name of the run, one path component.
+      args: the flags. Values that JSON lacks are written as str(value).
+      resume_step: the step of the checkpoint, if the run is resumed. Rows of logs.csv
+        from the first larger step on are cut.
+      folder: the run's folder, if the caller has locked it; the caller closes it.
+      start_over: if the run was started before and resume_step is None, cut all rows.
+      left_open: the flags that were chosen for the machine or from other flags.
+      about: more entries of this start for meta.json.
+
+    Raises:
+      ValueError: xpid is not a plain name, or logs.csv is damaged.
+      RunExistsError: the run was started before, resume_step is None and start_over
+        is False.
+      RunBusyError: another process writes to this run.
+      RunFileError: a file can't be written.
+    """
+
+    path: pathlib.Path
+
+    def __init__(
+        self,
+        savedir: str,
+        xpid: str,
+        args: Mapping[str, Any],
+        resume_step: int | None = None,
+        folder: RunFolder | None = None,
+        start_over: bool = False,
+        left_open: Sequence[str] = (),
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        with contextlib.ExitStack() as stack:
+            if folder is None:
+                folder = stack.enter_context(RunFolder(savedir, xpid))
+            self.path = folder.path
+            self._meta_path = self.path / "meta.json"
+            logs = self.path / "logs.csv"
+            if has_content(logs) and resume_step is None and not start_over:
+                raise RunExistsError(
+                    f"{logs} exists: a run {xpid!r} was started before. Resume it from "
+                    f"its checkpoint, choose another --xpid, or remove {self.path}."
+                )
+            with writing(self.path):
+                stack.callback(_detach, _attach(self.path / "out.log"))
+                self._logs = LogsCsv(self.path, resume_step)
+                stack.callback(self._logs.close)
+                self._meta = self._start_meta(
+                    xpid, args, resume_step, left_open, about or {}
+                )
+                self._write_meta(reserve=ROOM_FOR_THE_END)
+                _link_latest(self.path.with_name("latest"), xpid)
+            self._resources = stack.pop_all()
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Appends a row to logs.csv, see LogsCsv.write.
+
+        Raises:
+          ColumnError: `row` has a key _tick or _time.
+          RuntimeError: the writer is closed.
+          RunFileError: the row can't be written; logs.csv is unchanged.
+        """
+        with self._lock, writing(self._logs.path):
+            if self._closed:
+                raise RuntimeError(f"log() after close() on the run {self.path}.")
+            self._logs.write(row)
+
+    def close(
+        self,
+        successful: bool,
+        last_step: int | None = None,
+        exit_status: int | None = None,
+        signal: str | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Writes the end of the run to meta.json and closes the files.
+
+        A second call does nothing. If meta.json can't be written, this logs a warning
+        and does not raise, so that it hides no earlier error.
+
+        Args:
+          successful: whether the run is finished.
+          last_step: the step that it reached.
+          exit_status: of the process.
+          signal: the name of the signal that ended it.
+          error: what ended it, if it failed.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            end = {"successful": successful, "date_end": now()}
+            self._meta |= end
+            self._meta["starts"][-1] |= end | {
+                "last_step": last_step,
+                "exit_status": exit_status,
+                "signal": signal,
+                "error": error[:ERROR_LENGTH] if error else error,
+            }
+            try:
+                self._write_meta()
+            except OSError as failure:
+                log.warning("Cannot write the end of the run to meta.json: %s", failure)
+            self._resources.close()
+
+    def _start_meta(
+        self,
+        xpid: str,
+        args: Mapping[str, Any],
+        resume_step: int | None,
+        left_open: Sequence[str],
+        about: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        old = read_meta(self.path)
+        first = old if resume_step is not None else {}
+        date = now()
+        protocol = find_protocol(args)
+        start = {
+            "args": dict(args),
+            "flags_signature": trust.sign(args),
+            "preset": args.get("preset"),
+            "preset_changes": differences(dict(args)),
+            "protocol": protocol,
+            "protocol_text": describe(protocol),
+            **provenance(),
+            **about,
+            "flags_left_open": list(left_open),
+            "slurm": _environment(SLURM_VARIABLES) or None,
+            "env": _environment(ENVIRONMENT_VARIABLES),
+        }
+        # If this start is killed, its entry stays like this.
+        entry = {
+            "date_start": date,
+            "date_end": None,
+            "first_step": resume_step or 0,
+            "last_step": None,
+            "successful": False,
+            "exit_status": None,
+            "signal": None,
+            "error": None,
+            "flags": start["args"],
+            **{name: start[name] for name in start if name not in _OF_THE_NEWEST},
+        }
+        resumed = first.get("resumed", [])
+        return {
+            "xpid": xpid,
+            **start,
+            "date_start": first.get("date_start", date),
+            "date_end": None,
+            "resumed": resumed if resume_step is None else [*resumed, date],
+            "successful": False,
+            "starts": [*old.get("starts", []), entry],
+        }
+
+    def _write_meta(self, reserve: int = 0) -> None:
+        """Writes meta.json, with `reserve` spaces at the end, which JSON allows."""
+        text = json.dumps(strict_json(self._meta), indent=2, default=str)
+        data = f"{text}{' ' * reserve}\n".encode()
+        try:
+            with atomic_write(self._meta_path) as file:
+                file.write(data)
+        except OSError:
+            # A full disk has no room for a second file. Overwrite the blocks that
+            # meta.json already has, so that it says how the run ended.
+            if not self._meta_path.exists():
+                raise
+            if len(data) > self._meta_path.stat().st_blocks * 512:
+                raise
+            with self._meta_path.open("r+b") as file:
+                file.write(data)
+                file.truncate()
+
+
+class _OutLog(logging.FileHandler):
+    """A log file that reports only the first failed write."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._failed:
+            self._failed = True
+            if sys.stderr:
+                sys.stderr.write(
+                    f"Cannot write {self.baseFilename}: {sys.exc_info()[1]}\n"
+                )
+
+
+def _attach(path: pathlib.Path) -> logging.Handler:
+    # A text may have bytes that are not UTF-8.
+    handler = _OutLog(path, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(
+        logging.Formatter(
+            "[%(asctime)s %(levelname)s %(process)d %(name)s:%(lineno)d] %(message)s"
+        )
+    )
+    logging.getLogger().addHandler(handler)
+    return handler
+
+
+def _detach(handler: logging.Handler) -> None:
+    logging.getLogger().removeHandler(handler)
+    with contextlib.suppress(OSError):  # handleError has reported it
+        handler.close()
+
+
+def _link_latest(link: pathlib.Path, target: str) -> None:
+    if link.exists() and not link.is_symlink():
+        log.warning("%s is not a symbolic link, so it is not changed.", link)
+        return
+    # A unique name, because several runs may start at the same time.
+    temporary = link.with_name(f".latest.{os.getpid()}.{threading.get_ident()}")
+    try:
+        temporary.symlink_to(target, target_is_directory=True)
+        temporary.replace(link)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        log.warning("Cannot link %s to %s: %s", link, target, error)
+
+
+def provenance() -> dict[str, Any]:
+    """The code and the machine: git state, versions, hardware."""
+    return {"git": _git_state(), "versions": _versions(), "hardware": hardware()}
+
+
+def _environment(names: Iterable[str]) -> dict[str, str]:
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def run_git(*words: str, **variables: str) -> bytes:
+    """What git prints about the folder of this file.
+
+    Raises:
+      OSError, subprocess.SubprocessError: there is no git or no checkout, or it took
+        longer than GIT_SECONDS.
+    """
+    done = subprocess.run(
+        ["git", "-C", str(pathlib.Path(__file__).parent), *words],
+        check=True,
+        capture_output=True,
+        timeout=GIT_SECONDS,
+        env={**os.environ, "LC_ALL": "C", **variables},  # messages in English
+    )
+    return done.stdout
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit, branch and dirtiness of the checkout that contains this file.
+
+    None if there is no such checkout, or if git is missing.
+    """
+    try:
+        if not run_git("ls-files", "--", __file__):
+            return None  # installed inside a checkout of another project
+        return {
+            "commit": run_git("rev-parse", "HEAD").decode().strip(),
+            # None: detached
+            "branch": run_git("branch", "--show-current").decode().strip() or None,
+            "dirty": bool(run_git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except subprocess.CalledProcessError as error:
+        if b"not a git repository" not in error.stderr:
+            why = error.stderr.decode(errors="replace").strip()
+            log.warning("Cannot read the git state: %s", why)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("Cannot read the git state: %s", error)
+    return None

@@ -1,0 +1,169 @@
+"""The folder of a run, and how files in it are written.
+
+Importing this module does not load torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from torchbeast.base.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+class RunNameError(UserError, ValueError):
+    """The name of the run is not that of a folder."""
+
+
+class RunExistsError(UserError, FileExistsError):
+    """The run was started before and can't be resumed."""
+
+
+class RunBusyError(UserError, BlockingIOError):
+    """Another process writes to the run."""
+
+
+class RunFileError(UserError, OSError):
+    """A file or folder of a run can't be written; the message names it."""
+
+
+@contextlib.contextmanager
+def writing(path: pathlib.Path) -> Iterator[None]:
+    """Turns an OSError into a RunFileError.
+
+    Args:
+      path: for the message, if the OSError does not name a file.
+    """
+    try:
+        yield
+    except UserError:  # the message is good already
+        raise
+    except OSError as error:
+        raise RunFileError(
+            f"Cannot write {error.filename or path}: {error.strerror or error}. The "
+            "files written so far are intact. Free some space or make the folder "
+            "writable, then start the same command again; or choose another --savedir."
+        ) from None
+
+
+@contextlib.contextmanager
+def atomic_write(path: pathlib.Path) -> Iterator[BinaryIO]:
+    """Yields a binary file whose content replaces `path` in one step.
+
+    The bytes go to a temporary file in the same folder. It is renamed to `path` only
+    after they have reached the disk. So a reader finds the old file or the new one,
+    never a part, even after a crash or on a full disk.
+
+    One writer at a time: the temporary file always has the same name, so that a killed
+    process leaves at most one behind.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Makes renames in `folder` survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems of networks and virtual machines have no such call.
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def has_content(path: pathlib.Path) -> bool:
+    """Whether the file exists and is not empty."""
+    return path.exists() and path.stat().st_size > 0
+
+
+class RunFolder:
+    """The folder savedir/xpid, locked for this process.
+
+    It is created if it does not exist. `close` removes it if it is empty.
+
+    Args:
+      savedir: the folder of all runs; `~` is expanded.
+      xpid: the name of the run, one path component.
+
+    Raises:
+      RunNameError: xpid is not a plain name.
+      RunBusyError: another process has locked the folder.
+      RunFileError: the folder can't be created.
+    """
+
+    def __init__(self, savedir: str, xpid: str) -> None:
+        if xpid in ("", ".", "..", "latest") or "/" in xpid or "\0" in xpid:
+            raise RunNameError(
+                f"xpid is {xpid!r}; it names a folder in {savedir}, so it must be one "
+                'plain name without "/" and other than "latest".'
+            )
+        self.path = pathlib.Path(os.path.abspath(os.path.expanduser(savedir)), xpid)
+        self._descriptor = -1
+        with writing(self.path):
+            while self._descriptor < 0:
+                try:
+                    self.path.mkdir(parents=True, exist_ok=True)
+                except FileExistsError:  # a file has this name
+                    raise NotADirectoryError(
+                        errno.ENOTDIR, "it is not a folder", str(self.path)
+                    ) from None
+                descriptor = _lock_folder(self.path)
+                # Another process may have removed the folder just before the lock.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(descriptor), self.path.stat()):
+                        self._descriptor = descriptor
+                if self._descriptor < 0:
+                    os.close(descriptor)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):  # it is not empty
+                self.path.rmdir()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _lock_folder(folder: pathlib.Path) -> int:
+    """Locks `folder` for this process; closing the returned descriptor unlocks it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise RunBusyError(
+            error.errno,
+            "Another process writes to this run. Wait for it, end it, or choose "
+            "another --xpid",
+            str(folder),
+        ) from error
+    except OSError as error:  # some network file systems have no locks
+        log.warning(
+            "Cannot lock %s (%s). Start only one process for this run.", folder, error
+        )
+    return descriptor

@@ -1,0 +1,221 @@
+"""logs.csv, one row per batch, and fields.csv, its columns.
+
+Importing this module does not load torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import math
+import os
+import pathlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torchbeast.base.errors import UserError
+from torchbeast.records.folder import atomic_write, has_content
+
+log = logging.getLogger(__name__)
+
+# Columns about an evaluation of the weights of `eval_step`, see evaluator.py.
+EVAL_COLUMNS = ("eval_step", "eval_return", "eval_length")
+
+
+class LogsError(UserError, ValueError):
+    """logs.csv is damaged, or another program has written it."""
+
+
+class ColumnError(UserError, ValueError):
+    """Two columns of logs.csv have the same name, or a column is not a number."""
+
+
+def join_columns(*rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Joins parts of a row of logs.csv.
+
+    Raises:
+      ColumnError: two parts have a column of the same name.
+    """
+    joined: dict[str, Any] = {}
+    for row in rows:
+        if twice := sorted(joined.keys() & row.keys()):
+            raise ColumnError(
+                f"logs.csv would have two columns named {', '.join(twice)}. Rename the "
+                "auxiliary loss (Net.auxiliary_losses) or the value that your fork logs"
+            )
+        joined |= row
+    return joined
+
+
+def spread(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a row, as Python's numbers.
+
+    A number is one column, and so is None, an empty cell. A vector [K] is K columns:
+    NAME_0, NAME_1, ... They may be Python's, NumPy's or torch's.
+
+    Raises:
+      ColumnError: a value is something else, or two columns have the same name.
+    """
+    columns: dict[str, Any] = {}
+    for name, value in row.items():
+        value = value.tolist() if hasattr(value, "tolist") else value
+        parts = {name: value}
+        if isinstance(value, list | tuple):
+            parts = {f"{name}_{i}": x for i, x in enumerate(value)}
+        for column, x in parts.items():
+            if not isinstance(x, int | float | None):
+                raise ColumnError(
+                    f"the column {column} of logs.csv would be {x!r:.60}. Allowed are "
+                    f"a number, or a vector [K] as {name}_0 to {name}_{{K - 1}}: sum "
+                    "it, or take its mean, where your fork returns it"
+                )
+        columns = join_columns(columns, parts)
+    return columns
+
+
+class LogsCsv:
+    """logs.csv and fields.csv of one run. One thread at a time.
+
+    Existing rows are kept up to the first with a step larger than `last_step`. The
+    others are cut, and an unfinished last line with them.
+
+    Args:
+      folder: of the run, locked by the caller.
+      last_step: None cuts all rows.
+
+    Raises:
+      ValueError: logs.csv was not written by this class, or is damaged.
+    """
+
+    def __init__(self, folder: pathlib.Path, last_step: int | None) -> None:
+        self.path = folder / "logs.csv"
+        self._fields_path = folder / "fields.csv"
+        self._columns: list[str] = []
+        self._tick = 0
+        if has_content(self.path):
+            self._cut(last_step)
+        self._file = self.path.open("ab", buffering=0)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends a row with _tick (0, 1, ...) and _time (Unix seconds).
+
+        A key that is new becomes the last column. None, NaN and missing values give an
+        empty cell. Floats are written exactly: float(cell) is the same number.
+
+        Raises:
+          ColumnError: `row` has a key _tick or _time.
+          OSError: the row can't be written; logs.csv is unchanged.
+        """
+        full = join_columns({"_tick": self._tick, "_time": time.time()}, row)
+        new = [name for name in full if name not in self._columns]
+        if new:
+            self._add_columns(new)
+        self._append(_csv([[_cell(full.get(name)) for name in self._columns]]))
+        self._tick += 1
+
+    def _cut(self, last_step: int | None) -> None:
+        columns, rows, complete = _read_csv(self.path)
+        if columns and columns[:2] != ["_tick", "_time"]:
+            raise LogsError(
+                f"{self.path} begins with the columns {columns[:2]}, expected _tick "
+                "and _time: another program wrote it. Move it away."
+            )
+        kept: list[list[str]] = []
+        for number, row in enumerate(rows):
+            try:
+                cells = dict(zip(columns, row, strict=True))
+                int(cells["_tick"])
+                step = float(cells.get("step") or "-inf")
+            except ValueError as error:
+                if number < len(rows) - 1:
+                    raise LogsError(
+                        f"Row {number + 1} below the header of {self.path} is damaged "
+                        f"({row}: {error}). Repair it or move the file away."
+                    ) from error
+                break  # a power failure can damage only the last line
+            if last_step is None or step > last_step:
+                break
+            kept.append(row)
+        if not complete or len(kept) < len(rows):
+            lines = len(rows) + (not complete)
+            if last_step is None:
+                log.info("Starting over: %d lines of logs.csv are cut.", lines)
+            else:
+                log.info(
+                    "Resuming at step %d: %d of %d lines of logs.csv are kept.",
+                    *(last_step, len(kept), lines),
+                )
+            with atomic_write(self.path) as file:
+                file.write(_csv([columns, *kept] if columns else []))
+        self._columns = columns
+        self._tick = int(kept[-1][0]) + 1 if kept else 0
+        self._write_fields()
+
+    def _add_columns(self, new: list[str]) -> None:
+        _, rows, _ = _read_csv(self.path)
+        columns = self._columns + new
+        with atomic_write(self.path) as whole:
+            whole.write(_csv([columns, *(row + [""] * len(new) for row in rows)]))
+        file = self.path.open("ab", buffering=0)
+        self._file.close()
+        self._file = file
+        self._columns = columns
+        self._write_fields()
+
+    def _write_fields(self) -> None:
+        """Appends the columns to fields.csv, unless its last line has them already."""
+        path = self._fields_path
+        old = path.read_bytes() if path.exists() else b""
+        line = _csv([self._columns])
+        if self._columns and old.splitlines(keepends=True)[-1:] != [line]:
+            with atomic_write(path) as file:
+                file.write(old + line)
+
+    def _append(self, line: bytes) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            rest = memoryview(line)
+            while rest:  # a disk that fills up takes a part first, then raises
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._file.truncate(end)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+
+def is_evaluated(folder: pathlib.Path, step: int) -> bool:
+    """Whether the run's logs.csv has the evaluation of the weights of `step`."""
+    path = folder / "logs.csv"
+    columns, rows, _ = _read_csv(path) if path.exists() else ([], [], True)
+    return any(
+        dict(zip(columns, row, strict=False)).get("eval_step") == str(step)
+        for row in reversed(rows)
+    )
+
+
+def _csv(rows: Iterable[Sequence[str]]) -> bytes:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(rows)
+    return buffer.getvalue().encode()
+
+
+def _read_csv(path: pathlib.Path) -> tuple[list[str], list[list[str]], bool]:
+    """Returns header, complete rows, and whether the last line is complete."""
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1
+    # A power failure can leave zeros, which csv refuses before Python 3.11.
+    text = data[:end].decode("utf-8", errors="replace").replace("\0", "\ufffd")
+    lines = list(csv.reader(io.StringIO(text, newline="")))
+    return (lines[0] if lines else []), lines[1:], end == len(data)
+
+
+def _cell(value: Any) -> str:
+    if hasattr(value, "item"):  # NumPy scalars and tensors of one element
+        value = value.item()
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    return value if isinstance(value, str) else repr(value)

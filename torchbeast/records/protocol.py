@@ -1,0 +1,103 @@
+"""The protocol of a run: what makes its scores comparable with others.
+
+It is part of meta.json and test.json. `python -m torchbeast.plot` and `report` show it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_ATARI_FLAGS = (
+    *("frame_skip", "noop_max", "sticky_actions", "full_action_space", "life_loss"),
+    "max_episode_frames",
+)
+# MinAtar's ids have sticky actions, and these games get more difficult over time. Games
+# with -v0 have all actions, those with -v1 only the ones that have an effect.
+_MINATAR_STICKY_ACTIONS = 0.1
+_MINATAR_RAMPING = ("Asterix", "Seaquest", "SpaceInvaders")
+
+
+def find_protocol(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The protocol of a run with these values of flags; None without --env."""
+    # Late, because it loads the emulator.
+    from torchbeast.envs import atari
+
+    env = values.get("env")
+    if not env:
+        return None
+    arguments = json.loads(values.get("env_kwargs") or "{}")
+    protocol: dict[str, Any] = {"env": env}
+    if game := atari.atari_game(env):
+        protocol = {"env": f"Atari {game}"}  # the same game for each form of the id
+        protocol |= {name: values[name] for name in _ATARI_FLAGS if name in values}
+    elif env.startswith("MinAtar/"):
+        protocol["sticky_actions"] = arguments.pop(
+            "sticky_action_prob", _MINATAR_STICKY_ACTIONS
+        )
+        minimal = arguments.pop("use_minimal_action_set", env.endswith("-v1"))
+        protocol["full_action_space"] = not minimal
+        ramping = arguments.pop("difficulty_ramping", True)
+        if env.startswith(tuple(f"MinAtar/{game}-" for game in _MINATAR_RAMPING)):
+            protocol["difficulty_ramping"] = ramping
+    if arguments:
+        protocol["env_kwargs"] = json.dumps(arguments, sort_keys=True)
+    for name in ("wrapper", "mask_actions"):
+        if values.get(name):
+            protocol[name] = values[name]
+    if "reward_clipping" in values:
+        protocol["reward_clipping"] = values["reward_clipping"]
+    return protocol
+
+
+def stored_protocol(meta: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The protocol of the flags in meta.json, whichever version wrote the file."""
+    return find_protocol(meta.get("args") or {}) or meta.get("protocol")
+
+
+def describe(protocol: Mapping[str, Any] | None) -> str:
+    """A protocol, or a part of one, in one line."""
+    if protocol is None:
+        return "protocol unknown"
+    return ", ".join(_describe(name, value) for name, value in protocol.items())
+
+
+def _describe(name: str, value: Any) -> str:
+    match name:
+        case "env":
+            return str(value)
+        case "frame_skip":
+            return f"{value} frames per action"
+        case "noop_max":
+            return f"up to {value} no-ops" if value else "no no-ops"
+        case "sticky_actions":
+            return f"sticky actions {value:g}" if value else "no sticky actions"
+        case "full_action_space":
+            return "all actions" if value else "minimal action set"
+        case "life_loss":
+            return "episodes end with a life" if value else "episodes are whole games"
+        case "max_episode_frames":
+            return f"at most {value:,} frames"
+        case "reward_clipping":
+            return {"abs_one": "rewards clipped", "none": "rewards not clipped"}.get(
+                value, f"rewards {value}"
+            )
+        case "difficulty_ramping":
+            return "difficulty ramping" if value else "no difficulty ramping"
+        case "env_kwargs":
+            return f"arguments {value}"
+        case "mask_actions":
+            return "actions masked"
+    return f"{name} {value}"
+
+
+def split_common(
+    protocols: Iterable[Mapping[str, Any] | None],
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What all known protocols share, and what each of them has besides."""
+    known = [p for p in protocols if p is not None]
+    first = known[0] if known else {}
+    same = {k: x for k, x in first.items() if all(p.get(k) == x for p in known)}
+    rest = [{k: x for k, x in p.items() if k not in same} for p in known]
+    return same, rest

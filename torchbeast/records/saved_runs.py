@@ -1,0 +1,188 @@
+"""Reading the files of runs: logs.csv, meta.json, test.json. Loads no torch."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import gzip
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchbeast.base.errors import using
+from torchbeast.records.meta_json import read_meta
+from torchbeast.records.protocol import describe, stored_protocol
+
+# Names of log files, and how to open them. Archived logs may be compressed.
+LOGS: dict[str, Callable[..., Any]] = {"logs.csv": open, "logs.csv.gz": gzip.open}
+MOST_NAMES = 20  # maximal names in an error message
+
+
+class SavedRun(NamedTuple):
+    """One run: its name and the columns of its logs.csv, [N] float64; NaN if empty.
+
+    Attributes:
+      meta: the content of meta.json; {} without.
+    """
+
+    name: str
+    columns: dict[str, np.ndarray]
+    meta: dict[str, Any]
+
+    def protocol(self) -> dict[str, Any] | None:
+        return stored_protocol(self.meta)
+
+    def last(self, column: str) -> float | None:
+        """The last value of a column; None if it has none."""
+        values = self.columns.get(column, np.empty(0))
+        values = values[np.isfinite(values)]
+        return float(values[-1]) if len(values) else None
+
+    def score(self, step: int | None = None) -> float:
+        """The mean return of the last 100 games at `step`, or at the end.
+
+        Raises:
+          ValueError: the run has not reached `step`, or no game has ended until then.
+        """
+        last_step = self.last("step") or 0
+        if step is not None and last_step < step:
+            raise ValueError(
+                f"run {self.name!r} ends at step {last_step:,.0f}, before {step:,}"
+            )
+        returns = self.columns.get("mean_game_return_100", np.empty(0))
+        known = np.isfinite(returns)
+        if step is not None and len(returns):
+            known &= self.columns["step"] <= step
+        if not known.any():
+            until = f" until step {step:,}" if step is not None else ""
+            raise ValueError(f"run {self.name!r}: no game has ended{until}")
+        return float(returns[known][-1])
+
+    def wall_clock(self) -> np.ndarray:
+        """[N] seconds of training at each row, without pauses; NaN if unknown.
+
+        A start counts from its beginning to its last row.
+        """
+        times = self.columns["_time"]
+        dates = [self.meta.get("date_start"), *self.meta.get("resumed", ())]
+        starts = [datetime.datetime.fromisoformat(x).timestamp() for x in dates if x]
+        starts = starts or [float(times[0]) if len(times) else 0.0]
+        seconds = np.full(len(times), np.nan)
+        before = 0.0
+        for begin, end in zip(starts, [*starts[1:], np.inf], strict=True):
+            own = (times >= begin) & (times < end)
+            seconds[own] = before + times[own] - begin
+            before = seconds[own][-1] if own.any() else before
+        return seconds
+
+    def seconds(self) -> float | None:
+        """The last of wall_clock(); None if it is unknown."""
+        if "_time" not in self.columns:
+            return None
+        seconds = self.wall_clock()
+        seconds = seconds[np.isfinite(seconds)]
+        return float(seconds[-1]) if len(seconds) else None
+
+
+def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
+    """The folder of the run: savedir/xpid, or xpid itself if it is a path.
+
+    Raises:
+      ValueError: neither has a logs.csv; the message lists the runs in savedir.
+    """
+    for folder in (savedir / xpid, pathlib.Path(xpid).expanduser()):
+        if any((folder / name).is_file() for name in LOGS):
+            return folder.resolve()
+    logs = savedir.glob("*/logs.csv")
+    names = [path.parent.name for path in logs if not path.parent.is_symlink()]
+    raise ValueError(
+        f"no run {xpid!r}: neither {savedir / xpid} nor {xpid} has a logs.csv. "
+        f"Runs in {savedir}: {_listing(sorted(names))}."
+    )
+
+
+def read_runs(xpids: Sequence[str], savedir: pathlib.Path) -> list[SavedRun]:
+    """Reads each run once. Runs of the same name are named by their folders.
+
+    Raises:
+      ValueError: there is no such run.
+    """
+    folders = list(dict.fromkeys(find_run(xpid, savedir) for xpid in xpids))
+    runs = [read_run(folder) for folder in folders]
+    if len({run.name for run in runs}) == len(runs):
+        return runs
+    return [run._replace(name=str(f)) for f, run in zip(folders, runs, strict=True)]
+
+
+def read_run(folder: pathlib.Path) -> SavedRun:
+    """Reads a run. Skips an unfinished last line; text counts as an empty cell.
+
+    Raises:
+      ValueError: logs.csv or meta.json is damaged.
+    """
+    path, open_text = next(
+        (folder / name, function)
+        for name, function in LOGS.items()
+        if (folder / name).is_file()
+    )
+    with (
+        using(path, "is damaged"),
+        open_text(path, "rt", encoding="utf-8", newline="") as file,
+    ):
+        # A power failure can leave zeros, which csv refuses before Python 3.11.
+        lines = (line.replace("\0", "\ufffd") for line in file)
+        header, *rows = list(csv.reader(lines)) or [[]]
+    if rows and len(rows[-1]) != len(header):
+        del rows[-1]
+    for i, row in enumerate(rows, start=1):
+        if len(row) != len(header):
+            raise ValueError(
+                f"{path} is damaged: row {i} has {len(row)} cells, and the header has "
+                f"{len(header)}. Remove this row"
+            )
+    values = np.array([[_number(cell) for cell in row] for row in rows])
+    values = values.reshape(len(rows), len(header))
+    columns = {name: values[:, i] for i, name in enumerate(header)}
+    run = SavedRun(folder.name, columns, read_meta(folder))
+    with using(folder / "meta.json", "is damaged"):
+        describe(run.protocol())
+        run.seconds()
+    return run
+
+
+def read_test(folder: pathlib.Path) -> dict[str, Any] | None:
+    """What test.json says, None if there is none. Older files lack step and protocol.
+
+    Raises:
+      ValueError: the file is damaged.
+    """
+    path = folder / "test.json"
+    if not path.exists():
+        return None
+    with using(path, "is not a result of --mode test"):
+        test = json.loads(path.read_text(encoding="utf-8"))
+        rules = stored_protocol({**test, "args": test.get("flags")})
+        describe(rules)
+        return {
+            "step": None if test.get("step") is None else int(test["step"]),
+            "protocol": rules,
+            "mean": float(test["mean"]),
+            "std": float(test["std"]),
+            "num_games": int(test["num_games"]),
+            "policy": str(test["policy"]),
+        }
+
+
+def _number(cell: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        return float("nan")
+
+
+def _listing(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return (", ".join(names[:MOST_NAMES]) or "none") + more

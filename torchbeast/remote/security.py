@@ -1,0 +1,227 @@
+"""The flags that environment servers and learner share: addresses, TLS, token.
+
+Environment machines import this module, so it does not load torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torchbeast.base.errors import FlagError, UserError
+from torchbeast.runs.flagset import Flags
+
+if TYPE_CHECKING:
+    import libtorchbeast
+
+log = logging.getLogger(__name__)
+
+NUM_SERVERS = 4
+# Other users can't create sockets here. Not XDG_RUNTIME_DIR, because servers and
+# learner may be started in different sessions.
+PRIVATE_FOLDER = f"/tmp/torchbeast-{os.getuid()}"
+PIPES_BASENAME = f"unix:{PRIVATE_FOLDER}/polybeast"
+ENVS_PER_ACTOR = 8
+
+
+class ServerError(UserError, RuntimeError):
+    """An environment server did not start, crashed too often, or is refused."""
+
+
+def choose_side(flags: Flags) -> None:
+    """Drops a saved --listen or --server_addresses if the other one was typed.
+
+    Raises:
+      FlagError: both are given.
+    """
+    if not (flags.listen and flags.server_addresses):
+        return
+    typed = flags.typed & {"listen", "server_addresses"}
+    if typed == {"listen"}:
+        flags.server_addresses = None
+    elif typed == {"server_addresses"}:
+        flags.listen = None
+    else:
+        raise FlagError(
+            "give --listen, to wait for environments, or --server_addresses, to "
+            "connect to them, but not both"
+        )
+
+
+def add_connection_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that both sides of a connection have."""
+    add = parser.add_argument_group("connection").add_argument
+    add(
+        "--pipes_basename",
+        default=PIPES_BASENAME,
+        help="path of the servers' sockets on one machine, to which .0, .1, ... are "
+        "added (torchbeast.polybeast: a new one per run)",
+    )
+    add("--num_servers", type=int, default=NUM_SERVERS, help="server processes")
+    add(
+        "--envs_per_actor",
+        type=int,
+        default=ENVS_PER_ACTOR,
+        help="environments per stream; polybeast_learner accepts any number by default",
+    )
+    add(
+        "--tls",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="use TLS; implied by the other --tls flags",
+    )
+    add(
+        "--tls_server_name",
+        help="name in the other side's certificate, if it is not the host's",
+    )
+    add("--tls_cert", help="PEM file with this side's certificate")
+    add("--tls_key", help="PEM file with its key")
+    add(
+        "--tls_ca",
+        help="PEM file with the signer of the other side's certificate; by default the "
+        "side that connects trusts the system's signers",
+    )
+    add("--token_file", help="file with a secret that both sides share")
+    add(
+        "--insecure",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="allow plain TCP beyond this machine, TLS without a token or client "
+        "certificate, and unix sockets of other users",
+    )
+
+
+def uses_tls(flags: argparse.Namespace) -> bool:
+    """Whether connections to host:port addresses use TLS."""
+    names = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name")
+    return any(getattr(flags, name) for name in names)
+
+
+def security(flags: argparse.Namespace) -> libtorchbeast.Security:
+    """The connection flags for libtorchbeast.
+
+    Raises:
+      FlagError: one of the files can't be used.
+    """
+    import libtorchbeast  # may not be built
+
+    return libtorchbeast.Security(
+        tls=flags.tls,
+        tls_ca=flags.tls_ca,
+        tls_cert=flags.tls_cert,
+        tls_key=flags.tls_key,
+        tls_server_name=flags.tls_server_name,
+        token=check_security(flags),
+        insecure=flags.insecure,
+    )
+
+
+def check_security(flags: argparse.Namespace) -> str | None:
+    """Checks the files of the flags. Returns the token, if there is one.
+
+    Raises:
+      FlagError: one of the files can't be used.
+    """
+    check_certificates(flags)
+    if not flags.token_file:
+        return None
+    try:
+        with open(flags.token_file, encoding="utf-8") as file:
+            token = file.read().strip()
+    except OSError as error:
+        raise FlagError(f"--token_file {flags.token_file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise FlagError(
+            f"--token_file {flags.token_file} is not text in UTF-8: {error}"
+        ) from error
+    if not token:
+        raise FlagError(f"--token_file {flags.token_file} is empty")
+    return token
+
+
+def warn_of_exposed_token(flags: argparse.Namespace, addresses: Sequence[str]) -> None:
+    """Logs a warning if others can read the token: in its file, or in the network."""
+    if not flags.token_file:
+        return
+    mode = os.stat(flags.token_file).st_mode
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        log.warning(
+            "Other users can read --token_file %s (its mode is %03o). Use chmod 600.",
+            *(flags.token_file, stat.S_IMODE(mode)),
+        )
+    tcp = [address for address in addresses if not address.startswith("unix:")]
+    if tcp and not uses_tls(flags):
+        log.warning(
+            "The token of --token_file is sent to %s in clear text. Anyone who can "
+            "read this traffic, or who listens there first, gets it. Use TLS.",
+            ", ".join(dict.fromkeys(tcp)),
+        )
+
+
+def make_private_folder(pipes_basename: str) -> None:
+    """Makes PRIVATE_FOLDER, if the sockets are in it.
+
+    Raises:
+      FlagError: the folder can't be made, or it belongs to another user.
+    """
+    if not pipes_basename.startswith(f"unix:{PRIVATE_FOLDER}/"):
+        return
+    try:
+        os.mkdir(PRIVATE_FOLDER, mode=0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise FlagError(
+            f"can't make the folder {PRIVATE_FOLDER} for the servers' sockets: "
+            f"{error.strerror}; give --pipes_basename unix:PATH with another path"
+        ) from error
+    found = os.lstat(PRIVATE_FOLDER)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise FlagError(
+            f"{PRIVATE_FOLDER} is not your folder (it belongs to user {found.st_uid}), "
+            "so sockets there are not safe; give --pipes_basename unix:PATH with a "
+            "path in your own folder"
+        )
+    os.chmod(PRIVATE_FOLDER, 0o700)
+
+
+def check_certificates(flags: argparse.Namespace) -> None:
+    """Raises FlagError if a TLS file can't be used; gRPC gives no reason."""
+    names = ("tls_cert", "tls_key", "tls_ca")
+    if not any(getattr(flags, name) for name in names):
+        return
+    import ssl  # slow
+
+    for name in names:
+        path = getattr(flags, name)
+        if path:
+            try:
+                with open(path, "rb") as file:
+                    found = b"-----BEGIN " in file.read()
+            except OSError as error:
+                raise FlagError(f"--{name} {path}: {error.strerror}") from error
+            if not found:
+                raise FlagError(
+                    f"--{name} {path} is not a PEM file: it has no line with -----BEGIN"
+                )
+    if bool(flags.tls_cert) != bool(flags.tls_key):
+        given, missing = ("cert", "key") if flags.tls_cert else ("key", "cert")
+        raise FlagError(f"--tls_{given} has no effect without --tls_{missing}")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # accept weak certificates
+    checking = ""
+    try:
+        if flags.tls_cert:
+            checking = f"--tls_cert {flags.tls_cert} and --tls_key {flags.tls_key}"
+            # The lambda gives an empty password, so that ssl does not ask for one.
+            context.load_cert_chain(flags.tls_cert, flags.tls_key, lambda: "")
+        if flags.tls_ca:
+            checking = f"--tls_ca {flags.tls_ca}"
+            context.load_verify_locations(flags.tls_ca)
+    except ssl.SSLError as error:
+        reason = (error.reason or str(error)).lower().replace("_", " ")
+        raise FlagError(f"{checking} can't be used: {reason}") from error

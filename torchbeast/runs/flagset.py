@@ -1,0 +1,410 @@
+"""Command-line flags: declared once, resolved once, then frozen.
+
+flags.py declares those that both variants share.
+
+Each flag takes the first value that exists: from the command line, from the checkpoint
+that the run resumes from, from the preset, the default. If the command line names
+another preset than the checkpoint, that preset's flags count as typed.
+
+Importing this module does not load torch, because environment servers parse flags too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torchbeast.base.devices import fast_bf16, learner_device
+from torchbeast.base.errors import FlagError
+from torchbeast.flags import json_object
+from torchbeast.presets import (
+    BEFORE_THE_FLAG_EXISTED,
+    PRESETS,
+    current_name,
+)
+from torchbeast.procs import processes
+from torchbeast.runs import config_file, trust
+from torchbeast.runs.ranges import RANGES
+
+# These flags describe one start, not the run. A resumed run does not take them from the
+# checkpoint.
+OF_ONE_START = {
+    *("mode", "savedir", "xpid", "allow_flag_changes", "disable_checkpoint"),
+    *("write_profiler_trace", "video", "num_test_episodes", "greedy"),
+    *("trust_checkpoint_env", "suppress_logs", "config", "checkpoint"),
+}
+
+# Flags that don't change what a run learns. Some exist in one variant only.
+FREE_TO_CHANGE = OF_ONE_START | {
+    *("preset", "tensorboard", "wandb", "checkpoint_interval", "actor_timeout"),
+    *("episodes_for_avg", "replay_file", "checkpoint_history"),
+    *("eval_interval", "eval_episodes"),
+    # Devices, addresses and security.
+    *("learner_device", "actor_device", "disable_cuda", "num_inference_threads"),
+    *("pipes_basename", "server_addresses", "listen", "bind", "join"),
+    "save_replay",
+    *("tls", "tls_cert", "tls_key", "tls_ca", "tls_server_name"),
+    *("token_file", "insecure"),
+    *("connect_timeout", "max_restarts", "num_actions"),
+    *("launcher", "ray_address"),
+}
+
+# A test neither uses nor opens what these name, unless they were typed.
+NOT_IN_TESTS = FREE_TO_CHANGE | {"init_from"}
+
+# Flags that a resumed run with --sync may change: those that set how it learns from now
+# on. The others determine the games in progress and the order of updates.
+FREE_TO_CHANGE_IN_SYNC = FREE_TO_CHANGE | {
+    *("total_steps", "learning_rate", "updates_per_batch", "minibatches"),
+    *("alpha", "momentum", "epsilon"),
+    *("grad_norm_clipping", "entropy_cost", "baseline_cost", "discounting"),
+    *("reward_clipping", "sync", "clip_rho", "clip_pg_rho", "clip_c"),
+    *("trace_decay", "normalize_advantages", "clip_ratio", "kl_threshold"),
+}
+
+
+# That the folder does not exist yet, or can't be made. Opening it tells more.
+_OTHER_FAULTS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES)
+
+
+class Flags(argparse.Namespace):
+    """The flags of a run; read-only after freeze().
+
+    Attributes that start with an underscore are not flags.
+
+    Attributes:
+      typed: names of the flags that the command line, the file of --config or a new
+        preset set.
+      on_command_line: names of those that the command line itself set.
+    """
+
+    _frozen = False
+    _typed: frozenset[str] = frozenset()
+    _on_command_line: frozenset[str] = frozenset()
+
+    @property
+    def typed(self) -> frozenset[str]:
+        return self._typed
+
+    @property
+    def on_command_line(self) -> frozenset[str]:
+        return self._on_command_line
+
+    def freeze(self) -> Flags:
+        self.__dict__["_frozen"] = True
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._frozen:
+            raise AttributeError(
+                f"flags are frozen: {name} can't be set to {value!r} during the run"
+            )
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._frozen:
+            raise AttributeError(
+                f"flags are frozen: {name} can't be deleted during the run"
+            )
+        super().__delattr__(name)
+
+    def replace(self, **changes: Any) -> Flags:
+        """A frozen copy with other values."""
+        copied = Flags(**{**self.as_dict(), **changes})
+        copied._typed = self._typed
+        copied._on_command_line = self._on_command_line
+        return copied.freeze()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in sorted(vars(self).items()) if not k.startswith("_")}
+
+
+def parse(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None = None,
+    saved: dict[str, Any] | None = None,
+    signed: bool = False,
+    place: str = "the checkpoint",
+) -> Flags:
+    """Parses argv. The result is not resolved and not frozen yet.
+
+    All that a run, a test or a notebook takes from a file comes through here.
+
+    Args:
+      saved: flags of a checkpoint. They win over the defaults and the checkpoint's own
+        preset.
+      signed: whether the checkpoint has the signature of this user, see trust.py.
+      place: of the checkpoint, for messages.
+
+    Raises:
+      FlagError: a saved flag has a value that is not allowed.
+      UntrustedError: a file names code, another file or a machine, and nobody typed it.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    words = ["--model=deep" if word == "--use_resnet" else word for word in words]
+    in_file = config_file.find(parser, words)
+    # The command line wins.
+    flags = parser.parse_args([*in_file.words, *words], Flags())
+    typed = _parse_typed(parser, [*in_file.words, *words])
+    on_command_line = _parse_typed(parser, words)
+    preset = PRESETS.get(flags.preset, {}) if flags.preset else {}
+    if flags.preset != _parse_typed(parser, in_file.words).get("preset"):
+        # The command line names the preset, which wins over the file.
+        typed = {
+            k: v for k, v in typed.items() if k not in preset or k in on_command_line
+        }
+    from_file = {k: v for k, v in typed.items() if k not in on_command_line}
+    saved = {k: v for k, v in (saved or {}).items() if k not in OF_ONE_START}
+    if saved:
+        saved = {**BEFORE_THE_FLAG_EXISTED, **saved}
+        saved["preset"] = current_name(saved.get("preset"))
+    for action in parser._actions:
+        name = action.dest
+        if name in saved and not _fits(action, saved[name]):
+            allowed = ", ".join(map(str, action.choices or ()))
+            raise FlagError(
+                f"the checkpoint's flag {name} is {saved[name]!r}, which is not "
+                + (
+                    f"among {allowed}: if a fork saved it, use the fork's code"
+                    if allowed
+                    else "allowed: another program wrote the file, or it is damaged"
+                )
+            )
+    if saved and "preset" in typed and flags.preset != saved.get("preset"):
+        typed = preset | typed  # a new preset counts as typed
+    elif saved:
+        preset = PRESETS.get(saved["preset"] or "", {})
+    if (from_file or saved) and not flags.trust_checkpoint_env:
+        if not in_file.signed:
+            trust.check(in_file.place, trust.risky(parser, from_file))
+        if saved and not signed:
+            left = {k: v for k, v in saved.items() if k not in typed}
+            found = trust.risky(parser, left)
+            unused = found.keys() & (NOT_IN_TESTS if flags.mode != "train" else set())
+            saved = {k: v for k, v in saved.items() if k not in unused}
+            trust.check(place, {k: v for k, v in found.items() if k not in unused})
+    known = flags.as_dict()
+    for values in (preset, saved, typed):
+        for name, value in values.items():
+            if name in known:
+                setattr(flags, name, value)
+    flags._typed = frozenset(typed)
+    flags._on_command_line = frozenset(on_command_line)
+    return flags
+
+
+def _parse_typed(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> dict[str, Any]:
+    """The flags that argv sets, without defaults."""
+    unset = object()  # argparse gives a default only to attributes that are missing
+    names = {action.dest for action in parser._actions} | parser._defaults.keys()
+    blank = argparse.Namespace(**dict.fromkeys(names, unset))
+    found = vars(parser.parse_args(argv, blank))
+    return {name: value for name, value in found.items() if value is not unset}
+
+
+def _fits(action: argparse.Action, value: Any) -> bool:
+    """Whether a checkpoint's value has the right type and is among the choices."""
+    if value is None:
+        return True
+    if action.choices is not None:
+        return value in action.choices
+    if action.nargs == 0:  # a switch
+        return isinstance(value, bool)
+    if action.type in (int, float):
+        numbers = int if action.type is int else (int, float)
+        return isinstance(value, numbers) and not isinstance(value, bool)
+    return action.type not in (None, json_object) or isinstance(value, str)
+
+
+def resolve_folder(flags: Flags) -> None:
+    """Fills in --savedir and --xpid, and checks them.
+
+    Raises:
+      FlagError: they don't name a folder.
+    """
+    savedir = os.path.expanduser(flags.savedir)
+    if savedir.startswith("~"):
+        raise FlagError(
+            f"--savedir {flags.savedir}: the home folder is unknown. Set HOME, or "
+            "choose another --savedir"
+        )
+    flags.savedir = savedir
+    if not flags.xpid:  # random digits: a script may start several runs in a second
+        flags.xpid = (
+            f"{time.strftime('torchbeast-%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        )
+    if os.sep in flags.xpid or flags.xpid in (".", "..", "latest"):
+        raise FlagError(
+            f'--xpid must be the name of a folder in --savedir, without "{os.sep}" and '
+            f'other than "latest", got {flags.xpid!r}'
+        )
+    folder = os.path.join(savedir, flags.xpid)
+    for path in (folder, *(f"/{part}" for part in folder.split(os.sep))):
+        try:
+            os.lstat(path)
+        except (OSError, ValueError) as error:  # ValueError: a null character
+            if getattr(error, "errno", None) in _OTHER_FAULTS:
+                continue
+            raise FlagError(
+                f"--savedir and --xpid can't name a folder: {error.args[-1]}: "
+                f"{folder[:100]!r}... Give a shorter one, with at most 255 bytes per "
+                "name"
+            ) from None
+
+
+def check_effects(flags: Flags) -> None:
+    """Raises FlagError if a flag of the command line has no effect.
+
+    A --config may have such flags: that of a run has all flags.
+    """
+    here = flags.on_command_line
+    cases: list[tuple[bool, str, tuple[str, ...]]] = [
+        (
+            not flags.replay_ratio and "replay_ratio" not in here,
+            "without a replay: add --replay_ratio, for example 7",
+            ("replay_size", "replay_file", "save_replay", "learn_start"),
+        ),
+        (
+            not flags.eval_interval and "eval_interval" not in here,
+            "without evaluations: add --eval_interval, for example 500000",
+            ("eval_episodes",),
+        ),
+        (
+            flags.mode == "train",
+            "in training, which resumes from model.tar: add --mode test, or start "
+            "another run with --init_from",
+            ("checkpoint",),
+        ),
+    ]
+    for off, cause, names in cases:
+        for name in names:
+            if off and name in here and getattr(flags, name):
+                value = getattr(flags, name)
+                raise FlagError(f"--{name} {value} has no effect {cause}")
+
+
+def check_ranges(flags: argparse.Namespace) -> None:
+    """Raises FlagError if a number is out of its range. None is allowed."""
+    for name, value in vars(flags).items():
+        allowed = RANGES.get(name)
+        if allowed and value is not None and value not in allowed:
+            raise FlagError(f"--{name} must be {allowed}, got {value}")
+
+
+def resolve(flags: Flags) -> Flags:
+    """Fills in the flags that depend on the machine or on others; checks them.
+
+    --savedir and --xpid are left as they are, see resolve_folder.
+
+    Raises:
+      FlagError: a value is not allowed; the message says what is.
+    """
+    check_ranges(flags)
+    steps = flags.batch_size * flags.unroll_length
+    if flags.mode == "train" and steps > flags.total_steps:
+        raise FlagError(
+            f"one batch has {steps:,} steps (--batch_size {flags.batch_size} times "
+            f"--unroll_length {flags.unroll_length}), more than --total_steps "
+            f"{flags.total_steps:,}: the run would end after one update. Raise "
+            "--total_steps or make the batch smaller"
+        )
+    if flags.mode == "train" and flags.video:
+        raise FlagError(
+            f"--video {flags.video} records a test, not training: add --mode test"
+        )
+    if flags.torch_threads is None:
+        flags.torch_threads = max(1, processes.num_cpus() // 2)  # half: for the actors
+    check_effects(flags)
+    if flags.learn_start is None:
+        flags.learn_start = min(10_000, flags.replay_size // 2)
+    if flags.replay_ratio and flags.replay_size < 8 * flags.unroll_length:
+        raise FlagError(
+            f"--replay_ratio {flags.replay_ratio:g} needs a replay: give --replay_size "
+            f"of at least 8 times --unroll_length {flags.unroll_length}, got "
+            f"{flags.replay_size}"
+        )
+    replayed = flags.replay_ratio * flags.batch_size * flags.unroll_length
+    if flags.mode == "train" and replayed > flags.replay_size > 0:
+        raise FlagError(
+            f"--replay_ratio {flags.replay_ratio:g} replays {replayed:,.0f} steps per "
+            f"batch (times --batch_size {flags.batch_size} and --unroll_length "
+            f"{flags.unroll_length}), more than --replay_size {flags.replay_size:,} "
+            "has: lower it"
+        )
+    if flags.replay_ratio and flags.sync and not flags.disable_checkpoint:
+        raise FlagError(
+            "--sync resumes exactly, but a checkpoint lacks the replay's contents: add "
+            "--disable_checkpoint, or leave out --sync"
+        )
+    if flags.batch_size % flags.minibatches:
+        raise FlagError(
+            f"--minibatches {flags.minibatches} must divide --batch_size "
+            f"{flags.batch_size}, so that all parts have the same number of rollouts: "
+            "give another batch size, or --minibatches 1"
+        )
+    if flags.updates_per_batch % flags.minibatches:
+        raise FlagError(
+            f"--updates_per_batch {flags.updates_per_batch} must be a multiple of "
+            f"--minibatches {flags.minibatches}, so that all rollouts count equally: "
+            f"give --updates_per_batch {flags.minibatches} for one pass over a batch, "
+            "or --minibatches 1"
+        )
+    trains_from_replay = flags.replay_ratio and flags.mode == "train"
+    if trains_from_replay and flags.num_learner_threads > 1:
+        raise FlagError(
+            f"--num_learner_threads {flags.num_learner_threads} can't be used with "
+            f"--replay_ratio {flags.replay_ratio:g}: the replay needs the rollouts of "
+            "each environment in order. Give --num_learner_threads 1"
+        )
+    if flags.replay_ratio and flags.minibatches > 1:
+        raise FlagError(
+            f"--minibatches {flags.minibatches} can't be used with --replay_ratio "
+            f"{flags.replay_ratio:g}: each update needs online and replayed rollouts. "
+            "Give --minibatches 1"
+        )
+    if flags.replay_ratio and flags.learn_start > flags.replay_size:
+        raise FlagError(
+            f"--learn_start {flags.learn_start:,} is more than --replay_size "
+            f"{flags.replay_size:,}, and the replay can't hold so many steps: lower "
+            "--learn_start"
+        )
+    if flags.precision == "auto":
+        flags.precision = "bf16" if fast_bf16(learner_device(flags)) else "fp32"
+    return flags
+
+
+def left_open(before: dict[str, Any], flags: Flags) -> list[str]:
+    """Names of the flags that were filled in from the machine or from other flags.
+
+    Args:
+      before: the flags before they were resolved.
+    """
+    return sorted(
+        name
+        for name, value in flags.as_dict().items()
+        if before.get(name) in (None, "auto") and value != before.get(name)
+    )
+
+
+def changed(
+    saved: dict[str, Any], flags: Flags, free: set[str] = FREE_TO_CHANGE
+) -> dict[str, tuple[Any, Any]]:
+    """Flags that differ from a checkpoint's: {name: (saved, now)}."""
+    now = flags.as_dict()
+    return {
+        name: (saved.get(name), now.get(name))
+        for name in sorted((saved.keys() | now.keys()) - free)
+        if saved.get(name) != now.get(name)
+    }
+
+
+def describe_changes(changes: dict[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"--{name} {a} -> {b}" for name, (a, b) in changes.items())

@@ -1,0 +1,287 @@
+"""How a run starts: its folder, its checkpoint and its flags.
+
+`begin` first locks the folder, so that no other process writes a checkpoint meanwhile.
+Then each flag takes the first value that exists: typed, saved in the checkpoint, from
+the preset, the default. Flags that the user left open in the saved run, such as the
+number of threads, are chosen again for this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import logging
+import pathlib
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torchbeast.base import devices
+from torchbeast.base.errors import FlagError
+from torchbeast.envs.atari import atari_game
+from torchbeast.flags import environment_flags
+from torchbeast.presets import PRESETS, RENAMED
+from torchbeast.records.folder import RunExistsError, RunFolder, has_content
+from torchbeast.records.logs_csv import is_evaluated
+from torchbeast.records.meta_json import complete_meta, read_meta
+from torchbeast.runs import checkpoint, flagset, script, trust
+from torchbeast.runs.flagset import Flags
+
+log = logging.getLogger(__name__)
+
+
+class Start(NamedTuple):
+    """What a run starts from.
+
+    Attributes:
+      flags: resolved and frozen.
+      folder: of the run, locked.
+      saved: the checkpoint to resume from, or None.
+      left_open: flags that were filled in from the machine or from other flags.
+      start_over: the run died before its first checkpoint.
+      notes: lines for the log.
+    """
+
+    flags: Flags
+    folder: RunFolder
+    saved: dict[str, Any] | None
+    left_open: list[str]
+    start_over: bool
+    notes: list[str]
+
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do; if so, logs it.
+
+        The checkpoint is at --total_steps, and the final weights are evaluated or need
+        no evaluation. If only the end of meta.json is missing, as after kill -9, writes
+        it.
+        """
+        flags, path = self.flags, self.folder.path
+        step = self.saved["stats"]["step"] if self.saved else 0
+        if step < flags.total_steps:
+            return False
+        if not read_meta(path).get("successful"):
+            if flags.eval_interval and not is_evaluated(path, step):
+                log.info("What is left is the evaluation of the final weights.")
+                return False
+            complete_meta(path, step)
+        log.info(
+            "The run %s is at step %d of --total_steps %d already. To continue it, "
+            "raise --total_steps.",
+            *(flags.xpid, step, flags.total_steps),
+        )
+        return True
+
+
+@contextlib.contextmanager
+def begin(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    resolve_layout: Callable[[Flags], Flags],
+) -> Iterator[Start]:
+    """Locks the run's folder, reads the checkpoint, if any, and resolves the flags.
+
+    Args:
+      resolve_layout: fills in the flags that only one variant has, and checks them.
+
+    Raises:
+      CheckpointError: the checkpoint can't be read.
+      FlagError: a flag has a value that is not allowed, or not with this checkpoint.
+      RunExistsError: the run was started before and can't be resumed.
+    """
+    flags = flagset.parse(parser, argv)
+    if flags.suppress_logs:
+        script.print_warnings_only()
+    flagset.resolve_folder(flags)
+    with RunFolder(flags.savedir, flags.xpid) as folder:
+        yield _begin(parser, argv, flags, folder, resolve_layout)
+
+
+def _begin(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    flags: Flags,
+    folder: RunFolder,
+    resolve_layout: Callable[[Flags], Flags],
+) -> Start:
+    saved, start_over = None, False
+    notes: list[str] = []
+    path = folder.path / "model.tar"
+    if not flags.disable_checkpoint and path.exists():
+        saved = checkpoint.load(path)
+        checkpoint.check(saved, path)
+        flags = merge(parser, argv, saved, path, notes)
+        if flags.sync:
+            check_sync(flags, saved)
+        check_init_from(flags, saved)
+    elif has_content(folder.path / "logs.csv"):
+        check_new_start(folder, flags)
+        start_over = True
+    flags.savedir, flags.xpid = str(folder.path.parent), folder.path.name
+    before = flags.as_dict()
+    flags = resolve_layout(flagset.resolve(flags))
+    notes += notes_on_unused_flags(parser, flags)
+    left_open = set(flagset.left_open(before, flags))
+    if saved:
+        if flags.sync:
+            left_open |= set(saved.get("flags_left_open", ())) - flags.typed
+        notes += notes_on_changed_flags(flags, saved["flags"])
+    return Start(flags.freeze(), folder, saved, sorted(left_open), start_over, notes)
+
+
+def merge(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    saved: dict[str, Any],
+    path: pathlib.Path,
+    notes: list[str],
+) -> Flags:
+    """Returns the flags of a resumed run, not resolved yet.
+
+    Raises:
+      UntrustedError: the checkpoint names code or files, and nobody typed it.
+    """
+    signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
+    # Nothing is used yet: outdated values, such as addresses, need no trust.
+    flags = flagset.parse(parser, argv, saved["flags"], signed=True)
+    if flags.sync:  # keep threads and precision, too: they change rounding
+        return flagset.parse(parser, argv, saved["flags"], signed, str(path))
+    outdated = set(saved.get("flags_left_open", ()))
+    # Even a typed number of buffers was chosen for the old layout.
+    if flags.typed & {"num_actors", "envs_per_actor", "batch_size"}:
+        outdated.add("num_buffers")
+    for name, find in (
+        ("learner_device", devices.learner_device),
+        ("actor_device", devices.actor_device),
+    ):
+        if saved["flags"].get(name) and name not in flags.typed:
+            try:
+                find(flags)
+            except FlagError as error:
+                notes.append(f"Using another device: {error}.")
+                outdated.add(name)
+    kept = {k: v for k, v in saved["flags"].items() if k not in outdated}
+    return flagset.parse(parser, argv, kept, signed, str(path))
+
+
+def check_new_start(folder: RunFolder, flags: Flags) -> None:
+    """Refuses to start a run over, unless it died before its first checkpoint.
+
+    Raises:
+      RunExistsError: the run would lose rows of logs.csv that it still needs.
+    """
+    previous = checkpoint.previous_path(folder.path / "model.tar")
+    meta = read_meta(folder.path)
+    if flags.disable_checkpoint:
+        why = "With --disable_checkpoint it can't be resumed"
+    elif previous.exists():
+        command = shlex.join(["cp", str(previous), str(folder.path / "model.tar")])
+        why = f"Its model.tar is missing. To resume from {previous.name}: {command}"
+    elif meta.get("successful") or meta.get("args", {}).get("disable_checkpoint"):
+        why = "It has no checkpoint to resume from"
+    else:
+        return
+    raise RunExistsError(
+        f"the run {flags.xpid} was started before, in {folder.path}. {why}. Choose "
+        "another --xpid, or remove the folder"
+    )
+
+
+def check_init_from(flags: Flags, saved: dict[str, Any]) -> None:
+    """Raises FlagError if other weights are typed than those that the run began with.
+
+    The run's own command can be given again.
+    """
+    if flags.init_from not in (None, saved["flags"].get("init_from")):
+        raise FlagError(
+            f"--init_from {flags.init_from} would have no effect: the run {flags.xpid} "
+            f"exists, and goes on with its weights of step {saved['stats']['step']}. "
+            "Choose another --xpid for a new run, or leave out --init_from"
+        )
+
+
+def new_run_warning(start: Start) -> str | None:
+    """A warning if a new run was possibly meant to be the resume of another one."""
+    flags, path = start.flags, start.folder.path
+    if "xpid" not in flags.typed or flags.typed & {"env", "preset", "config"}:
+        return None
+    others = [x.parent.name for x in path.parent.glob("*/logs.csv") if x.parent != path]
+    similar = difflib.get_close_matches(path.name, sorted({*others} - {"latest"}))
+    if similar or flags.typed <= {"xpid", "savedir"}:
+        return (
+            f"There was no run {path.name} in {path.parent}, so this one is new, and "
+            f"learns the default --env {flags.env} from step 0. Similar names: "
+            f"{', '.join(similar) or 'none'}."
+        )
+    return None
+
+
+def check_sync(flags: Flags, saved: dict[str, Any]) -> None:
+    """Raises FlagError if a run with --sync can't be resumed exactly."""
+    actors = saved.get("actors")
+    if not actors:
+        raise FlagError(
+            "--sync resumes the games in progress, but the checkpoint of "
+            f"{flags.xpid} was saved without --sync and has none. Leave out --sync, or "
+            "choose another --xpid"
+        )
+    changes = flagset.changed(saved["flags"], flags, flagset.FREE_TO_CHANGE_IN_SYNC)
+    typed = {
+        name: change
+        for name, change in changes.items()
+        if name in flags.typed and name in saved["flags"]
+    }
+    if typed:
+        raise FlagError(
+            "a run with --sync resumes exactly, with the same games and the same order "
+            f"of updates, so it can't change {flagset.describe_changes(typed)}. "
+            "Leave these flags out, choose another --xpid, or give --no-sync"
+        )
+
+
+def notes_on_changed_flags(flags: Flags, saved: dict[str, Any]) -> list[str]:
+    """Describes the flags that differ from the saved ones, one line per reason."""
+    now = flags.as_dict()
+    notes = []
+    if saved.get("preset") in RENAMED:
+        name = saved["preset"]
+        notes.append(f"The preset {name} is now named {RENAMED[name]}.")
+        saved = saved | {"preset": RENAMED[name]}
+    changes = flagset.changed(saved, flags, flagset.OF_ONE_START)
+    typed = {name: x for name, x in changes.items() if name in flags.typed}
+    gone = {name: x for name, x in changes.items() if name not in now}
+    new = {name: x for name, x in changes.items() if name not in saved}
+    if typed:
+        notes.append(f"Changed flags: {flagset.describe_changes(typed)}.")
+    dropped = [f"--{name} {x}" for name, (x, _) in gone.items() if x is not None]
+    if dropped:
+        notes.append(f"Dropped unknown flags: {', '.join(dropped)}.")
+    added = [f"--{name} {x}" for name, (_, x) in new.items() if name not in typed]
+    if added:
+        notes.append(f"Default values, not in the checkpoint: {', '.join(added)}.")
+    rest = {k: x for k, x in changes.items() if k not in {*typed, *gone, *new}}
+    if rest:
+        changed = flagset.describe_changes(rest)
+        notes.append(f"Chosen again for this machine: {changed}.")
+    return notes
+
+
+def notes_on_unused_flags(parser: argparse.ArgumentParser, flags: Flags) -> list[str]:
+    """A note about typed flags of Atari, if the environment is another one."""
+    if atari_game(flags.env):
+        return []
+    others = {action.dest for action in environment_flags(is_atari=False)}
+    names = {action.dest for action in environment_flags(is_atari=True)} - others
+    preset = PRESETS.get(flags.preset or "", {})
+    typed = [
+        f"--{name} {value}"
+        for name in sorted(names & flags.typed)
+        if (value := getattr(flags, name)) != preset.get(name, parser.get_default(name))
+    ]
+    if not typed:
+        return []
+    return [
+        f"Without effect, because {flags.env} is not an Atari game: "
+        f"{', '.join(typed)}. --env_kwargs passes arguments to an environment."
+    ]

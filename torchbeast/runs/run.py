@@ -1,0 +1,443 @@
+"""Files, signals, threads and checkpoints around the loop of a training run.
+
+    with Run(start, learner) as run:
+        run.on_stop(stop)
+        run.start_thread("learner-0", work)
+        while run.going():
+            ...  # at most a second
+    return run.exit_status
+
+The script owns the loop. Its body may raise any exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from torchbeast.base import errors
+from torchbeast.core import finite, replay_memory, rollout
+from torchbeast.core.observations import log_encoders
+from torchbeast.procs import processes
+from torchbeast.procs.wake_pipe import WakePipe
+from torchbeast.records import code_record
+from torchbeast.records.file_writer import FileWriter
+from torchbeast.records.logs_csv import join_columns, spread
+from torchbeast.runs import checkpoint, kept_checkpoints, resume, trust
+from torchbeast.runs.prof import Profile, Timings
+from torchbeast.runs.status import Status, format_return
+from torchbeast.runs.trackers import Tracker, make_trackers
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 5.0  # least time limit for threads to end
+
+
+class Run:
+    """A training run from its first log line to its exit status.
+
+    On exit it stops the threads, saves a checkpoint if there is something new and valid
+    to save, closes `stack` and completes meta.json. An exception in the body or in a
+    thread ends the run: it is logged, and the exit status is 1.
+
+    `wake` and `log` are thread-safe. `updating` is for learner threads. All other
+    methods are for the main thread.
+
+    Args:
+      start: flags, folder and checkpoint.
+      learner: a torchbeast.learner.Learner. It loads the checkpoint, if there is one.
+
+    Attributes:
+      stack: an ExitStack, closed after the last checkpoint.
+      timings: of the learner threads; use it only inside `updating`.
+      wake: wakes the main thread.
+      wake_reader: a file descriptor that is readable when the main thread should wake.
+      interrupted: a stop signal has cut off the work after the last update.
+      exit_status: 0 finished, 1 failed, 128 + n ended by signal n. Valid after exit.
+    """
+
+    def __init__(self, start: resume.Start, learner: Any) -> None:
+        self.start, self.learner, self.flags = start, learner, start.flags
+        self.resumed = start.saved is not None
+        rollout.check_batch(self.flags, learner.row_spec)
+        if start.saved:
+            learner.load_state_dict(start.saved)
+        elif self.flags.init_from:
+            checkpoint.take_over(
+                self.flags.init_from, self.flags.savedir, learner.model
+            )
+        saved_replay = start.folder.path / replay_memory.FILE
+        if start.saved and learner.mixer and saved_replay.exists():
+            replay_memory.load(learner.mixer.replay, saved_replay, learner.step)
+        if learner.device.type == "cpu":
+            torch.set_num_threads(self.flags.torch_threads)
+        log_encoders(learner.model, self.flags.model)
+        self.stack = contextlib.ExitStack()
+        self.timings = Timings()
+        self.interrupted, self.exit_status = False, 1
+        self._next_columns: dict[str, Any] = {}
+        self._columns_lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._stop_threads: list[Callable[[], None]] = []
+        self._thread_errors: list[BaseException] = []
+        self._error: str | None = None  # what ended the run, for meta.json
+        self._signal, self._signalled_at, self._signal_logged = 0, 0.0, False
+        self._saving = False  # if so, a second signal is ignored
+        self._lock = threading.Lock()  # protects the learner
+        self._longest_update = 0.0  # seconds
+        self._began_at = self._saved_at = self._progress()
+        self._last_save = time.monotonic()
+        self._kept = self._milestone()
+        self._profile = Profile(self.flags, learner.num_updates)
+        self._status_line = Status(learner.step, self.flags.total_steps)
+        self._trackers: list[Tracker] = []
+        self._wake_pipe = WakePipe()
+        self.wake, self.wake_reader = self._wake_pipe.wake, self._wake_pipe.reader
+
+    def __enter__(self) -> Run:
+        start, flags = self.start, self.flags
+        step = self.learner.step if self.resumed else None
+        self._trackers = make_trackers(flags, start.folder.path, step)
+        # From now on signals are only noted, so that meta.json gets the end of the run.
+        for number in processes.handled_signals():
+            signal.signal(number, self._on_signal)
+        code = code_record.record(start.folder.path, flags)
+        self._writer = FileWriter(
+            flags.savedir,
+            flags.xpid,
+            flags.as_dict(),
+            resume_step=step,
+            folder=start.folder,
+            start_over=start.start_over,
+            left_open=start.left_open,
+            about={"optimizer": type(self.learner.optimizer).__name__, **code},
+        )
+        path = self._writer.path
+        if self.resumed or start.start_over:
+            kept_checkpoints.remove_later(path / "model.tar", self.learner.step)
+        self.stack.callback(lambda: self._profile.close(path))
+        self._old_wakeup = self._wake_pipe.wake_on_signals()
+        is_new = not (self.resumed or start.start_over)
+        log.info("%s %s in %s", "New run" if is_new else "Run", flags.xpid, path)
+        if is_new and (warning := resume.new_run_warning(start)):
+            log.warning("%s", warning)
+        if self.resumed:
+            log.info("Resuming at step %d.", self.learner.step)
+        elif start.start_over:
+            log.warning("%s died before its first checkpoint.", flags.xpid)
+        for note in start.notes:
+            log.info("%s", note)
+        if self.learner.mixer:
+            self.learner.mixer.check_steps(flags.total_steps - self.learner.step)
+        return self
+
+    # --- The main loop
+
+    def going(self, may_stop: bool = True) -> bool:
+        """Starts an iteration of the main loop. Returns False if the run should end.
+
+        Args:
+          may_stop: whether the run may end now. With --sync it ends between two rounds.
+
+        Raises:
+          BaseException: the first exception of a thread.
+        """
+        stop_requested = self.stop_requested()
+        self._profile.update(self.learner.num_updates, self._writer.path)
+        finished = self.learner.step >= self.flags.total_steps
+        return not (may_stop and (finished or stop_requested))
+
+    def stop_requested(self) -> bool:
+        """Returns whether a stop signal has come. Logs it and empties the wake-up pipe.
+
+        Raises:
+          BaseException: the first exception of a thread.
+        """
+        self._log_signal()
+        self._wake_pipe.drain()
+        if self._thread_errors:
+            raise self._thread_errors[0]
+        return bool(self._signal)
+
+    def show(self, queued: int, acted: int, streams: str | None = None) -> None:
+        """Updates the live line, see Status.show.
+
+        Args:
+          queued: rollouts that wait for the learner.
+          acted: environment steps taken since the start.
+          streams: connected and expected streams, such as "3/4"; None in MonoBeast.
+        """
+        learner = self.learner
+        mean_return = learner.mean_return(self.flags.episodes_for_avg)
+        self._status_line.show(
+            *(learner.step, learner.sps(), mean_return, learner.games),
+            *(learner.policy_lag, queued, acted, streams),
+        )
+
+    # --- Threads and updates
+
+    def on_stop(self, stop: Callable[[], None]) -> None:
+        """Registers a function that the run calls at its end.
+
+        It asks threads to return, and does not wait for them.
+        """
+        self._stop_threads.append(stop)
+
+    def start_thread(self, name: str, work: Callable[[], None]) -> None:
+        """Starts a thread. An exception in it ends the run."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._thread_errors.append(error)
+            finally:
+                self.wake()
+
+        thread = threading.Thread(target=guarded, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[bool]:
+        """Surrounds the learning from a batch; only one thread at a time can be inside.
+
+        Yields True: then the caller learns, publishes the weights and calls `log`. Or
+        False, if the run is complete or the weights are not finite: then it drops the
+        batch.
+        """
+        learner = self.learner
+        with self._lock:
+            # With --sync the last round is learned from completely.
+            finished = learner.step >= self.flags.total_steps and not self.flags.sync
+            if finished or learner.diverged:
+                yield False
+                return
+            if not self.timings.seconds:
+                self.timings.reset()  # don't count the start of the actors
+            self.timings.time("wait")
+            started = time.monotonic()
+            yield True
+            seconds = time.monotonic() - started
+            self._longest_update = max(self._longest_update, seconds)
+            self.timings.time("learn")
+
+    def add_columns(self, columns: dict[str, Any]) -> None:
+        """Adds columns to the next row. In later rows they are empty. Thread-safe."""
+        with self._columns_lock:
+            self._next_columns |= columns
+
+    def log(self, *parts: dict[str, Any]) -> None:
+        """Writes a row to logs.csv and the trackers.
+
+        Raises:
+          ColumnError: two parts have a column of the same name, or see spread.
+        """
+        with self._columns_lock:
+            row = spread(join_columns(*parts, self._next_columns))
+            self._next_columns = dict.fromkeys(self._next_columns)
+        self._writer.log(row)
+        for tracker in self._trackers:
+            tracker.log(row)
+
+    # --- Checkpoints
+
+    def save_is_due(self) -> bool:
+        flags, seconds = self.flags, time.monotonic() - self._last_save
+        is_due = seconds > flags.checkpoint_interval or self._milestone() > self._kept
+        return is_due and not flags.disable_checkpoint
+
+    def _progress(self) -> tuple[int, int]:
+        """What a checkpoint is worth saving for: steps, and updates of the weights.
+
+        While a replay fills, there are steps without updates.
+        """
+        return self.learner.step, self.learner.num_updates
+
+    def _milestone(self) -> int:
+        """How many of the --checkpoint_history checkpoints are due by now."""
+        step = min(self.learner.step, self.flags.total_steps)
+        return self.flags.checkpoint_history * step // self.flags.total_steps
+
+    def copy_weights(self) -> tuple[int, dict[str, torch.Tensor]] | None:
+        """The present step and a copy of the weights; None if an update is too slow."""
+        if not self._lock.acquire(timeout=1.0):
+            return None
+        try:
+            weights = self.learner.model.state_dict()
+            copies = {k: x.detach().cpu().clone() for k, x in weights.items()}
+            return self.learner.step, copies
+        finally:
+            self._lock.release()
+
+    def save(self, more: Callable[[], dict[str, Any]] = dict) -> None:
+        """Saves a checkpoint, if there were steps since the last one.
+
+        Waits for an update in progress, but not after a stop signal.
+
+        Args:
+          more: returns additional entries of the checkpoint.
+        """
+        learner, flags = self.learner, self.flags
+        if flags.disable_checkpoint or self._progress() == self._saved_at:
+            self._last_save = time.monotonic()
+            return
+        while not self._lock.acquire(timeout=1.0):
+            if self._signal:
+                return
+        try:
+            if learner.diverged:
+                return  # keep the last checkpoint, whose weights are finite
+            state = learner.state_dict() | more()
+            self._saving = True
+            state |= {
+                "flags": flags.as_dict(),
+                "flags_signature": trust.sign(flags.as_dict()),
+                "flags_left_open": self.start.left_open,
+            }
+            path = self.start.folder.path / "model.tar"
+            # The previous checkpoint is the last one with other weights.
+            learned = learner.num_updates != self._saved_at[1]
+            checkpoint.save(path, state, keep_previous=learned)
+            if learner.mixer and flags.save_replay:
+                saved_replay = path.with_name(replay_memory.FILE)
+                replay_memory.save(learner.mixer.replay, saved_replay, learner.step)
+            self._saved_at, self._last_save = self._progress(), time.monotonic()
+            if self._milestone() > self._kept:
+                self._kept = self._milestone()
+                history = flags.checkpoint_history, flags.total_steps
+                kept_checkpoints.keep(path, learner.step, *history)
+        finally:
+            self._saving = False
+            self._lock.release()
+        log.info("Saved %s at step %d.", path, state["stats"]["step"])
+
+    # --- Signals and the end
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        same = now - self._signalled_at < processes.SAME_REQUEST_SECONDS
+        if self._signal and (same or self._saving):
+            return
+        if self._signal:
+            raise KeyboardInterrupt(number)  # second request: don't wait, don't save
+        # Don't log here: the signal may interrupt another log line.
+        self._signal, self._signalled_at = number, now
+
+    def _log_signal(self) -> None:
+        if self._signal and not self._signal_logged:
+            self._signal_logged = True
+            log.warning("%s: ending the run.", signal.Signals(self._signal).name)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None and not isinstance(error, KeyboardInterrupt):
+            self._error = f"{type(error).__name__}: {error}"
+        self.exit_status = errors.report(error)
+        is_first = self.learner.num_updates == self._began_at[1]
+        if self.resumed and is_first and isinstance(error, FloatingPointError):
+            model = self.start.folder.path / "model.tar"
+            replay = model.with_name(replay_memory.FILE)
+            if replay.exists() or finite.ENVIRONMENT_IS_THE_CAUSE not in str(error):
+                log.error("%s", checkpoint.first_update_failed(model, replay))
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        self._log_signal()
+        try:
+            if error is None:
+                left = self.learner.step < self.flags.total_steps or self.interrupted
+                self.exit_status = 128 + self._signal if left else 0
+                worth_saving = True
+            else:
+                self._fail(error)
+                # With --sync only complete rounds can be resumed.
+                cannot_save = isinstance(error, checkpoint.CheckpointError)
+                interrupted = isinstance(error, KeyboardInterrupt)
+                worth_saving = not (self.flags.sync or cannot_save or interrupted)
+            try:
+                self._end(worth_saving and bool(self._threads))
+            except checkpoint.CheckpointError as failed_save:
+                if self.exit_status == 1:  # report only the first failure
+                    log.warning("%s", failed_save)
+                else:
+                    self._fail(failed_save)
+            except BaseException as error_at_the_end:
+                self._fail(error_at_the_end)
+        finally:
+            # From now on shutdown is bounded in time; further signals are ignored. The
+            # caller restores the handlers.
+            for number in processes.handled_signals():
+                signal.signal(number, signal.SIG_IGN)
+            self._close()
+        return True
+
+    def end_threads(self) -> list[str]:
+        """Stops the threads. Returns the names of those that are still busy."""
+        for stop in self._stop_threads:
+            stop()
+        # Wait for an update in progress, even if updates take long.
+        seconds = max(STOP_SECONDS, 2 * self._longest_update)
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [thread.name for thread in self._threads if thread.is_alive()]
+
+    def _end(self, worth_saving: bool) -> None:
+        """Stops the threads and saves the last checkpoint."""
+        busy = self.end_threads()
+        if self._thread_errors and self.exit_status != 1:  # raised after the loop
+            self._fail(self._thread_errors[0])
+            worth_saving = worth_saving and not self.flags.sync
+        late = f"{', '.join(busy)} did not stop in time"
+        if busy and self._lock.locked():  # an update hangs
+            self._error = self._error or late
+            log.error("%s: no last checkpoint is saved.", late)
+            self.exit_status = 1
+            return
+        if busy:
+            log.warning("%s.", late)
+        if worth_saving:
+            self.save()
+
+    def _close(self) -> None:
+        learner, status = self.learner, self.exit_status
+        self._status_line.close()
+        try:
+            self.stack.close()
+        except Exception as error:
+            self._fail(error)
+            status = self.exit_status
+        if learner.mixer and learner.num_updates == self._began_at[1]:
+            steps = learner.step - self._began_at[0]
+            learner.mixer.report_filling(steps, self.flags.save_replay)
+        log.info(
+            "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
+            "Failed" if status == 1 else "Stopped" if status else "Finished",
+            learner.step,
+            learner.sps() or 0,
+            learner.games,
+            min(len(learner.game_returns), self.flags.episodes_for_avg),
+            format_return(learner.mean_return(self.flags.episodes_for_avg)),
+        )
+        self._writer.close(
+            status == 0,
+            last_step=learner.step,
+            exit_status=status,
+            signal=signal.Signals(status - 128).name if status > 128 else None,
+            error=self._error if status == 1 else None,
+        )
+        for tracker in self._trackers:
+            tracker.close(status)
+        self._wake_pipe.stop_waking_on_signals(self._old_wakeup)
+        if any(thread.is_alive() for thread in self._threads):
+            # Python can't exit cleanly while a thread is inside torch.
+            logging.shutdown()
+            os._exit(status)
+        self._wake_pipe.close()

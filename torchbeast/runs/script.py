@@ -1,0 +1,51 @@
+"""Logging, signals and exit status around the main function of a script."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+from torchbeast.base import errors
+from torchbeast.procs import processes, standard_streams
+
+log = logging.getLogger(__name__)
+
+
+def configure_logging() -> None:
+    logging.basicConfig(
+        level=logging.INFO, format="[%(levelname)s %(asctime)s %(name)s] %(message)s"
+    )
+
+
+def print_warnings_only() -> None:
+    """For --suppress_logs: out.log still gets all lines."""
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(logging.WARNING)
+
+
+class Outcome:
+    """The exit status of a script."""
+
+    status = 0
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[Outcome]:
+    """Surrounds the main function of a script.
+
+    Configures logging. An exception in the body is logged and sets the exit status.
+    """
+    standard_streams.keep_open()
+    configure_logging()
+    outcome = Outcome()
+    if not processes.in_main_thread():
+        log.warning(
+            "This is not the main thread, and only there Python handles signals: "
+            "Ctrl-C and SIGTERM neither stop the run nor save it."
+        )
+    with processes.raise_on_stop_signals():
+        try:
+            yield outcome
+        except (Exception, KeyboardInterrupt) as error:
+            outcome.status = errors.report(error)
