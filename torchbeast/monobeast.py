@@ -6,9 +6,9 @@
     of E slots of shared memory              they gather a batch, free its slots, learn,
     load the newest weights             <-   and publish the weights
 
-A slot holds one rollout. Read this file top to bottom: act, get_batch, train, flags,
-main. One update is in learner.py, the model in model.py, the fields of a row in
-core/rollout.py.
+A slot holds one rollout. Read this file top to bottom: Actor, get_batch, the two loops
+at_once and in_rounds, train, flags, main. One update is in learner.py, the model in
+model.py, the fields of a row in core/rollout.py.
 
     python -m torchbeast.monobeast --env PongNoFrameskip-v4
     python -m torchbeast.monobeast --mode test --xpid NAME
@@ -24,10 +24,8 @@ import collections
 import contextlib
 import functools
 import logging
-import pickle
 import queue
-from collections.abc import Sequence
-from multiprocessing import connection
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,115 +63,131 @@ log = logging.getLogger("torchbeast.monobeast")
 # --- Acting ---------------------------------------------------------------------------
 
 
-def act(
-    flags: Flags,
-    index: int,
-    env: Environment,
-    pipe: connection.Connection,
-    buffers: dict[str, Nested],
-    weights_memory: torch.Tensor,
-    steps: torch.Tensor,
-    saved: bytes | None,
-) -> None:
-    """The loop of actor number `index`: fills slots until the learner closes the pipe.
+class Actor:
+    """Acts in E environments and fills slots with rollouts of rows 0..T.
 
-    E environments fill E slots at a time, each with one rollout of rows 0..T.
+    It knows neither processes nor pipes, so it also works in a notebook:
+
+        actor = Actor(flags, env, make_buffers(flags, learner), weights.memory)
+        actor.load_weights(bank, policy_version)
+        actor.unroll(list(range(env.num_envs)))
 
     Args:
-      pipe: commands of the learner, see local/actors.py.
+      env: E = env.num_envs environments.
       buffers: the slots, see make_buffers.
       weights_memory: [banks, bytes] uint8, see SharedWeights.
-      steps: [num_actors] int64 in shared memory; each actor counts its steps here.
-      saved: the actor's state to resume from (only with --sync).
+      index: the actor's number; actors with different numbers act differently.
+      num_steps: int64 scalar, for example in shared memory; counts the steps.
+
+    Attributes:
+      row: the newest row [E, ...] as NumPy, None before the first unroll.
+      timings: seconds in "load", "env", "act" and "write".
     """
-    E, T = env.num_envs, flags.unroll_length
-    model = make_model(
-        flags, env.observation_space, env.action_space, torch.device("cpu")
-    )
-    weights = SharedWeights(model, weights_memory)  # before casts change the layout
-    prepare_to_act(model)
-    generator = torch.Generator().manual_seed(derive_seed(flags.seed, index))
-    sample = functools.partial(model.distribution.sample, generator=generator)
-    timings = Timings()
 
-    # NumPy writes to several slots at once, much faster than torch.
-    slot_rows = map_nested(torch.Tensor.numpy, buffers["rows"])
-    policy_version = 0  # number of updates of the weights
-    row: dict[str, Nested] | None = None  # the newest row [E, ...]
-    state_before: State = ()  # recurrent state before the newest row
-    state: State = ()  # recurrent state after it
+    def __init__(
+        self,
+        flags: Flags,
+        env: Environment,
+        buffers: dict[str, Nested],
+        weights_memory: torch.Tensor,
+        index: int = 0,
+        num_steps: torch.Tensor | None = None,
+    ) -> None:
+        self.env, self.unroll_length = env, flags.unroll_length
+        self.model = make_model(
+            flags, env.observation_space, env.action_space, torch.device("cpu")
+        )
+        # Before prepare_to_act, whose casts change the layout.
+        self.weights = SharedWeights(self.model, weights_memory)
+        prepare_to_act(self.model)
+        self.policy_version = 0  # number of updates of the weights
+        self.generator = torch.Generator()
+        self.generator.manual_seed(derive_seed(flags.seed, index))
+        self.sample = functools.partial(
+            self.model.distribution.sample, generator=self.generator
+        )
+        # NumPy writes to several slots at once, much faster than torch.
+        self.slot_rows = map_nested(torch.Tensor.numpy, buffers["rows"])
+        self.slot_states = buffers["initial_state"]
+        self.num_steps = (
+            torch.zeros((), dtype=torch.int64) if num_steps is None else num_steps
+        )
+        self.row: dict[str, Nested] | None = None
+        self.state_before: State = ()  # recurrent state before the newest row
+        self.state: State = ()  # recurrent state after it
+        self.timings = Timings()
 
-    def decide(
-        env_row: dict[str, Nested], state: State
-    ) -> tuple[dict[str, Nested], State]:
-        """Returns the row (environment and agent outputs) and the state after it."""
-        final = env.final_observation  # of truncated episodes
-        outputs, next_state = act_step(
-            model,
+    def load_weights(self, bank: int, policy_version: int) -> None:
+        """From now on acts with a bank's weights, which have had so many updates."""
+        self.weights.load_into(self.model, bank)
+        self.policy_version = policy_version
+        self.timings.time("load")
+
+    def unroll(self, slots: list[int]) -> None:
+        """Fills a slot per environment with rows 0..T and the state before row 0.
+
+        Row 0 is the last row of the previous unroll.
+        """
+        if self.row is None:
+            self.state = self.model.initial_state(self.env.num_envs)
+            self.decide(self.env.initial())
+            self.timings.reset()  # don't count the first calls, which are slow
+        assert self.row is not None
+        self.write(slots, 0)
+        for buffer, x in zip(self.slot_states, self.state_before, strict=True):
+            buffer[slots] = x.movedim(1, 0)  # [layers, E, ...] -> [E, layers, ...]
+        self.timings.time("write")
+        for t in range(1, self.unroll_length + 1):
+            env_row = self.env.step(self.row["action"])
+            self.timings.time("env")
+            self.decide(env_row)
+            self.timings.time("act")
+            self.write(slots, t)
+            self.timings.time("write")
+            self.num_steps += 1
+
+    def decide(self, env_row: dict[str, Nested]) -> None:
+        """Chooses actions: sets the row, and the states before and after it."""
+        self.state_before = self.state
+        final = self.env.final_observation  # of truncated episodes
+        outputs, self.state = act_step(
+            self.model,
             to_tensors(env_row),
-            state,
-            sample,
-            policy_version,
+            self.state,
+            self.sample,
+            self.policy_version,
             None if final is None else to_tensors(final),
         )
         agent_row = map_nested(lambda x: x.squeeze(0).numpy(), outputs)  # [E, ...]
-        return env_row | agent_row, next_state
+        self.row = env_row | agent_row
 
-    def write(slots: list[int], t: int, row: dict[str, Nested]) -> None:
+    def write(self, slots: list[int], t: int) -> None:
+        """Writes the row as row t of the slots."""
+
         def copy(buffer: np.ndarray, x: np.ndarray) -> None:
             buffer[slots, t] = x  # one slot per environment
 
-        map_nested(copy, slot_rows, row)
+        map_nested(copy, self.slot_rows, self.row)
 
-    if saved is not None:
-        old = pickle.loads(saved)
-        env.load_state_dict(old["env"])
-        generator.set_state(old["generator"])
-        checkpoint.set_rng_state(old["globals"])
-        row = map_nested(torch.Tensor.numpy, old["row"])
-        policy_version = old["policy_version"]
-        state_before, state = old["state_before"], old["state"]
+    def state_dict(self) -> dict[str, Any]:
+        """What an exact resume needs, between two unrolls."""
+        return {
+            "env": self.env.state_dict(),
+            "generator": self.generator.get_state(),
+            "globals": checkpoint.rng_state(),
+            "row": map_nested(torch.from_numpy, self.row),
+            "policy_version": self.policy_version,
+            "state_before": self.state_before,
+            "state": self.state,
+        }
 
-    while True:
-        timings.reset()
-        command, *arguments = pipe.recv()  # EOFError at the end, see act_until_closed
-        timings.time("wait")
-        if command == "save":
-            current = {
-                "env": env.state_dict(),
-                "generator": generator.get_state(),
-                "globals": checkpoint.rng_state(),
-                "row": map_nested(torch.from_numpy, row),
-                "policy_version": policy_version,
-                "state_before": state_before,
-                "state": state,
-            }
-            # As bytes: pipes send tensors through shared memory, which may be full.
-            pipe.send(("saved", pickle.dumps(current)))
-            continue
-        slots, bank, policy_version = arguments
-        weights.load_into(model, bank)
-        pipe.send(("loaded", bank))
-        timings.time("load")
-        if row is None:
-            state_before = state = model.initial_state(E)
-            row, state = decide(env.initial(), state)
-            timings.reset()  # don't count the first calls, which are slow
-
-        write(slots, 0, row)  # the last row of the previous rollout
-        for buffer, x in zip(buffers["initial_state"], state_before, strict=True):
-            buffer[slots] = x.movedim(1, 0)  # [layers, E, ...] -> [E, layers, ...]
-        timings.time("write")
-        for t in range(1, T + 1):
-            env_row = env.step(row["action"])
-            timings.time("env")
-            state_before = state
-            row, state = decide(env_row, state)
-            timings.time("act")
-            write(slots, t, row)
-            timings.time("write")
-            steps[index] += 1
-        pipe.send(("done", slots, timings.shares()))
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.env.load_state_dict(saved["env"])
+        self.generator.set_state(saved["generator"])
+        checkpoint.set_rng_state(saved["globals"])
+        self.row = map_nested(torch.Tensor.numpy, saved["row"])
+        self.policy_version = saved["policy_version"]
+        self.state_before, self.state = saved["state_before"], saved["state"]
 
 
 # --- Learning -------------------------------------------------------------------------
@@ -205,16 +219,111 @@ def get_batch(
     return batch, map_nested(gather, buffers["initial_state"])
 
 
+class LearnerThreads:
+    """Threads that call learn_from(slots) for each batch of slots, in their order."""
+
+    def __init__(
+        self, run: Run, count: int, learn_from: Callable[[list[int]], None]
+    ) -> None:
+        self.waiting: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        self._learn_from, self._count = learn_from, count
+        run.on_stop(self._stop)
+        for i in range(count):
+            run.start_thread(f"learner-{i}", self._work)
+
+    def put(self, slots: list[int]) -> None:
+        self.waiting.put(slots)
+
+    def _work(self) -> None:
+        while (slots := self.waiting.get()) is not None:
+            self._learn_from(slots)
+
+    def _stop(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:  # drop waiting batches
+                self.waiting.get_nowait()
+        for _ in range(self._count):
+            self.waiting.put(None)
+
+
+def at_once(
+    run: Run, actors: Any, evaluator: Evaluator, learn_from: Callable[..., None]
+) -> None:
+    """Actors act while the learner learns: a batch has the slots that are filled first.
+
+    The cycle of a slot: free -> an actor fills it -> filled -> in a batch -> free.
+    """
+    flags = run.flags
+    B, E = flags.batch_size, flags.envs_per_actor
+    free = collections.deque(range(flags.num_buffers))
+    filled: collections.deque[int] = collections.deque()
+
+    def give_back(slots: list[int]) -> None:
+        free.extend(slots)
+        run.wake()
+
+    learning = LearnerThreads(
+        run, flags.num_learner_threads, lambda slots: learn_from(slots, give_back)
+    )
+    while run.going():
+        evaluator.poll()
+        if run.save_is_due():
+            run.save()
+        for index in actors.idle[:]:
+            if len(free) >= E:
+                actors.start_unroll(index, [free.popleft() for _ in range(E)])
+        for _, slots in actors.finished(1.0, run.wake_reader):
+            filled.extend(slots)
+        while len(filled) >= B:
+            learning.put([filled.popleft() for _ in range(B)])
+        run.show(len(filled) + learning.waiting.qsize() * B, actors.num_steps())
+
+
+def in_rounds(
+    run: Run, actors: Any, evaluator: Evaluator, learn_from: Callable[..., None]
+) -> None:
+    """--sync: each actor fills its own slots, then the learner learns from all of them.
+
+    The run can be saved, and end, only between two rounds.
+    """
+    flags = run.flags
+    A, B, E = flags.num_actors, flags.batch_size, flags.envs_per_actor
+    learned: list[list[int]] = []  # the batches of this round
+
+    def learn_from_batch(slots: list[int]) -> None:
+        learn_from(slots)
+        learned.append(slots)
+        run.wake()
+
+    def wait_until(reached: Callable[[], bool]) -> None:
+        while not reached():
+            list(actors.finished(1.0, run.wake_reader))  # raises if one has died
+            run.stop_requested()  # raises if a thread has failed
+            run.show(0, actors.num_steps())
+
+    def save() -> None:
+        run.save(lambda: {"actors": actors.save()})
+
+    learning = LearnerThreads(run, 1, learn_from_batch)
+    while run.going():
+        evaluator.poll()
+        if run.save_is_due():
+            save()
+        for i in range(A):
+            actors.start_unroll(i, list(range(i * E, (i + 1) * E)))
+        wait_until(lambda: len(actors.idle) == A)
+        learned.clear()
+        for first in range(0, A * E, B):
+            learning.put(list(range(first, first + B)))
+        wait_until(lambda: len(learned) == A * E // B)
+    save()  # while the actors still run: the checkpoint needs their state
+
+
 def train(start: resume.Start) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status."""
     flags = start.flags
     env_spec = find_env_spec(flags, actor_context(), flags.actor_timeout)
-    if flags.sync and not flags.disable_checkpoint and not env_spec.exact_resume:
-        raise FlagError(
-            "--sync saves the games in progress, but native vector environments can't "
-            "do that: add --disable_checkpoint, or for Atari --atari_backend python"
-        )
-    B, E = flags.batch_size, flags.envs_per_actor
+    resume.check_games_can_be_saved(flags, env_spec.exact_resume)
     learner = Learner(flags, env_spec)
     keep_freed_memory(learner.device)
     run = Run(start, learner)
@@ -222,83 +331,27 @@ def train(start: resume.Start) -> int:
     weights.publish(learner.model, learner.num_updates)
     buffers = make_buffers(flags, learner)
 
-    # The cycle of a slot: free -> an actor fills it -> filled -> in a batch -> free.
-    free = collections.deque(range(flags.num_buffers))
-    filled: collections.deque[int] = collections.deque()
-    batches: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()  # None: stop
-    sync_round: dict[int, list[int]] = {}  # the slots that each actor has filled
-
-    def give_back(slots: list[int]) -> None:
-        free.extend(slots)
-        run.wake()
-
-    def learn_from_batches() -> None:
-        """A learner thread. Several may gather batches, but one at a time learns."""
-        while (slots := batches.get()) is not None:
-            batch, initial_state = get_batch(buffers, slots, learner.device)
-            if not flags.sync:  # the actors may fill them while this thread learns
-                give_back(slots)
-            with run.updating() as wanted:
-                if not wanted:
-                    break
+    def learn_from(
+        slots: list[int], copied: Callable[[list[int]], None] = lambda slots: None
+    ) -> None:
+        """Several threads may copy batches, but one at a time learns."""
+        batch, initial_state = get_batch(buffers, slots, learner.device)
+        copied(slots)  # the actors may fill them from now on
+        with run.updating() as wanted:
+            if wanted:
                 columns = learn(learner, batch, initial_state)
                 weights.publish(learner.model, learner.num_updates)
                 run.log(columns)
-            if flags.sync:  # the actors' next weights have this update
-                give_back(slots)
-
-    def stop_learning() -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:  # drop waiting batches
-                batches.get_nowait()
-        for _ in range(flags.num_learner_threads):
-            batches.put(None)
 
     with run:
-        actor_flags = flags
-        if start.saved and not flags.sync:  # don't repeat the games before the resume
-            actor_flags = flags.replace(seed=derive_seed(flags.seed, learner.step))
-        saved = start.saved["actors"] if start.saved and flags.sync else None
+        acting_flags = flags.replace(seed=start.env_seed())
         actors_class = launcher.actors_class(flags)
-        actors = actors_class(act, actor_flags, buffers, weights, saved)
+        actors = actors_class(Actor, acting_flags, buffers, weights, start.games())
         run.stack.callback(log_timings, run, actors)  # at the end, after close
         run.stack.callback(actors.close)
-        run.on_stop(stop_learning)
-        for i in range(1 if flags.sync else flags.num_learner_threads):
-            run.start_thread(f"learner-{i}", learn_from_batches)
-
-        def more_to_save() -> dict[str, Any]:
-            return {"actors": actors.save()} if flags.sync else {}
-
         evaluator = Evaluator(run)
-        # --sync works in rounds: each actor fills its slots, then the learner uses all
-        # of them, and all slots are free again. Only between rounds can a run be saved
-        # or end, and new unrolls start.
-        while True:
-            between_rounds = not flags.sync or len(free) == flags.num_buffers
-            if not run.going(may_stop=between_rounds):
-                break
-            evaluator.poll()
-            if between_rounds:
-                if run.save_is_due():
-                    run.save(more_to_save)
-                for index in actors.idle[:]:
-                    if len(free) >= E:
-                        actors.start_unroll(index, [free.popleft() for _ in range(E)])
-            for index, slots in actors.finished(1.0, run.wake_reader):
-                if flags.sync:  # wait for the other actors
-                    sync_round[index] = slots
-                else:
-                    filled.extend(slots)
-            if len(sync_round) == flags.num_actors:
-                for _, slots in sorted(sync_round.items()):  # in the order of actors
-                    filled.extend(slots)
-                sync_round.clear()
-            while len(filled) >= B:
-                batches.put([filled.popleft() for _ in range(B)])
-            run.show(len(filled) + batches.qsize() * B, actors.num_steps())
-        if flags.sync:  # the actors still run: the checkpoint needs their state
-            run.save(more_to_save)
+        loop = in_rounds if flags.sync else at_once
+        loop(run, actors, evaluator, learn_from)
         evaluator.finish()
     return run.exit_status
 

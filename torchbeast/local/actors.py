@@ -101,47 +101,58 @@ class TorchSettings:
 
 
 def run_actor(
-    act: Callable[..., None],
+    actor_class: Callable[..., Any],
     flags: Flags,
     index: int,
     pipe: connection.Connection,
     buffers: dict[str, Nested],
     weights_memory: torch.Tensor,
-    steps: torch.Tensor,
+    num_steps: torch.Tensor,
     saved: bytes | None,
 ) -> None:
-    """The main function of an actor process: makes its environments and acts."""
+    """The main function of an actor process; see Actors for the messages."""
     processes.begin_child()
     torch.set_num_threads(1)
     os.nice(5)  # the learner has priority
-    act_until_closed(act, flags, index, pipe, buffers, weights_memory, steps, saved)
-
-
-def act_until_closed(
-    act: Callable[..., None],
-    flags: Flags,
-    index: int,
-    pipe: connection.Connection,
-    *arguments: Any,
-) -> None:
-    """Makes an actor's environments and acts until the learner closes the pipe.
-
-    An exception goes to the learner as ("error", text).
-
-    Args:
-      arguments: further ones for `act`.
-    """
-    seed_globals(flags.seed, index)
     try:
-        E = flags.envs_per_actor
-        env = Environment(flags, E, index * E, around=TorchSettings())
-        with contextlib.closing(env):
+        with contextlib.closing(make_envs(flags, index)) as env:
             env.on_warning = lambda *warning: pipe.send(("warning", *warning))
-            act(flags, index, env, pipe, *arguments)
+            actor = actor_class(flags, env, buffers, weights_memory, index, num_steps)
+            if saved is not None:
+                actor.load_state_dict(pickle.loads(saved))
+            while True:
+                obey(actor, pipe)
     except BaseException as error:  # EOFError: the learner has closed the pipe
         # The send fails if the learner has exited or closed the pipe.
         with contextlib.suppress(OSError):
             pipe.send(("error", text_of(error)))
+
+
+def make_envs(flags: Flags, index: int) -> Environment:
+    """The environments of actor number `index`, and its process's global generators."""
+    seed_globals(flags.seed, index)
+    E = flags.envs_per_actor
+    return Environment(flags, E, index * E, around=TorchSettings())
+
+
+def obey(actor: Any, pipe: connection.Connection) -> None:
+    """Waits for one command of the learner and carries it out.
+
+    Raises:
+      EOFError: the learner has closed the pipe.
+    """
+    actor.timings.reset()
+    command, *arguments = pipe.recv()
+    actor.timings.time("wait")
+    if command == "save":
+        # As bytes: pipes send tensors through shared memory, which may be full.
+        pipe.send(("saved", pickle.dumps(actor.state_dict())))
+        return
+    slots, bank, policy_version = arguments
+    actor.load_weights(bank, policy_version)
+    pipe.send(("loaded", bank))
+    actor.unroll(slots)
+    pipe.send(("done", slots, actor.timings.shares()))
 
 
 def mean_timings(timings: Sequence[dict[str, float]]) -> str:
@@ -156,8 +167,9 @@ class Actors:
 
     Each actor has its own pipe. Commands to an actor, and its replies:
 
-        ("unroll", slots, bank, version)    ("loaded", bank), ("done", slots, timings)
-        ("save",)                           ("saved", state)
+        ("unroll", slots, bank, policy_version)   ("loaded", bank),
+                                                  ("done", slots, timings)
+        ("save",)                                 ("saved", state)
 
     An actor also sends ("warning", key, message) and ("error", text). The learner
     waits on all pipes and all processes at once, so that it sees at once if one dies.
@@ -165,7 +177,7 @@ class Actors:
 
     def __init__(
         self,
-        act: Callable[..., None],
+        actor_class: Callable[..., Any],
         flags: Flags,
         buffers: dict[str, Nested],
         weights: SharedWeights,
@@ -189,13 +201,13 @@ class Actors:
                     target=run_actor,
                     name=f"actor-{index}",
                     args=(
-                        act,
+                        actor_class,
                         flags,
                         index,
                         actor_pipe,
                         buffers,
                         weights.memory,
-                        self.watch.steps,
+                        self.watch.steps[index],
                         pickle.dumps(saved[index]) if saved else None,
                     ),
                     daemon=True,

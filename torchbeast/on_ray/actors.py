@@ -1,35 +1,31 @@
 """MonoBeast's actors as Ray actors, on one machine or a cluster.
 
 Ray places the actors, moves their rollouts through its object store and replaces dead
-ones. The act loop is that of monobeast.py. It runs in a thread of each Ray actor, with
-slots in that process.
+ones. Each Ray actor has an Actor of monobeast.py, with slots in its own process.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import Pipe, connection
+from multiprocessing import connection
 from typing import Any
 
 import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
+from torchbeast.base.errors import text_of
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core import rollout
 from torchbeast.core.acting import SharedWeights
-from torchbeast.local.actors import (
-    ActorError,
-    act_until_closed,
-    mean_timings,
-)
+from torchbeast.local.actors import ActorError, make_envs, mean_timings
 from torchbeast.on_ray.cluster import Cluster
 from torchbeast.procs.wake_pipe import WakePipe
 from torchbeast.runs.flagset import Flags
@@ -38,17 +34,17 @@ log = logging.getLogger(__name__)
 
 
 class Player:
-    """One Ray actor: E environments and the act loop, which fills E slots.
+    """One Ray actor: E environments and an Actor, which fills E slots.
 
     Args:
-      act: monobeast.act.
+      actor_class: monobeast.Actor.
       memory_shape: of the weights' memory, see SharedWeights.
       specs: shape and dtype of a slot, nested as the buffers are.
     """
 
     def __init__(
         self,
-        act: Callable[..., None],
+        actor_class: Callable[..., Any],
         flags: Flags,
         index: int,
         memory_shape: tuple[int, ...],
@@ -62,27 +58,28 @@ class Player:
         if self.replaces_a_dead_one:
             # Don't repeat the games of the one that died.
             flags = flags.replace(seed=derive_seed(flags.seed, time.time_ns()))
-        self.flags, self.index = flags, index
         self.slots = list(range(flags.envs_per_actor))
         self.memory = torch.zeros(memory_shape, dtype=torch.uint8)
-        self.steps = torch.zeros(flags.num_actors, dtype=torch.int64)
         self.buffers = map_nested(
             lambda s: torch.zeros(len(self.slots), *s.shape, dtype=s.dtype), specs
         )
-        self.version = -1
-        self.pipe, act_pipe = Pipe()
-        shared = (self.buffers, self.memory, self.steps, None)
-        threading.Thread(
-            target=act_until_closed,
-            args=(act, flags, index, act_pipe, *shared),
-            daemon=True,
-        ).start()
+        self.make = functools.partial(self._make_actor, actor_class, flags, index)
+        self.actor: Any = None
+        self.policy_version = -1
+        self.warnings: list[tuple[str, str]] = []
+
+    def _make_actor(
+        self, actor_class: Callable[..., Any], flags: Flags, index: int
+    ) -> Any:
+        env = make_envs(flags, index)
+        env.on_warning = lambda *warning: self.warnings.append(warning)
+        return actor_class(flags, env, self.buffers, self.memory, index)
 
     def node(self) -> str:
         """The address of the machine it runs on."""
         return ray.util.get_node_ip_address()
 
-    def unroll(self, weights: list[ray.ObjectRef], version: int) -> tuple:
+    def unroll(self, weights: list[ray.ObjectRef], policy_version: int) -> tuple:
         """One unroll.
 
         Args:
@@ -93,35 +90,23 @@ class Player:
           unroll of an actor that replaces a dead one.
 
         Raises:
-          RuntimeError: the act loop raised, or took no step for --actor_timeout s.
+          RuntimeError: the environments can't be made, or an exception in the unroll.
         """
-        if version != self.version:
-            self.memory[0] = torch.from_numpy(ray.get(weights[0]).copy())
-            self.version = version
-        self.pipe.send(("unroll", self.slots, 0, version))
-        warnings = []
-        steps, since = -1, time.monotonic()
-        while True:
-            if not self.pipe.poll(1.0):
-                now = int(self.steps[self.index])
-                if now != steps:
-                    steps, since = now, time.monotonic()
-                elif time.monotonic() - since > self.flags.actor_timeout:
-                    raise RuntimeError(
-                        f"no step for {self.flags.actor_timeout:g} s. If the "
-                        "environment is that slow, raise --actor_timeout"
-                    )
-                continue
-            kind, *content = self.pipe.recv()
-            if kind == "error":
-                raise RuntimeError(content[0])
-            if kind == "warning":
-                warnings.append(content)
-            if kind == "done":
-                rollouts = map_nested(torch.Tensor.numpy, self.buffers)
-                is_replacement = self.replaces_a_dead_one
-                self.replaces_a_dead_one = False
-                return rollouts, warnings, content[1], is_replacement
+        try:
+            if self.actor is None:
+                self.actor = self.make()
+            self.actor.timings.reset()
+            if policy_version != self.policy_version:
+                self.memory[0] = torch.from_numpy(ray.get(weights[0]).copy())
+                self.actor.load_weights(0, policy_version)
+                self.policy_version = policy_version
+            self.actor.unroll(self.slots)
+        except Exception as error:  # may be one that Ray can't pickle
+            raise RuntimeError(text_of(error)) from None
+        rollouts = map_nested(torch.Tensor.numpy, self.buffers)
+        warnings, self.warnings = self.warnings, []
+        is_replacement, self.replaces_a_dead_one = self.replaces_a_dead_one, False
+        return rollouts, warnings, self.actor.timings.shares(), is_replacement
 
 
 class RayActors:
@@ -136,7 +121,7 @@ class RayActors:
 
     def __init__(
         self,
-        act: Callable[..., None],
+        actor_class: Callable[..., Any],
         flags: Flags,
         buffers: dict[str, Nested],
         weights: SharedWeights,
@@ -154,15 +139,17 @@ class RayActors:
         self._put: tuple[int, list[Any]] = (-1, [])  # version, [reference]
         self._done = WakePipe()
         script = sys.modules["__main__"].__spec__
-        if act.__module__ == "__main__" and script:  # Ray's workers have another one
-            act = getattr(importlib.import_module(script.name), act.__name__)
+        if actor_class.__module__ == "__main__" and script:
+            # Ray's workers have another __main__.
+            module = importlib.import_module(script.name)
+            actor_class = getattr(module, actor_class.__name__)
         specs = map_nested(lambda x: rollout.Spec(tuple(x.shape[1:]), x.dtype), buffers)
         shape = tuple(weights.memory.shape)
         self._cluster = Cluster(flags)
         try:
             self._cluster.start(
                 Player,
-                [(act, flags, index, shape, specs) for index in self.idle],
+                [(actor_class, flags, index, shape, specs) for index in self.idle],
                 "actor_timeout",
             )
         except BaseException:
@@ -186,8 +173,7 @@ class RayActors:
         """Waits for actors and yields (index, slots) of each complete unroll.
 
         Raises:
-          ActorError: an act loop raised, or took no step for --actor_timeout s; or
-            there was no unroll for that long.
+          ActorError: an unroll raised, or there was none for --actor_timeout s.
           ClusterError: one of Ray's processes has died.
         """
         waking: list[Any] = [self._done.reader, wake_up, *self._cluster.links]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from torchbeast.base import devices
 from torchbeast.base.errors import FlagError
+from torchbeast.base.seeds import derive_seed
 from torchbeast.envs.atari import atari_game
 from torchbeast.flags import environment_flags
 from torchbeast.presets import PRESETS, RENAMED
@@ -49,6 +50,19 @@ class Start(NamedTuple):
     left_open: list[str]
     start_over: bool
     notes: list[str]
+
+    def env_seed(self) -> int:
+        """The seed of the environments: another one after a resume, for new games.
+
+        With --sync the games in progress go on, see `games`.
+        """
+        if self.saved is None or self.flags.sync:
+            return self.flags.seed
+        return derive_seed(self.flags.seed, self.saved["stats"]["step"])
+
+    def games(self) -> list[Any] | None:
+        """The saved states of the actors, with their games in progress; see --sync."""
+        return self.saved["actors"] if self.saved and self.flags.sync else None
 
     def is_finished(self) -> bool:
         """Whether nothing is left to do; if so, logs it.
@@ -237,6 +251,15 @@ def check_sync(flags: Flags, saved: dict[str, Any]) -> None:
             "a run with --sync resumes exactly, with the same games and the same order "
             f"of updates, so it can't change {flagset.describe_changes(typed)}. "
             "Leave these flags out, choose another --xpid, or give --no-sync"
+        )
+
+
+def check_games_can_be_saved(flags: Flags, exact_resume: bool) -> None:
+    """Raises FlagError if --sync shall save games, and the environment can't."""
+    if flags.sync and not flags.disable_checkpoint and not exact_resume:
+        raise FlagError(
+            "--sync saves the games in progress, but native vector environments can't "
+            "do that: add --disable_checkpoint, or for Atari --atari_backend python"
         )
 
 

@@ -141,11 +141,8 @@ class Run:
 
     # --- The main loop
 
-    def going(self, may_stop: bool = True) -> bool:
+    def going(self) -> bool:
         """Starts an iteration of the main loop. Returns False if the run should end.
-
-        Args:
-          may_stop: whether the run may end now. With --sync it ends between two rounds.
 
         Raises:
           BaseException: the first exception of a thread.
@@ -153,7 +150,7 @@ class Run:
         stop_requested = self.stop_requested()
         self._profile.update(self.learner.num_updates, self._writer.path)
         finished = self.learner.step >= self.flags.total_steps
-        return not (may_stop and (finished or stop_requested))
+        return not (finished or stop_requested)
 
     def stop_requested(self) -> bool:
         """Returns whether a stop signal has come. Logs it and empties the wake-up pipe.
