@@ -374,7 +374,8 @@ def to_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
     flat = torch.cat([x.double().flatten() for x in tensors.values()]).cpu()
     parts = flat.split([x.numel() for x in tensors.values()])
     pairs = zip(tensors.items(), parts, strict=True)
-    return spread({**row, **{k: part.view(x.shape) for (k, x), part in pairs}})
+    found = {k: part.to(x.dtype).view(x.shape) for (k, x), part in pairs}
+    return spread({**row, **found})
 
 
 def learn(
