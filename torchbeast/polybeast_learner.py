@@ -67,28 +67,30 @@ def infer(
     group: StreamGroup, streams: Streams, models: ActingModels, random: torch.Generator
 ) -> None:
     """An inference thread: answers batches [1, n, ...] until the batcher is closed."""
-    device, barrier = random.device, streams.barrier
+    device, T = random.device, streams.run.flags.unroll_length
     if sys.platform == "linux":  # per thread: the learner thread has priority
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.nice(0) + 5)
     timings = Timings()
     streams.inference_timings.append(timings)
-    row_number = 0
+    row_number, num_turns = 0, 0
     for batch in group.batcher:
         timings.time("wait")
         inputs = batch.get_inputs()
         if device.type != "cpu":
             inputs = map_nested(lambda x: x.to(device, non_blocking=True), inputs)
         row, state = as_stored(inputs[0], streams.env_fields), inputs[1]
-        if barrier:
+        # As in MonoBeast, the agent acts on an unroll's last row before learning.
+        if streams.in_turns and row_number > (num_turns + 1) * T:
             timings.time("infer")
-            barrier.wait_for_turn(row_number)
+            group.turns.acquire()
+            num_turns += 1
             timings.time("wait")
         bank, policy_version = models.acquire()
         net = models.nets[bank]
         choose: Any = functools.partial(net.distribution.sample, generator=random)
         # The pool also asks for the value of a truncated episode's last observation. It
         # ignores the action, so with --sync don't use a random number for it.
-        if barrier and bool((row["truncated"] & ~row["done"]).any()):
+        if streams.in_turns and bool((row["truncated"] & ~row["done"]).any()):
             choose = net.distribution.mode
         else:
             row_number += 1
@@ -109,7 +111,7 @@ def start_acting(run: Run, envs: RemoteEnvs) -> tuple[Streams, ActingModels]:
     run.on_stop(streams.close)
     for i, group in enumerate(groups):
         run.start_thread(f"pool-{i}", group.pool.run)
-    for i in range(len(groups) if streams.barrier else flags.num_inference_threads):
+    for i in range(len(groups) if streams.in_turns else flags.num_inference_threads):
         generator = torch.Generator(device)
         generator.manual_seed(derive_seed(envs.seed, i))
         group = groups[i % len(groups)]
@@ -179,7 +181,6 @@ def at_once(run: Run, streams: Streams, models: ActingModels) -> None:
 
 def in_rounds(run: Run, streams: Streams, models: ActingModels) -> None:
     """The learner thread with --sync: a round has one item of each stream."""
-    assert streams.barrier
     while run.learner.step < run.flags.total_steps:
         try:
             items = [next(group.queue) for group in streams.groups]
@@ -187,7 +188,8 @@ def in_rounds(run: Run, streams: Streams, models: ActingModels) -> None:
             break
         rollouts = map_nested(lambda *x: torch.cat(x, dim=1), *items)
         learn_from(run, streams, models, rollouts)
-        streams.barrier.end_round()
+        for group in streams.groups:
+            group.turns.release()
 
 
 def train(
@@ -210,9 +212,7 @@ def train(
         env_seed = derive_seed(flags.seed, start.saved["stats"]["step"])
     envs = RemoteEnvs(flags.replace(listen=flags.listen or listen), env_seed)
     run, streams, models = connect(start, envs, check_servers)
-    loop, threads = at_once, flags.num_learner_threads
-    if flags.sync:
-        loop, threads = in_rounds, 1
+    loop = in_rounds if streams.in_turns else at_once
     with run:
         log.info(
             "%d streams of %d environments; inference on %s, learning on %s",
@@ -220,7 +220,7 @@ def train(
             *(devices.actor_device(flags), run.learner.device),
         )
         run.stack.callback(streams.end)
-        for i in range(threads):
+        for i in range(1 if streams.in_turns else flags.num_learner_threads):
             work = functools.partial(loop, run, streams, models)
             run.start_thread(f"learner-{i}", work)
         evaluator = Evaluator(run)

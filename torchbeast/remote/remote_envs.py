@@ -260,7 +260,7 @@ class RemoteEnvs:
           Whether the first batch is there; if not, others have their turn.
         """
         steps, since = 0, time.monotonic()
-        while not group.has_batch():
+        while group.queue.size() < group.items_per_batch:
             for check in checks:
                 check()
             self.report([group])

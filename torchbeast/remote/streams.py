@@ -22,7 +22,7 @@ from torchbeast.runs.flagset import Flags
 from torchbeast.runs.prof import Timings, bottleneck
 from torchbeast.runs.run import Run
 
-log = logging.getLogger("torchbeast.polybeast_learner")
+log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 60.0  # between two log lines about the bottleneck
 
@@ -55,36 +55,6 @@ def as_stored(row: dict[str, Nested], spec: dict[str, Nested]) -> dict[str, Nest
     return row
 
 
-class SyncBarrier:
-    """Makes acting and learning alternate with --sync. Thread-safe.
-
-    No unroll starts before the learner has used all unrolls of the previous round.
-    """
-
-    def __init__(self, unroll_length: int) -> None:
-        self.unroll_length = unroll_length
-        self.learned = 0  # rounds of unrolls
-        self.closed = False
-        self.changed = threading.Condition()
-
-    def wait_for_turn(self, row: int) -> None:
-        """Waits until the stream may act on row number `row` since its start."""
-        # As in MonoBeast, the agent acts on an unroll's last row before learning.
-        unroll = max(0, row - 1) // self.unroll_length
-        with self.changed:
-            self.changed.wait_for(lambda: self.closed or self.learned >= unroll)
-
-    def end_round(self) -> None:
-        with self.changed:
-            self.learned += 1
-            self.changed.notify_all()
-
-    def close(self) -> None:
-        with self.changed:
-            self.closed = True
-            self.changed.notify_all()
-
-
 class StreamGroup:
     """Streams of environments that share a pool, a batcher and a queue.
 
@@ -95,6 +65,10 @@ class StreamGroup:
       initial_state: of the model, for one environment.
       first_stream, stream_stride: number of the first stream, and the distance to the
         next.
+
+    Attributes:
+      turns: with --sync, a permit per round that the learner has learned from. No
+        unroll begins before.
 
     Raises:
       FlagError: the rollouts of all streams need more than half of the memory that
@@ -114,7 +88,7 @@ class StreamGroup:
         acting_device: torch.device,
         learning_device: torch.device,
     ) -> None:
-        E = spec.num_envs
+        E, self.turns = spec.num_envs, threading.Semaphore(0)
         # With --sync, a batch has the rollouts of one stream.
         batch_size = E if flags.sync else max(flags.batch_size, E)
         self.items_per_batch = batch_size // E
@@ -155,15 +129,12 @@ class StreamGroup:
             hint = "; see --num_actors, --unroll_length" if too_large else ""
             raise FlagError(f"{error}{hint}") from error
 
-    def has_batch(self) -> bool:
-        """Whether the learner has a batch to learn from."""
-        return self.queue.size() >= self.items_per_batch
-
     def close(self) -> None:
         self.pool.close()
         for closable in (self.batcher, self.queue):
             with contextlib.suppress(RuntimeError):  # a pool that failed has closed it
                 closable.close()
+        self.turns.release()
 
 
 class Streams:
@@ -177,7 +148,7 @@ class Streams:
 
     Attributes:
       env_fields: fields of a row from the environments, see core/rollout.py.
-      barrier: makes acting and learning alternate with --sync, else None.
+      in_turns: with --sync, acting and learning alternate.
     """
 
     def __init__(self, run: Run, envs: RemoteEnvs, device: torch.device) -> None:
@@ -186,8 +157,8 @@ class Streams:
         self.env_fields = rollout.env_fields(
             spec.observation_space, learner.model.distribution
         )
-        self.barrier = SyncBarrier(flags.unroll_length) if flags.sync else None
-        parts = [[x] for x in envs.addresses] if self.barrier else [envs.addresses]
+        self.in_turns = flags.sync
+        parts = [[x] for x in envs.addresses] if self.in_turns else [envs.addresses]
         self.groups = [
             StreamGroup(
                 *(flags, part, envs, spec),
@@ -247,7 +218,7 @@ class Streams:
         self.envs.report(self.groups)
         stats = [group.pool.stats() for group in self.groups]
         # After a stop signal, servers may be gone.
-        for x in stats if self.barrier and not self.run.stop_requested() else ():
+        for x in stats if self.in_turns and not self.run.stop_requested() else ():
             if x["num_reconnects"] or x["num_dropped_steps"]:
                 raise ServerError(
                     "a stream was lost, and a run with --sync can't be the same "
@@ -258,12 +229,10 @@ class Streams:
             change = {name: x - self.reported.get(name, 0) for name, x in now.items()}
             log.info("The last minute: %s", bottleneck(change))
             self.reported, self.reported_at = now, time.monotonic()
+        acted = sum(group.pool.count() for group in self.groups)
         connected = sum(x["num_connected"] for x in stats)
-        self.run.show(
-            self.queued(),
-            sum(group.pool.count() for group in self.groups),
-            f"{connected}/{self.run.flags.num_actors}",
-        )
+        streams = f"{connected}/{self.run.flags.num_actors}"
+        self.run.show(self.queued(), acted, streams)
 
     def end(self) -> None:
         """Logs the last events and the bottleneck of the whole run."""
@@ -273,9 +242,8 @@ class Streams:
 
     def close(self) -> None:
         """Asks all threads of the streams to return."""
-        for part in (self.barrier, *self.groups):
-            if part:
-                part.close()
+        for group in self.groups:
+            group.close()
 
 
 def pinned(num_bytes: int) -> torch.Tensor:
