@@ -38,11 +38,13 @@ def edit_model() -> None:
                 raise ValueError(f"goals of other episodes: {rows}")
             return super().forward(rows, state, acting)
 
-        def auxiliary_losses(self, batch, outputs, targets, valid, flags):
+        def auxiliary_losses(self, batch, outputs, targets, valid, flags, progress):
             if not torch.equal(batch["count"], batch["episode_step"]):
                 raise ValueError(f"counts of other episodes: {batch}")
             if not self.training:
                 raise ValueError("the learner's model is in eval mode")
+            if not 0 <= progress < 1:
+                raise ValueError(f"progress {progress}")
             starts = batch["done"] & (batch["episode_step"] > 0)
             if targets.vs.shape != valid.shape or flags.unroll_length != len(valid):
                 raise ValueError(f"targets {targets.vs.shape}, valid {valid.shape}")

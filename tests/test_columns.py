@@ -49,7 +49,9 @@ loss, count = learner.impala_loss, learner.count_batch
 
 def impala_loss(*arguments):
     total, stats = loss(*arguments)
-    return total, stats | {"plain": 0.25, "heads": [1, torch.pi], "unknown": None}
+    many = torch.tensor([2**24 + 1, 3])  # float32 does not have the first
+    plain = {"plain": 0.25, "heads": [1, torch.pi], "unknown": None}
+    return total, stats | plain | {"many": many, "yes": many.max() > 0}
 
 def count_batch(*arguments, **options):
     return count(*arguments, **options) | {"seen": np.arange(3), LAST: VALUE}
@@ -86,6 +88,8 @@ def test_the_columns_of_a_fork(fork, tmp_path):
         assert float(row["heads_1"]) == pytest.approx(torch.pi)
         assert [row[f"seen_{i}"] for i in range(3)] == ["0", "1", "2"]
         assert row["unknown"] == ""
+        assert [int(row[f"many_{i}"]) for i in range(2)] == [2**24 + 1, 3]
+        assert row["yes"] == "1"
         total = sum(float(row[f"{x}_loss"]) for x in ("pg", "baseline", "entropy"))
         assert float(row["total_loss"]) == pytest.approx(total + 2, rel=1e-5)
 

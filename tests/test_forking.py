@@ -1,5 +1,6 @@
 """The edits of docs/forking.md: each is applied to a copy of the tree and trained."""
 
+import difflib
 import math
 import os
 import re
@@ -26,7 +27,15 @@ QUICK_LEARNING = {
 
 
 class Fork:
-    """A copy of the tree with one patch applied."""
+    """A copy of the tree with one patch applied, or with edits.
+
+    Args:
+      patch: name of a patch in docs/forking, or (file, old text, new text) per edit.
+
+    Attributes:
+      files: that have changed, or are new.
+      lines: per file, the number of its lines that are new or changed.
+    """
 
     def __init__(self, path, patch):
         self.path = path / "tree"
@@ -47,6 +56,21 @@ class Fork:
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(runs.ROOT / name, self.path / name)
         before = self.read_sources()
+        if isinstance(patch, str):
+            self.apply(patch, environment)
+        else:
+            self.edit(patch)
+        after = self.read_sources()
+        self.lines = {}
+        for path in after.keys() | before.keys():
+            old, new = (x.get(path, b"").decode().splitlines() for x in (before, after))
+            if old != new:
+                changes = list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:]
+                count = sum(line.startswith("+") for line in changes)
+                self.lines[str(path.relative_to(self.path))] = count
+        self.files = self.lines.keys()
+
+    def apply(self, patch, environment):
         applied = subprocess.run(
             ["git", "apply", PATCHES / f"{patch}.patch"],
             cwd=self.path,
@@ -60,12 +84,12 @@ class Fork:
                 "The end of docs/forking.md says how to update it.",
                 pytrace=False,
             )
-        after = self.read_sources()
-        self.files = {
-            str(path.relative_to(self.path))
-            for path in before.keys() | after.keys()
-            if before.get(path) != after.get(path)
-        }
+
+    def edit(self, edits):
+        for name, old, new in edits:
+            path = self.path / name
+            assert path.read_text().count(old) == 1, f"{name} has no line {old}"
+            path.write_text(path.read_text().replace(old, new))
 
     def read_sources(self):
         return {path: path.read_bytes() for path in self.path.rglob("*.py")}
@@ -151,19 +175,63 @@ def test_another_optimizer_and_schedule(tmp_path):
     fork = Fork(tmp_path, "optimizer")
     assert fork.files == {"torchbeast/learner.py"}
     peak = 0.002
-    rates = column(fork.train(learning_rate=peak), "learning_rate")
+    flags = {"learning_rate": peak, "optimizer": "adam"}
+    rates = column(fork.train(**flags), "learning_rate")
     assert len(rates) == 60
-    assert rates[:6] == pytest.approx([peak * (i + 1) / 6 for i in range(6)])
+    assert rates[:6] == pytest.approx([peak * (0.1 + 0.9 * i / 6) for i in range(6)])
     falling = [peak * math.cos(math.pi / 2 * i / 54) ** 2 for i in range(54)]
     assert rates[6:] == pytest.approx(falling)
     moments = fork.checkpoint()["optimizer_state_dict"]["state"][0]
     assert {"exp_avg", "exp_avg_sq"} <= moments.keys()  # of AdamW
+    assert fork.lines == {"torchbeast/learner.py": 8}
+    group = fork.checkpoint()["optimizer_state_dict"]["param_groups"][0]
+    assert group["weight_decay"] == 0.01  # of AdamW alone
+
+
+LOSS_FILE = "torchbeast/learner.py"
+# One line each: a loss, a column of a vector, another schedule, a coefficient.
+LINES = [
+    (
+        LOSS_FILE,
+        '        "entropy_loss": -flags.entropy_cost * entropy.sum(),\n',
+        '        "entropy_loss": -flags.entropy_cost * (1 - progress) * '
+        "entropy.sum(),\n"
+        '        "logits_loss": 1e-4 * (target_logits.pow(2).sum(-1) * valid).sum(),\n',
+    ),
+    (
+        LOSS_FILE,
+        '        "mean_value": mean(values),\n',
+        '        "mean_value": mean(values),\n'
+        '        "mean_probs": mean(target_logits.softmax(-1)),\n',
+    ),
+    (LOSS_FILE, "    return 1.0 - progress\n", "    return 0.5**progress\n"),
+]
+
+
+def test_lines_for_a_loss_a_column_a_schedule_and_a_coefficient(tmp_path):
+    """What a newcomer changes first: one line each, in one file."""
+    fork = Fork(tmp_path, LINES)
+    assert fork.lines == {LOSS_FILE: 4}
+    text = DOCUMENT.read_text()
+    assert all(line in text for line in LINES[0][2].splitlines())
+    total, steps = runs.SMALL["total_steps"], 10
+    for cells in fork.train(entropy_cost=0.02, learning_rate=0.003):
+        row = {name: float(x) for name, x in cells.items() if x}
+        parts = ("pg_loss", "baseline_loss", "entropy_loss", "logits_loss")
+        assert row["total_loss"] == pytest.approx(sum(row[x] for x in parts), rel=1e-4)
+        assert row["logits_loss"] > 0
+        assert row["mean_probs_0"] + row["mean_probs_1"] == pytest.approx(1)
+        progress = row["step"] / total - steps / total  # before the update
+        assert row["learning_rate"] == pytest.approx(0.003 * 0.5**progress)
+        cost = -row["entropy_loss"] / row["entropy"] / steps
+        assert cost == pytest.approx(0.02 * (1 - progress), rel=1e-4)
 
 
 def test_a_second_network_with_its_own_optimizer_and_batches(tmp_path):
     fork = Fork(tmp_path, "curiosity")
     changed = ("curiosity", "learner")
     assert fork.files == {f"torchbeast/{name}.py" for name in changed}
+    assert fork.lines["torchbeast/learner.py"] == 9  # beside the network's own file
     rows = fork.train(sync=True)  # the same on each run
     losses = column(rows, "curiosity_loss")
     assert mean(losses[-10:]) < 0.7 * mean(losses[:10])
@@ -173,7 +241,7 @@ def test_a_second_network_with_its_own_optimizer_and_batches(tmp_path):
     weights = {"agent": "model_state_dict", "own": "curiosity_state_dict"}
     names = {who: saved[key].keys() for who, key in weights.items()}
     assert not any("network" in name for name in names["agent"])
-    moments = saved["curiosity_optimizer"]["state"]
+    moments = saved["curiosity_optimizer_state_dict"]["state"]
     trained = [name for name in names["own"] if name.startswith("network")]
     assert len(moments) == len(trained) == 6
     # Four batches of its own for each of the agent's, also after the resume.

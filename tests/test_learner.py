@@ -163,6 +163,29 @@ def test_a_resume_with_other_flags_keeps_the_moments(optimizer):
     torch.testing.assert_close(new["state"], moments, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("more", [(), ("--entropy_cost", "0.3")])
+def test_progress_and_schedule_go_on_after_a_resume(more, monkeypatch):
+    """Also with other flags. The loss gets the share of the run before the update."""
+    seen = []
+
+    def loss(*arguments):
+        seen.append(arguments[-1])
+        return impala_loss(*arguments)
+
+    monkeypatch.setattr(torchbeast.learner, "impala_loss", loss)
+    total = ("--total_steps", str(5 * T * B))
+    learner = make_learner(*total)
+    batch, state = make_batch(learner)
+    rates = [learn(learner, batch, state)["learning_rate"] for _ in range(2)]
+    saved = {**learner.state_dict(), "flags": learner.flags.as_dict()}
+    resumed = make_learner(*total, *more)
+    resumed.load_state_dict(saved)
+    rates += [learn(resumed, batch, state)["learning_rate"] for _ in range(4)]
+    assert seen == [0, 1 / 5, 2 / 5, 3 / 5, 4 / 5, 1]
+    assert rates == [learner.flags.learning_rate * (1 - x) for x in seen]
+    assert resumed.progress == 1
+
+
 def test_an_update_has_the_clipped_gradient_of_its_batch():
     """Not that of the batch before, too."""
     learner = make_learner("--grad_norm_clipping", "0.5")

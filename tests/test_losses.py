@@ -254,6 +254,7 @@ def test_auxiliary_losses_are_added_and_logged():
         "a_loss": torch.tensor(2.5, requires_grad=True),
         "per_task": torch.tensor([-1.0, 4.0]),
         "per_step": torch.full((T, B), 0.5),
+        "a_number": 7,
     }
     seen = []
 
@@ -261,14 +262,16 @@ def test_auxiliary_losses_are_added_and_logged():
         seen.append(arguments)
         return auxiliary
 
-    both, stats = impala_loss(batch, outputs, DISTRIBUTION, flags, losses)
-    assert both.item() == pytest.approx(loss.item() + 2.5 + 3 + T * B / 2)
+    both, stats = impala_loss(batch, outputs, DISTRIBUTION, flags, losses, 0.25)
+    assert both.item() == pytest.approx(loss.item() + 2.5 + 3 + T * B / 2 + 7)
+    assert stats["a_number"].item() == 7
     assert stats["a_loss"].item() == 2.5
     assert stats["per_task"].tolist() == [-1, 4]
     assert stats["per_step"].item() == T * B / 2
     both.backward()
     assert auxiliary["a_loss"].grad == 1.0
-    ((*same, targets, valid, the_flags),) = seen
+    ((*same, targets, valid, the_flags, progress),) = seen
+    assert progress == 0.25
     assert same == [batch, outputs]
     vs, advantages, _ = oracle_targets(*make_batch())
     np.testing.assert_allclose(targets.vs, vs, rtol=1e-5)
@@ -439,7 +442,7 @@ def test_other_action_spaces(action_space):
     assert torch.equal(after[T], before[T])
 
 
-@pytest.mark.parametrize("name", ["entropy", "total_loss"])
+@pytest.mark.parametrize("name", ["entropy", "total_loss", "pg_loss"])
 def test_an_auxiliary_loss_named_like_a_column_is_refused(name):
     batch, outputs = make_batch()
     batch = {key: torch.as_tensor(x) for key, x in batch.items()}

@@ -1,18 +1,18 @@
 """Learning: the loss, the optimizer and one update.
 
 Both variants use this file. Read it top to bottom: rewards_and_discounts, impala_loss,
-make_optimizer, Learner, update, learn, count_batch. V-trace is in core/vtrace.py, the
-model in model.py.
+schedule, make_optimizer, Learner, update, learn, count_batch. V-trace is in
+core/vtrace.py, the model in model.py.
 """
 
 import collections
+import math
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -21,7 +21,7 @@ from torchbeast.base.nested import Nested
 from torchbeast.core import rollout, vtrace
 from torchbeast.core.acting import row_spec
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.core.finite import all_finite, find_cause
+from torchbeast.core.finite import all_finite, explain_loss, explain_weights
 from torchbeast.core.mixer import Mixer
 from torchbeast.core.observations import InputCheck
 from torchbeast.core.replay_memory import make_replay
@@ -32,9 +32,6 @@ from torchbeast.model import make_model
 from torchbeast.records.logs_csv import join_columns, spread
 from torchbeast.runs import checkpoint, flagset
 from torchbeast.runs.flagset import Flags
-
-# See Net.auxiliary_losses: (batch, outputs, targets, valid, flags) -> losses by name.
-AuxiliaryLosses = Callable[..., Mapping[str, Any]]
 
 # --- The loss -------------------------------------------------------------------------
 
@@ -66,8 +63,9 @@ def impala_loss(
     outputs: dict[str, torch.Tensor],
     distribution: ActionDistribution,
     flags: Any,
-    auxiliary_losses: AuxiliaryLosses | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    auxiliary_losses: Callable[..., Mapping[str, Any]] = lambda *_: {},
+    progress: float = 0.0,
+) -> tuple[torch.Tensor, dict[str, Any]]:
     """The IMPALA loss, summed over time and batch (Espeholt et al. 2018, section 4.2).
 
     Args:
@@ -81,10 +79,12 @@ def impala_loss(
         clip_pg_rho, clip_c, trace_decay, normalize_advantages, clip_ratio,
         and kl_threshold if columns are replayed.
       auxiliary_losses: see Net.auxiliary_losses.
+      progress: the share of the run before this update, from 0 to 1. To anneal a
+        coefficient, multiply it by 1 - progress.
 
     Returns:
-      The loss, a scalar; and a dict for logs.csv from names to numbers or tensors [K],
-      for example one number per value head.
+      The loss, a scalar; and columns for logs.csv: numbers, None or tensors [K], for
+      example one number per value head.
     """
     # Row t has observation t and the action for it. Row t + 1 has the action's reward
     # and whether the episode ended. Of row T only the baseline is used: as bootstrap.
@@ -97,24 +97,15 @@ def impala_loss(
     log_probs = distribution.log_prob(target_logits, actions)  # [T, B]
     log_rhos = (log_probs - distribution.log_prob(behavior_logits, actions)).detach()
     rhos = log_rhos.exp()
-    replay_stats: dict[str, torch.Tensor] = {}
     # [T, B] bool: the steps that count, and those of them that are not replayed.
-    valid = batch.get("step_counts", torch.ones_like(batch["done"]))[:-1]
-    online = valid
-    if "replayed" in batch:  # LASER: Schmitt et al. 2019
-        replayed = valid & batch["replayed"]
-        online = valid & ~replayed
-        with torch.no_grad():
-            kl = distribution.implied_kl(target_logits, behavior_logits, flags.clip_rho)
-        rejected = replayed & (kl > flags.kl_threshold)
-        valid = valid & ~rejected
-        replay_stats["frac_rejected"] = rejected.sum() / replayed.sum()
+    valid = online = batch.get("step_counts", torch.ones_like(batch["done"]))[:-1]
+    of_replay: dict[str, torch.Tensor] = {}
+    if "replayed" in batch:
+        logits = target_logits.detach(), behavior_logits
+        kl = distribution.implied_kl(*logits, flags.clip_rho)
+        valid, online, of_replay = reject(valid, batch["replayed"], kl, flags)
     targets = vtrace.from_importance_weights(
-        log_rhos,
-        discounts,
-        rewards,
-        values,
-        bootstrap_value,
+        *(log_rhos, discounts, rewards, values, bootstrap_value),
         clip_rho_threshold=flags.clip_rho,
         clip_pg_rho_threshold=flags.clip_pg_rho,
         clip_c_threshold=flags.clip_c,
@@ -125,84 +116,99 @@ def impala_loss(
     advantages = targets.pg_advantages
     if advantages.dim() == 3:  # one per value head
         advantages = advantages.sum(-1)
-    if flags.normalize_advantages:  # Schulman et al. 2017, in PPO's implementations
-        # The advantages contain min(rho, clip_pg_rho), so the mean gets this weight,
-        # too. Without it, advantages that are all equal would change the policy.
+    if flags.normalize_advantages:
         weights = rhos.clamp(max=flags.clip_pg_rho).masked_fill(~valid, 0)
-        centred = advantages - weights * advantages.sum() / (weights.sum() + 1e-8)
-        deviation = (centred.pow(2).sum() / valid.sum()).sqrt()
-        advantages = centred / (deviation + 1e-8)
-    # PPO's clipping (Schulman et al. 2017, equation 7): no gradient where rho has left
-    # the interval around 1 in the direction of the advantage.
-    clipped = torch.where(
-        advantages > 0, rhos > 1 + flags.clip_ratio, rhos < 1 - flags.clip_ratio
-    )
+        advantages = vtrace.normalize(advantages, weights, valid)
+    clipped = has_left(rhos, advantages, flags.clip_ratio)
     advantages = advantages.masked_fill(clipped, 0)
     entropy = distribution.entropy(target_logits) * online
+    auxiliary = auxiliary_losses(batch, outputs, targets, valid, flags, progress)
 
-    # A masked action has advantage 0 and log-probability -inf: finite() prevents a NaN.
-    pg_loss = -(vtrace.finite(log_probs) * advantages).sum()
-    baseline_loss = flags.baseline_cost * 0.5 * (targets.vs - values).pow(2).sum()
-    entropy_loss = -flags.entropy_cost * entropy.sum()
-    losses: Mapping[str, torch.Tensor] = {}
-    if auxiliary_losses:
-        found = auxiliary_losses(batch, outputs, targets, valid, flags)
-        losses = {k: torch.as_tensor(x).to(pg_loss.device) for k, x in found.items()}
-    total_loss = pg_loss + baseline_loss + entropy_loss
-    total_loss = sum((loss.sum() for loss in losses.values()), start=total_loss)
+    # Each loss is summed, added to the total and logged. A masked action has advantage
+    # 0 and log-probability -inf: finite() prevents a NaN.
+    losses = {
+        "pg_loss": -(vtrace.finite(log_probs) * advantages).sum(),
+        "baseline_loss": flags.baseline_cost * 0.5 * (targets.vs - values).pow(2).sum(),
+        "entropy_loss": -flags.entropy_cost * entropy.sum(),
+    }
+    total_loss, columns = add_up(join_columns(losses, auxiliary), values.device)
 
     def mean(x: torch.Tensor) -> torch.Tensor:
         """The mean over the steps that count: [T, B, ...] -> [...]."""
         counts = valid.reshape(*valid.shape, *[1] * (x.dim() - 2))
-        return (x * counts).sum((0, 1)) / valid.sum()
+        return (x.detach() * counts).sum((0, 1)) / valid.sum()
 
-    stats = {
-        "total_loss": total_loss.detach(),
-        "pg_loss": pg_loss.detach(),
-        "baseline_loss": baseline_loss.detach(),
-        "entropy_loss": entropy_loss.detach(),
+    about = {
         "entropy": entropy.detach().sum() / online.sum(),  # nats per step
-        "mean_value": mean(values.detach()),
+        "mean_value": mean(values),
         "frac_rho_above_1": mean(log_rhos > 0),
         "frac_clipped": mean(clipped),
-        **replay_stats,
+        **of_replay,
     }
-    auxiliary_stats = {
-        name: (loss.sum() if loss.dim() > 1 else loss).detach()
-        for name, loss in losses.items()
+    return total_loss, join_columns(columns, about)
+
+
+def reject(
+    valid: torch.Tensor, replayed: torch.Tensor, kl: torch.Tensor, flags: Any
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """LASER (Schmitt et al. 2019): replayed steps too far off policy don't count.
+
+    Returns:
+      The steps that count and those that are not replayed, both [T, B] bool; columns.
+    """
+    replayed = valid & replayed
+    rejected = replayed & (kl > flags.kl_threshold)
+    share = rejected.sum() / replayed.sum()
+    return valid & ~rejected, valid & ~replayed, {"frac_rejected": share}
+
+
+def has_left(
+    rhos: torch.Tensor, advantages: torch.Tensor, clip_ratio: float
+) -> torch.Tensor:
+    """PPO's clipping (Schulman et al. 2017, equation 7): the steps without a gradient.
+
+    There rho has left the interval around 1 in the direction of the advantage.
+    """
+    return torch.where(advantages > 0, rhos > 1 + clip_ratio, rhos < 1 - clip_ratio)
+
+
+def add_up(
+    losses: Mapping[str, Any], device: torch.device
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The sum of all losses, tensors or numbers, and their columns: see impala_loss."""
+    tensors = {name: torch.as_tensor(x, device=device) for name, x in losses.items()}
+    total: Any = sum(x.sum() for x in tensors.values())
+    columns = {
+        name: (x.sum() if x.dim() > 1 else x).detach() for name, x in tensors.items()
     }
-    return total_loss, join_columns(stats, auxiliary_stats)
+    return total, join_columns({"total_loss": total.detach()}, columns)
 
 
 # --- The optimizer and its schedule ---------------------------------------------------
 
 
+def schedule(progress: float) -> float:
+    """The factor of --learning_rate after this share of the run: falls from 1 to 0."""
+    return 1.0 - progress
+
+
 def make_optimizer(
     model: torch.nn.Module, flags: Any
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """The optimizer; its learning rate falls linearly to 0 over flags.total_steps.
-
-    The scheduler counts batches of batch_size · unroll_length steps.
-    """
+    """The optimizer and its schedule, which counts batches of B · T steps."""
+    weights = model.parameters()
+    more = {"lr": flags.learning_rate, "eps": flags.epsilon}
     optimizer: torch.optim.Optimizer
     if flags.optimizer == "adam":
-        optimizer = torch.optim.Adam(
-            model.parameters(), lr=flags.learning_rate, eps=flags.epsilon
-        )
+        optimizer = torch.optim.Adam(weights, **more)
     else:
-        optimizer = RMSProp(
-            model.parameters(),
-            lr=flags.learning_rate,
-            momentum=flags.momentum,
-            eps=flags.epsilon,
-            alpha=flags.alpha,
-        )
+        optimizer = RMSProp(weights, **more, momentum=flags.momentum, alpha=flags.alpha)
 
-    def share_left(batch: int) -> float:
+    def factor(batch: int) -> float:
         step = batch * flags.batch_size * flags.unroll_length
-        return 1.0 - min(step, flags.total_steps) / flags.total_steps
+        return schedule(min(step, flags.total_steps) / flags.total_steps)
 
-    return optimizer, LambdaLR(optimizer, share_left)
+    return optimizer, LambdaLR(optimizer, factor)
 
 
 # --- The learner ----------------------------------------------------------------------
@@ -224,6 +230,12 @@ class Learner:
             flags, env_spec.observation_space, env_spec.action_space, self.device
         )
         self.optimizer, self.scheduler = make_optimizer(self.model, flags)
+        # A checkpoint has the state of each: state_dict and load_state_dict.
+        self.parts: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+        }
         self.row_spec = row_spec(self.model)
         self.input_check = InputCheck(
             env_spec.observation_space, flags.normalize_observations
@@ -247,9 +259,7 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "model_state_dict": self.model.state_dict(),
-            "optimizer_state_dict": self.optimizer.state_dict(),
-            "scheduler_state_dict": self.scheduler.state_dict(),
+            **{f"{k}_state_dict": part.state_dict() for k, part in self.parts.items()},
             "rng": checkpoint.rng_state(),
             "stats": {
                 "step": self.step,
@@ -284,27 +294,28 @@ class Learner:
             ) from error
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model_state_dict"])
         checkpoint.set_rng_state(state["rng"])
         stats = state["stats"]
         self.step, self.num_updates = stats["step"], stats["num_updates"]
-        optimizer_state = state["optimizer_state_dict"]
         if flagset.changed(state["flags"], self.flags):
-            # The flags changed: take the optimizer's moments only, and advance the new
-            # schedule to this step.
-            optimizer_state["param_groups"] = self.optimizer.state_dict()[
-                "param_groups"
-            ]
-            self.optimizer.load_state_dict(optimizer_state)
+            # Take the optimizer's moments only, and the new schedule at this step.
             batches = self.step // (self.flags.batch_size * self.flags.unroll_length)
             advance(self.scheduler, batches)
-        else:
-            self.optimizer.load_state_dict(optimizer_state)
-            self.scheduler.load_state_dict(state["scheduler_state_dict"])
+            groups = self.optimizer.state_dict()["param_groups"]
+            moments = {**state["optimizer_state_dict"], "param_groups": groups}
+            new = {"optimizer": moments, "scheduler": self.scheduler.state_dict()}
+            state = {**state, **{f"{k}_state_dict": x for k, x in new.items()}}
+        for name, part in self.parts.items():
+            part.load_state_dict(state[f"{name}_state_dict"])
         self.episodes, self.games = stats["episodes"], stats["games"]
         self.game_returns.extend(stats["game_returns"])
         if self.mixer:
             self.mixer.replayed_steps = stats["replayed_steps"]
+
+    @property
+    def progress(self) -> float:
+        """The share of the run that has been learned from, from 0 to 1."""
+        return min(1.0, self.step / self.flags.total_steps)
 
     def sps(self) -> float | None:
         """Steps per second over the last batches; None before the second."""
@@ -322,7 +333,7 @@ class Learner:
 def update(
     learner: Learner, batch: dict[str, Nested], initial_state: State
 ) -> dict[str, float]:
-    """One step of the optimizer. Returns the scalars of the loss and the gradient.
+    """One step of the optimizer. Returns columns about the loss and the gradient.
 
     Raises:
       FloatingPointError: the loss or the gradient is not finite: then the model is
@@ -330,52 +341,41 @@ def update(
     """
     flags, model = learner.flags, learner.model
     outputs, _ = model(batch, initial_state)
-    loss, stats = impala_loss(
-        batch, outputs, model.distribution, flags, model.auxiliary_losses
-    )
+    arguments = flags, model.auxiliary_losses, learner.progress
+    loss, columns = impala_loss(batch, outputs, model.distribution, *arguments)
     learner.optimizer.zero_grad()
     loss.backward()
     grad_norm = torch.nn.utils.clip_grad_norm_(
-        learner.model.parameters(), flags.grad_norm_clipping
+        model.parameters(), flags.grad_norm_clipping
     )
-    stats = join_columns(stats, {"grad_norm": grad_norm})
-    scalars = to_scalars(stats)
-    if not all(np.isfinite([scalars["total_loss"], scalars["grad_norm"]])):
-        bounded = flags.reward_clipping == "abs_one" or flags.normalize_rewards
-        cause = find_cause(batch, bounded)
-        raise FloatingPointError(
-            f"loss or gradient are not finite at step {learner.step}: {scalars}. "
-            f"{cause}"
-        )
+    columns = to_numbers(join_columns(columns, {"grad_norm": grad_norm}))
+    if not all(math.isfinite(columns[name]) for name in ("total_loss", "grad_norm")):
+        raise FloatingPointError(explain_loss(batch, columns, flags, learner.step))
     learner.optimizer.step()
-    if not all_finite(learner.model):
-        learner.diverged = True
-        raise FloatingPointError(
-            f"the update at step {learner.step} made weights that are not finite, "
-            "from a finite loss and gradient. They are neither saved nor used: the "
-            "same command resumes from the last checkpoint, if there is one. Lower "
-            f"--learning_rate (now {learner.scheduler.get_last_lr()[0]:g}), or raise "
-            f"--epsilon (now {flags.epsilon:g})"
-        )
+    learner.diverged = not all_finite(model)
+    if learner.diverged:
+        learning_rate = float(learner.scheduler.get_last_lr()[0])
+        raise FloatingPointError(explain_weights(learner.step, learning_rate, flags))
     learner.num_updates += 1
-    return scalars
+    return columns
 
 
 def advance(scheduler: LambdaLR, batches: int) -> None:
-    """Advances the schedule by batches without updates, which torch would warn of."""
+    """Advances the schedule. Torch would warn of batches without an update."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         for _ in range(batches):
             scheduler.step()
 
 
-def to_scalars(stats: Mapping[str, Any]) -> dict[str, float]:
-    """The columns of stats, see logs_csv.spread, with one transfer from a GPU."""
-    tensors = {k: x.detach() for k, x in stats.items() if isinstance(x, torch.Tensor)}
-    flat = torch.cat([x.float().flatten() for x in tensors.values()]).cpu()
+def to_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a row, see logs_csv.spread, with one transfer from a GPU."""
+    tensors = {k: x.detach() for k, x in row.items() if isinstance(x, torch.Tensor)}
+    flat = torch.cat([x.double().flatten() for x in tensors.values()]).cpu()
     parts = flat.split([x.numel() for x in tensors.values()])
     pairs = zip(tensors.items(), parts, strict=True)
-    return spread({**stats, **{k: part.view(x.shape) for (k, x), part in pairs}})
+    found = {k: part.to(x.dtype).view(x.shape) for (k, x), part in pairs}
+    return spread({**row, **found})
 
 
 def learn(
@@ -403,9 +403,9 @@ def learn(
     if ready:
         learner.input_check.see(batch, learner.model.distribution)
         learner.model.update_moments(batch, initial_state)
-        rows, state = (
-            mixer.mix(batch, initial_state) if mixer else (batch, initial_state)
-        )
+        rows, state = batch, initial_state
+        if mixer:
+            rows, state = mixer.mix(rows, state)
         if flags.rollouts == "episode":
             rows, state = rollout.cut_at_episodes(rows, state)
         for _ in range(flags.updates_per_batch // flags.minibatches):
@@ -413,11 +413,9 @@ def learn(
                 scalars = update(learner, *part)
         if mixer:
             mixer.carry_states(learner.model)
-        learner.scheduler.step()
-    else:
-        advance(learner.scheduler, 1)
+    advance(learner.scheduler, 1)
     columns = count_batch(learner, batch, updated=ready)
-    return join_columns(columns, scalars, {"learning_rate": learning_rate})
+    return spread(join_columns(columns, scalars, {"learning_rate": learning_rate}))
 
 
 def count_batch(

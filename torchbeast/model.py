@@ -347,6 +347,7 @@ class Net(nn.Module):
         targets: VTraceReturns,
         valid: torch.Tensor,
         flags: Any,
+        progress: float,
     ) -> dict[str, torch.Tensor]:
         """Losses of your own heads, by name. The learner adds their sums.
 
@@ -356,6 +357,7 @@ class Net(nn.Module):
           targets: vs and pg_advantages [T, B], see core/vtrace.py.
           valid: [T, B] bool, the steps that count.
           flags: of the run.
+          progress: the share of the run before this update, from 0 to 1.
 
         Returns:
           Losses of any shape. A scalar is one column of logs.csv, [K] are K columns

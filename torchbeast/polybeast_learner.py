@@ -8,8 +8,8 @@
                                     -> learner threads: the update, on --learner_device,
                                        and the new weights for inference
 
-Read it top to bottom: infer, train, flags, main. The update, checkpoints, logs and
-evaluation use the same code as MonoBeast.
+Read it top to bottom: infer, connect, learn_from, at_once, in_rounds, train, flags,
+main. The update, checkpoints, logs and evaluation use the same code as MonoBeast.
 
     python -m torchbeast.polybeast_env --num_servers 2 &
     python -m torchbeast.polybeast_learner --num_servers 2
@@ -28,7 +28,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from typing import Any
@@ -41,7 +40,6 @@ from torchbeast.base.errors import FlagError
 from torchbeast.base.hardware import keep_freed_memory
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
-from torchbeast.core import rollout
 from torchbeast.core.acting import ActingModels, act_step
 from torchbeast.learner import Learner, learn
 from torchbeast.model import TORSOS
@@ -51,15 +49,14 @@ from torchbeast.play.evaluator import Evaluator
 from torchbeast.procs import processes
 from torchbeast.remote.remote_envs import RemoteEnvs, server_addresses
 from torchbeast.remote.security import add_connection_flags, choose_side
-from torchbeast.remote.streams import Streams, SyncBarrier, as_stored
-from torchbeast.runs import flagset, prof, resume, script
+from torchbeast.remote.streams import StreamGroup, Streams, as_stored
+from torchbeast.runs import flagset, resume, script
 from torchbeast.runs.flagset import Flags
 from torchbeast.runs.prof import Timings
 from torchbeast.runs.run import Run
 
 log = logging.getLogger("torchbeast.polybeast_learner")
 
-REPORT_SECONDS = 60.0  # between two log lines about the bottleneck
 LISTENING_STREAMS = 4  # default of --num_actors with --listen
 
 
@@ -67,44 +64,33 @@ LISTENING_STREAMS = 4  # default of --num_actors with --listen
 
 
 def infer(
-    streams: Streams,
-    models: ActingModels,
-    env_fields: dict[str, Nested],
-    device: torch.device,
-    generator: torch.Generator,
-    barrier: SyncBarrier | None,
+    group: StreamGroup, streams: Streams, models: ActingModels, random: torch.Generator
 ) -> None:
-    """An inference thread: answers batches [1, n, ...] until the batcher is closed.
-
-    Args:
-      env_fields: fields of a row from the environments, see core/rollout.py.
-      barrier: with --sync, makes streams and learner alternate.
-    """
-
-    def to_device(nested: Nested) -> Nested:
-        if device.type == "cpu":
-            return nested
-        return map_nested(lambda x: x.to(device, non_blocking=True), nested)
-
+    """An inference thread: answers batches [1, n, ...] until the batcher is closed."""
+    device, T = random.device, streams.run.flags.unroll_length
     if sys.platform == "linux":  # per thread: the learner thread has priority
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.nice(0) + 5)
     timings = Timings()
     streams.inference_timings.append(timings)
-    row_number = 0
-    for batch in streams.batcher:
+    row_number, num_turns = 0, 0
+    for batch in group.batcher:
         timings.time("wait")
-        row, state = to_device(batch.get_inputs())
-        row = as_stored(row, env_fields)
-        if barrier:
+        inputs = batch.get_inputs()
+        if device.type != "cpu":
+            inputs = map_nested(lambda x: x.to(device, non_blocking=True), inputs)
+        row, state = as_stored(inputs[0], streams.env_fields), inputs[1]
+        # As in MonoBeast, the agent acts on an unroll's last row before learning.
+        if streams.in_turns and row_number > (num_turns + 1) * T:
             timings.time("infer")
-            barrier.wait_for_turn(row_number)
+            group.turns.acquire()
+            num_turns += 1
             timings.time("wait")
         bank, policy_version = models.acquire()
         net = models.nets[bank]
-        choose: Any = functools.partial(net.distribution.sample, generator=generator)
+        choose: Any = functools.partial(net.distribution.sample, generator=random)
         # The pool also asks for the value of a truncated episode's last observation. It
         # ignores the action, so with --sync don't use a random number for it.
-        if barrier and bool((row["truncated"] & ~row["done"]).any()):
+        if streams.in_turns and bool((row["truncated"] & ~row["done"]).any()):
             choose = net.distribution.mode
         else:
             row_number += 1
@@ -114,66 +100,96 @@ def infer(
         timings.time("infer")
 
 
-# --- Learning -------------------------------------------------------------------------
-
-
-def make_streams(
-    flags: Flags, learner: Learner, envs: RemoteEnvs, device: torch.device
-) -> list[Streams]:
-    """All streams share a pool, batcher and queue. With --sync each has its own."""
-    addresses = envs.addresses
-    groups = [[address] for address in addresses] if flags.sync else [addresses]
-    return [
-        Streams(
-            flags,
-            group,
-            envs,
-            learner.env_spec,
-            initial_state=tuple(learner.model.initial_state(1)),
-            first_stream=i,
-            stream_stride=len(groups),
-            acting_device=device,
-            learning_device=learner.device,
-        )
-        for i, group in enumerate(groups)
-    ]
-
-
-def start_acting(
-    run: Run, envs: RemoteEnvs, env_fields: dict[str, Nested], barrier: Any
-) -> tuple[list[Streams], ActingModels]:
+def start_acting(run: Run, envs: RemoteEnvs) -> tuple[Streams, ActingModels]:
     """Starts the pools and the inference threads."""
     flags, learner = run.flags, run.learner
     device = devices.actor_device(flags)
     models = ActingModels(learner.model, device)
     models.publish(learner.model, learner.num_updates)
-    all_streams = make_streams(flags, learner, envs, device)
-
-    def stop() -> None:
-        if barrier:
-            barrier.close()
-        for streams in all_streams:
-            streams.close()
-
-    run.on_stop(stop)
-    for i, streams in enumerate(all_streams):
-        run.start_thread(f"pool-{i}", streams.pool.run)
-    # A resumed run gets new random numbers, except with --sync.
-    start_step = () if flags.sync else (learner.step,)
-    for i in range(len(all_streams) if flags.sync else flags.num_inference_threads):
+    streams = Streams(run, envs, device)
+    groups = streams.groups
+    run.on_stop(streams.close)
+    for i, group in enumerate(groups):
+        run.start_thread(f"pool-{i}", group.pool.run)
+    for i in range(len(groups) if streams.in_turns else flags.num_inference_threads):
         generator = torch.Generator(device)
-        generator.manual_seed(derive_seed(flags.seed, i, *start_step))
-        inference = functools.partial(
-            infer,
-            all_streams[i % len(all_streams)],
-            models,
-            env_fields,
-            device,
-            generator,
-            barrier,
+        generator.manual_seed(derive_seed(envs.seed, i))
+        group = groups[i % len(groups)]
+        work = functools.partial(infer, group, streams, models, generator)
+        run.start_thread(f"inference-{i}", work)
+    return streams, models
+
+
+def connect(
+    start: resume.Start, envs: RemoteEnvs, check_servers: Callable[[], None]
+) -> tuple[Run, Streams, ActingModels]:
+    """Finds the spaces of the environments, makes the model and starts to act."""
+    check = fits(start.flags, start.saved["model_state_dict"]) if start.saved else None
+    with contextlib.ExitStack() as undo:
+        undo.callback(envs.close)
+        while True:
+            spec = envs.find_env_spec(check_servers, check)
+            run = Run(start, Learner(start.flags, spec))
+            undo.callback(run.end_threads)
+            streams, models = start_acting(run, envs)
+            # Environments that join determine the spaces once there is a batch of them.
+            checks = (check_servers, run.stop_requested)
+            if not envs.listener or envs.settle(streams.groups[0], spec, checks):
+                undo.pop_all()
+                return run, streams, models
+            run.end_threads()
+
+
+# --- Learning -------------------------------------------------------------------------
+
+
+def learn_from(
+    run: Run, streams: Streams, models: ActingModels, rollouts: Nested
+) -> bool:
+    """Learns from rollouts [T + 1, n, ...]; False if no more updates are wanted.
+
+    If a stream has more than B environments, n is a multiple of B and gives several
+    updates.
+    """
+    learner, B = run.learner, run.flags.batch_size
+    rows, initial_state = rollouts
+    rows = as_stored(rows, streams.env_fields)
+    for first in range(0, rows["done"].shape[1], B):
+        batch, state = map_nested(
+            lambda x, part=slice(first, first + B): (
+                x[:, part].contiguous().to(learner.device, non_blocking=True)
+            ),
+            (rows, initial_state),
         )
-        run.start_thread(f"inference-{i}", inference)
-    return all_streams, models
+        with run.updating() as wanted:
+            if not wanted:
+                return False
+            columns = learn(learner, batch, state)
+            models.publish(learner.model, learner.num_updates)
+            run.log(columns, streams.columns())
+    run.wake()
+    return True
+
+
+def at_once(run: Run, streams: Streams, models: ActingModels) -> None:
+    """A learner thread: learns from each batch in the queue, while all streams act."""
+    (group,) = streams.groups
+    for rollouts in group.queue:
+        if not learn_from(run, streams, models, rollouts):
+            break
+
+
+def in_rounds(run: Run, streams: Streams, models: ActingModels) -> None:
+    """The learner thread with --sync: a round has one item of each stream."""
+    while run.learner.step < run.flags.total_steps:
+        try:
+            items = [next(group.queue) for group in streams.groups]
+        except StopIteration:
+            break
+        rollouts = map_nested(lambda *x: torch.cat(x, dim=1), *items)
+        learn_from(run, streams, models, rollouts)
+        for group in streams.groups:
+            group.turns.release()
 
 
 def train(
@@ -189,131 +205,32 @@ def train(
       listen: listens here if --listen is not given. It is not saved, so a resumed run
         may listen elsewhere.
     """
-    flags = start.flags
+    flags, env_seed = start.flags, start.flags.seed
     # Before any other thread starts, so that threads share one memory arena.
     keep_freed_memory(devices.learner_device(flags))
-    env_seed = flags.seed
     if start.saved:  # don't repeat the games before the resume
         env_seed = derive_seed(flags.seed, start.saved["stats"]["step"])
-    B, T = flags.batch_size, flags.unroll_length
     envs = RemoteEnvs(flags.replace(listen=flags.listen or listen), env_seed)
-    check = fits(flags, start.saved["model_state_dict"]) if start.saved else None
-    barrier = SyncBarrier(T) if flags.sync else None
-    with contextlib.ExitStack() as undo:
-        undo.callback(envs.close)
-        while True:
-            spec = envs.find_env_spec(check_servers, check)
-            learner = Learner(flags, spec)
-            run = Run(start, learner)
-            env_fields = rollout.env_fields(
-                spec.observation_space, learner.model.distribution
-            )
-            undo.callback(run.end_threads)
-            all_streams, models = start_acting(run, envs, env_fields, barrier)
-            # Environments that join determine the spaces once there is a batch of them.
-            checks = (check_servers, run.stop_requested)
-            if not envs.listener or envs.settle(all_streams[0], spec, checks):
-                break
-            run.end_threads()
-        undo.pop_all()
-    # Sum of the queue's size over updates, and number of updates.
-    queue_depth = {"queue_sum": 0.0, "queue_samples": 0.0}
-
-    def queued() -> int:
-        return sum(s.queue.size() for s in all_streams) * learner.env_spec.num_envs
-
-    def to_learner(x: torch.Tensor) -> torch.Tensor:
-        return x.contiguous().to(learner.device, non_blocking=True)
-
-    def learn_from(rollouts: Nested) -> bool:
-        """Learns from rollouts [T + 1, n, ...]; False if no more updates are wanted.
-
-        If a stream has more than B environments, n is a multiple of B and gives several
-        updates.
-        """
-        rows, initial_state = rollouts
-        rows = as_stored(rows, env_fields)
-        parts = rows["done"].shape[1] // B
-        for part in (slice(i * B, (i + 1) * B) for i in range(parts)):
-            batch, state = map_nested(
-                lambda x, part=part: to_learner(x[:, part]), (rows, initial_state)
-            )
-            with run.updating() as wanted:
-                if not wanted:
-                    return False
-                columns = learn(learner, batch, state)
-                models.publish(learner.model, learner.num_updates)
-                waiting = queued()
-                queue_depth["queue_sum"] += waiting
-                queue_depth["queue_samples"] += 1
-                run.log(columns, envs.columns(all_streams), {"queued": waiting})
-        run.wake()
-        return True
-
-    def learn_from_queue() -> None:
-        """A learner thread."""
-        (streams,) = all_streams
-        for rollouts in streams.queue:
-            if not learn_from(rollouts):
-                break
-
-    def learn_in_rounds() -> None:
-        """The learner thread with --sync: a round has one item of each stream."""
-        assert barrier
-        while learner.step < flags.total_steps:
-            try:
-                rollouts = [next(streams.queue) for streams in all_streams]
-            except StopIteration:
-                break
-            learn_from(map_nested(lambda *x: torch.cat(x, dim=1), *rollouts))
-            barrier.end_round()
-            run.wake()
-
-    def counts() -> dict[str, float]:
-        """Seconds and counts since the start, for prof.bottleneck."""
-        sums = dict(queue_depth)
-        for name, seconds in run.timings.seconds.copy().items():  # threads add some
-            sums[f"learner_{name}"] = seconds
-        for streams in all_streams:
-            for name, x in streams.counts().items():
-                sums[name] = sums.get(name, 0.0) + x
-        return sums
-
+    run, streams, models = connect(start, envs, check_servers)
+    loop = in_rounds if streams.in_turns else at_once
     with run:
         log.info(
             "%d streams of %d environments; inference on %s, learning on %s",
-            flags.num_actors,
-            learner.env_spec.num_envs,
-            devices.actor_device(flags),
-            learner.device,
+            *(flags.num_actors, run.learner.env_spec.num_envs),
+            *(devices.actor_device(flags), run.learner.device),
         )
-        run.stack.callback(
-            lambda: log.info("The whole run: %s", prof.bottleneck(counts()))
-        )
-        run.stack.callback(envs.close)
-        run.stack.callback(envs.report, all_streams)
-        for i in range(1 if flags.sync else flags.num_learner_threads):
-            work = learn_in_rounds if flags.sync else learn_from_queue
+        run.stack.callback(streams.end)
+        for i in range(1 if streams.in_turns else flags.num_learner_threads):
+            work = functools.partial(loop, run, streams, models)
             run.start_thread(f"learner-{i}", work)
-
         evaluator = Evaluator(run)
-        reported, reported_at = counts(), time.monotonic()
         while run.going():
             evaluator.poll()
             if run.save_is_due():
                 run.save()
             connection.wait([run.wake_reader], 1.0)
             check_servers()
-            envs.report(all_streams)
-            if flags.sync and not run.stop_requested():  # else servers may be gone
-                envs.check_no_stream_lost(all_streams)
-            if time.monotonic() - reported_at > REPORT_SECONDS:
-                now = counts()
-                change = {k: x - reported.get(k, 0.0) for k, x in now.items()}
-                log.info("The last minute: %s", prof.bottleneck(change))
-                reported, reported_at = now, time.monotonic()
-            acted = sum(streams.pool.count() for streams in all_streams)
-            run.show(queued(), acted, envs.num_connected(all_streams))
+            streams.report()
         evaluator.finish()
     return run.exit_status
 

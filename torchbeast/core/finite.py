@@ -71,6 +71,27 @@ def find_cause(batch: dict[str, Any], reward_is_clipped: bool) -> str:
     )
 
 
+def explain_loss(
+    batch: dict[str, Any], columns: dict[str, float], flags: Any, step: int
+) -> str:
+    """The message about a loss or a gradient that is not finite."""
+    bounded = flags.reward_clipping == "abs_one" or flags.normalize_rewards
+    return (
+        f"loss or gradient are not finite at step {step}: {columns}. "
+        f"{find_cause(batch, bounded)}"
+    )
+
+
+def explain_weights(step: int, learning_rate: float, flags: Any) -> str:
+    """The message about weights that are not finite, after a finite gradient."""
+    return (
+        f"the update at step {step} made weights that are not finite, from a finite "
+        "loss and gradient. They are neither saved nor used: the same command resumes "
+        "from the last checkpoint, if there is one. Lower --learning_rate (now "
+        f"{learning_rate:g}), or raise --epsilon (now {flags.epsilon:g})"
+    )
+
+
 def _describe(name: str, x: torch.Tensor, too_large: bool) -> list[str]:
     """Describes the suspect values of x [T + 1, B, ...], if there are any."""
     finite = x.isfinite()

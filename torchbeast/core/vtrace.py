@@ -217,5 +217,18 @@ def _broadcasts(tensor: torch.Tensor, values: torch.Tensor) -> bool:
     )
 
 
+def normalize(
+    advantages: torch.Tensor, weights: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    """Centres and scales advantages (Schulman et al. 2017, in PPO's implementations).
+
+    They contain the weights min(rho, clip_pg_rho), so the mean gets these, too. Without
+    them, advantages that are all equal would change the policy.
+    """
+    centred = advantages - weights * advantages.sum() / (weights.sum() + 1e-8)
+    deviation = (centred.pow(2).sum() / valid.sum()).sqrt()
+    return centred / (deviation + 1e-8)
+
+
 def _clip(rhos: torch.Tensor, threshold: float | None) -> torch.Tensor:
     return rhos if threshold is None else rhos.clamp(max=threshold)

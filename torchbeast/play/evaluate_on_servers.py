@@ -24,7 +24,7 @@ from torchbeast.local.env_spec import EnvSpec
 from torchbeast.model import Net, make_model
 from torchbeast.play.evaluate import TEST_STREAM, Game
 from torchbeast.remote.remote_envs import RemoteEnvs, server_addresses
-from torchbeast.remote.streams import Streams, as_stored
+from torchbeast.remote.streams import StreamGroup, as_stored
 from torchbeast.runs import checkpoint
 from torchbeast.runs.flagset import Flags
 
@@ -123,7 +123,7 @@ def play_on_servers(
         model.load_state_dict(model_state)
         prepare_to_act(model)
         new_env = torch.zeros(1, 1, 1, dtype=torch.int64)
-        streams = Streams(
+        streams = StreamGroup(
             flags,
             envs.addresses,
             envs,
@@ -181,7 +181,7 @@ def _guard(work: Callable[[], Any], report: Callable[[BaseException], None]) -> 
 def _answer(
     flags: Flags,
     model: Net,
-    streams: Streams,
+    streams: StreamGroup,
     E: int,
     numbers: Sequence[int],
     report: Callable[[Game], None],

@@ -71,6 +71,7 @@ def spread(row: Mapping[str, Any]) -> dict[str, Any]:
                     f"a number, or a vector [K] as {name}_0 to {name}_{{K - 1}}: sum "
                     "it, or take its mean, where your fork returns it"
                 )
+            parts[column] = int(x) if isinstance(x, bool) else x
         columns = join_columns(columns, parts)
     return columns
 

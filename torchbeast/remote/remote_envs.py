@@ -245,7 +245,7 @@ class RemoteEnvs:
             raise libtorchbeast.TransportError(str(error)) from error
 
     def settle(
-        self, streams: Any, spec: EnvSpec, checks: Sequence[Callable[[], object]]
+        self, group: Any, spec: EnvSpec, checks: Sequence[Callable[[], object]]
     ) -> bool:
         """Waits for the first batch of a learner that listens.
 
@@ -253,17 +253,17 @@ class RemoteEnvs:
         with these spaces have left, or have made no step for a while.
 
         Args:
-          streams: a Streams, whose pool runs.
+          group: a StreamGroup, whose pool runs.
           checks: called ten times a second; may raise to end the wait.
 
         Returns:
           Whether the first batch is there; if not, others have their turn.
         """
         steps, since = 0, time.monotonic()
-        while not streams.has_batch():
+        while group.queue.size() < group.items_per_batch:
             for check in checks:
                 check()
-            self.report([streams])
+            self.report([group])
             if self.listener.wants_other(spec.hello):
                 log.warning(
                     "The first environments have left, or make no steps. Those with "
@@ -272,46 +272,19 @@ class RemoteEnvs:
                 self.patience *= 2
                 return False
             now = time.monotonic()
-            if streams.pool.count() != steps:
-                steps, since = streams.pool.count(), now
+            if group.pool.count() != steps:
+                steps, since = group.pool.count(), now
             elif now - since > min(self.patience, self.flags.actor_timeout):
                 self.listener.pass_over()
             time.sleep(0.1)
         self.listener.settle(spec.hello)
         return True
 
-    def report(self, all_streams: Sequence[Any] = ()) -> None:
+    def report(self, groups: Sequence[Any] = ()) -> None:
         """Logs events of streams, also of those that the listener refused."""
-        sources = [streams.pool for streams in all_streams]
+        sources = [group.pool for group in groups]
         for source in [self.listener, *sources] if self.listener else sources:
             self.peer_log.report(source.events())
-
-    def columns(self, all_streams: Sequence[Any]) -> dict[str, int]:
-        """The columns of logs.csv about streams."""
-        stats = [streams.pool.stats() for streams in all_streams]
-        refused = self.listener.stats()["num_refused"] if self.listener else 0
-        return {
-            "reconnects": sum(s["num_reconnects"] for s in stats),
-            "dropped_steps": sum(s["num_dropped_steps"] for s in stats),
-            "refused": refused + sum(s["num_refused"] for s in stats),
-            "env_failures": sum(s["num_env_failures"] for s in stats),
-            "streams": sum(s["num_connected"] for s in stats),
-        }
-
-    def check_no_stream_lost(self, all_streams: Sequence[Any]) -> None:
-        """Raises ServerError if a stream was lost, which --sync does not allow."""
-        for streams in all_streams:
-            stats = streams.pool.stats()
-            if stats["num_reconnects"] or stats["num_dropped_steps"]:
-                raise ServerError(
-                    "a stream was lost, and a run with --sync can't be the same "
-                    f"without its steps: {stats['last_error']}"
-                )
-
-    def num_connected(self, all_streams: Sequence[Any]) -> str:
-        """Connected and expected streams, such as 3/4."""
-        connected = sum(s.pool.stats()["num_connected"] for s in all_streams)
-        return f"{connected}/{self.flags.num_actors}"
 
     def close(self) -> None:
         if self.listener:

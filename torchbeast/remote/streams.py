@@ -2,8 +2,10 @@
 
 import collections
 import contextlib
+import logging
 import math
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
@@ -15,15 +17,21 @@ from torchbeast.base.nested import Nested, map_nested
 from torchbeast.core import rollout
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.remote.remote_envs import RemoteEnvs
+from torchbeast.remote.security import ServerError
 from torchbeast.runs.flagset import Flags
-from torchbeast.runs.prof import Timings
+from torchbeast.runs.prof import Timings, bottleneck
+from torchbeast.runs.run import Run
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 60.0  # between two log lines about the bottleneck
 
 # Names in libtorchbeast's stats().
-POOL_COUNTS = (
+COUNTS = (
     *("env_seconds", "env_wait_seconds", "inference_wait_seconds"),
     *("queue_wait_seconds", "num_reconnects", "num_dropped_steps"),
+    *("num_batches", "num_items", "num_entries"),  # of the batcher
 )
-BATCHER_COUNTS = ("num_batches", "num_items", "num_entries")
 
 
 def as_stored(row: dict[str, Nested], spec: dict[str, Nested]) -> dict[str, Nested]:
@@ -47,38 +55,8 @@ def as_stored(row: dict[str, Nested], spec: dict[str, Nested]) -> dict[str, Nest
     return row
 
 
-class SyncBarrier:
-    """Makes acting and learning alternate with --sync. Thread-safe.
-
-    No unroll starts before the learner has used all unrolls of the previous round.
-    """
-
-    def __init__(self, unroll_length: int) -> None:
-        self.unroll_length = unroll_length
-        self.learned = 0  # rounds of unrolls
-        self.closed = False
-        self.changed = threading.Condition()
-
-    def wait_for_turn(self, row: int) -> None:
-        """Waits until the stream may act on row number `row` since its start."""
-        # As in MonoBeast, the agent acts on an unroll's last row before learning.
-        unroll = max(0, row - 1) // self.unroll_length
-        with self.changed:
-            self.changed.wait_for(lambda: self.closed or self.learned >= unroll)
-
-    def end_round(self) -> None:
-        with self.changed:
-            self.learned += 1
-            self.changed.notify_all()
-
-    def close(self) -> None:
-        with self.changed:
-            self.closed = True
-            self.changed.notify_all()
-
-
-class Streams:
-    """Streams of environments, with the batcher and the queue that they share.
+class StreamGroup:
+    """Streams of environments that share a pool, a batcher and a queue.
 
     Args:
       addresses: of the servers, one per stream.
@@ -87,6 +65,10 @@ class Streams:
       initial_state: of the model, for one environment.
       first_stream, stream_stride: number of the first stream, and the distance to the
         next.
+
+    Attributes:
+      turns: with --sync, a permit per round that the learner has learned from. No
+        unroll begins before.
 
     Raises:
       FlagError: the rollouts of all streams need more than half of the memory that
@@ -106,7 +88,7 @@ class Streams:
         acting_device: torch.device,
         learning_device: torch.device,
     ) -> None:
-        E = spec.num_envs
+        E, self.turns = spec.num_envs, threading.Semaphore(0)
         # With --sync, a batch has the rollouts of one stream.
         batch_size = E if flags.sync else max(flags.batch_size, E)
         self.items_per_batch = batch_size // E
@@ -146,29 +128,122 @@ class Streams:
             too_large = "max_rollout_bytes" in str(error)
             hint = "; see --num_actors, --unroll_length" if too_large else ""
             raise FlagError(f"{error}{hint}") from error
-        self.inference_timings: list[Timings] = []
-
-    def counts(self) -> dict[str, float]:
-        """Seconds and counts since the start, for prof.bottleneck."""
-        sums: dict[str, float] = collections.defaultdict(float)
-        for timings in self.inference_timings:
-            for name, seconds in timings.seconds.copy().items():  # threads add some
-                sums[f"inference_{name}"] += seconds
-        pool, batcher = self.pool.stats(), self.batcher.stats()
-        for stats, names in ((pool, POOL_COUNTS), (batcher, BATCHER_COUNTS)):
-            for name in names:
-                sums[name] += stats.get(name, 0)
-        return sums
-
-    def has_batch(self) -> bool:
-        """Whether the learner has a batch to learn from."""
-        return self.queue.size() >= self.items_per_batch
 
     def close(self) -> None:
         self.pool.close()
         for closable in (self.batcher, self.queue):
             with contextlib.suppress(RuntimeError):  # a pool that failed has closed it
                 closable.close()
+        self.turns.release()
+
+
+class Streams:
+    """All streams of a run, in groups.
+
+    With --sync each stream is a group, so that inference and learning have its rows in
+    a known order. Otherwise there is one group.
+
+    Args:
+      device: for inference.
+
+    Attributes:
+      env_fields: fields of a row from the environments, see core/rollout.py.
+      in_turns: with --sync, acting and learning alternate.
+    """
+
+    def __init__(self, run: Run, envs: RemoteEnvs, device: torch.device) -> None:
+        flags, learner, spec = run.flags, run.learner, run.learner.env_spec
+        self.run, self.envs = run, envs
+        self.env_fields = rollout.env_fields(
+            spec.observation_space, learner.model.distribution
+        )
+        self.in_turns = flags.sync
+        parts = [[x] for x in envs.addresses] if self.in_turns else [envs.addresses]
+        self.groups = [
+            StreamGroup(
+                *(flags, part, envs, spec),
+                initial_state=tuple(learner.model.initial_state(1)),
+                first_stream=i,
+                stream_stride=len(parts),
+                acting_device=device,
+                learning_device=learner.device,
+            )
+            for i, part in enumerate(parts)
+        ]
+        self.inference_timings: list[Timings] = []
+        self.queue_sum, self.queue_samples = 0, 0
+        self.reported, self.reported_at = self.counts(), time.monotonic()
+
+    def queued(self) -> int:
+        """Rollouts that wait for the learner."""
+        items = sum(group.queue.size() for group in self.groups)
+        return items * self.run.learner.env_spec.num_envs
+
+    def columns(self) -> dict[str, int]:
+        """The columns of logs.csv about streams."""
+        stats, queued = [group.pool.stats() for group in self.groups], self.queued()
+        listener = self.envs.listener
+        refused = listener.stats()["num_refused"] if listener else 0
+        self.queue_sum += queued
+        self.queue_samples += 1
+        return {
+            "reconnects": sum(x["num_reconnects"] for x in stats),
+            "dropped_steps": sum(x["num_dropped_steps"] for x in stats),
+            "refused": refused + sum(x["num_refused"] for x in stats),
+            "env_failures": sum(x["num_env_failures"] for x in stats),
+            "streams": sum(x["num_connected"] for x in stats),
+            "queued": queued,
+        }
+
+    def counts(self) -> dict[str, float]:
+        """Seconds and counts since the start, for prof.bottleneck."""
+        sums: dict[str, float] = collections.defaultdict(float)
+        sums |= {"queue_sum": self.queue_sum, "queue_samples": self.queue_samples}
+        timings = [("inference", x) for x in self.inference_timings]
+        for who, timing in [("learner", self.run.timings), *timings]:
+            for name, seconds in timing.seconds.copy().items():  # threads add some
+                sums[f"{who}_{name}"] += seconds
+        for group in self.groups:
+            stats = group.pool.stats() | group.batcher.stats()
+            for name in COUNTS:
+                sums[name] += stats.get(name, 0)
+        return sums
+
+    def report(self) -> None:
+        """Logs events and, once per minute, the bottleneck. Updates the live line.
+
+        Raises:
+          ServerError: a stream was lost, which --sync does not allow.
+        """
+        self.envs.report(self.groups)
+        stats = [group.pool.stats() for group in self.groups]
+        # After a stop signal, servers may be gone.
+        for x in stats if self.in_turns and not self.run.stop_requested() else ():
+            if x["num_reconnects"] or x["num_dropped_steps"]:
+                raise ServerError(
+                    "a stream was lost, and a run with --sync can't be the same "
+                    f"without its steps: {x['last_error']}"
+                )
+        if time.monotonic() - self.reported_at > REPORT_SECONDS:
+            now = self.counts()
+            change = {name: x - self.reported.get(name, 0) for name, x in now.items()}
+            log.info("The last minute: %s", bottleneck(change))
+            self.reported, self.reported_at = now, time.monotonic()
+        acted = sum(group.pool.count() for group in self.groups)
+        connected = sum(x["num_connected"] for x in stats)
+        streams = f"{connected}/{self.run.flags.num_actors}"
+        self.run.show(self.queued(), acted, streams)
+
+    def end(self) -> None:
+        """Logs the last events and the bottleneck of the whole run."""
+        self.envs.report(self.groups)
+        self.envs.close()
+        log.info("The whole run: %s", bottleneck(self.counts()))
+
+    def close(self) -> None:
+        """Asks all threads of the streams to return."""
+        for group in self.groups:
+            group.close()
 
 
 def pinned(num_bytes: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ def bottleneck(counts: dict[str, float]) -> str:
     the limit is the part where streams spend most of their time.
 
     Args:
-      counts: Streams.counts() joined with the learner's, or the difference of two.
+      counts: Streams.counts(), or the difference of two.
     """
 
     def get(name: str) -> float:
