@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from torchbeast.base.errors import CheckpointError
 from torchbeast.base.hardware import free_memory
 from torchbeast.base.nested import Nested
 from torchbeast.core.replay import Replay, ReplayError
 from torchbeast.records.folder import atomic_write
-from torchbeast.runs.checkpoint import CheckpointError
 
 log = logging.getLogger(__name__)
 
