@@ -9,6 +9,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.wrappers import FrameStackObservation
 
 from torchbeast.envs.checks import (
     InvalidEnvironmentError,
@@ -37,6 +38,31 @@ MAX_START = 2**53
 _DTYPES = {"bool", "float16", "float32", "float64"} | {
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
+
+
+class FrameStack(spaces.Box):
+    """A Box [K, ...] whose observations are the last K frames, the oldest first.
+
+    A replay stores each frame once. An observation that does not continue the one
+    before it is right, but takes more room.
+    """
+
+
+def declare_stack(env: gymnasium.Env) -> None:
+    """Declares the frames of Gymnasium's FrameStackObservation, which does not say so.
+
+    Wrappers around it may follow if they keep its space.
+    """
+    space, inner = env.observation_space, env
+    while isinstance(inner, gymnasium.Wrapper) and inner.observation_space is space:
+        if isinstance(inner, FrameStackObservation) and type(space) is spaces.Box:
+            env.observation_space = as_stack(space)
+        inner = inner.env
+
+
+def as_stack(space: Any) -> FrameStack:
+    """The same Box as a FrameStack."""
+    return FrameStack(space.low, space.high, space.shape, space.dtype.type)
 
 
 def check_observation_space(space: spaces.Space) -> None:
@@ -151,6 +177,8 @@ def plain_space(space: spaces.Space) -> spaces.Space:
         return spaces.Dict([(key, plain_space(x)) for key, x in space.spaces.items()])
     if isinstance(space, spaces.Tuple):
         return spaces.Tuple([plain_space(x) for x in space.spaces])
+    if isinstance(space, FrameStack):
+        return as_stack(space)
     if isinstance(space, spaces.Box):
         return spaces.Box(space.low, space.high, space.shape, space.dtype.type)
     if isinstance(space, spaces.Discrete):
