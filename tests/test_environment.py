@@ -11,6 +11,7 @@ from gymnasium import spaces
 
 from torchbeast import flags as declared_flags
 from torchbeast.base.nested import map_nested
+from torchbeast.core.rollout import observation_spec
 from torchbeast.envs import environment, extra_fields
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.extra_fields import ExtraField
@@ -18,6 +19,7 @@ from torchbeast.envs.make_env import (
     create_env,
 )
 from torchbeast.envs.seeded_games import game_seed
+from torchbeast.envs.space_checks import FrameStack
 from torchbeast.envs.vector_envs import find_vector_env
 from torchbeast.local.env_spec import find_env_spec
 
@@ -584,3 +586,44 @@ def test_resume_refuses():
     native = Environment(env_flags("Pong-v4", atari_backend="native", sync=True), 1)
     with pytest.raises(RuntimeError, match="--atari_backend python"):
         native.state_dict()
+
+
+def stacked_squares():
+    """Frames of bytes; Gymnasium's own wrapper stacks them, others follow."""
+    env = gymnasium.wrappers.FrameStackObservation(Squares(), 3)
+    return gymnasium.wrappers.TimeLimit(env, 5)
+
+
+class Squares(gymnasium.Env):
+    observation_space = spaces.Box(0, 255, (8, 9), np.uint8)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros((8, 9), np.uint8), {}
+
+    def step(self, action):
+        return np.ones((8, 9), np.uint8), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("env", "changes", "is_stack"),
+    [
+        ("PongNoFrameskip-v4", {"atari_backend": "native"}, True),
+        ("PongNoFrameskip-v4", {"atari_backend": "python"}, True),
+        (here(stacked_squares), {}, True),
+        (here(Squares), {}, False),
+        (
+            here(Squares),
+            {"wrapper": 'gymnasium.wrappers:FrameStackObservation{"stack_size": 4}'},
+            True,
+        ),
+    ],
+)
+def test_who_declares_stacks_of_frames(env, changes, is_stack):
+    """The replay stores each frame of them once."""
+    env = Environment(env_flags(env, **changes), 2)
+    assert isinstance(env.observation_space, FrameStack) == is_stack
+    assert env.initial()["observation"].shape[1:] == env.observation_space.shape
+    env.close()
+    space = pickle.loads(pickle.dumps(env.observation_space))
+    assert observation_spec(space).is_stack == is_stack

@@ -1,5 +1,7 @@
 """What PolyBeast's learner takes from servers: spaces, fields, bounds."""
 
+import argparse
+
 import gymnasium
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.envs.checks import UnsupportedSpaceError
 from torchbeast.envs.space_checks import check_observation_space
-from torchbeast.remote.remote_envs import make_space
+from torchbeast.remote.remote_envs import make_env_spec, make_space
 from torchbeast.remote.streams import as_stored
 from torchbeast.runs import prof
 
@@ -247,3 +249,29 @@ def test_fields_that_other_languages_leave_out():
         assert stored[name] is row[name]
     assert stored["last_action"].shape == (1, 3, 2)
     assert stored["last_action"].dtype == torch.int64
+
+
+def test_the_learner_knows_the_stacks_of_atari():
+    """The wire does not say it. Without it a replay takes four times the memory."""
+    flags = argparse.Namespace(
+        env="PongNoFrameskip-v4",
+        frame_skip=4,
+        num_actions=None,
+        unroll_length=5,
+        batch_size=4,
+        sync=False,
+    )
+    screens = {"type": "Box", "dtype": "uint8", "shape": (4, 84, 84)}
+    found = {
+        "observation_space": {**screens, "low": 0.0, "high": 255.0},
+        "action_space": {"type": "Discrete", "n": 6, "start": 0},
+        "num_envs": 2,
+        "hello": b"",
+        "step_bytes": 100_000,
+        "extra_fields": {},
+    }
+    env = make_env_spec(flags, found, "here")
+    assert rollout.observation_spec(env.observation_space).is_stack
+    flags.env = "Squares-v0"
+    env = make_env_spec(flags, found, "here")
+    assert not rollout.observation_spec(env.observation_space).is_stack

@@ -22,14 +22,15 @@ from torchbeast.core.acting import row_spec
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.mixer import Mixer
 from torchbeast.core.replay import Replay, ReplayError
+from torchbeast.envs.space_checks import FrameStack
 from torchbeast.model import Net
 
 T, A = 5, 3
 STACK = (4, 7, 9)  # frames, height, width
 OBSERVATIONS = spaces.Dict(
     {
-        "stack": spaces.Box(0, 255, STACK, np.uint8),
-        "last": spaces.Box(0, 255, (7, 9, 4), np.uint8),  # frames on the last axis
+        "stack": FrameStack(0, 255, STACK, np.uint8),
+        "last": spaces.Box(0, 255, (7, 9, 4), np.uint8),  # not declared: stored whole
         "colours": spaces.Box(0, 255, (3, 8, 7), np.uint8),
         "vector": spaces.Box(-1, 1, (2,), np.float32),
         "nothing": spaces.Box(-1, 1, (0,), np.float32),
@@ -250,25 +251,6 @@ def test_too_small_for_a_rollout():
         play(make_replay(4), [Game(rng, [15])])
 
 
-def test_images_that_turn_out_to_be_no_stacks_still_have_room():
-    """The first batches are blank; each frame stored on its own would not fit."""
-    rng = np.random.default_rng(16)
-    spec = {**SPEC, "observation": rollout.Spec(STACK, torch.uint8)}
-    capacity = 200
-    replay = Replay(spec, capacity, T, np.zeros, 1)
-    games = [Game(rng, [120] * 4).rollouts() for _ in range(2)]
-    planes = rng.integers(0, 256, (4 * 120 + 1, 2, *STACK), np.uint8)
-    planes[: 2 * T + 1] = 0
-    sizes = []
-    for n, columns in enumerate(zip(*games, strict=True)):
-        rows = map_nested(lambda *x: np.stack(x, axis=1), *columns)
-        replay.add({**rows, "observation": planes[n * T : n * T + T + 1]}, 0)
-        sizes.append(replay.size)
-    assert replay.whole
-    assert np.mean(sizes) > capacity / 4
-    assert replay.num_lost == 2 * 2 * T  # what follows the blank batches is stored
-
-
 def test_a_lost_rollout_costs_one_episode():
     rng = np.random.default_rng(7)
     game = Game(rng, [12, 12, 12])
@@ -307,7 +289,7 @@ def fill(path):
     flags = argparse.Namespace(
         replay_size=NUM_STEPS, unroll_length=T, seed=1, replay_file=path or None
     )
-    screens = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    screens = FrameStack(0, 255, (4, 84, 84), np.uint8)
     spec = row_spec(Net(screens, spaces.Discrete(A)))
     said = io.StringIO()
     logging.basicConfig(level=logging.INFO, stream=said)
@@ -400,59 +382,12 @@ def test_states_are_those_of_whole_episodes():
     assert compared > 10
 
 
-def test_each_image_is_judged_alone():
-    """PolyBeast's rows have the parts of a Dict in another order than its space."""
-    rng = np.random.default_rng(13)
-    image, numbers = rollout.Spec(STACK, torch.uint8), rollout.Spec((3,), torch.float32)
-    spec = {"stack": image, "planes": image, "goal": numbers}
-    replay = Replay({**SPEC, "observation": spec}, 300, T, np.zeros, 1)
-    for columns in zip(
-        *(Game(rng, [9] * 20).rollouts() for _ in range(2)), strict=True
-    ):
-        rows = map_nested(lambda *x: np.stack(x, axis=1), *columns)
-        shape = rows["done"].shape
-        observation = {
-            "goal": rng.normal(size=(*shape, 3)).astype(np.float32),
-            "planes": rng.integers(0, 256, (*shape, *STACK), np.uint8),
-            "stack": rows["observation"]["stack"],
-        }
-        replay.add({**rows, "observation": observation}, 0)
-        assert replay.whole == [1]
-        break
-
-
-@pytest.mark.parametrize("later", ["stack", "planes"])
-def test_images_that_do_not_change_say_nothing(later):
-    """Such as those of a loading screen."""
-    rng = np.random.default_rng(14)
-    spec = {**SPEC, "observation": rollout.Spec(STACK, torch.uint8)}
-    replay = Replay(spec, 300, T, np.zeros, 1)
-    rows = next(Game(rng, [9] * 20).rollouts())
-    stacks = rows["observation"]["stack"]
-    images = (
-        stacks if later == "stack" else rng.integers(0, 256, stacks.shape, np.uint8)
-    )
-    rows["observation"] = np.concatenate([0 * images[: T - 1], images[T - 1 :]])
-    replay.add(map_nested(lambda x: x[:, None], rows), 0)
-    assert bool(replay.whole) == (later == "planes")
-
-
-def test_planes_that_do_not_change_are_no_stack():
-    rng = np.random.default_rng(15)
-    spec = {**SPEC, "observation": rollout.Spec(STACK, torch.uint8)}
-    replay = Replay(spec, 300, T, np.zeros, 1)
-    rows = next(Game(rng, [9] * 20).rollouts())
-    planes = rng.integers(0, 256, STACK, np.uint8)
-    rows["observation"] = np.stack([planes] * (T + 1))
-    replay.add(map_nested(lambda x: x[:, None], rows), 0)
-    assert replay.whole
-
-
+@pytest.mark.parametrize("declared", [False, True])
 @pytest.mark.parametrize("in_file", [False, True])
-def test_images_that_are_no_stacks_of_frames(tmp_path, in_file):
-    """Planes of bytes look like a stack, but share nothing with the row before."""
+def test_images_that_share_no_frame_with_the_one_before(tmp_path, in_file, declared):
+    """If they are declared as stacks all the same, fewer have room."""
     rng = np.random.default_rng(12)
-    spec = {**SPEC, "observation": rollout.Spec((8, 10, 10), torch.uint8)}
+    spec = {**SPEC, "observation": rollout.Spec((8, 10, 10), torch.uint8, declared)}
     flags = argparse.Namespace(
         replay_size=400, unroll_length=T, seed=1, replay_file=None
     )
@@ -469,7 +404,7 @@ def test_images_that_are_no_stacks_of_frames(tmp_path, in_file):
             observation[0] = planes["last"]
         planes["last"] = observation[-1]
         replay.add({**rows, "observation": observation}, step)
-    assert replay.size > 0.9 * 400
+    assert replay.size > (30 if declared else 0.9 * 400)
     rows, _ = replay.read(3)
     assert rows["observation"].shape == (T + 1, 3, 8, 10, 10)
     path = tmp_path / "replay.zip"
@@ -500,7 +435,7 @@ def test_an_incomplete_index_is_refused(tmp_path):
     path = tmp_path / "replay.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("index.json", '{"step": 7, "arrays": [], "episodes": []}')
-    with pytest.raises(ReplayError, match="can't be loaded: 'whole'"):
+    with pytest.raises(ReplayError, match="another --replay_size or other spaces"):
         replay_memory.load(make_replay(150), path, 7)
 
 
@@ -530,7 +465,7 @@ def set_to(name, value):
     [
         *(double_slots, shift_slots, shift_frames, exchange_episodes),
         *(set_to("episodes", 3), set_to("episodes", []), set_to("arrays", None)),
-        *(set_to("whole", 1), set_to("whole", [1]), set_to("digest", None)),
+        set_to("digest", None),
     ],
 )
 def test_a_changed_index_is_refused(tmp_path, edit):

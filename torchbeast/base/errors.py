@@ -23,6 +23,10 @@ class FileError(FlagError):
     """A file can't be used; the message names it. Mostly a flag has named it."""
 
 
+class CheckpointError(UserError, RuntimeError):
+    """A checkpoint can't be saved or loaded; the message says what to do."""
+
+
 @contextlib.contextmanager
 def using(name: object, problem: str = "") -> Iterator[None]:
     """Turns whatever a damaged file or a library raises into a FileError.

@@ -1,6 +1,6 @@
 """Nested dicts, tuples and lists. Importing this module does not load torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # A leaf, or dicts, tuples and lists of them.
@@ -23,3 +23,13 @@ def flatten(nested: Nested) -> list:
     leaves: list = []
     map_nested(leaves.append, nested)
     return leaves
+
+
+def with_places(nested: Nested, place: str) -> Iterator[tuple[str, Any]]:
+    """The leaves in order, each with its place, such as place['x'][0]."""
+    if isinstance(nested, dict | tuple | list):
+        items = nested.items() if isinstance(nested, dict) else enumerate(nested)
+        for key, part in items:
+            yield from with_places(part, f"{place}[{key!r}]")
+    else:
+        yield place, nested

@@ -1,10 +1,11 @@
 """Infinity and NaN: finds them in weights, and finds their cause in a batch."""
 
 import math
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+
+from torchbeast.base.nested import with_places
 
 TOO_LARGE = 1e15  # its square nearly overflows float32
 ENVIRONMENT_IS_THE_CAUSE = "The cause is the environment"
@@ -32,21 +33,13 @@ def find_not_finite(nested: Any, name: str) -> str | None:
     Returns:
       Such as `name['state'][0]['square_avg']`; None if there is none.
     """
-    if isinstance(nested, torch.Tensor):
-        return (
-            name
-            if nested.is_floating_point() and not bool(nested.isfinite().all())
-            else None
-        )
-    if isinstance(nested, float):
-        return name if math.isnan(nested) else None
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(nested, dict):
-        items = nested.items()
-    elif isinstance(nested, list | tuple):
-        items = enumerate(nested)
-    places = (find_not_finite(x, f"{name}[{key!r}]") for key, x in items)
-    return next(filter(None, places), None)
+
+    def is_bad(x: Any) -> bool:
+        if isinstance(x, torch.Tensor):
+            return x.is_floating_point() and not bool(x.isfinite().all())
+        return isinstance(x, float) and math.isnan(x)
+
+    return next((place for place, x in with_places(nested, name) if is_bad(x)), None)
 
 
 def find_cause(batch: dict[str, Any], reward_is_clipped: bool) -> str:
@@ -56,10 +49,10 @@ def find_cause(batch: dict[str, Any], reward_is_clipped: bool) -> str:
       batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py.
     """
     reasons = []
-    for name, x in _floats("reward", batch["reward"]):
-        reasons += _describe(name, x, too_large=not reward_is_clipped)
-    for name, x in _floats("observation", batch["observation"]):
-        reasons += _describe(name, x, too_large=True)
+    for field, too_large in (("reward", not reward_is_clipped), ("observation", True)):
+        for place, x in with_places(batch[field], field):
+            if x.is_floating_point():
+                reasons += _describe(place, x, too_large)
     if reasons:
         return (
             f"{ENVIRONMENT_IS_THE_CAUSE}: {'; '.join(reasons)}"
@@ -105,13 +98,3 @@ def _describe(name: str, x: torch.Tensor, too_large: bool) -> list[str]:
     if too_large and largest > TOO_LARGE:
         return [f"the {name} reaches {largest:.3g}, which is too large to learn from"]
     return []
-
-
-def _floats(name: str, nested: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The float tensors of a nested structure, by names such as observation['x'][0]."""
-    if isinstance(nested, dict | tuple):
-        items = nested.items() if isinstance(nested, dict) else enumerate(nested)
-        for key, value in items:
-            yield from _floats(f"{name}[{key!r}]", value)
-    elif nested.is_floating_point():
-        yield name, nested

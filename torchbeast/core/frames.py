@@ -1,8 +1,9 @@
 """Stacks of frames in a replay: each frame is stored once.
 
 The observation of most Atari agents is a stack of the last K frames, so two that follow
-each other share K - 1. `FrameStacks` compares them, and assumes nothing: an observation
-that shares no frame with the one before is stored whole.
+each other share K - 1. Which spaces hold stacks, the environment says (FrameStack in
+envs/space_checks.py). An observation that shares no frame with the one before is stored
+whole.
 """
 
 from collections.abc import Callable
@@ -50,17 +51,6 @@ class Slots:
         self.give_back(np.setdiff1d(np.arange(self._next), everything))
 
 
-def stack_size(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """The number K of frames in an image [K, H, W] or [H, W, K], or 1.
-
-    Three channels of bytes count as the colours of one frame.
-    """
-    if len(shape) != 3 or dtype != np.uint8:
-        return 1
-    channels = min(shape[0], shape[-1])
-    return 1 if channels == 3 else channels
-
-
 class Plain:
     """Values of one field, by slot."""
 
@@ -78,7 +68,8 @@ class FrameStacks:
     """Observations that are stacks of K frames, by slot.
 
     Args:
-      shape: of an observation, [K, H, W] or [H, W, K].
+      shape: of an observation, [K, ...].
+      dtype: of an observation.
       capacity: number of observations.
       room: number of frames. An observation needs one, if it continues the one before
         it, else up to K.
@@ -86,34 +77,26 @@ class FrameStacks:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], capacity: int, room: int, create: Create
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        capacity: int,
+        room: int,
+        create: Create,
     ) -> None:
-        self._axis = 0 if shape[0] < shape[-1] else 2
-        height_width = tuple(n for i, n in enumerate(shape) if i != self._axis)
-        self._frames = create((room, *height_width), np.dtype(np.uint8))
-        numbers_shape = (capacity, shape[self._axis])
-        self._numbers = create(numbers_shape, np.dtype(np.int32))
+        self._frames = create((room, *shape[1:]), dtype)
+        self._numbers = create((capacity, shape[0]), np.dtype(np.int32))
         self.slots = Slots(room)
 
-    def continued(self, x: np.ndarray) -> np.ndarray:
-        """Which rows of x [T + 1, B, *shape] continue the row before: [T, B] bool."""
-        frames = np.moveaxis(x, self._axis + 2, 2)  # [T + 1, B, K, H, W]
-        return (frames[1:, :, :-1] == frames[:-1, :, 1:]).all((2, 3, 4))
-
-    def changed(self, x: np.ndarray) -> np.ndarray:
-        """Which rows of x [T + 1, B, *shape] are not as the one before: [T, B]."""
-        return (x[1:] != x[:-1]).any((2, 3, 4))
-
     def find_new(self, stacks: np.ndarray, before: int | None) -> np.ndarray:
-        """Which frames have to be stored: [n, K] bool, for stacks [n, *shape].
+        """Which frames have to be stored: [n, K] bool, for stacks [n, K, ...].
 
         Args:
           before: the slot of the observation before the first one, if there is any.
         """
-        x = np.moveaxis(stacks, self._axis + 1, 1)  # [n, K, H, W]
-        new = np.ones(x.shape[:2], bool)
+        new = np.ones(stacks.shape[:2], bool)
         last = None if before is None else self._frames[self._numbers[before]]
-        for i, frames in enumerate(x):
+        for i, frames in enumerate(stacks):
             if last is not None and np.array_equal(frames[:-1], last[1:]):
                 new[i, :-1] = False
             else:  # at the start of an episode frames are repeated
@@ -128,9 +111,8 @@ class FrameStacks:
         self, slots: np.ndarray, stacks: np.ndarray, new: np.ndarray, before: int | None
     ) -> np.ndarray:
         """Stores what find_new found. Returns the slots that the frames have taken."""
-        x = np.moveaxis(stacks, self._axis + 1, 1)
         taken = self.slots.take(int(new.sum()))
-        self._frames[taken] = x[new]
+        self._frames[taken] = stacks[new]
         numbers = None if before is None else self._numbers[before]
         unused = iter(taken)
         for slot, is_new in zip(slots, new, strict=True):
@@ -148,6 +130,5 @@ class FrameStacks:
         return [self._frames, self._numbers]
 
     def read(self, slots: np.ndarray) -> np.ndarray:
-        """The observations [..., *shape] in slots [...]."""
-        x = self._frames[self._numbers[slots]]  # [..., K, H, W]
-        return np.moveaxis(x, slots.ndim, slots.ndim + self._axis)
+        """The observations [..., K, ...] in slots [...]."""
+        return self._frames[self._numbers[slots]]

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
-from torchbeast.base.nested import Nested, flatten
-from torchbeast.envs.checks import leaves_of
+from torchbeast.base.nested import Nested, flatten, map_nested
+from torchbeast.envs.checks import leaves_of, parts_of
 
 log = logging.getLogger(__name__)
 
@@ -24,28 +24,17 @@ MANY_WEIGHTS = 50_000_000
 
 def map_space(f: Callable[[spaces.Space], Any], space: spaces.Space) -> Nested:
     """Applies f to the leaves of a space; nested as an observation of it."""
-    if isinstance(space, spaces.Dict):
-        return {name: map_space(f, part) for name, part in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(map_space(f, part) for part in space.spaces)
-    return f(space)
+    return map_nested(f, parts_of(space))
 
 
-def iterate_space(space: spaces.Space) -> Iterator[spaces.Space]:
+def iterate_space(space: spaces.Space) -> list[spaces.Space]:
     """The leaves of a nested space, in a fixed order."""
-    yield from flatten(map_space(lambda leaf: leaf, space))
+    return flatten(parts_of(space))
 
 
-def iterate_observation(space: spaces.Space, observation: Any) -> Iterator[Any]:
+def iterate_observation(space: spaces.Space, observation: Any) -> list:
     """The leaves of a nested observation, in the order of iterate_space(space)."""
-    if isinstance(space, spaces.Dict):
-        for name, part in space.spaces.items():
-            yield from iterate_observation(part, observation[name])
-    elif isinstance(space, spaces.Tuple):
-        for part, x in zip(space.spaces, observation, strict=True):
-            yield from iterate_observation(part, x)
-    else:
-        yield observation
+    return flatten(map_nested(lambda _, x: x, parts_of(space), observation))
 
 
 def image_fault(space: spaces.Space) -> str | None:

@@ -22,23 +22,20 @@ import bisect
 import collections
 import dataclasses
 import hashlib
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchbeast.base.errors import UserError
-from torchbeast.base.nested import Nested, flatten, map_nested
+from torchbeast.base.nested import Nested, map_nested
 from torchbeast.core import rollout
-from torchbeast.core.frames import Create, FrameStacks, Plain, Slots, stack_size
+from torchbeast.core.frames import Create, FrameStacks, Plain, Slots
 from torchbeast.core.rollout import RESULTS, State
 
 SPARE_FRAMES = 1 / 32  # of the capacity, for the stacks that begin episodes
 LONGEST_SHARE = 1 / 4  # of the capacity; a longer episode is cut
 OPEN_SHARE = 1 / 2  # of the capacity; if open ones fill more, the longest are cut
-BLANK_SHARE = 1 / 8  # of the capacity; the steps to wait for an image that changes
 
 
 class ReplayError(UserError, ValueError):
@@ -81,10 +78,6 @@ class Reader:
     state: State = ()
 
 
-def _dtype(spec: rollout.Spec) -> np.dtype:
-    return torch.empty(0, dtype=spec.dtype).numpy().dtype
-
-
 class Replay:
     """Stores episodes and replays them. Not thread-safe.
 
@@ -94,12 +87,10 @@ class Replay:
       unroll_length: T.
       create: makes the arrays that hold the steps.
       seed: of the choice of episodes.
-      create_whole: makes the arrays of store_whole; default: as `create`.
 
     Attributes:
       size: number of steps in complete episodes.
       was_full: whether an episode had to make room.
-      whole: the leaves of the observation that store_whole has changed.
     """
 
     def __init__(
@@ -109,19 +100,15 @@ class Replay:
         unroll_length: int,
         create: Create,
         seed: int,
-        create_whole: Create | None = None,
     ) -> None:
-        self._observation_spec = spec["observation"]
-        self._create_whole = create_whole or create
         self.capacity, self.unroll_length = capacity, unroll_length
         self.size = 0
         self.num_added = 0
         self.num_lost = 0  # steps whose episode was not complete
         self.was_full = False
-        self.whole: Sequence[int] = ()
         self._stacks: list[FrameStacks] = []
         self._stores: dict[str, Any] = {
-            name: map_nested(lambda s, name=name: self._make_store(s, name, create), x)
+            name: map_nested(lambda s: self._make_store(s, create), x)
             for name, x in spec.items()
         }
         self._slots = Slots(capacity)
@@ -130,64 +117,17 @@ class Replay:
         self._num_complete = 0  # steps in complete episodes, also in removed ones
         # Unfinished episodes, by the digest of the row that continues them; see _key.
         self._open: dict[bytes, list[Episode]] = {}
-        self._dropped: set[bytes] = set()  # _key of the last rows of dropped rollouts
         self._num_episodes = 0
         self._readers: collections.deque[Reader] = collections.deque()
         self._rng = np.random.default_rng(seed)
 
-    def _make_store(
-        self, spec: rollout.Spec, name: str, create: Create
-    ) -> Plain | FrameStacks:
-        dtype = _dtype(spec)
-        if name != "observation" or stack_size(spec.shape, dtype) == 1:
+    def _make_store(self, spec: rollout.Spec, create: Create) -> Plain | FrameStacks:
+        dtype = torch.empty(0, dtype=spec.dtype).numpy().dtype
+        if not spec.is_stack:
             return Plain(create((self.capacity, *spec.shape), dtype))
         room = int(self.capacity * (1 + SPARE_FRAMES)) + 64
-        self._stacks.append(FrameStacks(spec.shape, self.capacity, room, create))
+        self._stacks.append(FrameStacks(spec.shape, dtype, self.capacity, room, create))
         return self._stacks[-1]
-
-    def store_whole(self, leaves: Sequence[int]) -> None:
-        """From now on stores these leaves of the observation whole, not as frames.
-
-        Call it while the replay is empty.
-        """
-        numbers = itertools.count()
-
-        def replace(store: Any, spec: rollout.Spec) -> Any:
-            if next(numbers) not in leaves:
-                return store
-            return Plain(self._create_whole((self.capacity, *spec.shape), _dtype(spec)))
-
-        stores = self._stores["observation"]
-        stores = map_nested(replace, stores, self._observation_spec)
-        self._stores["observation"] = stores
-        self._stacks = [x for x in flatten(stores) if isinstance(x, FrameStacks)]
-        self.whole = leaves
-
-    def _choose_stores(self, rows: dict[str, Nested]) -> bool:
-        """Stores leaves whole if most observations don't continue the frames before.
-
-        Frames that are all equal to those before say nothing. If a leaf has no others,
-        this returns False: wait for the next rows, but not longer than for BLANK_SHARE.
-        """
-        same_episode = ~rows["done"][1:]
-        pairs: list[tuple[Any, np.ndarray]] = []  # by name: rows may have another order
-        map_nested(
-            lambda store, x: pairs.append((store, x)),
-            *(self._stores["observation"], rows["observation"]),
-        )
-        found, unknown = [], False
-        for i, (store, x) in enumerate(pairs):
-            if isinstance(store, FrameStacks):
-                continued = store.continued(x)
-                known = same_episode & (store.changed(x) | ~continued)
-                unknown |= not known.any()
-                if known.any() and continued[known].mean() < 0.5:
-                    found.append(i)
-        if unknown and self.num_added < BLANK_SHARE * self.capacity:
-            return False
-        if found:
-            self.store_whole(found)
-        return True
 
     @property
     def fields(self) -> list[str]:
@@ -216,10 +156,6 @@ class Replay:
         self.num_added += rows["done"][1:].size
         B = rows["done"].shape[1]
         columns = [map_nested(lambda x, b=b: x[:, b], rows) for b in range(B)]
-        if not self._num_episodes and not self._choose_stores(rows):
-            self.num_lost += rows["done"][1:].size
-            self._dropped |= {self._key(column, T) for column in columns}
-            return
         for column in columns:
             done = column["done"]
             episode = self._new_episode() if done[0] else self._take_open(column)
@@ -259,7 +195,7 @@ class Replay:
         key = self._key(column, 0)
         episodes = self._open.get(key)
         if not episodes:
-            return self._new_episode() if key in self._dropped else None
+            return None  # its first rollouts are lost
         episode = episodes.pop(0)
         if not episodes:
             del self._open[key]

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from torchbeast.base.errors import CheckpointError
 from torchbeast.base.hardware import free_memory
 from torchbeast.base.nested import Nested
 from torchbeast.core.replay import Replay, ReplayError
 from torchbeast.records.folder import atomic_write
-from torchbeast.runs.checkpoint import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -63,37 +63,9 @@ def make_replay(
         "Replay of up to %s steps: %.3g GB in %s.", f"{capacity:,}", needed / 1e9, place
     )
 
-    reserved = 0  # bytes of memory, which is used only when it is written
-
-    def create_whole(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        nonlocal reserved
-        size = math.prod(shape) * dtype.itemsize
-        free = free_memory() - reserved if path is None else free_disk(path)
-        if size > free:
-            raise ReplayError(
-                f"the observations {list(shape[1:])} are not stacks of frames, so the "
-                f"replay has to store them whole: {size / 1e9:.3g} GB, but only "
-                f"{free / 1e9:.3g} GB of {place} are free. Lower --replay_size"
-            )
-        log.info(
-            "The observations are not stacks of frames, so the replay stores them "
-            "whole: %.3g GB in %s.",
-            *(size / 1e9, place),
-        )
-        if path is not None:
-            return file_array(path, shape, dtype)
-        reserved += size
-        try:
-            return np.zeros(shape, dtype)
-        except MemoryError as error:
-            raise ReplayError(
-                f"the replay needs {size / 1e9:.3g} GB for whole observations, which "
-                f"the system refuses ({error}): lower --replay_size"
-            ) from error
-
     create = np.zeros if path is None else functools.partial(file_array, path)
     try:
-        return Replay(spec, capacity, T, create, flags.seed, create_whole)
+        return Replay(spec, capacity, T, create, flags.seed)
     except MemoryError as error:
         raise ReplayError(
             f"--replay_size {capacity:,} needs {needed / 1e9:.3g} GB, which the system "
@@ -142,7 +114,6 @@ def save(replay: Replay, path: Path, step: int) -> None:
     content = {
         "step": step,
         "arrays": array_shapes(replay),
-        "whole": list(replay.whole),
         "episodes": replay.index(),
     }
     try:
@@ -200,8 +171,6 @@ def load(replay: Replay, path: Path, step: int) -> None:
                     *(path, content["step"], step),
                 )
                 return
-            if content["whole"]:
-                replay.store_whole(content["whole"])
             if content["arrays"] != array_shapes(replay):
                 raise ValueError("it has another --replay_size or other spaces")
             if content.get("digest") != _digest(content, archive):

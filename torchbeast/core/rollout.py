@@ -34,6 +34,7 @@ from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.observations import map_space
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, final_name
+from torchbeast.envs.space_checks import FrameStack
 
 SHARED_MEMORY = "/dev/shm"  # on Linux
 
@@ -61,10 +62,14 @@ State = tuple[torch.Tensor, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One field of one row: shape without time and batch, and dtype."""
+    """One field of one row: shape without time and batch, and dtype.
+
+    `is_stack`: the first dimension counts frames, see envs/space_checks.py.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_stack: bool = False
 
 
 def to_torch_dtype(dtype: Any) -> torch.dtype:
@@ -76,9 +81,12 @@ def to_torch_dtype(dtype: Any) -> torch.dtype:
 
 def observation_spec(space: spaces.Space) -> Nested:
     """Specs in the structure of an observation space."""
-    return map_space(
-        lambda leaf: Spec(tuple(leaf.shape or ()), to_torch_dtype(leaf.dtype)), space
-    )
+
+    def spec(leaf: spaces.Space) -> Spec:
+        dtype = to_torch_dtype(leaf.dtype)
+        return Spec(tuple(leaf.shape or ()), dtype, isinstance(leaf, FrameStack))
+
+    return map_space(spec, space)
 
 
 def env_fields(

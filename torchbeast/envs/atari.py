@@ -22,9 +22,11 @@ from ale_py.vector_env import AtariVectorEnv
 from gymnasium import spaces
 
 from torchbeast.envs.seeded_games import GAME_OVER
+from torchbeast.envs.space_checks import FrameStack, as_stack
 
 FRAME_SIZE = 84  # height and width in pixels
 STACKED_FRAMES = 4
+STACK_SHAPE = (STACKED_FRAMES, FRAME_SIZE, FRAME_SIZE)  # of an observation
 
 # Two-player games. Loading one of them ends the process.
 _TWO_PLAYER_ROMS = {"combat", "joust", "maze_craze", "warlords"}
@@ -181,9 +183,8 @@ class StackFrames(gymnasium.Wrapper):
 
     def __init__(self, env: gymnasium.Env):
         super().__init__(env)
-        self.shape = (STACKED_FRAMES, FRAME_SIZE, FRAME_SIZE)
-        self.observation_space = spaces.Box(0, 255, self.shape, np.uint8)
-        self.stack = np.zeros(self.shape, np.uint8)
+        self.observation_space = FrameStack(0, 255, STACK_SHAPE, np.uint8)
+        self.stack = np.zeros(STACK_SHAPE, np.uint8)
 
     def _push(self, frame: np.ndarray) -> np.ndarray:
         self.stack = np.concatenate([self.stack[1:], frame[None]])
@@ -193,7 +194,7 @@ class StackFrames(gymnasium.Wrapper):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         frame, info = self.env.reset(seed=seed, options=options)
-        self.stack = np.zeros(self.shape, np.uint8)
+        self.stack = np.zeros(STACK_SHAPE, np.uint8)
         return self._push(frame), info
 
     def step(self, action: Any) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
@@ -277,6 +278,7 @@ class NativeAtari(gymnasium.vector.VectorWrapper):
 
     def __init__(self, env: AtariVectorEnv, max_frames: int):
         super().__init__(env)
+        self.single_observation_space = as_stack(env.single_observation_space)
         self.max_frames = max_frames
         self.game_start = np.zeros(self.num_envs, np.int64)
         self.first_frame = np.zeros(self.num_envs, np.int64)

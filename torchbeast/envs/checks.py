@@ -4,15 +4,14 @@ A value that can't be stored is an error. A value that may spoil training is a w
 """
 
 import traceback
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
 from torchbeast.base.errors import UserError
-from torchbeast.base.nested import flatten, map_nested
+from torchbeast.base.nested import Nested, flatten, map_nested, with_places
 
 FIRST_CALLS = 10  # checked calls of each environment at its start
 CLOSE = "close"  # key of the warning that close() has raised
@@ -51,11 +50,10 @@ class Checker:
         self.name = name
         self.space = observation_space
         self._warn = warn
-        self._far = {
-            place: far_bounds(space)
-            for place, space in leaves_of(observation_space)
-            if isinstance(space, spaces.Box)
-        }
+        self._leaves = [
+            (place, leaf, far_bounds(leaf) if isinstance(leaf, spaces.Box) else None)
+            for place, leaf in leaves_of(observation_space)
+        ]
         self._calls = 0  # checked calls
 
     def until_next(self) -> int:
@@ -134,13 +132,20 @@ class Checker:
         leading = () if num_envs is None else (num_envs,)
         if isinstance(result, tuple) and len(result) == count:
             numbers = result[1:-1] if leading else result[1:-1][:1]
-            if all(_fits(x, leading, "biuf") for x in numbers) and fits_space(
-                self.space, result[0], leading
-            ):
-                return result
+            if all(_is_number(x, leading) for x in numbers):
+                for _ in mismatches(self.space, result[0], leading):
+                    break
+                else:
+                    return result
         for number in range(num_envs or 1):
             self.check(method, result, num_envs, number)
-        return cast_to(self.space, result[0]), *result[1:]
+        # Such as bits that are 0.0 and 1.0.
+        observation = map_nested(
+            lambda leaf, x: np.asarray(x).astype(leaf.dtype),
+            parts_of(self.space),
+            result[0],
+        )
+        return observation, *result[1:]
 
     def _fail(self, message: str) -> None:
         raise InvalidEnvironmentError(f"--env {self.name}: {message}") from None
@@ -155,12 +160,12 @@ class Checker:
                 f"reset() returned {describe(observation)}, but the observation is "
                 f"declared as {self.space}. {_API['reset']}"
             )
-        self._check_observation("reset", self.space, observation, "observation")
+        self._check_observation("reset", observation)
 
     def _check_step(
         self, observation: Any, reward: Any, terminated: Any, truncated: Any
     ) -> None:
-        self._check_observation("step", self.space, observation, "observation")
+        self._check_observation("step", observation)
         if not _is_number(reward):
             self._fail(
                 f"step() returned {describe(reward)} as reward; it must be one number"
@@ -177,66 +182,29 @@ class Checker:
             elif value not in (0, 1):
                 self.warn(field, f"step() returned {field}={value}, read as True")
 
-    def _check_observation(
-        self, method: str, space: spaces.Space, value: Any, place: str
-    ) -> None:
-        if isinstance(space, spaces.Dict):
-            if not isinstance(value, Mapping):
-                self._refuse(method, place, describe(value), "a dict", space)
-            for key, part in space.spaces.items():
-                if key not in value:
-                    keys = sorted(map(str, value))
-                    self._refuse(method, place, f"a dict of {keys}", f"{key!r}", space)
-                self._check_observation(method, part, value[key], f"{place}[{key!r}]")
-        elif isinstance(space, spaces.Tuple):
-            count = len(space.spaces)
-            if not isinstance(value, tuple | list) or len(value) != count:
-                self._refuse(method, place, describe(value), f"{count} values", space)
-            for i, (part, item) in enumerate(zip(space.spaces, value, strict=True)):
-                self._check_observation(method, part, item, f"{place}[{i}]")
-        else:
-            self._check_leaf(method, space, value, place)
-
-    def _check_leaf(
-        self, method: str, space: spaces.Space, value: Any, place: str
-    ) -> None:
-        assert space.shape is not None
-        assert space.dtype is not None
-        hint = ""
-        try:
-            array = np.asarray(value)
-        except Exception as error:  # rows of unequal length, a tensor with gradient
-            array = np.empty((), object)
-            hint = f". NumPy can't read it: {error}"
-        if array.shape != space.shape or array.dtype == object:
-            if array.shape[1:] == space.shape and array.ndim:
-                hint = (
-                    ". If this is a vector environment, name a function with a "
-                    "parameter num_envs that makes it, or give a single environment"
-                )
-            wanted = f"shape {list(space.shape)}"
-            self._refuse(method, place, describe(value), wanted, space, hint)
-        if isinstance(space, spaces.MultiBinary) and space.contains(array):
-            return  # of any dtype
-        if not np.can_cast(array.dtype, space.dtype, "same_kind"):
-            self._refuse(method, place, describe(value), f"{space.dtype}", space)
-        if isinstance(space, spaces.Box):
-            self._check_values(array, space, place)
-        elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-            sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
-            if ((array < space.start) | (array >= space.start + sizes)).any():
-                wanted = "integers inside the space"
-                self._refuse(method, place, str(array.tolist()), wanted, space)
-        else:  # MultiBinary
-            self._refuse(method, place, str(array.tolist()), "zeros and ones", space)
+    def _check_observation(self, method: str, observation: Any) -> None:
+        for place, space, value, *words in mismatches(self.space, observation):
+            is_bits = isinstance(space, spaces.MultiBinary)
+            if not (is_bits and space.contains(as_array(value)[0])):  # of any dtype
+                self._refuse(method, place, space, *words)
+        arrays = flatten(
+            map_nested(lambda _, x: np.asarray(x), parts_of(self.space), observation)
+        )
+        for (place, leaf, far), array in zip(self._leaves, arrays, strict=True):
+            if isinstance(leaf, spaces.Box):
+                self._check_values(array, leaf, far, place)
+            elif not leaf.contains(array.astype(leaf.dtype)):
+                is_bits = isinstance(leaf, spaces.MultiBinary)
+                wanted = "zeros and ones" if is_bits else "integers inside the space"
+                self._refuse(method, place, leaf, str(array.tolist()), wanted)
 
     def _refuse(
         self,
         method: str,
         place: str,
+        space: spaces.Space,
         seen: str,
         wanted: str,
-        space: spaces.Space,
         hint: str = "",
     ) -> None:
         self._fail(
@@ -244,7 +212,13 @@ class Checker:
             f"observation_space: {space}{hint}"
         )
 
-    def _check_values(self, array: np.ndarray, space: spaces.Box, place: str) -> None:
+    def _check_values(
+        self,
+        array: np.ndarray,
+        space: spaces.Box,
+        far: tuple[np.ndarray, np.ndarray] | None,
+        place: str,
+    ) -> None:
         is_float = space.dtype.kind == "f"
         if is_float and array.dtype.kind in "iu":
             self.warn(
@@ -254,15 +228,13 @@ class Checker:
             )
         if is_float and not np.isfinite(array).all():
             self._warn_of(array, ~np.isfinite(array), place, "which is not finite")
-        bounds = self._far[place]
-        if bounds is not None:
-            low, high = bounds
+        if far is not None:
             with np.errstate(invalid="ignore"):
-                far = (array < low) | (array > high)
-            if far.any():
-                at = tuple(np.argwhere(far)[0])
+                outside = (array < far[0]) | (array > far[1])
+            if outside.any():
+                at = tuple(np.argwhere(outside)[0])
                 own = f"{space.low[at]} to {space.high[at]}"
-                self._warn_of(array, far, place, f"far outside its bounds, {own}")
+                self._warn_of(array, outside, place, f"far outside its bounds, {own}")
 
     def _warn_of(
         self, array: np.ndarray, wrong: np.ndarray, place: str, what: str
@@ -304,12 +276,22 @@ def close_quietly(close: Callable[[], Any], warn: Callable[[str, str], None]) ->
         warn(CLOSE, f"close() raised:\n{traceback.format_exc()}")
 
 
-def _is_number(value: Any) -> bool:
-    try:
-        array = np.asarray(value)
-    except Exception:  # whatever a library's type raises
+def _is_number(value: Any, shape: tuple[int, ...] = ()) -> bool:
+    """Whether it is a number, or an array of numbers of this shape."""
+    if not shape and isinstance(value, float | int):
+        return True
+    if shape and not isinstance(value, np.ndarray):
         return False
-    return array.ndim == 0 and array.dtype.kind in "biuf"
+    array, _ = as_array(value)
+    return array.shape == shape and array.dtype.kind in "biuf"
+
+
+def as_array(value: Any) -> tuple[np.ndarray, str]:
+    """The value in NumPy, or an array of dtype object and why NumPy can't read it."""
+    try:
+        return np.asarray(value), ""
+    except Exception as error:  # rows of unequal length, a tensor with gradient
+        return np.empty((), object), f". NumPy can't read it: {error}"
 
 
 def describe(value: Any) -> str:
@@ -323,66 +305,71 @@ def describe(value: Any) -> str:
     return f"a value of type {type(value).__module__}.{type(value).__qualname__}"
 
 
-def _fits(value: Any, shape: tuple[int, ...], kinds: str) -> bool:
-    """Whether it is a number, or an array of this shape, of one of NumPy's kinds."""
-    if not shape and isinstance(value, float | int):
-        return True
-    return isinstance(value, np.ndarray | np.generic) and (
-        value.shape == shape and value.dtype.kind in kinds
-    )
-
-
-def fits_space(space: spaces.Space, value: Any, leading: tuple[int, ...] = ()) -> bool:
-    """Whether structure, shapes and dtypes are those of a space, or can be cast safely.
+def mismatches(
+    space: spaces.Space,
+    value: Any,
+    leading: tuple[int, ...] = (),
+    place: str = "observation",
+) -> Iterator[tuple[str, spaces.Space, Any, str, str, str]]:
+    """Where structure, shapes and dtypes are not a space's, nor can be cast safely.
 
     Args:
       leading: dimensions of each array in front of its space's. With some, other
         types than arrays do not fit.
+
+    Yields:
+      The place, its space, its value, what was seen, what is declared, a hint.
     """
+    if (
+        isinstance(value, np.ndarray)
+        and space.shape is not None
+        and value.shape == leading + space.shape
+        and value.dtype == space.dtype
+    ):
+        return  # mostly
     if isinstance(space, spaces.Dict):
-        return isinstance(value, Mapping) and all(
-            key in value and fits_space(part, value[key], leading)
-            for key, part in space.spaces.items()
-        )
-    if isinstance(space, spaces.Tuple):
-        return (
-            isinstance(value, tuple | list)
-            and len(value) == len(space.spaces)
-            and all(map(partial(fits_space, leading=leading), space.spaces, value))
-        )
-    if leading and not isinstance(value, np.ndarray):
-        return False
-    try:
-        x = np.asarray(value)
-    except Exception:  # whatever a library's type raises
-        return False
-    if x.shape != leading + (space.shape or ()):
-        return False
-    assert space.dtype is not None
-    return x.dtype == space.dtype or np.can_cast(x.dtype, space.dtype, "same_kind")
+        if not isinstance(value, Mapping):
+            yield place, space, value, describe(value), "a dict", ""
+            return
+        for key, part in space.spaces.items():
+            if key in value:
+                yield from mismatches(part, value[key], leading, f"{place}[{key!r}]")
+            else:
+                seen = f"a dict of {sorted(map(str, value))}"
+                yield place, space, value, seen, repr(key), ""
+    elif isinstance(space, spaces.Tuple):
+        if not isinstance(value, tuple | list) or len(value) != len(space.spaces):
+            count = f"{len(space.spaces)} values"
+            yield place, space, value, describe(value), count, ""
+            return
+        for i, (part, x) in enumerate(zip(space.spaces, value, strict=True)):
+            yield from mismatches(part, x, leading, f"{place}[{i}]")
+    else:
+        shape = leading + (space.shape or ())
+        array, hint = as_array(value)
+        if array.shape != shape or hint or (leading and array is not value):
+            if array.shape[1:] == shape and array.ndim:
+                hint = (
+                    ". If this is a vector environment, name a function with a "
+                    "parameter num_envs that makes it, or give a single environment"
+                )
+            yield place, space, value, describe(value), f"shape {list(shape)}", hint
+        elif not np.can_cast(array.dtype, space.dtype or object, "same_kind"):
+            yield place, space, value, describe(value), str(space.dtype), ""
 
 
-def cast_to(space: spaces.Space, value: Any) -> Any:
-    """Converts a value that `check` allows, such as the bits 0.0 and 1.0."""
+def parts_of(space: spaces.Space) -> Nested:
+    """The leaves of a space, nested as an observation of it."""
     if isinstance(space, spaces.Dict):
-        return {key: cast_to(part, value[key]) for key, part in space.spaces.items()}
+        return {key: parts_of(part) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(map(cast_to, space.spaces, value))
-    return np.asarray(value).astype(space.dtype)
+        return tuple(map(parts_of, space.spaces))
+    return space
 
 
-def leaves_of(
-    space: spaces.Space, place: str = "observation"
-) -> list[tuple[str, spaces.Space]]:
+def leaves_of(space: spaces.Space) -> list[tuple[str, spaces.Space]]:
     """The leaves of a nested space, each with its place."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        parts = (
-            space.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        )
-        return [
-            leaf for key, part in parts for leaf in leaves_of(part, f"{place}[{key!r}]")
-        ]
-    return [(place, space)]
+    return list(with_places(parts_of(space), "observation"))
 
 
 def far_bounds(space: spaces.Box) -> tuple[np.ndarray, np.ndarray] | None:

@@ -30,6 +30,7 @@ from torchbeast.envs.space_checks import (
     check_action_space,
     check_interface,
     check_observation_space,
+    declare_stack,
 )
 
 
@@ -78,9 +79,11 @@ def create_env(
     else:
         env = _from_gymnasium(name, render_mode, arguments)
     check_interface(name, env)
+    declare_stack(env)
     try:
         for path, wrapper_arguments in parse_wrappers(flags.wrapper or ""):
             env = _wrap(env, path, wrapper_arguments)
+            declare_stack(env)
         if flags.mask_actions:
             env = MaskFromInfo(env, name)
         check_mask(env.observation_space, env.action_space)

@@ -4,11 +4,13 @@ docs/environments.md lists them.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.wrappers import FrameStackObservation
 
 from torchbeast.envs.checks import (
     InvalidEnvironmentError,
@@ -39,16 +41,38 @@ _DTYPES = {"bool", "float16", "float32", "float64"} | {
 }
 
 
+class FrameStack(spaces.Box):
+    """A Box [K, ...] whose observations are the last K frames, the oldest first.
+
+    A replay stores each frame once. An observation that does not continue the one
+    before it is right, but takes more room.
+    """
+
+
+def declare_stack(env: gymnasium.Env) -> None:
+    """Declares the frames of Gymnasium's FrameStackObservation, which does not say so.
+
+    Wrappers around it may follow if they keep its space.
+    """
+    space, inner = env.observation_space, env
+    while isinstance(inner, gymnasium.Wrapper) and inner.observation_space is space:
+        if isinstance(inner, FrameStackObservation) and type(space) is spaces.Box:
+            env.observation_space = as_stack(space)
+        inner = inner.env
+
+
+def as_stack(space: Any) -> FrameStack:
+    """The same Box as a FrameStack."""
+    return FrameStack(space.low, space.high, space.shape, space.dtype.type)
+
+
 def check_observation_space(space: spaces.Space) -> None:
     """Raises UnsupportedSpaceError unless both variants can hold observations."""
-    leaves = leaves_of(space)
-    fault = _structure_fault(space, "observation", 1)
-    for place, leaf in leaves:
-        if not fault and (found := _leaf_fault(leaf)):
-            fault = f"{place} has the unsupported space {leaf}; {found}"
+    fault = next(_faults(space, "observation", 1), "")
     if not fault:
-        size = sum(math.prod(leaf.shape or ()) for _, leaf in leaves)
-        choices = sum(_num_choices(leaf) for _, leaf in leaves)
+        leaves = [leaf for _, leaf in leaves_of(space)]
+        size = sum(math.prod(leaf.shape or ()) for leaf in leaves)
+        choices = sum(map(_num_choices, leaves))
         for count, what, most in (
             (len(leaves), "parts", MAX_ARRAYS),
             (size, "elements", MAX_ELEMENTS),
@@ -65,26 +89,24 @@ def check_observation_space(space: spaces.Space) -> None:
         )
 
 
-def _structure_fault(space: spaces.Space, place: str, level: int) -> str:
-    """Why Dicts and Tuples can't be used; "" if they can."""
+def _faults(space: spaces.Space, place: str, level: int) -> Iterator[str]:
+    """Why a space can't be stored or sent."""
     if level > MAX_LEVELS:
-        return f"{place} is nested too deeply; at most {MAX_LEVELS} levels are allowed"
-    parts: Any = ()
-    if isinstance(space, spaces.Dict):
-        parts = space.spaces.items()
-    elif isinstance(space, spaces.Tuple):
-        parts = enumerate(space.spaces)
-    for key, part in parts:
-        if isinstance(space, spaces.Dict):
+        yield f"{place} is nested too deeply; at most {MAX_LEVELS} levels are allowed"
+    elif isinstance(space, spaces.Dict):
+        for key, part in space.spaces.items():
             text = key.encode(errors="ignore") if isinstance(key, str) else b"\0"
             if b"\0" in text or len(text) > MAX_KEY_BYTES or text.decode() != key:
-                return (
+                yield (
                     f"{place} is a Dict with the key {key!r:.99}; keys must be str of "
                     f"at most {MAX_KEY_BYTES} bytes of UTF-8, without a zero byte"
                 )
-        if fault := _structure_fault(part, f"{place}[{key!r}]", level + 1):
-            return fault
-    return ""
+            yield from _faults(part, f"{place}[{key!r}]", level + 1)
+    elif isinstance(space, spaces.Tuple):
+        for i, part in enumerate(space.spaces):
+            yield from _faults(part, f"{place}[{i}]", level + 1)
+    elif fault := _leaf_fault(space):
+        yield f"{place} has the unsupported space {space}; {fault}"
 
 
 def _leaf_fault(leaf: spaces.Space) -> str:
@@ -151,6 +173,8 @@ def plain_space(space: spaces.Space) -> spaces.Space:
         return spaces.Dict([(key, plain_space(x)) for key, x in space.spaces.items()])
     if isinstance(space, spaces.Tuple):
         return spaces.Tuple([plain_space(x) for x in space.spaces])
+    if isinstance(space, FrameStack):
+        return as_stack(space)
     if isinstance(space, spaces.Box):
         return spaces.Box(space.low, space.high, space.shape, space.dtype.type)
     if isinstance(space, spaces.Discrete):

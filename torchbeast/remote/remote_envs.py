@@ -20,7 +20,7 @@ from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.envs import atari
 from torchbeast.envs.action_masks import check_mask
-from torchbeast.envs.space_checks import check_observation_space
+from torchbeast.envs.space_checks import as_stack, check_observation_space
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.remote.env_connection import (
     environment_settings,
@@ -320,6 +320,8 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
         check_mask(observation_space, action_space)
     except (ValueError, AssertionError, OverflowError) as error:
         raise FlagError(f"the environments at {where}: {error}") from error
+    if is_atari and observation_space.shape == atari.STACK_SHAPE:  # not on the wire
+        observation_space = as_stack(observation_space)
     env = EnvSpec(
         observation_space,
         action_space,

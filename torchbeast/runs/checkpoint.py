@@ -17,16 +17,12 @@ import numpy as np
 import torch
 
 from torchbeast.base import errors
-from torchbeast.base.errors import UserError
+from torchbeast.base.errors import CheckpointError
 from torchbeast.core.finite import find_not_finite
 from torchbeast.core.moments import RunningMoments
 from torchbeast.records.folder import atomic_write
 
 log = logging.getLogger(__name__)
-
-
-class CheckpointError(UserError, RuntimeError):
-    """A checkpoint can't be saved or loaded; the message says what to do."""
 
 
 def previous_path(path: str | os.PathLike[str]) -> pathlib.Path:
