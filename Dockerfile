@@ -16,13 +16,12 @@ RUN python3 -m venv /opt/torchbeast
 ENV PATH=/opt/torchbeast/bin:$PATH
 
 # pip prefers PyTorch's CPU build if an index has it; PyPI has the CUDA build.
-ARG TORCH=torch==2.13.0
 # No defaults here: pip does not treat an empty value as unset.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /source
-COPY requirements.txt ./
-RUN pip install --no-cache-dir "$TORCH" --requirement requirements.txt
+COPY constraints.txt requirements.txt ./
+RUN pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
 
 COPY CMakeLists.txt LICENSE README.md pyproject.toml setup.py ./
 COPY libtorchbeast libtorchbeast/
@@ -30,7 +29,7 @@ COPY nest nest/
 COPY torchbeast torchbeast/
 # Extras of pyproject.toml, such as minatar,plot.
 ARG EXTRAS=
-RUN TORCHBEAST_NATIVE=require pip install --no-cache-dir ".${EXTRAS:+[$EXTRAS]}"
+RUN TORCHBEAST_NATIVE=require pip install --no-cache-dir --constraint constraints.txt ".${EXTRAS:+[$EXTRAS]}"
 
 # Remove files that only serve to build against PyTorch or to test it: 180 MB.
 RUN cd /opt/torchbeast/lib/python3*/site-packages/torch && \

@@ -66,7 +66,7 @@ def pytest_report_header():
     return lines
 
 
-pytest_plugins = ["watched_servers"]
+pytest_plugins = ["skips", "watched_servers"]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,15 +4,78 @@
 
 reads one request per line, as JSON, and writes two lines for each: the process id, and
 the exit status when the run has ended. To import PyTorch takes longer than most runs of
-the tests.
+the tests. For the same reason, the fork server of a run, which starts its actors, is a
+process that was forked before the run began, and not a new program.
 """
 
+import contextlib
 import gc
 import importlib
 import json
+import multiprocessing.util
 import os
 import runpy
+import signal
+import socket
 import sys
+from collections.abc import Sequence
+
+
+def offer_fork_server() -> None:
+    """Lets multiprocessing take a process that has PyTorch as its fork server."""
+    ours, its = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        be_fork_server(its)
+    its.close()
+    start_program = multiprocessing.util.spawnv_passfds
+    offered = [pid]
+
+    def start(path: bytes, arguments: Sequence[str], passed: Sequence[int]) -> int:
+        if not (offered and "forkserver import main" in arguments[-1]):
+            return start_program(path, arguments, passed)
+        # What a new program would get.
+        request = {
+            "code": arguments[-1],
+            "numbers": list(passed),
+            "variables": dict(os.environ),
+            "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        }
+        with ours:
+            socket.send_fds(ours, [b"!"], list(passed))
+            ours.sendall(json.dumps(request).encode())
+        return offered.pop()
+
+    multiprocessing.util.spawnv_passfds = start
+
+
+def be_fork_server(requests: socket.socket) -> None:
+    """Waits for the request and serves; ends if the run ends without one."""
+    message, received, _, _ = socket.recv_fds(requests, 1, 16)
+    if not message:
+        os._exit(0)
+    with requests.makefile() as file:
+        request = json.load(file)
+    # To numbers that nobody wants, then to those that the code names.
+    numbers = request["numbers"]
+    free = max(numbers + received) + 1
+    for i, opened in enumerate(received):
+        os.dup2(opened, free + i)
+    for i, number in enumerate(numbers):
+        os.dup2(free + i, number)
+    kept = {0, 1, 2, *numbers}
+    for opened in map(int, os.listdir("/proc/self/fd")):
+        if opened not in kept:
+            with contextlib.suppress(OSError):  # the folder itself
+                os.close(opened)
+    os.environ.clear()
+    os.environ.update(request["variables"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    try:
+        exec(request["code"], {"__name__": "__main__"})
+    finally:
+        os._exit(1)
 
 
 def become(
@@ -29,6 +92,8 @@ def become(
     os.environ.update(variables)
     sys.argv[1:] = words
     sys.path[:0] = [folder, *variables["PYTHONPATH"].split(os.pathsep)]
+    if os.path.isdir("/proc/self/fd"):
+        offer_fork_server()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

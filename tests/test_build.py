@@ -16,6 +16,7 @@ FILES = [
         "setup.py",
         "pyproject.toml",
         "requirements.txt",
+        "constraints.txt",
         "MANIFEST.in",
         "CMakeLists.txt",
     ),
@@ -34,6 +35,8 @@ STAND_IN_FOR_PIP = """
 import os, pathlib, sys
 if sys.argv[1] == "install":
     native = os.environ["TORCHBEAST_NATIVE"]
+    constraints = sys.argv[sys.argv.index("--constraint") + 1]
+    assert "numpy==" in pathlib.Path(constraints).read_text()
     pathlib.Path("calls").write_text(f"{native} {sys.argv[-1]}")
     library = pathlib.Path(__file__).parents[1] / "libtorchbeast.cpython.so"
     library.unlink(missing_ok=True)
@@ -269,3 +272,34 @@ def test_set_up_notices_what_changes_the_native_modules(checkout):
     (checkout / "libtorchbeast/new.cc").rename(checkout / "libtorchbeast/newer.cc")
     seen.append(fingerprints(checkout))
     assert len(set(seen)) == len(seen)
+
+
+def test_lower_bounds_only_and_one_tested_version_of_each_package():
+    """An upper bound would conflict with newer packages of environments."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    lines = [line for extra in extras for line in extra]
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        lines += [line] if line[:1].isalpha() else []
+    tested = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            name, version = line.split("==")
+            assert name not in tested
+            tested[name] = version
+    assert tested["torch"].replace(".", "").isdigit()  # no build such as +cpu
+    exact = set()
+    for line in lines:
+        needed = Requirement(line)
+        if needed.name == "torchbeast":
+            continue
+        assert needed.specifier.contains(tested[canonicalize_name(needed.name)]), line
+        for bound in needed.specifier:
+            if bound.operator != ">=":
+                assert bound.operator == "==", line
+                exact.add(needed.name)
+    assert exact == {"clang-format", "gym", "ruff"}  # pyproject.toml has the reasons

@@ -22,7 +22,8 @@ POLY = {**MONO, "module": "torchbeast.polybeast", "torch_threads": 1, "batch_siz
 BOTH = pytest.mark.parametrize("flags", [MONO, POLY], ids=["mono", "poly"])
 FOREVER = 10**9
 STARTED: list[subprocess.Popen] = []
-pytestmark = pytest.mark.timeout(400)
+# One at a time: they look for any Ray actor on this machine.
+pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("ray")]
 
 
 def ray_actors():
