@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from torchbeast.base.errors import FlagError
 from torchbeast.procs import processes
 from torchbeast.records.folder import RunBusyError, RunFolder
-from torchbeast.records.meta_json import read_meta
+from torchbeast.records.meta import read_meta
 from torchbeast.records.saved_runs import MOST_NAMES
 from torchbeast.runs import flagset, script
 from torchbeast.runs.flagset import Flags
