@@ -467,7 +467,7 @@ def test_joiners_that_are_refused_say_why_and_end(join, tls, tmp_path):
             {"token_file": tmp_path / "wrong"},
             ["token is missing or wrong"],
         ),
-        (tls.ca("foreign"), ["signer is not in --tls_ca", "foreign.pem"]),
+        (tls.ca("foreign"), ["This side trusts --tls_ca", "foreign.pem"]),
         ({"envs_per_actor": 2}, ["--envs_per_actor 2 (this learner: 3)"]),
     ]
     bad = [join(address, **{**flags, **change}) for change, _ in cases]
