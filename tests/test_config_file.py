@@ -8,7 +8,7 @@ import runs
 from torchbeast import monobeast, polybeast
 from torchbeast.base.errors import FlagError
 from torchbeast.presets import PRESETS
-from torchbeast.records.meta_json import strict_json
+from torchbeast.records.meta import strict_json
 from torchbeast.runs import config_file, flagset, trust
 from torchbeast.runs.trust import UntrustedError
 

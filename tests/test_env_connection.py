@@ -340,24 +340,24 @@ def test_why_tls_cannot_work(tls):
         (both_sided, us, None),
         (one_sided, {"tls_ca": one_sided["tls_cert"], **named}, None),  # pinned
         ({}, {}, None),
-        (one_sided, {"tls": True, **named}, "signer is not in --tls_ca"),
-        (one_sided, named, "signer is not in --tls_ca"),
+        (one_sided, {"tls": True, **named}, "This side trusts --tls_ca"),
+        (one_sided, named, "This side trusts --tls_ca"),
         (one_sided, {**trusting, "tls_server_name": None}, "--tls_server_name"),
-        (one_sided, {**tls.ca("foreign"), **named}, "signer is not in --tls_ca"),
+        (one_sided, {**tls.ca("foreign"), **named}, "This side trusts --tls_ca"),
         (tls.identity("expired-learner"), trusting, "certificate has expired"),
         (one_sided, {}, "the other side speaks TLS, and this side plain TCP"),
         ({}, trusting, "the other side speaks plain TCP, and this side TLS"),
-        (both_sided, trusting, "needs a certificate of this side"),
+        (both_sided, trusting, "a certificate of this side (here: no --tls_cert)"),
         (both_sided, {}, "the other side speaks TLS"),
         (
             both_sided,
             {**us, **tls.identity("foreign-client")},
-            "foreign-client.pem; its signer is not in --tls_ca there",
+            "foreign-client.pem) that has not expired and whose signer is in",
         ),
         (
             both_sided,
             {**us, **tls.identity("expired-client")},
-            "expired-client.pem; certificate has expired",
+            "expired-client.pem) that has not expired",
         ),
     ]
     for listens, dials, words in cases:
@@ -467,7 +467,7 @@ def test_joiners_that_are_refused_say_why_and_end(join, tls, tmp_path):
             {"token_file": tmp_path / "wrong"},
             ["token is missing or wrong"],
         ),
-        (tls.ca("foreign"), ["signer is not in --tls_ca", "foreign.pem"]),
+        (tls.ca("foreign"), ["This side trusts --tls_ca", "foreign.pem"]),
         ({"envs_per_actor": 2}, ["--envs_per_actor 2 (this learner: 3)"]),
     ]
     bad = [join(address, **{**flags, **change}) for change, _ in cases]

@@ -13,7 +13,7 @@ from watched_runs import processes_of_session, wait_until
 
 from torchbeast import monobeast
 from torchbeast.play import evaluate
-from torchbeast.records.meta_json import read_meta
+from torchbeast.records.meta import read_meta
 from torchbeast.runs import flagset
 
 FLAGS = {

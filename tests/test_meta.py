@@ -10,15 +10,15 @@ import subprocess
 import torch
 from test_file_writer import ARGS, names, read_meta, run_python
 
-from torchbeast.records import file_writer, meta_json
-from torchbeast.records.file_writer import FileWriter
+from torchbeast.records import meta as meta_file
+from torchbeast.records.meta import FileWriter
 
 
 def test_meta(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "swordfish")
     monkeypatch.setenv("SLURM_SECRET", "swordfish")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in file_writer.SLURM_VARIABLES:
+    for name in meta_file.SLURM_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     before = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
     writer = FileWriter(str(tmp_path), "run", ARGS | {"savedir": tmp_path})
@@ -30,7 +30,7 @@ def test_meta(tmp_path, monkeypatch):
     assert meta["resumed"] == []
     assert meta["slurm"] is None
     assert meta["env"]["OMP_NUM_THREADS"] == "1"
-    assert set(meta["env"]) <= set(file_writer.ENVIRONMENT_VARIABLES)
+    assert set(meta["env"]) <= set(meta_file.ENVIRONMENT_VARIABLES)
     assert meta["versions"]["torch"].startswith(torch.__version__.split("+")[0])
     writer.close(successful=True)
     ended = read_meta(writer.path)
@@ -81,7 +81,7 @@ def test_meta_is_strict_json(tmp_path):
     writer.close(successful=True)
     text = (writer.path / "meta.json").read_text()
     assert json.loads(text, parse_constant=refuse)["args"]["clip_ratio"] == "inf"
-    assert meta_json.read_meta(writer.path)["args"]["clip_ratio"] == math.inf
+    assert meta_file.read_meta(writer.path)["args"]["clip_ratio"] == math.inf
 
 
 def test_slurm(tmp_path, monkeypatch):
@@ -98,7 +98,7 @@ def make_checkout(folder):
     """Makes a repository with a copy of the module; returns a function to run git."""
     package = folder / "torchbeast" / "core"
     package.mkdir(parents=True)
-    source = pathlib.Path(file_writer.__file__)
+    source = pathlib.Path(meta_file.__file__)
     for path in source.parent.glob("*.py"):
         (package / path.name).write_bytes(path.read_bytes())
     (package.parent / "__init__.py").touch()
@@ -117,9 +117,9 @@ def make_checkout(folder):
 GIT_STATE = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from torchbeast.core import file_writer
-assert file_writer.__file__.startswith(sys.argv[1]), file_writer.__file__
-print(json.dumps(file_writer._git_state()))
+from torchbeast.core import meta
+assert meta.__file__.startswith(sys.argv[1]), meta.__file__
+print(json.dumps(meta._git_state()))
 """
 
 
@@ -145,5 +145,5 @@ def test_git_state(tmp_path):
 
 
 def test_no_torch_needed():
-    code = "import sys, torchbeast.records.file_writer; print('torch' in sys.modules)"
+    code = "import sys, torchbeast.records.meta; print('torch' in sys.modules)"
     assert run_python(code).stdout.strip() == "False"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from torchbeast import plot
-from torchbeast.records.file_writer import FileWriter
 from torchbeast.records.groups import group_name
+from torchbeast.records.meta import FileWriter
 from torchbeast.records.saved_runs import find_run, read_run
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -305,19 +305,19 @@ def test_tokens_and_certificates(serve, learn, tmp_path):
             "no-token": ({**us, **here, "token_file": None}, refused),
             "no-certificate": (
                 {**here, **ours, "token_file": token},
-                [*never, "needs a certificate of this side"],
+                [*never, "certificate of this side (here: no --tls_cert)"],
             ),
             "expired-client": (
                 {**us, **here, **certificates.identity("expired-client")},
-                [*never, "expired-client.pem; certificate has expired"],
+                [*never, "expired-client.pem) that has not expired"],
             ),
             "foreign-client": (
                 {**us, **here, **certificates.identity("foreign-client")},
-                [*never, "foreign-client.pem; its signer is not"],
+                [*never, "foreign-client.pem) that has not expired and whose signer"],
             ),
             "foreign-ca": (
                 {**us, **here, **foreign},
-                [*never, "its signer is not in --tls_ca"],
+                [*never, "certificate of the other side is not valid"],
             ),
             "expired-server": (
                 {**us, **there},

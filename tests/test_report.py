@@ -11,9 +11,9 @@ import pytest
 import runs
 
 from torchbeast import report
-from torchbeast.records import meta_json
-from torchbeast.records.file_writer import FileWriter
+from torchbeast.records import meta as meta_file
 from torchbeast.records.groups import iqm_interval
+from torchbeast.records.meta import FileWriter
 from torchbeast.records.saved_runs import read_run
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -240,7 +240,7 @@ def test_files_of_other_types(tmp_path, name):
             report.markdown([report.table_row(path)])
         except ValueError as error:
             messages.append(str(error))
-        meta_json.read_meta(path)
+        meta_file.read_meta(path)
     assert 0 < len(messages) < len(texts)
     assert [x for x in messages if not x.startswith(f"{path / name} ")] == []
 

@@ -16,7 +16,7 @@ import sweeps
 optuna = pytest.importorskip("optuna")
 
 from torchbeast.base.errors import FileError, FlagError  # noqa: E402
-from torchbeast.records.meta_json import read_meta  # noqa: E402
+from torchbeast.records.meta import read_meta  # noqa: E402
 from torchbeast.sweeps import jobs, search  # noqa: E402 # it imports Optuna
 
 pytestmark = pytest.mark.timeout(400)

@@ -15,7 +15,7 @@ import watched_runs
 pytest.importorskip("submitit")
 
 from torchbeast import sweep
-from torchbeast.records.meta_json import read_meta
+from torchbeast.records.meta import read_meta
 from torchbeast.sweeps.jobs import Job
 from torchbeast.sweeps.slurm_jobs import SlurmJob  # it imports submitit
 

@@ -13,7 +13,7 @@ import watched_runs
 from torchbeast import sweep
 from torchbeast.base.errors import FlagError
 from torchbeast.records.groups import by_name
-from torchbeast.records.meta_json import read_meta
+from torchbeast.records.meta import read_meta
 from torchbeast.records.saved_runs import read_run
 from torchbeast.sweeps import grid
 

@@ -24,7 +24,7 @@ from torchbeast.envs.environment import Environment
 from torchbeast.envs.extra_fields import ExtraField
 from torchbeast.envs.seeded_games import game_seed
 from torchbeast.local.env_spec import find_env_spec
-from torchbeast.polybeast_env import try_environment
+from torchbeast.remote.serving import try_environment
 
 E = 3
 FIELDS = {

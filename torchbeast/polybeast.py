@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from torchbeast import polybeast_env
 from torchbeast.base.errors import FlagError
 from torchbeast.procs import processes
-from torchbeast.remote import security, supervisor
+from torchbeast.remote import security, serving, supervisor
 from torchbeast.runs import launcher
 from torchbeast.runs.flagset import Flags
 
@@ -111,7 +111,7 @@ def train_with_ray(start: resume.Start) -> int:
     from torchbeast import polybeast_learner
     from torchbeast.on_ray.servers import RayServers  # optional
 
-    servers = RayServers(polybeast_env.serve_under_ray, start.flags)
+    servers = RayServers(serving.serve_under_ray, start.flags)
     try:
         return polybeast_learner.train(start, servers.check, servers.address)
     finally:

@@ -20,11 +20,10 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import logging
-import math
 import os
 import pathlib
-import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from torchbeast.base.errors import FlagError
 from torchbeast.procs import processes
 from torchbeast.records.folder import RunBusyError, RunFolder
-from torchbeast.records.meta_json import read_meta
+from torchbeast.records.meta import read_meta
 from torchbeast.records.saved_runs import MOST_NAMES
 from torchbeast.runs import flagset, script
 from torchbeast.runs.flagset import Flags
@@ -339,27 +338,17 @@ def make_search(
 
 
 def check_extremes(sweep: Sweep, values: dict[str, Sequence[Any]]) -> None:
-    """Raises FlagError if a value fits with no values of the others.
+    """Raises FlagError if a value fits with none of the first combinations of others.
 
-    If there are many combinations, it tries MOST_CHECKED random ones per value.
+    A trial whose flags do not fit together fails later, with the reason.
     """
-    rng = random.Random(1)
-
-    def combinations(others: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-        count = math.prod(map(len, others.values()))
-        for number in rng.sample(range(count), min(count, MOST_CHECKED)):
-            chosen = {}
-            for name, each in others.items():
-                number, place = divmod(number, len(each))
-                chosen[name] = each[place]
-            yield chosen
-
     for name, value in [(k, x) for k, each in values.items() for x in each]:
-        others = {k: each for k, each in values.items() if k != name}
+        axes = [[value] if k == name else each for k, each in values.items()]
         first: FlagError | None = None
-        for each in combinations(others):
+        for chosen in itertools.islice(itertools.product(*axes), MOST_CHECKED):
+            settings = dict(zip(values, chosen, strict=True))
             try:
-                sweep.make_jobs("trial", {name: value, **each}, most=1)
+                sweep.make_jobs("trial", settings, most=1)
                 break
             except FlagError as error:
                 first = first or error

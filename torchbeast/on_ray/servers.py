@@ -29,7 +29,7 @@ class EnvServer:
     """A Ray actor: the environments of one stream.
 
     Args:
-      serve: polybeast_env.serve_under_ray.
+      serve: serving.serve_under_ray.
       flags: of the run; `join` is the learner's address.
       files: contents of the files in FILES, by flag.
     """
@@ -68,7 +68,7 @@ class RayServers:
     """The environment servers of a run, one per stream.
 
     Args:
-      serve: polybeast_env.serve_under_ray.
+      serve: serving.serve_under_ray.
 
     Attributes:
       address: the learner has to listen here.

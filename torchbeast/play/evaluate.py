@@ -37,7 +37,7 @@ from torchbeast.model import make_model
 from torchbeast.play.video import Video, has_display, picture
 from torchbeast.procs import processes
 from torchbeast.procs.step_watch import StepWatch
-from torchbeast.records import file_writer, meta_json, protocol
+from torchbeast.records import meta, protocol
 from torchbeast.records.folder import atomic_write
 from torchbeast.remote.security import choose_side
 from torchbeast.runs import checkpoint, flagset, script, trackers, trust
@@ -149,15 +149,15 @@ def test(
 def write_result(path: Path, flags: Flags, result: dict[str, Any]) -> None:
     """Writes test.json. If it can't be written, logs a warning."""
     rules = protocol.find_protocol(flags.as_dict())
-    content = meta_json.strict_json(
+    content = meta.strict_json(
         {
             **result,
             "seed": flags.seed,
             "flags": flags.as_dict(),
             "protocol": rules,
             "protocol_text": protocol.describe(rules),
-            "date": file_writer.now(),
-            **file_writer.provenance(),
+            "date": meta.now(),
+            **meta.provenance(),
         }
     )
     text = json.dumps(content, indent=2, default=str)

@@ -28,8 +28,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from torchbeast.records.file_writer import run_git
 from torchbeast.records.folder import writing
+from torchbeast.records.meta import run_git
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def _changes() -> tuple[bytes, set[str]]:
     try:
         if not run_git("ls-files", "--", "."):
             return b"", set()
-    except (OSError, subprocess.SubprocessError):  # file_writer.py logs it
+    except (OSError, subprocess.SubprocessError):  # meta.py logs it
         return b"", set()
     try:
         folder = pathlib.Path(__file__).parent

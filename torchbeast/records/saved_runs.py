@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchbeast.base.errors import using
-from torchbeast.records.meta_json import read_meta
+from torchbeast.records.meta import read_meta
 from torchbeast.records.protocol import describe, stored_protocol
 
 # Names of log files, and how to open them. Archived logs may be compressed.

@@ -16,6 +16,8 @@ from torchbeast.envs import atari
 from torchbeast.remote.security import uses_tls
 
 CONNECT_SECONDS = 5.0  # time limit of each step of a handshake
+# Reasons of a TLS handshake that the other side answers in plain TCP.
+PLAIN = ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 
 
 def environment_settings(flags: argparse.Namespace) -> dict[str, str]:
@@ -100,111 +102,57 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
     host = host.strip("[]")
     with contextlib.suppress(OSError, UnicodeError):  # UnicodeError: no host name
         for _ in range(2):  # a listener that just exits also closes, but only once
-            plain = socket.create_connection((host, int(port)), CONNECT_SECONDS)
-            with plain:
-                if not uses_tls(flags):
-                    return _tls_unwanted(plain)
-                try:
-                    name = flags.tls_server_name or host
-                    with _context(flags).wrap_socket(plain, server_hostname=name) as s:
-                        if s.recv(1):  # the first byte of HTTP/2
-                            return None
-                except ssl.SSLCertVerificationError as error:
-                    return _bad_certificate(error, flags)
-                except ssl.SSLError as error:
-                    return _failed_handshake(error)
+            with socket.create_connection((host, int(port)), CONNECT_SECONDS) as plain:
+                fault, works = _try_handshake(plain, host, flags)
+                if fault or works:
+                    return fault
         # With TLS 1.3 the other side refuses our certificate only after our handshake.
-        return _refused_certificate(flags)
+        ours = f"--tls_cert {flags.tls_cert}" if flags.tls_cert else "no --tls_cert"
+        return (
+            "the other side ends the connection after the TLS handshake. It needs a "
+            f"certificate of this side (here: {ours}) that has not expired and whose "
+            "signer is in --tls_ca there"
+        )
     return None
 
 
-def _context(flags: argparse.Namespace) -> ssl.SSLContext:
+def _try_handshake(
+    plain: socket.socket, host: str, flags: argparse.Namespace
+) -> tuple[str | None, bool]:
+    """A reason, if there is one, and whether the connection works or may work later."""
+    wanted = uses_tls(flags)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # As gRPC: a certificate in --tls_ca is trusted even if another has signed it.
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    if flags.tls_ca:
-        context.load_verify_locations(flags.tls_ca)
-    else:
-        context.load_default_certs()
-    if flags.tls_cert and flags.tls_key:
-        context.load_cert_chain(flags.tls_cert, flags.tls_key)
     context.set_alpn_protocols(["h2"])  # gRPC ends the handshake without it
-    return context
-
-
-def _tls_unwanted(plain: socket.socket) -> str | None:
-    """A reason if the other side speaks TLS and this side plain TCP."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    try:
-        with context.wrap_socket(plain):
-            pass
-    except ssl.SSLError as error:
-        if "ALERT" not in (error.reason or ""):
-            return None
-    return (
-        "the other side speaks TLS, and this side plain TCP; give --tls, and --tls_ca "
-        "with the signer of its certificate"
-    )
-
-
-def _bad_certificate(
-    error: ssl.SSLCertVerificationError, flags: argparse.Namespace
-) -> str:
-    why = error.verify_message.rstrip(".")
-    if "mismatch" in why:
-        help = "give the name in it with --tls_server_name"
-    elif "expired" in why:
-        help = "the side that listens needs a new one"
+    context.check_hostname = wanted
+    if wanted:
+        # As gRPC: a certificate in --tls_ca is trusted even if another has signed it.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        if flags.tls_ca:
+            context.load_verify_locations(flags.tls_ca)
+        else:
+            context.load_default_certs()
+        if flags.tls_cert and flags.tls_key:
+            context.load_cert_chain(flags.tls_cert, flags.tls_key)
     else:
-        ca = flags.tls_ca or "(here: the system's)"
-        help = f"its signer is not in --tls_ca {ca}"
-    return f"the certificate of the other side is not valid: {why}; {help}"
-
-
-def _refused_certificate(flags: argparse.Namespace) -> str:
-    if not flags.tls_cert:
+        context.verify_mode = ssl.CERT_NONE
+    try:
+        name = flags.tls_server_name or host
+        with context.wrap_socket(plain, server_hostname=name) as encrypted:
+            if wanted:
+                return None, bool(encrypted.recv(1))  # the first byte of HTTP/2
+    except ssl.SSLCertVerificationError as error:
         return (
-            "the other side ends the connection after the TLS handshake: it needs a "
-            "certificate of this side; give --tls_cert and --tls_key"
-        )
-    why = (
-        _why_invalid(flags) or "its signer is not in --tls_ca there, or it has expired"
-    )
+            "the certificate of the other side is not valid: "
+            f"{error.verify_message.rstrip('.')}. This side trusts --tls_ca "
+            f"{flags.tls_ca or '(here: the signers of the system)'} and expects the "
+            f"name {name} (--tls_server_name)"
+        ), False
+    except ssl.SSLError as error:
+        speaks_tls = "ALERT" in (error.reason or "")
+        if error.reason not in PLAIN if wanted else not speaks_tls:
+            return None, True
+    other, this = ("plain TCP", "TLS") if wanted else ("TLS", "plain TCP")
     return (
-        "the other side ends the connection after the TLS handshake: it refuses "
-        f"--tls_cert {flags.tls_cert}; {why}"
-    )
-
-
-def _why_invalid(flags: argparse.Namespace) -> str:
-    """What is wrong with our own certificate, apart from its signer: its dates."""
-    shows = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    shows.load_cert_chain(flags.tls_cert, flags.tls_key)
-    checks = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    checks.check_hostname = False
-    checks.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    checks.load_verify_locations(flags.tls_cert)
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = checks.wrap_bio(to_client, to_server)
-    server = shows.wrap_bio(to_server, to_client, server_side=True)
-    for side in (client, server, client):
-        try:
-            side.do_handshake()
-        except ssl.SSLWantReadError:
-            pass
-        except ssl.SSLCertVerificationError as error:
-            return error.verify_message
-    return ""
-
-
-def _failed_handshake(error: ssl.SSLError) -> str | None:
-    reason = error.reason or ""
-    if reason in ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST"):
-        return (
-            "the other side speaks plain TCP, and this side TLS; give --tls_cert and "
-            "--tls_key there, or no --tls flag here"
-        )
-    return None
+        f"the other side speaks {other}, and this side {this}; give both the --tls "
+        "flags, or none"
+    ), False

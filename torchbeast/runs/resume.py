@@ -25,7 +25,7 @@ from torchbeast.flags import environment_flags
 from torchbeast.presets import PRESETS, RENAMED
 from torchbeast.records.folder import RunExistsError, RunFolder, has_content
 from torchbeast.records.logs_csv import is_evaluated
-from torchbeast.records.meta_json import complete_meta, read_meta
+from torchbeast.records.meta import complete_meta, read_meta
 from torchbeast.runs import checkpoint, flagset, script, trust
 from torchbeast.runs.flagset import Flags
 

@@ -1,4 +1,4 @@
-"""What a run writes: out.log, logs.csv, meta.json and the link `latest`.
+"""meta.json, its writer and its reader; out.log and the link `latest`.
 
 Importing this module does not load torch.
 """
@@ -6,9 +6,11 @@ Importing this module does not load torch.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import pathlib
 import platform
@@ -28,9 +30,8 @@ from torchbeast.records.folder import (
     writing,
 )
 from torchbeast.records.logs_csv import LogsCsv
-from torchbeast.records.meta_json import now, read_meta, strict_json
 from torchbeast.records.protocol import describe, find_protocol
-from torchbeast.runs import trust
+from torchbeast.runs.ranges import RANGES
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,6 @@ SLURM_VARIABLES = (
 )
 _OF_THE_NEWEST = ("args", "flags_signature")  # entries that a start lacks
 ERROR_LENGTH = 1000  # characters of an error in meta.json; out.log has all of them
-ROOM_FOR_THE_END = 2048  # spare bytes in meta.json, to write the end on a full disk
 PACKAGES = ("torchbeast", "torch", "numpy", "gymnasium", "ale-py", "minatar")
 
 
@@ -89,7 +89,8 @@ class FileWriter:
       folder: the run's folder, if the caller has locked it; the caller closes it.
       start_over: if the run was started before and resume_step is None, cut all rows.
       left_open: the flags that were chosen for the machine or from other flags.
-      about: more entries of this start for meta.json.
+      about: more entries of this start for meta.json, such as the signature of `args`
+        as "flags_signature".
 
     Raises:
       ValueError: xpid is not a plain name, or logs.csv is damaged.
@@ -118,7 +119,6 @@ class FileWriter:
             if folder is None:
                 folder = stack.enter_context(RunFolder(savedir, xpid))
             self.path = folder.path
-            self._meta_path = self.path / "meta.json"
             logs = self.path / "logs.csv"
             if has_content(logs) and resume_step is None and not start_over:
                 raise RunExistsError(
@@ -132,7 +132,7 @@ class FileWriter:
                 self._meta = self._start_meta(
                     xpid, args, resume_step, left_open, about or {}
                 )
-                self._write_meta(reserve=ROOM_FOR_THE_END)
+                write_meta(self.path, self._meta)
                 _link_latest(self.path.with_name("latest"), xpid)
             self._resources = stack.pop_all()
 
@@ -182,7 +182,7 @@ class FileWriter:
                 "error": error[:ERROR_LENGTH] if error else error,
             }
             try:
-                self._write_meta()
+                write_meta(self.path, self._meta)
             except OSError as failure:
                 log.warning("Cannot write the end of the run to meta.json: %s", failure)
             self._resources.close()
@@ -201,7 +201,6 @@ class FileWriter:
         protocol = find_protocol(args)
         start = {
             "args": dict(args),
-            "flags_signature": trust.sign(args),
             "preset": args.get("preset"),
             "preset_changes": differences(dict(args)),
             "protocol": protocol,
@@ -235,24 +234,6 @@ class FileWriter:
             "successful": False,
             "starts": [*old.get("starts", []), entry],
         }
-
-    def _write_meta(self, reserve: int = 0) -> None:
-        """Writes meta.json, with `reserve` spaces at the end, which JSON allows."""
-        text = json.dumps(strict_json(self._meta), indent=2, default=str)
-        data = f"{text}{' ' * reserve}\n".encode()
-        try:
-            with atomic_write(self._meta_path) as file:
-                file.write(data)
-        except OSError:
-            # A full disk has no room for a second file. Overwrite the blocks that
-            # meta.json already has, so that it says how the run ended.
-            if not self._meta_path.exists():
-                raise
-            if len(data) > self._meta_path.stat().st_blocks * 512:
-                raise
-            with self._meta_path.open("r+b") as file:
-                file.write(data)
-                file.truncate()
 
 
 class _OutLog(logging.FileHandler):
@@ -356,3 +337,112 @@ def _git_state() -> dict[str, Any] | None:
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("Cannot read the git state: %s", error)
     return None
+
+
+# --- Reading --------------------------------------------------------------------------
+
+DEEPEST = 100  # levels of meta.json
+# The types of what is used of meta.json, and those of a list's items.
+_OPTIONAL_DICT, _OPTIONAL_STR = (dict | None, None), (str | None, None)
+META_TYPES: dict[str, tuple[Any, Any]] = {
+    **dict.fromkeys(("args", "flags", "preset_changes"), (dict, None)),
+    **dict.fromkeys(("git", "hardware", "protocol"), _OPTIONAL_DICT),
+    **dict.fromkeys(("date_start", "date_end", "preset"), _OPTIONAL_STR),
+    **dict.fromkeys(("first_step", "last_step"), (int | None, None)),
+    "starts": (list, dict),
+    "resumed": (list, str),
+    "flags_left_open": (list, str),
+}
+
+
+def strict_json(nested: Any) -> Any:
+    """Infinity and NaN, which JSON lacks, as "inf", "-inf" and "nan"."""
+    if isinstance(nested, dict):
+        return {k: strict_json(x) for k, x in nested.items()}
+    if isinstance(nested, list | tuple):
+        return [strict_json(x) for x in nested]
+    is_number = isinstance(nested, float)
+    return str(nested) if is_number and not math.isfinite(nested) else nested
+
+
+def _with_infinities(nested: Any, name: str = "", depth: int = 0) -> Any:
+    """The reverse of strict_json, for the flags that are numbers."""
+    if depth > DEEPEST:
+        raise ValueError("it is nested too deeply")
+    if isinstance(nested, dict):
+        return {k: _with_infinities(x, k, depth + 1) for k, x in nested.items()}
+    if isinstance(nested, list):
+        return [_with_infinities(x, "", depth + 1) for x in nested]
+    is_number = name in RANGES and nested in ("inf", "-inf")
+    return float(nested) if is_number else nested
+
+
+def read_meta(folder: pathlib.Path) -> dict[str, Any]:
+    """The content of meta.json; {} if the file is missing or damaged.
+
+    Its values have the types in META_TYPES. Those of flags may have any.
+    """
+    path = folder / "meta.json"
+    try:
+        return parse_meta(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("%s is damaged and is ignored: %s", path, error)
+        return {}
+
+
+def parse_meta(text: str) -> dict[str, Any]:
+    """The content of a meta.json.
+
+    Raises:
+      ValueError, RecursionError: this is not the content of one.
+    """
+    meta = _with_infinities(json.loads(text))
+    if not isinstance(meta, dict):
+        raise ValueError(f"it is no object, but {str(meta)[:80]}")
+    _check_types(meta)
+    for start in meta.get("starts", ()):
+        _check_types(start)
+    return meta
+
+
+def _check_types(part: dict[str, Any]) -> None:
+    for name, value in part.items():
+        kind, of = META_TYPES.get(name, (object, None))
+        if not isinstance(value, kind) or (
+            of and not all(isinstance(item, of) for item in value)
+        ):
+            raise ValueError(f"{name} is {json.dumps(value)[:80]}")
+
+
+def complete_meta(folder: pathlib.Path, last_step: int) -> None:
+    """Completes the meta.json of a run that was killed after its last work.
+
+    Raises:
+      RunFileError: it can't be written.
+    """
+    if not (meta := read_meta(folder)):
+        return
+    end = {"successful": True, "date_end": now()}
+    meta |= end
+    if starts := meta.get("starts"):
+        starts[-1] |= end | {"last_step": last_step}
+    with writing(folder / "meta.json"):
+        write_meta(folder, meta)
+
+
+def write_meta(folder: pathlib.Path, meta: Mapping[str, Any]) -> None:
+    """Replaces meta.json in one step. Values that JSON lacks become str(value).
+
+    Raises:
+      OSError: it can't be written; the file is unchanged.
+    """
+    text = json.dumps(strict_json(meta), indent=2, default=str)
+    with atomic_write(folder / "meta.json") as file:
+        file.write(f"{text}\n".encode())
+
+
+def now() -> str:
+    """The date in UTC, for meta.json and test.json."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
