@@ -92,8 +92,6 @@ def how_it_ended(code: int | None) -> str:
             name = str(-code)
         hint = " (out of memory? see dmesg)" if code == -signal.SIGKILL else ""
         return f"by signal {name}{hint}"
-    if code == FORK_SERVER_IS_GONE:
-        return f"with exit status {code}, or the {FORK_SERVER} died (out of memory?)"
     return f"with exit status {code}"
 
 
@@ -153,6 +151,8 @@ class Child:
       pipe: the parent's end.
     """
 
+    start_method = ""
+
     def __init__(self, who: str, process: Any, pipe: connection.Connection) -> None:
         self.who, self.process, self.pipe = who, process, pipe
 
@@ -180,7 +180,11 @@ class Child:
     def how_it_died(self) -> str:
         """Waits for the end of a dead process; "died" and how, in words."""
         self.process.join(1.0)
-        return f"died {how_it_ended(self.process.exitcode)}"
+        code = self.process.exitcode
+        how = f"died {how_it_ended(code)}"
+        if code == FORK_SERVER_IS_GONE and self.start_method == "forkserver":
+            return f"{how}, or the {FORK_SERVER} died (out of memory?)"
+        return how
 
 
 class Children(Guardian):
@@ -220,6 +224,7 @@ class Children(Guardian):
             self.guard(process.pid)
         child_pipe.close()
         child = Child(who, process, pipe)
+        child.start_method = self.context.get_start_method()
         self.alive.append(child)
         return child
 
