@@ -38,7 +38,7 @@ def test_a_child_sends_a_message_and_ends(kind, text):
     with children.Children(multiprocessing.get_context("spawn")) as group:
         child = group.start("a child", ends, kind)
         found = []
-        with pytest.raises(children.ProcessError, match=text):
+        with pytest.raises(children.ProcessError, match=text):  # noqa: PT012
             while children.wait([child], 60):
                 found.append(child.receive())
         assert [x for x in found if x is not None] == ["begun"]
