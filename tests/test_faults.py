@@ -120,9 +120,7 @@ def test_fork_server_is_killed(start):
     (server,) = run.fork_servers()
     os.kill(server, signal.SIGKILL)
     run.wait_for_end(1)
-    run.assert_error(
-        "the process that starts actors (fork server) died by signal SIGKILL"
-    )
+    run.assert_error("or the process that starts actors (fork server) died")
     run.assert_files()
 
 

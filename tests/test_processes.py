@@ -1,10 +1,12 @@
 """What procs/processes.py starts; the tests of faults use the rest of it."""
 
+import multiprocessing
 import os
+import sys
 
 import pytest
 
-from torchbeast.procs import processes
+from torchbeast.procs import children, processes
 from torchbeast.sweeps import jobs
 
 
@@ -17,3 +19,28 @@ def test_a_quota_counts_for_a_sweep(monkeypatch, quota):
     if quota < 64:
         assert jobs.split_cores(2, None) == [[], []]  # others use the same cores
     assert jobs.split_cores(1, 2) == [[0, 1]]
+
+
+def ends(kind, pipe):
+    children.begin_child()
+    with children.sending_errors(pipe, "it failed"):
+        pipe.send("begun")
+        if kind == "exits":
+            os._exit(255)
+        sys.exit(4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("exits", "a child died with exit status 255$"), ("raises", "it failed:\n")],
+)
+def test_a_child_sends_a_message_and_ends(kind, text):
+    with children.Children(multiprocessing.get_context("spawn")) as group:
+        child = group.start("a child", ends, kind)
+        found = []
+        with pytest.raises(children.ProcessError, match=text):  # noqa: PT012
+            while children.wait([child], 60):
+                found.append(child.receive())
+        assert [x for x in found if x is not None] == ["begun"]
+        assert group.alive == [child]
+    assert not child.process.is_alive()

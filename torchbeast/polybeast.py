@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchbeast import polybeast_env
 from torchbeast.base.errors import FlagError
-from torchbeast.procs import processes
+from torchbeast.procs import children, processes
 from torchbeast.remote import security, serving, supervisor
 from torchbeast.runs import launcher
 from torchbeast.runs.flagset import Flags
@@ -94,7 +94,7 @@ def train(start: resume.Start) -> int:
         target=polybeast_env.run_for_learner, args=(flags,), name="servers"
     )
     try:
-        with processes.starting_children():
+        with children.starting_children():
             servers.start()
         return polybeast_learner.train(start, lambda: check_servers(servers))
     finally:
@@ -121,7 +121,7 @@ def train_with_ray(start: resume.Start) -> int:
 def check_servers(servers: Any) -> None:
     """Raises ServerError if the servers have exited."""
     if not servers.is_alive():
-        how = processes.how_it_ended(servers.exitcode)
+        how = children.how_it_ended(servers.exitcode)
         raise security.ServerError(f"the environment servers ended {how}")
 
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchbeast.base.errors import FlagError
-from torchbeast.procs import processes
+from torchbeast.procs import children, processes
 from torchbeast.records.folder import RunBusyError, RunFolder
 from torchbeast.records.meta import read_meta
 from torchbeast.records.saved_runs import MOST_NAMES
@@ -267,7 +267,7 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
 
         def ended(job: Job, status: int) -> None:
             statuses[job] = status
-            how = f"ended {processes.how_it_ended(status)}" if status else "finished"
+            how = f"ended {children.how_it_ended(status)}" if status else "finished"
             log.info("%s %s.", job.xpid, how)
             if search:
                 search.ended(job, status)
@@ -288,7 +288,7 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
     for job, status in statuses.items():
         if status and status not in jobs.STOPPED:
             failed.append(job.xpid)
-            how = processes.how_it_ended(status)
+            how = children.how_it_ended(status)
             log.error("%s ended %s. %s:\n%s", job.xpid, how, job.console, job.tail())
     finished = sum(status == 0 for status in statuses.values())
     log.info("Finished: %d runs, in %s", finished, sweep.savedir)

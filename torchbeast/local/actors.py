@@ -20,11 +20,12 @@ from numpy.random import mtrand
 from torchbeast.base.errors import text_of
 from torchbeast.base.nested import Nested
 from torchbeast.base.seeds import derive_seed
+from torchbeast.base.seldom import Seldom
 from torchbeast.core import rollout
 from torchbeast.core.acting import SharedWeights
 from torchbeast.envs import checks
 from torchbeast.envs.environment import Environment
-from torchbeast.procs import processes
+from torchbeast.procs import children
 from torchbeast.procs.step_watch import StepWatch
 from torchbeast.runs.flagset import Flags
 from torchbeast.runs.prof import format_shares
@@ -36,7 +37,7 @@ COUNTED = ". logs.csv counts it in env_warnings."
 STOP_SECONDS = 2.5  # actors that don't exit within this time are killed
 
 
-class ActorError(processes.ProcessError):
+class ActorError(children.ProcessError):
     """An actor process died, raised or got stuck."""
 
 
@@ -104,14 +105,14 @@ def run_actor(
     actor_class: Callable[..., Any],
     flags: Flags,
     index: int,
-    pipe: connection.Connection,
     buffers: dict[str, Nested],
     weights_memory: torch.Tensor,
     num_steps: torch.Tensor,
     saved: bytes | None,
+    pipe: connection.Connection,
 ) -> None:
     """The main function of an actor process; see Actors for the messages."""
-    processes.begin_child()
+    children.begin_child()
     torch.set_num_threads(1)
     os.nice(5)  # the learner has priority
     try:
@@ -183,38 +184,30 @@ class Actors:
         weights: SharedWeights,
         saved: Sequence[dict[str, Any]] | None,
     ) -> None:
-        context = actor_context()
         self.weights = weights
         self.watch = StepWatch(flags.num_actors, flags.actor_timeout)
         self.pipes: list[connection.Connection] = []
-        self.processes: list[Any] = []
+        self.children: list[children.Child] = []
         self.idle = list(range(flags.num_actors))  # idle for longest: first
         self.timings: list[dict[str, float]] = [{} for _ in self.idle]
         self.envs_per_actor = flags.envs_per_actor
-        self._warned: set[str] = set()
-        self._guardian = processes.Guardian(STOP_SECONDS)
+        self._group = children.Children(actor_context(), STOP_SECONDS)
+        self._is_new = Seldom()  # warnings, by key
         try:
             for index in range(flags.num_actors):
-                pipe, actor_pipe = context.Pipe()
-                self.pipes.append(pipe)
-                process = context.Process(
-                    target=run_actor,
-                    name=f"actor-{index}",
-                    args=(
-                        actor_class,
-                        flags,
-                        index,
-                        actor_pipe,
-                        buffers,
-                        weights.memory,
-                        self.watch.steps[index],
-                        pickle.dumps(saved[index]) if saved else None,
-                    ),
-                    daemon=True,
+                child = self._group.start(
+                    f"actor {index}",
+                    run_actor,
+                    actor_class,
+                    flags,
+                    index,
+                    buffers,
+                    weights.memory,
+                    self.watch.steps[index],
+                    pickle.dumps(saved[index]) if saved else None,
                 )
-                self._guardian.start(process)
-                self.processes.append(process)
-                actor_pipe.close()
+                self.children.append(child)
+                self.pipes.append(child.pipe)
         except BaseException:
             self.close()
             raise
@@ -235,7 +228,7 @@ class Actors:
         Raises:
           ActorError: an actor died, raised, or took no step for --actor_timeout s.
         """
-        sentinels = [process.sentinel for process in self.processes]
+        sentinels = [child.process.sentinel for child in self.children]
         ready = connection.wait([*self.pipes, *sentinels, wake_up], timeout)
         for index, pipe in enumerate(self.pipes):
             if pipe in ready or sentinels[index] in ready:
@@ -274,8 +267,8 @@ class Actors:
         for pipe in self.pipes:  # the actors can still send what close() raises
             with contextlib.suppress(OSError):
                 socket.socket(fileno=os.dup(pipe.fileno())).shutdown(socket.SHUT_WR)
-        self._guardian.end(self.processes, STOP_SECONDS)
-        self._guardian.close()
+        self._group.end(STOP_SECONDS)
+        self._group.close()
         for pipe in self.pipes:
             with contextlib.suppress(EOFError, OSError):
                 while pipe.poll():
@@ -307,26 +300,22 @@ class Actors:
                     yield message
         except (EOFError, OSError):
             self._raise_dead(index)
-        if not self.processes[index].is_alive():
+        if not self.children[index].process.is_alive():
             self._raise_dead(index)
 
     def _warn_once(self, key: str, message: str) -> None:
         """Logs a warning of an environment, unless another actor has sent it."""
-        if key not in self._warned:
-            self._warned.add(key)
+        if self._is_new(key):
             counted = "" if key == checks.CLOSE else COUNTED
             log.warning("%s%s", message, counted)
 
     def _raise_dead(self, index: int) -> None:
-        process = self.processes[index]
-        process.join(1.0)
-        code = process.exitcode
-        if code == processes.FORK_SERVER_IS_GONE:  # may be the actor's own exit code
-            processes.check_fork_server()
-        how = processes.how_it_ended(code)
-        hint = f" (is {rollout.SHARED_MEMORY} full?)" if code == -signal.SIGBUS else ""
-        raise ActorError(f"actor {index} (pid {process.pid}) died {how}{hint}")
+        child = self.children[index]
+        how = child.how_it_died()
+        full = child.process.exitcode == -signal.SIGBUS
+        hint = f" (is {rollout.SHARED_MEMORY} full?)" if full else ""
+        raise ActorError(f"actor {index} (pid {child.process.pid}) {how}{hint}")
 
     def _raise_stuck(self, index: int) -> NoReturn:
-        pid = self.processes[index].pid
+        pid = self.children[index].process.pid
         raise ActorError(self.watch.explain(index, f"actor {index}", pid))

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import traceback
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
 from gymnasium import spaces
 
-from torchbeast.base.errors import UserError
 from torchbeast.envs.environment import example_environment
 from torchbeast.envs.space_checks import plain_space
-from torchbeast.procs import processes
+from torchbeast.procs import children
 from torchbeast.procs.step_watch import print_stack
 from torchbeast.runs.flagset import Flags
 
@@ -57,58 +55,39 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
       UserError: the flags do not name a usable environment.
     """
     log.info("Making one environment of %s to read its spaces.", flags.env)
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_describe, args=(flags, writer), daemon=True)
-    with contextlib.closing(processes.Guardian(CLOSE_SECONDS)) as guardian:
-        guardian.start(process)
-        try:
-            writer.close()
-            _receive(process, reader, flags, START_SECONDS, begun=False)
-            spec = EnvSpec(*_receive(process, reader, flags, timeout, begun=True))
-            process.join(CLOSE_SECONDS)
-            if process.is_alive():
-                log.warning(
-                    "close() of %s did not return within %g s: its process is killed.",
-                    *(flags.env, CLOSE_SECONDS),
-                )
-            return spec
-        finally:
-            guardian.end([process], 0)
+    with children.Children(context) as group:
+        who = f"the process that made an environment of {flags.env}"
+        child = group.start(who, _describe, flags)
+        _receive(child, flags, START_SECONDS, begun=False)
+        spec = EnvSpec(*_receive(child, flags, timeout, begun=True))
+        child.process.join(CLOSE_SECONDS)
+        if child.process.is_alive():
+            log.warning(
+                "close() of %s did not return within %g s: its process is killed.",
+                *(flags.env, CLOSE_SECONDS),
+            )
+        return spec
 
 
-def _receive(
-    process: Any, reader: Any, flags: Flags, timeout: float, begun: bool
-) -> tuple:
-    ready = connection.wait([reader, process.sentinel], timeout)
-    if not ready:
+def _receive(child: children.Child, flags: Flags, timeout: float, begun: bool) -> tuple:
+    if not children.wait([child], timeout):
         text = f"{flags.env} was not made within {timeout:g} s. "
         if not begun:
-            raise processes.ProcessError(text + "Its process still imports packages")
-        print_stack(process.pid)
-        raise processes.ProcessError(
+            raise children.ProcessError(text + "Its process still imports packages")
+        print_stack(child.process.pid)
+        raise children.ProcessError(
             text + "If its process could print its stack, it is above. If it needs "
             "that long, raise --actor_timeout"
         )
-    who = f"the process that made an environment of {flags.env}"
-    kind, *rest = processes.receive(process, reader, who)
-    if kind == "error":
-        (error,) = rest
-        raise error
-    return tuple(rest)
+    return child.receive()
 
 
 def _describe(flags: Flags, pipe: connection.Connection) -> None:
     """The child process."""
-    processes.begin_child()
-    try:
-        pipe.send(("begun",))
+    children.begin_child()
+    with children.sending_errors(pipe, f"{flags.env} can't be made"):
+        pipe.send(())  # it has begun
         with contextlib.closing(example_environment(flags)) as env:
             env.on_warning = lambda key, message: None  # the actors send it later
-            spec = (env.observation_space, plain_space(env.action_space))
-            pipe.send(("spec", *spec, env.frames_per_step, env.exact_resume))
-    except UserError as error:
-        pipe.send(("error", error))
-    except BaseException:
-        text = f"{flags.env} can't be made:\n{traceback.format_exc()}"
-        with contextlib.suppress(OSError):  # the learner has exited
-            pipe.send(("error", processes.ProcessError(text)))
+            spec = env.observation_space, plain_space(env.action_space)
+            pipe.send((*spec, env.frames_per_step, env.exact_resume))

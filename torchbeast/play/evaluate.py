@@ -17,7 +17,6 @@ import os
 import pickle
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from multiprocessing import connection
 from pathlib import Path
@@ -26,7 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchbeast.base.errors import FlagError, UserError
+from torchbeast.base.errors import FlagError
+from torchbeast.base.hardware import num_cpus
 from torchbeast.base.nested import map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
@@ -35,7 +35,7 @@ from torchbeast.local.actors import TorchSettings, actor_context, seed_globals
 from torchbeast.local.env_spec import CLOSE_SECONDS, START_SECONDS
 from torchbeast.model import make_model
 from torchbeast.play.video import Video, has_display, picture
-from torchbeast.procs import processes
+from torchbeast.procs import children
 from torchbeast.procs.step_watch import StepWatch
 from torchbeast.records import meta, protocol
 from torchbeast.records.folder import atomic_write
@@ -200,73 +200,52 @@ def play_in_processes(
         --actor_timeout or START_SECONDS seconds, whichever is longer.
     """
     draws = flags.video or flags.mode == "test_render"
-    count = min(1 if draws else processes.num_cpus(), math.ceil(len(numbers) / BATCH))
+    count = min(1 if draws else num_cpus(), math.ceil(len(numbers) / BATCH))
     # They may first import packages, and make or reset slow environments.
     watch = StepWatch(count, max(flags.actor_timeout, START_SECONDS))
-    context = actor_context()
     weights = pickle.dumps(model_state)  # bytes: tensors would go through shared memory
-    pipes: list[Any] = []
-    children: list[Any] = []
-    left: dict[int, int] = {}  # games that have not ended, by the number of the process
+    left: dict[children.Child, int] = {}  # games that have not ended
     who = f"a process that plays games of {flags.env}"
-    seconds_to_close = 0.0
-    guardian = processes.Guardian(seconds=0)
-    try:
+    with children.Children(actor_context()) as group:
         for i in range(count):
-            pipe, child_pipe = context.Pipe(duplex=False)
             own = [n for n in numbers if n // BATCH % count == i]  # whole batches
-            arguments = (flags, weights, own, child_pipe, watch.steps[i])
-            child = context.Process(target=_play_in_child, args=arguments, daemon=True)
-            guardian.start(child)
-            child_pipe.close()
-            pipes.append(pipe)
-            children.append(child)
-            left[i] = len(own)
+            arguments = (flags, weights, own, watch.steps[i])
+            left[group.start(who, _play_in_child, *arguments)] = len(own)
+        players = list(left)
         while left:
-            waking = [x for i in left for x in (pipes[i], children[i].sentinel)]
-            ready = connection.wait(waking, 1.0)
-            stuck = watch.find_stuck(left)
+            ready = children.wait(left, 1.0)
+            stuck = watch.find_stuck({players.index(child) for child in left})
             if stuck is not None:
-                text = watch.explain(stuck, who, children[stuck].pid)
-                raise processes.ProcessError(text)
-            for i in list(left):
-                if pipes[i] in ready or children[i].sentinel in ready:
-                    message = processes.receive(children[i], pipes[i], who)
-                    if isinstance(message, Exception):
-                        raise message
-                    if message is not None:
-                        yield message
-                        left[i] -= 1
-                        if not left[i]:
-                            del left[i]
-        seconds_to_close = CLOSE_SECONDS
-    finally:
-        guardian.end(children, seconds_to_close)
-        guardian.close()
+                text = watch.explain(stuck, who, players[stuck].process.pid)
+                raise children.ProcessError(text)
+            for child in ready:
+                if game := child.receive():
+                    yield game
+                    left[child] -= 1
+                    if not left[child]:
+                        del left[child]
+        group.end(CLOSE_SECONDS)
 
 
 def _play_in_child(
     flags: Flags,
     weights: bytes,
     numbers: Sequence[int],
-    pipe: connection.Connection,
     steps: torch.Tensor,
+    pipe: connection.Connection,
 ) -> None:
-    """The child process: sends each game, or an exception; counts in steps []."""
-    processes.begin_child()
+    """The child process: sends each game, or an error; counts in steps []."""
+    children.begin_child()
     torch.set_num_threads(1)
     seed_globals(flags.seed, TEST_STREAM, numbers[0])
-    try:
-        on_step = functools.partial(steps.add_, 1)
-        with _view(flags) as video:
-            state = pickle.loads(weights)
-            for game in play(flags, state, numbers, video, on_step=on_step):
-                pipe.send(game)
-    except UserError as error:
-        pipe.send(error)
-    except Exception:
-        text = f"a game of {flags.env} failed:\n{traceback.format_exc()}"
-        pipe.send(processes.ProcessError(text))
+    on_step = functools.partial(steps.add_, 1)
+    with (
+        children.sending_errors(pipe, f"a game of {flags.env} failed"),
+        _view(flags) as video,
+    ):
+        state = pickle.loads(weights)
+        for game in play(flags, state, numbers, video, on_step=on_step):
+            pipe.send(game)
 
 
 def play(

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from torchbeast.base.errors import text_of
+from torchbeast.base.errors import UserError
 from torchbeast.local.actors import actor_context, seed_globals
 from torchbeast.play.evaluate import EVAL_STREAM, play
-from torchbeast.procs import processes
+from torchbeast.procs import children
 from torchbeast.procs.step_watch import StepWatch
 from torchbeast.records.logs_csv import EVAL_COLUMNS
 from torchbeast.runs import checkpoint, kept_checkpoints, trust
@@ -46,7 +46,7 @@ class Evaluator:
 
     def __init__(self, run: Run) -> None:
         self.run, self.flags = run, run.flags
-        self._process: Any = None
+        self._child: Any = None
         self._busy, self._longest = False, 0.0  # seconds of the longest evaluation
         self._begun = self._warned = 0.0  # when the newest began, and the last warning
         self._weights: tuple[int, dict[str, torch.Tensor]] = (0, {})
@@ -59,23 +59,17 @@ class Evaluator:
             _, self._best = kept_checkpoints.best_result(self._path) or (0, -math.inf)
         run.add_columns(dict.fromkeys(EVAL_COLUMNS))
         self._sender: threading.Thread | None = None
-        self._guardian = processes.Guardian(seconds=0)
         self._watch = StepWatch(1, max(self.flags.actor_timeout, STEP_SECONDS))
-        self._pipe, child_pipe = actor_context().Pipe()
-        self._process = actor_context().Process(
-            target=_evaluate,
-            args=(self.flags, child_pipe, self._watch.steps),
-            daemon=True,
-        )
-        self._guardian.start(self._process)
-        child_pipe.close()
+        self._group = children.Children(actor_context())
+        who = "its process"
+        self._child = self._group.start(who, _evaluate, self.flags, self._watch.steps)
         run.stack.callback(self._close)
 
     def poll(self) -> None:
         """Takes a result, if there is one; starts an evaluation if one is due."""
-        if self._process:
+        if self._child:
             self._take_result()
-        if self._process and not self._busy and self.run.learner.step >= self._due:
+        if self._child and not self._busy and self.run.learner.step >= self._due:
             self._begin()
 
     def finish(self) -> None:
@@ -86,26 +80,25 @@ class Evaluator:
         times the longest evaluation so far.
         """
         learner = self.run.learner
-        if not self._process or learner.step < self.flags.total_steps:
+        if not self._child or learner.step < self.flags.total_steps:
             return
         self.run.save()  # the evaluation may take long
         log.info("Evaluating the final weights.")
         most = max(WARNING_SECONDS, 3 * self._longest)
         begun = self._watch.awake
-        while self._process and not self.run.stop_requested():
+        while self._child and not self.run.stop_requested():
             if self._watch.awake - begun > most:
                 self._give_up(f"the last one needs more than {most:.0f} s")
                 break
             if self._take_result():
                 frames = learner.step * learner.env_spec.frames_per_step
                 self.run.log({"step": learner.step, "frames": frames})
-            if self._process and not self._busy:
+            if self._child and not self._busy:
                 if self._weights[0] == learner.step:
                     break
                 self._begin()
-            if self._process:
-                waking = (self._pipe, self._process.sentinel, self.run.wake_reader)
-                connection.wait(waking, 1.0)
+            if self._child:
+                children.wait([self._child], 1.0, [self.run.wake_reader])
         if self.run.stop_requested() and self._logged_step != learner.step:
             self.run.interrupted = True
 
@@ -128,14 +121,16 @@ class Evaluator:
         if not self._busy:
             return False
         try:
-            result = processes.receive(self._process, self._pipe, "its process")
-        except processes.ProcessError as error:
+            result = self._child.receive()
+        except UserError as error:
             self._give_up(str(error))
             return False
         if result is not None:
             return self._log_result(result)
         if stuck is not None:
-            self._give_up(self._watch.explain(0, "its process", self._process.pid))
+            self._give_up(
+                self._watch.explain(0, "its process", self._child.process.pid)
+            )
         elif self._watch.awake - self._warned > WARNING_SECONDS:
             self._warned = self._watch.awake
             log.warning(
@@ -146,14 +141,11 @@ class Evaluator:
 
     def _send(self, weights: dict[str, torch.Tensor]) -> None:
         with contextlib.suppress(OSError):  # `poll` sees that the process has died
-            self._pipe.send(pickle.dumps(weights))  # bytes: see evaluate.py
+            self._child.pipe.send(pickle.dumps(weights))  # bytes: see evaluate.py
 
     def _log_result(self, result: Any) -> bool:
         self._busy = False
         self._longest = max(self._longest, self._watch.awake - self._begun)
-        if isinstance(result, str):
-            self._give_up(result)
-            return False
         step, weights = self._weights
         returns = [game.game_return for game in result]
         mean = statistics.fmean(returns)
@@ -184,21 +176,20 @@ class Evaluator:
         self._close()
 
     def _close(self) -> None:
-        if self._process:
-            self._guardian.end([self._process], seconds=0)  # ends `_send`, too
-            self._guardian.close()
+        if self._child:
+            self._group.close()  # ends `_send`, too
             if self._sender:
                 self._sender.join()
-            self._pipe.close()
-            self._process = None
+            self._child.pipe.close()
+            self._child = None
 
 
-def _evaluate(flags: Flags, pipe: connection.Connection, steps: torch.Tensor) -> None:
-    """The child process: answers weights with games, or with the text of an error.
+def _evaluate(flags: Flags, steps: torch.Tensor, pipe: connection.Connection) -> None:
+    """The child process: answers weights with games, or with an error.
 
     It counts its steps in `steps` [1].
     """
-    processes.begin_child()
+    children.begin_child()
     os.nice(19)
     torch.set_num_threads(1)
     numbers = range(flags.eval_episodes)
@@ -206,13 +197,9 @@ def _evaluate(flags: Flags, pipe: connection.Connection, steps: torch.Tensor) ->
     with contextlib.suppress(EOFError, OSError):  # the run has ended
         while True:
             weights = pickle.loads(pipe.recv())
-            answer: Any
             seed_globals(flags.seed, EVAL_STREAM)  # always the same games
-            try:
+            with children.sending_errors(pipe, "a game failed"):
                 games = play(
                     flags, weights, numbers, stream=EVAL_STREAM, on_step=on_step
                 )
-                answer = list(games)
-            except BaseException as error:
-                answer = text_of(error)
-            pipe.send(answer)
+                pipe.send(list(games))

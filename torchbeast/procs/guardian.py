@@ -1,4 +1,4 @@
-"""A small process that kills the children of a dead process; see processes.Guardian.
+"""A small process that kills the children of a dead process; see children.Guardian.
 
     python -I -S guardian.py SECONDS SIGNAL
 

@@ -18,7 +18,7 @@ from typing import Any
 from torchbeast.base.errors import text_of
 from torchbeast.envs.environment import Environment, example_environment
 from torchbeast.envs.make_env import MissingPackageError
-from torchbeast.procs import processes
+from torchbeast.procs import children
 from torchbeast.remote import env_connection
 from torchbeast.remote.security import ServerError, security
 from torchbeast.remote.supervisor import STOP_SECONDS, SharedPipe
@@ -52,7 +52,7 @@ def serve(
     If the learner does not number its streams, they are numbered from first_stream. No
     two streams of this command have the same number.
     """
-    processes.begin_child(ends_by=[signal.SIGTERM])
+    children.begin_child(ends_by=[signal.SIGTERM])
     os.nice(5)  # the learner has priority
     pipe = SharedPipe(pipe)
     try:
@@ -60,7 +60,7 @@ def serve(
             server = make_server(flags, index, address, first_stream)
         # Before the supervisor kills the process, so that it can name what hangs.
         stop = functools.partial(server.stop, STOP_SECONDS - 1)
-        processes.end_on_request(stop, STOP_SECONDS, pipe.pipe)
+        children.end_on_request(stop, STOP_SECONDS, pipe.pipe)
         # Before the server listens, so that no learner gets a faulty environment.
         description = try_environment(flags)
         # Until now SIGTERM ended this process at once, even if an environment hangs.

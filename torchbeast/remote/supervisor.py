@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from typing import Any
 
-from torchbeast.procs import processes
+from torchbeast.base.seldom import Seldom
+from torchbeast.procs import children
 from torchbeast.remote.security import ServerError
 from torchbeast.runs.flagset import Flags
 
@@ -36,8 +37,7 @@ class Server:
 
     index: int
     address: str
-    process: Any = None  # None until its next start
-    pipe: Any = None
+    child: children.Child | None = None  # None until its next start
     started: float = 0.0
     ready: float | None = None  # None: not yet
     heard: float = 0.0  # the last message
@@ -59,13 +59,13 @@ class Servers:
     ) -> None:
         self.serve, self.flags = serve, flags
         self.servers = [Server(i, address) for i, address in enumerate(addresses)]
-        self.context = mp.get_context("spawn")  # gRPC can't be forked
-        self.guardian = processes.Guardian(STOP_SECONDS)
+        # Not forked: gRPC can't be.
+        self.group = children.Children(mp.get_context("spawn"), STOP_SECONDS)
         self.restarts = 0
         self.ever_ready = False
         self.watched = time.monotonic()
         self.silent_seconds = max(SILENT_SECONDS, getattr(flags, "actor_timeout", 0))
-        self.said: dict[str, float] = {}  # "waiting" messages and when they were logged
+        self.is_new = Seldom(REPEAT_SECONDS)  # "waiting" messages
 
     def start(self, should_stop: Callable[[], Any]) -> None:
         """Starts all servers, unless `should_stop` returns true before that."""
@@ -86,42 +86,34 @@ class Servers:
         """
         now = time.monotonic()
         for server in self.servers:
-            if server.process is None:
+            if server.child is None:
                 if now >= server.due:
                     self.restarts += 1
                     # Each start has 65,536 numbers for its streams: none repeats.
                     self._start(server, self.restarts << 16)
                 else:
                     timeout = min(timeout, server.due - now)
-        alive = [server for server in self.servers if server.process is not None]
-        objects = list(wake_up)
-        objects += [server.process.sentinel for server in alive]
-        objects += [server.pipe for server in alive]
-        connection.wait(objects, timeout)
+        children.wait(self.group.alive, timeout, wake_up)
         now = time.monotonic()
         if now - self.watched > self.silent_seconds / 2:  # all were suspended
             for server in self.servers:
                 server.heard = now
         self.watched = now
-        for server in alive:
-            self._check(server)
+        for server in self.servers:
+            if server.child:
+                self._check(server, server.child)
 
     def _start(self, server: Server, first_stream: int) -> None:
-        server.pipe, child = self.context.Pipe()  # its end is a request to end
-        process = self.context.Process(
-            target=self.serve,
-            name=f"server-{server.index}",
-            args=(self.flags, server.index, server.address, first_stream, child),
-            daemon=True,
+        arguments = (self.flags, server.index, server.address, first_stream)
+        # The end of its pipe is a request to end.
+        server.child = self.group.start(
+            f"server {server.index}", self.serve, *arguments
         )
-        self.guardian.start(process)
-        child.close()
-        server.process, server.started = process, time.monotonic()
-        server.ready = None
+        server.started, server.ready = time.monotonic(), None
 
-    def _check(self, server: Server) -> None:
+    def _check(self, server: Server, child: children.Child) -> None:
         now = time.monotonic()  # before it is ended, which may take seconds
-        error = self._take_messages(server, now)
+        error = self._take_messages(server, child, now)
         if server.ready is not None and now - server.heard > self.silent_seconds:
             error = (
                 f"it gave no sign of life for {self.silent_seconds:g} s. An "
@@ -129,16 +121,12 @@ class Servers:
             )
         if error and not self.ever_ready:
             raise failure(server, f"cannot start: {error}")
-        if server.process.is_alive() and not error:
+        if child.process.is_alive() and not error:
             if server.ready is None and now - server.started > START_SECONDS:
                 raise failure(server, f"was not ready after {START_SECONDS:g} s")
             return
-        self.guardian.end([server.process], STOP_SECONDS)
-        how = (
-            f"has failed: {error}"
-            if error
-            else f"has died, {processes.how_it_ended(server.process.exitcode)}"
-        )
+        self.group.end(STOP_SECONDS, [child])
+        how = f"has failed: {error}" if error else f"has {child.how_it_died()}"
         healthy = server.ready is not None and now - server.ready > HEALTHY_SECONDS
         server.crashes = 0 if healthy else server.crashes + 1
         if server.crashes > self.flags.max_restarts:
@@ -153,48 +141,42 @@ class Servers:
         log.warning(
             "Server %d %s; starting it again in %.1f s.", server.index, how, backoff
         )
-        server.pipe.close()
-        server.process, server.due = None, time.monotonic() + backoff
+        child.pipe.close()
+        server.child, server.due = None, time.monotonic() + backoff
 
-    def _take_messages(self, server: Server, now: float) -> str:
+    def _take_messages(self, server: Server, child: children.Child, now: float) -> str:
         """Reads what the server has sent. Returns its error, or ""."""
-        with contextlib.suppress(EOFError, OSError):
-            while server.pipe.poll():
-                kind, *rest = server.pipe.recv()
+        with contextlib.suppress(children.ProcessError):  # dead: see _check
+            while message := child.receive():
+                kind, *rest = message
                 server.heard = now
                 if kind == "ready":
                     server.ready, self.ever_ready = time.monotonic(), True
                     server.address = rest[0]  # keeps a port that was free
                     log.info("Server %d at %s: %s", server.index, *rest)
                 elif kind == "waiting":
-                    self._say_waiting(*rest)
+                    if self.is_new(*rest):  # every server sends it
+                        log.info(
+                            "Waiting for a learner at %s: %s", self.flags.join, *rest
+                        )
                 elif kind == "joined":
                     log.info(
                         "Server %d has joined the learner at %s.", server.index, *rest
                     )
-                    self.said.clear()
+                    self.is_new = Seldom(REPEAT_SECONDS)
                 elif kind == "refused":
                     raise failure(server, f"can't join: {rest[0]}")
                 elif kind == "error":
                     return rest[0]
         return ""  # "alive" says nothing more
 
-    def _say_waiting(self, why: str) -> None:
-        """Logs the message once per minute, although every server sends it."""
-        now = time.monotonic()
-        if now - self.said.get(why, -REPEAT_SECONDS) >= REPEAT_SECONDS:
-            self.said[why] = now
-            log.info("Waiting for a learner at %s: %s", self.flags.join, why)
-
     def stop(self) -> None:
         """Ends all processes and their children, and removes their sockets."""
-        servers = [s for s in self.servers if s.process is not None]
-        alive = [s.process for s in servers]
-        for server in servers:
-            server.pipe.close()
-            server.process.terminate()
-        self.guardian.end(alive, STOP_SECONDS)
-        self.guardian.close()
+        for child in self.group.alive:
+            child.pipe.close()
+            child.process.terminate()
+        self.group.end(STOP_SECONDS)
+        self.group.close()
         for server in self.servers:
             kind, _, path = server.address.partition(":")
             if kind == "unix" and not self.flags.join:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torchbeast.base.errors import FlagError
-from torchbeast.procs import processes
+from torchbeast.procs import children, processes
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Job(NamedTuple):
         self.folder.mkdir(parents=True, exist_ok=True)
         # A signal that hits a run while Python starts would count as its failure.
         is_script = self.command[1:2] == ("-m",)  # it unblocks the signals
-        blocked = processes.starting_children if is_script else contextlib.nullcontext
+        blocked = children.starting_children if is_script else contextlib.nullcontext
         with blocked(), self.console.open("ab") as console:
             return subprocess.Popen(
                 self.command,
@@ -84,9 +84,9 @@ class Job(NamedTuple):
 
 def guardian(
     number: signal.Signals = signal.SIGTERM,
-) -> contextlib.closing[processes.Guardian]:
+) -> children.Guardian:
     """Ends runs if this process is killed: the signal, END_SECONDS later SIGKILL."""
-    return contextlib.closing(processes.Guardian(END_SECONDS, number))
+    return children.Guardian(END_SECONDS, number)
 
 
 def split_cores(num_jobs: int, cores_per_job: int | None) -> list[list[int]]:

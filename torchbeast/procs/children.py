@@ -1,0 +1,361 @@
+"""Child processes: started, guarded, listened to and ended.
+
+Each process that runs an environment leads a process group, so that programs which the
+environment has started can be killed with it. Importing this module loads neither torch
+nor NumPy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchbeast.base.errors import UserError
+from torchbeast.procs import processes, standard_streams
+from torchbeast.procs.wake_pipe import WakePipe
+
+if TYPE_CHECKING:
+    from multiprocessing import connection
+
+    from typing_extensions import Self  # Python 3.10 has none
+
+# Bytes of TMPDIR. A socket's path may have 103, and multiprocessing adds 32.
+LONGEST_TMPDIR = 70
+
+
+class ProcessError(UserError, RuntimeError):
+    """A child process died, raised or got stuck."""
+
+
+# --- In the parent --------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def starting_children() -> Iterator[None]:
+    """Blocks stop signals in child processes that start inside this block.
+
+    begin_child() unblocks them, and exit_on_stop_signals() in a script. So a signal
+    can't hit a child while Python starts. The parent gets the signal after this block.
+    Other programs don't unblock them, so don't start them inside.
+    """
+    from multiprocessing import resource_tracker  # slow
+
+    _choose_folder_of_sockets()
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, processes.STOP_SIGNALS)
+    try:
+        resource_tracker.ensure_running()  # first, because it unblocks signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, processes.STOP_SIGNALS)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+def _choose_folder_of_sockets() -> None:
+    """Lets multiprocessing use /tmp if TMPDIR is too long for the path of a socket."""
+    import tempfile  # slow
+    from multiprocessing import util
+
+    before = tempfile.tempdir
+    try:
+        if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
+            tempfile.tempdir = "/tmp"
+            util.get_temp_dir()  # it keeps this choice
+    except OSError as error:
+        raise ProcessError(
+            f"no folder for temporary files: {error}. Set TMPDIR to one that exists, "
+            f"with at most {LONGEST_TMPDIR} bytes, and has free space"
+        ) from None
+    finally:
+        tempfile.tempdir = before
+
+
+FORK_SERVER = "process that starts actors (fork server)"
+FORK_SERVER_IS_GONE = 255  # multiprocessing's exit code if the fork server has died
+
+
+def how_it_ended(code: int | None) -> str:
+    """Describes an exit code of multiprocessing in words."""
+    if code is not None and code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:  # a real-time signal
+            name = str(-code)
+        hint = " (out of memory? see dmesg)" if code == -signal.SIGKILL else ""
+        return f"by signal {name}{hint}"
+    return f"with exit status {code}"
+
+
+class Guardian:
+    """Kills processes and their groups if this process dies.
+
+    It is a separate process, so it works even if this process gets SIGKILL while a
+    child's environment hangs and holds Python's lock. The end of a `with` block closes
+    it.
+
+    Args:
+      seconds: time for the processes to exit before they are killed.
+      number: a signal that they get first, or 0.
+    """
+
+    def __init__(self, seconds: float, number: int = 0) -> None:
+        path = os.path.join(os.path.dirname(__file__), "guardian.py")
+        with starting_children():
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", path, str(seconds), str(int(number))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                bufsize=0,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def guard(self, pid: int) -> None:
+        self._write(pid)
+
+    def release(self, pid: int) -> None:
+        """Stops guarding a process that has exited."""
+        self._write(-pid)
+
+    def _write(self, number: int) -> None:
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError):  # the guardian was killed
+            self._process.stdin.write(f"{number:+d}\n".encode())
+
+    def close(self) -> None:
+        """Ends the guardian. It first ends the processes that it still guards."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class Child:
+    """A child process with a pipe; Children.start makes it.
+
+    Attributes:
+      who: what it is, for messages.
+      process: of multiprocessing.
+      pipe: the parent's end.
+    """
+
+    start_method = ""
+
+    def __init__(self, who: str, process: Any, pipe: connection.Connection) -> None:
+        self.who, self.process, self.pipe = who, process, pipe
+
+    def receive(self) -> Any:
+        """A message from the child; None if it has sent none yet.
+
+        Raises:
+          UserError: what the child has sent, see sending_errors.
+          ProcessError: it has died, and nothing is left in the pipe.
+        """
+        alive = self.process.is_alive()  # first: it may send a last message and exit
+        message = None
+        # The pipe may have no EOF after the process has died: its own children may
+        # hold the other end.
+        with contextlib.suppress(EOFError, OSError):
+            if self.pipe.poll():
+                message = self.pipe.recv()
+            elif not alive:
+                raise EOFError
+            if isinstance(message, UserError):
+                raise message
+            return message
+        raise ProcessError(f"{self.who} {self.how_it_died()}")
+
+    def how_it_died(self) -> str:
+        """Waits for the end of a dead process; "died" and how, in words."""
+        self.process.join(1.0)
+        code = self.process.exitcode
+        how = f"died {how_it_ended(code)}"
+        if code == FORK_SERVER_IS_GONE and self.start_method == "forkserver":
+            return f"{how}, or the {FORK_SERVER} died (out of memory?)"
+        return how
+
+
+class Children(Guardian):
+    """Child processes of multiprocessing. They end with this process, or with a block.
+
+    Args:
+      context: of multiprocessing.
+      seconds: time for the children to exit if this process dies.
+    """
+
+    def __init__(self, context: Any, seconds: float = 0) -> None:
+        super().__init__(seconds)
+        self.context = context
+        self.alive: list[Child] = []
+
+    def start(self, who: str, target: Callable[..., None], *args: Any) -> Child:
+        """Starts a child that calls target(*args, pipe), which calls begin_child().
+
+        Args:
+          who: what it is, for messages.
+
+        Raises:
+          ProcessError: it can't be started.
+        """
+        pipe, child_pipe = self.context.Pipe()
+        process = self.context.Process(
+            target=target, args=(*args, child_pipe), name=who, daemon=True
+        )
+        with starting_children():
+            try:
+                process.start()
+            except (EOFError, OSError) as error:
+                raise ProcessError(
+                    f"{who} can't be started: {error!r}. Is there a free process and "
+                    f"memory? If the {FORK_SERVER} was killed, start the run again"
+                ) from error
+            self.guard(process.pid)
+        child_pipe.close()
+        child = Child(who, process, pipe)
+        child.start_method = self.context.get_start_method()
+        self.alive.append(child)
+        return child
+
+    def end(self, seconds: float = 0, children: Sequence[Child] | None = None) -> None:
+        """Waits for children to exit; kills the others, and the groups of all.
+
+        Args:
+          seconds: to wait for all of them together.
+          children: None: all.
+        """
+        deadline = time.monotonic() + seconds
+        for child in list(self.alive if children is None else children):
+            process = child.process
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+            # PermissionError: macOS raises it for zombies.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+            self.release(process.pid)
+            self.alive.remove(child)
+
+    def close(self) -> None:
+        """Kills the children that are left, and ends the guardian."""
+        self.end()
+        super().close()
+
+
+def wait(
+    children: Iterable[Child], timeout: float, wake_up: Iterable[Any] = ()
+) -> list[Child]:
+    """Waits until a child has sent something or has died. Returns these children.
+
+    Args:
+      timeout: maximal seconds.
+      wake_up: objects that end the wait when they are ready.
+    """
+    from multiprocessing import connection  # slow
+
+    children = list(children)
+    objects = [x for child in children for x in (child.pipe, child.process.sentinel)]
+    ready = connection.wait([*objects, *wake_up], timeout)
+    return [c for c in children if c.pipe in ready or c.process.sentinel in ready]
+
+
+# --- In the child ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def sending_errors(pipe: connection.Connection, problem: str) -> Iterator[None]:
+    """Sends what the block raises; the parent's Child.receive raises it.
+
+    Args:
+      problem: begins the message, except of a UserError, which is sent as it is.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, UserError):
+            error = ProcessError(f"{problem}:\n{traceback.format_exc()}")
+        with contextlib.suppress(OSError):  # the parent has exited
+            pipe.send(error)
+
+
+def begin_child(ends_by: Sequence[int] = ()) -> None:
+    """Prepares a child process that runs environments; its first call.
+
+    The child becomes the leader of a process group, for Guardian, and prints its stack
+    on SIGUSR1. Stop signals of a terminal don't reach it, and those of a batch system
+    have no effect: only the parent reacts to them. SIGTERM ends processes that the
+    child forks.
+
+    Args:
+      ends_by: stop signals that end the child nevertheless.
+    """
+    os.setpgid(0, 0)
+    standard_streams.keep_open()
+    faulthandler.register(signal.SIGUSR1)
+    # Environments may start processes, which Python forbids to a "daemon".
+    multiprocessing.current_process().daemon = False
+    for number in processes.handled_signals():
+        # Not SIG_IGN: programs that the environment starts would inherit it.
+        handler = signal.SIG_DFL if number in ends_by else lambda number, frame: None
+        signal.signal(number, handler)
+    _let_sigterm_end_forks()
+    # A terminal may stop background groups that write to it (stty tostop).
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.STOP_SIGNALS)
+
+
+def _let_sigterm_end_forks() -> None:
+    """So multiprocessing's terminate() ends processes that the environment forks."""
+    sigterm = [signal.SIGTERM]
+
+    def begin() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, sigterm)
+
+    os.register_at_fork(  # blocked until the process has its own handler
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, sigterm),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, sigterm),
+        after_in_child=begin,
+    )
+
+
+def end_on_request(
+    end: Callable[[], None], seconds: float, pipe: connection.Connection
+) -> None:
+    """Starts a thread that waits for a request to end, calls `end` and exits later.
+
+    A request is SIGTERM, if there is a handler, or the end of the other side of the
+    pipe: the parent has died, or closes it because environments may ignore SIGTERM.
+    This works while the main thread is busy. Call it in the main thread.
+
+    Args:
+      end: asks the main thread to exit.
+      seconds: after this the process exits, because an environment hangs.
+      pipe: to the parent, which sends nothing. Another thread may send.
+    """
+    from multiprocessing import connection  # slow
+
+    signals = WakePipe()
+    signals.wake_on_signals()
+
+    def wait() -> None:
+        while pipe not in (ready := connection.wait([pipe, signals.reader])):
+            if ready and signal.SIGTERM in signals.drain():
+                break
+        end()
+        time.sleep(seconds)
+        os._exit(1)  # still here: an environment hangs
+
+    threading.Thread(target=wait, daemon=True).start()
