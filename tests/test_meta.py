@@ -12,6 +12,7 @@ from test_file_writer import ARGS, names, read_meta, run_python
 
 from torchbeast.records import file_writer, meta_json
 from torchbeast.records.file_writer import FileWriter
+from torchbeast.runs.flagset import differences
 
 
 def test_meta(tmp_path, monkeypatch):
@@ -53,12 +54,14 @@ def test_meta(tmp_path, monkeypatch):
 
 def test_meta_has_preset_and_protocol(tmp_path):
     flags = {"preset": "minatar", "env": "MinAtar/Freeway-v1", "entropy_cost": 0.05}
-    writer = FileWriter(str(tmp_path), "run", flags | {"reward_clipping": "none"})
+    flags |= {"reward_clipping": "none"}
+    about = {"preset_changes": differences(flags)}
+    writer = FileWriter(str(tmp_path), "run", flags, about=about)
     writer.close(successful=True)
     meta = read_meta(writer.path)
     assert meta["preset"] == "minatar"
-    differences = {"env": "MinAtar/Freeway-v1", "entropy_cost": 0.05}
-    assert meta["preset_changes"] == differences
+    changes = {"env": "MinAtar/Freeway-v1", "entropy_cost": 0.05}
+    assert meta["preset_changes"] == changes
     assert meta["protocol"] == {
         "env": "MinAtar/Freeway-v1",
         "sticky_actions": 0.1,

@@ -21,7 +21,6 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.nested import flatten, map_nested
-from torchbeast.envs.totals import Totals
 from torchbeast.envs import atari
 from torchbeast.envs.action_masks import NAME, check_masks, first_allowed, mask_space
 from torchbeast.envs.checks import (
@@ -33,6 +32,7 @@ from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, make_fields
 from torchbeast.envs.make_env import create_env
 from torchbeast.envs.seeded_games import SeededGames, game_seed
 from torchbeast.envs.space_checks import plain_space, policy_space
+from torchbeast.envs.totals import Totals
 from torchbeast.envs.vector_envs import find_vector_env
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ processes play, unless its environment draws from global random generators. Read
 to bottom: evaluate, test, play_in_processes, play.
 """
 
-import argparse
 import collections
 import contextlib
 import functools
@@ -66,24 +65,21 @@ Play = Callable[
 ]
 
 
-def evaluate(
-    parser: argparse.ArgumentParser,
-    argv: Sequence[str] | None,
-    play_on_servers: Play | None = None,
-) -> None:
+def evaluate(typed: flagset.Typed, play_on_servers: Play | None = None) -> None:
     """Tests the checkpoint of --xpid, with the flags saved in it.
 
     Args:
+      typed: see flagset.read.
       play_on_servers: plays the games if the command line has --server_addresses or
         --listen. Otherwise this machine plays them.
     """
-    flags = flagset.parse(parser, argv)
+    flags = flagset.merge(typed)
     path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest")
     path /= flags.checkpoint
     saved = checkpoint.load(path)
     checkpoint.check(saved, path, for_test=True)
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
-    flags = flagset.parse(parser, argv, saved["flags"], signed, str(path))
+    flags = flagset.merge(typed, saved["flags"], signed, str(path))
     if flags.suppress_logs:
         script.print_warnings_only()
     on_servers = flags.typed & {"server_addresses", "listen"}

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torchbeast.base.hardware import hardware
-from torchbeast.presets import differences
 from torchbeast.records.folder import (
     RunExistsError,
     RunFolder,
@@ -30,7 +29,6 @@ from torchbeast.records.folder import (
 from torchbeast.records.logs_csv import LogsCsv
 from torchbeast.records.meta_json import now, read_meta, strict_json
 from torchbeast.records.protocol import describe, find_protocol
-from torchbeast.runs import trust
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +87,8 @@ class FileWriter:
       folder: the run's folder, if the caller has locked it; the caller closes it.
       start_over: if the run was started before and resume_step is None, cut all rows.
       left_open: the flags that were chosen for the machine or from other flags.
-      about: more entries of this start for meta.json.
+      about: more entries of this start for meta.json, such as the signature of the
+        flags and their differences from the preset.
 
     Raises:
       ValueError: xpid is not a plain name, or logs.csv is damaged.
@@ -201,9 +200,9 @@ class FileWriter:
         protocol = find_protocol(args)
         start = {
             "args": dict(args),
-            "flags_signature": trust.sign(args),
+            "flags_signature": None,
             "preset": args.get("preset"),
-            "preset_changes": differences(dict(args)),
+            "preset_changes": {},
             "protocol": protocol,
             "protocol_text": describe(protocol),
             **provenance(),

@@ -13,15 +13,15 @@ import pathlib
 from typing import Any
 
 from torchbeast.records.folder import atomic_write, writing
-from torchbeast.runs.ranges import RANGES
 
 log = logging.getLogger(__name__)
 
 DEEPEST = 100  # levels of meta.json
 # The types of what is used of meta.json, and those of a list's items.
 _OPTIONAL_DICT, _OPTIONAL_STR = (dict | None, None), (str | None, None)
+OF_FLAGS = ("args", "flags", "preset_changes")
 META_TYPES: dict[str, tuple[Any, Any]] = {
-    **dict.fromkeys(("args", "flags", "preset_changes"), (dict, None)),
+    **dict.fromkeys(OF_FLAGS, (dict, None)),
     **dict.fromkeys(("git", "hardware", "protocol"), _OPTIONAL_DICT),
     **dict.fromkeys(("date_start", "date_end", "preset"), _OPTIONAL_STR),
     **dict.fromkeys(("first_step", "last_step"), (int | None, None)),
@@ -41,16 +41,18 @@ def strict_json(nested: Any) -> Any:
     return str(nested) if is_number and not math.isfinite(nested) else nested
 
 
-def _with_infinities(nested: Any, name: str = "", depth: int = 0) -> Any:
-    """The reverse of strict_json, for the flags that are numbers."""
+def _with_infinities(nested: Any, of_flags: bool = False, depth: int = 0) -> Any:
+    """The reverse of strict_json, for the values of flags."""
     if depth > DEEPEST:
         raise ValueError("it is nested too deeply")
     if isinstance(nested, dict):
-        return {k: _with_infinities(x, k, depth + 1) for k, x in nested.items()}
+        return {
+            k: _with_infinities(x, of_flags or k in OF_FLAGS, depth + 1)
+            for k, x in nested.items()
+        }
     if isinstance(nested, list):
-        return [_with_infinities(x, "", depth + 1) for x in nested]
-    is_number = name in RANGES and nested in ("inf", "-inf")
-    return float(nested) if is_number else nested
+        return [_with_infinities(x, of_flags, depth + 1) for x in nested]
+    return float(nested) if of_flags and nested in ("inf", "-inf") else nested
 
 
 def read_meta(folder: pathlib.Path) -> dict[str, Any]:

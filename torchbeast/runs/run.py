@@ -31,7 +31,7 @@ from torchbeast.procs.wake_pipe import WakePipe
 from torchbeast.records import code_record
 from torchbeast.records.file_writer import FileWriter
 from torchbeast.records.logs_csv import join_columns, spread
-from torchbeast.runs import checkpoint, kept_checkpoints, resume, trust
+from torchbeast.runs import checkpoint, flagset, kept_checkpoints, resume, trust
 from torchbeast.runs.prof import Profile, Timings
 from torchbeast.runs.status import Status, format_return
 from torchbeast.runs.trackers import Tracker, make_trackers
@@ -118,7 +118,12 @@ class Run:
             folder=start.folder,
             start_over=start.start_over,
             left_open=start.left_open,
-            about={"optimizer": type(self.learner.optimizer).__name__, **code},
+            about={
+                "flags_signature": trust.sign(flags.as_dict()),
+                "preset_changes": flagset.differences(flags.as_dict()),
+                "optimizer": type(self.learner.optimizer).__name__,
+                **code,
+            },
         )
         path = self._writer.path
         if self.resumed or start.start_over:
