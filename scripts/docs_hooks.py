@@ -33,8 +33,12 @@ def modules() -> list[str]:
 def on_config(config: Any) -> Any:
     pages = [{name: f"api/{name}.md"} for name in modules()]
     top = [page for page in pages if next(iter(page)).count(".") == 1]
-    core = [page for page in pages if page not in top]
-    config.nav.append({"API": [*top, {"torchbeast.core": core}]})
+    wings: dict[str, list] = {}
+    for page in pages:
+        wing, _, _ = next(iter(page)).rpartition(".")
+        if page not in top:
+            wings.setdefault(wing, []).append(page)
+    config.nav.append({"API": [*top, *({name: wing} for name, wing in wings.items())]})
     return config
 
 

@@ -31,6 +31,7 @@ from libtorchbeast import (
 from torchbeast import polybeast_env, polybeast_learner
 from torchbeast.base.errors import FlagError
 from torchbeast.remote import security
+from torchbeast.runs import flagset
 
 SECONDS = 60.0
 LEARNER = Path(__file__).with_name("listening.py")
@@ -584,7 +585,7 @@ def test_a_token_in_clear_text_is_warned_of(tmp_path, caplog):
         ([], ["unix:/tmp/x"], False),
         (["--tls"], ["10.0.0.1:5000"], False),
     ):
-        flags = polybeast_env.make_parser().parse_args([*words, *more])
+        flags = flagset.parse(polybeast_env.make_parser(), [*words, *more])
         caplog.clear()
         security.warn_of_exposed_token(flags, addresses)
         assert ("clear text" in caplog.text) == warns
@@ -596,6 +597,6 @@ def test_a_token_file_that_others_can_read_is_warned_of(tmp_path, caplog, mode, 
     token = tmp_path / "token"
     token.write_text("secret\n")
     token.chmod(mode)
-    flags = polybeast_env.make_parser().parse_args(["--token_file", str(token)])
+    flags = flagset.parse(polybeast_env.make_parser(), ["--token_file", str(token)])
     security.warn_of_exposed_token(flags, ["unix:/tmp/x"])
     assert caplog.text.count("Other users can read") == warns

@@ -225,7 +225,7 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, bad):
 # Saves version 1, then a version 2 that is too large, and prints the error.
 TOO_LARGE = """
 import pathlib, resource, sys, torch
-from torchbeast.core import checkpoint
+from torchbeast.runs import checkpoint
 path, limit = pathlib.Path(sys.argv[1]) / "model.tar", int(sys.argv[2])
 checkpoint.save(path, {"version": 1})
 if limit:
@@ -283,7 +283,7 @@ def test_full_disk(tmp_path):
 # … file operation.
 KILL_AT_EACH_OPERATION = """
 import os, pathlib, signal, sys
-from torchbeast.core import checkpoint
+from torchbeast.runs import checkpoint
 folder = pathlib.Path(sys.argv[1])
 path, previous = folder / "model.tar", folder / "model.previous.tar"
 OPERATIONS = {"open", "os.rename", "os.link", "os.remove"}
@@ -332,7 +332,7 @@ def test_killed_at_each_file_operation(tmp_path):
 # Kills a process at a random time while it saves one version after another.
 KILL_AT_ANY_TIME = """
 import os, pathlib, random, signal, sys, time, torch
-from torchbeast.core import checkpoint
+from torchbeast.runs import checkpoint
 path = pathlib.Path(sys.argv[1]) / "model.tar"
 checkpoint.save(path, {"version": 0, "w": torch.zeros(100_000)})
 for kill in range(25):

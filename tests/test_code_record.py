@@ -16,7 +16,7 @@ RECORD = """
 import argparse, json, pathlib, sys
 checkout, folder, *parts = sys.argv[1:]
 sys.path[:0] = [checkout, *parts]
-from torchbeast.core import code_record
+from torchbeast.records import code_record
 assert code_record.__file__.startswith(checkout), code_record.__file__
 flags = argparse.Namespace(env="mine.games:Game", wrapper="wraps:one,numpy:two")
 names = code_record.record(pathlib.Path(folder), flags)
@@ -46,7 +46,7 @@ def checkout(tmp_path):
 
 
 def change(folder):
-    core = folder / "torchbeast" / "core"
+    core = folder / "torchbeast" / "base"
     with (core / "seeds.py").open("a") as file:
         file.write("# a change, not UTF-8: ")
     with (core / "seeds.py").open("ab") as file:
@@ -113,7 +113,7 @@ def test_the_sources_of_environments_and_wrappers(checkout, tmp_path):
     (parts / "mine").mkdir(parents=True)
     (parts / "mine" / "games.py").write_text("import json, used\nfrom . import more\n")
     (parts / "mine" / "more.py").write_text("this is no Python")
-    (parts / "used.py").write_text("from torchbeast.core import seeds\nimport mine\n")
+    (parts / "used.py").write_text("from torchbeast.base import seeds\nimport mine\n")
     (parts / "unused.py").touch()
     (parts / "wraps.py").touch()
     names, _ = record(checkout, tmp_path / "run", parts)

@@ -7,9 +7,9 @@ import runs
 
 from torchbeast import monobeast, polybeast
 from torchbeast.base.errors import FlagError
-from torchbeast.presets import PRESETS
 from torchbeast.records.meta import strict_json
 from torchbeast.runs import config_file, flagset, trust
+from torchbeast.runs.flagset import preset_flags
 from torchbeast.runs.trust import UntrustedError
 
 
@@ -65,7 +65,7 @@ def test_a_typed_preset_wins_over_the_file(write):
     args = parse("--preset=minatar", "--seed=4", "--unroll_length=7").as_dict()
     config = write(json.dumps({"args": args}), "meta.json")
     flags = parse(config, "--preset=mujoco", "--batch_size=5")
-    preset = PRESETS["mujoco"]
+    preset = preset_flags("mujoco")
     for name in ("env", "learning_rate", "normalize_observations", "unroll_length"):
         assert getattr(flags, name) == preset[name]
     assert (flags.preset, flags.seed, flags.batch_size) == ("mujoco", 4, 5)

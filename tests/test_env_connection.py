@@ -25,8 +25,9 @@ from test_actor_pool import act, initial_state
 from watched_runs import wait_until
 
 from libtorchbeast import Client, Listener, RefusedError, Security, Server, probe
-from torchbeast import flags as declared_flags
 from torchbeast import polybeast_env, polybeast_learner
+from torchbeast.base.flag import Flag
+from torchbeast.flags import Environment, environment_flags
 from torchbeast.remote import env_connection
 from torchbeast.remote.remote_envs import expected_environment
 from torchbeast.runs import flagset
@@ -207,9 +208,7 @@ def test_settings_are_all_flags_that_shape_the_environments():
             "--mask_actions",
         )
     )
-    declared = argparse.ArgumentParser(add_help=False)
-    declared_flags.add_environment_flags(declared)
-    assert settings.keys() == vars(declared.parse_args([])).keys()
+    assert settings.keys() == environment_flags(is_atari=True).keys()
     assert settings["sticky_actions"] == "0.25"
     assert settings["life_loss"] == "False"
     # A preset and the command line may write a number in two ways.
@@ -231,13 +230,8 @@ def test_settings_are_all_flags_that_shape_the_environments():
 
 
 def test_a_flag_of_a_fork_is_a_setting(monkeypatch):
-    declare = declared_flags.add_environment_flags
-
-    def declare_more(parser):
-        declare(parser)
-        parser.add_argument("--difficulty", type=int, default=3)
-
-    monkeypatch.setattr(declared_flags, "add_environment_flags", declare_more)
+    difficulty = Flag(3, "of the games", converter=int, name="difficulty")
+    monkeypatch.setattr(Environment, "difficulty", difficulty, raising=False)
     flags = env_flags("--env=CartPole-v1", "--difficulty=4")
     settings = env_connection.environment_settings(flags)
     assert settings == {"env": "CartPole-v1", "difficulty": "4"}

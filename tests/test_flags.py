@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import torchbeast
-from torchbeast import monobeast, presets
+from torchbeast import monobeast
 from torchbeast.base import devices
 from torchbeast.base.errors import FlagError
+from torchbeast.base.flag import Values
 from torchbeast.presets import PRESETS, RENAMED
 from torchbeast.runs import flagset
-from torchbeast.runs.flagset import FREE_TO_CHANGE, Flags
-from torchbeast.runs.ranges import RANGES
+from torchbeast.runs.flagset import FREE_TO_CHANGE, differences, preset_flags
 
 # The command line that users copy from TorchBeast's README.
 OLD_COMMAND_LINE = """
@@ -38,9 +38,7 @@ def resolve(command_line="", **options):
 
 def actions(make_parser=monobeast.make_parser):
     """The declared flags by name."""
-    found = {action.dest: action for action in make_parser()._actions}
-    del found["help"]
-    return found
+    return make_parser().declared
 
 
 def make_env_parser():
@@ -90,9 +88,8 @@ def test_another_preset_counts_as_typed():
     assert flags.batch_size == PRESETS["classic-control"]["batch_size"]
     assert flags.env == PRESETS["classic-control"]["env"]
     assert (flags.unroll_length, flags.seed) == (7, 7)
-    assert (
-        flags.typed == {"preset", "unroll_length"} | PRESETS["classic-control"].keys()
-    )
+    every = preset_flags("classic-control").keys()
+    assert flags.typed == {"preset", "unroll_length"} | every
 
 
 def test_which_flags_were_typed():
@@ -142,13 +139,7 @@ def test_every_preset_parses_and_resolves(preset):
     flags = resolve(f"--preset {preset}").freeze()
     for name, value in PRESETS[preset].items():
         assert getattr(flags, name) == value
-        action = declared[name]
-        if action.choices:
-            assert value in action.choices
-        elif isinstance(action.default, bool):
-            assert isinstance(value, bool)
-        else:
-            assert isinstance(value, action.type or str), name
+        assert declared[name].fits(value), name
 
 
 def test_an_unknown_preset_is_refused(capsys):
@@ -232,42 +223,26 @@ def test_the_published_preset_has_the_published_values():
     for name in ("impala-atari", "impala2018"):
         flags = resolve(f"--preset {name}").as_dict()
         assert {flag: flags[flag] for flag in published} == published
-        assert PRESETS[name].keys() == published.keys()  # nothing is a default
+        assert preset_flags(name).keys() == published.keys()
 
 
 def test_the_sticky_preset_differs_only_in_its_protocol():
-    changes = {
-        name: (PRESETS["impala-atari"][name], x)
-        for name, x in PRESETS["sticky-atari"].items()
-        if PRESETS["impala-atari"][name] != x
-    }
+    published, sticky = preset_flags("impala-atari"), preset_flags("sticky-atari")
+    changes = {k: (published[k], x) for k, x in sticky.items() if published[k] != x}
     assert changes == {
         "noop_max": (30, 0),
         "sticky_actions": (0.0, 0.25),
         "full_action_space": (False, True),
         "life_loss": (True, False),
     }
-    assert PRESETS["sticky-atari"]["max_episode_frames"] == 108_000
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_sets_all_that_determines_what_a_run_learns(preset):
-    """So that new defaults don't change it."""
-    groups = {g.title: g for g in monobeast.make_parser()._action_groups}
-    names = {"total_steps", "model", "use_lstm", "batch_size", "unroll_length"}
-    for title in ("loss", "optimizer"):
-        names |= {action.dest for action in groups[title]._group_actions}
-    if "env" not in PRESETS[preset]:  # Atari
-        names |= {action.dest for action in groups["Atari"]._group_actions}
-        names.remove("atari_backend")  # both give the same games
-    assert names <= PRESETS[preset].keys()
+    assert sticky["max_episode_frames"] == 108_000
 
 
 def test_what_differs_from_the_preset():
     line = "--preset minatar --entropy_cost 0.05 --env MinAtar/Freeway-v1 --seed 3"
-    differences = {"entropy_cost": 0.05, "env": "MinAtar/Freeway-v1"}
-    assert presets.differences(resolve(line).as_dict()) == differences
-    assert presets.differences(resolve("--seed 3").as_dict()) == {}
+    changes = {"entropy_cost": 0.05, "env": "MinAtar/Freeway-v1"}
+    assert differences(resolve(line).as_dict()) == changes
+    assert differences(resolve("--seed 3").as_dict()) == {}
 
 
 def test_the_old_command_line_still_runs():
@@ -327,12 +302,14 @@ def flags_read():
 
 
 def test_every_flag_is_read():
-    # It only has to be accepted, for old command lines.
-    assert actions().keys() - flags_read() == {"allow_flag_changes"}
+    # The first only has to be accepted, for old command lines. The others say how to
+    # read the flags.
+    unread = {"allow_flag_changes", "config", "trust_checkpoint_env"}
+    assert actions().keys() - flags_read() == unread
 
 
 def test_every_flag_that_is_read_is_declared():
-    methods = {name for name in dir(Flags) if not name.startswith("_")}
+    methods = {name for name in dir(Values) if not name.startswith("_")}
     pytest.importorskip("libtorchbeast", exc_type=ImportError)
     from torchbeast import polybeast
 
@@ -551,8 +528,8 @@ def test_every_number_has_a_range():
     from torchbeast import polybeast
 
     declared = actions() | actions(polybeast.make_parser)
-    numbers = {name for name, x in declared.items() if x.type in (int, float)}
-    assert RANGES.keys() == numbers
+    for name, flag in declared.items():
+        assert flag.is_number == (flag.range is not None), name
 
 
 # --- Resuming ---

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import subprocess
 
 import torch
@@ -12,6 +13,7 @@ from test_file_writer import ARGS, names, read_meta, run_python
 
 from torchbeast.records import meta as meta_file
 from torchbeast.records.meta import FileWriter
+from torchbeast.runs.flagset import differences
 
 
 def test_meta(tmp_path, monkeypatch):
@@ -53,12 +55,14 @@ def test_meta(tmp_path, monkeypatch):
 
 def test_meta_has_preset_and_protocol(tmp_path):
     flags = {"preset": "minatar", "env": "MinAtar/Freeway-v1", "entropy_cost": 0.05}
-    writer = FileWriter(str(tmp_path), "run", flags | {"reward_clipping": "none"})
+    flags |= {"reward_clipping": "none"}
+    about = {"preset_changes": differences(flags)}
+    writer = FileWriter(str(tmp_path), "run", flags, about=about)
     writer.close(successful=True)
     meta = read_meta(writer.path)
     assert meta["preset"] == "minatar"
-    differences = {"env": "MinAtar/Freeway-v1", "entropy_cost": 0.05}
-    assert meta["preset_changes"] == differences
+    changes = {"env": "MinAtar/Freeway-v1", "entropy_cost": 0.05}
+    assert meta["preset_changes"] == changes
     assert meta["protocol"] == {
         "env": "MinAtar/Freeway-v1",
         "sticky_actions": 0.1,
@@ -96,12 +100,9 @@ def test_slurm(tmp_path, monkeypatch):
 
 def make_checkout(folder):
     """Makes a repository with a copy of the module; returns a function to run git."""
-    package = folder / "torchbeast" / "core"
-    package.mkdir(parents=True)
-    source = pathlib.Path(meta_file.__file__)
-    for path in source.parent.glob("*.py"):
-        (package / path.name).write_bytes(path.read_bytes())
-    (package.parent / "__init__.py").touch()
+    source = pathlib.Path(meta_file.__file__).parents[1]
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(source, folder / "torchbeast", ignore=ignored)
     (folder / "README").write_text("one\n")
 
     def run_git(*arguments):
@@ -117,7 +118,7 @@ def make_checkout(folder):
 GIT_STATE = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from torchbeast.core import meta
+from torchbeast.records import meta
 assert meta.__file__.startswith(sys.argv[1]), meta.__file__
 print(json.dumps(meta._git_state()))
 """

@@ -321,7 +321,9 @@ def test_nothing_is_left_of_a_start_that_fails(tmp_path, fails):
 def test_a_mistyped_name_is_noticed(savedir):
     def started(xpid, line=""):
         argv = ["--savedir", str(savedir), "--xpid", xpid, *shlex.split(line)]
-        begin = resume.begin(monobeast.make_parser(), argv, monobeast.resolve_layout)
+        begin = resume.begin(
+            flagset.read(monobeast.make_parser(), argv), monobeast.resolve_layout
+        )
         with begin as start:
             return resume.new_run_warning(start)
 
@@ -354,7 +356,8 @@ def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch
     def begin(script, line):
         words = ["--savedir", str(savedir), "--xpid", "a", "--total_steps", "40"]
         argv = [*words, *shlex.split(line)]
-        with resume.begin(script.make_parser(), argv, script.resolve_layout) as start:
+        typed = flagset.read(script.make_parser(), argv)
+        with resume.begin(typed, script.resolve_layout) as start:
             return start.flags
 
     monkeypatch.setattr(processes, "num_cpus", lambda: 2)
@@ -382,7 +385,7 @@ def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch
 )
 def test_flags_of_atari_for_other_environments(line, named):
     parser = monobeast.make_parser()
-    notes = resume.notes_on_unused_flags(parser, flagset.parse(parser, line.split()))
+    notes = resume.notes_on_unused_flags(flagset.parse(parser, line.split()))
     assert bool(notes) == named
     if named:
         assert (

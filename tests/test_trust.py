@@ -53,7 +53,7 @@ def test_it_is_in_the_home_folder(tmp_path, monkeypatch):
 
 
 def test_processes_that_start_at_once_have_one_key(config):
-    code = "from torchbeast.core import trust; input(); print(trust.sign({'env': 'a'}))"
+    code = "from torchbeast.runs import trust; input(); print(trust.sign({'env': 'a'}))"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     words = [sys.executable, "-c", code]
     started = [

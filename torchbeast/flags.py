@@ -1,374 +1,414 @@
-"""The flags that both variants share, and those of environments.
+"""All flags, one typed line each: type, default, help, range and what a resume does.
 
-Importing this module does not load torch, because environment servers parse flags too.
+    entropy_cost: float = flag(0.01, "weight of the entropy bonus", FINITE, TUNE)
+
+START: describes one start. FREE: may change when a run is resumed. TUNE: may change
+even with --sync. Without a class, a flag determines what is learned. A preset sets all
+flags of the groups Model, Loss and Optimizer, and of Atari for Atari.
+
+A flag with the default None and a type without None is filled in by `resolve` or by
+`resolve_layout` of a script. Importing this module does not load torch, because
+environment servers parse flags too.
 """
 
-import argparse
-import json
 import math
+import os
 from collections.abc import Iterable
+from typing import Any
 
+from torchbeast.base.flag import (
+    AT_LEAST_0,
+    AT_LEAST_0_OR_INF,
+    COUNT,
+    COUNT_OR_0,
+    FINITE,
+    FREE,
+    LARGEST_STEP,
+    POSITIVE_OR_INF,
+    SECONDS,
+    SHARE,
+    START,
+    STEPS,
+    TUNE,
+    Flag,
+    FlagParser,
+    Group,
+    Range,
+    Resume,
+    Values,
+    flag,
+    json_object,
+)
 from torchbeast.presets import PRESETS, preset_name
 
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, unless a flag has none."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        no_default = action.default is None
-        return action.help if no_default else super()._get_help_string(action)
+# Other users can't create sockets here. Not XDG_RUNTIME_DIR, because servers and
+# learner may be started in different sessions.
+PRIVATE_FOLDER = f"/tmp/torchbeast-{os.getuid()}"
+PIPES_BASENAME = f"unix:{PRIVATE_FOLDER}/polybeast"
+SEED = Range(0, 2**64, True, False)  # for torch.manual_seed
 
 
-def make_parser(description: str, torsos: Iterable[str]) -> argparse.ArgumentParser:
-    """The flags that both variants share."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=HelpFormatter
-    )
-    toggle = argparse.BooleanOptionalAction
-    add = parser.add_argument_group("run").add_argument
-    add(
-        "--mode",
-        default="train",
+# fmt: off
+class Run(Group):
+    title = "run"
+    mode: str = flag(
+        "train",
+        "test: play games with a checkpoint; test_render: also show them",
+        START,
         choices=["train", "test", "test_render"],
-        help="test: play games with a checkpoint; test_render: also show them",
     )
-    add(
-        "--preset",
-        type=preset_name,
-        choices=sorted(PRESETS),
-        help="a named set of flags",
+    preset: str | None = flag(None,
+        "a named set of flags", FREE, converter=preset_name, choices=sorted(PRESETS))
+    config: str | None = flag(None,
+        "flags from a .toml file or a run's meta.json; the command line wins",
+        START, metavar="FILE")
+    xpid: str = flag(None, "name of the run; if it exists, it is resumed", START)
+    init_from: str | None = flag(None,
+        "start with the weights of another run, as far as they fit",
+        metavar="XPID|FILE")
+    savedir: str = flag("~/logs/torchbeast", "directory of the runs", START)
+    seed: int = flag(1, "seed of weights, actions and environments", SEED)
+    total_steps: int = flag(100_000,
+        "environment steps to train; a step is an action of one environment",
+        STEPS, TUNE)
+    sync: bool = flag(False, "reproducible: actors and learner take turns", TUNE)
+    allow_flag_changes: bool = flag(False,
+        "has no effect: typed flags always win over those of the checkpoint",
+        START, can_be_off=False)
+    trust_checkpoint_env: bool = flag(False,
+        "use what another user's checkpoint or a file of --config names: code "
+        "(--env module:Class, --wrapper), its arguments, files and machines", START)
+    disable_checkpoint: bool = flag(
+        False, "neither save nor load a checkpoint", START, can_be_off=False
     )
-    add(
-        "--config",
-        metavar="FILE",
-        help="flags from a .toml file or a run's meta.json; the command line wins",
+    checkpoint_interval: float = flag(
+        600.0, "seconds between checkpoints", AT_LEAST_0_OR_INF, FREE
     )
-    add("--xpid", help="name of the run; if it exists, it is resumed")
-    add(
-        "--init_from",
-        metavar="XPID|FILE",
-        help="start with the weights of another run, as far as they fit",
+    checkpoint_history: int = flag(0,
+        "checkpoints to keep, evenly over the run, as model.STEP.tar", COUNT_OR_0, FREE)
+    eval_interval: int = flag(0,
+        "steps between evaluations in a process beside the training; 0: none",
+        Range(0, LARGEST_STEP), FREE)
+    eval_episodes: int = flag(10, "games of an evaluation", COUNT, FREE)
+    tensorboard: bool = flag(False, "also write TensorBoard event files", FREE)
+    wandb: str | None = flag(
+        None, "also log to Weights & Biases", FREE, metavar="PROJECT"
     )
-    add("--savedir", default="~/logs/torchbeast", help="directory of the runs")
-    add("--seed", type=int, default=1, help="seed of weights, actions and environments")
-    add(
-        "--total_steps",
-        type=int,
-        default=100_000,
-        help="environment steps to train; a step is an action of one environment",
+    write_profiler_trace: bool = flag(False,
+        "profile some updates of the learner process; writes trace.json",
+        START, can_be_off=False)
+    suppress_logs: bool = flag(
+        False, "print warnings and errors only", START, can_be_off=False
     )
-    add(
-        "--sync",
-        action=toggle,
-        default=False,
-        help="reproducible: actors and learner take turns",
-    )
-    add(
-        "--allow_flag_changes",
-        action="store_true",
-        help="has no effect: typed flags always win over those of the checkpoint",
-    )
-    add(
-        "--trust_checkpoint_env",
-        action=toggle,
-        default=False,
-        help="use what another user's checkpoint or a file of --config names: code "
-        "(--env module:Class, --wrapper), its arguments, files and machines",
-    )
-    add(
-        "--disable_checkpoint",
-        action="store_true",
-        help="neither save nor load a checkpoint",
-    )
-    add(
-        "--checkpoint_interval",
-        type=float,
-        default=600.0,
-        help="seconds between checkpoints",
-    )
-    add(
-        "--checkpoint_history",
-        type=int,
-        default=0,
-        help="checkpoints to keep, evenly over the run, as model.STEP.tar",
-    )
-    add(
-        "--eval_interval",
-        type=int,
-        default=0,
-        help="steps between evaluations in a process beside the training; 0: none",
-    )
-    add("--eval_episodes", type=int, default=10, help="games of an evaluation")
-    add(
-        "--tensorboard",
-        action=toggle,
-        default=False,
-        help="also write TensorBoard event files",
-    )
-    add("--wandb", metavar="PROJECT", help="also log to Weights & Biases")
-    add(
-        "--write_profiler_trace",
-        action="store_true",
-        help="profile some updates of the learner process; writes trace.json",
+    episodes_for_avg: int = flag(
+        100, "games in the mean return that is printed", COUNT, FREE
     )
 
-    add("--suppress_logs", action="store_true", help="print warnings and errors only")
-    add(
-        "--episodes_for_avg",
-        type=int,
-        default=100,
-        help="games in the mean return that is printed",
+
+class Environment(Group):
+    """PolyBeast's learner refuses environment servers with other values."""
+
+    title = "environment"
+    env: str = flag("PongNoFrameskip-v4", "a Gymnasium id or module:Class")
+    env_kwargs: str | None = flag(None,
+        """arguments of the environment, such as '{"size": 8}'""",
+        converter=json_object, metavar="JSON")
+    wrapper: str | None = flag(None,
+        "functions or classes that wrap each environment, the innermost first; "
+        "a JSON object of arguments may follow each",
+        metavar="MODULE:FUNCTION[JSON],...")
+    mask_actions: bool | None = flag(
+        None, """never take an action that info["action_mask"] forbids"""
     )
 
-    add_environment_flags(parser)
 
-    add = parser.add_argument_group("model").add_argument
-    add(
-        "--model",
-        default="shallow",
-        choices=list(torsos),
-        help="size of the encoders: the torso for images, the MLP for vectors. "
+class Atari(Group):
+    """These have no effect on other environments."""
+
+    title = "Atari"
+    atari_backend: str = flag(
+        "native",
+        "ale-py's vector environment (C++) or the Python wrappers",
+        choices=["native", "python"],
+        alias="envs",
+    )
+    frame_skip: int = flag(4, "frames per action", COUNT)
+    noop_max: int = flag(30, "maximal no-ops at the start of a game", COUNT_OR_0)
+    sticky_actions: float = flag(
+        0.0, "probability of repeating the previous action", SHARE
+    )
+    full_action_space: bool = flag(False, "all 18 actions")
+    life_loss: bool = flag(True, "a lost life ends the training episode")
+    max_episode_frames: int = flag(
+        108_000, "frames after which a game is truncated", COUNT
+    )
+
+
+class Model(Group):
+    title = "model"
+    model: str = flag(  # the choices are model.TORSOS, which needs torch
+        "shallow",
+        "size of the encoders: the torso for images, the MLP for vectors. "
         "--use_resnet means --model deep",
     )
-    add("--use_lstm", action=toggle, default=False, help="add a recurrent core")
-    add(
-        "--normalize_observations",
-        action=toggle,
-        default=False,
-        help="scale numbers, but not images and categories, by running mean and "
-        "deviation; their MLPs then have tanh instead of ReLU",
-    )
-    add(
-        "--precision",
-        default="auto",
+    use_lstm: bool = flag(False, "add a recurrent core")
+    normalize_observations: bool = flag(False,
+        "scale numbers, but not images and categories, by running mean and "
+        "deviation; their MLPs then have tanh instead of ReLU")
+    precision: str = flag(
+        "auto",
+        "dtype of the image encoders; auto: bf16 if the hardware supports it",
         choices=["auto", "fp32", "bf16"],
-        help="dtype of the image encoders; auto: bf16 if the hardware supports it",
     )
 
-    add = parser.add_argument_group("layout").add_argument
-    add(
-        "--num_actors",
-        type=int,
-        default=2,
-        help="actor processes; PolyBeast: streams, by default one per server",
+
+class Layout(Group):
+    title = "layout"
+    num_actors: int = flag(
+        2, "actor processes; PolyBeast: streams, by default one per server", COUNT
     )
-    add("--batch_size", type=int, default=4, help="rollouts per learner batch")
-    add("--unroll_length", type=int, default=20, help="steps per rollout")
-    add(
-        "--rollouts",
-        default="fixed",
+    batch_size: int = flag(4, "rollouts per learner batch", COUNT)
+    unroll_length: int = flag(20, "steps per rollout", COUNT)
+    rollouts: str = flag(
+        "fixed",
+        "episode: the learner cuts rollouts where episodes end",
         choices=["fixed", "episode"],
-        help="episode: the learner cuts rollouts where episodes end",
     )
-    add(
-        "--actor_timeout",
-        type=float,
-        default=120.0,
-        help="time limit of a step in seconds. MonoBeast: the run fails after it; "
-        "PolyBeast: the stream counts as lost",
-    )
-    add(
-        *("--num_learner_threads", "--num_threads"),
-        type=int,
-        default=1,
-        help="threads that gather batches; one at a time learns",
-    )
-    add(
-        "--torch_threads",
-        type=int,
-        help="CPU threads per torch operation of the learner (default: half the cores)",
-    )
-    add("--disable_cuda", action=toggle, default=False, help="use no GPU")
-    add("--learner_device", help="for example cuda:1; default: the first GPU, if any")
-
-    add = parser.add_argument_group("loss").add_argument
-    add("--entropy_cost", type=float, default=0.01, help="weight of the entropy bonus")
-    add("--baseline_cost", type=float, default=0.5, help="weight of the value loss")
-    add("--discounting", type=float, default=0.99, help="discount factor γ")
-    add(
-        "--reward_clipping",
-        default="abs_one",
-        choices=["abs_one", "none"],
-        help="abs_one clips rewards to [-1, 1]",
-    )
-    add(
-        "--normalize_rewards",
-        action=toggle,
-        default=False,
-        help="divide rewards by the standard deviation of their discounted sum; then "
-        "--reward_clipping has no effect",
-    )
-    add("--clip_rho", type=float, default=1.0, help="V-trace's ρ̄ (inf: no clipping)")
-    add(
-        "--clip_pg_rho",
-        type=float,
-        default=1.0,
-        help="V-trace's ρ̄ of the policy gradient",
-    )
-    add("--clip_c", type=float, default=1.0, help="V-trace's c̄")
-    add("--trace_decay", type=float, default=1.0, help="V-trace's λ")
-    add(
-        "--normalize_advantages",
-        action=toggle,
-        default=False,
-        help="scale the advantages of a batch to mean 0 and standard deviation 1",
-    )
-    add("--clip_ratio", type=float, default=math.inf, help="PPO's ε (inf: no clipping)")
-
-    add = parser.add_argument_group("optimizer").add_argument
-    add(
-        "--optimizer",
-        choices=("rmsprop", "adam"),
-        default="rmsprop",
-        help="rmsprop: as in TensorFlow, with ε under the root",
-    )
-    add(
-        "--learning_rate",
-        type=float,
-        default=0.0007,
-        help="at the start; falls linearly to 0 over --total_steps",
-    )
-    add(
-        "--updates_per_batch",
-        type=int,
-        default=1,
-        help="updates per batch; more updates need fewer steps, but more compute",
-    )
-    add(
-        "--minibatches",
-        type=int,
-        default=1,
-        help="split each batch into this many random parts; an update uses one",
-    )
-    add("--alpha", type=float, default=0.99, help="decay of RMSProp's mean square")
-    add("--momentum", type=float, default=0.0, help="RMSProp's momentum")
-    add("--epsilon", type=float, default=1e-6, help="the optimizer's ε")
-    add(
-        "--grad_norm_clipping",
-        type=float,
-        default=40.0,
-        help="largest norm of the gradient (inf: no clipping)",
+    actor_timeout: float = flag(120.0,
+        "time limit of a step in seconds. MonoBeast: the run fails after it; "
+        "PolyBeast: the stream counts as lost", SECONDS, FREE)
+    num_learner_threads: int = flag(1,
+        "threads that gather batches; one at a time learns", COUNT, alias="num_threads")
+    torch_threads: int = flag(None,
+        "CPU threads per torch operation of the learner (default: half the cores)",
+        COUNT)
+    disable_cuda: bool = flag(False, "use no GPU", FREE)
+    learner_device: str | None = flag(
+        None, "for example cuda:1; default: the first GPU, if any", FREE
     )
 
-    add = parser.add_argument_group("replay (LASER)").add_argument
-    add("--replay_size", type=int, default=0, help="steps that the replay holds")
-    add(
-        "--replay_ratio",
-        type=float,
-        default=0.0,
-        help="replayed rollouts per new rollout",
+
+class Loss(Group):
+    title = "loss"
+    entropy_cost: float = flag(0.01, "weight of the entropy bonus", FINITE, TUNE)
+    baseline_cost: float = flag(0.5, "weight of the value loss", AT_LEAST_0, TUNE)
+    discounting: float = flag(0.99, "discount factor γ", SHARE, TUNE)
+    reward_clipping: str = flag(
+        "abs_one", "abs_one clips rewards to [-1, 1]", TUNE, choices=["abs_one", "none"]
     )
-    add(
-        "--learn_start",
-        type=int,
-        help="learn when the replay has this many steps (default: 10,000, at most half "
-        "of the replay)",
+    normalize_rewards: bool = flag(False,
+        "divide rewards by the standard deviation of their discounted sum; then "
+        "--reward_clipping has no effect")
+    clip_rho: float = flag(1.0, "V-trace's ρ̄ (inf: no clipping)", POSITIVE_OR_INF, TUNE)
+    clip_pg_rho: float = flag(
+        1.0, "V-trace's ρ̄ of the policy gradient", POSITIVE_OR_INF, TUNE
     )
-    add(
-        "--kl_threshold",
-        type=float,
-        default=0.3,
-        help="a replayed step counts if KL(π ‖ π̃) is at most this, in nats",
-    )
-    add(
-        "--replay_file",
-        help="keep the replay in this file; it is deleted when the run ends",
-    )
-    add(
-        "--save_replay",
-        action=toggle,
-        default=False,
-        help="save the replay with each checkpoint",
+    clip_c: float = flag(1.0, "V-trace's c̄", POSITIVE_OR_INF, TUNE)
+    trace_decay: float = flag(1.0, "V-trace's λ", SHARE, TUNE)
+    normalize_advantages: bool = flag(False,
+        "scale the advantages of a batch to mean 0 and standard deviation 1", TUNE)
+    clip_ratio: float = flag(
+        math.inf, "PPO's ε (inf: no clipping)", POSITIVE_OR_INF, TUNE
     )
 
-    add = parser.add_argument_group("test").add_argument
-    add("--num_test_episodes", type=int, default=10, help="games to play")
-    add(
-        "--checkpoint",
-        default="model.tar",
-        help="file in the folder of the run, such as model.best.tar",
+
+class Optimizer(Group):
+    title = "optimizer"
+    optimizer: str = flag(
+        "rmsprop",
+        "rmsprop: as in TensorFlow, with ε under the root",
+        choices=["rmsprop", "adam"],
     )
-    add("--greedy", action="store_true", help="take the most likely action")
-    add("--video", help="record the test to this .mp4 file, and to --wandb")
-    return parser
+    learning_rate: float = flag(
+        0.0007, "at the start; falls linearly to 0 over --total_steps", AT_LEAST_0, TUNE
+    )
+    updates_per_batch: int = flag(1,
+        "updates per batch; more updates need fewer steps, but more compute",
+        COUNT, TUNE)
+    minibatches: int = flag(1,
+        "split each batch into this many random parts; an update uses one", COUNT, TUNE)
+    alpha: float = flag(0.99, "decay of RMSProp's mean square", SHARE, TUNE)
+    momentum: float = flag(0.0, "RMSProp's momentum", Range(0, 1, True, False), TUNE)
+    epsilon: float = flag(1e-6, "the optimizer's ε", AT_LEAST_0, TUNE)
+    grad_norm_clipping: float = flag(
+        40.0, "largest norm of the gradient (inf: no clipping)", POSITIVE_OR_INF, TUNE
+    )
 
 
-def json_object(text: str) -> str:
-    """Checks a JSON object, for argparse. Returns it with sorted names."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(
-            f"""{text!r} is not an object, such as '{{"size": 8}}'"""
-        )
-    return json.dumps(value, sort_keys=True)
+class Replay(Group):
+    title = "replay (LASER)"
+    replay_size: int = flag(0, "steps that the replay holds", COUNT_OR_0)
+    replay_ratio: float = flag(0.0, "replayed rollouts per new rollout", AT_LEAST_0)
+    learn_start: int = flag(None,
+        "learn when the replay has this many steps (default: 10,000, at most half "
+        "of the replay)", COUNT_OR_0)
+    kl_threshold: float = flag(0.3,
+        "a replayed step counts if KL(π ‖ π̃) is at most this, in nats",
+        AT_LEAST_0_OR_INF, TUNE)
+    replay_file: str | None = flag(
+        None, "keep the replay in this file; it is deleted when the run ends", FREE
+    )
+    save_replay: bool = flag(False, "save the replay with each checkpoint", FREE)
 
 
-ATARI = "Atari"  # title of the group of flags that have no effect on other environments
+class Test(Group):
+    title = "test"
+    num_test_episodes: int = flag(10, "games to play", COUNT, START)
+    checkpoint: str = flag(
+        "model.tar", "file in the folder of the run, such as model.best.tar", START
+    )
+    greedy: bool = flag(False, "take the most likely action", START, can_be_off=False)
+    video: str | None = flag(
+        None, "record the test to this .mp4 file, and to --wandb", START
+    )
 
 
-def add_environment_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that determine the environment.
+class MonoBeast(Group):
+    title = "MonoBeast"
+    envs_per_actor: int = flag(None, "environments per actor (default: 8)", COUNT)
+    num_buffers: int = flag(None,
+        "slots for rollouts in shared memory (default: one per environment, plus "
+        "the larger of --batch_size and --envs_per_actor)", COUNT)
 
-    PolyBeast's learner refuses environment servers with other values.
+
+class Launcher(Group):
+    title = "launcher"
+    launcher: str = flag(
+        "processes",
+        "what starts the environments; ray: also on other machines",
+        FREE,
+        choices=["processes", "ray"],
+    )
+    ray_address: str | None = flag(
+        None, "of a Ray cluster, or auto; default: a local one", FREE
+    )
+
+
+class PolyBeast(Group):
+    title = "PolyBeast"
+    server_addresses: str | None = flag(
+        None, "servers to connect to: host:port or host:first-last,..., or @FILE", FREE
+    )
+    listen: str | None = flag(None,
+        "listen at HOST:PORT or unix:PATH; environments connect to the learner", FREE)
+    connect_timeout: float = flag(60.0,
+        "seconds without a connected stream after which the run ends", SECONDS, FREE)
+    max_env_failures: int = flag(10,
+        "failures of environments per minute after which the run ends; those of "
+        "a single server or machine don't count while another is connected", COUNT_OR_0)
+    actor_device: str | None = flag(
+        None, "device for inference (default: the second GPU, else the learner's)", FREE
+    )
+    num_inference_threads: int = flag(1, "inference threads", COUNT, FREE)
+    max_learner_queue_size: int = flag(
+        None, "maximal rollouts in the queue (default: --batch_size)", COUNT
+    )
+    num_actions: int | None = flag(
+        None, "expected number of actions; the run ends if it differs", COUNT, FREE
+    )
+
+
+class Connection(Group):
+    """Both sides of a connection have these."""
+
+    title = "connection"
+    pipes_basename: str = flag(PIPES_BASENAME,
+        "path of the servers' sockets on one machine, to which .0, .1, ... are "
+        "added (torchbeast.polybeast: a new one per run)", FREE)
+    num_servers: int = flag(4, "server processes", COUNT)
+    envs_per_actor: int = flag(8,
+        "environments per stream; polybeast_learner accepts any number by default",
+        COUNT)
+    tls: bool = flag(False, "use TLS; implied by the other --tls flags", FREE)
+    tls_server_name: str | None = flag(
+        None, "name in the other side's certificate, if it is not the host's", FREE
+    )
+    tls_cert: str | None = flag(None, "PEM file with this side's certificate", FREE)
+    tls_key: str | None = flag(None, "PEM file with its key", FREE)
+    tls_ca: str | None = flag(None,
+        "PEM file with the signer of the other side's certificate; by default the "
+        "side that connects trusts the system's signers", FREE)
+    token_file: str | None = flag(
+        None, "file with a secret that both sides share", FREE
+    )
+    insecure: bool = flag(False,
+        "allow plain TCP beyond this machine, TLS without a token or client "
+        "certificate, and unix sockets of other users", FREE)
+
+
+class Servers(Group):
+    title = "environment servers"
+    bind: str | None = flag(
+        None, "listen at HOST:PORT, and the next ports for further servers", FREE
+    )
+    join: str | None = flag(
+        None, "connect to a learner with --listen at HOST:PORT or unix:PATH", FREE
+    )
+    max_restarts: int = flag(5,
+        "crashes in a row after which the servers end; 10 s of uptime start the "
+        "count anew", COUNT_OR_0, FREE)
+
+
+class OfServers(Group):
+    """What polybeast_env takes of the group Run."""
+
+    preset: str | None = Run.preset
+    seed: int = flag(
+        1, "seed of the environments, if the learner sends none (older versions)", SEED
+    )
+
+
+# fmt: on
+TRAINING = (Run, Environment, Atari, Model, Layout, Loss, Optimizer, Replay, Test)
+CONNECTED = (PolyBeast, Connection)
+GROUPS = (*TRAINING, MonoBeast, *CONNECTED, Servers, Launcher)
+
+
+class Flags(
+    Values,
+    Run,
+    Environment,
+    Atari,
+    Model,
+    Layout,
+    Loss,
+    Optimizer,
+    Replay,
+    Test,
+    MonoBeast,
+    PolyBeast,
+    Connection,
+    Servers,
+    Launcher,
+):
+    """The typed flags of a script, which has those of some groups only."""
+
+
+DECLARED: dict[str, Flag] = {
+    name: declared for group in GROUPS for name, declared in group.declared().items()
+}
+
+
+def of_resume(*classes: Resume) -> frozenset[str]:
+    """The flags that a resumed run may change for these reasons."""
+    return frozenset(name for name, x in DECLARED.items() if x.resume in classes)
+
+
+def make_parser(
+    description: str,
+    torsos: Iterable[str] = (),
+    groups: Iterable[type[Group]] = TRAINING,
+    **defaults: Any,
+) -> FlagParser:
+    """Declares the flags of a script.
+
+    Args:
+      torsos: the choices of --model.
+      defaults: those of this script, if they are others.
     """
-    toggle = argparse.BooleanOptionalAction
-    add = parser.add_argument_group("environment").add_argument
-    add("--env", default="PongNoFrameskip-v4", help="a Gymnasium id or module:Class")
-    add(
-        "--env_kwargs",
-        type=json_object,
-        metavar="JSON",
-        help="""arguments of the environment, such as '{"size": 8}'""",
-    )
-    add(
-        "--wrapper",
-        metavar="MODULE:FUNCTION[JSON],...",
-        help="functions or classes that wrap each environment, the innermost first; "
-        "a JSON object of arguments may follow each",
-    )
-    add(
-        "--mask_actions",
-        action=toggle,
-        help="""never take an action that info["action_mask"] forbids""",
-    )
-    add = parser.add_argument_group(ATARI).add_argument
-    add(
-        *("--atari_backend", "--envs"),
-        default="native",
-        choices=["native", "python"],
-        help="ale-py's vector environment (C++) or the Python wrappers",
-    )
-    add("--frame_skip", type=int, default=4, help="frames per action")
-    add(
-        "--noop_max", type=int, default=30, help="maximal no-ops at the start of a game"
-    )
-    add(
-        "--sticky_actions",
-        type=float,
-        default=0.0,
-        help="probability of repeating the previous action",
-    )
-    add("--full_action_space", action=toggle, default=False, help="all 18 actions")
-    add(
-        "--life_loss",
-        action=toggle,
-        default=True,
-        help="a lost life ends the training episode",
-    )
-    add(
-        "--max_episode_frames",
-        type=int,
-        default=108_000,
-        help="frames after which a game is truncated",
-    )
+    return FlagParser(description, groups, {"model": torsos}, defaults)
 
 
-def environment_flags(is_atari: bool) -> list[argparse.Action]:
-    """The flags of add_environment_flags that have an effect."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add_environment_flags(parser)
-    groups = [g for g in parser._action_groups if is_atari or g.title != ATARI]
-    return [action for group in groups for action in group._group_actions]
+def environment_flags(is_atari: bool) -> dict[str, Flag]:
+    """The flags of the environment that have an effect."""
+    return {**Environment.declared(), **(Atari.declared() if is_atari else {})}

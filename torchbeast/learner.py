@@ -37,7 +37,7 @@ from torchbeast.runs.flagset import Flags
 
 
 def rewards_and_discounts(
-    batch: dict[str, Any], outputs: dict[str, torch.Tensor], flags: Any
+    batch: dict[str, Any], outputs: dict[str, torch.Tensor], flags: Flags
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rewards and discounts of the T steps, for V-trace.
 
@@ -62,7 +62,7 @@ def impala_loss(
     batch: dict[str, Any],
     outputs: dict[str, torch.Tensor],
     distribution: ActionDistribution,
-    flags: Any,
+    flags: Flags,
     auxiliary_losses: Callable[..., Mapping[str, Any]] = lambda *_: {},
     progress: float = 0.0,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -149,7 +149,7 @@ def impala_loss(
 
 
 def reject(
-    valid: torch.Tensor, replayed: torch.Tensor, kl: torch.Tensor, flags: Any
+    valid: torch.Tensor, replayed: torch.Tensor, kl: torch.Tensor, flags: Flags
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """LASER (Schmitt et al. 2019): replayed steps too far off policy don't count.
 
@@ -193,11 +193,11 @@ def schedule(progress: float) -> float:
 
 
 def make_optimizer(
-    model: torch.nn.Module, flags: Any
+    model: torch.nn.Module, flags: Flags
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
     """The optimizer and its schedule, which counts batches of B · T steps."""
     weights = model.parameters()
-    more = {"lr": flags.learning_rate, "eps": flags.epsilon}
+    more: dict[str, Any] = {"lr": flags.learning_rate, "eps": flags.epsilon}
     optimizer: torch.optim.Optimizer
     if flags.optimizer == "adam":
         optimizer = torch.optim.Adam(weights, **more)

@@ -35,6 +35,7 @@ from torchbeast.core.observations import (
 from torchbeast.core.rollout import State
 from torchbeast.core.vtrace import VTraceReturns
 from torchbeast.envs import action_masks
+from torchbeast.runs.flagset import Flags
 
 
 class ShallowTorso(nn.Sequential):
@@ -346,7 +347,7 @@ class Net(nn.Module):
         outputs: dict[str, torch.Tensor],
         targets: VTraceReturns,
         valid: torch.Tensor,
-        flags: Any,
+        flags: Flags,
         progress: float,
     ) -> dict[str, torch.Tensor]:
         """Losses of your own heads, by name. The learner adds their sums.
@@ -411,7 +412,7 @@ class Net(nn.Module):
 
 
 def make_model(
-    flags: Any,
+    flags: Flags,
     observation_space: spaces.Space,
     action_space: spaces.Space,
     device: torch.device,

@@ -19,7 +19,6 @@ if __name__ == "__main__":
 
     processes.exit_on_stop_signals()  # the imports below take seconds
 
-import argparse
 import collections
 import contextlib
 import functools
@@ -33,6 +32,7 @@ import torch
 
 from torchbeast import flags as declared_flags
 from torchbeast.base.errors import FlagError
+from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
@@ -46,7 +46,7 @@ from torchbeast.core.acting import (
 from torchbeast.core.rollout import State
 from torchbeast.envs.environment import Environment
 from torchbeast.learner import Learner, learn
-from torchbeast.local.actors import actor_context
+from torchbeast.local.actors import Actors, actor_context
 from torchbeast.local.env_spec import find_env_spec
 from torchbeast.model import TORSOS, make_model
 from torchbeast.play.evaluate import evaluate
@@ -345,8 +345,9 @@ def train(start: resume.Start) -> int:
 
     with run:
         acting_flags = flags.replace(seed=start.env_seed())
-        actors_class = launcher.actors_class(flags)
-        actors = actors_class(Actor, acting_flags, buffers, weights, start.games())
+        actors = actors_class(flags)(
+            Actor, acting_flags, buffers, weights, start.games()
+        )
         run.stack.callback(log_timings, run, actors)  # at the end, after close
         run.stack.callback(actors.close)
         evaluator = Evaluator(run)
@@ -364,18 +365,22 @@ def log_timings(run: Run, actors: Any) -> None:
 # --- Command line ---------------------------------------------------------------------
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = declared_flags.make_parser("MonoBeast: IMPALA on one machine.", TORSOS)
-    add = parser.add_argument_group("MonoBeast").add_argument
-    add("--envs_per_actor", type=int, help="environments per actor (default: 8)")
-    add(
-        "--num_buffers",
-        type=int,
-        help="slots for rollouts in shared memory (default: one per environment, plus "
-        "the larger of --batch_size and --envs_per_actor)",
+def make_parser() -> FlagParser:
+    groups = (*declared_flags.TRAINING, declared_flags.MonoBeast)
+    return declared_flags.make_parser(
+        "MonoBeast: IMPALA on one machine.",
+        TORSOS,
+        (*groups, declared_flags.Launcher),
     )
-    launcher.add_flags(parser)
-    return parser
+
+
+def actors_class(flags: Flags) -> Any:
+    """Actors, or with --launcher ray RayActors."""
+    if flags.launcher == "ray":
+        from torchbeast.on_ray.actors import RayActors  # optional
+
+        return RayActors
+    return Actors
 
 
 def resolve_layout(flags: Flags) -> Flags:
@@ -413,11 +418,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
     parser = make_parser()
     with script.reported() as outcome:
-        if flagset.parse(parser, argv).mode == "train":
-            with resume.begin(parser, argv, resolve_layout) as start:
+        typed = flagset.read(parser, argv)
+        if flagset.merge(typed).mode == "train":
+            with resume.begin(typed, resolve_layout) as start:
                 outcome.status = 0 if start.is_finished() else train(start)
         else:
-            evaluate(parser, argv)
+            evaluate(typed)
     return outcome.status
 
 

@@ -16,14 +16,15 @@ if __name__ == "__main__":
     processes.require_native()
 
 # The learner, and with it torch, is imported late: server processes import this file.
-import argparse
 import multiprocessing as mp
 import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchbeast import flags as declared_flags
 from torchbeast import polybeast_env
 from torchbeast.base.errors import FlagError
+from torchbeast.base.flag import FlagParser
 from torchbeast.procs import children, processes
 from torchbeast.remote import security, serving, supervisor
 from torchbeast.runs import launcher
@@ -32,18 +33,21 @@ from torchbeast.runs.flagset import Flags
 if TYPE_CHECKING:
     from torchbeast.runs import resume
 
+NUM_SERVERS = declared_flags.DECLARED["num_servers"].default
 
-def make_parser() -> argparse.ArgumentParser:
-    from torchbeast import polybeast_learner
 
-    parser = polybeast_learner.make_parser()
-    parser.description = "PolyBeast: IMPALA with environments in server processes."
-    parser.set_defaults(num_servers=None, envs_per_actor=security.ENVS_PER_ACTOR)
-    polybeast_env.add_server_flags(parser)
-    launcher.add_flags(parser)
-    # The default is a new name for each run.
-    parser.set_defaults(pipes_basename=None)
-    return parser
+def make_parser() -> FlagParser:
+    from torchbeast.model import TORSOS
+
+    groups = (*declared_flags.TRAINING, *declared_flags.CONNECTED)
+    return declared_flags.make_parser(
+        "PolyBeast: IMPALA with environments in server processes.",
+        TORSOS,
+        (*groups, declared_flags.Servers, declared_flags.Launcher),
+        num_actors=None,
+        num_servers=None,
+        pipes_basename=None,  # a new name for each run
+    )
 
 
 def resolve_layout(flags: Flags) -> Flags:
@@ -62,7 +66,7 @@ def resolve_layout(flags: Flags) -> Flags:
         )
     launcher.check(flags)
     if flags.pipes_basename is None:
-        name = f"{security.PIPES_BASENAME}-{secrets.token_hex(4)}"
+        name = f"{declared_flags.PIPES_BASENAME}-{secrets.token_hex(4)}"
         flags.pipes_basename = name
     if flags.launcher == "ray":
         useless = sorted(flags.on_command_line & {"num_servers", "max_restarts"})
@@ -72,7 +76,7 @@ def resolve_layout(flags: Flags) -> Flags:
                 "--num_actors is a server, and Ray restarts it"
             )
     if flags.num_servers is None or flags.launcher == "ray":
-        flags.num_actors = flags.num_actors or security.NUM_SERVERS
+        flags.num_actors = flags.num_actors or NUM_SERVERS
         one_each = flags.sync or flags.launcher == "ray"
         # More server processes than cores would only take memory.
         most = flags.num_actors if one_each else processes.num_cpus()
@@ -133,11 +137,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = make_parser()
     with script.reported() as outcome:
-        if flagset.parse(parser, argv).mode == "train":
-            with resume.begin(parser, argv, resolve_layout) as start:
+        typed = flagset.read(parser, argv)
+        if flagset.merge(typed).mode == "train":
+            with resume.begin(typed, resolve_layout) as start:
                 outcome.status = 0 if start.is_finished() else train(start)
         else:
-            evaluate(parser, argv, play_on_servers)
+            evaluate(typed, play_on_servers)
     return outcome.status
 
 

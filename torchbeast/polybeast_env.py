@@ -19,7 +19,6 @@ if __name__ == "__main__":
 
     processes.exit_on_stop_signals()  # the imports below take a moment
 
-import argparse
 import logging
 import multiprocessing as mp
 import os
@@ -31,11 +30,10 @@ from multiprocessing import connection
 from typing import Any
 
 from torchbeast import flags as declared_flags
-from torchbeast import presets
 from torchbeast.base.errors import FlagError
+from torchbeast.base.flag import FlagParser
 from torchbeast.procs import processes
 from torchbeast.remote.security import (
-    add_connection_flags,
     check_security,
     make_private_folder,
     warn_of_exposed_token,
@@ -79,19 +77,6 @@ def addresses(flags: Flags) -> list[str]:
 # --- Command line ---------------------------------------------------------------------
 
 
-def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("environment servers").add_argument
-    add("--bind", help="listen at HOST:PORT, and the next ports for further servers")
-    add("--join", help="connect to a learner with --listen at HOST:PORT or unix:PATH")
-    add(
-        "--max_restarts",
-        type=int,
-        default=5,
-        help="crashes in a row after which the servers end; 10 s of uptime start the "
-        "count anew",
-    )
-
-
 def check_ports(flags: Flags) -> None:
     """Raises FlagError if servers can't listen at --bind, before any is started."""
     for address in addresses(flags) if flags.bind else ():
@@ -118,27 +103,13 @@ def check_ports(flags: Flags) -> None:
             raise FlagError(f"--bind: can't listen at {address}: {problem.strerror}")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="PolyBeast's environment servers.",
-        formatter_class=declared_flags.HelpFormatter,
+def make_parser() -> FlagParser:
+    of_environments = (declared_flags.Environment, declared_flags.Atari)
+    of_servers = (declared_flags.Servers, declared_flags.Connection)
+    return declared_flags.make_parser(
+        "PolyBeast's environment servers.",
+        groups=(declared_flags.OfServers, *of_environments, *of_servers),
     )
-    parser.add_argument(
-        "--preset",
-        type=presets.preset_name,
-        choices=sorted(presets.PRESETS),
-        help="a named set of flags",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=1,
-        help="seed of the environments, if the learner sends none (older versions)",
-    )
-    declared_flags.add_environment_flags(parser)
-    add_server_flags(parser)
-    add_connection_flags(parser)
-    return parser
 
 
 def check(flags: Flags) -> None:

@@ -21,7 +21,6 @@ if __name__ == "__main__":
     processes.exit_on_stop_signals()  # the imports below take seconds
     processes.require_native()
 
-import argparse
 import contextlib
 import functools
 import logging
@@ -37,6 +36,7 @@ import torch
 from torchbeast import flags as declared_flags
 from torchbeast.base import devices
 from torchbeast.base.errors import FlagError
+from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
@@ -48,7 +48,7 @@ from torchbeast.play.evaluate_on_servers import fits, play_on_servers
 from torchbeast.play.evaluator import Evaluator
 from torchbeast.procs import processes
 from torchbeast.remote.remote_envs import RemoteEnvs, server_addresses
-from torchbeast.remote.security import add_connection_flags, choose_side
+from torchbeast.remote.security import choose_side
 from torchbeast.remote.streams import StreamGroup, Streams, as_stored
 from torchbeast.runs import flagset, resume, script
 from torchbeast.runs.flagset import Flags
@@ -238,53 +238,15 @@ def train(
 # --- Command line ---------------------------------------------------------------------
 
 
-def add_learner_flags(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(num_actors=None)
-    add = parser.add_argument_group("PolyBeast").add_argument
-    add(
-        "--server_addresses",
-        help="servers to connect to: host:port or host:first-last,..., or @FILE",
+def make_parser() -> FlagParser:
+    groups = (*declared_flags.TRAINING, *declared_flags.CONNECTED)
+    return declared_flags.make_parser(
+        "PolyBeast's learner.",
+        TORSOS,
+        groups,
+        num_actors=None,
+        envs_per_actor=None,  # the environments' value
     )
-    add(
-        "--listen",
-        help="listen at HOST:PORT or unix:PATH; environments connect to the learner",
-    )
-    add(
-        "--connect_timeout",
-        type=float,
-        default=60.0,
-        help="seconds without a connected stream after which the run ends",
-    )
-    add(
-        "--max_env_failures",
-        type=int,
-        default=10,
-        help="failures of environments per minute after which the run ends; those of "
-        "a single server or machine don't count while another is connected",
-    )
-    add(
-        "--actor_device",
-        help="device for inference (default: the second GPU, else the learner's)",
-    )
-    add("--num_inference_threads", type=int, default=1, help="inference threads")
-    add(
-        "--max_learner_queue_size",
-        type=int,
-        help="maximal rollouts in the queue (default: --batch_size)",
-    )
-    add(
-        "--num_actions",
-        type=int,
-        help="expected number of actions; the run ends if it differs",
-    )
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = declared_flags.make_parser("PolyBeast's learner.", TORSOS)
-    add_learner_flags(parser)
-    add_connection_flags(parser)
-    parser.set_defaults(envs_per_actor=None)  # the environments' value
-    return parser
 
 
 def resolve_layout(flags: Flags) -> Flags:
@@ -321,11 +283,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
     parser = make_parser()
     with script.reported() as outcome:
-        if flagset.parse(parser, argv).mode == "train":
-            with resume.begin(parser, argv, resolve_layout) as start:
+        typed = flagset.read(parser, argv)
+        if flagset.merge(typed).mode == "train":
+            with resume.begin(typed, resolve_layout) as start:
                 outcome.status = 0 if start.is_finished() else train(start)
         else:
-            evaluate(parser, argv, play_on_servers)
+            evaluate(typed, play_on_servers)
     return outcome.status
 
 

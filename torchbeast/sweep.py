@@ -84,6 +84,8 @@ class Sweep:
             processes.require_native()
         self.script = importlib.import_module(self.module)
         self.parser = self.script.make_parser()
+        flags_of_it = self.parser.declared.values()
+        self.options = {word for flag in flags_of_it for word in flag.options}
         self.parser.prog = f"python -m {self.module}"
         flags = flagset.parse(self.parser, self.words)
         only = argparse.ArgumentParser(add_help=False)  # not those of --config
@@ -112,7 +114,7 @@ class Sweep:
         """
         words = [*self.words]
         for name, value in settings.items():
-            if f"--{name}" not in self.parser._option_string_actions:
+            if f"--{name}" not in self.options:
                 raise FlagError(f"{self.variant} has no flag --{name}")
             words += self._words(name, str(value))
         found = []
@@ -130,7 +132,7 @@ class Sweep:
             return [f"--{name}"]
         if value == "false":
             off = f"--no-{name}"
-            if off in self.parser._option_string_actions:
+            if off in self.options:
                 return [off]
             if getattr(flagset.parse(self.parser, self.words), name):
                 raise FlagError(

@@ -199,6 +199,12 @@ def create_buffers(
     return map_nested(create, spec)
 
 
+def step_counters(count: int) -> torch.Tensor:
+    """[count] int64 zeros in shared memory, for StepWatch."""
+    spec = Spec((), torch.int64)
+    return create_buffers(spec, (count,), "step counters", "free some")
+
+
 def check_batch(flags: Any, spec: dict[str, Nested]) -> None:
     """Checks that the learner's batch, and the rollouts that wait for it, fit.
 

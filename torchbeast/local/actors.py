@@ -185,7 +185,9 @@ class Actors:
         saved: Sequence[dict[str, Any]] | None,
     ) -> None:
         self.weights = weights
-        self.watch = StepWatch(flags.num_actors, flags.actor_timeout)
+        self.watch = StepWatch(
+            rollout.step_counters(flags.num_actors), flags.actor_timeout
+        )
         self.pipes: list[connection.Connection] = []
         self.children: list[children.Child] = []
         self.idle = list(range(flags.num_actors))  # idle for longest: first

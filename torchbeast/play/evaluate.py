@@ -6,7 +6,6 @@ processes play, unless its environment draws from global random generators. Read
 to bottom: evaluate, test, play_in_processes, play.
 """
 
-import argparse
 import collections
 import contextlib
 import functools
@@ -30,6 +29,7 @@ from torchbeast.base.hardware import num_cpus
 from torchbeast.base.nested import map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
+from torchbeast.core.rollout import step_counters
 from torchbeast.envs.environment import Environment
 from torchbeast.local.actors import TorchSettings, actor_context, seed_globals
 from torchbeast.local.env_spec import CLOSE_SECONDS, START_SECONDS
@@ -66,24 +66,21 @@ Play = Callable[
 ]
 
 
-def evaluate(
-    parser: argparse.ArgumentParser,
-    argv: Sequence[str] | None,
-    play_on_servers: Play | None = None,
-) -> None:
+def evaluate(typed: flagset.Typed, play_on_servers: Play | None = None) -> None:
     """Tests the checkpoint of --xpid, with the flags saved in it.
 
     Args:
+      typed: see flagset.read.
       play_on_servers: plays the games if the command line has --server_addresses or
         --listen. Otherwise this machine plays them.
     """
-    flags = flagset.parse(parser, argv)
+    flags = flagset.merge(typed)
     path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest")
     path /= flags.checkpoint
     saved = checkpoint.load(path)
     checkpoint.check(saved, path, for_test=True)
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
-    flags = flagset.parse(parser, argv, saved["flags"], signed, str(path))
+    flags = flagset.merge(typed, saved["flags"], signed, str(path))
     if flags.suppress_logs:
         script.print_warnings_only()
     on_servers = flags.typed & {"server_addresses", "listen"}
@@ -202,7 +199,7 @@ def play_in_processes(
     draws = flags.video or flags.mode == "test_render"
     count = min(1 if draws else num_cpus(), math.ceil(len(numbers) / BATCH))
     # They may first import packages, and make or reset slow environments.
-    watch = StepWatch(count, max(flags.actor_timeout, START_SECONDS))
+    watch = StepWatch(step_counters(count), max(flags.actor_timeout, START_SECONDS))
     weights = pickle.dumps(model_state)  # bytes: tensors would go through shared memory
     left: dict[children.Child, int] = {}  # games that have not ended
     who = f"a process that plays games of {flags.env}"

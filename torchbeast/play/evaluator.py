@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torchbeast.base.errors import UserError
+from torchbeast.core.rollout import step_counters
 from torchbeast.local.actors import actor_context, seed_globals
 from torchbeast.play.evaluate import EVAL_STREAM, play
 from torchbeast.procs import children
@@ -59,7 +60,9 @@ class Evaluator:
             _, self._best = kept_checkpoints.best_result(self._path) or (0, -math.inf)
         run.add_columns(dict.fromkeys(EVAL_COLUMNS))
         self._sender: threading.Thread | None = None
-        self._watch = StepWatch(1, max(self.flags.actor_timeout, STEP_SECONDS))
+        self._watch = StepWatch(
+            step_counters(1), max(self.flags.actor_timeout, STEP_SECONDS)
+        )
         self._group = children.Children(actor_context())
         who = "its process"
         self._child = self._group.start(who, _evaluate, self.flags, self._watch.steps)

@@ -10,27 +10,22 @@ from collections.abc import Container
 
 import torch
 
-from torchbeast.core import rollout
-
 
 class StepWatch:
     """Watches the steps of processes. Its methods are for the watching process.
 
     Args:
-      count: number of processes.
+      steps: [count] int64 in shared memory; each process counts its steps here. See
+        rollout.step_counters.
       timeout: seconds without a step after which a process is stuck.
 
     Attributes:
-      steps: [count] int64 in shared memory; each process counts its steps here.
       awake: seconds of watching, without the time in which the run is suspended.
     """
 
-    def __init__(self, count: int, timeout: float) -> None:
-        self.timeout = timeout
-        self.steps = rollout.create_buffers(
-            rollout.Spec((), torch.int64), (count,), "step counters", "free some"
-        )
-        self._seen = [(-1, 0.0)] * count  # steps, and `awake` at the last one
+    def __init__(self, steps: torch.Tensor, timeout: float) -> None:
+        self.steps, self.timeout = steps, timeout
+        self._seen = [(-1, 0.0)] * len(steps)  # steps, and `awake` at the last one
         self.awake = 0.0
         self._checked_at = time.monotonic()
 

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torchbeast.base.hardware import hardware
-from torchbeast.presets import differences
 from torchbeast.records.folder import (
     RunExistsError,
     RunFolder,
@@ -31,7 +30,6 @@ from torchbeast.records.folder import (
 )
 from torchbeast.records.logs_csv import LogsCsv
 from torchbeast.records.protocol import describe, find_protocol
-from torchbeast.runs.ranges import RANGES
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +87,8 @@ class FileWriter:
       folder: the run's folder, if the caller has locked it; the caller closes it.
       start_over: if the run was started before and resume_step is None, cut all rows.
       left_open: the flags that were chosen for the machine or from other flags.
-      about: more entries of this start for meta.json, such as the signature of `args`
-        as "flags_signature".
+      about: more entries of this start for meta.json, such as the signature of the
+        flags and their differences from the preset.
 
     Raises:
       ValueError: xpid is not a plain name, or logs.csv is damaged.
@@ -202,7 +200,7 @@ class FileWriter:
         start = {
             "args": dict(args),
             "preset": args.get("preset"),
-            "preset_changes": differences(dict(args)),
+            "preset_changes": {},
             "protocol": protocol,
             "protocol_text": describe(protocol),
             **provenance(),
@@ -344,8 +342,9 @@ def _git_state() -> dict[str, Any] | None:
 DEEPEST = 100  # levels of meta.json
 # The types of what is used of meta.json, and those of a list's items.
 _OPTIONAL_DICT, _OPTIONAL_STR = (dict | None, None), (str | None, None)
+OF_FLAGS = ("args", "flags", "preset_changes")
 META_TYPES: dict[str, tuple[Any, Any]] = {
-    **dict.fromkeys(("args", "flags", "preset_changes"), (dict, None)),
+    **dict.fromkeys(OF_FLAGS, (dict, None)),
     **dict.fromkeys(("git", "hardware", "protocol"), _OPTIONAL_DICT),
     **dict.fromkeys(("date_start", "date_end", "preset"), _OPTIONAL_STR),
     **dict.fromkeys(("first_step", "last_step"), (int | None, None)),
@@ -365,16 +364,18 @@ def strict_json(nested: Any) -> Any:
     return str(nested) if is_number and not math.isfinite(nested) else nested
 
 
-def _with_infinities(nested: Any, name: str = "", depth: int = 0) -> Any:
-    """The reverse of strict_json, for the flags that are numbers."""
+def _with_infinities(nested: Any, of_flags: bool = False, depth: int = 0) -> Any:
+    """The reverse of strict_json, for the values of flags."""
     if depth > DEEPEST:
         raise ValueError("it is nested too deeply")
     if isinstance(nested, dict):
-        return {k: _with_infinities(x, k, depth + 1) for k, x in nested.items()}
+        return {
+            k: _with_infinities(x, of_flags or k in OF_FLAGS, depth + 1)
+            for k, x in nested.items()
+        }
     if isinstance(nested, list):
-        return [_with_infinities(x, "", depth + 1) for x in nested]
-    is_number = name in RANGES and nested in ("inf", "-inf")
-    return float(nested) if is_number else nested
+        return [_with_infinities(x, of_flags, depth + 1) for x in nested]
+    return float(nested) if of_flags and nested in ("inf", "-inf") else nested
 
 
 def read_meta(folder: pathlib.Path) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import ssl
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from torchbeast import flags as declared_flags
 from torchbeast.envs import atari
+from torchbeast.flags import environment_flags
 from torchbeast.remote.security import uses_tls
 
 CONNECT_SECONDS = 5.0  # time limit of each step of a handshake
@@ -29,17 +29,13 @@ def environment_settings(flags: argparse.Namespace) -> dict[str, str]:
     """
     is_atari = atari.atari_game(flags.env) is not None
     settings = {}
-    for action in declared_flags.environment_flags(is_atari):
-        value = getattr(flags, action.dest)
-        if value is not None and not (value is False and action.default is None):
-            settings[action.dest] = _as_text(action, value)
+    for name, declared in environment_flags(is_atari).items():
+        value = getattr(flags, name)
+        if value is not None and not (value is False and declared.default is None):
+            # A preset may give 0 if the command line gives 0.0.
+            is_switch = declared.converter is bool
+            settings[name] = str(value if is_switch else declared.convert(str(value)))
     return settings
-
-
-def _as_text(flag: argparse.Action, value: object) -> str:
-    # A preset may give 0 if the command line gives 0.0.
-    convert = flag.type if callable(flag.type) else str
-    return str(convert(str(value)))
 
 
 # --- Why a connection can't work ------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The flags that environment servers and learner share: addresses, TLS, token.
+"""Checks the flags that environment servers and learner share: addresses, TLS, token.
 
 Environment machines import this module, so it does not load torch.
 """
@@ -13,19 +13,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchbeast.base.errors import FlagError, UserError
+from torchbeast.flags import PRIVATE_FOLDER
 from torchbeast.runs.flagset import Flags
 
 if TYPE_CHECKING:
     import libtorchbeast
 
 log = logging.getLogger(__name__)
-
-NUM_SERVERS = 4
-# Other users can't create sockets here. Not XDG_RUNTIME_DIR, because servers and
-# learner may be started in different sessions.
-PRIVATE_FOLDER = f"/tmp/torchbeast-{os.getuid()}"
-PIPES_BASENAME = f"unix:{PRIVATE_FOLDER}/polybeast"
-ENVS_PER_ACTOR = 8
 
 
 class ServerError(UserError, RuntimeError):
@@ -50,49 +44,6 @@ def choose_side(flags: Flags) -> None:
             "give --listen, to wait for environments, or --server_addresses, to "
             "connect to them, but not both"
         )
-
-
-def add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that both sides of a connection have."""
-    add = parser.add_argument_group("connection").add_argument
-    add(
-        "--pipes_basename",
-        default=PIPES_BASENAME,
-        help="path of the servers' sockets on one machine, to which .0, .1, ... are "
-        "added (torchbeast.polybeast: a new one per run)",
-    )
-    add("--num_servers", type=int, default=NUM_SERVERS, help="server processes")
-    add(
-        "--envs_per_actor",
-        type=int,
-        default=ENVS_PER_ACTOR,
-        help="environments per stream; polybeast_learner accepts any number by default",
-    )
-    add(
-        "--tls",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="use TLS; implied by the other --tls flags",
-    )
-    add(
-        "--tls_server_name",
-        help="name in the other side's certificate, if it is not the host's",
-    )
-    add("--tls_cert", help="PEM file with this side's certificate")
-    add("--tls_key", help="PEM file with its key")
-    add(
-        "--tls_ca",
-        help="PEM file with the signer of the other side's certificate; by default the "
-        "side that connects trusts the system's signers",
-    )
-    add("--token_file", help="file with a secret that both sides share")
-    add(
-        "--insecure",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="allow plain TCP beyond this machine, TLS without a token or client "
-        "certificate, and unix sockets of other users",
-    )
 
 
 def uses_tls(flags: argparse.Namespace) -> bool:

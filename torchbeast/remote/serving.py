@@ -99,6 +99,7 @@ def serve_under_ray(flags: Flags, index: int) -> None:
         try_environment(flags)
     except Exception as error:
         raise ServerError(text_of(error)) from None
+    assert flags.join
     while True:
         with user_errors():
             client = make_server(flags, index, flags.join, 0)
@@ -174,6 +175,7 @@ def watch_client(
         if stats["connected"] or not error:
             continue
         if error != said or time.monotonic() - said_at > REPEAT_SECONDS:
+            assert flags.join
             fault = env_connection.tls_fault(flags.join, flags)
             if fault:
                 faults.append(f"the learner at {flags.join}: {fault}")

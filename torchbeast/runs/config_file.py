@@ -3,11 +3,11 @@
 import argparse
 import difflib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchbeast.base.errors import FlagError, using
+from torchbeast.base.flag import Flag, FlagParser
 from torchbeast.presets import BEFORE_THE_FLAG_EXISTED, current_name
 from torchbeast.runs import trust
 
@@ -19,39 +19,32 @@ OF_ITS_RUN = {
 
 
 # Only the command line says whether a file is trusted.
-NEVER_IN_A_FILE = ("help", "config", "trust_checkpoint_env")
+NEVER_IN_A_FILE = ("config", "trust_checkpoint_env")
 
 
 class ConfigFile(NamedTuple):
-    """The command line that a file stands for.
+    """What a file says, as if it had been typed.
 
     Attributes:
       place: of the file, for messages.
       signed: whether it has the signature of this user, see trust.py.
     """
 
-    words: list[str]
+    values: dict[str, Any]
     place: str
     signed: bool
 
 
-def find(parser: argparse.ArgumentParser, argv: Sequence[str]) -> ConfigFile:
-    """The file of --config; without this flag it has no words.
+def find(parser: FlagParser, path: str | None) -> ConfigFile:
+    """The file of --config; without this flag it has no values.
 
     Raises:
       FlagError: the file can't be read, or names an unknown flag.
     """
-    if not any(action.dest == "config" for action in parser._actions):
-        return ConfigFile([], "", signed=False)
-    only = argparse.ArgumentParser(add_help=False)
-    only.add_argument("--config")
-    flags, _ = only.parse_known_args(argv)
-    if not flags.config:
-        return ConfigFile([], "", signed=False)
-    return read(parser, Path(flags.config))
+    return read(parser, Path(path)) if path else ConfigFile({}, "", signed=False)
 
 
-def read(parser: argparse.ArgumentParser, path: Path) -> ConfigFile:
+def read(parser: FlagParser, path: Path) -> ConfigFile:
     """Reads a TOML file, or a run's meta.json."""
     is_meta, signed = path.suffix == ".json", False
     with using(f"--config {path}"):
@@ -62,27 +55,18 @@ def read(parser: argparse.ArgumentParser, path: Path) -> ConfigFile:
             signed = trust.is_signed(meta["args"], meta.get("flags_signature"))
         else:
             values = _parse_toml(text)
-        words = _command_line(parser, path, values, is_meta)
-    return ConfigFile(words, f"--config {path}", signed)
-
-
-def _command_line(
-    parser: argparse.ArgumentParser, path: Path, values: dict[str, Any], is_meta: bool
-) -> list[str]:
-    actions = {
-        action.dest: action
-        for action in parser._actions
-        if action.option_strings and action.dest not in NEVER_IN_A_FILE
-    }
-    words = []
-    for name, value in values.items():
-        if name in actions:
-            words += _words(path, actions[name], value)
-        elif not is_meta:  # a meta.json may be that of another variant
-            close = difflib.get_close_matches(name, actions, n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
-            raise FlagError(f"--config {path}: there is no flag {name}.{hint}")
-    return words
+        found = {}
+        allowed = {k: x for k, x in parser.declared.items() if k not in NEVER_IN_A_FILE}
+        for name, value in values.items():
+            if name in allowed:
+                found[name] = _convert(parser, path, allowed[name], value)
+            elif not is_meta:  # a meta.json may be that of another variant
+                close = difflib.get_close_matches(name, allowed, n=1)
+                hint = f" Did you mean {close[0]}?" if close else ""
+                raise FlagError(f"--config {path}: there is no flag {name}.{hint}")
+    # None is the value of a flag left out. Some switches can only be left out, too.
+    found = {k: v for k, v in found.items() if v is not None}
+    return ConfigFile(found, f"--config {path}", signed)
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
@@ -102,29 +86,27 @@ def _flags_of_run(meta: Any) -> dict[str, Any]:
     return {k: v for k, v in args.items() if k not in chosen_there}
 
 
-def _words(path: Path, action: argparse.Action, value: Any) -> list[str]:
-    """The words that set one flag; none if the value is that of a flag left out."""
-    option = action.option_strings[0]
+def _convert(parser: FlagParser, path: Path, declared: Flag, value: Any) -> Any:
+    """The value as if it had been typed; None if the flag counts as left out."""
     if value is None:
-        return []
-    if action.nargs != 0:
-        if isinstance(value, dict):
-            value = json.dumps(value)
-        items = value if isinstance(value, list) else [value]
-        for item in items:
-            if not isinstance(item, str | int | float):  # TOML has dates
-                raise FlagError(
-                    f"--config {path}: {action.dest} is {str(value)[:80]}, which is "
-                    f"of the type {type(item).__name__}. Allowed are texts in quotes "
-                    "and numbers"
-                )
-        value = ",".join(map(str, items))
-        return [f"{option}={value}"]
-    if not isinstance(value, bool):
-        raise FlagError(
-            f"--config {path}: {action.dest} must be true or false, got {value!r}"
-        )
-    if value:
-        return [option]
-    no = [name for name in action.option_strings if name.startswith("--no-")]
-    return no[:1]
+        return None
+    if declared.converter is bool:
+        if not isinstance(value, bool):
+            raise FlagError(
+                f"--config {path}: {declared.name} must be true or false, got {value!r}"
+            )
+        return value if value or declared.can_be_off else None
+    if isinstance(value, dict):
+        value = json.dumps(value)
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        if not isinstance(item, str | int | float):  # TOML has dates
+            raise FlagError(
+                f"--config {path}: {declared.name} is {str(value)[:80]}, which is "
+                f"of the type {type(item).__name__}. Allowed are texts in quotes "
+                "and numbers"
+            )
+    try:
+        return declared.convert(",".join(map(str, items)))
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"argument {'/'.join(declared.options)}: {error}")

@@ -1,6 +1,6 @@
-"""Command-line flags: declared once, resolved once, then frozen.
+"""Flags from the command line, files and presets: merged, resolved, then frozen.
 
-flags.py declares those that both variants share.
+torchbeast/flags.py declares them.
 
 Each flag takes the first value that exists: from the command line, from the checkpoint
 that the run resumes from, from the preset, the default. If the command line names
@@ -17,122 +17,81 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
 
 from torchbeast.base.devices import fast_bf16, learner_device
 from torchbeast.base.errors import FlagError
-from torchbeast.flags import json_object
-from torchbeast.presets import (
-    BEFORE_THE_FLAG_EXISTED,
-    PRESETS,
-    current_name,
+from torchbeast.base.flag import FREE, START, TUNE, Flag, FlagParser
+from torchbeast.flags import (
+    DECLARED,
+    Atari,
+    Flags,
+    Loss,
+    Model,
+    Optimizer,
+    of_resume,
 )
+from torchbeast.presets import BEFORE_THE_FLAG_EXISTED, PRESETS, current_name
 from torchbeast.procs import processes
 from torchbeast.runs import config_file, trust
-from torchbeast.runs.ranges import RANGES
 
-# These flags describe one start, not the run. A resumed run does not take them from the
-# checkpoint.
-OF_ONE_START = {
-    *("mode", "savedir", "xpid", "allow_flag_changes", "disable_checkpoint"),
-    *("write_profiler_trace", "video", "num_test_episodes", "greedy"),
-    *("trust_checkpoint_env", "suppress_logs", "config", "checkpoint"),
-}
-
-# Flags that don't change what a run learns. Some exist in one variant only.
-FREE_TO_CHANGE = OF_ONE_START | {
-    *("preset", "tensorboard", "wandb", "checkpoint_interval", "actor_timeout"),
-    *("episodes_for_avg", "replay_file", "checkpoint_history"),
-    *("eval_interval", "eval_episodes"),
-    # Devices, addresses and security.
-    *("learner_device", "actor_device", "disable_cuda", "num_inference_threads"),
-    *("pipes_basename", "server_addresses", "listen", "bind", "join"),
-    "save_replay",
-    *("tls", "tls_cert", "tls_key", "tls_ca", "tls_server_name"),
-    *("token_file", "insecure"),
-    *("connect_timeout", "max_restarts", "num_actions"),
-    *("launcher", "ray_address"),
-}
+OF_ONE_START = of_resume(START)
+FREE_TO_CHANGE = of_resume(START, FREE)  # these don't change what a run learns
+FREE_TO_CHANGE_IN_SYNC = of_resume(START, FREE, TUNE)
 
 # A test neither uses nor opens what these name, unless they were typed.
 NOT_IN_TESTS = FREE_TO_CHANGE | {"init_from"}
-
-# Flags that a resumed run with --sync may change: those that set how it learns from now
-# on. The others determine the games in progress and the order of updates.
-FREE_TO_CHANGE_IN_SYNC = FREE_TO_CHANGE | {
-    *("total_steps", "learning_rate", "updates_per_batch", "minibatches"),
-    *("alpha", "momentum", "epsilon"),
-    *("grad_norm_clipping", "entropy_cost", "baseline_cost", "discounting"),
-    *("reward_clipping", "sync", "clip_rho", "clip_pg_rho", "clip_c"),
-    *("trace_decay", "normalize_advantages", "clip_ratio", "kl_threshold"),
-}
-
 
 # That the folder does not exist yet, or can't be made. Opening it tells more.
 _OTHER_FAULTS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES)
 
 
-class Flags(argparse.Namespace):
-    """The flags of a run; read-only after freeze().
-
-    Attributes that start with an underscore are not flags.
+class Typed(NamedTuple):
+    """What a user gave to a script.
 
     Attributes:
-      typed: names of the flags that the command line, the file of --config or a new
-        preset set.
-      on_command_line: names of those that the command line itself set.
+      declared: the flags of the script.
+      here: the values on the command line.
+      in_file: those of --config.
     """
 
-    _frozen = False
-    _typed: frozenset[str] = frozenset()
-    _on_command_line: frozenset[str] = frozenset()
+    declared: dict[str, Flag]
+    here: dict[str, Any]
+    in_file: config_file.ConfigFile
 
-    @property
-    def typed(self) -> frozenset[str]:
-        return self._typed
 
-    @property
-    def on_command_line(self) -> frozenset[str]:
-        return self._on_command_line
+def read(parser: FlagParser, argv: Sequence[str] | None = None) -> Typed:
+    """Parses the command line, and reads the file of --config.
 
-    def freeze(self) -> Flags:
-        self.__dict__["_frozen"] = True
-        return self
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._frozen:
-            raise AttributeError(
-                f"flags are frozen: {name} can't be set to {value!r} during the run"
-            )
-        super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if self._frozen:
-            raise AttributeError(
-                f"flags are frozen: {name} can't be deleted during the run"
-            )
-        super().__delattr__(name)
-
-    def replace(self, **changes: Any) -> Flags:
-        """A frozen copy with other values."""
-        copied = Flags(**{**self.as_dict(), **changes})
-        copied._typed = self._typed
-        copied._on_command_line = self._on_command_line
-        return copied.freeze()
-
-    def as_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in sorted(vars(self).items()) if not k.startswith("_")}
+    Raises:
+      FlagError: the file can't be read, or has a flag that is not allowed.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    words = ["--model=deep" if word == "--use_resnet" else word for word in words]
+    here = vars(parser.parse_args(words))
+    in_file = config_file.find(parser, here.get("config"))
+    return Typed(parser.declared, here, in_file)
 
 
 def parse(
-    parser: argparse.ArgumentParser,
+    parser: FlagParser,
     argv: Sequence[str] | None = None,
     saved: dict[str, Any] | None = None,
     signed: bool = False,
     place: str = "the checkpoint",
 ) -> Flags:
-    """Parses argv. The result is not resolved and not frozen yet.
+    """`merge` of what `read` finds."""
+    return merge(read(parser, argv), saved, signed, place)
+
+
+def merge(
+    typed: Typed,
+    saved: dict[str, Any] | None = None,
+    signed: bool = False,
+    place: str = "the checkpoint",
+) -> Flags:
+    """The flags of a script. They are not resolved and not frozen yet.
 
     All that a run, a test or a notebook takes from a file comes through here.
 
@@ -146,28 +105,44 @@ def parse(
       FlagError: a saved flag has a value that is not allowed.
       UntrustedError: a file names code, another file or a machine, and nobody typed it.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    words = ["--model=deep" if word == "--use_resnet" else word for word in words]
-    in_file = config_file.find(parser, words)
-    # The command line wins.
-    flags = parser.parse_args([*in_file.words, *words], Flags())
-    typed = _parse_typed(parser, [*in_file.words, *words])
-    on_command_line = _parse_typed(parser, words)
-    preset = PRESETS.get(flags.preset, {}) if flags.preset else {}
-    if flags.preset != _parse_typed(parser, in_file.words).get("preset"):
+    declared, here, in_file = typed
+    given = {**in_file.values, **here}  # the command line wins
+    preset = preset_flags(given.get("preset"))
+    if given.get("preset") != in_file.values.get("preset"):
         # The command line names the preset, which wins over the file.
-        typed = {
-            k: v for k, v in typed.items() if k not in preset or k in on_command_line
-        }
-    from_file = {k: v for k, v in typed.items() if k not in on_command_line}
+        given = {k: v for k, v in given.items() if k not in preset or k in here}
+    from_file = {k: v for k, v in given.items() if k not in here}
     saved = {k: v for k, v in (saved or {}).items() if k not in OF_ONE_START}
     if saved:
         saved = {**BEFORE_THE_FLAG_EXISTED, **saved}
         saved["preset"] = current_name(saved.get("preset"))
-    for action in parser._actions:
-        name = action.dest
-        if name in saved and not _fits(action, saved[name]):
-            allowed = ", ".join(map(str, action.choices or ()))
+        _check_saved(declared, saved)
+        if "preset" not in given:
+            preset = preset_flags(saved["preset"])
+        elif given["preset"] != saved["preset"]:
+            given = preset | given  # a new preset counts as typed
+    if not given.get("trust_checkpoint_env"):
+        if not in_file.signed:
+            trust.check(in_file.place, trust.risky(declared, from_file))
+        if saved and not signed:
+            left = {k: v for k, v in saved.items() if k not in given}
+            found = trust.risky(declared, left)
+            is_test = given.get("mode", "train") != "train"
+            unused = found.keys() & NOT_IN_TESTS if is_test else set()
+            saved = {k: v for k, v in saved.items() if k not in unused}
+            trust.check(place, {k: v for k, v in found.items() if k not in unused})
+    defaults = {name: x.default for name, x in declared.items()}
+    values = {**defaults, **preset, **saved, **given}
+    flags = Flags(**{name: values[name] for name in declared})
+    flags._typed, flags._on_command_line = frozenset(given), frozenset(here)
+    return flags
+
+
+def _check_saved(declared: dict[str, Flag], saved: dict[str, Any]) -> None:
+    """Raises FlagError if a checkpoint has a value that can't be that of its flag."""
+    for name, of in declared.items():
+        if name in saved and not of.fits(saved[name]):
+            allowed = ", ".join(of.choices)
             raise FlagError(
                 f"the checkpoint's flag {name} is {saved[name]!r}, which is not "
                 + (
@@ -176,52 +151,26 @@ def parse(
                     else "allowed: another program wrote the file, or it is damaged"
                 )
             )
-    if saved and "preset" in typed and flags.preset != saved.get("preset"):
-        typed = preset | typed  # a new preset counts as typed
-    elif saved:
-        preset = PRESETS.get(saved["preset"] or "", {})
-    if (from_file or saved) and not flags.trust_checkpoint_env:
-        if not in_file.signed:
-            trust.check(in_file.place, trust.risky(parser, from_file))
-        if saved and not signed:
-            left = {k: v for k, v in saved.items() if k not in typed}
-            found = trust.risky(parser, left)
-            unused = found.keys() & (NOT_IN_TESTS if flags.mode != "train" else set())
-            saved = {k: v for k, v in saved.items() if k not in unused}
-            trust.check(place, {k: v for k, v in found.items() if k not in unused})
-    known = flags.as_dict()
-    for values in (preset, saved, typed):
-        for name, value in values.items():
-            if name in known:
-                setattr(flags, name, value)
-    flags._typed = frozenset(typed)
-    flags._on_command_line = frozenset(on_command_line)
-    return flags
 
 
-def _parse_typed(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None
-) -> dict[str, Any]:
-    """The flags that argv sets, without defaults."""
-    unset = object()  # argparse gives a default only to attributes that are missing
-    names = {action.dest for action in parser._actions} | parser._defaults.keys()
-    blank = argparse.Namespace(**dict.fromkeys(names, unset))
-    found = vars(parser.parse_args(argv, blank))
-    return {name: value for name, value in found.items() if value is not unset}
+def preset_flags(name: str | None) -> dict[str, Any]:
+    """What --preset sets: the differences in PRESETS, and the other flags' defaults."""
+    if name not in PRESETS:
+        return {}
+    groups = [Model, Loss, Optimizer, *([] if "env" in PRESETS[name] else [Atari])]
+    declared = {k: x for group in groups for k, x in group.declared().items()}
+    for of_machine in ("precision", "atari_backend"):
+        declared.pop(of_machine, None)
+    for more in ("total_steps", "batch_size", "unroll_length", "rollouts"):
+        declared[more] = DECLARED[more]
+    declared["replay_ratio"] = DECLARED["replay_ratio"]
+    return {k: x.default for k, x in declared.items()} | PRESETS[name]
 
 
-def _fits(action: argparse.Action, value: Any) -> bool:
-    """Whether a checkpoint's value has the right type and is among the choices."""
-    if value is None:
-        return True
-    if action.choices is not None:
-        return value in action.choices
-    if action.nargs == 0:  # a switch
-        return isinstance(value, bool)
-    if action.type in (int, float):
-        numbers = int if action.type is int else (int, float)
-        return isinstance(value, numbers) and not isinstance(value, bool)
-    return action.type not in (None, json_object) or isinstance(value, str)
+def differences(values: dict[str, Any]) -> dict[str, Any]:
+    """Those of a run's flags that differ from its preset; without a preset, {}."""
+    preset = preset_flags(values.get("preset"))
+    return {k: values[k] for k, x in preset.items() if values.get(k, x) != x}
 
 
 def resolve_folder(flags: Flags) -> None:
@@ -294,7 +243,7 @@ def check_effects(flags: Flags) -> None:
 def check_ranges(flags: argparse.Namespace) -> None:
     """Raises FlagError if a number is out of its range. None is allowed."""
     for name, value in vars(flags).items():
-        allowed = RANGES.get(name)
+        allowed = DECLARED[name].range if name in DECLARED else None
         if allowed and value is not None and value not in allowed:
             raise FlagError(f"--{name} must be {allowed}, got {value}")
 
@@ -395,7 +344,7 @@ def left_open(before: dict[str, Any], flags: Flags) -> list[str]:
 
 
 def changed(
-    saved: dict[str, Any], flags: Flags, free: set[str] = FREE_TO_CHANGE
+    saved: dict[str, Any], flags: Flags, free: Set[str] = FREE_TO_CHANGE
 ) -> dict[str, tuple[Any, Any]]:
     """Flags that differ from a checkpoint's: {name: (saved, now)}."""
     now = flags.as_dict()

@@ -8,21 +8,20 @@ number of threads, are chosen again for this machine.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import difflib
 import logging
 import pathlib
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torchbeast.base import devices
 from torchbeast.base.errors import FlagError
 from torchbeast.base.seeds import derive_seed
 from torchbeast.envs.atari import atari_game
-from torchbeast.flags import environment_flags
-from torchbeast.presets import PRESETS, RENAMED
+from torchbeast.flags import Atari
+from torchbeast.presets import RENAMED
 from torchbeast.records.folder import RunExistsError, RunFolder, has_content
 from torchbeast.records.logs_csv import is_evaluated
 from torchbeast.records.meta import complete_meta, read_meta
@@ -90,13 +89,12 @@ class Start(NamedTuple):
 
 @contextlib.contextmanager
 def begin(
-    parser: argparse.ArgumentParser,
-    argv: Sequence[str] | None,
-    resolve_layout: Callable[[Flags], Flags],
+    typed: flagset.Typed, resolve_layout: Callable[[Flags], Flags]
 ) -> Iterator[Start]:
     """Locks the run's folder, reads the checkpoint, if any, and resolves the flags.
 
     Args:
+      typed: see flagset.read.
       resolve_layout: fills in the flags that only one variant has, and checks them.
 
     Raises:
@@ -104,17 +102,16 @@ def begin(
       FlagError: a flag has a value that is not allowed, or not with this checkpoint.
       RunExistsError: the run was started before and can't be resumed.
     """
-    flags = flagset.parse(parser, argv)
+    flags = flagset.merge(typed)
     if flags.suppress_logs:
         script.print_warnings_only()
     flagset.resolve_folder(flags)
     with RunFolder(flags.savedir, flags.xpid) as folder:
-        yield _begin(parser, argv, flags, folder, resolve_layout)
+        yield _begin(typed, flags, folder, resolve_layout)
 
 
 def _begin(
-    parser: argparse.ArgumentParser,
-    argv: Sequence[str] | None,
+    typed: flagset.Typed,
     flags: Flags,
     folder: RunFolder,
     resolve_layout: Callable[[Flags], Flags],
@@ -125,7 +122,7 @@ def _begin(
     if not flags.disable_checkpoint and path.exists():
         saved = checkpoint.load(path)
         checkpoint.check(saved, path)
-        flags = merge(parser, argv, saved, path, notes)
+        flags = merge(typed, saved, path, notes)
         if flags.sync:
             check_sync(flags, saved)
         check_init_from(flags, saved)
@@ -135,7 +132,7 @@ def _begin(
     flags.savedir, flags.xpid = str(folder.path.parent), folder.path.name
     before = flags.as_dict()
     flags = resolve_layout(flagset.resolve(flags))
-    notes += notes_on_unused_flags(parser, flags)
+    notes += notes_on_unused_flags(flags)
     left_open = set(flagset.left_open(before, flags))
     if saved:
         if flags.sync:
@@ -145,8 +142,7 @@ def _begin(
 
 
 def merge(
-    parser: argparse.ArgumentParser,
-    argv: Sequence[str] | None,
+    typed: flagset.Typed,
     saved: dict[str, Any],
     path: pathlib.Path,
     notes: list[str],
@@ -158,9 +154,9 @@ def merge(
     """
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
     # Nothing is used yet: outdated values, such as addresses, need no trust.
-    flags = flagset.parse(parser, argv, saved["flags"], signed=True)
+    flags = flagset.merge(typed, saved["flags"], signed=True)
     if flags.sync:  # keep threads and precision, too: they change rounding
-        return flagset.parse(parser, argv, saved["flags"], signed, str(path))
+        return flagset.merge(typed, saved["flags"], signed, str(path))
     outdated = set(saved.get("flags_left_open", ()))
     # Even a typed number of buffers was chosen for the old layout.
     if flags.typed & {"num_actors", "envs_per_actor", "batch_size"}:
@@ -176,7 +172,7 @@ def merge(
                 notes.append(f"Using another device: {error}.")
                 outdated.add(name)
     kept = {k: v for k, v in saved["flags"].items() if k not in outdated}
-    return flagset.parse(parser, argv, kept, signed, str(path))
+    return flagset.merge(typed, kept, signed, str(path))
 
 
 def check_new_start(folder: RunFolder, flags: Flags) -> None:
@@ -290,17 +286,16 @@ def notes_on_changed_flags(flags: Flags, saved: dict[str, Any]) -> list[str]:
     return notes
 
 
-def notes_on_unused_flags(parser: argparse.ArgumentParser, flags: Flags) -> list[str]:
+def notes_on_unused_flags(flags: Flags) -> list[str]:
     """A note about typed flags of Atari, if the environment is another one."""
     if atari_game(flags.env):
         return []
-    others = {action.dest for action in environment_flags(is_atari=False)}
-    names = {action.dest for action in environment_flags(is_atari=True)} - others
-    preset = PRESETS.get(flags.preset or "", {})
+    preset = flagset.preset_flags(flags.preset)
     typed = [
         f"--{name} {value}"
-        for name in sorted(names & flags.typed)
-        if (value := getattr(flags, name)) != preset.get(name, parser.get_default(name))
+        for name, declared in sorted(Atari.declared().items())
+        if name in flags.typed
+        and (value := getattr(flags, name)) != preset.get(name, declared.default)
     ]
     if not typed:
         return []

@@ -31,7 +31,7 @@ from torchbeast.procs.wake_pipe import WakePipe
 from torchbeast.records import code_record
 from torchbeast.records.logs_csv import join_columns, spread
 from torchbeast.records.meta import FileWriter
-from torchbeast.runs import checkpoint, kept_checkpoints, resume, trust
+from torchbeast.runs import checkpoint, flagset, kept_checkpoints, resume, trust
 from torchbeast.runs.prof import Profile, Timings
 from torchbeast.runs.status import Status, format_return
 from torchbeast.runs.trackers import Tracker, make_trackers
@@ -120,6 +120,7 @@ class Run:
             left_open=start.left_open,
             about={
                 "flags_signature": trust.sign(flags.as_dict()),
+                "preset_changes": flagset.differences(flags.as_dict()),
                 "optimizer": type(self.learner.optimizer).__name__,
                 **code,
             },

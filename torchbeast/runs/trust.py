@@ -13,7 +13,6 @@ Importing this module does not load torch.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import hashlib
@@ -30,6 +29,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchbeast.base.errors import FlagError
+from torchbeast.base.flag import Flag
 
 log = logging.getLogger(__name__)
 
@@ -124,23 +124,22 @@ def _make_key(path: pathlib.Path) -> None:
         os.unlink(temporary)
 
 
-def risky(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> dict[str, Any]:
+def risky(declared: Mapping[str, Flag], values: Mapping[str, Any]) -> dict[str, Any]:
     """Those values of flags that may name code, a file or another machine."""
-    actions = {action.dest: action for action in parser._actions}
     return {
         name: value
         for name, value in values.items()
-        if name in actions and not _is_harmless(actions[name], value)
+        if name in declared and not _is_harmless(declared[name], value)
     }
 
 
-def _is_harmless(action: argparse.Action, value: Any) -> bool:
-    name = action.dest
-    if value is None or name in HARMLESS or action.choices:
+def _is_harmless(declared: Flag, value: Any) -> bool:
+    name = declared.name
+    if value is None or name in HARMLESS or declared.choices:
         return True
     if isinstance(value, int | float):
-        return name not in SWITCHES or value == action.default
-    if isinstance(value, str | list | tuple) and value in ("", action.default):
+        return name not in SWITCHES or value == declared.default
+    if isinstance(value, str | list | tuple) and value in ("", declared.default):
         return True
     if name == "env":  # an id without a module: what the installed packages register
         return isinstance(value, str) and ":" not in value

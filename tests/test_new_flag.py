@@ -1,0 +1,89 @@
+"""A flag that a fork adds is one line in torchbeast/flags.py, and nothing else."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import runs
+
+AFTER = "    entropy_cost: float = flag("
+NEW = '    curiosity_cost: float = flag(0.5, "its weight", AT_LEAST_0, TUNE)\n'
+# Those that look at all flags.
+LISTS = "every or free or help or open or sorted or monobeast"
+
+CHECK = """
+import pathlib
+import pytest
+from torchbeast import monobeast
+from torchbeast.base.errors import FlagError
+from torchbeast.runs import config_file, flagset
+
+parser = monobeast.make_parser()
+
+def parse(*words, **more):
+    return flagset.parse(parser, words, **more)
+
+assert "--curiosity_cost CURIOSITY_COST" in parser.format_help()
+assert "its weight (default: 0.5)" in parser.format_help()
+assert parse().curiosity_cost == 0.5
+assert parse("--preset=minatar").curiosity_cost == 0.5
+flags = flagset.resolve(parse("--curiosity_cost=2")).freeze()
+assert flags.curiosity_cost == 2.0
+with pytest.raises(FlagError, match="--curiosity_cost must be at least 0"):
+    flagset.resolve(parse("--curiosity_cost=-1"))
+with pytest.raises(SystemExit):
+    parse("--curiosity_cost=a")
+saved = flags.as_dict()
+assert saved["curiosity_cost"] == 2.0
+assert parse(saved=saved).curiosity_cost == 2.0
+assert parse("--curiosity_cost=3", saved=saved).curiosity_cost == 3.0
+assert parse(saved={"seed": 3}).curiosity_cost == 0.5  # from before the flag existed
+with pytest.raises(FlagError, match="flag curiosity_cost is 'x'"):
+    parse(saved={"curiosity_cost": "x"})
+pathlib.Path("run.toml").write_text("curiosity_cost = 7")
+assert parse("--config=run.toml").curiosity_cost == 7.0
+assert "curiosity_cost" not in flagset.FREE_TO_CHANGE
+assert "curiosity_cost" in flagset.FREE_TO_CHANGE_IN_SYNC
+"""
+
+
+@pytest.fixture
+def fork(tmp_path):
+    """A copy of the package with the new flag, and the tests of flags."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(runs.ROOT / "torchbeast", tmp_path / "torchbeast", ignore=ignored)
+    path = tmp_path / "torchbeast" / "flags.py"
+    text = path.read_text()
+    assert AFTER in text
+    path.write_text(text.replace(AFTER, NEW + AFTER))
+    learner = tmp_path / "torchbeast" / "learner.py"  # reads it
+    learner.write_text(
+        f"{learner.read_text()}\n\ndef cost(flags: Flags) -> float:\n"
+        "    return flags.curiosity_cost\n"
+    )
+    return tmp_path
+
+
+def run(fork, *words):
+    tests = str(runs.ROOT / "tests")
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=fork,
+        env={**runs.environment(), "PYTHONPATH": f"{fork}:{tests}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_new_flag_is_one_line(fork):
+    run(fork, "-c", CHECK)
+
+
+def test_a_new_flag_turns_no_test_red(fork):
+    tests = [
+        str(runs.ROOT / "tests" / f"test_{x}.py")
+        for x in ("flags", "presets", "frozen_flags")
+    ]
+    run(fork, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", LISTS)

@@ -1,0 +1,44 @@
+"""presets.json says what each preset means; a new default shows here what it changes.
+
+After an intended change: python tests/test_presets.py
+"""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from torchbeast.presets import PRESETS
+from torchbeast.records.meta import strict_json
+from torchbeast.runs import flagset
+
+GOLDEN = Path(__file__).with_name("presets.json")
+# These depend on the machine, or name the run.
+OPEN = {"savedir", "torch_threads", "precision", "pipes_basename", "num_servers"}
+
+
+def meaning(variant, preset):
+    """All resolved flags of a script with this preset."""
+    script = importlib.import_module(f"torchbeast.{variant}")
+    words = [f"--preset={preset}"] if preset else []
+    flags = flagset.resolve(flagset.parse(script.make_parser(), words))
+    values = script.resolve_layout(flags).as_dict()
+    return strict_json({k: v for k, v in values.items() if k not in {*OPEN, "xpid"}})
+
+
+@pytest.mark.parametrize("preset", ["", *PRESETS])
+@pytest.mark.parametrize("variant", ["monobeast", "polybeast", "polybeast_learner"])
+def test_what_each_preset_means(variant, preset):
+    if variant != "monobeast":
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    golden = json.loads(GOLDEN.read_text())[variant][preset]
+    now = meaning(variant, preset)
+    # A flag that is added as a line changes no preset.
+    assert {name: now.get(name) for name in golden} == golden
+
+
+if __name__ == "__main__":
+    scripts = ("monobeast", "polybeast", "polybeast_learner")
+    every = {x: {name: meaning(x, name) for name in ["", *PRESETS]} for x in scripts}
+    GOLDEN.write_text(json.dumps(every, indent=1) + "\n")

@@ -1,0 +1,284 @@
+"""What a line of torchbeast/flags.py declares: type, default, range, class, help.
+
+Importing this module does not load torch.
+"""
+
+import argparse
+import dataclasses
+import enum
+import json
+import math
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+
+class Resume(enum.Enum):
+    """What a resumed run does with a flag. A flag without one fixes what is learned."""
+
+    START = "describes one start, so that the checkpoint's value is not used"
+    FREE = "may change, because it does not change what the run learns"
+    TUNE = "may change, even with --sync: it sets how the run learns from now on"
+
+
+START, FREE, TUNE = Resume
+
+
+class Range(NamedTuple):
+    """A closed, half-open or open interval, and its description in words."""
+
+    low: float
+    high: float
+    low_included: bool = True
+    high_included: bool = True
+
+    def __contains__(self, x: object) -> bool:
+        assert isinstance(x, int | float)
+        return (  # false for NaN
+            (self.low <= x if self.low_included else self.low < x)
+            and (x <= self.high if self.high_included else x < self.high)
+        )
+
+    def __str__(self) -> str:
+        if self.high < LARGEST_COUNT:
+            left, right = "(["[self.low_included], ")]"[self.high_included]
+            return f"in {left}{self.low:g}, {self.high:g}{right}"
+        words = []
+        if self.low > -math.inf:
+            least = "at least" if self.low_included else "more than"
+            words.append(f"{least} {self.low:g}")
+        if self.high == math.inf:
+            words += [] if self.high_included else ["finite"]
+        else:
+            words.append(f"{'at most' if self.high_included else 'below'} {self.high}")
+        return " and ".join(words)
+
+
+LARGEST_COUNT, LARGEST_STEP = 2**31 - 1, 2**63 - 1
+COUNT = Range(1, LARGEST_COUNT)
+COUNT_OR_0 = Range(0, LARGEST_COUNT)
+STEPS = Range(1, LARGEST_STEP)
+FINITE = Range(-math.inf, math.inf, False, False)
+AT_LEAST_0 = Range(0, math.inf, True, False)
+AT_LEAST_0_OR_INF = Range(0, math.inf)
+POSITIVE_OR_INF = Range(0, math.inf, False)
+SHARE = Range(0, 1)
+SECONDS = Range(0, 1e6, False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A declared flag; the object of the flags has its value.
+
+    Attributes:
+      converter: makes the value of a text: bool, int, float, str, or a function that
+        raises ArgumentTypeError. By default it is the declared type.
+      can_be_off: a switch also has --no-NAME.
+    """
+
+    default: Any
+    help: str
+    range: Range | None = None
+    resume: Resume | None = None
+    choices: Sequence[str] = ()
+    alias: str | None = None
+    metavar: str | None = None
+    can_be_off: bool = True
+    converter: Callable[[str], Any] = str
+    name: str = ""
+
+    def __set_name__(self, owner: Any, name: str) -> None:
+        of = owner.__annotations__[name]
+        kinds = [x for x in typing.get_args(of) or [of] if x is not type(None)]
+        object.__setattr__(self, "name", name)
+        if self.converter is str:
+            object.__setattr__(self, "converter", kinds[0])
+
+    def __get__(self, flags: Any, owner: type) -> Any:
+        # The values are in the object's __dict__, where Python looks first.
+        if flags is None:
+            return self
+        raise AttributeError(f"this script has no flag {self.name}")
+
+    @property
+    def is_number(self) -> bool:
+        return self.converter in (int, float)
+
+    @property
+    def options(self) -> list[str]:
+        """The words that set it, such as --sync and --no-sync."""
+        words = [f"--{self.name}", *([f"--{self.alias}"] if self.alias else [])]
+        off = self.converter is bool and self.can_be_off
+        return [*words, *([f"--no-{self.name}"] if off else [])]
+
+    def convert(self, text: str) -> Any:
+        """The value of a text that was typed or is in a file, but not of a switch.
+
+        Raises:
+          ArgumentTypeError: there is no such value.
+        """
+        try:
+            value = self.converter(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"invalid {self.converter.__name__} value: {text!r}"
+            ) from None
+        if self.choices and value not in self.choices:
+            allowed = ", ".join(map(repr, self.choices))
+            raise argparse.ArgumentTypeError(
+                f"invalid choice: {value!r} (choose from {allowed})"
+            )
+        return value
+
+    def fits(self, value: Any) -> bool:
+        """Whether a checkpoint's value has the right type and is among the choices."""
+        if value is None:
+            return True
+        if self.choices:
+            return value in self.choices
+        if self.converter is bool:
+            return isinstance(value, bool)
+        if self.is_number:
+            numbers = int if self.converter is int else (int, float)
+            return isinstance(value, numbers) and not isinstance(value, bool)
+        return isinstance(value, str)
+
+    def add_to(self, group: Any) -> None:
+        """Adds it to a group of an argparse parser, which gives no default."""
+        words: dict[str, Any] = {"help": self.help.replace("%", "%%")}
+        if self.default is not None:
+            words["help"] += f" (default: {self.default})"
+        names = [f"--{self.name}", *([f"--{self.alias}"] if self.alias else [])]
+        if self.converter is not bool:
+            words |= {"type": self.convert, "metavar": self.metavar}
+            words["choices"] = self.choices or None
+        elif self.can_be_off:
+            words["action"] = argparse.BooleanOptionalAction
+        else:
+            words["action"] = "store_true"
+        group.add_argument(*names, **words).default = argparse.SUPPRESS
+
+
+def flag(default: Any, help: str, *marks: Range | Resume, **more: Any) -> Any:
+    """Declares a flag in a class: `NAME: TYPE = flag(default, help, range, class)`.
+
+    It counts as Any, so that mypy takes the type of the attribute.
+
+    Args:
+      more: other attributes of Flag.
+    """
+    for mark in marks:
+        more["range" if isinstance(mark, Range) else "resume"] = mark
+    return Flag(default, help, **more)
+
+
+def json_object(text: str) -> str:
+    """Checks a JSON object, for argparse. Returns it with sorted names."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f"""{text!r} is not an object, such as '{{"size": 8}}'"""
+        )
+    return json.dumps(value, sort_keys=True)
+
+
+class Group:
+    """Flags under one title of --help: a class whose attributes are declared flags."""
+
+    title: str | None = None
+
+    @classmethod
+    def declared(cls) -> dict[str, Flag]:
+        return {name: x for name, x in vars(cls).items() if isinstance(x, Flag)}
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser of groups of flags. It gives typed flags only, and no defaults.
+
+    Args:
+      choices: of flags whose choices flags.py does not know, by name.
+      defaults: of flags that have another default in this script, by name.
+
+    Attributes:
+      declared: the flags, by name.
+    """
+
+    def __init__(
+        self,
+        description: str,
+        groups: Iterable[type[Group]],
+        choices: dict[str, Iterable[str]],
+        defaults: dict[str, Any],
+    ) -> None:
+        super().__init__(description=description)
+        self.declared: dict[str, Flag] = {}
+        for group in groups:
+            to = self.add_argument_group(group.title) if group.title else self
+            for name, declared in group.declared().items():
+                self.declared[name] = dataclasses.replace(
+                    declared,
+                    choices=tuple(choices.get(name, declared.choices)),
+                    default=defaults.get(name, declared.default),
+                )
+                self.declared[name].add_to(to)
+
+    def get_default(self, dest: str) -> Any:
+        return self.declared[dest].default
+
+
+Me = TypeVar("Me", bound="Values")
+
+
+class Values(argparse.Namespace):
+    """The values of flags; read-only after freeze().
+
+    Attributes that start with an underscore are not flags.
+
+    Attributes:
+      typed: names of the flags that the command line, the file of --config or a new
+        preset set.
+      on_command_line: names of those that the command line itself set.
+    """
+
+    _frozen = False
+    _typed: frozenset[str] = frozenset()
+    _on_command_line: frozenset[str] = frozenset()
+
+    @property
+    def typed(self) -> frozenset[str]:
+        return self._typed
+
+    @property
+    def on_command_line(self) -> frozenset[str]:
+        return self._on_command_line
+
+    def freeze(self: Me) -> Me:
+        self.__dict__["_frozen"] = True
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._frozen:
+            raise AttributeError(
+                f"flags are frozen: {name} can't be set to {value!r} during the run"
+            )
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._frozen:
+            raise AttributeError(
+                f"flags are frozen: {name} can't be deleted during the run"
+            )
+        super().__delattr__(name)
+
+    def replace(self: Me, **changes: Any) -> Me:
+        """A frozen copy with other values."""
+        copied = type(self)(**{**self.as_dict(), **changes})
+        copied._typed = self._typed
+        copied._on_command_line = self._on_command_line
+        return copied.freeze()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in sorted(vars(self).items()) if not k.startswith("_")}
