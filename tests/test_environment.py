@@ -25,11 +25,10 @@ from torchbeast.local.env_spec import find_env_spec
 
 
 def env_flags(env, **changes):
-    parser = argparse.ArgumentParser()
-    declared_flags.add_environment_flags(parser)
-    flags = parser.parse_args([f"--env={env}", "--atari_backend=python"])
-    settings = {"seed": 3, "sync": False, **changes}
-    return argparse.Namespace(**{**vars(flags), **settings})
+    declared = declared_flags.environment_flags(is_atari=True)
+    defaults = {name: flag.default for name, flag in declared.items()}
+    settings = {"env": env, "atari_backend": "python", "seed": 3, "sync": False}
+    return argparse.Namespace(**{**defaults, **settings, **changes})
 
 
 def here(definition):

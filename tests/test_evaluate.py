@@ -12,6 +12,7 @@ import torch
 from watched_runs import processes_of_session, wait_until
 
 from torchbeast import monobeast
+from torchbeast.base.errors import UserError
 from torchbeast.envs.environment import Environment
 from torchbeast.model import make_model
 from torchbeast.play import evaluate
@@ -88,7 +89,7 @@ def test_greedy_games_take_the_likeliest_actions(greedy):
 def test_weights_that_do_not_fit():
     flags = make_flags("--env", "CartPole-v1")
     weights = make_weights(flags)
-    with pytest.raises(evaluate.UserError, match="is not in the checkpoint"):
+    with pytest.raises(UserError, match="is not in the checkpoint"):
         next(evaluate.play(flags.replace(use_lstm=True), weights, range(3)))
 
 
