@@ -388,7 +388,7 @@ def test_disk_is_full(start, tmp_path, leave):
         assert run.console.count("[ERROR ") == 1, run.console
     for name in ("meta.json", "logs.csv", "fields.csv", "out.log", "model.tar"):
         assert (run.path / name).stat().st_size > 0, name
-    run.assert_files(saved_at_end=False)
+    run.assert_files(saved_at_end=False, has_end=bool(leave))
 
 
 def test_shared_memory_is_too_small(start):
