@@ -54,7 +54,7 @@ def change(folder):
     (core / "nested.py").unlink()
     (core / "my_loss.py").write_text("new = True\n")
     (core / "empty.py").touch()
-    (folder / "windows.py").write_bytes(b"x = 1\r\ny = 3\r\n")
+    (folder / "windows.py").write_bytes(b"x = 1\r\ny = 33\r\n")
     (folder / "picture").write_bytes(bytes(range(256)))
     (folder / "ignored.py").write_text("ignored = True\n")
     (folder / "venv" / "lib" / "site-packages").mkdir(parents=True)
