@@ -53,7 +53,7 @@ def test_servers_killed_in_turn(serve, learn, pipes):
     # Of each lost stream less than an unroll, and one that waits for the queue.
     assert int(rows[-1]["dropped_steps"]) <= 4 * E * T
     assert run.console.count("Reconnects 4, dropped steps ") == 1
-    assert servers.console.count("has died, by signal SIGKILL") == 2
+    assert servers.console.count("has died by signal SIGKILL") == 2
     servers.process.send_signal(signal.SIGTERM)
     servers.wait_for_end(143)
 
