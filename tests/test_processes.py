@@ -30,6 +30,12 @@ def ends(kind, pipe):
         sys.exit(4)
 
 
+def hear(child, found):
+    """Adds the child's messages to `found`, until it fails."""
+    while children.wait([child], 60):
+        found.append(child.receive())
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
     [("exits", "a child died with exit status 255$"), ("raises", "it failed:\n")],
@@ -38,9 +44,8 @@ def test_a_child_sends_a_message_and_ends(kind, text):
     with children.Children(multiprocessing.get_context("spawn")) as group:
         child = group.start("a child", ends, kind)
         found = []
-        with pytest.raises(children.ProcessError, match=text):  # noqa: PT012
-            while children.wait([child], 60):
-                found.append(child.receive())
+        with pytest.raises(children.ProcessError, match=text):
+            hear(child, found)
         assert [x for x in found if x is not None] == ["begun"]
         assert group.alive == [child]
     assert not child.process.is_alive()

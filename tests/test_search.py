@@ -13,11 +13,13 @@ import pytest
 import runs
 import sweeps
 
+from torchbeast.base.errors import FileError, FlagError
+from torchbeast.records.meta import read_meta
+from torchbeast.sweeps import jobs
+
 optuna = pytest.importorskip("optuna")
 
-from torchbeast.base.errors import FileError, FlagError  # noqa: E402
-from torchbeast.records.meta import read_meta  # noqa: E402
-from torchbeast.sweeps import jobs, search  # noqa: E402 # it imports Optuna
+from torchbeast.sweeps import search  # noqa: E402 # after the skip: it imports Optuna
 
 pytestmark = pytest.mark.timeout(400)
 SPACE = ["--name", "s", "--search", "learning_rate=loguniform:1e-4:1e-2"]
