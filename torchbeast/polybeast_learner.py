@@ -205,12 +205,11 @@ def train(
       listen: listens here if --listen is not given. It is not saved, so a resumed run
         may listen elsewhere.
     """
-    flags, env_seed = start.flags, start.flags.seed
+    flags = start.flags
     # Before any other thread starts, so that threads share one memory arena.
     keep_freed_memory(devices.learner_device(flags))
-    if start.saved:  # don't repeat the games before the resume
-        env_seed = derive_seed(flags.seed, start.saved["stats"]["step"])
-    envs = RemoteEnvs(flags.replace(listen=flags.listen or listen), env_seed)
+    listening = flags.replace(listen=flags.listen or listen)
+    envs = RemoteEnvs(listening, start.env_seed())
     run, streams, models = connect(start, envs, check_servers)
     loop = in_rounds if streams.in_turns else at_once
     with run:
