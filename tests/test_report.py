@@ -15,6 +15,7 @@ from torchbeast.records import meta as meta_file
 from torchbeast.records.groups import iqm_interval
 from torchbeast.records.meta import FileWriter
 from torchbeast.records.saved_runs import read_run
+from torchbeast.runs import flagset
 
 ROOT = pathlib.Path(__file__).parents[1]
 FLAGS = {
@@ -27,7 +28,8 @@ FLAGS = {
 
 
 def make_run(savedir, xpid="a", flags=FLAGS):
-    writer = FileWriter(str(savedir), xpid, flags)
+    about = {"preset_changes": flagset.differences(flags)}
+    writer = FileWriter(str(savedir), xpid, flags, about=about)
     for step, games, mean in ((1000, 0, None), (2000, 7, 0.5), (3000, 250, 1.25)):
         writer.log({"step": step, "games": games, "mean_game_return_100": mean})
     writer.close(successful=True)

@@ -111,7 +111,7 @@ def test_gymnasium_vector_environments_are_refused_with_a_hint(address):
 
     with (
         serving(VectorEnv, address),
-        pytest.raises(RuntimeError, match=r"torchbeast\.core\.environment"),
+        pytest.raises(RuntimeError, match=r"torchbeast\.envs\.environment"),
     ):
         probe(address)
 
