@@ -188,8 +188,8 @@ def test_another_optimizer_and_schedule(tmp_path):
     assert group["weight_decay"] == 0.01  # of AdamW alone
 
 
-LOSS_FILE = "torchbeast/learner.py"
-# One line each: a loss, a column of a vector, another schedule, a coefficient.
+LOSS_FILE, MODEL_FILE = "torchbeast/learner.py", "torchbeast/model.py"
+# One line each: a loss, columns, another schedule, a coefficient, a field of the agent.
 LINES = [
     (
         LOSS_FILE,
@@ -202,16 +202,23 @@ LINES = [
         LOSS_FILE,
         '        "mean_value": mean(values),\n',
         '        "mean_value": mean(values),\n'
-        '        "mean_probs": mean(target_logits.softmax(-1)),\n',
+        '        "mean_probs": mean(target_logits.softmax(-1)),\n'
+        '        "mean_sureness": mean(batch["sureness"][:-1]),\n',
     ),
     (LOSS_FILE, "    return 1.0 - progress\n", "    return 0.5**progress\n"),
+    (
+        MODEL_FILE,
+        '        outputs = {"policy_logits": logits, "baseline": baseline}\n',
+        '        outputs = {"policy_logits": logits, "baseline": baseline}\n'
+        '        outputs["sureness"] = logits.softmax(-1).amax(-1)\n',
+    ),
 ]
 
 
-def test_lines_for_a_loss_a_column_a_schedule_and_a_coefficient(tmp_path):
-    """What a newcomer changes first: one line each, in one file."""
+def test_lines_for_a_loss_a_column_a_schedule_a_coefficient_and_a_field(tmp_path):
+    """What a newcomer changes first: one line each, and a column for the field."""
     fork = Fork(tmp_path, LINES)
-    assert fork.lines == {LOSS_FILE: 4}
+    assert fork.lines == {LOSS_FILE: 5, MODEL_FILE: 1}
     text = DOCUMENT.read_text()
     assert all(line in text for line in LINES[0][2].splitlines())
     total, steps = runs.SMALL["total_steps"], 10
@@ -221,6 +228,7 @@ def test_lines_for_a_loss_a_column_a_schedule_and_a_coefficient(tmp_path):
         assert row["total_loss"] == pytest.approx(sum(row[x] for x in parts), rel=1e-4)
         assert row["logits_loss"] > 0
         assert row["mean_probs_0"] + row["mean_probs_1"] == pytest.approx(1)
+        assert 0.5 <= row["mean_sureness"] < 1  # of two actions
         progress = row["step"] / total - steps / total  # before the update
         assert row["learning_rate"] == pytest.approx(0.003 * 0.5**progress)
         cost = -row["entropy_loss"] / row["entropy"] / steps
@@ -247,6 +255,27 @@ def test_a_second_network_with_its_own_optimizer_and_batches(tmp_path):
     # Four batches of its own for each of the agent's, also after the resume.
     (batches,) = {int(x["step"]) for x in moments.values()}
     assert batches == 4 * len([*rows, *resumed]) == 4 * 75
+
+
+def test_a_teacher_with_its_own_optimizer(tmp_path):
+    fork = Fork(tmp_path, "teacher")
+    assert fork.lines == {LOSS_FILE: 21}
+    rows = fork.train(sync=True)  # the same on each run
+    for row in rows:
+        parts = ("pg_loss", "baseline_loss", "entropy_loss", "teacher_loss")
+        total = sum(float(row[name]) for name in parts)
+        assert float(row["total_loss"]) == pytest.approx(total, rel=1e-4, abs=1e-3)
+        assert float(row["teacher_loss"]) > 0
+    resumed = fork.train(sync=True, total_steps=750)[len(rows) :]
+    saved = fork.checkpoint()
+    agent, teacher = saved["model_state_dict"], saved["teacher_state_dict"]
+    assert agent.keys() == teacher.keys()
+    assert not torch.equal(agent["policy.weight"], teacher["policy.weight"])
+    # One update of its own per batch, also after the resume; its values learn nothing.
+    moments = saved["teacher_optimizer_state_dict"]["state"]
+    (batches,) = {int(x["step"]) for x in moments.values()}
+    assert batches == len([*rows, *resumed])
+    assert len(moments) < len(teacher)
 
 
 # Random play opens the lock in one of 65,536 episodes. These runs have about 12,000.
@@ -328,13 +357,27 @@ def test_the_document_shows_the_patches():
     """Every patch is linked, and what a section quotes stands in its patch."""
     text = DOCUMENT.read_text()
     linked = re.findall(r"\(forking/(\w+)\.patch\)", text)
-    assert sorted(linked) == sorted(path.stem for path in PATCHES.glob("*.patch"))
+    assert set(linked) == {path.stem for path in PATCHES.glob("*.patch")}
     for section in text.split("\n## ")[1:]:
         for quote in re.findall(r"```diff\n(.*?)```", section, re.DOTALL):
             (name,) = re.findall(r"\(forking/(\w+)\.patch\)", section)
             patch = (PATCHES / f"{name}.patch").read_text().splitlines()
             missing = [line for line in quote.splitlines() if line not in patch]
             assert not missing, f"docs/forking.md quotes what {name}.patch lacks"
+
+
+def test_the_document_counts_the_files_and_lines_of_each_patch():
+    text = DOCUMENT.read_text()
+    rows = re.findall(r"^\| .* \| ([^|]+) \| \[(\w+)\.patch\]", text, re.MULTILINE)
+    assert len(rows) > 4
+    for cell, name in rows:
+        patch = (PATCHES / f"{name}.patch").read_text()
+        parts = re.split(
+            r"^diff --git a/torchbeast/(\S+).*$", patch, flags=re.MULTILINE
+        )
+        added = [len(re.findall(r"^\+(?!\+\+ )", x, re.MULTILINE)) for x in parts[2::2]]
+        counted = zip(parts[1::2], added, strict=True)
+        assert cell == ", ".join(f"`{file}` {n}" for file, n in counted), name
 
 
 def test_the_document_names_files_that_exist():
