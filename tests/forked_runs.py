@@ -1,11 +1,11 @@
 """Runs that start at once: a program that has imported PyTorch forks into each of them.
 
-    python -m forked_runs
+    python -m forked_runs SOCKET
 
-reads one request per line, as JSON, and writes two lines for each: the process id, and
-the exit status when the run has ended. To import PyTorch takes longer than most runs of
-the tests. For the same reason, the fork server of a run, which starts its actors, is a
-process that was forked before the run began, and not a new program.
+gets one request per message from the socket with this number, see runs.Forked. To
+import PyTorch takes longer than most runs of the tests. For the same reason, the fork
+server of a run, which starts its actors, is a process that was forked before the run
+began, and not a new program.
 """
 
 import contextlib
@@ -78,39 +78,59 @@ def be_fork_server(requests: socket.socket) -> None:
         os._exit(1)
 
 
-def become(
-    module: str, words: list[str], folder: str, variables: dict[str, str], output: str
-) -> None:
-    """Turns this process into `python -m module words`, in a session of its own."""
-    os.setsid()
-    # First of all, because the test waits for the output to be opened and closed.
-    with open(os.devnull) as nothing, open(output, "w") as file:
-        for number, opened in enumerate((nothing, file, file)):
-            os.dup2(opened.fileno(), number)
+def become(words: list[str], folder: str, variables: dict[str, str]) -> None:
+    """Turns this process into `python WORDS`."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
-    sys.argv[1:] = words
     sys.path[:0] = [folder, *variables["PYTHONPATH"].split(os.pathsep)]
     if os.path.isdir("/proc/self/fd"):
         offer_fork_server()
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if words[0] == "-m":
+        sys.argv[1:] = words[2:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def keep(request: bytes, passed: list[int]) -> bool:
+    """Forks into a run, waits for it and reports; True in the process of the run."""
+    *standard, report = passed
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.write(report, f"{os.getpid()}\n".encode())
+        for number, opened in enumerate(standard):
+            os.dup2(opened, number)
+        for opened in passed:
+            os.close(opened)
+        become(**json.loads(request))
+        return True
+    for opened in standard:
+        os.close(opened)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(report, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
 
 
 def main() -> None:
+    requests = socket.socket(fileno=int(sys.argv[1]))
     importlib.import_module("torch._dynamo")  # torch.optim imports it at its first use
     gc.freeze()  # else the garbage collector of each run copies all pages
-    while line := sys.stdin.readline():
-        request = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            become(**request)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+    while True:
+        request, passed, _, _ = socket.recv_fds(requests, 2**20, 8)
+        if not request:
             break
-        sys.stdout.write(f"{pid}\n")
-        sys.stdout.flush()
-        _, status = os.waitpid(pid, 0)
-        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
-        sys.stdout.flush()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            requests.close()
+            keep(request, passed)
+            break
+        for opened in passed:
+            os.close(opened)
 
 
 if __name__ == "__main__":

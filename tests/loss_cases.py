@@ -8,11 +8,13 @@ import torch
 from gymnasium import spaces
 from test_vtrace import ground_truth
 
+from torchbeast import flags as declared_flags
 from torchbeast.core.distributions import make_distribution
 from torchbeast.learner import impala_loss
 
 T, B, A = 5, 3, 7
 FLAGS = {
+    **{name: flag.default for name, flag in declared_flags.Loss.declared().items()},
     "reward_clipping": "abs_one",
     "discounting": 0.9,
     "baseline_cost": 0.7,
@@ -55,11 +57,11 @@ def make_batch(seed=1):
     return batch, outputs
 
 
-def loss_of(batch, outputs, **changes):
+def loss_of(batch, outputs, progress=0.0, **changes):
     flags = argparse.Namespace(**{**FLAGS, **changes})
     batch = {name: torch.as_tensor(x) for name, x in batch.items()}
     outputs = {name: torch.as_tensor(x) for name, x in outputs.items()}
-    return impala_loss(batch, outputs, DISTRIBUTION, flags)
+    return impala_loss(batch, outputs, DISTRIBUTION, flags, progress=progress)
 
 
 def log_softmax(logits):

@@ -5,13 +5,14 @@ import csv
 import functools
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,13 +68,109 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def start(savedir: Path, xpid: str, **flags: Any) -> subprocess.Popen:
+@functools.cache
+def forking() -> tuple[socket.socket, subprocess.Popen]:
+    """The program that forks into runs. It ends with this process."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        program = subprocess.Popen(
+            [sys.executable, "-m", "forked_runs", str(its.fileno())],
+            env=environment(),
+            pass_fds=[its.fileno()],
+        )
+    return ours, program
+
+
+class Forked:
+    """A run that forked from a program with PyTorch, with the methods of Popen.
+
+    It leads a session. Its command line in /proc is that of forked_runs.py.
+
+    Args:
+      words: sys.executable, then "-m MODULE ..." or "FILE ...".
+      stdout: for its output and its errors: a file's number, or subprocess.PIPE.
+      variables: more than `environment()`.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        stdout: int,
+        folder: Path = ROOT,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self.args, self.returncode = list(words), None
+        self.stdout: Any = None
+        self._output: list[str] = []
+        request = {
+            "words": self.args[1:],
+            "folder": str(folder),
+            "variables": {**environment(), **(variables or {})},
+        }
+        with contextlib.ExitStack() as stack:
+
+            def pipe() -> tuple[Any, int]:
+                read, write = os.pipe()
+                stack.callback(os.close, write)
+                return os.fdopen(read, errors="replace"), write
+
+            self._report, report = pipe()
+            if stdout == subprocess.PIPE:
+                self.stdout, stdout = pipe()
+            stdin = stack.enter_context(open(os.devnull)).fileno()
+            passed = [stdin, stdout, stdout, report]
+            socket.send_fds(forking()[0], [json.dumps(request).encode()], passed)
+        self.pid = int(self._report.readline())
+        self._reader = threading.Thread(target=self._read, daemon=True)
+
+    def _read(self) -> None:
+        self._output.append(self.stdout.read())
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._report], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = int(self._report.readline())
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """The output until all that write to it have ended."""
+        if self._reader.ident is None:
+            self._reader.start()
+        self._reader.join(timeout)
+        if self._reader.is_alive():
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        self.wait(timeout)
+        return self._output[0], None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+Process = subprocess.Popen | Forked
+
+
+def start(savedir: Path, xpid: str, **flags: Any) -> Process:
     """Starts a run in its own process group; see `command` for the flags."""
     return start_words(command(savedir, xpid, **flags))
 
 
-def start_words(words: list[str]) -> subprocess.Popen:
-    """Starts a command in its own session, and so in its own process group."""
+def start_words(words: list[str]) -> Process:
+    """Starts a command in its own session, and so in its own process group.
+
+    A module forks from a program that has PyTorch, see `Forked`.
+    """
+    if words[:2] == [sys.executable, "-m"]:
+        return Forked(words, stdout=subprocess.PIPE)
     return subprocess.Popen(
         words,
         stdin=subprocess.DEVNULL,
@@ -85,19 +182,22 @@ def start_words(words: list[str]) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, timeout: float = 100) -> str:
+def finish(process: Process, timeout: float = 100) -> str:
     """Waits for a run and returns its output; kills its process group on a timeout."""
     try:
         output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+    except BaseException as error:  # also the time limit of the test
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         output, _ = process.communicate()
         raise AssertionError(f"no end after {timeout} s:\n{output}") from None
     return output
 
 
 def wait_for_rows(
-    process: subprocess.Popen, savedir: Path, xpid: str, rows: int, timeout: float = 60
+    process: Process, savedir: Path, xpid: str, rows: int, timeout: float = 60
 ) -> None:
     """Waits until a run has logged some updates; fails if it ends before."""
     logs = savedir / xpid / "logs.csv"
@@ -106,33 +206,6 @@ def wait_for_rows(
         assert process.poll() is None, finish(process)
         assert time.monotonic() < deadline, f"no {rows} updates after {timeout} s"
         time.sleep(0.02)
-
-
-@functools.cache
-def forking() -> subprocess.Popen:
-    """The program that forks into runs. It ends when this process closes its input."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "forked_runs"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-
-
-@contextlib.contextmanager
-def killed_after(seconds: float, pid: int) -> Iterator[None]:
-    """Kills a process group after this time, or if the block raises."""
-    timer = threading.Timer(seconds, os.killpg, (pid, signal.SIGKILL))
-    timer.start()
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        raise
-    finally:
-        timer.cancel()
 
 
 def run_words(
@@ -144,31 +217,11 @@ def run_words(
 ) -> str:
     """Runs a module that has to end with this exit status; returns its output.
 
-    It forks from a program that has PyTorch already, see `forked_runs`. Use `start` for
-    a test that looks at the processes of the run, sends them signals or limits them.
+    It forks from a program that has PyTorch already, see `Forked`.
     """
-    _, _, module, *words = words
-    program = forking()
-    with tempfile.TemporaryDirectory() as temporary:
-        pipe = Path(temporary, "output")
-        os.mkfifo(pipe)
-        request = {
-            "module": module,
-            "words": words,
-            "folder": str(folder),
-            "variables": {**environment(), **variables},
-            "output": str(pipe),
-        }
-        try:
-            program.stdin.write(json.dumps(request) + "\n")
-            program.stdin.flush()
-            with killed_after(timeout, int(program.stdout.readline())):
-                output = pipe.read_text()  # ends when the run's last process has ended
-                ended = int(program.stdout.readline())
-        except BaseException:  # whose answer the next line is would be unknown
-            program.kill()
-            forking.cache_clear()
-            raise
+    process = Forked(words, subprocess.PIPE, folder, variables)
+    output = finish(process, timeout)
+    ended = process.returncode
     assert ended == status, f"exit status {ended} within {timeout} s:\n{output}"
     return output
 

@@ -29,10 +29,16 @@ WINGS = {
     "local": "base procs envs core runs",
     "remote": "base procs envs records core runs local flags",
     "on_ray": "base procs envs records core runs local remote",
-    "play": "base procs envs records core runs local remote flags model",
+    "play": "base procs envs records core runs local remote flags encoders model",
     "sweeps": "base procs envs records runs",
 }
-TOP = {"presets": "", "flags": "presets", "model": "", "learner": "model"}
+TOP = {
+    "presets": "",
+    "flags": "presets",
+    "encoders": "",
+    "model": "encoders",
+    "learner": "model",
+}
 
 
 def imports(path):

@@ -259,13 +259,13 @@ def test_signal_saves_and_ends(start):
 
 def test_sigint_during_the_start(start):
     """During imports, while an environment is made, and while actors start."""
-    run = start()
+    run = start(fresh=True)
     run.wait_for(lambda: "libtorch_cpu" in run.maps(), "the import of torch")
     run.signal_group(signal.SIGINT)
     run.wait_for_end(130)
     assert run.console == "SIGINT during the start: no run was started.\n"
 
-    run = start()
+    run = start(fresh=True)
     run.wait_for(run.fork_servers, "the start of the fork server")
     run.signal_group(signal.SIGINT)
     run.wait_for_end(130)
@@ -273,7 +273,7 @@ def test_sigint_during_the_start(start):
     assert run.console.count("SIGINT: exits without saving.") == 1
     assert not run.path.exists()
 
-    run = start()
+    run = start(fresh=True)
     run.wait_for((run.path / "meta.json").exists, "the start of the run")
     run.signal_group(signal.SIGINT)
     run.wait_for_end(130)

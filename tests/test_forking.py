@@ -128,7 +128,7 @@ def mean(values):
 
 def test_another_torso(tmp_path):
     fork = Fork(tmp_path, "torso")
-    assert fork.files == {"torchbeast/model.py"}
+    assert fork.files == {"torchbeast/encoders.py"}
     fork.train(env="environments:GridWorld", model="attention", total_steps=50)
     state = fork.checkpoint()["model_state_dict"]
     position = state["images.0.torso.position"]
@@ -183,19 +183,19 @@ def test_another_optimizer_and_schedule(tmp_path):
     assert rates[6:] == pytest.approx(falling)
     moments = fork.checkpoint()["optimizer_state_dict"]["state"][0]
     assert {"exp_avg", "exp_avg_sq"} <= moments.keys()  # of AdamW
-    assert fork.lines == {"torchbeast/learner.py": 8}
+    assert fork.lines == {"torchbeast/optimizer.py": 8}
     group = fork.checkpoint()["optimizer_state_dict"]["param_groups"][0]
     assert group["weight_decay"] == 0.01  # of AdamW alone
 
 
 LOSS_FILE, MODEL_FILE = "torchbeast/learner.py", "torchbeast/model.py"
+SCHEDULE_FILE = "torchbeast/optimizer.py"
 # One line each: a loss, columns, another schedule, a coefficient, a field of the agent.
 LINES = [
     (
         LOSS_FILE,
-        '        "entropy_loss": -flags.entropy_cost * entropy.sum(),\n',
-        '        "entropy_loss": -flags.entropy_cost * (1 - progress) * '
-        "entropy.sum(),\n"
+        '        "entropy_loss": -entropy_cost * entropy.sum(),\n',
+        '        "entropy_loss": -entropy_cost * (1 - progress) ** 2 * entropy.sum(),\n'
         '        "logits_loss": 1e-4 * (target_logits.pow(2).sum(-1) * valid).sum(),\n',
     ),
     (
@@ -205,7 +205,7 @@ LINES = [
         '        "mean_probs": mean(target_logits.softmax(-1)),\n'
         '        "mean_sureness": mean(batch["sureness"][:-1]),\n',
     ),
-    (LOSS_FILE, "    return 1.0 - progress\n", "    return 0.5**progress\n"),
+    (SCHEDULE_FILE, "    return 1.0 - progress\n", "    return 0.5**progress\n"),
     (
         MODEL_FILE,
         '        outputs = {"policy_logits": logits, "baseline": baseline}\n',
@@ -218,7 +218,7 @@ LINES = [
 def test_lines_for_a_loss_a_column_a_schedule_a_coefficient_and_a_field(tmp_path):
     """What a newcomer changes first: one line each, and a column for the field."""
     fork = Fork(tmp_path, LINES)
-    assert fork.lines == {LOSS_FILE: 5, MODEL_FILE: 1}
+    assert fork.lines == {LOSS_FILE: 4, MODEL_FILE: 1, SCHEDULE_FILE: 1}
     text = DOCUMENT.read_text()
     assert all(line in text for line in LINES[0][2].splitlines())
     total, steps = runs.SMALL["total_steps"], 10
@@ -232,7 +232,7 @@ def test_lines_for_a_loss_a_column_a_schedule_a_coefficient_and_a_field(tmp_path
         progress = row["step"] / total - steps / total  # before the update
         assert row["learning_rate"] == pytest.approx(0.003 * 0.5**progress)
         cost = -row["entropy_loss"] / row["entropy"] / steps
-        assert cost == pytest.approx(0.02 * (1 - progress), rel=1e-4)
+        assert cost == pytest.approx(0.02 * (1 - progress) ** 2, rel=1e-4)
 
 
 def test_a_second_network_with_its_own_optimizer_and_batches(tmp_path):

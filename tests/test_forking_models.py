@@ -180,7 +180,7 @@ def transformer(tmp_path_factory):
     fork = Fork(tmp_path_factory.mktemp("transformer"), "transformer")
     model = import_forked(fork, "model")
     torch.manual_seed(1)
-    net = model.Net(SPACE, spaces.Discrete(A), use_transformer=True)
+    net = model.Net(SPACE, spaces.Discrete(A), use_lstm=True, core="transformer")
     with torch.no_grad():
         for p in net.core.parameters():
             p.add_(0.2 * torch.randn_like(p))
@@ -247,7 +247,8 @@ def test_a_transformer_learns_to_remember(tmp_path, variant):
         **variant,
         learning_rate=0.001,
         env="cue_games:Repeat",
-        use_transformer=True,
+        use_lstm=True,
+        core="transformer",
         rollouts="episode",
         total_steps=5000,
     )

@@ -137,6 +137,23 @@ def test_minibatches(lstm, monkeypatch):
     assert learner.scheduler.last_epoch == 1
 
 
+def test_a_longer_run_tells_that_the_learning_rate_rises(caplog):
+    flags = "--learning_rate=0.5", f"--total_steps={10 * T * B}"
+    learner = make_learner(*flags)
+    for _ in range(5):
+        learn(learner, *make_batch(learner))
+    state = {**learner.state_dict(), "flags": learner.flags.as_dict()}
+    make_learner(*flags).load_state_dict(state)
+    make_learner("--learning_rate=0.2", flags[1]).load_state_dict(state)
+    assert not caplog.messages
+    longer = make_learner(flags[0], f"--total_steps={20 * T * B}")
+    longer.load_state_dict(state)
+    assert longer.scheduler.get_last_lr() == [0.375]
+    (message,) = caplog.messages
+    assert "The learning rate rises from 0.25 to 0.375" in message
+    assert f"--total_steps {20 * T * B}" in message
+
+
 def test_a_run_keeps_its_optimizer():
     learner = make_learner("--optimizer", "adam")
     state = {**learner.state_dict(), "flags": learner.flags.as_dict()}

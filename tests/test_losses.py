@@ -235,6 +235,16 @@ def test_losses_are_sums():
     assert double_stats["entropy"].item() == pytest.approx(stats["entropy"].item())
 
 
+@pytest.mark.parametrize(
+    ("final", "progress", "cost"),
+    [(None, 0.75, 0.3), (0.1, 0.0, 0.3), (0.1, 0.75, 0.15), (0.5, 1.0, 0.5)],
+)
+def test_the_entropy_cost_changes_linearly(final, progress, cost):
+    _, stats = loss_of(*make_batch(), final_entropy_cost=final, progress=progress)
+    entropy = stats["entropy"] * (T * B)
+    assert -stats["entropy_loss"] / entropy == pytest.approx(cost)
+
+
 def test_the_entropy_loss_rewards_entropy():
     batch, outputs = make_batch()
     certain = loss_of(batch, outputs)[1]

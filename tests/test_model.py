@@ -12,7 +12,8 @@ from torchbeast.core.observations import (
     is_image,
     log_encoders,
 )
-from torchbeast.model import ImageEncoder, Net
+from torchbeast.encoders import ImageEncoder
+from torchbeast.model import Net
 
 T, B, A = 5, 3, 7
 PONG = spaces.Box(0, 255, (84, 84, 4), np.uint8)
@@ -495,6 +496,58 @@ def test_published_number_of_parameters_for_pong(torso, use_lstm):
     assert sum(p.numel() for p in net.parameters()) == size
 
 
+# --- Width and normalization of the encoders ---
+
+
+@pytest.mark.parametrize("torso", ["shallow", "deep"])
+@pytest.mark.parametrize("observation", ["atari", "minatar", "vector", "nested"])
+def test_wider_encoders(observation, torso):
+    """Twice the width: features twice as many, weights between layers four times."""
+    space = OBSERVATION_SPACES[observation]
+    action = ACTION_SPACES["discrete"]
+    net, wide, thin = (
+        Net(space, action, torso, encoder_width=x) for x in (1.0, 2.0, 0.001)
+    )
+    rest = 1 + action.n  # last reward and last action
+    features = net.policy.in_features - rest
+    assert wide.policy.in_features - rest == 2 * features
+    encoders = len(net.images) + (net.vector is not None)
+    assert thin.policy.in_features - rest == encoders  # at least one unit
+    outputs, _ = thin(make_rows(space, action))
+    assert outputs["baseline"].isfinite().all()
+    shapes = [x.shape for x in net.parameters()], [x.shape for x in wide.parameters()]
+    between = [
+        (x, y)
+        for x, y in zip(*shapes, strict=True)
+        if len(x) > 1 and x[1] % 16 == 0 and x[0] > action.n
+    ]
+    assert between
+    assert all((y[0], y[1]) == (2 * x[0], 2 * x[1]) for x, y in between)
+
+
+@pytest.mark.parametrize("torso", ["shallow", "deep"])
+@pytest.mark.parametrize("observation", ["atari", "minatar", "vector", "nested"])
+def test_layers_are_normalized(observation, torso):
+    """The input of each activation has mean 0 and variance 1 in each sample."""
+    space, action = OBSERVATION_SPACES[observation], ACTION_SPACES["discrete"]
+    net = Net(space, action, torso, layer_norm=True)
+    norms = [x for x in net.modules() if isinstance(x, nn.GroupNorm)]
+    assert norms
+    assert not any(
+        isinstance(x, nn.GroupNorm) for x in Net(space, action, torso).modules()
+    )
+    seen = []
+    for norm in norms:
+        norm.register_forward_hook(lambda _, __, out: seen.append(out.flatten(1)))
+    rows = make_rows(space, action)
+    net(rows)
+    assert len(seen) == len(norms)
+    for x in seen:
+        torch.testing.assert_close(x.mean(1), torch.zeros(len(x)), atol=1e-4, rtol=0)
+        assert (x.var(1, unbiased=False) < 1.001).all()
+        assert (x.var(1, unbiased=False) > 0.5).all()
+
+
 # --- Episodes and the recurrent core ---
 
 DONE = ((0, 1), (2, 0), (2, 2), (3, 0))
@@ -530,10 +583,16 @@ def test_lstm_against_a_plain_loop_over_cells():
     torch.testing.assert_close(new_state, (h[None], c[None]))
 
 
-@pytest.mark.parametrize("use_lstm", [False, True])
+CORES = [{"use_lstm": False}] + [
+    {"use_lstm": True, "core": core, "core_size": 10, "core_layers": layers}
+    for core, layers in (("lstm", 1), ("lstm", 2), ("gru", 1), ("gru", 3))
+]
+
+
+@pytest.mark.parametrize("options", CORES)
 @pytest.mark.parametrize("done", [(), DONE])
-def test_an_unroll_equals_single_steps(use_lstm, done):
-    net = small_net(use_lstm)
+def test_an_unroll_equals_single_steps(options, done):
+    net = small_net(**options)
     rows = make_rows(MINATAR, ACTION_SPACES["discrete"], done=done)
     state = single_state = random_state(net)
     outputs, state = net(rows, state)
@@ -545,6 +604,44 @@ def test_an_unroll_equals_single_steps(use_lstm, done):
     joined = {name: torch.cat([step[name] for step in steps]) for name in outputs}
     assert_same(outputs, joined)
     torch.testing.assert_close(state, single_state)
+
+
+def test_sizes_of_cores():
+    for options in CORES[1:]:
+        net = small_net(**options)
+        kind = {"lstm": nn.LSTM, "gru": nn.GRU}[options["core"]]
+        assert isinstance(net.core, kind)
+        shape = (options["core_layers"], B, options["core_size"])
+        count = 2 if options["core"] == "lstm" else 1
+        assert [x.shape for x in net.initial_state(B)] == [shape] * count
+        assert net.policy.in_features == net.baseline.in_features == shape[-1]
+
+
+@pytest.mark.parametrize("core", ["lstm", "gru"])
+def test_a_forget_bias_keeps_the_state(core):
+    """Of new weights; all other weights are those without it."""
+
+    def make(forget_bias):
+        torch.manual_seed(1)
+        options = {"core": core, "core_layers": 2, "forget_bias": forget_bias}
+        return small_net(use_lstm=True, **options)
+
+    plain, biased = make(0.0), make(20.0)
+    changed = {
+        name
+        for (name, x), y in zip(
+            plain.named_parameters(), biased.parameters(), strict=True
+        )
+        if not torch.equal(x, y)
+    }
+    assert changed == {"core.bias_ih_l0", "core.bias_ih_l1"}
+    rows, first = make_rows(MINATAR, ACTION_SPACES["discrete"]), random_state(plain)
+    kept = biased(rows, first)[1][-1] - first[-1]  # of the LSTM its cell
+    lost = plain(rows, first)[1][-1] - first[-1]
+    if core == "gru":
+        assert kept.abs().max() < 1e-4
+    else:  # the input gate still adds
+        assert kept.norm() < lost.norm()
 
 
 def test_done_in_row_0_resets_the_state():

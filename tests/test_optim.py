@@ -5,11 +5,14 @@ import numpy as np
 import pytest
 import torch
 
-from torchbeast.learner import make_optimizer
+from torchbeast import flags as declared_flags
+from torchbeast.optimizer import make_optimizer
 
 
 def make_flags(**changes):
+    declared = declared_flags.Optimizer.declared()
     flags = {
+        **{name: flag.default for name, flag in declared.items()},
         "optimizer": "rmsprop",
         "learning_rate": 0.05,
         "momentum": 0.3,
@@ -35,9 +38,10 @@ def update(model, optimizer, scheduler, x):
 
 
 @pytest.mark.parametrize("momentum", [0.3, 0.0])
-def test_steps_of_rmsprop(momentum):
+@pytest.mark.parametrize("outside", [False, True])
+def test_steps_of_rmsprop(momentum, outside):
     """buffer = momentum * buffer + lr * g / sqrt(mean of g² + ε), the mean from 1."""
-    flags = make_flags(momentum=momentum)
+    flags = make_flags(momentum=momentum, epsilon_outside_root=outside)
     model, optimizer, scheduler = make(flags)
     w = model.weight.detach().numpy().copy()
     square, buffer = np.ones_like(w), np.zeros_like(w)
@@ -47,7 +51,10 @@ def test_steps_of_rmsprop(momentum):
         g = model.weight.grad.numpy()
         square = flags.alpha * square + (1 - flags.alpha) * g**2
         rate = flags.learning_rate * (1 - number / 10)
-        buffer = momentum * buffer + rate * g / np.sqrt(square + flags.epsilon)
+        root = np.sqrt(square + flags.epsilon)
+        if outside:
+            root = np.sqrt(square) + flags.epsilon
+        buffer = momentum * buffer + rate * g / root
         w = w - buffer
         np.testing.assert_allclose(model.weight.detach(), w, rtol=1e-12)
 
@@ -80,6 +87,20 @@ def test_learning_rate_falls_linearly_to_zero_and_stays_there(total_steps):
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * left, rel=1e-9)
         if 15 * number >= total_steps:
             assert optimizer.param_groups[0]["lr"] == 0.0
+        scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares"),
+    [("constant", [1, 1, 1, 1, 1]), ("cosine", [1, 0.8535534, 0.5, 0.1464466, 0])],
+)
+def test_other_schedules(kind, shares):
+    """At each quarter of the run, and after its end."""
+    flags = make_flags(learning_rate_schedule=kind, total_steps=4 * 15)
+    _, optimizer, scheduler = make(flags)
+    optimizer.step()
+    for share in [*shares, shares[-1]]:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * share)
         scheduler.step()
 
 

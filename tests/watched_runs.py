@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import select
 import signal
 import struct
@@ -114,7 +115,11 @@ def own_terminal() -> None:
 
 
 class Run:
-    """A run in its own session, observed from outside."""
+    """A run in its own session, observed from outside.
+
+    Args:
+      fresh: a new program, which imports all that it needs; else see runs.Forked.
+    """
 
     def __init__(
         self,
@@ -124,6 +129,7 @@ class Run:
         prefix: Sequence[str] = (),
         savedir: pathlib.Path | None = None,
         terminal: bool = False,
+        fresh: bool = False,
         **flags: Any,
     ) -> None:
         self.savedir = savedir or folder
@@ -146,15 +152,20 @@ class Run:
             self._reader.start()
         else:
             screen = os.open(self._console, os.O_WRONLY)
-        self.process = subprocess.Popen(
-            [*prefix, *words],
-            stdin=screen if terminal else subprocess.DEVNULL,
-            stdout=screen,
-            stderr=screen,
-            env={**runs.environment(), "FAULT_FILE": str(self.fault_file)},
-            start_new_session=True,
-            preexec_fn=own_terminal if terminal else None,
-        )
+        variables = {"FAULT_FILE": str(self.fault_file)}
+        self.process: runs.Process
+        if prefix or terminal or fresh:
+            self.process = subprocess.Popen(
+                [*prefix, *words],
+                stdin=screen if terminal else subprocess.DEVNULL,
+                stdout=screen,
+                stderr=screen,
+                env={**runs.environment(), **variables},
+                start_new_session=True,
+                preexec_fn=own_terminal if terminal else None,
+            )
+        else:
+            self.process = runs.Forked(words, screen, variables=variables)
         os.close(screen)
         self.pid = self.process.pid
 
@@ -233,7 +244,8 @@ class Run:
         return [
             process.pid
             for process in processes_of_session(self.pid)
-            if process.parent == self.pid and "forkserver" in process.command
+            if process.parent == self.pid
+            and re.search("forkserver|forked_runs", process.command)
         ]
 
     def cause(self, fault: str) -> None:

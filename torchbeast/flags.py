@@ -45,6 +45,7 @@ from torchbeast.presets import PRESETS, preset_name
 # learner may be started in different sessions.
 PRIVATE_FOLDER = f"/tmp/torchbeast-{os.getuid()}"
 PIPES_BASENAME = f"unix:{PRIVATE_FOLDER}/polybeast"
+WIDTH = Range(0, 64, False)
 SEED = Range(0, 2**64, True, False)  # for torch.manual_seed
 
 
@@ -146,12 +147,21 @@ class Atari(Group):
 
 class Model(Group):
     title = "model"
-    model: str = flag(  # the choices are model.TORSOS, which needs torch
+    model: str = flag(  # the choices are encoders.TORSOS, which needs torch
         "shallow",
         "size of the encoders: the torso for images, the MLP for vectors. "
         "--use_resnet means --model deep",
     )
-    use_lstm: bool = flag(False, "add a recurrent core")
+    encoder_width: float = flag(1.0,
+        "times as many channels and units in the encoders", WIDTH)
+    layer_norm: bool = flag(False, "normalize each layer of the encoders")
+    use_lstm: bool = flag(False, "add a recurrent core, see --core")
+    core: str = flag("lstm", "kind of the recurrent core", choices=["lstm", "gru"])
+    core_size: int = flag(256, "units of each layer of the recurrent core", COUNT)
+    core_layers: int = flag(1, "layers of the recurrent core", COUNT)
+    forget_bias: float = flag(0.0,
+        "added to the bias of the gate that keeps the core's state; 1 or 2 help it "
+        "to remember from the start", FINITE)
     normalize_observations: bool = flag(False,
         "scale numbers, but not images and categories, by running mean and "
         "deviation; their MLPs then have tanh instead of ReLU")
@@ -191,6 +201,8 @@ class Layout(Group):
 class Loss(Group):
     title = "loss"
     entropy_cost: float = flag(0.01, "weight of the entropy bonus", FINITE, TUNE)
+    final_entropy_cost: float | None = flag(None,
+        "its value at the end, if it changes (linearly) during the run", FINITE, TUNE)
     baseline_cost: float = flag(0.5, "weight of the value loss", AT_LEAST_0, TUNE)
     discounting: float = flag(0.99, "discount factor γ", SHARE, TUNE)
     reward_clipping: str = flag(
@@ -216,11 +228,17 @@ class Optimizer(Group):
     title = "optimizer"
     optimizer: str = flag(
         "rmsprop",
-        "rmsprop: as in TensorFlow, with ε under the root",
+        "rmsprop: as in TensorFlow, with ε under the root by default",
         choices=["rmsprop", "adam"],
     )
     learning_rate: float = flag(
-        0.0007, "at the start; falls linearly to 0 over --total_steps", AT_LEAST_0, TUNE
+        0.0007, "at the start; see --learning_rate_schedule", AT_LEAST_0, TUNE
+    )
+    learning_rate_schedule: str = flag(
+        "linear",
+        "linear and cosine fall to 0 over --total_steps",
+        TUNE,
+        choices=["linear", "cosine", "constant"],
     )
     updates_per_batch: int = flag(1,
         "updates per batch; more updates need fewer steps, but more compute",
@@ -230,6 +248,9 @@ class Optimizer(Group):
     alpha: float = flag(0.99, "decay of RMSProp's mean square", SHARE, TUNE)
     momentum: float = flag(0.0, "RMSProp's momentum", Range(0, 1, True, False), TUNE)
     epsilon: float = flag(1e-6, "the optimizer's ε", AT_LEAST_0, TUNE)
+    epsilon_outside_root: bool = flag(
+        False, "RMSProp's step is g / (√v + ε) and not g / √(v + ε)", TUNE
+    )
     grad_norm_clipping: float = flag(
         40.0, "largest norm of the gradient (inf: no clipping)", POSITIVE_OR_INF, TUNE
     )

@@ -1,20 +1,19 @@
-"""Learning: the loss, the optimizer and one update.
+"""Learning: the loss and one update.
 
 Both variants use this file. Read it top to bottom: rewards_and_discounts, impala_loss,
-schedule, make_optimizer, Learner, update, learn, count_batch. V-trace is in
-core/vtrace.py, the model in model.py.
+Learner, update, learn, count_batch. V-trace is in core/vtrace.py, the model in
+model.py, the optimizer and its schedule in optimizer.py.
 """
 
 import collections
+import logging
 import math
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from torchbeast.base import devices
 from torchbeast.base.nested import Nested
@@ -25,13 +24,15 @@ from torchbeast.core.finite import all_finite, explain_loss, explain_weights
 from torchbeast.core.mixer import Mixer
 from torchbeast.core.observations import InputCheck
 from torchbeast.core.replay_memory import make_replay
-from torchbeast.core.rmsprop import RMSProp
 from torchbeast.core.rollout import State
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.model import make_model
+from torchbeast.optimizer import advance, make_optimizer
 from torchbeast.records.logs_csv import join_columns, spread
 from torchbeast.runs import checkpoint, flagset
 from torchbeast.runs.flagset import Flags
+
+log = logging.getLogger(__name__)
 
 # --- The loss -------------------------------------------------------------------------
 
@@ -75,9 +76,9 @@ def impala_loss(
         baseline [T + 1, B] or [T + 1, B, K], float32. The advantages of K value heads
         are added.
       distribution: the policy distribution over actions, given logits.
-      flags: reward_clipping, discounting, baseline_cost, entropy_cost, clip_rho,
-        clip_pg_rho, clip_c, trace_decay, normalize_advantages, clip_ratio,
-        and kl_threshold if columns are replayed.
+      flags: reward_clipping, discounting, baseline_cost, entropy_cost,
+        final_entropy_cost, clip_rho, clip_pg_rho, clip_c, trace_decay,
+        normalize_advantages, clip_ratio, and kl_threshold if columns are replayed.
       auxiliary_losses: see Net.auxiliary_losses.
       progress: the share of the run before this update, from 0 to 1. To anneal a
         coefficient, multiply it by 1 - progress.
@@ -122,6 +123,9 @@ def impala_loss(
     clipped = has_left(rhos, advantages, flags.clip_ratio)
     advantages = advantages.masked_fill(clipped, 0)
     entropy = distribution.entropy(target_logits) * online
+    entropy_cost = flags.entropy_cost
+    if flags.final_entropy_cost is not None:
+        entropy_cost += (flags.final_entropy_cost - entropy_cost) * progress
     auxiliary = auxiliary_losses(batch, outputs, targets, valid, flags, progress)
 
     # Each loss is summed, added to the total and logged. A masked action has advantage
@@ -129,7 +133,7 @@ def impala_loss(
     losses = {
         "pg_loss": -(vtrace.finite(log_probs) * advantages).sum(),
         "baseline_loss": flags.baseline_cost * 0.5 * (targets.vs - values).pow(2).sum(),
-        "entropy_loss": -flags.entropy_cost * entropy.sum(),
+        "entropy_loss": -entropy_cost * entropy.sum(),
     }
     total_loss, columns = add_up(join_columns(losses, auxiliary), values.device)
 
@@ -182,33 +186,6 @@ def add_up(
         name: (x.sum() if x.dim() > 1 else x).detach() for name, x in tensors.items()
     }
     return total, join_columns({"total_loss": total.detach()}, columns)
-
-
-# --- The optimizer and its schedule ---------------------------------------------------
-
-
-def schedule(progress: float) -> float:
-    """The factor of --learning_rate after this share of the run: falls from 1 to 0."""
-    return 1.0 - progress
-
-
-def make_optimizer(
-    model: torch.nn.Module, flags: Flags
-) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """The optimizer and its schedule, which counts batches of B · T steps."""
-    weights = model.parameters()
-    more: dict[str, Any] = {"lr": flags.learning_rate, "eps": flags.epsilon}
-    optimizer: torch.optim.Optimizer
-    if flags.optimizer == "adam":
-        optimizer = torch.optim.Adam(weights, **more)
-    else:
-        optimizer = RMSProp(weights, **more, momentum=flags.momentum, alpha=flags.alpha)
-
-    def factor(batch: int) -> float:
-        step = batch * flags.batch_size * flags.unroll_length
-        return schedule(min(step, flags.total_steps) / flags.total_steps)
-
-    return optimizer, LambdaLR(optimizer, factor)
 
 
 # --- The learner ----------------------------------------------------------------------
@@ -301,6 +278,7 @@ class Learner:
             # Take the optimizer's moments only, and the new schedule at this step.
             batches = self.step // (self.flags.batch_size * self.flags.unroll_length)
             advance(self.scheduler, batches)
+            self._tell_of_a_higher_rate(state["scheduler_state_dict"]["_last_lr"][0])
             groups = self.optimizer.state_dict()["param_groups"]
             moments = {**state["optimizer_state_dict"], "param_groups": groups}
             new = {"optimizer": moments, "scheduler": self.scheduler.state_dict()}
@@ -311,6 +289,16 @@ class Learner:
         self.game_returns.extend(stats["game_returns"])
         if self.mixer:
             self.mixer.replayed_steps = stats["replayed_steps"]
+
+    def _tell_of_a_higher_rate(self, before: float) -> None:
+        if (now := self.scheduler.get_last_lr()[0]) > before * (1 + 1e-6):
+            log.warning(
+                "The learning rate rises from %.3g to %.3g, because flags of this "
+                "start differ from those of the checkpoint: the schedule follows from "
+                "--learning_rate %g, --learning_rate_schedule %s and --total_steps %d.",
+                *(before, now, self.flags.learning_rate),
+                *(self.flags.learning_rate_schedule, self.flags.total_steps),
+            )
 
     @property
     def progress(self) -> float:
@@ -358,14 +346,6 @@ def update(
         raise FloatingPointError(explain_weights(learner.step, learning_rate, flags))
     learner.num_updates += 1
     return columns
-
-
-def advance(scheduler: LambdaLR, batches: int) -> None:
-    """Advances the schedule. Torch would warn of batches without an update."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        for _ in range(batches):
-            scheduler.step()
 
 
 def to_numbers(row: Mapping[str, Any]) -> dict[str, Any]:

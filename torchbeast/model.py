@@ -1,19 +1,15 @@
 """The model: encoders for observations, one core, two heads.
 
 `Net` follows from the observation and action spaces. Images go through a convolutional
-torso, shallow or deep. All else is flattened and goes through a small MLP. The core
-gets their features, the clipped last reward and the last action. If there are neither
-images nor a core, the value has an MLP of its own. To try another torso, write it
-beside ShallowTorso and add its name to TORSOS.
+torso, shallow or deep. All else is flattened and goes through a small MLP; both are in
+encoders.py. The core gets their features, the clipped last reward and the last action.
+If there are neither images nor a core, the value has an MLP of its own.
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
@@ -22,163 +18,39 @@ from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.moments import CLIP, RunningMoments
 from torchbeast.core.observations import (
-    FlattenCells,
-    flatten_leaf,
-    has_channels_last,
-    has_numbers,
-    image_size,
     is_image,
     iterate_observation,
     iterate_space,
-    upper_bound,
 )
 from torchbeast.core.rollout import State
 from torchbeast.core.vtrace import VTraceReturns
+from torchbeast.encoders import (
+    ImageEncoder,
+    VectorEncoder,
+    initialize,
+    output_size,
+)
 from torchbeast.envs import action_masks
 from torchbeast.runs.flagset import Flags
 
 
-class ShallowTorso(nn.Sequential):
-    """Three convolutions (Mnih et al. 2015), or two for images below 36 pixels."""
+class RecurrentCore:
+    """What the cores of Net share. Another core needs hidden_size and these methods."""
 
-    def __init__(self, channels: int, height: int, width: int) -> None:
-        if min(height, width) < 36:
-            layers = [
-                *(nn.Conv2d(channels, 16, 3), nn.ReLU()),
-                *(nn.Conv2d(16, 32, 3), nn.ReLU()),
-            ]
-            hidden = 256
-        else:
-            layers = [
-                *(nn.Conv2d(channels, 32, 8, stride=4), nn.ReLU()),
-                *(nn.Conv2d(32, 64, 4, stride=2), nn.ReLU()),
-                *(nn.Conv2d(64, 64, 3, stride=1), nn.ReLU()),
-            ]
-            hidden = 512
-        conv = nn.Sequential(*layers, FlattenCells())
-        size = output_size(conv, torch.zeros(1, channels, height, width))
-        super().__init__(*conv, nn.Linear(size, hidden), nn.ReLU())
+    num_states = 1  # tensors in the state
 
-
-class ResidualUnit(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.conv2(F.relu(self.conv1(F.relu(x))))
-
-
-class DeepTorso(nn.Sequential):
-    """The residual network of IMPALA (Espeholt et al. 2018, figure 3 right)."""
-
-    def __init__(self, channels: int, height: int, width: int) -> None:
-        layers: list[nn.Module] = []
-        in_channels = channels
-        for out_channels in (16, 32, 32):
-            layers += [
-                nn.Conv2d(in_channels, out_channels, 3, padding=1),
-                nn.MaxPool2d(3, stride=2, padding=1),
-                ResidualUnit(out_channels),
-                ResidualUnit(out_channels),
-            ]
-            in_channels = out_channels
-        conv = nn.Sequential(*layers, nn.ReLU(), FlattenCells())
-        size = output_size(conv, torch.zeros(1, channels, height, width))
-        super().__init__(*conv, nn.Linear(size, 256), nn.ReLU())
-
-
-TORSOS = {"shallow": ShallowTorso, "deep": DeepTorso}
-MLP_SIZES = {"shallow": (128, 128), "deep": (256, 256, 256)}
-
-
-class ImageEncoder(nn.Module):
-    """Images [N, *shape], see image_fault -> features [N, size]."""
-
-    def __init__(self, space: spaces.Box, torso: str) -> None:
-        super().__init__()
-        self.channels_last = has_channels_last(space)
-        height, width, channels = image_size(space)
-        self.image = (channels, height, width)
-        self.scale = 1.0 / upper_bound(space)
-        self.torso = TORSOS[torso](channels, height, width)
-        # The fastest layout on CPUs. torch's type stubs lack it here.
-        self.torso.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.channels_last:
-            x = x.movedim(-1, -3)
-        x = x.reshape(len(x), *self.image)
-        dtype = next(self.torso.parameters()).dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-        # Reorder the bytes first, and scale in place, to save a copy.
-        x = x.contiguous(memory_format=torch.channels_last)
-        x = x.to(dtype, copy=True).mul_(self.scale)
-        return self.torso(x)
-
-
-class VectorEncoder(nn.Module):
-    """All observations that are not images, as one vector [N, D] -> features.
-
-    Args:
-      parts: the spaces of the observations.
-      torso: a name in MLP_SIZES.
-      normalize: normalize numbers, see has_numbers, by their running moments.
-
-    With `normalize` the activation function is tanh; else it is ReLU. For continuous
-    control tanh is better, and so is an MLP for the values alone (Andrychowicz et al.
-    2021, "What Matters for On-Policy Deep Actor-Critic Methods?").
-    """
-
-    is_number: torch.Tensor  # [D] bool
-
-    def __init__(
-        self, parts: list[spaces.Space], torso: str, normalize: bool = False
-    ) -> None:
-        super().__init__()
-        self.parts = parts
-        sizes = [spaces.flatdim(part) for part in parts]
-        size = sum(sizes)
-        self.moments = RunningMoments((size,)) if normalize else None
-        is_number = np.repeat([has_numbers(part) for part in parts], sizes)
-        self.register_buffer("is_number", torch.tensor(is_number), persistent=False)
-        activation = nn.Tanh if normalize else nn.ReLU
-        layers: list[nn.Module] = []
-        for hidden in MLP_SIZES[torso]:
-            layers += [nn.Linear(size, hidden), activation()]
-            size = hidden
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
-        vector = self.join(xs)
-        if self.moments is not None:
-            vector = torch.where(self.is_number, self.moments(vector), vector)
-        return self.layers(vector)
-
-    def join(self, xs: list[torch.Tensor]) -> torch.Tensor:
-        """Observations [N, ...] -> one vector [N, D] float32."""
-        vectors = [
-            flatten_leaf(part, x) for part, x in zip(self.parts, xs, strict=True)
-        ]
-        return torch.cat(vectors, dim=-1)
-
-
-class LSTMCore(nn.LSTM):
-    """The recurrent core of Net. Another core needs hidden_size and these methods."""
-
-    def state_sizes(self, batch_size: int) -> list[tuple[int, ...]]:
+    def state_sizes(self: Any, batch_size: int) -> list[tuple[int, ...]]:
         """Of the state before an episode: [layers, B, size] per tensor."""
-        return [(self.num_layers, batch_size, self.hidden_size)] * 2
+        size = (self.num_layers, batch_size, self.hidden_size)
+        return [size] * self.num_states
 
     def unroll(
-        self, x: torch.Tensor, done: torch.Tensor, state: State
+        self: Any, x: torch.Tensor, done: torch.Tensor, state: State
     ) -> tuple[torch.Tensor, State]:
         """Runs over x [T, B, D]; zeroes the state where an episode begins.
 
         It cuts the rows at those where any episode begins. Within a piece no state is
-        reset, so that the LSTM processes a piece in one call.
+        reset, so that one call processes a piece.
 
         Returns:
           features [T, B, hidden_size], and the last state.
@@ -187,10 +59,33 @@ class LSTMCore(nn.LSTM):
         outputs = []
         for first, last in itertools.pairwise(begins):
             keep = (~done[first]).to(x.dtype).view(1, -1, 1)
-            state = (keep * state[0], keep * state[1])
-            y, state = self(x[first:last], state)
+            state = tuple(keep * tensor for tensor in state)
+            y, after = self(x[first:last], state if len(state) > 1 else state[0])
+            state = after if isinstance(after, tuple) else (after,)
             outputs.append(y)
         return torch.cat(outputs), state
+
+    @torch.no_grad()
+    def remember(self: Any, forget_bias: float) -> None:
+        """Adds to the bias of the gate that keeps the state, as new weights need it.
+
+        It is the second gate: the LSTM's forget gate (Gers et al. 2000), the GRU's
+        update gate.
+        """
+        gate = slice(self.hidden_size, 2 * self.hidden_size)
+        for layer in range(self.num_layers):
+            getattr(self, f"bias_ih_l{layer}")[gate] += forget_bias
+
+
+class LSTMCore(RecurrentCore, nn.LSTM):
+    num_states = 2
+
+
+class GRUCore(RecurrentCore, nn.GRU):
+    pass
+
+
+CORES: dict[str, Any] = {"lstm": LSTMCore, "gru": GRUCore}
 
 
 class Net(nn.Module):
@@ -202,12 +97,16 @@ class Net(nn.Module):
         is 0 are never taken.
       action_space: Discrete, MultiDiscrete or Box.
       torso: a name in TORSOS.
-      use_lstm: add a recurrent core (LSTM, 256) after the encoders.
+      use_lstm: add a recurrent core after the encoders.
       bf16: run the image encoders in bfloat16; all else stays in float32, because
         vectors may hold integers above 256, which bfloat16 rounds.
       normalize_observations: normalize observations of numbers that are not images.
       reward_discounting: γ of the running sum of rewards; rewards are divided by its
         standard deviation. None: they are not normalized.
+      encoder_width: times as many channels and units in the encoders.
+      layer_norm: normalize each layer of the encoders.
+      core, core_size, core_layers: its kind, a name in CORES, and its sizes.
+      forget_bias: see RecurrentCore.remember.
     """
 
     def __init__(
@@ -219,6 +118,12 @@ class Net(nn.Module):
         bf16: bool = False,
         normalize_observations: bool = False,
         reward_discounting: float | None = None,
+        encoder_width: float = 1.0,
+        layer_norm: bool = False,
+        core: str = "lstm",
+        core_size: int = 256,
+        core_layers: int = 1,
+        forget_bias: float = 0.0,
     ) -> None:
         super().__init__()
         self.bf16 = bf16
@@ -226,12 +131,15 @@ class Net(nn.Module):
         self.distribution = make_distribution(action_space)
         leaves = list(iterate_space(observation_space))
         self.is_image = [is_image(space) for space in leaves]
-        images = [ImageEncoder(space, torso) for space in leaves if is_image(space)]
+        images = [
+            ImageEncoder(space, torso, encoder_width, layer_norm)
+            for space in leaves
+            if is_image(space)
+        ]
         self.images = nn.ModuleList(images)
         vectors = [s for s in leaves if not is_image(s)]
-        self.vector = (
-            VectorEncoder(vectors, torso, normalize_observations) if vectors else None
-        )
+        settings = vectors, torso, normalize_observations, encoder_width, layer_norm
+        self.vector = VectorEncoder(*settings) if vectors else None
         self.return_moments: RunningMoments | None = None
         if reward_discounting is not None:
             self.return_moments = RunningMoments(())
@@ -239,13 +147,17 @@ class Net(nn.Module):
 
         rows = rollout.example_rows(observation_space, self.distribution)
         size = output_size(self.encode, rows)
-        self.core = LSTMCore(size, 256) if use_lstm else None
-        size = self.core.hidden_size if self.core else size
+        self.core: Any = None
+        if use_lstm:
+            self.core = CORES[core](size, core_size, core_layers)
+            if forget_bias:
+                self.core.remember(forget_bias)
+            size = self.core.hidden_size
         self.policy = nn.Linear(size, self.distribution.num_logits)
         # The values have an MLP of their own if that takes little time.
         self.value_vector: VectorEncoder | None = None
         if self.vector and not images and self.core is None:
-            self.value_vector = VectorEncoder(vectors, torso, normalize_observations)
+            self.value_vector = VectorEncoder(*settings)
             self.value_vector.apply(initialize)
             self.value_vector.moments = self.vector.moments
         self.baseline = nn.Linear(size, 1)
@@ -422,29 +334,15 @@ def make_model(
         observation_space,
         action_space,
         torso=flags.model,
+        encoder_width=flags.encoder_width,
+        layer_norm=flags.layer_norm,
         use_lstm=flags.use_lstm,
+        core=flags.core,
+        core_size=flags.core_size,
+        core_layers=flags.core_layers,
+        forget_bias=flags.forget_bias,
         bf16=flags.precision == "bf16",
         normalize_observations=flags.normalize_observations,
         reward_discounting=flags.discounting if flags.normalize_rewards else None,
     )
     return model.to(device)
-
-
-def initialize(module: nn.Module) -> None:
-    """Initializes weights so that each layer keeps the scale of the signal.
-
-    With PyTorch's default, the shallow torso shrinks the difference between two frames
-    to a fiftieth. Residual units start as the identity.
-    """
-    if isinstance(module, nn.Conv2d | nn.Linear):
-        nn.init.kaiming_normal_(module.weight, nonlinearity="relu")  # He et al. 2015
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-    elif isinstance(module, ResidualUnit):  # comes after its convolutions
-        nn.init.zeros_(module.conv2.weight)
-
-
-@torch.no_grad()
-def output_size(encode: Callable[[Any], torch.Tensor], example: Any) -> int:
-    """Number of features that a module or function makes of an input."""
-    return encode(example).shape[-1]

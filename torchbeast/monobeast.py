@@ -44,11 +44,12 @@ from torchbeast.core.acting import (
     to_tensors,
 )
 from torchbeast.core.rollout import State
+from torchbeast.encoders import TORSOS
 from torchbeast.envs.environment import Environment
 from torchbeast.learner import Learner, learn
 from torchbeast.local.actors import Actors, actor_context
 from torchbeast.local.env_spec import find_env_spec
-from torchbeast.model import TORSOS, make_model
+from torchbeast.model import make_model
 from torchbeast.play.evaluate import evaluate
 from torchbeast.play.evaluator import Evaluator
 from torchbeast.procs import processes

@@ -37,7 +37,7 @@ NUM_SERVERS = declared_flags.DECLARED["num_servers"].default
 
 
 def make_parser() -> FlagParser:
-    from torchbeast.model import TORSOS
+    from torchbeast.encoders import TORSOS
 
     groups = (*declared_flags.TRAINING, *declared_flags.CONNECTED)
     return declared_flags.make_parser(

@@ -41,8 +41,8 @@ from torchbeast.base.hardware import keep_freed_memory
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core.acting import ActingModels, act_step
+from torchbeast.encoders import TORSOS
 from torchbeast.learner import Learner, learn
-from torchbeast.model import TORSOS
 from torchbeast.play.evaluate import evaluate
 from torchbeast.play.evaluate_on_servers import fits, play_on_servers
 from torchbeast.play.evaluator import Evaluator

@@ -32,6 +32,7 @@ from torchbeast.base.nested import map_nested
 from torchbeast.core.acting import Choose, act_step, prepare_to_act, to_tensors
 from torchbeast.core.finite import find_cause
 from torchbeast.core.rollout import State
+from torchbeast.encoders import TORSOS
 from torchbeast.envs.atari import atari_game
 from torchbeast.envs.checks import InvalidEnvironmentError, describe
 from torchbeast.envs.environment import example_environment, to_env_actions
@@ -39,7 +40,7 @@ from torchbeast.envs.extra_fields import EXTRA_FIELDS
 from torchbeast.envs.make_env import create_env
 from torchbeast.envs.totals import Totals
 from torchbeast.envs.vector_envs import find_vector_env
-from torchbeast.model import TORSOS, Net, make_model
+from torchbeast.model import Net, make_model
 from torchbeast.runs import checkpoint, flagset, trust
 from torchbeast.runs.flagset import Flags
 

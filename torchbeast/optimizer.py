@@ -1,0 +1,108 @@
+"""The optimizer and the schedule of its learning rate."""
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchbeast.runs.flagset import Flags
+
+
+def schedule(progress: float, kind: str) -> float:
+    """The factor of --learning_rate after this share of the run, from 0 to 1."""
+    if kind == "constant":
+        return 1.0
+    if kind == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 1.0 - progress
+
+
+def make_optimizer(
+    model: torch.nn.Module, flags: Flags
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """The optimizer and its schedule, which counts batches of B · T steps."""
+    weights = model.parameters()
+    more: dict[str, Any] = {"lr": flags.learning_rate, "eps": flags.epsilon}
+    optimizer: torch.optim.Optimizer
+    if flags.optimizer == "adam":
+        optimizer = torch.optim.Adam(weights, **more)
+    else:
+        more |= {"momentum": flags.momentum, "alpha": flags.alpha}
+        optimizer = RMSProp(weights, **more, outside=flags.epsilon_outside_root)
+
+    def factor(batch: int) -> float:
+        step = batch * flags.batch_size * flags.unroll_length
+        progress = min(step, flags.total_steps) / flags.total_steps
+        return schedule(progress, flags.learning_rate_schedule)
+
+    return optimizer, LambdaLR(optimizer, factor)
+
+
+def advance(scheduler: LambdaLR, batches: int) -> None:
+    """Advances the schedule. Torch would warn of batches without an update."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for _ in range(batches):
+            scheduler.step()
+
+
+class RMSProp(torch.optim.Optimizer):
+    """RMSProp as in TensorFlow, for which the published settings were tuned.
+
+        square = α square + (1 - α) g²        from 1
+        buffer = momentum buffer + lr g / sqrt(square + ε)
+        weight = weight - buffer
+
+    torch.optim.RMSprop starts from square = 0 and adds ε outside the root. So its first
+    steps are ten times the learning rate, which can kill every unit of the first layer.
+
+    Args:
+      outside: add ε outside the root: lr g / (sqrt(square) + ε). The square still
+        starts from 1.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        lr: float,
+        alpha: float = 0.99,
+        eps: float = 0.01,
+        momentum: float = 0.0,
+        outside: bool = False,
+    ) -> None:
+        self.outside = outside
+        settings = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum}
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for weight in group["params"]:
+                gradient = weight.grad
+                if gradient is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["square"] = torch.ones_like(weight)
+                    state["buffer"] = torch.zeros_like(weight)
+                square = state["square"]
+                square.mul_(group["alpha"])
+                square.addcmul_(gradient, gradient, value=1 - group["alpha"])
+                if self.outside:
+                    root = square.sqrt().add_(group["eps"])
+                else:
+                    root = (square + group["eps"]).sqrt_()
+                if group["momentum"]:
+                    buffer = state["buffer"].mul_(group["momentum"])
+                    buffer.addcdiv_(gradient, root, value=group["lr"])
+                    weight.sub_(buffer)
+                else:
+                    weight.addcdiv_(gradient, root, value=-group["lr"])
+        return loss
