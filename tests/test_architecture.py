@@ -37,7 +37,7 @@ TOP = {
     "flags": "presets",
     "encoders": "",
     "model": "encoders",
-    "learner": "model",
+    "learner": "model optimizer",
 }
 
 
