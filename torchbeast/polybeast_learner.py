@@ -47,7 +47,8 @@ from torchbeast.play.evaluate import evaluate
 from torchbeast.play.evaluate_on_servers import fits, play_on_servers
 from torchbeast.play.evaluator import Evaluator
 from torchbeast.procs import processes
-from torchbeast.remote.remote_envs import RemoteEnvs, server_addresses
+from torchbeast.remote.env_connection import server_addresses
+from torchbeast.remote.remote_envs import RemoteEnvs
 from torchbeast.remote.security import choose_side
 from torchbeast.remote.streams import StreamGroup, Streams, as_stored
 from torchbeast.runs import flagset, resume, script
