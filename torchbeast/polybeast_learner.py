@@ -279,9 +279,13 @@ def resolve_layout(flags: Flags) -> Flags:
     return flags
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
-    parser = make_parser()
+def run(
+    parser: FlagParser,
+    argv: Sequence[str] | None,
+    resolve_layout: Callable[[Flags], Flags],
+    train: Callable[[resume.Start], int],
+) -> int:
+    """Trains or tests, for the two scripts of PolyBeast. Returns the exit status."""
     with script.reported() as outcome:
         typed = flagset.read(parser, argv)
         if flagset.merge(typed).mode == "train":
@@ -290,6 +294,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             evaluate(typed, play_on_servers)
     return outcome.status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
+    return run(make_parser(), argv, resolve_layout, train)
 
 
 if __name__ == "__main__":

@@ -110,8 +110,8 @@ class RemoteEnvs:
         if not flags.listen:
             servers, n = server_addresses(flags), flags.num_actors
             self.addresses = [servers[i % len(servers)] for i in range(n)]
-            if n != len(servers):  # what this means, docs/operations.md says
-                log.info("%d streams share %d servers.", n, min(n, len(servers)))
+            if n != len(servers):  # docs/operations.md says what this means
+                log.info("%d streams share %d servers.", n, len(servers))
         warn_of_exposed_token(flags, [flags.listen] if flags.listen else self.addresses)
         if flags.listen:
             try:
