@@ -75,13 +75,11 @@ def make_bound(bound: Any, end: str, dtype: np.dtype) -> np.ndarray:
     if dtype.kind == "f":
         with np.errstate(over="ignore"):  # beyond the dtype's range: unbounded
             return np.asarray(bound, dtype)
-    if dtype.kind == "b":
-        return np.asarray(np.clip(bound, 0, 1), dtype)
-    limits = np.iinfo(dtype)
-    bound = np.clip(bound, float(limits.min), float(limits.max))
-    with np.errstate(invalid="ignore"):  # float64 rounds int64's maximum up
-        inside = bound.astype(dtype)
-    return np.where(bound < float(limits.max), inside, dtype.type(limits.max))
+    limits = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    low, high = map(int, limits)
+    # Python compares a float with an int exactly; float64 rounds int64's maximum up.
+    clip = np.frompyfunc(lambda x: int(min(max(x, low), high)), 1, 1)
+    return np.asarray(clip(bound)).astype(dtype)
 
 
 class RemoteEnvs:
