@@ -42,7 +42,7 @@ class ReplayError(UserError, ValueError):
     """The replay can't be made with these flags on this machine."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Episode:
     """Some steps of one environment, in order.
 
@@ -51,6 +51,7 @@ class Episode:
       is_cut: the end is not that of the episode, or its value is not known.
       stored_at: the learner's step when the episode last grew.
       touched: number of steps that the replay had got when the episode last grew.
+      last_row: if it goes on, the digest of the row that its next rollout begins with.
       total: number of steps in complete episodes up to the end of this one.
     """
 
@@ -60,6 +61,7 @@ class Episode:
     is_cut: bool = False
     stored_at: int = 0
     touched: int = 0
+    last_row: bytes = b""
     total: int = 0
 
 
@@ -110,8 +112,7 @@ class Replay:
         self._complete: dict[int, Episode] = {}  # the oldest first
         self._in_order: list[Episode] = []  # the same, after some that were removed
         self._num_complete = 0  # steps in complete episodes, also in removed ones
-        # Unfinished episodes, by the digest of the row that continues them; see _key.
-        self._open: dict[bytes, list[Episode]] = {}
+        self._open: list[Episode] = []  # unfinished; the one that grew first is first
         self._num_episodes = 0
         self._readers: collections.deque[Reader] = collections.deque()
         self._rng = np.random.default_rng(seed)
@@ -162,38 +163,30 @@ class Replay:
                 else:
                     self._append(episode, column, begin, end)
                     episode.stored_at = step
-                    if done[end] or episode.length > LONGEST_SHARE * self.capacity:
+                is_long = episode and episode.length > LONGEST_SHARE * self.capacity
+                if done[end] or is_long:
+                    if episode:
                         # The value of a truncated episode's last observation is that
                         # of old weights, so its last step does not count.
                         episode.is_cut = not done[end] or bool(column["truncated"][end])
                         self._finish(episode)
-                        episode = self._new_episode()
-                if done[end] and episode is None:
                     episode = self._new_episode()
                 begin = end
             if episode is not None and not done[T]:
-                episode.touched = self.num_added
-                self._open.setdefault(self._key(column, T), []).append(episode)
+                episode.touched, episode.last_row = self.num_added, digest(column, T)
+                self._open.append(episode)
 
     def _new_episode(self) -> Episode:
         self._num_episodes += 1
         return Episode(self._num_episodes)
 
-    def _key(self, column: dict[str, Nested], t: int) -> bytes:
-        """Digest of row t with all its fields."""
-        digest = hashlib.blake2b(digest_size=16)
-        map_nested(lambda x: digest.update(x[t].tobytes()), column)
-        return digest.digest()
-
     def _take_open(self, column: dict[str, Nested]) -> Episode | None:
-        key = self._key(column, 0)
-        episodes = self._open.get(key)
-        if not episodes:
-            return None  # its first rollouts are lost
-        episode = episodes.pop(0)
-        if not episodes:
-            del self._open[key]
-        return episode
+        """The episode that a rollout continues; None if its first rollouts are lost."""
+        first_row = digest(column, 0)
+        for i, episode in enumerate(self._open):
+            if episode.last_row == first_row:
+                return self._open.pop(i)
+        return None
 
     def _append(
         self, episode: Episode, column: dict[str, Nested], begin: int, end: int
@@ -229,21 +222,17 @@ class Replay:
     def _make_room(self) -> None:
         """Removes the oldest complete or lost episode."""
         self.was_full = True
-        for key, episodes in self._open.items():  # the one that grew first is first
-            if self.num_added - episodes[0].touched > self.capacity:
-                lost = episodes.pop(0)
-                if not episodes:
-                    del self._open[key]
-                self.num_lost += lost.length
-                self._free(lost)
-                return
-            break
+        if self._open and self.num_added - self._open[0].touched > self.capacity:
+            lost = self._open.pop(0)
+            self.num_lost += lost.length
+            self._free(lost)
+            return
         # Episodes without ends would push out all complete ones.
         while self._slots.num_free + self.size < (1 - OPEN_SHARE) * self.capacity:
-            places = ((x, i) for x in self._open.values() for i in range(len(x)))
-            episodes, i = max(places, key=lambda place: place[0][place[1]].length)
-            part, episodes[i] = episodes[i], self._new_episode()
-            part.is_cut, episodes[i].touched = True, part.touched
+            part, rest = max(self._open, key=lambda x: x.length), self._new_episode()
+            rest.touched, rest.last_row = part.touched, part.last_row
+            self._open[self._open.index(part)] = rest
+            part.is_cut = True
             self._finish(part)
         if not self._complete:
             raise ReplayError(
@@ -364,3 +353,10 @@ class Replay:
         self._slots.keep(taken)
         for store in self._stacks():
             store.slots.keep([store.frames(slots) for slots in taken])
+
+
+def digest(column: dict[str, Nested], t: int) -> bytes:
+    """Of row t with all its fields."""
+    found = hashlib.blake2b(digest_size=16)
+    map_nested(lambda x: found.update(x[t].tobytes()), column)
+    return found.digest()
