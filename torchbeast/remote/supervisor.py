@@ -66,6 +66,7 @@ class Servers:
         self.group = children.Children(mp.get_context("spawn"), STOP_SECONDS)
         self.restarts = 0
         self.ever_ready = False
+        self.sockets: set[str] = set()  # of servers that have been ready
         self.watched = time.monotonic()
         self.silent_seconds = max(SILENT_SECONDS, getattr(flags, "actor_timeout", 0))
         self.is_new = Seldom(REPEAT_SECONDS)  # servers that join send equal texts
@@ -155,6 +156,8 @@ class Servers:
         if kind == "ready":
             server.ready, self.ever_ready = time.monotonic(), True
             server.address = rest[0]  # keeps a port that was free
+            if server.address.startswith("unix:") and not self.flags.join:
+                self.sockets.add(server.address.removeprefix("unix:"))
             log.info("Server %d at %s: %s", server.index, *rest)
         elif kind == "log" and self.is_new(*rest):
             log.info("%s", *rest)
@@ -166,12 +169,9 @@ class Servers:
             child.process.terminate()
         self.group.end(STOP_SECONDS)
         self.group.close()
-        for server in self.servers:
-            kind, _, path = server.address.partition(":")
-            # One that has never been ready may not own the socket.
-            if kind == "unix" and server.ready and not self.flags.join:
-                with contextlib.suppress(OSError):  # it removed it
-                    os.unlink(path)
+        for path in self.sockets:
+            with contextlib.suppress(OSError):  # a server that exits removes its own
+                os.unlink(path)
 
 
 class SharedPipe:
