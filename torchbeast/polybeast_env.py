@@ -118,7 +118,6 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
             return bool(signals.number or connection.wait(until, 0))
 
         try:
-            servers.start(should_stop)
             while not should_stop():
                 servers.watch(1.0, [signals.wake_pipe.reader, *until])
         finally:

@@ -44,6 +44,7 @@ class Server:
     ready: float | None = None  # None: not yet
     heard: float = 0.0  # the last message, or the start
     due: float = 0.0  # the next start, if there is no process
+    starts: int = 0
     crashes: int = 0  # in a row, each before it was healthy
 
 
@@ -64,22 +65,14 @@ class Servers:
         self.servers = [Server(i, address) for i, address in enumerate(addresses)]
         # Not forked: gRPC can't be.
         self.group = children.Children(mp.get_context("spawn"), STOP_SECONDS)
-        self.restarts = 0
         self.ever_ready = False
         self.sockets: set[str] = set()  # of servers that have been ready
         self.watched = time.monotonic()
         self.silent_seconds = max(SILENT_SECONDS, getattr(flags, "actor_timeout", 0))
         self.is_new = Seldom(REPEAT_SECONDS)  # servers that join send equal texts
 
-    def start(self, should_stop: Callable[[], Any]) -> None:
-        """Starts all servers, unless `should_stop` returns true before that."""
-        for server in self.servers:
-            if should_stop():
-                break
-            self._start(server, 0)
-
     def watch(self, timeout: float, wake_up: Sequence[Any]) -> None:
-        """Waits for an event, and restarts dead servers.
+        """Starts servers, also again after they have died, and waits for an event.
 
         Args:
           timeout: maximal seconds to wait.
@@ -91,9 +84,7 @@ class Servers:
         now = time.monotonic()
         for server in self.servers:
             if server.child is None and now >= server.due:
-                self.restarts += 1
-                # Each start has 65,536 numbers for its streams: none repeats.
-                self._start(server, self.restarts << 16)
+                self._start(server)
             elif server.child is None:
                 timeout = min(timeout, server.due - now)
         children.wait(self.group.alive, timeout, wake_up)
@@ -106,13 +97,15 @@ class Servers:
             if server.child:
                 self._check(server, server.child)
 
-    def _start(self, server: Server, first_stream: int) -> None:
-        arguments = (self.flags, server.index, server.address, first_stream)
+    def _start(self, server: Server) -> None:
+        # Each start has 65,536 numbers for its streams: none repeats.
+        arguments = (self.flags, server.index, server.address, server.starts << 16)
         # The end of its pipe is a request to end.
         server.child = self.group.start(
             f"server {server.index}", self.serve, *arguments
         )
         server.heard, server.ready = time.monotonic(), None
+        server.starts += 1
 
     def _check(self, server: Server, child: children.Child) -> None:
         now = time.monotonic()  # before it is ended, which may take seconds
