@@ -85,6 +85,25 @@ def test_servers_that_give_no_sign_of_life(monkeypatch, caplog, serve, restarts)
     assert ("no sign of life for 8 s" in caplog.text) == bool(restarts)
 
 
+def never_gets_ready(flags, index, address, first_stream, pipe):
+    time.sleep(1000)
+
+
+def test_a_server_that_never_gets_ready(monkeypatch):
+    monkeypatch.setattr(supervisor, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.1)
+    flags = argparse.Namespace(max_restarts=5, join=None)
+    servers = supervisor.Servers(never_gets_ready, flags, ["127.0.0.1:1"])
+    fails = pytest.raises(ServerError, match="cannot start: it gave no sign of life")
+    end = time.monotonic() + 60
+    try:
+        with fails:
+            while time.monotonic() < end:
+                servers.watch(0.1, [])
+    finally:
+        servers.stop()
+
+
 def test_all_were_suspended(monkeypatch):
     """A server's sign of life may come after the supervisor has woken up."""
     flags = argparse.Namespace(max_restarts=5, join=None)
