@@ -510,7 +510,7 @@ def test_joiners_wait_and_say_what_for(join, tmp_path):
         environments.wait_for("ValueError: the ball left the table")
         environments.wait_for("starting it again")
     assert "has failed: Traceback" in environments.console
-    assert "EnvironmentFailed" not in environments.console
+    assert "ServerError" not in environments.console
     assert "in raise_error" in environments.console, "the environment's traceback"
     listener.close()
     environments.assert_ends_when_asked()

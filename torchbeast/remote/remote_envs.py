@@ -109,7 +109,8 @@ class RemoteEnvs:
             servers, n = server_addresses(flags), flags.num_actors
             self.addresses = [servers[i % len(servers)] for i in range(n)]
             if n != len(servers):  # docs/operations.md says what this means
-                log.info("%d streams share %d servers.", n, len(servers))
+                share = n, min(n, len(servers)), len(servers)
+                log.info("%d streams share %d of %d servers.", *share)
         warn_of_exposed_token(flags, [flags.listen] if flags.listen else self.addresses)
         if flags.listen:
             try:

@@ -36,10 +36,6 @@ WATCH_SECONDS = 0.5  # between two checks of a client
 PAUSE_SECONDS = 1.0  # before others replace environments that have raised
 
 
-class EnvironmentFailed(ServerError):
-    """An environment of a client has failed; the text says why."""
-
-
 def serve(
     flags: Flags,
     index: int,
@@ -98,7 +94,9 @@ def serve_under_ray(flags: Flags, index: int) -> None:
         client = make_server(flags, index, flags.join, 0)
         try:
             return run_client(flags, client, log.info)
-        except EnvironmentFailed:
+        except RefusedForGood:
+            raise
+        except ServerError:
             time.sleep(PAUSE_SECONDS)  # the learner logs the reason
 
 
@@ -114,7 +112,7 @@ def run_client(
 
     Raises:
       RefusedForGood: the learner refuses, or no connection with it can work.
-      EnvironmentFailed: the environment raised, or the learner refused its step.
+      ServerError: the environment raised, or the learner refused its step.
     """
     import libtorchbeast
 
@@ -144,12 +142,12 @@ def run_client(
     threading.Thread(target=watch, daemon=True).start()
     try:
         client.run(here=here)
-    except (libtorchbeast.TransportError, libtorchbeast.WireError) as error:
-        if client.stats()["num_steps"] > 0:  # new environments may do better
-            raise EnvironmentFailed(str(error)) from error
+    except RuntimeError as error:  # its text has the traceback of an environment
+        of_stream = libtorchbeast.TransportError, libtorchbeast.WireError
+        # After some steps, new environments may do better.
+        if client.stats()["num_steps"] > 0 or not isinstance(error, of_stream):
+            raise ServerError(str(error)) from error
         faults.append(str(error))
-    except RuntimeError as error:  # its text has the traceback
-        raise EnvironmentFailed(str(error)) from error
     finally:
         over.set()
     if faults:
