@@ -131,9 +131,19 @@ def check_servers(servers: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
-    from torchbeast import polybeast_learner
+    from torchbeast.play.evaluate import evaluate
+    from torchbeast.play.evaluate_on_servers import play_on_servers
+    from torchbeast.runs import flagset, resume, script
 
-    return polybeast_learner.run(make_parser(), argv, resolve_layout, train)
+    parser = make_parser()
+    with script.reported() as outcome:
+        typed = flagset.read(parser, argv)
+        if flagset.merge(typed).mode == "train":
+            with resume.begin(typed, resolve_layout) as start:
+                outcome.status = 0 if start.is_finished() else train(start)
+        else:
+            evaluate(typed, play_on_servers)
+    return outcome.status
 
 
 if __name__ == "__main__":

@@ -47,8 +47,7 @@ from torchbeast.play.evaluate import evaluate
 from torchbeast.play.evaluate_on_servers import fits, play_on_servers
 from torchbeast.play.evaluator import Evaluator
 from torchbeast.procs import processes
-from torchbeast.remote.env_connection import server_addresses
-from torchbeast.remote.remote_envs import RemoteEnvs
+from torchbeast.remote.remote_envs import RemoteEnvs, server_addresses
 from torchbeast.remote.security import choose_side
 from torchbeast.remote.streams import StreamGroup, Streams, as_stored
 from torchbeast.runs import flagset, resume, script
@@ -279,13 +278,9 @@ def resolve_layout(flags: Flags) -> Flags:
     return flags
 
 
-def run(
-    parser: FlagParser,
-    argv: Sequence[str] | None,
-    resolve_layout: Callable[[Flags], Flags],
-    train: Callable[[resume.Start], int],
-) -> int:
-    """Trains or tests, for the two scripts of PolyBeast. Returns the exit status."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
+    parser = make_parser()
     with script.reported() as outcome:
         typed = flagset.read(parser, argv)
         if flagset.merge(typed).mode == "train":
@@ -294,11 +289,6 @@ def run(
         else:
             evaluate(typed, play_on_servers)
     return outcome.status
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
-    return run(make_parser(), argv, resolve_layout, train)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from torchbeast.core.acting import act_step, prepare_to_act
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.model import Net, make_model
 from torchbeast.play.evaluate import TEST_STREAM, Game
-from torchbeast.remote.env_connection import server_addresses
-from torchbeast.remote.remote_envs import RemoteEnvs
+from torchbeast.remote.remote_envs import RemoteEnvs, server_addresses
 from torchbeast.remote.streams import StreamGroup, as_stored
 from torchbeast.runs import checkpoint
 from torchbeast.runs.flagset import Flags
