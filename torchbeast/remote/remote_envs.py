@@ -50,10 +50,9 @@ def make_space(description: dict[str, Any]) -> spaces.Space:
             for end in ("low", "high")
         )
         return spaces.Box(low, high, shape, dtype=dtype.type)
-    if kind == "Discrete":
-        return spaces.Discrete(description["n"], start=description["start"])
-    if kind == "MultiDiscrete":
-        return spaces.MultiDiscrete(description["n"], start=description["start"])
+    if kind in ("Discrete", "MultiDiscrete"):
+        make = getattr(spaces, kind)
+        return make(description["n"], start=description["start"])
     if kind == "MultiBinary":
         return spaces.MultiBinary(description["shape"])
     if kind == "Tuple":

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TLS_FLAGS = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name")
 # Reasons of a TLS handshake that the other side answers in plain TCP.
 PLAIN = ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 
@@ -70,15 +71,8 @@ def security(flags: argparse.Namespace) -> libtorchbeast.Security:
             token = Path(flags.token_file).read_text("utf-8").strip()
         if not token:
             raise FlagError(f"--token_file {flags.token_file} is empty")
-    return libtorchbeast.Security(
-        tls=flags.tls,
-        tls_ca=flags.tls_ca,
-        tls_cert=flags.tls_cert,
-        tls_key=flags.tls_key,
-        tls_server_name=flags.tls_server_name,
-        token=token,
-        insecure=flags.insecure,
-    )
+    files = {name: getattr(flags, name) for name in TLS_FLAGS}
+    return libtorchbeast.Security(**files, token=token, insecure=flags.insecure)
 
 
 def warn_of_exposed_token(flags: argparse.Namespace, addresses: Sequence[str]) -> None:
@@ -108,20 +102,15 @@ def make_private_folder(pipes_basename: str) -> None:
     """
     if not pipes_basename.startswith(f"unix:{PRIVATE_FOLDER}/"):
         return
-    other = "give --pipes_basename unix:PATH with a path in your own folder"
-    try:
+    with using(f"--pipes_basename {pipes_basename}"):
         with contextlib.suppress(FileExistsError):
             os.mkdir(PRIVATE_FOLDER, mode=0o700)
-    except OSError as error:
-        raise FlagError(
-            f"can't make the folder {PRIVATE_FOLDER} for the servers' sockets: "
-            f"{error.strerror}; {other}"
-        ) from error
-    found = os.lstat(PRIVATE_FOLDER)
+        found = os.lstat(PRIVATE_FOLDER)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise FlagError(
             f"{PRIVATE_FOLDER} is not your folder (it belongs to user {found.st_uid}), "
-            f"so sockets there are not safe; {other}"
+            "so sockets there are not safe; give --pipes_basename unix:PATH with a "
+            "path in your own folder"
         )
     os.chmod(PRIVATE_FOLDER, 0o700)
 
@@ -131,8 +120,7 @@ def make_private_folder(pipes_basename: str) -> None:
 
 def uses_tls(flags: argparse.Namespace) -> bool:
     """Whether connections to host:port addresses use TLS."""
-    names = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name")
-    return any(getattr(flags, name) for name in names)
+    return any(getattr(flags, name) for name in TLS_FLAGS)
 
 
 def tls_context(flags: argparse.Namespace) -> ssl.SSLContext:
@@ -154,8 +142,6 @@ def tls_context(flags: argparse.Namespace) -> ssl.SSLContext:
     if flags.tls_ca:
         with using(f"--tls_ca {flags.tls_ca}"):
             context.load_verify_locations(flags.tls_ca)
-    else:
-        context.load_default_certs()
     return context
 
 
@@ -173,6 +159,8 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
     import ssl  # slow
 
     encrypts, context = uses_tls(flags), tls_context(flags)
+    if not flags.tls_ca:
+        context.load_default_certs()
     name = flags.tls_server_name or address.rpartition(":")[0].strip("[]")
     try:
         for _ in range(2):  # a listener that just exits also closes, but only once
