@@ -65,6 +65,9 @@ def test_peers_without_number_take_bounded_memory(caplog):
     log = PeerLog()
     for i in range(3 * remote_envs.MAX_PEERS):
         log.report((refusals(f"ipv4:10.1.{i // 256}.{i % 256}", 1), 0))
+    lost = "the environment server at unix:/tmp/a.0 is lost: why"
+    log.report(([(0.0, "lost", lost)], 0))
+    assert lost in caplog.text, "strangers do not silence a stream of the run"
     log.log_table()
     assert len(log.refused) <= remote_envs.MAX_PEERS + 1
     most = remote_envs.MAX_PEERS + remote_envs.LINES

@@ -397,12 +397,12 @@ class PeerLog:
             self.log_table()
         for _, kind, text in events[0]:
             peer, reason = split(text)
-            if len(self.refused) >= MAX_PEERS and peer not in self.refused:
-                peer = "others"
-            self.lines[peer] += 1
             if kind == "refused":
+                if len(self.refused) >= MAX_PEERS and peer not in self.refused:
+                    peer = "others"
                 self.refused[peer] += 1
                 self.reasons[peer] = reason
+            self.lines[peer] += 1
             if self.lines[peer] <= LINES:
                 level = logging.INFO if kind == "returned" else logging.WARNING
                 log.log(level, MESSAGES[kind], text)
