@@ -12,10 +12,9 @@ from test_actor_pool import act, initial_state
 from test_join import joined, listening
 
 from libtorchbeast import Client, RefusedError, Server, TransportError
-from torchbeast.remote import peer_log
-from torchbeast.remote.peer_log import PeerLog
+from torchbeast.remote import remote_envs
+from torchbeast.remote.remote_envs import PeerLog
 
-LOG = logging.getLogger("peers")
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b\r\n[ERROR 12:00:00] forged \u202e\u2028\x7f end\x00"
 
 
@@ -26,7 +25,7 @@ def refusals(peer, number, reason="the token is missing or wrong"):
 
 def test_one_peer_does_not_silence_the_others(caplog):
     caplog.set_level(logging.INFO)
-    log = PeerLog(LOG)
+    log = PeerLog()
     flood = refusals("ipv4:10.0.0.6", 500)
     log.report((flood, 7000))
     log.report((refusals("ipv6:%5B::6%5D", 3), 0))
@@ -34,25 +33,24 @@ def test_one_peer_does_not_silence_the_others(caplog):
     log.report(
         ([(0.0, "lost", server), *refusals("this machine (connection 4)", 1)], 0)
     )
-    assert caplog.text.count("10.0.0.6") == peer_log.LINES
+    assert caplog.text.count("10.0.0.6") == remote_envs.LINES
     assert caplog.text.count("%5B::6%5D") == 3
     assert server in caplog.text
     caplog.clear()
-    log.close()
-    assert "And 7490 more messages about streams." in caplog.text
+    log.log_table()
     (table,) = [r.getMessage() for r in caplog.records if "by peer" in r.getMessage()]
     assert "10.0.0.6: 500, the last because: the token is missing or wrong 499" in table
     assert "[::6]: 3, the last because: the token is missing or wrong 2" in table
     assert "this machine: 1, the last because: " in table
     assert "a.0" not in table  # a lost one is not refused
     caplog.clear()
-    log.close()
+    log.log_table()
     assert not caplog.text  # nothing new
 
 
 def test_the_table_comes_at_intervals(caplog, monkeypatch):
-    monkeypatch.setattr(peer_log, "TABLE_SECONDS", 0.0)
-    log = PeerLog(LOG)
+    monkeypatch.setattr(remote_envs, "TABLE_SECONDS", 0.0)
+    log = PeerLog()
     for number in (1, 2):
         log.report((refusals("ipv4:10.0.0.6", 1), 0))
         caplog.clear()
@@ -64,13 +62,17 @@ def test_the_table_comes_at_intervals(caplog, monkeypatch):
 
 
 def test_peers_without_number_take_bounded_memory(caplog):
-    log = PeerLog(LOG)
-    for i in range(3 * peer_log.MAX_PEERS):
+    log = PeerLog()
+    for i in range(3 * remote_envs.MAX_PEERS):
         log.report((refusals(f"ipv4:10.1.{i // 256}.{i % 256}", 1), 0))
-    log.close()
-    assert len(log.refused) <= peer_log.MAX_PEERS + 1
-    assert caplog.text.count("A stream is refused") == peer_log.ALL_LINES
-    assert f"and {len(log.refused) - peer_log.ROWS} more peers" in caplog.text
+    lost = "the environment server at unix:/tmp/a.0 is lost: why"
+    log.report(([(0.0, "lost", lost)], 0))
+    assert lost in caplog.text, "strangers do not silence a stream of the run"
+    log.log_table()
+    assert len(log.refused) <= remote_envs.MAX_PEERS + 1
+    most = remote_envs.MAX_PEERS + remote_envs.LINES
+    assert caplog.text.count("A stream is refused") == most
+    assert f"others: {2 * remote_envs.MAX_PEERS}, the last because: " in caplog.text
 
 
 class Evil(servers.Coded):

@@ -22,7 +22,7 @@ from torchbeast.core.acting import ActingModels
 from torchbeast.learner import Learner
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.procs import processes
-from torchbeast.remote.remote_envs import server_addresses
+from torchbeast.remote.env_connection import server_addresses
 from torchbeast.runs import flagset
 
 POLYBEAST = "torchbeast.polybeast"

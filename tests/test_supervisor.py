@@ -40,11 +40,14 @@ def asks_for_a_free_port(flags, index, address, first_stream, pipe):
     os._exit(3)
 
 
+def restarts_of(servers):
+    return servers.servers[0].starts - 1
+
+
 def test_a_restarted_server_has_the_same_port(monkeypatch, caplog):
     monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.1)
     flags = argparse.Namespace(max_restarts=1, join=None)
     servers = supervisor.Servers(asks_for_a_free_port, flags, ["127.0.0.1:0"])
-    servers.start(lambda: False)
     try:
         deadline = time.monotonic() + 60
         with caplog.at_level("INFO"):
@@ -69,25 +72,42 @@ def test_servers_that_give_no_sign_of_life(monkeypatch, caplog, serve, restarts)
     monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.5)
     flags = argparse.Namespace(max_restarts=5, join=None)
     servers = supervisor.Servers(serve, flags, ["127.0.0.1:1"])
-    servers.start(lambda: False)
     try:
         end = time.monotonic() + 60
         while not servers.ever_ready and time.monotonic() < end:
             servers.watch(0.2, [])
         end = time.monotonic() + 2 * supervisor.SILENT_SECONDS
-        while not servers.restarts and time.monotonic() < end:
+        while restarts_of(servers) == 0 and time.monotonic() < end:
             servers.watch(0.2, [])
     finally:
         servers.stop()
-    assert servers.restarts == restarts
+    assert restarts_of(servers) == restarts
     assert ("no sign of life for 8 s" in caplog.text) == bool(restarts)
+
+
+def never_gets_ready(flags, index, address, first_stream, pipe):
+    time.sleep(1000)
+
+
+def test_a_server_that_never_gets_ready(monkeypatch):
+    monkeypatch.setattr(supervisor, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.1)
+    flags = argparse.Namespace(max_restarts=5, join=None)
+    servers = supervisor.Servers(never_gets_ready, flags, ["127.0.0.1:1"])
+    fails = pytest.raises(ServerError, match="cannot start: it gave no sign of life")
+    end = time.monotonic() + 60
+    try:
+        with fails:
+            while time.monotonic() < end:
+                servers.watch(0.1, [])
+    finally:
+        servers.stop()
 
 
 def test_all_were_suspended(monkeypatch):
     """A server's sign of life may come after the supervisor has woken up."""
     flags = argparse.Namespace(max_restarts=5, join=None)
     servers = supervisor.Servers(hangs, flags, ["127.0.0.1:1"])
-    servers.start(lambda: False)
     clock, ahead = time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: clock() + ahead)
 
@@ -108,7 +128,7 @@ def test_all_were_suspended(monkeypatch):
         monkeypatch.undo()
         servers.stop()
     assert servers.ever_ready
-    assert servers.restarts == 0
+    assert restarts_of(servers) == 0
     assert [server.crashes for server in servers.servers] == [0]
 
 
@@ -116,7 +136,6 @@ def test_a_server_may_crash_as_often_as_allowed():
     flags = argparse.Namespace(max_restarts=2**31 - 1, seconds=0.0, join=None)
     servers = supervisor.Servers(dies_when_it_is_ready, flags, ["127.0.0.1:1"])
     servers.servers[0].crashes = 5000
-    servers.start(lambda: False)
     try:
         deadline = time.monotonic() + 60
         while servers.servers[0].crashes == 5000 and time.monotonic() < deadline:
@@ -147,12 +166,11 @@ def test_servers_that_crash_again_and_again(
         if gives_up
         else contextlib.nullcontext()
     )
-    servers.start(lambda: False)
     try:
         deadline = time.monotonic() + 60
         with crashes:
-            while servers.restarts < 3 and time.monotonic() < deadline:
+            while restarts_of(servers) < 3 and time.monotonic() < deadline:
                 servers.watch(0.2, [])
-        assert servers.restarts == (1 if gives_up else 3)
+        assert restarts_of(servers) == (1 if gives_up else 3)
     finally:
         servers.stop()

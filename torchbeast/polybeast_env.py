@@ -23,7 +23,6 @@ import logging
 import multiprocessing as mp
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from multiprocessing import connection
@@ -34,8 +33,8 @@ from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.procs import processes
 from torchbeast.remote.security import (
-    check_security,
     make_private_folder,
+    security,
     warn_of_exposed_token,
 )
 from torchbeast.remote.serving import serve
@@ -77,32 +76,6 @@ def addresses(flags: Flags) -> list[str]:
 # --- Command line ---------------------------------------------------------------------
 
 
-def check_ports(flags: Flags) -> None:
-    """Raises FlagError if servers can't listen at --bind, before any is started."""
-    for address in addresses(flags) if flags.bind else ():
-        host, _, port = address.rpartition(":")
-        problem: OSError | None = None
-        try:
-            found = socket.getaddrinfo(
-                host.strip("[]"), int(port), type=socket.SOCK_STREAM
-            )
-        except OSError as error:
-            raise FlagError(f"--bind {host}: {error.strerror}") from error
-        except UnicodeError as error:
-            raise FlagError(f"--bind {host}: not a host name: {error}") from error
-        for family, kind, protocol, _, place in found:
-            try:
-                with socket.socket(family, kind, protocol) as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind(place)
-                break
-            except OSError as error:
-                problem = error
-        else:
-            assert problem
-            raise FlagError(f"--bind: can't listen at {address}: {problem.strerror}")
-
-
 def make_parser() -> FlagParser:
     of_environments = (declared_flags.Environment, declared_flags.Atari)
     of_servers = (declared_flags.Servers, declared_flags.Connection)
@@ -134,8 +107,7 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
       FlagError: a flag has a value that is not allowed.
       ServerError: a server can't start, or crashes again and again.
     """
-    check_security(flags)
-    check_ports(flags)
+    security(flags)  # raises before a process is started
     warn_of_exposed_token(flags, addresses(flags))
     if not (flags.bind or flags.join):
         make_private_folder(flags.pipes_basename)
@@ -146,7 +118,6 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
             return bool(signals.number or connection.wait(until, 0))
 
         try:
-            servers.start(should_stop)
             while not should_stop():
                 servers.watch(1.0, [signals.wake_pipe.reader, *until])
         finally:

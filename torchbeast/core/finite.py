@@ -42,6 +42,11 @@ def find_not_finite(nested: Any, name: str) -> str | None:
     return next((place for place, x in with_places(nested, name) if is_bad(x)), None)
 
 
+def bounds_rewards(flags: Any) -> bool:
+    """Whether the loss gets bounded rewards, whatever the environment gives."""
+    return flags.reward_clipping == "abs_one" or flags.normalize_rewards
+
+
 def find_cause(batch: dict[str, Any], reward_is_clipped: bool) -> str:
     """Describes what made the loss not finite: rewards, observations or the update.
 
@@ -68,10 +73,9 @@ def explain_loss(
     batch: dict[str, Any], columns: dict[str, float], flags: Any, step: int
 ) -> str:
     """The message about a loss or a gradient that is not finite."""
-    bounded = flags.reward_clipping == "abs_one" or flags.normalize_rewards
     return (
         f"loss or gradient are not finite at step {step}: {columns}. "
-        f"{find_cause(batch, bounded)}"
+        f"{find_cause(batch, bounds_rewards(flags))}"
     )
 
 

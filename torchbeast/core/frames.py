@@ -6,6 +6,7 @@ envs/space_checks.py). An observation that shares no frame with the one before i
 whole.
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -20,10 +21,10 @@ class Slots:
     Numbers that were given back are taken first, so that little memory is touched.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, create: Create) -> None:
         self._size = size
         self._next = 0  # this and greater numbers were never taken
-        self._returned = np.empty(size, np.int64)  # a stack
+        self._returned = create((size,), np.dtype(np.int64))  # a stack
         self._num_returned = 0
 
     @property
@@ -52,16 +53,29 @@ class Slots:
 
 
 class Plain:
-    """Values of one field, by slot."""
+    """Values of one field, by slot. Its methods are those of FrameStacks."""
+
+    num_free = math.inf
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
 
-    def read(self, slots: np.ndarray) -> np.ndarray:
-        return self.array[slots]
+    def find_new(self, values: np.ndarray, before: int | None) -> np.ndarray:
+        return np.zeros(0, bool)
+
+    def write(
+        self, slots: np.ndarray, values: np.ndarray, new: np.ndarray, before: int | None
+    ) -> None:
+        self.array[slots] = values
+
+    def free(self, slots: np.ndarray) -> None:
+        pass
 
     def arrays(self) -> list[np.ndarray]:
         return [self.array]
+
+    def read(self, slots: np.ndarray) -> np.ndarray:
+        return self.array[slots]
 
 
 class FrameStacks:
@@ -86,7 +100,7 @@ class FrameStacks:
     ) -> None:
         self._frames = create((room, *shape[1:]), dtype)
         self._numbers = create((capacity, shape[0]), np.dtype(np.int32))
-        self.slots = Slots(room)
+        self.slots = Slots(room, create)
 
     def find_new(self, stacks: np.ndarray, before: int | None) -> np.ndarray:
         """Which frames have to be stored: [n, K] bool, for stacks [n, K, ...].
@@ -109,8 +123,8 @@ class FrameStacks:
 
     def write(
         self, slots: np.ndarray, stacks: np.ndarray, new: np.ndarray, before: int | None
-    ) -> np.ndarray:
-        """Stores what find_new found. Returns the slots that the frames have taken."""
+    ) -> None:
+        """Stores what find_new found."""
         taken = self.slots.take(int(new.sum()))
         self._frames[taken] = stacks[new]
         numbers = None if before is None else self._numbers[before]
@@ -124,7 +138,17 @@ class FrameStacks:
                 assert numbers is not None
                 numbers = np.append(numbers[1:], next(unused))
             self._numbers[slot] = numbers
-        return taken
+
+    @property
+    def num_free(self) -> int:
+        return self.slots.num_free
+
+    def frames(self, slots: np.ndarray) -> np.ndarray:
+        """The slots of the frames of whole episodes, which share no frame."""
+        return np.unique(self._numbers[slots])
+
+    def free(self, slots: np.ndarray) -> None:
+        self.slots.give_back(self.frames(slots))
 
     def arrays(self) -> list[np.ndarray]:
         return [self._frames, self._numbers]

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from torchbeast.base.nested import Nested, flatten, map_nested
-from torchbeast.core.finite import find_cause
+from torchbeast.core.finite import bounds_rewards, find_cause
 from torchbeast.core.replay import Reader, Replay
 from torchbeast.core.rollout import State
 
@@ -27,12 +27,7 @@ class Mixer:
     def __init__(
         self, replay: Replay, flags: Any, initial_state: State, device: torch.device
     ) -> None:
-        self.replay = replay
-        self._ratio, self._learn_start = flags.replay_ratio, flags.learn_start
-        self._bounds_rewards = (
-            flags.reward_clipping == "abs_one" or flags.normalize_rewards
-        )
-        self._bounds_observations = flags.normalize_observations
+        self.replay, self._flags = replay, flags
         self._initial_state, self._device = initial_state, device
         self._started = False
         self._due = 0.0  # replayed columns
@@ -53,52 +48,53 @@ class Mixer:
         stored = {name: batch[name] for name in self.replay.fields}
         arrays = map_nested(lambda x: x.cpu().numpy(), stored)
         if not self._is_usable(arrays):
-            cause = find_cause(batch, self._bounds_rewards)
+            cause = find_cause(batch, bounds_rewards(self._flags))
             raise FloatingPointError(
                 f"the batch at step {step} is not finite, and is not stored. {cause}"
             )
         self.replay.add(arrays, step)
-        enough = self.replay.size >= self._learn_start or self.replay.was_full
+        enough = self.replay.size >= self._flags.learn_start or self.replay.was_full
         self._started = self._started or enough
         return self._started and self.replay.size > 0
 
-    def _num_missing(self) -> int:
-        """The number of steps that the replay needs before the learner may learn."""
-        return 0 if self._started else max(0, self._learn_start - self.replay.size)
+    def _is_usable(self, rows: dict[str, Nested]) -> bool:
+        """Whether the rows have no value that would make the loss NaN."""
+        # Logits of masked actions are -inf.
+        bounded = {"policy_logits": True, "truncation_value": True}
+        bounded["reward"] = bounds_rewards(self._flags)
+        bounded["observation"] = self._flags.normalize_observations
+        return all(
+            not np.isnan(x).any() if may_be_infinite else np.isfinite(x).all()
+            for name, may_be_infinite in bounded.items()
+            for x in flatten(rows[name])
+        )
 
     def check_steps(self, left: int) -> None:
         """Warns at the start if the replay needs all steps that are left."""
         if 0 < left <= self._num_missing():
-            log.warning(
-                "Nothing will be learned: %s of --total_steps are left, and the replay "
-                "needs %s more steps for --learn_start %s. Raise --total_steps or "
-                "lower --learn_start.",
-                *(f"{left:,}", f"{self._num_missing():,}", f"{self._learn_start:,}"),
+            self._warn(
+                f"Nothing will be learned: {left:,} of --total_steps are left",
+                "Raise --total_steps or lower --learn_start.",
             )
 
     def report_filling(self, steps: int, is_saved: bool) -> None:
         """Warns at the end of a start that has learned nothing from its steps."""
         if steps:
-            log.warning(
-                "Nothing was learned from %s steps: the replay needs %s more for "
-                "--learn_start %s. %s",
-                *(f"{steps:,}", f"{self._num_missing():,}", f"{self._learn_start:,}"),
+            self._warn(
+                f"Nothing was learned from {steps:,} steps",
                 "It is saved, and the next start continues to fill it."
                 if is_saved
                 else "It is not saved, so the next start fills it from the beginning. "
                 "Add --save_replay, or lower --learn_start.",
             )
 
-    def _is_usable(self, rows: dict[str, Nested]) -> bool:
-        """Whether the rows have no value that would make the loss NaN."""
-        observations = [x for x in flatten(rows["observation"]) if x.dtype.kind == "f"]
-        no_nan = [rows["policy_logits"], rows["truncation_value"]]  # -inf: masked
-        finite: list[np.ndarray] = []
-        (no_nan if self._bounds_rewards else finite).append(rows["reward"])
-        (no_nan if self._bounds_observations else finite).extend(observations)
-        return not any(np.isnan(x).any() for x in no_nan) and all(
-            np.isfinite(x).all() for x in finite
-        )
+    def _num_missing(self) -> int:
+        start = self._flags.learn_start
+        return 0 if self._started else max(0, start - self.replay.size)
+
+    def _warn(self, begin: str, advice: str) -> None:
+        need = f"the replay needs {self._num_missing():,} more for --learn_start"
+        log.warning("%s: %s %s. %s", begin, need, self._flags.learn_start, advice)
 
     def mix(
         self, batch: dict[str, Nested], state: State
@@ -110,7 +106,7 @@ class Mixer:
           `replayed` [B + n], bool; the state before row 0.
         """
         B = batch["done"].shape[1]
-        self._due += self._ratio * B
+        self._due += self._flags.replay_ratio * B
         n = int(self._due + 1e-9)
         self._due -= n
         self._readers, self._last = [], None

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from torchbeast.base.errors import UserError
-from torchbeast.base.nested import Nested, map_nested
+from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core import rollout
 from torchbeast.core.frames import Create, FrameStacks, Plain, Slots
 from torchbeast.core.rollout import RESULTS, State
@@ -42,25 +42,26 @@ class ReplayError(UserError, ValueError):
     """The replay can't be made with these flags on this machine."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Episode:
     """Some steps of one environment, in order.
 
     Attributes:
-      slots, frames: what they occupy, an array per piece; one array if complete.
+      slots: what they occupy, an array per piece; one array if complete.
       is_cut: the end is not that of the episode, or its value is not known.
       stored_at: the learner's step when the episode last grew.
       touched: number of steps that the replay had got when the episode last grew.
+      last_row: if it goes on, the digest of the row that its next rollout begins with.
       total: number of steps in complete episodes up to the end of this one.
     """
 
     number: int
     slots: list[np.ndarray] = dataclasses.field(default_factory=list)
-    frames: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
     length: int = 0
     is_cut: bool = False
     stored_at: int = 0
     touched: int = 0
+    last_row: bytes = b""
     total: int = 0
 
 
@@ -106,17 +107,12 @@ class Replay:
         self.num_added = 0
         self.num_lost = 0  # steps whose episode was not complete
         self.was_full = False
-        self._stacks: list[FrameStacks] = []
-        self._stores: dict[str, Any] = {
-            name: map_nested(lambda s: self._make_store(s, create), x)
-            for name, x in spec.items()
-        }
-        self._slots = Slots(capacity)
+        self._stores = map_nested(lambda x: self._make_store(x, create), spec)
+        self._slots = Slots(capacity, create)
         self._complete: dict[int, Episode] = {}  # the oldest first
         self._in_order: list[Episode] = []  # the same, after some that were removed
         self._num_complete = 0  # steps in complete episodes, also in removed ones
-        # Unfinished episodes, by the digest of the row that continues them; see _key.
-        self._open: dict[bytes, list[Episode]] = {}
+        self._open: list[Episode] = []  # unfinished; the one that grew first is first
         self._num_episodes = 0
         self._readers: collections.deque[Reader] = collections.deque()
         self._rng = np.random.default_rng(seed)
@@ -126,8 +122,7 @@ class Replay:
         if not spec.is_stack:
             return Plain(create((self.capacity, *spec.shape), dtype))
         room = int(self.capacity * (1 + SPARE_FRAMES)) + 64
-        self._stacks.append(FrameStacks(spec.shape, dtype, self.capacity, room, create))
-        return self._stacks[-1]
+        return FrameStacks(spec.shape, dtype, self.capacity, room, create)
 
     @property
     def fields(self) -> list[str]:
@@ -168,38 +163,30 @@ class Replay:
                 else:
                     self._append(episode, column, begin, end)
                     episode.stored_at = step
-                    if done[end] or episode.length > LONGEST_SHARE * self.capacity:
+                is_long = episode and episode.length > LONGEST_SHARE * self.capacity
+                if done[end] or is_long:
+                    if episode:
                         # The value of a truncated episode's last observation is that
                         # of old weights, so its last step does not count.
                         episode.is_cut = not done[end] or bool(column["truncated"][end])
                         self._finish(episode)
-                        episode = self._new_episode()
-                if done[end] and episode is None:
                     episode = self._new_episode()
                 begin = end
             if episode is not None and not done[T]:
-                episode.touched = self.num_added
-                self._open.setdefault(self._key(column, T), []).append(episode)
+                episode.touched, episode.last_row = self.num_added, digest(column, T)
+                self._open.append(episode)
 
     def _new_episode(self) -> Episode:
         self._num_episodes += 1
-        return Episode(self._num_episodes, frames=[[] for _ in self._stacks])
-
-    def _key(self, column: dict[str, Nested], t: int) -> bytes:
-        """Digest of row t with all its fields."""
-        digest = hashlib.blake2b(digest_size=16)
-        map_nested(lambda x: digest.update(x[t].tobytes()), column)
-        return digest.digest()
+        return Episode(self._num_episodes)
 
     def _take_open(self, column: dict[str, Nested]) -> Episode | None:
-        key = self._key(column, 0)
-        episodes = self._open.get(key)
-        if not episodes:
-            return None  # its first rollouts are lost
-        episode = episodes.pop(0)
-        if not episodes:
-            del self._open[key]
-        return episode
+        """The episode that a rollout continues; None if its first rollouts are lost."""
+        first_row = digest(column, 0)
+        for i, episode in enumerate(self._open):
+            if episode.last_row == first_row:
+                return self._open.pop(i)
+        return None
 
     def _append(
         self, episode: Episode, column: dict[str, Nested], begin: int, end: int
@@ -207,36 +194,25 @@ class Replay:
         """Adds the steps from rows begin to end - 1."""
         n = end - begin
         before = int(episode.slots[-1][-1]) if episode.slots else None
-        stacks: list[tuple[FrameStacks, np.ndarray]] = []
-
-        def collect(store: Any, x: np.ndarray) -> None:
-            if isinstance(store, FrameStacks):
-                stacks.append((store, x[begin:end]))
-
-        map_nested(collect, self._stores["observation"], column["observation"])
-        new = [store.find_new(x, before) for store, x in stacks]
+        values: list[tuple[Any, np.ndarray]] = []
+        for name, stores in self._stores.items():
+            first = begin + 1 if name in RESULTS else begin
+            part = map_nested(lambda x, i=first: x[i : i + n], column[name])
+            map_nested(lambda *pair: values.append(pair), stores, part)
+        new = [store.find_new(x, before) for store, x in values]
         while self._slots.num_free < n or any(
-            store.slots.num_free < mask.sum()
-            for (store, _), mask in zip(stacks, new, strict=True)
+            store.num_free < mask.sum()
+            for (store, _), mask in zip(values, new, strict=True)
         ):
             self._make_room()
         slots = self._slots.take(n)
-        for i, (store, x) in enumerate(stacks):
-            episode.frames[i].append(store.write(slots, x, new[i], before))
-        for name, stores in self._stores.items():
-            first = begin + 1 if name in RESULTS else begin
-
-            def write(store: Any, x: np.ndarray, first: int = first) -> None:
-                if isinstance(store, Plain):
-                    store.array[slots] = x[first : first + n]
-
-            map_nested(write, stores, column[name])
+        for (store, x), mask in zip(values, new, strict=True):
+            store.write(slots, x, mask, before)
         episode.slots.append(slots)
         episode.length += n
 
     def _finish(self, episode: Episode) -> None:
         episode.slots = [np.concatenate(episode.slots)]
-        episode.frames = [[np.concatenate(pieces)] for pieces in episode.frames]
         self._complete[episode.number] = episode
         self._in_order.append(episode)
         self.size += episode.length
@@ -246,21 +222,17 @@ class Replay:
     def _make_room(self) -> None:
         """Removes the oldest complete or lost episode."""
         self.was_full = True
-        for key, episodes in self._open.items():  # the one that grew first is first
-            if self.num_added - episodes[0].touched > self.capacity:
-                lost = episodes.pop(0)
-                if not episodes:
-                    del self._open[key]
-                self.num_lost += lost.length
-                self._free(lost)
-                return
-            break
+        if self._open and self.num_added - self._open[0].touched > self.capacity:
+            lost = self._open.pop(0)
+            self.num_lost += lost.length
+            self._free(lost)
+            return
         # Episodes without ends would push out all complete ones.
         while self._slots.num_free + self.size < (1 - OPEN_SHARE) * self.capacity:
-            places = ((x, i) for x in self._open.values() for i in range(len(x)))
-            episodes, i = max(places, key=lambda place: place[0][place[1]].length)
-            part, episodes[i] = episodes[i], self._new_episode()
-            part.is_cut, episodes[i].touched = True, part.touched
+            part, rest = max(self._open, key=lambda x: x.length), self._new_episode()
+            rest.touched, rest.last_row = part.touched, part.last_row
+            self._open[self._open.index(part)] = rest
+            part.is_cut = True
             self._finish(part)
         if not self._complete:
             raise ReplayError(
@@ -274,11 +246,11 @@ class Replay:
         self._free(oldest)
 
     def _free(self, episode: Episode) -> None:
-        for slots in episode.slots:
+        if episode.slots:
+            slots = np.concatenate(episode.slots)
             self._slots.give_back(slots)
-        for store, pieces in zip(self._stacks, episode.frames, strict=True):
-            for frames in pieces:
-                store.slots.give_back(frames)
+            for store in flatten(self._stores):
+                store.free(slots)
 
     # --- Replaying
 
@@ -351,16 +323,17 @@ class Replay:
 
     def arrays(self) -> list[np.ndarray]:
         """The arrays that hold the steps, always in the same order."""
-        found: list[np.ndarray] = []
-        map_nested(lambda store: found.extend(store.arrays()), self._stores)
-        return found
+        return [array for store in flatten(self._stores) for array in store.arrays()]
+
+    def _stacks(self) -> list[FrameStacks]:
+        return [x for x in flatten(self._stores) if isinstance(x, FrameStacks)]
 
     def index(self) -> list[dict[str, Any]]:
         """Which steps each complete episode has, in plain values; see restore."""
         return [
             {
                 "slots": episode.slots[0].tolist(),
-                "frames": [pieces[0].tolist() for pieces in episode.frames],
+                "frames": [x.frames(episode.slots[0]).tolist() for x in self._stacks()],
                 "is_cut": episode.is_cut,
                 "stored_at": episode.stored_at,
             }
@@ -373,11 +346,17 @@ class Replay:
         for saved in index:
             episode = self._new_episode()
             episode.slots = [np.array(saved["slots"], np.int64)]
-            episode.frames = [[np.array(x, np.int64)] for x in saved["frames"]]
             episode.length = len(saved["slots"])
             episode.is_cut, episode.stored_at = saved["is_cut"], saved["stored_at"]
             self._finish(episode)
-        episodes = self._complete.values()
-        self._slots.keep([x.slots[0] for x in episodes])
-        for i, store in enumerate(self._stacks):
-            store.slots.keep([x.frames[i][0] for x in episodes])
+        taken = [x.slots[0] for x in self._complete.values()]
+        self._slots.keep(taken)
+        for store in self._stacks():
+            store.slots.keep([store.frames(slots) for slots in taken])
+
+
+def digest(column: dict[str, Nested], t: int) -> bytes:
+    """Of row t with all its fields."""
+    found = hashlib.blake2b(digest_size=16)
+    map_nested(lambda x: found.update(x[t].tobytes()), column)
+    return found.digest()

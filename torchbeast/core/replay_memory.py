@@ -7,13 +7,14 @@ import logging
 import math
 import mmap
 import os
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from torchbeast.base.errors import CheckpointError
+from torchbeast.base.errors import CheckpointError, using
 from torchbeast.base.hardware import free_memory
 from torchbeast.base.nested import Nested
 from torchbeast.core.replay import Replay, ReplayError
@@ -36,6 +37,7 @@ def make_replay(
       available: bytes; default: what the machine has.
 
     Raises:
+      FileError: the file can't be made.
       ReplayError: it does not fit into the memory, or on the disk.
     """
     sizes = []
@@ -44,15 +46,12 @@ def make_replay(
         sizes.append(math.prod(shape) * dtype.itemsize)
         return np.empty(0, dtype)
 
-    capacity, T, path = flags.replay_size, flags.unroll_length, flags.replay_file
-    try:
-        Replay(spec, capacity, T, measure, flags.seed)
-    except MemoryError:  # even the lists of free slots are too large
-        sizes.append(2 * 8 * capacity)
-    needed = sum(sizes) + 2 * 8 * capacity
-    place = "memory" if path is None else f"the file {path}"
+    capacity, path = flags.replay_size, flags.replay_file
+    arguments = spec, capacity, flags.unroll_length
+    Replay(*arguments, measure, flags.seed)
+    needed, place = sum(sizes), f"the file {path}" if path else "memory"
     if available is None:
-        available = free_memory() if path is None else free_disk(path)
+        available = free_disk(path) if path else free_memory()
     if needed > available:
         raise ReplayError(
             f"--replay_size {capacity:,} needs {needed / 1e9:.3g} GB, but only "
@@ -62,40 +61,24 @@ def make_replay(
     log.info(
         "Replay of up to %s steps: %.3g GB in %s.", f"{capacity:,}", needed / 1e9, place
     )
-
-    create = np.zeros if path is None else functools.partial(file_array, path)
-    try:
-        return Replay(spec, capacity, T, create, flags.seed)
-    except MemoryError as error:
-        raise ReplayError(
-            f"--replay_size {capacity:,} needs {needed / 1e9:.3g} GB, which the system "
-            f"refuses ({error}): lower it"
-        ) from error
+    create = functools.partial(file_array, path) if path else np.zeros
+    return Replay(*arguments, create, flags.seed)
 
 
 def file_array(path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """An array in an unlinked file, which is deleted with the array."""
     size = max(1, math.prod(shape) * dtype.itemsize)
-    try:
-        with open(path, "x+b") as file:
-            os.unlink(path)
-            file.truncate(size)
-            if hasattr(os, "posix_fallocate"):  # reserves the space
-                os.posix_fallocate(file.fileno(), 0, size)
-            return np.ndarray(shape, dtype, mmap.mmap(file.fileno(), size))
-    except OSError as error:
-        raise ReplayError(
-            f"--replay_file {path} can't be made: {error}. Give the path of a new "
-            "file in a folder that exists"
-        ) from error
+    with using(f"--replay_file {path}"), open(path, "x+b") as file:
+        os.unlink(path)
+        file.truncate(size)
+        if hasattr(os, "posix_fallocate"):  # reserves the space
+            os.posix_fallocate(file.fileno(), 0, size)
+        return np.ndarray(shape, dtype, mmap.mmap(file.fileno(), size))
 
 
 def free_disk(path: str) -> int:
-    folder = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(folder):
-        raise ReplayError(f"--replay_file {path}: there is no folder {folder}")
-    stat = os.statvfs(folder)
-    return stat.f_bavail * stat.f_frsize
+    with using(f"--replay_file {path}"):
+        return shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
 
 
 # --- With a checkpoint ----------------------------------------------------------------

@@ -17,7 +17,6 @@ episode's real last observation; else it is 0.
 
 import dataclasses
 import functools
-import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -280,18 +279,13 @@ def cut_at_episodes(
       which rows hold an observation of the rollout's episode. And the state before row
       0.
     """
-    done = batch["done"]
-    num_rows = len(done)
-    pieces = []  # column, first row, row after the last
-    for b, column in enumerate(done.unbind(1)):
-        begins = [0, *(column[1:].nonzero().flatten() + 1).tolist()]
-        for begin, end in itertools.pairwise([*begins, num_rows]):
-            if begin < num_rows - 1:  # row T alone has no step
-                pieces.append((b, begin, end))
-    columns, begin, end = torch.tensor(pieces, device=done.device).unbind(1)
-    t = torch.arange(num_rows, device=done.device).unsqueeze(1)
-    inside = (t >= begin) & (t < end)  # [T + 1, N]
-    result = inside | (t == end)
+    begins = batch["done"].clone()
+    begins[0] = True
+    episode = begins.cumsum(0)  # [T + 1, B]: its number in the rollout
+    columns, begin = begins[:-1].T.nonzero().unbind(1)  # row T alone has no step
+    inside = episode[:, columns] == episode[begin, columns]  # [T + 1, N]
+    t = torch.arange(len(begins), device=begins.device).unsqueeze(1)
+    result = inside | (t == begin + inside.sum(0))
 
     def keep(name: str, x: torch.Tensor) -> torch.Tensor:
         rows = result if name in RESULTS else inside

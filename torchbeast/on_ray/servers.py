@@ -15,11 +15,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from torchbeast.on_ray.cluster import Cluster
-from torchbeast.remote.security import (
-    ServerError,
-    check_security,
-    make_private_folder,
-)
+from torchbeast.remote.security import ServerError, make_private_folder, security
 from torchbeast.runs.flagset import Flags
 
 FILES = ("tls_cert", "tls_key", "tls_ca", "token_file")
@@ -78,7 +74,7 @@ class RayServers:
     """
 
     def __init__(self, serve: Callable[[Flags, int], None], flags: Flags) -> None:
-        check_security(flags)
+        security(flags)  # raises before Ray starts
         self.cluster = Cluster(flags)
         try:
             self.address = flags.listen or listening_address(flags)

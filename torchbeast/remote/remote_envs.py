@@ -3,12 +3,11 @@
 Either the learner connects to servers, or it listens and environments connect to it.
 """
 
-import argparse
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,12 +24,12 @@ from torchbeast.local.env_spec import EnvSpec
 from torchbeast.remote.env_connection import (
     environment_settings,
     reachable_first,
-    tls_fault,
+    server_addresses,
 )
-from torchbeast.remote.peer_log import PeerLog
 from torchbeast.remote.security import (
     ServerError,
     security,
+    tls_fault,
     warn_of_exposed_token,
 )
 from torchbeast.runs.flagset import Flags
@@ -51,10 +50,9 @@ def make_space(description: dict[str, Any]) -> spaces.Space:
             for end in ("low", "high")
         )
         return spaces.Box(low, high, shape, dtype=dtype.type)
-    if kind == "Discrete":
-        return spaces.Discrete(description["n"], start=description["start"])
-    if kind == "MultiDiscrete":
-        return spaces.MultiDiscrete(description["n"], start=description["start"])
+    if kind in ("Discrete", "MultiDiscrete"):
+        make = getattr(spaces, kind)
+        return make(description["n"], start=description["start"])
     if kind == "MultiBinary":
         return spaces.MultiBinary(description["shape"])
     if kind == "Tuple":
@@ -76,13 +74,11 @@ def make_bound(bound: Any, end: str, dtype: np.dtype) -> np.ndarray:
     if dtype.kind == "f":
         with np.errstate(over="ignore"):  # beyond the dtype's range: unbounded
             return np.asarray(bound, dtype)
-    if dtype.kind == "b":
-        return np.asarray(np.clip(bound, 0, 1), dtype)
-    limits = np.iinfo(dtype)
-    bound = np.clip(bound, float(limits.min), float(limits.max))
-    with np.errstate(invalid="ignore"):  # float64 rounds int64's maximum up
-        inside = bound.astype(dtype)
-    return np.where(bound < float(limits.max), inside, dtype.type(limits.max))
+    limits = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    low, high = map(int, limits)
+    # Python compares a float with an int exactly; float64 rounds int64's maximum up.
+    clip = np.frompyfunc(lambda x: int(min(max(x, low), high)), 1, 1)
+    return np.asarray(clip(bound)).astype(dtype)
 
 
 class RemoteEnvs:
@@ -104,12 +100,18 @@ class RemoteEnvs:
         self.seed = seed
         self.expected = expected_environment(flags)
         self.security = security(flags)
-        self.peer_log = PeerLog(log)
+        self.peer_log = PeerLog()
         self.addresses: list[str] = []
         self.listener: Any = None
         self.patience = PATIENCE
+        if not flags.listen:
+            servers, n = server_addresses(flags), flags.num_actors
+            self.addresses = [servers[i % len(servers)] for i in range(n)]
+            if n != len(servers):  # docs/operations.md says what this means
+                share = n, min(n, len(servers)), len(servers)
+                log.info("%d streams share %d of %d servers.", *share)
+        warn_of_exposed_token(flags, [flags.listen] if flags.listen else self.addresses)
         if flags.listen:
-            warn_of_exposed_token(flags, [flags.listen])
             try:
                 self.listener = libtorchbeast.Listener(
                     flags.listen,
@@ -125,24 +127,6 @@ class RemoteEnvs:
             except RuntimeError as error:
                 raise ServerError(f"--listen: {error}") from error
             log.info("Listening at %s", self.listener.address)
-        else:
-            servers = server_addresses(flags)
-            warn_of_exposed_token(flags, servers)
-            self.addresses = [
-                servers[i % len(servers)] for i in range(flags.num_actors)
-            ]
-            if len(servers) < flags.num_actors:
-                log.info(
-                    "%d streams share %d servers. A server steps the environments of "
-                    "one stream in its main thread, all others outside of it. If they "
-                    "need it (signals, windows, OpenGL), start %d servers",
-                    *(flags.num_actors, len(servers), flags.num_actors),
-                )
-            if len(servers) > flags.num_actors:
-                log.warning(
-                    "%d of %d servers are not used: --num_actors is %d",
-                    *(len(servers) - flags.num_actors, len(servers), flags.num_actors),
-                )
 
     def find_env_spec(
         self,
@@ -157,16 +141,14 @@ class RemoteEnvs:
 
         Raises:
           TransportError: there were none within --connect_timeout seconds, after each
-            was asked at least once; or no connection with them can work.
-          UserError, RefusedError, WireError, RuntimeError: none is usable; the message
-            has the reason.
+            was asked at least once.
+          UserError, RefusedError, WireError, RuntimeError: none is usable, or no
+            connection with any can work; the message has the reason.
         """
         deadline = time.monotonic() + self.flags.connect_timeout
-        said = False
-        warned: set[str] = set()
+        waits = False
         while True:
             failed: dict[str, Exception] = {}
-            final: list[Exception] = []  # errors that would occur again
             places = list(dict.fromkeys(self.addresses or [self.listener.address]))
             for where in reachable_first(places):
                 check_servers()
@@ -174,35 +156,18 @@ class RemoteEnvs:
                     env = self._ask(where, check)
                 except (UserError, RuntimeError) as error:
                     failed[where] = error
-                    fault = None
-                    if not is_final(error) and not self.listener:
-                        fault = tls_fault(where, self.flags)
-                    if fault:
-                        failed[where] = libtorchbeast.TransportError(
-                            "no connection with the environment server at "
-                            f"{where}: {fault}"
-                        )
-                    if fault or is_final(error):
-                        final.append(failed[where])
-                except ValueError as error:  # not an address
-                    raise FlagError(f"--server_addresses: {error}") from error
                 else:
                     for other, why in failed.items():
                         log.warning("%s can't be used for now: %s", other, why)
                     return env
                 finally:
                     self.report()
-            if len(final) == len(failed):
-                raise final[0]
-            if time.monotonic() > deadline:
+            final = [error for error in failed.values() if is_final(error)]
+            if len(final) == len(failed) or time.monotonic() > deadline:
                 raise (final or list(failed.values()))[0]
-            for where, why in failed.items():
-                if why in final and where not in warned:
-                    log.warning("%s can't be used: %s", where, why)
-                    warned.add(where)
-            if not said:
+            if not waits:
                 log.info("Waiting for environments at %s.", ", ".join(failed))
-                said = True
+                waits = True
             time.sleep(0.2)
 
     def _ask(self, where: str, check: Callable[[EnvSpec], None] | None) -> EnvSpec:
@@ -212,25 +177,36 @@ class RemoteEnvs:
           TransportError: there are none yet.
           UserError, RefusedError, WireError, RuntimeError: they are not usable.
         """
-
-        def usable(found: dict[str, Any]) -> EnvSpec:
+        found = self._probe_listener(where) if self.listener else self._probe(where)
+        try:
             env = make_env_spec(self.flags, found, where)
             if check:
                 check(env)
             return env
+        except UserError as error:
+            if not self.listener:
+                raise
+            self.listener.refuse(found["hello"], str(error))  # wait for others
+            raise libtorchbeast.TransportError(str(error)) from error
 
-        if not self.listener:
-            # The first reset may come before the hello, and has as long as a step.
-            seconds = min(self.flags.actor_timeout, self.flags.connect_timeout)
-            found = libtorchbeast.probe(
-                where,
-                seconds,
-                expected=self.expected,
-                security=self.security,
-            )
-            return usable(found)
+    def _probe(self, where: str) -> dict[str, Any]:
+        # The first reset may come before the hello, and has as long as a step.
+        seconds = min(self.flags.actor_timeout, self.flags.connect_timeout)
+        words = {"expected": self.expected, "security": self.security}
         try:
-            found = self.listener.probe(1.0)
+            return libtorchbeast.probe(where, seconds, **words)
+        except ValueError as error:  # not an address
+            raise FlagError(f"--server_addresses: {error}") from error
+        except libtorchbeast.TransportError as error:
+            if is_final(error) or not (fault := tls_fault(where, self.flags)):
+                raise
+            raise libtorchbeast.RefusedError(
+                f"no connection with the environment server at {where}: {fault}"
+            ) from error
+
+    def _probe_listener(self, where: str) -> dict[str, Any]:
+        try:
+            return self.listener.probe(1.0)
         except libtorchbeast.TransportError:
             refusal = self.listener.stats()["last_refusal"]
             raise libtorchbeast.TransportError(
@@ -238,11 +214,6 @@ class RemoteEnvs:
                 f"{self.flags.connect_timeout:g} s (--connect_timeout)"
                 + (f"; the last that was refused: {refusal}" if refusal else "")
             ) from None
-        try:
-            return usable(found)
-        except UserError as error:  # wait for others
-            self.listener.refuse(found["hello"], str(error))
-            raise libtorchbeast.TransportError(str(error)) from error
 
     def settle(
         self, group: Any, spec: EnvSpec, checks: Sequence[Callable[[], object]]
@@ -290,7 +261,7 @@ class RemoteEnvs:
         if self.listener:
             self.listener.close()
         self.report()
-        self.peer_log.close()
+        self.peer_log.log_table()
 
 
 def is_final(error: Exception) -> bool:
@@ -306,57 +277,49 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
       FlagError: the learner can't use these environments; the message has the reason.
     """
     is_atari = atari.atari_game(flags.env) is not None
-    if found["action_space"] is None:
-        raise FlagError(
-            f"the environments at {where}: action_space is missing. Give them one, "
-            "such as gymnasium.spaces.Discrete(n): the policy is made for it"
-        )
+    E = found["num_envs"]
     try:
+        if found["action_space"] is None:
+            raise ValueError("action_space is missing; the policy is made for it")
         observation_space, action_space = (
             make_space(found[name]) for name in ("observation_space", "action_space")
         )
         check_observation_space(observation_space)
         distribution = make_distribution(action_space)
         check_mask(observation_space, action_space)
+        if flags.num_actions not in (None, getattr(action_space, "n", None)):
+            raise ValueError(
+                f"--num_actions is {flags.num_actions}, got {action_space}"
+            )
+        num_bytes = found["step_bytes"] * (flags.unroll_length + 1)
+        if num_bytes > MAX_ROLLOUT_BYTES:
+            raise ValueError(
+                f"a rollout of {E} environments would have {num_bytes:,} bytes "
+                f"(--unroll_length {flags.unroll_length}), at most "
+                f"{MAX_ROLLOUT_BYTES:,} are allowed"
+            )
+        # Atari's stacks are not on the wire.
+        if is_atari and observation_space.shape == atari.STACK_SHAPE:
+            observation_space = as_stack(observation_space)
+        spec = rollout.env_fields(observation_space, distribution)
+        for name, field in found["extra_fields"].items():
+            dtype = rollout.to_torch_dtype(field["dtype"])
+            seen = rollout.Spec(tuple(field["shape"]), dtype)
+            needed = None if name in rollout.REPLAY_FIELDS else spec.get(name, seen)
+            if seen != needed:
+                raise ValueError(
+                    f"the field {name!r} is {field['dtype']} {list(field['shape'])}, "
+                    f"and the learner's field of this name is {needed or 'its own'}"
+                )
     except (ValueError, AssertionError, OverflowError) as error:
         raise FlagError(f"the environments at {where}: {error}") from error
-    if is_atari and observation_space.shape == atari.STACK_SHAPE:  # not on the wire
-        observation_space = as_stack(observation_space)
     env = EnvSpec(
         observation_space,
         action_space,
         flags.frame_skip if is_atari else 1,
-        num_envs=found["num_envs"],
+        num_envs=E,
         hello=found["hello"],
     )
-    n = getattr(env.action_space, "n", None)
-    if flags.num_actions not in (None, n):
-        raise FlagError(
-            f"--num_actions is {flags.num_actions}, but {where} has "
-            f"{env.action_space}; the flag may be left out"
-        )
-    num_bytes = found["step_bytes"] * (flags.unroll_length + 1)
-    if num_bytes > MAX_ROLLOUT_BYTES:
-        raise FlagError(
-            f"a rollout of the {env.num_envs} environments at {where} would have "
-            f"{num_bytes:,} bytes (--unroll_length {flags.unroll_length}), at most "
-            f"{MAX_ROLLOUT_BYTES:,} are allowed"
-        )
-    spec = rollout.env_fields(env.observation_space, distribution)
-    for name, field in found["extra_fields"].items():
-        if name in rollout.REPLAY_FIELDS:
-            raise FlagError(
-                f"the environments at {where} have a field {name!r}, which is the name "
-                "of one of the learner's own: rename it"
-            )
-        dtype = rollout.to_torch_dtype(field["dtype"])
-        seen = rollout.Spec(tuple(field["shape"]), dtype)
-        if name in spec and seen != spec[name]:
-            raise FlagError(
-                f"the environments at {where} have the field {name!r} as "
-                f"{field['dtype']} {list(field['shape'])}, and this learner needs "
-                f"{spec[name].dtype} {list(spec[name].shape)}"
-            )
     check_batches(flags, env)
     return env
 
@@ -386,28 +349,80 @@ def check_batches(flags: Flags, env: EnvSpec) -> None:
         )
 
 
-def server_addresses(flags: argparse.Namespace) -> list[str]:
-    """The addresses of --server_addresses, or those of local servers."""
-    given = flags.server_addresses
-    if not given:
-        return [f"{flags.pipes_basename}.{i}" for i in range(flags.num_servers)]
-    if given.startswith("@"):
-        try:
-            given = Path(given[1:]).read_text()
-        except OSError as error:
-            raise FlagError(f"--server_addresses: {error}") from error
-    addresses = []
-    for word in given.replace(",", " ").split():
-        ports = re.fullmatch(r"(.+):(\d+)-(\d+)", word)  # host:5000-5007
-        if not ports or word.startswith("unix:"):
-            addresses.append(word)
-            continue
-        first, last = int(ports[2]), int(ports[3])
-        if last < first:
-            raise FlagError(
-                f"--server_addresses: {word} has no ports: {last} < {first}"
-            )
-        addresses += [f"{ports[1]}:{port}" for port in range(first, last + 1)]
-    if not addresses:
-        raise FlagError("--server_addresses names no address")
-    return addresses
+# --- The log --------------------------------------------------------------------------
+
+# At most so many lines of one peer per SECONDS.
+LINES, SECONDS = 10, 10.0
+TABLE_SECONDS = 600.0  # between two tables of refused peers
+MAX_PEERS = 100  # that are counted apart
+REASON_SIZE = 300  # characters of a reason in a table
+
+# By kind of libtorchbeast's events.
+MESSAGES = {
+    "lost": "A stream is lost: %s",
+    "returned": "A stream is back: %s",
+    "refused": "A stream is refused: %s",
+    "env_error": "An environment raised, so its stream starts again: %s",
+}
+
+# The first peer that a text names is the one that it is about. The port of one that has
+# connected differs each time.
+PEER = re.compile(
+    r"joined from (?:ipv[46]:(?P<host>\S+):\d+|(?P<here>this machine)[^)]*\))"
+    r"|environment server at (?P<server>\S*[^\s:,;])"
+)
+
+# (time, kind, text) of each event of a pool or listener, and the number of lost ones.
+Events = tuple[list[tuple[float, str, str]], int]
+
+
+class PeerLog:
+    """Logs events of streams, at a limited rate per peer, and counts refusals.
+
+    The texts come from libtorchbeast, which escapes what peers say.
+    """
+
+    def __init__(self) -> None:
+        self.began = self.tabled = time.monotonic()  # an interval, and the last table
+        self.lines: Counter[str] = Counter()  # by peer, in this interval
+        self.refused: Counter[str] = Counter()  # by peer, since the start
+        self.reasons: dict[str, str] = {}  # the last of each
+        self.in_table = 0  # refusals
+
+    def report(self, events: Events) -> None:
+        now = time.monotonic()
+        if now - self.began > SECONDS:
+            self.began, self.lines = now, Counter()
+        if now - self.tabled > TABLE_SECONDS:
+            self.log_table()
+        for _, kind, text in events[0]:
+            peer, reason = split(text)
+            if kind == "refused":
+                if len(self.refused) >= MAX_PEERS and peer not in self.refused:
+                    peer = "others"
+                self.refused[peer] += 1
+                self.reasons[peer] = reason
+            self.lines[peer] += 1
+            if self.lines[peer] <= LINES:
+                level = logging.INFO if kind == "returned" else logging.WARNING
+                log.log(level, MESSAGES[kind], text)
+
+    def log_table(self) -> None:
+        """Logs who was refused, if this has changed."""
+        if self.refused.total() > self.in_table:
+            rows = [
+                f"  {peer}: {count:,}, the last because: {self.reasons[peer]}"
+                for peer, count in self.refused.most_common()
+            ]
+            log.warning("Refused streams by peer:\n%s", "\n".join(rows))
+        self.tabled, self.in_table = time.monotonic(), self.refused.total()
+
+
+def split(text: str) -> tuple[str, str]:
+    """The peer that an event is about, and the first line of what happened."""
+    found = PEER.search(text)
+    if not found:
+        return "others", text.partition("\n")[0][:REASON_SIZE]
+    peer = found["here"] or found["server"] or found["host"].replace("%5B", "[")
+    reason = text[found.end() :].lstrip(": ").partition("\n")[0]
+    return peer.replace("%5D", "]"), reason[:REASON_SIZE]

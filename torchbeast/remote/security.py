@@ -1,4 +1,4 @@
-"""Checks the flags that environment servers and learner share: addresses, TLS, token.
+"""TLS, token and private sockets, for both sides of PolyBeast's connections.
 
 Environment machines import this module, so it does not load torch.
 """
@@ -6,20 +6,29 @@ Environment machines import this module, so it does not load torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import stat
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchbeast.base.errors import FlagError, UserError
+from torchbeast.base.errors import FlagError, UserError, using
 from torchbeast.flags import PRIVATE_FOLDER
+from torchbeast.remote.env_connection import connect
 from torchbeast.runs.flagset import Flags
 
 if TYPE_CHECKING:
+    import ssl
+
     import libtorchbeast
 
 log = logging.getLogger(__name__)
+
+TLS_FLAGS = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name")
+# Reasons of a TLS handshake that the other side answers in plain TCP.
+PLAIN = ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 
 
 class ServerError(UserError, RuntimeError):
@@ -32,24 +41,18 @@ def choose_side(flags: Flags) -> None:
     Raises:
       FlagError: both are given.
     """
-    if not (flags.listen and flags.server_addresses):
-        return
-    typed = flags.typed & {"listen", "server_addresses"}
-    if typed == {"listen"}:
-        flags.server_addresses = None
-    elif typed == {"server_addresses"}:
-        flags.listen = None
-    else:
-        raise FlagError(
-            "give --listen, to wait for environments, or --server_addresses, to "
-            "connect to them, but not both"
-        )
+    sides = {"listen", "server_addresses"}
+    if flags.listen and flags.server_addresses:
+        if len(flags.typed & sides) != 1:
+            raise FlagError(
+                "give --listen, to wait for environments, or --server_addresses, to "
+                "connect to them, but not both"
+            )
+        (saved,) = sides - flags.typed
+        setattr(flags, saved, None)
 
 
-def uses_tls(flags: argparse.Namespace) -> bool:
-    """Whether connections to host:port addresses use TLS."""
-    names = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name")
-    return any(getattr(flags, name) for name in names)
+# --- Token and sockets ----------------------------------------------------------------
 
 
 def security(flags: argparse.Namespace) -> libtorchbeast.Security:
@@ -60,38 +63,16 @@ def security(flags: argparse.Namespace) -> libtorchbeast.Security:
     """
     import libtorchbeast  # may not be built
 
-    return libtorchbeast.Security(
-        tls=flags.tls,
-        tls_ca=flags.tls_ca,
-        tls_cert=flags.tls_cert,
-        tls_key=flags.tls_key,
-        tls_server_name=flags.tls_server_name,
-        token=check_security(flags),
-        insecure=flags.insecure,
-    )
-
-
-def check_security(flags: argparse.Namespace) -> str | None:
-    """Checks the files of the flags. Returns the token, if there is one.
-
-    Raises:
-      FlagError: one of the files can't be used.
-    """
-    check_certificates(flags)
-    if not flags.token_file:
-        return None
-    try:
-        with open(flags.token_file, encoding="utf-8") as file:
-            token = file.read().strip()
-    except OSError as error:
-        raise FlagError(f"--token_file {flags.token_file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise FlagError(
-            f"--token_file {flags.token_file} is not text in UTF-8: {error}"
-        ) from error
-    if not token:
-        raise FlagError(f"--token_file {flags.token_file} is empty")
-    return token
+    if uses_tls(flags):
+        tls_context(flags)  # raises; gRPC gives no reason
+    token = None
+    if flags.token_file:
+        with using(f"--token_file {flags.token_file}", "is not text in UTF-8"):
+            token = Path(flags.token_file).read_text("utf-8").strip()
+        if not token:
+            raise FlagError(f"--token_file {flags.token_file} is empty")
+    files = {name: getattr(flags, name) for name in TLS_FLAGS}
+    return libtorchbeast.Security(**files, token=token, insecure=flags.insecure)
 
 
 def warn_of_exposed_token(flags: argparse.Namespace, addresses: Sequence[str]) -> None:
@@ -121,16 +102,10 @@ def make_private_folder(pipes_basename: str) -> None:
     """
     if not pipes_basename.startswith(f"unix:{PRIVATE_FOLDER}/"):
         return
-    try:
-        os.mkdir(PRIVATE_FOLDER, mode=0o700)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise FlagError(
-            f"can't make the folder {PRIVATE_FOLDER} for the servers' sockets: "
-            f"{error.strerror}; give --pipes_basename unix:PATH with another path"
-        ) from error
-    found = os.lstat(PRIVATE_FOLDER)
+    with using(f"--pipes_basename {pipes_basename}"):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(PRIVATE_FOLDER, mode=0o700)
+        found = os.lstat(PRIVATE_FOLDER)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise FlagError(
             f"{PRIVATE_FOLDER} is not your folder (it belongs to user {found.st_uid}), "
@@ -140,28 +115,83 @@ def make_private_folder(pipes_basename: str) -> None:
     os.chmod(PRIVATE_FOLDER, 0o700)
 
 
-def check_certificates(flags: argparse.Namespace) -> None:
-    """Raises FlagError if a TLS file can't be used; gRPC gives no reason."""
-    if not (flags.tls_cert or flags.tls_key or flags.tls_ca):
-        return
+# --- TLS ------------------------------------------------------------------------------
+
+
+def uses_tls(flags: argparse.Namespace) -> bool:
+    """Whether connections to host:port addresses use TLS."""
+    return any(getattr(flags, name) for name in TLS_FLAGS)
+
+
+def tls_context(flags: argparse.Namespace) -> ssl.SSLContext:
+    """TLS of the side that connects, as gRPC has it. Raises FlagError for bad files."""
     import ssl  # slow
 
-    if bool(flags.tls_cert) != bool(flags.tls_key):
-        given, missing = ("cert", "key") if flags.tls_cert else ("key", "cert")
-        raise FlagError(f"--tls_{given} has no effect without --tls_{missing}")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_ciphers("DEFAULT:@SECLEVEL=0")  # accept weak certificates
-    checking = f"--tls_cert {flags.tls_cert} and --tls_key {flags.tls_key}"
-    try:
-        if flags.tls_cert:
-            # The lambda gives an empty password, so that ssl does not ask for one.
-            context.load_cert_chain(flags.tls_cert, flags.tls_key, lambda: "")
-        checking = f"--tls_ca {flags.tls_ca}"
-        if flags.tls_ca:
+    context.set_alpn_protocols(["h2"])  # gRPC ends the handshake without it
+    # A certificate in --tls_ca is trusted even if another has signed it.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    if not uses_tls(flags):
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if flags.tls_cert or flags.tls_key:
+        with using(f"--tls_cert {flags.tls_cert} with --tls_key {flags.tls_key}"):
+            # An empty password, so that ssl does not ask for one.
+            files = flags.tls_cert or "", flags.tls_key or ""
+            context.load_cert_chain(*files, password="")
+    if flags.tls_ca:
+        with using(f"--tls_ca {flags.tls_ca}"):
             context.load_verify_locations(flags.tls_ca)
-    except OSError as error:  # an SSLError is one, too
-        reason = getattr(error, "reason", None) or error.strerror or str(error)
-        raise FlagError(
-            f"{checking} can't be used: {reason.lower().replace('_', ' ')}. Each must "
-            "be a PEM file, and the key that of the certificate"
-        ) from error
+    return context
+
+
+def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
+    """Why a connection with the listener at `address` can never work, if it is TLS.
+
+    gRPC gives no reason, so this function tries a handshake itself.
+
+    Args:
+      flags: the --tls flags of the side that connects.
+
+    Returns:
+      None if a handshake works, nobody listens, or there is another reason.
+    """
+    import ssl  # slow
+
+    encrypts, context = uses_tls(flags), tls_context(flags)
+    if not flags.tls_ca:
+        context.load_default_certs()
+    name = flags.tls_server_name or address.rpartition(":")[0].strip("[]")
+    try:
+        for _ in range(2):  # a listener that just exits also closes, but only once
+            with (
+                connect(address) as plain,
+                context.wrap_socket(plain, server_hostname=name) as encrypted,
+            ):
+                # With TLS 1.3 the other side refuses our certificate only now.
+                if encrypts and encrypted.recv(1):
+                    return None
+        why = "it ends the connection" if encrypts else "it speaks TLS"
+    except ssl.SSLCertVerificationError as error:
+        return (
+            "the certificate of the other side is not valid: "
+            f"{error.verify_message.rstrip('.')}. This side trusts --tls_ca "
+            f"{flags.tls_ca or '(here: the signers of the system)'} and expects the "
+            f"name {name} (--tls_server_name)"
+        )
+    except ssl.SSLError as error:
+        reason = error.reason or ""
+        if encrypts and reason in PLAIN:
+            why = "it speaks plain TCP"
+        elif not encrypts and "ALERT" in reason:
+            why = "it speaks TLS"
+        else:
+            return None
+    except (OSError, ValueError):
+        return None
+    return (
+        f"the other side and this side do not agree on TLS: {why}. Give both sides the "
+        "--tls flags, or none. If the other side has --tls_ca, this side needs a "
+        "certificate that has not expired and whose signer is in it (here: --tls_cert "
+        f"{flags.tls_cert})"
+    )

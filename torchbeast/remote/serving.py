@@ -12,16 +12,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchbeast.base.errors import text_of
+from torchbeast.base.seldom import Seldom
 from torchbeast.envs.environment import Environment, example_environment
-from torchbeast.envs.make_env import MissingPackageError
 from torchbeast.procs import children
-from torchbeast.remote import env_connection
-from torchbeast.remote.security import ServerError, security
-from torchbeast.remote.supervisor import STOP_SECONDS, SharedPipe
+from torchbeast.remote.env_connection import environment_settings
+from torchbeast.remote.security import ServerError, security, tls_fault
+from torchbeast.remote.supervisor import (
+    REPEAT_SECONDS,
+    STOP_SECONDS,
+    RefusedForGood,
+    SharedPipe,
+)
 from torchbeast.runs import script
 from torchbeast.runs.flagset import Flags
 
@@ -29,15 +34,6 @@ log = logging.getLogger("torchbeast.polybeast_env")
 
 WATCH_SECONDS = 0.5  # between two checks of a client
 PAUSE_SECONDS = 1.0  # before others replace environments that have raised
-REPEAT_SECONDS = 60.0  # between equal messages about a waiting client
-
-
-class RefusedForGood(RuntimeError):
-    """The learner refuses, and trying again would not help."""
-
-
-class EnvironmentFailed(RuntimeError):
-    """An environment of a client has failed; the text says why."""
 
 
 def serve(
@@ -56,8 +52,7 @@ def serve(
     os.nice(5)  # the learner has priority
     pipe = SharedPipe(pipe)
     try:
-        with user_errors():
-            server = make_server(flags, index, address, first_stream)
+        server = make_server(flags, index, address, first_stream)
         # Before the supervisor kills the process, so that it can name what hangs.
         stop = functools.partial(server.stop, STOP_SECONDS - 1)
         children.end_on_request(stop, STOP_SECONDS, pipe.pipe)
@@ -69,20 +64,15 @@ def serve(
             with user_errors():
                 server.start(here=True)
             address = server.address
-        pipe.send("ready", address, description)
+        pipe.send(("ready", address, description))
         pipe.give_signs_of_life()
         if flags.join:
-            run_client(flags, server, pipe, here=True)
+            run_client(flags, server, lambda x: pipe.send(("log", x)), here=True)
         else:
             server.run()
-    except RefusedForGood as error:
-        pipe.send("refused", str(error))
-        sys.exit(1)
-    except (EnvironmentFailed, ServerError) as error:
-        pipe.send("error", str(error))
-        sys.exit(1)
     except BaseException as error:
-        pipe.send("error", text_of(error))
+        known = isinstance(error, ServerError)
+        pipe.send(error if known else ServerError(text_of(error)))
         sys.exit(1)
 
 
@@ -101,88 +91,67 @@ def serve_under_ray(flags: Flags, index: int) -> None:
         raise ServerError(text_of(error)) from None
     assert flags.join
     while True:
-        with user_errors():
-            client = make_server(flags, index, flags.join, 0)
+        client = make_server(flags, index, flags.join, 0)
         try:
-            return run_client(flags, client, Log())
-        except EnvironmentFailed:
+            return run_client(flags, client, log.info)
+        except RefusedForGood:
+            raise
+        except ServerError:
             time.sleep(PAUSE_SECONDS)  # the learner logs the reason
-        except RefusedForGood as error:
-            raise ServerError(f"can't join: {error}") from None
 
 
-class Log:
-    """Logs a server's messages. Under Ray it stands for the supervisor's pipe."""
-
-    def send(self, kind: str, *rest: str) -> None:
-        log.info("%s: %s", kind, *rest)
-
-
-def run_client(flags: Flags, client: Any, pipe: Any, here: bool = False) -> None:
+def run_client(
+    flags: Flags, client: Any, say: Callable[[str], None], here: bool = False
+) -> None:
     """Steps environments for the learner until SIGTERM. Waits for it without a limit.
 
     Args:
-      pipe: takes messages, as SharedPipe.send does. Thread-safe.
+      say: logs a message; called in another thread.
       here: the environments live in this thread. Then another one has to stop the
         client; Ray's signal handlers can't.
 
     Raises:
       RefusedForGood: the learner refuses, or no connection with it can work.
-      EnvironmentFailed: the environment raised, or the learner refused its step.
+      ServerError: the environment raised, or the learner refused its step.
     """
     import libtorchbeast
 
-    faults: list[str] = []
-    over = threading.Event()
-    threading.Thread(
-        target=watch_client, args=(flags, client, pipe, over, faults), daemon=True
-    ).start()
+    assert flags.join
+    learner, over, faults = flags.join, threading.Event(), []
+
+    def watch() -> None:
+        """Logs why the client waits. Stops it if the connection can't work."""
+        is_new, steps, waits = Seldom(REPEAT_SECONDS), 0, False
+        while not over.wait(WATCH_SECONDS):
+            stats = client.stats()
+            if stats["num_steps"] > steps:
+                if waits:
+                    say(f"Joined the learner at {learner}.")
+                steps, waits = stats["num_steps"], False
+            elif stats["last_error"] and not stats["connected"]:
+                waits = True
+                if not is_new(stats["last_error"]):
+                    continue
+                if fault := tls_fault(learner, flags):
+                    faults.append(f"the learner at {learner}: {fault}")
+                    client.stop()
+                    return
+                why = stats["last_error"].rpartition("last error: ")[2]
+                say(f"Waiting for a learner at {learner}: {why}")
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         client.run(here=here)
-    except (libtorchbeast.TransportError, libtorchbeast.WireError) as error:
-        if client.stats()["num_steps"] > 0:  # new environments may do better
-            raise EnvironmentFailed(str(error)) from error
-        raise RefusedForGood(str(error)) from error
-    except RuntimeError as error:  # its text has the traceback
-        raise EnvironmentFailed(str(error)) from error
+    except RuntimeError as error:  # its text has the traceback of an environment
+        of_stream = libtorchbeast.TransportError, libtorchbeast.WireError
+        # After some steps, new environments may do better.
+        if client.stats()["num_steps"] > 0 or not isinstance(error, of_stream):
+            raise ServerError(str(error)) from error
+        faults.append(str(error))
     finally:
         over.set()
     if faults:
-        raise RefusedForGood(faults[0])
-
-
-def watch_client(
-    flags: Flags,
-    client: Any,
-    pipe: Any,
-    over: threading.Event,
-    faults: list[str],
-) -> None:
-    """A thread: reports why the client waits; stops it if the connection can't work.
-
-    In that case it adds the reason to `faults`.
-    """
-    said, said_at, steps = "", 0.0, 0
-    while not over.wait(WATCH_SECONDS):
-        stats = client.stats()
-        if stats["num_steps"] > steps:
-            steps = stats["num_steps"]
-            if said:
-                pipe.send("joined", flags.join)
-            said = ""
-            continue
-        error = stats["last_error"]
-        if stats["connected"] or not error:
-            continue
-        if error != said or time.monotonic() - said_at > REPEAT_SECONDS:
-            assert flags.join
-            fault = env_connection.tls_fault(flags.join, flags)
-            if fault:
-                faults.append(f"the learner at {flags.join}: {fault}")
-                client.stop()
-                return
-            pipe.send("waiting", env_connection.plain_reason(error))
-            said, said_at = error, time.monotonic()
+        raise RefusedForGood(f"can't join: {faults[0]}")
 
 
 def make_server(flags: Flags, index: int, address: str, first_stream: int) -> Any:
@@ -192,11 +161,11 @@ def make_server(flags: Flags, index: int, address: str, first_stream: int) -> An
 
     Stream n of the learner gets the environments n * E to (n + 1) * E - 1, like actor n
     of MonoBeast.
+
+    Raises:
+      ServerError: the address can't be used.
     """
-    try:
-        import libtorchbeast
-    except ImportError as error:
-        raise MissingPackageError(str(error)) from error
+    import libtorchbeast
 
     E = flags.envs_per_actor
     numbers = itertools.count(first_stream)
@@ -212,13 +181,18 @@ def make_server(flags: Flags, index: int, address: str, first_stream: int) -> An
         def begin_stream(self, seed: int, stream: int) -> None:
             self.set_seed(seed, stream * E)
 
-    settings = env_connection.environment_settings(flags)
-    shared = {"name": flags.env, "settings": settings, "security": security(flags)}
+    kind, options = libtorchbeast.Server, {}
     if flags.join:
-        return libtorchbeast.Client(
-            StreamEnvironment, address, maximum_downtime_s=None, **shared
+        kind, options = libtorchbeast.Client, {"maximum_downtime_s": None}
+    with user_errors():
+        return kind(
+            StreamEnvironment,
+            address,
+            name=flags.env,
+            settings=environment_settings(flags),
+            security=security(flags),
+            **options,
         )
-    return libtorchbeast.Server(StreamEnvironment, address, **shared)
 
 
 def try_environment(flags: Flags) -> str:

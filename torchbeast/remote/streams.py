@@ -1,11 +1,11 @@
 """PolyBeast's streams of environments: the C++ pool, batcher and queue."""
 
-import collections
 import contextlib
 import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -25,13 +25,6 @@ from torchbeast.runs.run import Run
 log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 60.0  # between two log lines about the bottleneck
-
-# Names in libtorchbeast's stats().
-COUNTS = (
-    *("env_seconds", "env_wait_seconds", "inference_wait_seconds"),
-    *("queue_wait_seconds", "num_reconnects", "num_dropped_steps"),
-    *("num_batches", "num_items", "num_entries"),  # of the batcher
-)
 
 
 def as_stored(row: dict[str, Nested], spec: dict[str, Nested]) -> dict[str, Nested]:
@@ -171,7 +164,7 @@ class Streams:
             for i, part in enumerate(parts)
         ]
         self.inference_timings: list[Timings] = []
-        self.queue_sum, self.queue_samples = 0, 0
+        self.queue_sum, self.samples = 0, 0
         self.reported, self.reported_at = self.counts(), time.monotonic()
 
     def queued(self) -> int:
@@ -185,7 +178,7 @@ class Streams:
         listener = self.envs.listener
         refused = listener.stats()["num_refused"] if listener else 0
         self.queue_sum += queued
-        self.queue_samples += 1
+        self.samples += 1
         return {
             "reconnects": sum(x["num_reconnects"] for x in stats),
             "dropped_steps": sum(x["num_dropped_steps"] for x in stats),
@@ -195,18 +188,16 @@ class Streams:
             "queued": queued,
         }
 
-    def counts(self) -> dict[str, float]:
+    def counts(self) -> Counter[str]:
         """Seconds and counts since the start, for prof.bottleneck."""
-        sums: dict[str, float] = collections.defaultdict(float)
-        sums |= {"queue_sum": self.queue_sum, "queue_samples": self.queue_samples}
+        sums = Counter({"queue_sum": self.queue_sum, "queue_samples": self.samples})
         timings = [("inference", x) for x in self.inference_timings]
         for who, timing in [("learner", self.run.timings), *timings]:
-            for name, seconds in timing.seconds.copy().items():  # threads add some
-                sums[f"{who}_{name}"] += seconds
+            seconds = timing.seconds.copy()  # threads add some
+            sums.update({f"{who}_{name}": x for name, x in seconds.items()})
         for group in self.groups:
             stats = group.pool.stats() | group.batcher.stats()
-            for name in COUNTS:
-                sums[name] += stats.get(name, 0)
+            sums.update({k: x for k, x in stats.items() if not isinstance(x, str)})
         return sums
 
     def report(self) -> None:
@@ -226,8 +217,7 @@ class Streams:
                 )
         if time.monotonic() - self.reported_at > REPORT_SECONDS:
             now = self.counts()
-            change = {name: x - self.reported.get(name, 0) for name, x in now.items()}
-            log.info("The last minute: %s", bottleneck(change))
+            log.info("The last minute: %s", bottleneck(now - self.reported))
             self.reported, self.reported_at = now, time.monotonic()
         acted = sum(group.pool.count() for group in self.groups)
         connected = sum(x["num_connected"] for x in stats)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def format_shares(shares: dict[str, float]) -> str:
     return ", ".join(parts) or "nothing timed"
 
 
-def bottleneck(counts: dict[str, float]) -> str:
+def bottleneck(counts: Mapping[str, float]) -> str:
     """Describes where PolyBeast spends its time, and which part limits the speed.
 
     A stream spends its time in its environments, on the wire, in the batcher (waiting
