@@ -266,7 +266,7 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
         (["--grid", 'env_kwargs={"a":1}x'], {}, 1, "no comma after the value"),
         (["--name", "x" * 256], {}, 1, "File name too long"),
         (["--grid", "wrapper=m:" + "x" * 256], {}, 1, "File name too long"),
-        (["--name", "a/b"], {}, 1, "must be the name of a folder"),
+        (["--name", "a/b"], {}, 1, "must be one plain name"),
         (["--search", "x=int:1:2", "--grid", "y=1"], {}, 2, "goes neither with --grid"),
         ([], {"seed": 3}, 1, "give --seeds and --name in place of --seed"),
         ([], {"xpid": "x"}, 1, "give --seeds and --name in place of --xpid"),

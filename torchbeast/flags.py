@@ -74,12 +74,12 @@ class Run(Group):
     sync: bool = flag(False, "reproducible: actors and learner take turns", TUNE)
     allow_flag_changes: bool = flag(False,
         "has no effect: typed flags always win over those of the checkpoint",
-        START, can_be_off=False)
+        START)
     trust_checkpoint_env: bool = flag(False,
         "use what another user's checkpoint or a file of --config names: code "
         "(--env module:Class, --wrapper), its arguments, files and machines", START)
     disable_checkpoint: bool = flag(
-        False, "neither save nor load a checkpoint", START, can_be_off=False
+        False, "neither save nor load a checkpoint", START
     )
     checkpoint_interval: float = flag(
         600.0, "seconds between checkpoints", AT_LEAST_0_OR_INF, FREE
@@ -96,9 +96,9 @@ class Run(Group):
     )
     write_profiler_trace: bool = flag(False,
         "profile some updates of the learner process; writes trace.json",
-        START, can_be_off=False)
+        START)
     suppress_logs: bool = flag(
-        False, "print warnings and errors only", START, can_be_off=False
+        False, "print warnings and errors only", START
     )
     episodes_for_avg: int = flag(
         100, "games in the mean return that is printed", COUNT, FREE
@@ -257,7 +257,7 @@ class Test(Group):
     checkpoint: str = flag(
         "model.tar", "file in the folder of the run, such as model.best.tar", START
     )
-    greedy: bool = flag(False, "take the most likely action", START, can_be_off=False)
+    greedy: bool = flag(False, "take the most likely action", START)
     video: str | None = flag(
         None, "record the test to this .mp4 file, and to --wandb", START
     )

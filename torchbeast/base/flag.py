@@ -12,6 +12,8 @@ import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from torchbeast.base.errors import FlagError
+
 
 class Resume(enum.Enum):
     """What a resumed run does with a flag. A flag without one fixes what is learned."""
@@ -73,7 +75,6 @@ class Flag:
     Attributes:
       converter: makes the value of a text: bool, int, float, str, or a function that
         raises ArgumentTypeError. By default it is the declared type.
-      can_be_off: a switch also has --no-NAME.
     """
 
     default: Any
@@ -83,7 +84,6 @@ class Flag:
     choices: Sequence[str] = ()
     alias: str | None = None
     metavar: str | None = None
-    can_be_off: bool = True
     converter: Callable[[str], Any] = str
     name: str = ""
 
@@ -108,11 +108,10 @@ class Flag:
     def options(self) -> list[str]:
         """The words that set it, such as --sync and --no-sync."""
         words = [f"--{self.name}", *([f"--{self.alias}"] if self.alias else [])]
-        off = self.converter is bool and self.can_be_off
-        return [*words, *([f"--no-{self.name}"] if off else [])]
+        return [*words, *([f"--no-{self.name}"] if self.converter is bool else [])]
 
     def convert(self, text: str) -> Any:
-        """The value of a text that was typed or is in a file, but not of a switch.
+        """The value of a text, but not of a switch.
 
         Raises:
           ArgumentTypeError: there is no such value.
@@ -130,18 +129,32 @@ class Flag:
             )
         return value
 
-    def fits(self, value: Any) -> bool:
-        """Whether a checkpoint's value has the right type and is among the choices."""
-        if value is None:
-            return True
-        if self.choices:
-            return value in self.choices
-        if self.converter is bool:
-            return isinstance(value, bool)
-        if self.is_number:
-            numbers = int if self.converter is int else (int, float)
-            return isinstance(value, numbers) and not isinstance(value, bool)
-        return isinstance(value, str)
+    def from_file(self, value: Any) -> Any:
+        """The value that TOML, JSON or a checkpoint has, as if it had been typed.
+
+        A list of texts is joined by commas. None means that the flag was left out.
+
+        Raises:
+          FlagError: it has a wrong type, or there is no such value.
+        """
+        try:
+            if isinstance(value, dict | list):
+                text = ",".join(value) if isinstance(value, list) else json.dumps(value)
+                return self.convert(text)
+            is_switch = self.converter is bool
+            if value is None or (is_switch and isinstance(value, bool)):
+                return value
+            kinds = int | float | str if self.is_number else str
+            if is_switch or isinstance(value, bool) or not isinstance(value, kinds):
+                allowed = "true or false" if is_switch else "a number or a text"
+                raise argparse.ArgumentTypeError(f"it must be {allowed}")
+            return self.convert(str(value))
+        except (TypeError, argparse.ArgumentTypeError) as error:
+            fork = ". If a fork saved it, use the fork's code" if self.choices else ""
+            raise FlagError(
+                f"the flag {self.name} is {value!r:.80}, of the type "
+                f"{type(value).__name__}: {error}{fork}"
+            ) from None
 
     def add_to(self, group: Any) -> None:
         """Adds it to a group of an argparse parser, which gives no default."""
@@ -152,10 +165,8 @@ class Flag:
         if self.converter is not bool:
             words |= {"type": self.convert, "metavar": self.metavar}
             words["choices"] = self.choices or None
-        elif self.can_be_off:
-            words["action"] = argparse.BooleanOptionalAction
         else:
-            words["action"] = "store_true"
+            words["action"] = argparse.BooleanOptionalAction
         group.add_argument(*names, **words).default = argparse.SUPPRESS
 
 
@@ -230,12 +241,11 @@ class FlagParser(argparse.ArgumentParser):
 
 
 Me = TypeVar("Me", bound="Values")
+_NO_FLAGS = ("_frozen", "typed", "on_command_line")
 
 
 class Values(argparse.Namespace):
     """The values of flags; read-only after freeze().
-
-    Attributes that start with an underscore are not flags.
 
     Attributes:
       typed: names of the flags that the command line, the file of --config or a new
@@ -244,16 +254,8 @@ class Values(argparse.Namespace):
     """
 
     _frozen = False
-    _typed: frozenset[str] = frozenset()
-    _on_command_line: frozenset[str] = frozenset()
-
-    @property
-    def typed(self) -> frozenset[str]:
-        return self._typed
-
-    @property
-    def on_command_line(self) -> frozenset[str]:
-        return self._on_command_line
+    typed: frozenset[str] = frozenset()
+    on_command_line: frozenset[str] = frozenset()
 
     def freeze(self: Me) -> Me:
         self.__dict__["_frozen"] = True
@@ -275,10 +277,7 @@ class Values(argparse.Namespace):
 
     def replace(self: Me, **changes: Any) -> Me:
         """A frozen copy with other values."""
-        copied = type(self)(**{**self.as_dict(), **changes})
-        copied._typed = self._typed
-        copied._on_command_line = self._on_command_line
-        return copied.freeze()
+        return type(self)(**(vars(self) | changes | {"_frozen": False})).freeze()
 
     def as_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in sorted(vars(self).items()) if not k.startswith("_")}
+        return {k: v for k, v in sorted(vars(self).items()) if k not in _NO_FLAGS}
