@@ -325,19 +325,13 @@ def test_a_meta_of_other_types(tmp_path, caplog, text):
 
 
 def test_switches(tmp_path):
-    """One has no opposite: it is left out."""
-    found = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}"], [1])
+    words = ["monobeast", f"--savedir={tmp_path}", "--disable_checkpoint"]
+    found = sweep.Sweep("s", words, [1])
     for value in ("true", "false"):
         settings = dict.fromkeys(("disable_checkpoint", "life_loss"), value)
         (job,) = found.make_jobs("", settings)
         flags = found.flags(job)
         assert (flags.disable_checkpoint, flags.life_loss) == (value == "true",) * 2
-    config = tmp_path / "run.toml"
-    config.write_text("disable_checkpoint = true")
-    for word in ("--disable_checkpoint", f"--config={config}"):
-        given = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}", word], [1])
-        with pytest.raises(FlagError, match="--disable_checkpoint can't be switched"):
-            given.make_jobs("", {"disable_checkpoint": "false"})
 
 
 def test_machines_with_other_devices(tmp_path):
