@@ -18,7 +18,6 @@ if __name__ == "__main__":
     processes.exit_on_stop_signals()  # the imports take seconds
 
 import argparse
-import contextlib
 import importlib.util
 import logging
 import os
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchbeast.base.errors import FlagError
 from torchbeast.procs import children, processes
-from torchbeast.records.folder import RunBusyError, RunFolder
+from torchbeast.records.folder import RunFolder
 from torchbeast.records.meta import read_meta
 from torchbeast.records.saved_runs import MOST_NAMES
 from torchbeast.runs import flagset, script
@@ -161,67 +160,32 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     settings: dict[str, Any] = {"action": "append", "type": setting, "default": []}
     add("--name", default="sweep", help="begins the runs' names (sweep)")
-    add(
-        "--seeds",
-        type=seed_list,
-        default=[1],
-        metavar="1-3,7",
-        help="each setting is trained with each seed (1)",
-    )
-    add(
-        "--grid",
-        **settings,
-        metavar="FLAG=VALUE,VALUE",
-        help="values of a flag; several --grid give all combinations",
-    )
+    seeds: dict[str, Any] = {"type": seed_list, "default": [1], "metavar": "1-3,7"}
+    add("--seeds", **seeds, help="each setting is trained with each seed (1)")
+    grid_help = "values of a flag; several --grid give all combinations"
+    add("--grid", **settings, metavar="FLAG=VALUE,VALUE", help=grid_help)
     add("--jobs", type=positive, help="runs at a time (here 1, with Slurm all)")
-    add(
-        "--cores",
-        type=positive,
-        help="CPU cores per run (here the machine's divided by --jobs, with Slurm 2)",
+    cores_help = (
+        "CPU cores per run (here the machine's divided by --jobs, with Slurm 2)"
     )
+    add("--cores", type=positive, help=cores_help)
     add = parser.add_argument_group("Optuna").add_argument
-    add(
-        "--search",
-        **settings,
-        metavar="FLAG=KIND:VALUES",
-        help="in place of --grid: uniform:LOW:HIGH, loguniform:LOW:HIGH, int:LOW:HIGH "
-        "or choice:A:B:...",
+    search_help = (
+        "in place of --grid: uniform:LOW:HIGH, loguniform:LOW:HIGH, int:LOW:HIGH or "
+        "choice:A:B:..."
     )
+    add("--search", **settings, metavar="FLAG=KIND:VALUES", help=search_help)
     add("--trials", type=positive, help="settings to try in all (20)")
     add = parser.add_argument_group("Slurm").add_argument
-    add(
-        "--submit",
-        choices=["slurm", "local"],
-        help="submit the runs as an array through submitit; local: its processes on "
-        "this machine, to try it out",
+    submit_help = (
+        "submit the runs as an array through submitit; local: its processes on this "
+        "machine, to try it out"
     )
+    add("--submit", choices=["slurm", "local"], help=submit_help)
     add("--minutes", type=positive, help="limit of a job (1440)")
-    add(
-        "--sbatch",
-        **settings,
-        metavar="OPTION=VALUE",
-        help="an option of sbatch, such as partition=gpu or gres=gpu:1",
-    )
+    sbatch_help = "an option of sbatch, such as partition=gpu or gres=gpu:1"
+    add("--sbatch", **settings, metavar="OPTION=VALUE", help=sbatch_help)
     return parser
-
-
-@contextlib.contextmanager
-def own_folder(sweep: Sweep) -> Iterator[pathlib.Path]:
-    """The locked folder savedir/NAME, for the files of the sweep itself.
-
-    Raises:
-      FlagError: another sweep uses it.
-    """
-    try:
-        folder = RunFolder(str(sweep.savedir), sweep.name)
-    except RunBusyError:
-        raise FlagError(
-            f"another sweep uses {sweep.savedir / sweep.name}. Wait for its end, or "
-            "give another --name"
-        ) from None
-    with folder:
-        yield folder.path
 
 
 def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
@@ -245,7 +209,8 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
         )
     sweep = Sweep(options.name, command, options.seeds, elsewhere)
     statuses: dict[Job, int] = {}
-    with own_folder(sweep) as folder:
+    with RunFolder(str(sweep.savedir), sweep.name) as own:
+        folder = own.path  # for the files of the sweep itself
         search = make_search(sweep, options, folder) if options.search else None
         planned = (
             search.jobs(options.trials or 20) if search else make_grid(sweep, options)

@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import json
 import math
+import sys
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -27,45 +28,30 @@ START, FREE, TUNE = Resume
 
 
 class Range(NamedTuple):
-    """A closed, half-open or open interval, and its description in words."""
+    """A closed interval, and its description in words."""
 
     low: float
     high: float
-    low_included: bool = True
-    high_included: bool = True
+    words: str
 
     def __contains__(self, x: object) -> bool:
         assert isinstance(x, int | float)
-        return (  # false for NaN
-            (self.low <= x if self.low_included else self.low < x)
-            and (x <= self.high if self.high_included else x < self.high)
-        )
-
-    def __str__(self) -> str:
-        if self.high < LARGEST_COUNT:
-            left, right = "(["[self.low_included], ")]"[self.high_included]
-            return f"in {left}{self.low:g}, {self.high:g}{right}"
-        words = []
-        if self.low > -math.inf:
-            least = "at least" if self.low_included else "more than"
-            words.append(f"{least} {self.low:g}")
-        if self.high == math.inf:
-            words += [] if self.high_included else ["finite"]
-        else:
-            words.append(f"{'at most' if self.high_included else 'below'} {self.high}")
-        return " and ".join(words)
+        return self.low <= x <= self.high  # false for NaN
 
 
 LARGEST_COUNT, LARGEST_STEP = 2**31 - 1, 2**63 - 1
-COUNT = Range(1, LARGEST_COUNT)
-COUNT_OR_0 = Range(0, LARGEST_COUNT)
-STEPS = Range(1, LARGEST_STEP)
-FINITE = Range(-math.inf, math.inf, False, False)
-AT_LEAST_0 = Range(0, math.inf, True, False)
-AT_LEAST_0_OR_INF = Range(0, math.inf)
-POSITIVE_OR_INF = Range(0, math.inf, False)
-SHARE = Range(0, 1)
-SECONDS = Range(0, 1e6, False)
+_LARGEST, _SMALLEST = sys.float_info.max, math.ulp(0.0)  # finite, and above 0
+COUNT = Range(1, LARGEST_COUNT, f"at least 1 and at most {LARGEST_COUNT}")
+COUNT_OR_0 = Range(0, LARGEST_COUNT, f"at least 0 and at most {LARGEST_COUNT}")
+STEPS = Range(1, LARGEST_STEP, f"at least 1 and at most {LARGEST_STEP}")
+STEPS_OR_0 = Range(0, LARGEST_STEP, f"at least 0 and at most {LARGEST_STEP}")
+FINITE = Range(-_LARGEST, _LARGEST, "finite")
+AT_LEAST_0 = Range(0, _LARGEST, "at least 0 and finite")
+AT_LEAST_0_OR_INF = Range(0, math.inf, "at least 0")
+POSITIVE_OR_INF = Range(_SMALLEST, math.inf, "more than 0")
+SHARE = Range(0, 1, "in [0, 1]")
+BELOW_1 = Range(0, math.nextafter(1, 0), "in [0, 1)")
+SECONDS = Range(_SMALLEST, 1e6, "in (0, 1e+06]")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -164,7 +164,7 @@ def _lock_folder(folder: pathlib.Path) -> int:
         raise RunBusyError(
             error.errno,
             "Another process writes to this run. Wait for it, end it, or choose "
-            "another --xpid",
+            "another --xpid (for a sweep: --name)",
             str(folder),
         ) from error
     except OSError as error:  # some network file systems have no locks

@@ -274,28 +274,19 @@ def take_over(place: str, savedir: str, model: torch.nn.Module) -> None:
 
 def _differences(found: dict[str, Any], model: torch.nn.Module) -> list[str]:
     """Describes the weights whose names or shapes differ from the model's."""
-    wanted = model.state_dict()
-
-    def shape(x: torch.Tensor) -> str:
-        return str(list(x.shape))
-
-    return [
-        *(
-            f"{name} is {shape(found[name])} in the checkpoint, but {shape(x)} here"
-            for name, x in wanted.items()
-            if name in found and found[name].shape != x.shape
-        ),
-        *(
-            f"{name} {shape(x)} is not in the checkpoint"
-            for name, x in wanted.items()
-            if name not in found
-        ),
-        *(
-            f"{name} {shape(x)} is in the checkpoint only"
-            for name, x in found.items()
-            if name not in wanted
-        ),
-    ]
+    there = {name: list(x.shape) for name, x in found.items()}
+    here = {name: list(x.shape) for name, x in model.state_dict().items()}
+    texts = []
+    for name in sorted(here.keys() | there.keys()):
+        if name not in there:
+            texts.append(f"{name} {here[name]} is not in the checkpoint")
+        elif name not in here:
+            texts.append(f"{name} {there[name]} is in the checkpoint only")
+        elif there[name] != here[name]:
+            texts.append(
+                f"{name} is {there[name]} in the checkpoint, but {here[name]} here"
+            )
+    return texts
 
 
 def _some(texts: list[str], shown: int = 6) -> str:

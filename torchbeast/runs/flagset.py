@@ -286,7 +286,7 @@ def check_ranges(flags: argparse.Namespace) -> None:
     for name, value in vars(flags).items():
         allowed = DECLARED[name].range if name in DECLARED else None
         if allowed and value is not None and value not in allowed:
-            raise FlagError(f"--{name} must be {allowed}, got {value}")
+            raise FlagError(f"--{name} must be {allowed.words}, got {value}")
 
 
 def resolve(flags: Flags) -> Flags:
