@@ -343,9 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--trials is for a --search")
     if (options.minutes or options.sbatch) and not options.submit:
         parser.error("--minutes and --sbatch are for jobs: add --submit slurm")
-    with script.reported() as outcome:
-        outcome.status = run_sweep(options, command)
-    return outcome.status
+    return script.run(lambda: run_sweep(options, command))
 
 
 if __name__ == "__main__":

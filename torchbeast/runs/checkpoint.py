@@ -81,7 +81,7 @@ def save(
             # The new one must be on disk before the previous one is replaced.
             os.fsync(file.fileno())
             if keep_previous and path.exists():
-                link_or_copy(path, previous_path(path))
+                copy(path, previous_path(path))
     except Exception as error:
         raise CheckpointError(
             f"Cannot save a checkpoint of {len(data):,} bytes to {path} "
@@ -350,21 +350,10 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}"
 
 
-def link_or_copy(path: pathlib.Path, target: pathlib.Path) -> None:
-    """Gives a file a second name, atomically."""
-    temporary = target.with_name(f".{target.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(path, temporary)
-    except OSError as error:  # some network and USB file systems have no hard links
-        log.debug("Copying %s, because it can't be linked: %s", path, error)
-        try:
-            shutil.copyfile(path, temporary)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    temporary.replace(target)
-    temporary.unlink(missing_ok=True)  # stays if both are links to the same file
+def copy(path: pathlib.Path, target: pathlib.Path) -> None:
+    """Copies a file, atomically."""
+    with path.open("rb") as source, atomic_write(target) as file:
+        shutil.copyfileobj(source, file)
 
 
 def _free_space(folder: pathlib.Path) -> str:

@@ -256,29 +256,28 @@ def check_effects(flags: Flags) -> None:
     A --config may have such flags: that of a run has all flags.
     """
     here = flags.on_command_line
-    cases: list[tuple[bool, str, tuple[str, ...]]] = [
-        (
-            not flags.replay_ratio and "replay_ratio" not in here,
-            "without a replay: add --replay_ratio, for example 7",
-            ("replay_size", "replay_file", "save_replay", "learn_start"),
-        ),
-        (
-            not flags.eval_interval and "eval_interval" not in here,
-            "without evaluations: add --eval_interval, for example 500000",
-            ("eval_episodes",),
-        ),
-        (
-            flags.mode == "train",
-            "in training, which resumes from model.tar: add --mode test, or start "
-            "another run with --init_from",
-            ("checkpoint",),
-        ),
-    ]
-    for off, cause, names in cases:
+
+    def refuse(off: bool, cause: str, *names: str) -> None:
         for name in names:
-            if off and name in here and getattr(flags, name):
-                value = getattr(flags, name)
+            if off and name in here and (value := getattr(flags, name)):
                 raise FlagError(f"--{name} {value} has no effect {cause}")
+
+    refuse(
+        not flags.replay_ratio and "replay_ratio" not in here,
+        "without a replay: add --replay_ratio, for example 7",
+        *("replay_size", "replay_file", "save_replay", "learn_start"),
+    )
+    refuse(
+        not flags.eval_interval and "eval_interval" not in here,
+        "without evaluations: add --eval_interval, for example 500000",
+        "eval_episodes",
+    )
+    refuse(
+        flags.mode == "train",
+        "in training, which resumes from model.tar: add --mode test, or start another "
+        "run with --init_from",
+        "checkpoint",
+    )
 
 
 def check_ranges(flags: argparse.Namespace) -> None:

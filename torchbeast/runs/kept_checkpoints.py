@@ -7,7 +7,7 @@ import math
 import pathlib
 import re
 
-from torchbeast.runs.checkpoint import CheckpointError, link_or_copy, load
+from torchbeast.runs.checkpoint import CheckpointError, copy, load
 
 log = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ BEST = "model.best.tar"  # see evaluator.py
 
 
 def keep(path: pathlib.Path, step: int, count: int, total_steps: int) -> None:
-    """Gives the checkpoint a second name, such as model.50000.tar, which stays.
+    """Copies the checkpoint to a file that stays, such as model.50000.tar.
 
     At most `count` of these stay: those nearest after `count` points, evenly over
     `total_steps`.
@@ -25,7 +25,7 @@ def keep(path: pathlib.Path, step: int, count: int, total_steps: int) -> None:
     """
     target = path.with_name(f"{path.stem}.{step}{path.suffix}")
     try:
-        link_or_copy(path, target)  # `save` replaces the file, and does not change it
+        copy(path, target)
         files = _kept(path)
         steps, excess = sorted(files), len(files) - count
         if excess > 0:  # the run was extended

@@ -104,14 +104,16 @@ def run_script(
     Returns:
       The exit status: 0 finished, 1 failed, 128 + n ended by signal n.
     """
-    with script.reported() as outcome:
+
+    def run() -> int:
         typed = flagset.read(parser, argv)
         if flagset.merge(typed).mode != "train":
             test(typed)
-        else:
-            with begin(typed, resolve_layout) as start:
-                outcome.status = 0 if start.is_finished() else train(start)
-    return outcome.status
+            return 0
+        with begin(typed, resolve_layout) as start:
+            return 0 if start.is_finished() else train(start)
+
+    return script.run(run)
 
 
 @contextlib.contextmanager
