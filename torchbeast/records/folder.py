@@ -67,6 +67,7 @@ def atomic_write(path: pathlib.Path) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        temporary.unlink(missing_ok=True)  # it may be a link to another file
         with temporary.open("wb") as file:
             yield file
             file.flush()
