@@ -84,13 +84,10 @@ class Sweep:
         flags_of_it = self.parser.declared.values()
         self.options = {word for flag in flags_of_it for word in flag.options}
         self.parser.prog = f"python -m {self.module}"
-        flags = flagset.parse(self.parser, self.words)
-        only = argparse.ArgumentParser(add_help=False)  # not those of --config
-        only.add_argument("--seed")
-        only.add_argument("--xpid")
-        for flag, value in vars(only.parse_known_args(self.words)[0]).items():
-            if value is not None:
-                raise FlagError(f"give --seeds and --name in place of --{flag}")
+        typed = flagset.read(self.parser, self.words)
+        for flag in typed.here.keys() & {"seed", "xpid"}:  # not those of --config
+            raise FlagError(f"give --seeds and --name in place of --{flag}")
+        flags = flagset.merge(typed)
         if flags.mode != "train":
             raise FlagError(f"a sweep trains; --mode {flags.mode} is not possible")
         flags.xpid = name
@@ -113,9 +110,10 @@ class Sweep:
         for name, value in settings.items():
             if f"--{name}" not in self.options:
                 raise FlagError(f"{self.variant} has no flag --{name}")
-            switches = {"true": f"--{name}", "false": f"--no-{name}"}
-            switch = switches.get(str(value), "")
-            words.append(switch if switch in self.options else f"--{name}={value}")
+            if value in ("true", "false") and f"--no-{name}" in self.options:
+                words.append(f"--{name}" if value == "true" else f"--no-{name}")
+            else:
+                words.append(f"--{name}={value}")
         found = []
         for seed in self.seeds[:most]:
             xpid = "-".join(filter(None, [self.name, label, str(seed)]))
