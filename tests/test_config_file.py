@@ -88,8 +88,9 @@ def test_a_checkpoint_loses(write):
         (
             "use_lstm = 1",
             "a.toml",
-            "use_lstm is 1,.* must be true or false",
+            "use_lstm is 1,.*switches are true or false",
         ),
+        ('use_lstm = ["a"]', "a.toml", r"use_lstm is \['a'\], .*list"),
         ("[3]", "meta.json", "not the meta.json of a run"),
         ("{", "meta.json", "meta.json: "),
         ('{"args": {}, "flags_left_open": 3}', "meta.json", "meta.json: TypeError"),

@@ -124,16 +124,16 @@ class Flag:
           FlagError: it has a wrong type, or there is no such value.
         """
         try:
-            if isinstance(value, dict | list):
-                text = ",".join(value) if isinstance(value, list) else json.dumps(value)
-                return self.convert(text)
-            is_switch = self.converter is bool
-            if value is None or (is_switch and isinstance(value, bool)):
+            if value is None or (self.converter is bool and isinstance(value, bool)):
                 return value
-            kinds = int | float | str if self.is_number else str
-            if is_switch or isinstance(value, bool) or not isinstance(value, kinds):
-                allowed = "true or false" if is_switch else "a number or a text"
-                raise argparse.ArgumentTypeError(f"it must be {allowed}")
+            if self.converter is bool or isinstance(value, bool):
+                raise TypeError("only switches are true or false")
+            if isinstance(value, list):
+                value = ",".join(value)
+            elif isinstance(value, dict):
+                value = json.dumps(value)
+            if not isinstance(value, int | float | str if self.is_number else str):
+                raise TypeError("it must be a number or a text in quotes")
             return self.convert(str(value))
         except (TypeError, argparse.ArgumentTypeError) as error:
             fork = ". If a fork saved it, use the fork's code" if self.choices else ""
