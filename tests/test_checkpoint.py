@@ -286,7 +286,7 @@ import os, pathlib, signal, sys
 from torchbeast.runs import checkpoint
 folder = pathlib.Path(sys.argv[1])
 path, previous = folder / "model.tar", folder / "model.previous.tar"
-OPERATIONS = {"open", "os.rename", "os.link", "os.remove"}
+OPERATIONS = {"open", "os.rename", "os.remove"}
 
 def save_and_die(operation):
     left = operation

@@ -237,7 +237,7 @@ def test_latest_replaces_a_dangling_link_and_no_folder(tmp_path, caplog):
 
 @pytest.mark.parametrize("xpid", ["", ".", "..", "latest", "a/b", "/tmp/a", "../a"])
 def test_bad_xpid(tmp_path, xpid):
-    with pytest.raises(ValueError, match=f"xpid is {re.escape(repr(xpid))}"):
+    with pytest.raises(ValueError, match=f"got {re.escape(repr(xpid))}"):
         FileWriter(str(tmp_path), xpid, ARGS)
     assert names(tmp_path) == []
 

@@ -17,7 +17,7 @@ import pathlib
 import pytest
 from torchbeast import monobeast
 from torchbeast.base.errors import FlagError
-from torchbeast.runs import config_file, flagset
+from torchbeast.runs import flagset
 
 parser = monobeast.make_parser()
 

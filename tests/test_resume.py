@@ -123,7 +123,7 @@ def break_the_schedule(saved):
         (change("stats", "game_returns", to=3), "game_returns is 3, expected numbers"),
         (change("model_state_dict", "policy.bias", to=[1.0]), "policy.bias is a list"),
         (break_a_weight, "the weight policy.bias is not finite"),
-        (change("flags", "batch_size", to="2"), "flag batch_size is '2'"),
+        (change("flags", "batch_size", to="two"), "flag batch_size is 'two'"),
         (
             change("model_state_dict", "policy.bias", to=torch.zeros(9)),
             "policy.bias is [9] in the checkpoint, but [5] here",

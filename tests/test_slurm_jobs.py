@@ -72,19 +72,19 @@ def test_the_run_has_ended_before_the_job_is_requeued(tmp_path):
 
 
 def test_the_waiting_is_stopped(tmp_path):
-    """Ctrl-C in a terminal ends local jobs, too. Their runs save."""
-    flags = {"total_steps": 10**9}
+    """Ctrl-C in a terminal ends local jobs, too. It waits until they have saved."""
+    flags = {"total_steps": 10**9, "env": "faulty:SlowToClose"}  # it ends after 5 s
     with sweeps.started(tmp_path, "--submit", "local", **flags) as process:
         runs.wait_for_rows(process, tmp_path, "sweep-1", 10, timeout=200)
         os.killpg(process.pid, signal.SIGINT)
         output = runs.finish(process)
         assert process.returncode == 130, output
+        assert (tmp_path / "sweep-1" / "model.tar").exists()
+        assert read_meta(tmp_path / "sweep-1")["starts"][-1]["signal"] == "SIGTERM"
         watched_runs.wait_until(
             lambda: not watched_runs.processes_of_session(process.pid),
             "no process left",
         )
-    assert (tmp_path / "sweep-1" / "model.tar").exists()
-    assert read_meta(tmp_path / "sweep-1")["starts"][-1]["signal"] == "SIGTERM"
 
 
 def test_a_killed_sweep_leaves_nothing(tmp_path):

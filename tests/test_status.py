@@ -66,8 +66,7 @@ def test_without_a_terminal(monkeypatch, caplog):
     monkeypatch.setattr(status, "STATUS_SECONDS", 0.0)
     line = status.Status(40, 1000)
     line.show(40, None, None, 0, 0.0, 0, acted=1234)
-    assert "Step 40 of 1,000: waiting for the first updates, actors" in caplog.text
-    assert "have taken 1,234 steps" in caplog.text
+    assert "of 1,000, actors' steps 1,234, waiting for an update" in caplog.text
     caplog.clear()
     line.show(60, 50.0, 2.5, 3, 1.5, 4, acted=2345)
     assert "Step 60 of 1,000, SPS 50, return 2.50, games 3" in caplog.text

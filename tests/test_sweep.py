@@ -204,7 +204,8 @@ def test_one_sweep_at_a_time(tmp_path):
     with sweeps.started(tmp_path, total_steps=FOREVER) as process:
         runs.wait_for_rows(process, tmp_path, "sweep-1", 1, timeout=200)
         output = sweeps.finished(tmp_path, total_steps=FOREVER, status=1)
-        assert f"another sweep uses {tmp_path / 'sweep'}" in output
+        assert "Another process writes to this run" in output
+        assert str(tmp_path / "sweep") in output
         process.terminate()
         runs.finish(process)
         assert process.returncode == 143
@@ -266,7 +267,7 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
         (["--grid", 'env_kwargs={"a":1}x'], {}, 1, "no comma after the value"),
         (["--name", "x" * 256], {}, 1, "File name too long"),
         (["--grid", "wrapper=m:" + "x" * 256], {}, 1, "File name too long"),
-        (["--name", "a/b"], {}, 1, "must be the name of a folder"),
+        (["--name", "a/b"], {}, 1, "must be one plain name"),
         (["--search", "x=int:1:2", "--grid", "y=1"], {}, 2, "goes neither with --grid"),
         ([], {"seed": 3}, 1, "give --seeds and --name in place of --seed"),
         ([], {"xpid": "x"}, 1, "give --seeds and --name in place of --xpid"),
@@ -325,19 +326,13 @@ def test_a_meta_of_other_types(tmp_path, caplog, text):
 
 
 def test_switches(tmp_path):
-    """One has no opposite: it is left out."""
-    found = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}"], [1])
+    words = ["monobeast", f"--savedir={tmp_path}", "--disable_checkpoint"]
+    found = sweep.Sweep("s", words, [1])
     for value in ("true", "false"):
         settings = dict.fromkeys(("disable_checkpoint", "life_loss"), value)
         (job,) = found.make_jobs("", settings)
         flags = found.flags(job)
         assert (flags.disable_checkpoint, flags.life_loss) == (value == "true",) * 2
-    config = tmp_path / "run.toml"
-    config.write_text("disable_checkpoint = true")
-    for word in ("--disable_checkpoint", f"--config={config}"):
-        given = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}", word], [1])
-        with pytest.raises(FlagError, match="--disable_checkpoint can't be switched"):
-            given.make_jobs("", {"disable_checkpoint": "false"})
 
 
 def test_machines_with_other_devices(tmp_path):

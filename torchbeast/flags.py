@@ -19,16 +19,17 @@ from typing import Any
 from torchbeast.base.flag import (
     AT_LEAST_0,
     AT_LEAST_0_OR_INF,
+    BELOW_1,
     COUNT,
     COUNT_OR_0,
     FINITE,
     FREE,
-    LARGEST_STEP,
     POSITIVE_OR_INF,
     SECONDS,
     SHARE,
     START,
     STEPS,
+    STEPS_OR_0,
     TUNE,
     Flag,
     FlagParser,
@@ -45,19 +46,16 @@ from torchbeast.presets import PRESETS, preset_name
 # learner may be started in different sessions.
 PRIVATE_FOLDER = f"/tmp/torchbeast-{os.getuid()}"
 PIPES_BASENAME = f"unix:{PRIVATE_FOLDER}/polybeast"
-WIDTH = Range(0, 64, False)
-SEED = Range(0, 2**64, True, False)  # for torch.manual_seed
+WIDTH = Range(math.ulp(0), 64, "above 0 and at most 64")
+SEED = Range(0, 2**64 - 1, f"at least 0 and below {2**64}")  # for torch.manual_seed
 
 
 # fmt: off
 class Run(Group):
     title = "run"
-    mode: str = flag(
-        "train",
-        "test: play games with a checkpoint; test_render: also show them",
-        START,
-        choices=["train", "test", "test_render"],
-    )
+    mode: str = flag("train",
+        "test: play games with a checkpoint; test_render: also show them", START,
+        choices=["train", "test", "test_render"])
     preset: str | None = flag(None,
         "a named set of flags", FREE, converter=preset_name, choices=sorted(PRESETS))
     config: str | None = flag(None,
@@ -74,36 +72,27 @@ class Run(Group):
         STEPS, TUNE)
     sync: bool = flag(False, "reproducible: actors and learner take turns", TUNE)
     allow_flag_changes: bool = flag(False,
-        "has no effect: typed flags always win over those of the checkpoint",
-        START, can_be_off=False)
+        "has no effect: typed flags always win over those of the checkpoint", START)
     trust_checkpoint_env: bool = flag(False,
         "use what another user's checkpoint or a file of --config names: code "
         "(--env module:Class, --wrapper), its arguments, files and machines", START)
-    disable_checkpoint: bool = flag(
-        False, "neither save nor load a checkpoint", START, can_be_off=False
-    )
-    checkpoint_interval: float = flag(
-        600.0, "seconds between checkpoints", AT_LEAST_0_OR_INF, FREE
-    )
+    disable_checkpoint: bool = flag(False, "neither save nor load a checkpoint", START)
+    checkpoint_interval: float = flag(600.0, "seconds between checkpoints",
+        AT_LEAST_0_OR_INF, FREE)
     checkpoint_history: int = flag(0,
         "checkpoints to keep, evenly over the run, as model.STEP.tar", COUNT_OR_0, FREE)
     eval_interval: int = flag(0,
         "steps between evaluations in a process beside the training; 0: none",
-        Range(0, LARGEST_STEP), FREE)
+        STEPS_OR_0, FREE)
     eval_episodes: int = flag(10, "games of an evaluation", COUNT, FREE)
     tensorboard: bool = flag(False, "also write TensorBoard event files", FREE)
-    wandb: str | None = flag(
-        None, "also log to Weights & Biases", FREE, metavar="PROJECT"
-    )
+    wandb: str | None = flag(None, "also log to Weights & Biases", FREE,
+        metavar="PROJECT")
     write_profiler_trace: bool = flag(False,
-        "profile some updates of the learner process; writes trace.json",
-        START, can_be_off=False)
-    suppress_logs: bool = flag(
-        False, "print warnings and errors only", START, can_be_off=False
-    )
-    episodes_for_avg: int = flag(
-        100, "games in the mean return that is printed", COUNT, FREE
-    )
+        "profile some updates of the learner process; writes trace.json", START)
+    suppress_logs: bool = flag(False, "print warnings and errors only", START)
+    episodes_for_avg: int = flag(100, "games in the mean return that is printed", COUNT,
+        FREE)
 
 
 class Environment(Group):
@@ -118,31 +107,25 @@ class Environment(Group):
         "functions or classes that wrap each environment, the innermost first; "
         "a JSON object of arguments may follow each",
         metavar="MODULE:FUNCTION[JSON],...")
-    mask_actions: bool | None = flag(
-        None, """never take an action that info["action_mask"] forbids"""
-    )
+    mask_actions: bool | None = flag(None,
+        """never take an action that info["action_mask"] forbids""")
 
 
 class Atari(Group):
     """These have no effect on other environments."""
 
     title = "Atari"
-    atari_backend: str = flag(
-        "native",
+    atari_backend: str = flag("native",
         "ale-py's vector environment (C++) or the Python wrappers",
-        choices=["native", "python"],
-        alias="envs",
-    )
+        choices=["native", "python"], alias="envs")
     frame_skip: int = flag(4, "frames per action", COUNT)
     noop_max: int = flag(30, "maximal no-ops at the start of a game", COUNT_OR_0)
-    sticky_actions: float = flag(
-        0.0, "probability of repeating the previous action", SHARE
-    )
+    sticky_actions: float = flag(0.0, "probability of repeating the previous action",
+        SHARE)
     full_action_space: bool = flag(False, "all 18 actions")
     life_loss: bool = flag(True, "a lost life ends the training episode")
-    max_episode_frames: int = flag(
-        108_000, "frames after which a game is truncated", COUNT
-    )
+    max_episode_frames: int = flag(108_000, "frames after which a game is truncated",
+        COUNT)
 
 
 class Model(Group):
@@ -165,25 +148,20 @@ class Model(Group):
     normalize_observations: bool = flag(False,
         "scale numbers, but not images and categories, by running mean and "
         "deviation; their MLPs then have tanh instead of ReLU")
-    precision: str = flag(
-        "auto",
+    precision: str = flag("auto",
         "dtype of the image encoders; auto: bf16 if the hardware supports it",
-        choices=["auto", "fp32", "bf16"],
-    )
+        choices=["auto", "fp32", "bf16"])
 
 
 class Layout(Group):
     title = "layout"
-    num_actors: int = flag(
-        2, "actor processes; PolyBeast: streams, by default one per server", COUNT
-    )
+    num_actors: int = flag(2,
+        "actor processes; PolyBeast: streams, by default one per server", COUNT)
     batch_size: int = flag(4, "rollouts per learner batch", COUNT)
     unroll_length: int = flag(20, "steps per rollout", COUNT)
-    rollouts: str = flag(
-        "fixed",
+    rollouts: str = flag("fixed",
         "episode: the learner cuts rollouts where episodes end",
-        choices=["fixed", "episode"],
-    )
+        choices=["fixed", "episode"])
     actor_timeout: float = flag(120.0,
         "time limit of a step in seconds. MonoBeast: the run fails after it; "
         "PolyBeast: the stream counts as lost", SECONDS, FREE)
@@ -193,9 +171,8 @@ class Layout(Group):
         "CPU threads per torch operation of the learner (default: half the cores)",
         COUNT)
     disable_cuda: bool = flag(False, "use no GPU", FREE)
-    learner_device: str | None = flag(
-        None, "for example cuda:1; default: the first GPU, if any", FREE
-    )
+    learner_device: str | None = flag(None,
+        "for example cuda:1; default: the first GPU, if any", FREE)
 
 
 class Loss(Group):
@@ -205,55 +182,44 @@ class Loss(Group):
         "its value at the end, if it changes (linearly) during the run", FINITE, TUNE)
     baseline_cost: float = flag(0.5, "weight of the value loss", AT_LEAST_0, TUNE)
     discounting: float = flag(0.99, "discount factor γ", SHARE, TUNE)
-    reward_clipping: str = flag(
-        "abs_one", "abs_one clips rewards to [-1, 1]", TUNE, choices=["abs_one", "none"]
-    )
+    reward_clipping: str = flag("abs_one", "abs_one clips rewards to [-1, 1]", TUNE,
+        choices=["abs_one", "none"])
     normalize_rewards: bool = flag(False,
         "divide rewards by the standard deviation of their discounted sum; then "
         "--reward_clipping has no effect")
     clip_rho: float = flag(1.0, "V-trace's ρ̄ (inf: no clipping)", POSITIVE_OR_INF, TUNE)
-    clip_pg_rho: float = flag(
-        1.0, "V-trace's ρ̄ of the policy gradient", POSITIVE_OR_INF, TUNE
-    )
+    clip_pg_rho: float = flag(1.0, "V-trace's ρ̄ of the policy gradient",
+        POSITIVE_OR_INF, TUNE)
     clip_c: float = flag(1.0, "V-trace's c̄", POSITIVE_OR_INF, TUNE)
     trace_decay: float = flag(1.0, "V-trace's λ", SHARE, TUNE)
     normalize_advantages: bool = flag(False,
         "scale the advantages of a batch to mean 0 and standard deviation 1", TUNE)
-    clip_ratio: float = flag(
-        math.inf, "PPO's ε (inf: no clipping)", POSITIVE_OR_INF, TUNE
-    )
+    clip_ratio: float = flag(math.inf, "PPO's ε (inf: no clipping)", POSITIVE_OR_INF,
+        TUNE)
 
 
 class Optimizer(Group):
     title = "optimizer"
-    optimizer: str = flag(
-        "rmsprop",
+    optimizer: str = flag("rmsprop",
         "rmsprop: as in TensorFlow, with ε under the root by default",
-        choices=["rmsprop", "adam"],
-    )
-    learning_rate: float = flag(
-        0.0007, "at the start; see --learning_rate_schedule", AT_LEAST_0, TUNE
-    )
-    learning_rate_schedule: str = flag(
-        "linear",
-        "linear and cosine fall to 0 over --total_steps",
-        TUNE,
-        choices=["linear", "cosine", "constant"],
-    )
+        choices=["rmsprop", "adam"])
+    learning_rate: float = flag(0.0007,
+        "at the start; see --learning_rate_schedule", AT_LEAST_0, TUNE)
+    learning_rate_schedule: str = flag("linear",
+        "linear and cosine fall to 0 over --total_steps", TUNE,
+        choices=["linear", "cosine", "constant"])
     updates_per_batch: int = flag(1,
         "updates per batch; more updates need fewer steps, but more compute",
         COUNT, TUNE)
     minibatches: int = flag(1,
         "split each batch into this many random parts; an update uses one", COUNT, TUNE)
     alpha: float = flag(0.99, "decay of RMSProp's mean square", SHARE, TUNE)
-    momentum: float = flag(0.0, "RMSProp's momentum", Range(0, 1, True, False), TUNE)
+    momentum: float = flag(0.0, "RMSProp's momentum", BELOW_1, TUNE)
     epsilon: float = flag(1e-6, "the optimizer's ε", AT_LEAST_0, TUNE)
-    epsilon_outside_root: bool = flag(
-        False, "RMSProp's step is g / (√v + ε) and not g / √(v + ε)", TUNE
-    )
-    grad_norm_clipping: float = flag(
-        40.0, "largest norm of the gradient (inf: no clipping)", POSITIVE_OR_INF, TUNE
-    )
+    epsilon_outside_root: bool = flag(False,
+        "RMSProp's step is g / (√v + ε) and not g / √(v + ε)", TUNE)
+    grad_norm_clipping: float = flag(40.0,
+        "largest norm of the gradient (inf: no clipping)", POSITIVE_OR_INF, TUNE)
 
 
 class Replay(Group):
@@ -266,22 +232,19 @@ class Replay(Group):
     kl_threshold: float = flag(0.3,
         "a replayed step counts if KL(π ‖ π̃) is at most this, in nats",
         AT_LEAST_0_OR_INF, TUNE)
-    replay_file: str | None = flag(
-        None, "keep the replay in this file; it is deleted when the run ends", FREE
-    )
+    replay_file: str | None = flag(None,
+        "keep the replay in this file; it is deleted when the run ends", FREE)
     save_replay: bool = flag(False, "save the replay with each checkpoint", FREE)
 
 
 class Test(Group):
     title = "test"
     num_test_episodes: int = flag(10, "games to play", COUNT, START)
-    checkpoint: str = flag(
-        "model.tar", "file in the folder of the run, such as model.best.tar", START
-    )
-    greedy: bool = flag(False, "take the most likely action", START, can_be_off=False)
-    video: str | None = flag(
-        None, "record the test to this .mp4 file, and to --wandb", START
-    )
+    checkpoint: str = flag("model.tar",
+        "file in the folder of the run, such as model.best.tar", START)
+    greedy: bool = flag(False, "take the most likely action", START)
+    video: str | None = flag(None, "record the test to this .mp4 file, and to --wandb",
+        START)
 
 
 class MonoBeast(Group):
@@ -294,22 +257,17 @@ class MonoBeast(Group):
 
 class Launcher(Group):
     title = "launcher"
-    launcher: str = flag(
-        "processes",
-        "what starts the environments; ray: also on other machines",
-        FREE,
-        choices=["processes", "ray"],
-    )
-    ray_address: str | None = flag(
-        None, "of a Ray cluster, or auto; default: a local one", FREE
-    )
+    launcher: str = flag("processes",
+        "what starts the environments; ray: also on other machines", FREE,
+        choices=["processes", "ray"])
+    ray_address: str | None = flag(None,
+        "of a Ray cluster, or auto; default: a local one", FREE)
 
 
 class PolyBeast(Group):
     title = "PolyBeast"
-    server_addresses: str | None = flag(
-        None, "servers to connect to: host:port or host:first-last,..., or @FILE", FREE
-    )
+    server_addresses: str | None = flag(None,
+        "servers to connect to: host:port or host:first-last,..., or @FILE", FREE)
     listen: str | None = flag(None,
         "listen at HOST:PORT or unix:PATH; environments connect to the learner", FREE)
     connect_timeout: float = flag(60.0,
@@ -317,16 +275,13 @@ class PolyBeast(Group):
     max_env_failures: int = flag(10,
         "failures of environments per minute after which the run ends; those of "
         "a single server or machine don't count while another is connected", COUNT_OR_0)
-    actor_device: str | None = flag(
-        None, "device for inference (default: the second GPU, else the learner's)", FREE
-    )
+    actor_device: str | None = flag(None,
+        "device for inference (default: the second GPU, else the learner's)", FREE)
     num_inference_threads: int = flag(1, "inference threads", COUNT, FREE)
-    max_learner_queue_size: int = flag(
-        None, "maximal rollouts in the queue (default: --batch_size)", COUNT
-    )
-    num_actions: int | None = flag(
-        None, "expected number of actions; the run ends if it differs", COUNT, FREE
-    )
+    max_learner_queue_size: int = flag(None,
+        "maximal rollouts in the queue (default: --batch_size)", COUNT)
+    num_actions: int | None = flag(None,
+        "expected number of actions; the run ends if it differs", COUNT, FREE)
 
 
 class Connection(Group):
@@ -341,17 +296,15 @@ class Connection(Group):
         "environments per stream; polybeast_learner accepts any number by default",
         COUNT)
     tls: bool = flag(False, "use TLS; implied by the other --tls flags", FREE)
-    tls_server_name: str | None = flag(
-        None, "name in the other side's certificate, if it is not the host's", FREE
-    )
+    tls_server_name: str | None = flag(None,
+        "name in the other side's certificate, if it is not the host's", FREE)
     tls_cert: str | None = flag(None, "PEM file with this side's certificate", FREE)
     tls_key: str | None = flag(None, "PEM file with its key", FREE)
     tls_ca: str | None = flag(None,
         "PEM file with the signer of the other side's certificate; by default the "
         "side that connects trusts the system's signers", FREE)
-    token_file: str | None = flag(
-        None, "file with a secret that both sides share", FREE
-    )
+    token_file: str | None = flag(None, "file with a secret that both sides share",
+        FREE)
     insecure: bool = flag(False,
         "allow plain TCP beyond this machine, TLS without a token or client "
         "certificate, and unix sockets of other users", FREE)
@@ -359,12 +312,10 @@ class Connection(Group):
 
 class Servers(Group):
     title = "environment servers"
-    bind: str | None = flag(
-        None, "listen at HOST:PORT, and the next ports for further servers", FREE
-    )
-    join: str | None = flag(
-        None, "connect to a learner with --listen at HOST:PORT or unix:PATH", FREE
-    )
+    bind: str | None = flag(None,
+        "listen at HOST:PORT, and the next ports for further servers", FREE)
+    join: str | None = flag(None,
+        "connect to a learner with --listen at HOST:PORT or unix:PATH", FREE)
     max_restarts: int = flag(5,
         "crashes in a row after which the servers end; 10 s of uptime start the "
         "count anew", COUNT_OR_0, FREE)
@@ -374,9 +325,8 @@ class OfServers(Group):
     """What polybeast_env takes of the group Run."""
 
     preset: str | None = Run.preset
-    seed: int = flag(
-        1, "seed of the environments, if the learner sends none (older versions)", SEED
-    )
+    seed: int = flag(1,
+        "seed of the environments, if the learner sends none (older versions)", SEED)
 
 
 # fmt: on

@@ -53,7 +53,7 @@ from torchbeast.model import make_model
 from torchbeast.play.evaluate import evaluate
 from torchbeast.play.evaluator import Evaluator
 from torchbeast.procs import processes
-from torchbeast.runs import checkpoint, flagset, launcher, resume, script
+from torchbeast.runs import checkpoint, flagset, resume
 from torchbeast.runs.flagset import Flags
 from torchbeast.runs.prof import Timings, format_shares
 from torchbeast.runs.run import Run
@@ -405,7 +405,7 @@ def resolve_layout(flags: Flags) -> Flags:
             f"--num_buffers {flags.num_buffers} is too small: {A} actors with {E} "
             f"environments each and a batch of {B} rollouts need at least {least}"
         )
-    launcher.check(flags)
+    flagset.check_launcher(flags)
     if flags.sync and (A * E % B or flags.num_buffers != A * E):
         raise FlagError(
             f"--sync learns from all {A * E} environments in turn (--num_actors {A} "
@@ -417,15 +417,7 @@ def resolve_layout(flags: Flags) -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
-    parser = make_parser()
-    with script.reported() as outcome:
-        typed = flagset.read(parser, argv)
-        if flagset.merge(typed).mode == "train":
-            with resume.begin(typed, resolve_layout) as start:
-                outcome.status = 0 if start.is_finished() else train(start)
-        else:
-            evaluate(typed)
-    return outcome.status
+    return resume.run_script(make_parser(), argv, resolve_layout, train, evaluate)
 
 
 if __name__ == "__main__":

@@ -183,48 +183,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m torchbeast.plot",
         description="Draw learning curves of one or several runs to a PNG.",
     )
-    parser.add_argument(
-        "xpids",
-        nargs="+",
-        metavar="XPID",
-        help="name of a run in savedir, or a run's folder",
+    add = parser.add_argument
+    runs_help = "name of a run in savedir, or a run's folder"
+    add("xpids", nargs="+", metavar="XPID", help=runs_help)
+    add("--savedir", type=pathlib.Path, default="~/logs/torchbeast")
+    add("--x", choices=X_AXES, default="step")
+    y_help = "columns of logs.csv, one panel each (mean_game_return)"
+    add("--y", nargs="+", metavar="COLUMN", default=["mean_game_return"], help=y_help)
+    smooth_help = "average over the last N values; 1: none (10; 1 for evaluations)"
+    add("--smooth", type=int, metavar="N", help=smooth_help)
+    group_help = (
+        "mean and standard deviation over runs whose names differ only by a seed at "
+        "the end: pong-seed1, pong-seed2"
     )
-    parser.add_argument("--savedir", type=pathlib.Path, default="~/logs/torchbeast")
-    parser.add_argument("--x", choices=X_AXES, default="step")
-    parser.add_argument(
-        "--y",
-        nargs="+",
-        metavar="COLUMN",
-        default=["mean_game_return"],
-        help="columns of logs.csv, one panel each (mean_game_return)",
+    add("--group", action="store_true", help=group_help)
+    iqm_help = "like --group, with the interquartile mean and its 95 %% interval"
+    add("--iqm", action="store_true", help=iqm_help)
+    title_help = "first line of the title; default: the name of a single curve"
+    add("--title", help=title_help)
+    out_help = (
+        "default: plot.png in the run's folder; for several runs, in the current folder"
     )
-    parser.add_argument(
-        "--smooth",
-        type=int,
-        metavar="N",
-        help="average over the last N values; 1: none (10; 1 for evaluations)",
-    )
-    parser.add_argument(
-        "--group",
-        action="store_true",
-        help="mean and standard deviation over runs whose names differ only by a seed "
-        "at the end: pong-seed1, pong-seed2",
-    )
-    parser.add_argument(
-        "--iqm",
-        action="store_true",
-        help="like --group, with the interquartile mean and its 95 %% interval",
-    )
-    parser.add_argument(
-        "--title", help="first line of the title; default: the name of a single curve"
-    )
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        metavar="FILE.png",
-        help="default: plot.png in the run's folder; for several runs, in the "
-        "current folder",
-    )
+    add("--out", type=pathlib.Path, metavar="FILE.png", help=out_help)
     flags = parser.parse_args(argv)
     if flags.smooth is not None and flags.smooth < 1:
         parser.error(f"--smooth is {flags.smooth}; it must be 1 or more")

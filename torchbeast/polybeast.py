@@ -16,6 +16,7 @@ if __name__ == "__main__":
     processes.require_native()
 
 # The learner, and with it torch, is imported late: server processes import this file.
+import functools
 import multiprocessing as mp
 import secrets
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.procs import children, processes
 from torchbeast.remote import security, serving, supervisor
-from torchbeast.runs import launcher
+from torchbeast.runs import flagset
 from torchbeast.runs.flagset import Flags
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def resolve_layout(flags: Flags) -> Flags:
             "torchbeast.polybeast_learner with --server_addresses here; or the learner "
             "with --listen and the environments with --join"
         )
-    launcher.check(flags)
+    flagset.check_launcher(flags)
     if flags.pipes_basename is None:
         name = f"{declared_flags.PIPES_BASENAME}-{secrets.token_hex(4)}"
         flags.pipes_basename = name
@@ -133,17 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
     from torchbeast.play.evaluate import evaluate
     from torchbeast.play.evaluate_on_servers import play_on_servers
-    from torchbeast.runs import flagset, resume, script
+    from torchbeast.runs import resume
 
-    parser = make_parser()
-    with script.reported() as outcome:
-        typed = flagset.read(parser, argv)
-        if flagset.merge(typed).mode == "train":
-            with resume.begin(typed, resolve_layout) as start:
-                outcome.status = 0 if start.is_finished() else train(start)
-        else:
-            evaluate(typed, play_on_servers)
-    return outcome.status
+    test = functools.partial(evaluate, play_on_servers=play_on_servers)
+    return resume.run_script(make_parser(), argv, resolve_layout, train, test)
 
 
 if __name__ == "__main__":

@@ -137,21 +137,25 @@ def run_for_learner(flags: Flags) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT, signal.SIGHUP])
     learner = mp.parent_process()
     assert learner is not None
-    with script.reported() as outcome:
+
+    def serve() -> int:
         if flags.suppress_logs:
             script.print_warnings_only()
-        outcome.status = run(flags, [learner.sentinel])
-    sys.exit(outcome.status)
+        return run(flags, [learner.sentinel])
+
+    sys.exit(script.run(serve))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 128 + n ended by signal n, 1 failed."""
     flags = flagset.parse(make_parser(), argv)
     processes.require_native()
-    with script.reported() as outcome:
+
+    def serve() -> int:
         check(flags)
-        outcome.status = run(flags.freeze())
-    return outcome.status
+        return run(flags.freeze())
+
+    return script.run(serve)
 
 
 if __name__ == "__main__":

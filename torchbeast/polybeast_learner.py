@@ -50,7 +50,7 @@ from torchbeast.procs import processes
 from torchbeast.remote.remote_envs import RemoteEnvs, server_addresses
 from torchbeast.remote.security import choose_side
 from torchbeast.remote.streams import StreamGroup, Streams, as_stored
-from torchbeast.runs import flagset, resume, script
+from torchbeast.runs import resume
 from torchbeast.runs.flagset import Flags
 from torchbeast.runs.prof import Timings
 from torchbeast.runs.run import Run
@@ -280,15 +280,8 @@ def resolve_layout(flags: Flags) -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
-    parser = make_parser()
-    with script.reported() as outcome:
-        typed = flagset.read(parser, argv)
-        if flagset.merge(typed).mode == "train":
-            with resume.begin(typed, resolve_layout) as start:
-                outcome.status = 0 if start.is_finished() else train(start)
-        else:
-            evaluate(typed, play_on_servers)
-    return outcome.status
+    test = functools.partial(evaluate, play_on_servers=play_on_servers)
+    return resume.run_script(make_parser(), argv, resolve_layout, train, test)
 
 
 if __name__ == "__main__":

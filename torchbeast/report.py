@@ -210,42 +210,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Print a Markdown table of runs, or of groups of runs.",
     )
     add = parser.add_argument
-    add(
-        "xpids",
-        nargs="*",
-        metavar="RUN",
-        help="name of a run in savedir, or a run's folder",
-    )
+    runs_help = "name of a run in savedir, or a run's folder"
+    add("xpids", nargs="*", metavar="RUN", help=runs_help)
     add("--savedir", type=pathlib.Path, default="~/logs/torchbeast")
-    add(
-        "--group",
-        action="store_true",
-        help="a row per group of runs whose names differ only by a seed at the end, "
-        "with the interquartile mean of their returns and its 95 %% interval",
+    group_help = (
+        "a row per group of runs whose names differ only by a seed at the end, with "
+        "the interquartile mean of their returns and its 95 %% interval"
     )
-    add(
-        "--method",
-        nargs="+",
-        action="append",
-        default=[],
-        metavar=("NAME", "RUN"),
-        help="the same for these runs, with a row per task; may be given several times",
+    add("--group", action="store_true", help=group_help)
+    method: dict[str, Any] = {"nargs": "+", "action": "append", "default": []}
+    method["help"] = (
+        "the same for these runs, with a row per task; may be given several times"
     )
-    add(
-        "--at",
-        nargs="+",
-        type=int,
-        default=[],
-        metavar="STEP",
-        help="compare groups after these steps, too",
+    add("--method", metavar=("NAME", "RUN"), **method)
+    at_help = "compare groups after these steps, too"
+    add("--at", nargs="+", type=int, default=[], metavar="STEP", help=at_help)
+    scores_help = (
+        "JSON with the returns that count as 0 and as 1, per task: gives each method "
+        "a row over all its tasks"
     )
-    add(
-        "--scores",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="JSON with the returns that count as 0 and as 1, per task: gives each "
-        "method a row over all its tasks",
-    )
+    add("--scores", type=pathlib.Path, metavar="FILE", help=scores_help)
     arguments = parser.parse_args(argv)
     too_short = any(len(words) < 2 for words in arguments.method)
     if too_short or bool(arguments.xpids) == bool(arguments.method):

@@ -18,9 +18,7 @@ if __name__ == "__main__":
     processes.exit_on_stop_signals()  # the imports take seconds
 
 import argparse
-import contextlib
 import importlib.util
-import itertools
 import logging
 import os
 import pathlib
@@ -31,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchbeast.base.errors import FlagError
 from torchbeast.procs import children, processes
-from torchbeast.records.folder import RunBusyError, RunFolder
+from torchbeast.records.folder import RunFolder
 from torchbeast.records.meta import read_meta
 from torchbeast.records.saved_runs import MOST_NAMES
 from torchbeast.runs import flagset, script
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VARIANTS = ("monobeast", "polybeast")
-MOST_CHECKED = 500  # combinations per value of a search
 
 
 class Sweep:
@@ -87,13 +84,10 @@ class Sweep:
         flags_of_it = self.parser.declared.values()
         self.options = {word for flag in flags_of_it for word in flag.options}
         self.parser.prog = f"python -m {self.module}"
-        flags = flagset.parse(self.parser, self.words)
-        only = argparse.ArgumentParser(add_help=False)  # not those of --config
-        only.add_argument("--seed")
-        only.add_argument("--xpid")
-        for flag, value in vars(only.parse_known_args(self.words)[0]).items():
-            if value is not None:
-                raise FlagError(f"give --seeds and --name in place of --{flag}")
+        typed = flagset.read(self.parser, self.words)
+        for flag in typed.here.keys() & {"seed", "xpid"}:  # not those of --config
+            raise FlagError(f"give --seeds and --name in place of --{flag}")
+        flags = flagset.merge(typed)
         if flags.mode != "train":
             raise FlagError(f"a sweep trains; --mode {flags.mode} is not possible")
         flags.xpid = name
@@ -116,7 +110,10 @@ class Sweep:
         for name, value in settings.items():
             if f"--{name}" not in self.options:
                 raise FlagError(f"{self.variant} has no flag --{name}")
-            words += self._words(name, str(value))
+            if value in ("true", "false") and f"--no-{name}" in self.options:
+                words.append(f"--{name}" if value == "true" else f"--no-{name}")
+            else:
+                words.append(f"--{name}={value}")
         found = []
         for seed in self.seeds[:most]:
             xpid = "-".join(filter(None, [self.name, label, str(seed)]))
@@ -125,22 +122,6 @@ class Sweep:
             found.append(Job(xpid, self.savedir / xpid, command))
             self._check(found[-1])
         return found
-
-    def _words(self, name: str, value: str) -> list[str]:
-        """The words that set a flag."""
-        if value == "true":
-            return [f"--{name}"]
-        if value == "false":
-            off = f"--no-{name}"
-            if off in self.options:
-                return [off]
-            if getattr(flagset.parse(self.parser, self.words), name):
-                raise FlagError(
-                    f"--{name} can't be switched off: leave it out after -- and in "
-                    f"the file of --config, and give --grid {name}=true,false"
-                )
-            return []  # some switches can only be left out
-        return [f"--{name}={value}"]
 
     def flags(self, job: Job) -> Flags:
         return flagset.parse(self.parser, job.command[3:])
@@ -177,67 +158,32 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     settings: dict[str, Any] = {"action": "append", "type": setting, "default": []}
     add("--name", default="sweep", help="begins the runs' names (sweep)")
-    add(
-        "--seeds",
-        type=seed_list,
-        default=[1],
-        metavar="1-3,7",
-        help="each setting is trained with each seed (1)",
-    )
-    add(
-        "--grid",
-        **settings,
-        metavar="FLAG=VALUE,VALUE",
-        help="values of a flag; several --grid give all combinations",
-    )
+    seeds: dict[str, Any] = {"type": seed_list, "default": [1], "metavar": "1-3,7"}
+    add("--seeds", **seeds, help="each setting is trained with each seed (1)")
+    grid_help = "values of a flag; several --grid give all combinations"
+    add("--grid", **settings, metavar="FLAG=VALUE,VALUE", help=grid_help)
     add("--jobs", type=positive, help="runs at a time (here 1, with Slurm all)")
-    add(
-        "--cores",
-        type=positive,
-        help="CPU cores per run (here the machine's divided by --jobs, with Slurm 2)",
+    cores_help = (
+        "CPU cores per run (here the machine's divided by --jobs, with Slurm 2)"
     )
+    add("--cores", type=positive, help=cores_help)
     add = parser.add_argument_group("Optuna").add_argument
-    add(
-        "--search",
-        **settings,
-        metavar="FLAG=KIND:VALUES",
-        help="in place of --grid: uniform:LOW:HIGH, loguniform:LOW:HIGH, int:LOW:HIGH "
-        "or choice:A:B:...",
+    search_help = (
+        "in place of --grid: uniform:LOW:HIGH, loguniform:LOW:HIGH, int:LOW:HIGH or "
+        "choice:A:B:..."
     )
+    add("--search", **settings, metavar="FLAG=KIND:VALUES", help=search_help)
     add("--trials", type=positive, help="settings to try in all (20)")
     add = parser.add_argument_group("Slurm").add_argument
-    add(
-        "--submit",
-        choices=["slurm", "local"],
-        help="submit the runs as an array through submitit; local: its processes on "
-        "this machine, to try it out",
+    submit_help = (
+        "submit the runs as an array through submitit; local: its processes on this "
+        "machine, to try it out"
     )
+    add("--submit", choices=["slurm", "local"], help=submit_help)
     add("--minutes", type=positive, help="limit of a job (1440)")
-    add(
-        "--sbatch",
-        **settings,
-        metavar="OPTION=VALUE",
-        help="an option of sbatch, such as partition=gpu or gres=gpu:1",
-    )
+    sbatch_help = "an option of sbatch, such as partition=gpu or gres=gpu:1"
+    add("--sbatch", **settings, metavar="OPTION=VALUE", help=sbatch_help)
     return parser
-
-
-@contextlib.contextmanager
-def own_folder(sweep: Sweep) -> Iterator[pathlib.Path]:
-    """The locked folder savedir/NAME, for the files of the sweep itself.
-
-    Raises:
-      FlagError: another sweep uses it.
-    """
-    try:
-        folder = RunFolder(str(sweep.savedir), sweep.name)
-    except RunBusyError:
-        raise FlagError(
-            f"another sweep uses {sweep.savedir / sweep.name}. Wait for its end, or "
-            "give another --name"
-        ) from None
-    with folder:
-        yield folder.path
 
 
 def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
@@ -261,7 +207,8 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
         )
     sweep = Sweep(options.name, command, options.seeds, elsewhere)
     statuses: dict[Job, int] = {}
-    with own_folder(sweep) as folder:
+    with RunFolder(str(sweep.savedir), sweep.name) as own:
+        folder = own.path  # for the files of the sweep itself
         search = make_search(sweep, options, folder) if options.search else None
         planned = (
             search.jobs(options.trials or 20) if search else make_grid(sweep, options)
@@ -340,23 +287,17 @@ def make_search(
 
 
 def check_extremes(sweep: Sweep, values: dict[str, Sequence[Any]]) -> None:
-    """Raises FlagError if a value fits with none of the first combinations of others.
+    """Raises FlagError if a value fits neither with the first nor the last of others.
 
     A trial whose flags do not fit together fails later, with the reason.
     """
+    first = {name: each[0] for name, each in values.items()}
+    last = {name: each[-1] for name, each in values.items()}
     for name, value in [(k, x) for k, each in values.items() for x in each]:
-        axes = [[value] if k == name else each for k, each in values.items()]
-        first: FlagError | None = None
-        for chosen in itertools.islice(itertools.product(*axes), MOST_CHECKED):
-            settings = dict(zip(values, chosen, strict=True))
-            try:
-                sweep.make_jobs("trial", settings, most=1)
-                break
-            except FlagError as error:
-                first = first or error
-        else:
-            assert first
-            raise first
+        try:
+            sweep.make_jobs("trial", {**first, name: value}, most=1)
+        except FlagError:
+            sweep.make_jobs("trial", {**last, name: value}, most=1)
 
 
 def submit(
@@ -400,9 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--trials is for a --search")
     if (options.minutes or options.sbatch) and not options.submit:
         parser.error("--minutes and --sbatch are for jobs: add --submit slurm")
-    with script.reported() as outcome:
-        outcome.status = run_sweep(options, command)
-    return outcome.status
+    return script.run(lambda: run_sweep(options, command))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,12 @@ import dataclasses
 import enum
 import json
 import math
+import sys
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
+
+from torchbeast.base.errors import FlagError
 
 
 class Resume(enum.Enum):
@@ -25,45 +28,30 @@ START, FREE, TUNE = Resume
 
 
 class Range(NamedTuple):
-    """A closed, half-open or open interval, and its description in words."""
+    """A closed interval, and its description in words."""
 
     low: float
     high: float
-    low_included: bool = True
-    high_included: bool = True
+    words: str
 
     def __contains__(self, x: object) -> bool:
         assert isinstance(x, int | float)
-        return (  # false for NaN
-            (self.low <= x if self.low_included else self.low < x)
-            and (x <= self.high if self.high_included else x < self.high)
-        )
-
-    def __str__(self) -> str:
-        if self.high < LARGEST_COUNT:
-            left, right = "(["[self.low_included], ")]"[self.high_included]
-            return f"in {left}{self.low:g}, {self.high:g}{right}"
-        words = []
-        if self.low > -math.inf:
-            least = "at least" if self.low_included else "more than"
-            words.append(f"{least} {self.low:g}")
-        if self.high == math.inf:
-            words += [] if self.high_included else ["finite"]
-        else:
-            words.append(f"{'at most' if self.high_included else 'below'} {self.high}")
-        return " and ".join(words)
+        return self.low <= x <= self.high  # false for NaN
 
 
 LARGEST_COUNT, LARGEST_STEP = 2**31 - 1, 2**63 - 1
-COUNT = Range(1, LARGEST_COUNT)
-COUNT_OR_0 = Range(0, LARGEST_COUNT)
-STEPS = Range(1, LARGEST_STEP)
-FINITE = Range(-math.inf, math.inf, False, False)
-AT_LEAST_0 = Range(0, math.inf, True, False)
-AT_LEAST_0_OR_INF = Range(0, math.inf)
-POSITIVE_OR_INF = Range(0, math.inf, False)
-SHARE = Range(0, 1)
-SECONDS = Range(0, 1e6, False)
+_LARGEST, _SMALLEST = sys.float_info.max, math.ulp(0.0)  # finite, and above 0
+COUNT = Range(1, LARGEST_COUNT, f"at least 1 and at most {LARGEST_COUNT}")
+COUNT_OR_0 = Range(0, LARGEST_COUNT, f"at least 0 and at most {LARGEST_COUNT}")
+STEPS = Range(1, LARGEST_STEP, f"at least 1 and at most {LARGEST_STEP}")
+STEPS_OR_0 = Range(0, LARGEST_STEP, f"at least 0 and at most {LARGEST_STEP}")
+FINITE = Range(-_LARGEST, _LARGEST, "finite")
+AT_LEAST_0 = Range(0, _LARGEST, "at least 0 and finite")
+AT_LEAST_0_OR_INF = Range(0, math.inf, "at least 0")
+POSITIVE_OR_INF = Range(_SMALLEST, math.inf, "more than 0")
+SHARE = Range(0, 1, "in [0, 1]")
+BELOW_1 = Range(0, math.nextafter(1, 0), "in [0, 1)")
+SECONDS = Range(_SMALLEST, 1e6, "in (0, 1e+06]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +61,6 @@ class Flag:
     Attributes:
       converter: makes the value of a text: bool, int, float, str, or a function that
         raises ArgumentTypeError. By default it is the declared type.
-      can_be_off: a switch also has --no-NAME.
     """
 
     default: Any
@@ -83,7 +70,6 @@ class Flag:
     choices: Sequence[str] = ()
     alias: str | None = None
     metavar: str | None = None
-    can_be_off: bool = True
     converter: Callable[[str], Any] = str
     name: str = ""
 
@@ -108,11 +94,10 @@ class Flag:
     def options(self) -> list[str]:
         """The words that set it, such as --sync and --no-sync."""
         words = [f"--{self.name}", *([f"--{self.alias}"] if self.alias else [])]
-        off = self.converter is bool and self.can_be_off
-        return [*words, *([f"--no-{self.name}"] if off else [])]
+        return [*words, *([f"--no-{self.name}"] if self.converter is bool else [])]
 
     def convert(self, text: str) -> Any:
-        """The value of a text that was typed or is in a file, but not of a switch.
+        """The value of a text, but not of a switch.
 
         Raises:
           ArgumentTypeError: there is no such value.
@@ -130,18 +115,32 @@ class Flag:
             )
         return value
 
-    def fits(self, value: Any) -> bool:
-        """Whether a checkpoint's value has the right type and is among the choices."""
-        if value is None:
-            return True
-        if self.choices:
-            return value in self.choices
-        if self.converter is bool:
-            return isinstance(value, bool)
-        if self.is_number:
-            numbers = int if self.converter is int else (int, float)
-            return isinstance(value, numbers) and not isinstance(value, bool)
-        return isinstance(value, str)
+    def from_file(self, value: Any) -> Any:
+        """The value that TOML, JSON or a checkpoint has, as if it had been typed.
+
+        A list of texts is joined by commas. None means that the flag was left out.
+
+        Raises:
+          FlagError: it has a wrong type, or there is no such value.
+        """
+        try:
+            if value is None or (self.converter is bool and isinstance(value, bool)):
+                return value
+            if self.converter is bool or isinstance(value, bool):
+                raise TypeError("only switches are true or false")
+            if isinstance(value, list):
+                value = ",".join(value)
+            elif isinstance(value, dict):
+                value = json.dumps(value)
+            if not isinstance(value, int | float | str if self.is_number else str):
+                raise TypeError("it must be a number or a text in quotes")
+            return self.convert(str(value))
+        except (TypeError, argparse.ArgumentTypeError) as error:
+            fork = ". If a fork saved it, use the fork's code" if self.choices else ""
+            raise FlagError(
+                f"the flag {self.name} is {value!r:.80}, of the type "
+                f"{type(value).__name__}: {error}{fork}"
+            ) from None
 
     def add_to(self, group: Any) -> None:
         """Adds it to a group of an argparse parser, which gives no default."""
@@ -152,10 +151,8 @@ class Flag:
         if self.converter is not bool:
             words |= {"type": self.convert, "metavar": self.metavar}
             words["choices"] = self.choices or None
-        elif self.can_be_off:
-            words["action"] = argparse.BooleanOptionalAction
         else:
-            words["action"] = "store_true"
+            words["action"] = argparse.BooleanOptionalAction
         group.add_argument(*names, **words).default = argparse.SUPPRESS
 
 
@@ -230,12 +227,11 @@ class FlagParser(argparse.ArgumentParser):
 
 
 Me = TypeVar("Me", bound="Values")
+_NO_FLAGS = ("_frozen", "typed", "on_command_line")
 
 
 class Values(argparse.Namespace):
     """The values of flags; read-only after freeze().
-
-    Attributes that start with an underscore are not flags.
 
     Attributes:
       typed: names of the flags that the command line, the file of --config or a new
@@ -244,16 +240,8 @@ class Values(argparse.Namespace):
     """
 
     _frozen = False
-    _typed: frozenset[str] = frozenset()
-    _on_command_line: frozenset[str] = frozenset()
-
-    @property
-    def typed(self) -> frozenset[str]:
-        return self._typed
-
-    @property
-    def on_command_line(self) -> frozenset[str]:
-        return self._on_command_line
+    typed: frozenset[str] = frozenset()
+    on_command_line: frozenset[str] = frozenset()
 
     def freeze(self: Me) -> Me:
         self.__dict__["_frozen"] = True
@@ -275,10 +263,7 @@ class Values(argparse.Namespace):
 
     def replace(self: Me, **changes: Any) -> Me:
         """A frozen copy with other values."""
-        copied = type(self)(**{**self.as_dict(), **changes})
-        copied._typed = self._typed
-        copied._on_command_line = self._on_command_line
-        return copied.freeze()
+        return type(self)(**(vars(self) | changes | {"_frozen": False})).freeze()
 
     def as_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in sorted(vars(self).items()) if not k.startswith("_")}
+        return {k: v for k, v in sorted(vars(self).items()) if k not in _NO_FLAGS}

@@ -22,7 +22,7 @@ from torchbeast.play.evaluate import EVAL_STREAM, play
 from torchbeast.procs import children
 from torchbeast.procs.step_watch import StepWatch
 from torchbeast.records.logs_csv import EVAL_COLUMNS
-from torchbeast.runs import checkpoint, kept_checkpoints, trust
+from torchbeast.runs import checkpoint, trust
 from torchbeast.runs.flagset import Flags
 from torchbeast.runs.run import Run
 
@@ -55,9 +55,9 @@ class Evaluator:
         if not self.flags.eval_interval:
             return
         self._due = run.learner.step
-        self._path = run.start.folder.path / kept_checkpoints.BEST
+        self._path = run.start.folder.path / checkpoint.BEST
         if run.resumed and self._path.exists():
-            _, self._best = kept_checkpoints.best_result(self._path) or (0, -math.inf)
+            _, self._best = checkpoint.best_result(self._path) or (0, -math.inf)
         run.add_columns(dict.fromkeys(EVAL_COLUMNS))
         self._sender: threading.Thread | None = None
         self._watch = StepWatch(

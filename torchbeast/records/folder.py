@@ -14,12 +14,12 @@ import pathlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from torchbeast.base.errors import UserError
+from torchbeast.base.errors import FlagError, UserError
 
 log = logging.getLogger(__name__)
 
 
-class RunNameError(UserError, ValueError):
+class RunNameError(FlagError):
     """The name of the run is not that of a folder."""
 
 
@@ -67,6 +67,7 @@ def atomic_write(path: pathlib.Path) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        temporary.unlink(missing_ok=True)  # it may be a link to another file
         with temporary.open("wb") as file:
             yield file
             file.flush()
@@ -96,6 +97,15 @@ def has_content(path: pathlib.Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
+def check_name(xpid: str, savedir: str) -> None:
+    """Raises RunNameError if xpid is no plain name for a folder in savedir."""
+    if xpid in ("", ".", "..", "latest") or "/" in xpid or "\0" in savedir + xpid:
+        raise RunNameError(
+            f"--xpid names a folder in {savedir!r}, so it must be one plain name "
+            f'without "/" and other than "latest", got {xpid!r}'
+        )
+
+
 class RunFolder:
     """The folder savedir/xpid, locked for this process.
 
@@ -112,11 +122,7 @@ class RunFolder:
     """
 
     def __init__(self, savedir: str, xpid: str) -> None:
-        if xpid in ("", ".", "..", "latest") or "/" in xpid or "\0" in xpid:
-            raise RunNameError(
-                f"xpid is {xpid!r}; it names a folder in {savedir}, so it must be one "
-                'plain name without "/" and other than "latest".'
-            )
+        check_name(xpid, savedir)
         self.path = pathlib.Path(os.path.abspath(os.path.expanduser(savedir)), xpid)
         self._descriptor = -1
         with writing(self.path):
@@ -159,7 +165,7 @@ def _lock_folder(folder: pathlib.Path) -> int:
         raise RunBusyError(
             error.errno,
             "Another process writes to this run. Wait for it, end it, or choose "
-            "another --xpid",
+            "another --xpid (for a sweep: --name)",
             str(folder),
         ) from error
     except OSError as error:  # some network file systems have no locks

@@ -6,6 +6,7 @@ Importing this module does not load torch.
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import logging
 import math
@@ -120,7 +121,7 @@ class LogsCsv:
         self._tick += 1
 
     def _cut(self, last_step: int | None) -> None:
-        columns, rows, complete = _read_csv(self.path)
+        columns, rows, complete = read_csv(self.path)
         if columns and columns[:2] != ["_tick", "_time"]:
             raise LogsError(
                 f"{self.path} begins with the columns {columns[:2]}, expected _tick "
@@ -158,7 +159,7 @@ class LogsCsv:
         self._write_fields()
 
     def _add_columns(self, new: list[str]) -> None:
-        _, rows, _ = _read_csv(self.path)
+        _, rows, _ = read_csv(self.path)
         columns = self._columns + new
         with atomic_write(self.path) as whole:
             whole.write(_csv([columns, *(row + [""] * len(new) for row in rows)]))
@@ -191,7 +192,7 @@ class LogsCsv:
 def is_evaluated(folder: pathlib.Path, step: int) -> bool:
     """Whether the run's logs.csv has the evaluation of the weights of `step`."""
     path = folder / "logs.csv"
-    columns, rows, _ = _read_csv(path) if path.exists() else ([], [], True)
+    columns, rows, _ = read_csv(path) if path.exists() else ([], [], True)
     return any(
         dict(zip(columns, row, strict=False)).get("eval_step") == str(step)
         for row in reversed(rows)
@@ -204,9 +205,14 @@ def _csv(rows: Iterable[Sequence[str]]) -> bytes:
     return buffer.getvalue().encode()
 
 
-def _read_csv(path: pathlib.Path) -> tuple[list[str], list[list[str]], bool]:
-    """Returns header, complete rows, and whether the last line is complete."""
+def read_csv(path: pathlib.Path) -> tuple[list[str], list[list[str]], bool]:
+    """Returns header, complete rows, and whether the last line is complete.
+
+    The file may be an archived one, compressed by gzip.
+    """
     data = path.read_bytes()
+    if path.suffix == ".gz":
+        data = gzip.decompress(data)
     end = data.rfind(b"\n") + 1
     # A power failure can leave zeros, which csv refuses before Python 3.11.
     text = data[:end].decode("utf-8", errors="replace").replace("\0", "\ufffd")

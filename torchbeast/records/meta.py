@@ -38,27 +38,14 @@ GIT_SECONDS = 10.0  # time limit for each of git's answers
 # meta.json has these environment variables and no others, because others may hold
 # passwords and tokens.
 ENVIRONMENT_VARIABLES = (
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUDA_VISIBLE_DEVICES",
-    "KMP_AFFINITY",
-    "MKL_NUM_THREADS",
-    "NVIDIA_TF32_OVERRIDE",
-    "OMP_NUM_THREADS",
-    "OMP_PROC_BIND",
-    "OPENBLAS_NUM_THREADS",
-    "PYTHONHASHSEED",
-    "PYTORCH_ALLOC_CONF",
+    *("CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "KMP_AFFINITY"),
+    *("MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "OMP_PROC_BIND"),
+    *("OPENBLAS_NUM_THREADS", "PYTHONHASHSEED", "PYTORCH_ALLOC_CONF"),
     "PYTORCH_CUDA_ALLOC_CONF",
 )
 SLURM_VARIABLES = (
-    "SLURM_JOB_ID",
-    "SLURM_ARRAY_JOB_ID",
-    "SLURM_ARRAY_TASK_ID",
-    "SLURM_STEP_ID",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_NTASKS",
+    *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_ID"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
     "SLURM_RESTART_COUNT",
 )
 _OF_THE_NEWEST = ("args", "flags_signature")  # entries that a start lacks
@@ -271,7 +258,7 @@ def _link_latest(link: pathlib.Path, target: str) -> None:
         log.warning("%s is not a symbolic link, so it is not changed.", link)
         return
     # A unique name, because several runs may start at the same time.
-    temporary = link.with_name(f".latest.{os.getpid()}.{threading.get_ident()}")
+    temporary = link.with_name(f".latest.{os.getpid()}")
     try:
         temporary.symlink_to(target, target_is_directory=True)
         temporary.replace(link)
@@ -341,17 +328,14 @@ def _git_state() -> dict[str, Any] | None:
 
 DEEPEST = 100  # levels of meta.json
 # The types of what is used of meta.json, and those of a list's items.
-_OPTIONAL_DICT, _OPTIONAL_STR = (dict | None, None), (str | None, None)
 OF_FLAGS = ("args", "flags", "preset_changes")
-META_TYPES: dict[str, tuple[Any, Any]] = {
-    **dict.fromkeys(OF_FLAGS, (dict, None)),
-    **dict.fromkeys(("git", "hardware", "protocol"), _OPTIONAL_DICT),
-    **dict.fromkeys(("date_start", "date_end", "preset"), _OPTIONAL_STR),
-    **dict.fromkeys(("first_step", "last_step"), (int | None, None)),
-    "starts": (list, dict),
-    "resumed": (list, str),
-    "flags_left_open": (list, str),
+META_TYPES: dict[str, Any] = {
+    **dict.fromkeys(OF_FLAGS, dict),
+    **dict.fromkeys(("git", "hardware", "protocol"), dict | None),
+    **dict.fromkeys(("date_start", "date_end", "preset"), str | None),
+    **dict.fromkeys(("first_step", "last_step"), int | None),
 }
+LIST_TYPES = {"starts": dict, "resumed": str, "flags_left_open": str}
 
 
 def strict_json(nested: Any) -> Any:
@@ -385,7 +369,13 @@ def read_meta(folder: pathlib.Path) -> dict[str, Any]:
     """
     path = folder / "meta.json"
     try:
-        return parse_meta(path.read_text(encoding="utf-8"))
+        meta = _with_infinities(json.loads(path.read_text(encoding="utf-8")))
+        if not isinstance(meta, dict):
+            raise ValueError(f"it is no object, but {str(meta)[:80]}")
+        _check_types(meta)
+        for start in meta.get("starts", ()):
+            _check_types(start)
+        return meta
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -393,27 +383,12 @@ def read_meta(folder: pathlib.Path) -> dict[str, Any]:
         return {}
 
 
-def parse_meta(text: str) -> dict[str, Any]:
-    """The content of a meta.json.
-
-    Raises:
-      ValueError, RecursionError: this is not the content of one.
-    """
-    meta = _with_infinities(json.loads(text))
-    if not isinstance(meta, dict):
-        raise ValueError(f"it is no object, but {str(meta)[:80]}")
-    _check_types(meta)
-    for start in meta.get("starts", ()):
-        _check_types(start)
-    return meta
-
-
 def _check_types(part: dict[str, Any]) -> None:
     for name, value in part.items():
-        kind, of = META_TYPES.get(name, (object, None))
-        if not isinstance(value, kind) or (
-            of and not all(isinstance(item, of) for item in value)
-        ):
+        fits = isinstance(value, META_TYPES.get(name, object))
+        if of := LIST_TYPES.get(name):
+            fits = isinstance(value, list) and all(isinstance(x, of) for x in value)
+        if not fits:
             raise ValueError(f"{name} is {json.dumps(value)[:80]}")
 
 

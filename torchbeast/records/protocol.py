@@ -19,6 +19,21 @@ _MINATAR_STICKY_ACTIONS = 0.1
 _MINATAR_RAMPING = ("Asterix", "Seaquest", "SpaceInvaders")
 
 
+# How a value is described, and how 0 or False.
+_TEXTS = {
+    "env": ("{}", "{}"),
+    "frame_skip": ("{} frames per action", "{} frames per action"),
+    "noop_max": ("up to {} no-ops", "no no-ops"),
+    "sticky_actions": ("sticky actions {:g}", "no sticky actions"),
+    "full_action_space": ("all actions", "minimal action set"),
+    "life_loss": ("episodes end with a life", "episodes are whole games"),
+    "max_episode_frames": ("at most {:,} frames", "at most {:,} frames"),
+    "difficulty_ramping": ("difficulty ramping", "no difficulty ramping"),
+    "env_kwargs": ("arguments {}", "arguments {}"),
+    "mask_actions": ("actions masked", "actions masked"),
+}
+
+
 def find_protocol(values: Mapping[str, Any]) -> dict[str, Any] | None:
     """The protocol of a run with these values of flags; None without --env."""
     # Late, because it loads the emulator.
@@ -64,32 +79,12 @@ def describe(protocol: Mapping[str, Any] | None) -> str:
 
 
 def _describe(name: str, value: Any) -> str:
-    match name:
-        case "env":
-            return str(value)
-        case "frame_skip":
-            return f"{value} frames per action"
-        case "noop_max":
-            return f"up to {value} no-ops" if value else "no no-ops"
-        case "sticky_actions":
-            return f"sticky actions {value:g}" if value else "no sticky actions"
-        case "full_action_space":
-            return "all actions" if value else "minimal action set"
-        case "life_loss":
-            return "episodes end with a life" if value else "episodes are whole games"
-        case "max_episode_frames":
-            return f"at most {value:,} frames"
-        case "reward_clipping":
-            return {"abs_one": "rewards clipped", "none": "rewards not clipped"}.get(
-                value, f"rewards {value}"
-            )
-        case "difficulty_ramping":
-            return "difficulty ramping" if value else "no difficulty ramping"
-        case "env_kwargs":
-            return f"arguments {value}"
-        case "mask_actions":
-            return "actions masked"
-    return f"{name} {value}"
+    if name == "reward_clipping":
+        texts = {"abs_one": "rewards clipped", "none": "rewards not clipped"}
+        return texts.get(value, f"rewards {value}")
+    default = f"{name} {{}}"
+    some, none = _TEXTS.get(name, (default, default))
+    return (some if value else none).format(value)
 
 
 def split_common(

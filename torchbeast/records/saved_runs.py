@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
-import gzip
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchbeast.base.errors import using
+from torchbeast.records.logs_csv import read_csv
 from torchbeast.records.meta import read_meta
 from torchbeast.records.protocol import describe, stored_protocol
 
-# Names of log files, and how to open them. Archived logs may be compressed.
-LOGS: dict[str, Callable[..., Any]] = {"logs.csv": open, "logs.csv.gz": gzip.open}
+LOGS = ("logs.csv", "logs.csv.gz")  # archived logs may be compressed
 MOST_NAMES = 20  # maximal names in an error message
 
 
@@ -123,18 +121,9 @@ def read_run(folder: pathlib.Path) -> SavedRun:
     Raises:
       ValueError: logs.csv or meta.json is damaged.
     """
-    path, open_text = next(
-        (folder / name, function)
-        for name, function in LOGS.items()
-        if (folder / name).is_file()
-    )
-    with (
-        using(path, "is damaged"),
-        open_text(path, "rt", encoding="utf-8", newline="") as file,
-    ):
-        # A power failure can leave zeros, which csv refuses before Python 3.11.
-        lines = (line.replace("\0", "\ufffd") for line in file)
-        header, *rows = list(csv.reader(lines)) or [[]]
+    path = next(folder / name for name in LOGS if (folder / name).is_file())
+    with using(path, "is damaged"):
+        header, rows, _ = read_csv(path)
     if rows and len(rows[-1]) != len(header):
         del rows[-1]
     for i, row in enumerate(rows, start=1):

@@ -1,9 +1,10 @@
-"""Checkpoints: model.tar, written atomically, and the previous one."""
+"""Checkpoints: model.tar, written atomically, the previous, the best and kept ones."""
 
 from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import pathlib
 import random
@@ -23,6 +24,8 @@ from torchbeast.core.moments import RunningMoments
 from torchbeast.records.folder import atomic_write
 
 log = logging.getLogger(__name__)
+
+BEST = "model.best.tar"  # see evaluator.py
 
 
 def previous_path(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -81,7 +84,7 @@ def save(
             # The new one must be on disk before the previous one is replaced.
             os.fsync(file.fileno())
             if keep_previous and path.exists():
-                link_or_copy(path, previous_path(path))
+                copy(path, previous_path(path))
     except Exception as error:
         raise CheckpointError(
             f"Cannot save a checkpoint of {len(data):,} bytes to {path} "
@@ -274,28 +277,19 @@ def take_over(place: str, savedir: str, model: torch.nn.Module) -> None:
 
 def _differences(found: dict[str, Any], model: torch.nn.Module) -> list[str]:
     """Describes the weights whose names or shapes differ from the model's."""
-    wanted = model.state_dict()
-
-    def shape(x: torch.Tensor) -> str:
-        return str(list(x.shape))
-
-    return [
-        *(
-            f"{name} is {shape(found[name])} in the checkpoint, but {shape(x)} here"
-            for name, x in wanted.items()
-            if name in found and found[name].shape != x.shape
-        ),
-        *(
-            f"{name} {shape(x)} is not in the checkpoint"
-            for name, x in wanted.items()
-            if name not in found
-        ),
-        *(
-            f"{name} {shape(x)} is in the checkpoint only"
-            for name, x in found.items()
-            if name not in wanted
-        ),
-    ]
+    there = {name: list(x.shape) for name, x in found.items()}
+    here = {name: list(x.shape) for name, x in model.state_dict().items()}
+    texts = []
+    for name in sorted(here.keys() | there.keys()):
+        if name not in there:
+            texts.append(f"{name} {here[name]} is not in the checkpoint")
+        elif name not in here:
+            texts.append(f"{name} {there[name]} is in the checkpoint only")
+        elif there[name] != here[name]:
+            texts.append(
+                f"{name} is {there[name]} in the checkpoint, but {here[name]} here"
+            )
+    return texts
 
 
 def _some(texts: list[str], shown: int = 6) -> str:
@@ -359,21 +353,10 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}"
 
 
-def link_or_copy(path: pathlib.Path, target: pathlib.Path) -> None:
-    """Gives a file a second name, atomically."""
-    temporary = target.with_name(f".{target.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(path, temporary)
-    except OSError as error:  # some network and USB file systems have no hard links
-        log.debug("Copying %s, because it can't be linked: %s", path, error)
-        try:
-            shutil.copyfile(path, temporary)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    temporary.replace(target)
-    temporary.unlink(missing_ok=True)  # stays if both are links to the same file
+def copy(path: pathlib.Path, target: pathlib.Path) -> None:
+    """Copies a file, atomically."""
+    with path.open("rb") as source, atomic_write(target) as file:
+        shutil.copyfileobj(source, file)
 
 
 def _free_space(folder: pathlib.Path) -> str:
@@ -381,3 +364,67 @@ def _free_space(folder: pathlib.Path) -> str:
         return f"{shutil.disk_usage(folder).free:,} bytes are free there"
     except OSError as error:
         return f"free space unknown: {error}"
+
+
+# --- The best checkpoint, and those of --checkpoint_history ---------------------------
+
+
+def keep(path: pathlib.Path, step: int, count: int, total_steps: int) -> None:
+    """Copies the checkpoint to a file that stays, such as model.50000.tar.
+
+    At most `count` of these stay: those nearest after `count` points, evenly over
+    `total_steps`.
+
+    Raises:
+      CheckpointError: the folder can't be written.
+    """
+    target = path.with_name(f"{path.stem}.{step}{path.suffix}")
+    try:
+        copy(path, target)
+        files = _kept(path)
+        steps, excess = sorted(files), len(files) - count
+        if excess > 0:  # the run was extended
+            points = (total_steps * k / count for k in range(1, count + 1))
+            wanted = {next((s for s in steps if s >= x), None) for x in points}
+            for old in [s for s in steps if s not in wanted][:excess]:
+                files[old].unlink()
+    except OSError as error:
+        raise CheckpointError(f"Can't keep {path} as {target.name}: {error}") from error
+
+
+def _kept(path: pathlib.Path) -> dict[int, pathlib.Path]:
+    """The files of --checkpoint_history beside model.tar, by their steps."""
+    name = re.compile(rf"{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}")
+    matches = ((file, name.fullmatch(file.name)) for file in path.parent.iterdir())
+    return {int(match[1]): file for file, match in matches if match}
+
+
+def remove_later(path: pathlib.Path, step: int) -> None:
+    """Removes the best and the kept checkpoints of steps after that of model.tar.
+
+    A run that was killed repeats these steps, and other weights follow from them.
+    """
+    files = list(_kept(path).items())
+    best = path.with_name(BEST)
+    if best.exists() and (found := best_result(best)):
+        files.append((found[0], best))
+    for number, file in files:
+        if number > step:
+            log.warning(
+                "Removing %s: it is of step %s, and the run goes on from step %s.",
+                *(file.name, f"{number:,}", f"{step:,}"),
+            )
+            file.unlink(missing_ok=True)
+
+
+def best_result(path: pathlib.Path) -> tuple[int, float] | None:
+    """Step and return of the best checkpoint so far; None if it can't be used."""
+    try:
+        stats = load(path)["stats"]
+        found = int(stats["step"]), float(stats["eval_return"])
+        if math.isnan(found[1]):
+            raise ValueError("its eval_return is NaN")
+    except Exception as error:
+        log.warning("%s is not used: %s", path, error)
+        return None
+    return found

@@ -12,16 +12,19 @@ Importing this module does not load torch, because environment servers parse fla
 from __future__ import annotations
 
 import argparse
-import errno
+import difflib
+import importlib.util
+import json
 import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchbeast.base.devices import fast_bf16, learner_device
-from torchbeast.base.errors import FlagError
+from torchbeast.base.errors import FlagError, using
 from torchbeast.base.flag import FREE, START, TUNE, Flag, FlagParser
 from torchbeast.flags import (
     DECLARED,
@@ -34,7 +37,8 @@ from torchbeast.flags import (
 )
 from torchbeast.presets import BEFORE_THE_FLAG_EXISTED, PRESETS, current_name
 from torchbeast.procs import processes
-from torchbeast.runs import config_file, trust
+from torchbeast.records.folder import check_name
+from torchbeast.runs import trust
 
 OF_ONE_START = of_resume(START)
 FREE_TO_CHANGE = of_resume(START, FREE)  # these don't change what a run learns
@@ -42,9 +46,13 @@ FREE_TO_CHANGE_IN_SYNC = of_resume(START, FREE, TUNE)
 
 # A test neither uses nor opens what these name, unless they were typed.
 NOT_IN_TESTS = FREE_TO_CHANGE | {"init_from"}
-
-# That the folder does not exist yet, or can't be made. Opening it tells more.
-_OTHER_FAULTS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES)
+# Flags of a meta.json that name a place, and not what the run does.
+OF_ITS_RUN = {
+    *("mode", "savedir", "xpid", "config", "video", "checkpoint"),
+    *("pipes_basename", "listen", "bind", "join", "server_addresses", "ray_address"),
+}
+# Only the command line says whether a file is trusted.
+NEVER_IN_A_FILE = ("config", "trust_checkpoint_env")
 
 
 class Typed(NamedTuple):
@@ -53,12 +61,16 @@ class Typed(NamedTuple):
     Attributes:
       declared: the flags of the script.
       here: the values on the command line.
-      in_file: those of --config.
+      in_file: those of --config, as if they had been typed.
+      file: that file, for messages.
+      signed: whether it has the signature of this user, see trust.py.
     """
 
     declared: dict[str, Flag]
     here: dict[str, Any]
-    in_file: config_file.ConfigFile
+    in_file: dict[str, Any]
+    file: str
+    signed: bool
 
 
 def read(parser: FlagParser, argv: Sequence[str] | None = None) -> Typed:
@@ -70,8 +82,51 @@ def read(parser: FlagParser, argv: Sequence[str] | None = None) -> Typed:
     words = list(sys.argv[1:] if argv is None else argv)
     words = ["--model=deep" if word == "--use_resnet" else word for word in words]
     here = vars(parser.parse_args(words))
-    in_file = config_file.find(parser, here.get("config"))
-    return Typed(parser.declared, here, in_file)
+    file, signed = f"--config {here.get('config')}", False
+    in_file: dict[str, Any] = {}
+    if "config" in here:
+        with using(file):
+            in_file, signed = _read_config(parser.declared, Path(here["config"]))
+    return Typed(parser.declared, here, in_file, file, signed)
+
+
+def _read_config(declared: dict[str, Flag], path: Path) -> tuple[dict[str, Any], bool]:
+    """The values in a TOML file or a run's meta.json, and whether it is signed."""
+    text = path.read_text(encoding="utf-8")
+    allowed = {k: x for k, x in declared.items() if k not in NEVER_IN_A_FILE}
+    signed = False
+    if path.suffix == ".json":
+        meta = json.loads(text)
+        if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
+            raise ValueError("this is not the meta.json of a run: it has no args")
+        signed = trust.is_signed(meta["args"], meta.get("flags_signature"))
+        values = {**BEFORE_THE_FLAG_EXISTED, **meta["args"]}
+        values["preset"] = current_name(values.get("preset"))
+        chosen_there = {*OF_ITS_RUN, *meta.get("flags_left_open", ())}
+        # It may be that of another variant.
+        values = {k: values[k] for k in (values.keys() & allowed) - chosen_there}
+    else:
+        try:
+            import tomllib  # from Python 3.11 on
+        except ImportError as error:
+            raise FlagError("--config with a .toml file needs Python 3.11") from error
+        values = tomllib.loads(text)
+        for name in values.keys() - allowed:
+            close = difflib.get_close_matches(name, allowed, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise FlagError(f"--config {path}: there is no flag {name}.{hint}")
+    found = _values_of_file(declared, values, f"--config {path}")
+    return {k: v for k, v in found.items() if v is not None}, signed
+
+
+def _values_of_file(
+    declared: dict[str, Flag], values: Mapping[str, Any], place: str
+) -> dict[str, Any]:
+    """Those values that are of declared flags; raises FlagError for a wrong one."""
+    try:
+        return {k: declared[k].from_file(v) for k, v in values.items() if k in declared}
+    except FlagError as error:
+        raise FlagError(f"{place}: {error}") from None
 
 
 def parse(
@@ -105,10 +160,10 @@ def merge(
       FlagError: a saved flag has a value that is not allowed.
       UntrustedError: a file names code, another file or a machine, and nobody typed it.
     """
-    declared, here, in_file = typed
-    given = {**in_file.values, **here}  # the command line wins
+    declared, here = typed.declared, typed.here
+    given = {**typed.in_file, **here}  # the command line wins
     preset = preset_flags(given.get("preset"))
-    if given.get("preset") != in_file.values.get("preset"):
+    if given.get("preset") != typed.in_file.get("preset"):
         # The command line names the preset, which wins over the file.
         given = {k: v for k, v in given.items() if k not in preset or k in here}
     from_file = {k: v for k, v in given.items() if k not in here}
@@ -116,41 +171,25 @@ def merge(
     if saved:
         saved = {**BEFORE_THE_FLAG_EXISTED, **saved}
         saved["preset"] = current_name(saved.get("preset"))
-        _check_saved(declared, saved)
+        saved = _values_of_file(declared, saved, place)
         if "preset" not in given:
             preset = preset_flags(saved["preset"])
         elif given["preset"] != saved["preset"]:
             given = preset | given  # a new preset counts as typed
     if not given.get("trust_checkpoint_env"):
-        if not in_file.signed:
-            trust.check(in_file.place, trust.risky(declared, from_file))
-        if saved and not signed:
-            left = {k: v for k, v in saved.items() if k not in given}
-            found = trust.risky(declared, left)
-            is_test = given.get("mode", "train") != "train"
-            unused = found.keys() & NOT_IN_TESTS if is_test else set()
-            saved = {k: v for k, v in saved.items() if k not in unused}
-            trust.check(place, {k: v for k, v in found.items() if k not in unused})
+        if not typed.signed:
+            trust.check(typed.file, trust.risky(declared, from_file))
+        if not signed:
+            found = trust.risky(declared, {k: saved[k] for k in saved.keys() - given})
+            if given.get("mode", "train") != "train":
+                for name in found.keys() & NOT_IN_TESTS:
+                    del saved[name], found[name]
+            trust.check(place, found)
     defaults = {name: x.default for name, x in declared.items()}
     values = {**defaults, **preset, **saved, **given}
     flags = Flags(**{name: values[name] for name in declared})
-    flags._typed, flags._on_command_line = frozenset(given), frozenset(here)
+    flags.typed, flags.on_command_line = frozenset(given), frozenset(here)
     return flags
-
-
-def _check_saved(declared: dict[str, Flag], saved: dict[str, Any]) -> None:
-    """Raises FlagError if a checkpoint has a value that can't be that of its flag."""
-    for name, of in declared.items():
-        if name in saved and not of.fits(saved[name]):
-            allowed = ", ".join(of.choices)
-            raise FlagError(
-                f"the checkpoint's flag {name} is {saved[name]!r}, which is not "
-                + (
-                    f"among {allowed}: if a fork saved it, use the fork's code"
-                    if allowed
-                    else "allowed: another program wrote the file, or it is damaged"
-                )
-            )
 
 
 def preset_flags(name: str | None) -> dict[str, Any]:
@@ -174,39 +213,41 @@ def differences(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve_folder(flags: Flags) -> None:
-    """Fills in --savedir and --xpid, and checks them.
+    """Fills in --savedir and --xpid, and checks that they can name a folder.
 
     Raises:
-      FlagError: they don't name a folder.
+      FlagError: they can't.
     """
-    savedir = os.path.expanduser(flags.savedir)
-    if savedir.startswith("~"):
+    flags.savedir = os.path.expanduser(flags.savedir)
+    if flags.savedir.startswith("~"):
         raise FlagError(
             f"--savedir {flags.savedir}: the home folder is unknown. Set HOME, or "
             "choose another --savedir"
         )
-    flags.savedir = savedir
     if not flags.xpid:  # random digits: a script may start several runs in a second
         flags.xpid = (
             f"{time.strftime('torchbeast-%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         )
-    if os.sep in flags.xpid or flags.xpid in (".", "..", "latest"):
+    check_name(flags.xpid, flags.savedir)
+    folder = os.path.join(flags.savedir, flags.xpid)
+    longest = max(len(os.fsencode(name)) for name in folder.split(os.sep))
+    if longest > 255 or len(os.fsencode(folder)) > 4000:
         raise FlagError(
-            f'--xpid must be the name of a folder in --savedir, without "{os.sep}" and '
-            f'other than "latest", got {flags.xpid!r}'
+            f"--savedir and --xpid can't name a folder: File name too long: "
+            f"{folder[:100]!r}... Give a shorter one, with at most 255 bytes per name"
         )
-    folder = os.path.join(savedir, flags.xpid)
-    for path in (folder, *(f"/{part}" for part in folder.split(os.sep))):
-        try:
-            os.lstat(path)
-        except (OSError, ValueError) as error:  # ValueError: a null character
-            if getattr(error, "errno", None) in _OTHER_FAULTS:
-                continue
-            raise FlagError(
-                f"--savedir and --xpid can't name a folder: {error.args[-1]}: "
-                f"{folder[:100]!r}... Give a shorter one, with at most 255 bytes per "
-                "name"
-            ) from None
+
+
+def check_launcher(flags: Flags) -> None:
+    """Raises FlagError if the run can't use --launcher ray."""
+    if flags.launcher == "processes":
+        if "ray_address" in flags.typed:
+            raise FlagError("--ray_address needs --launcher ray")
+        flags.ray_address = None  # of a checkpoint
+    elif flags.sync:
+        raise FlagError("--sync needs --launcher processes")
+    elif importlib.util.find_spec("ray") is None:
+        raise FlagError("--launcher ray needs Ray: pip install '.[ray]'")
 
 
 def check_effects(flags: Flags) -> None:
@@ -215,29 +256,28 @@ def check_effects(flags: Flags) -> None:
     A --config may have such flags: that of a run has all flags.
     """
     here = flags.on_command_line
-    cases: list[tuple[bool, str, tuple[str, ...]]] = [
-        (
-            not flags.replay_ratio and "replay_ratio" not in here,
-            "without a replay: add --replay_ratio, for example 7",
-            ("replay_size", "replay_file", "save_replay", "learn_start"),
-        ),
-        (
-            not flags.eval_interval and "eval_interval" not in here,
-            "without evaluations: add --eval_interval, for example 500000",
-            ("eval_episodes",),
-        ),
-        (
-            flags.mode == "train",
-            "in training, which resumes from model.tar: add --mode test, or start "
-            "another run with --init_from",
-            ("checkpoint",),
-        ),
-    ]
-    for off, cause, names in cases:
+
+    def refuse(off: bool, cause: str, *names: str) -> None:
         for name in names:
-            if off and name in here and getattr(flags, name):
-                value = getattr(flags, name)
+            if off and name in here and (value := getattr(flags, name)):
                 raise FlagError(f"--{name} {value} has no effect {cause}")
+
+    refuse(
+        not flags.replay_ratio and "replay_ratio" not in here,
+        "without a replay: add --replay_ratio, for example 7",
+        *("replay_size", "replay_file", "save_replay", "learn_start"),
+    )
+    refuse(
+        not flags.eval_interval and "eval_interval" not in here,
+        "without evaluations: add --eval_interval, for example 500000",
+        "eval_episodes",
+    )
+    refuse(
+        flags.mode == "train",
+        "in training, which resumes from model.tar: add --mode test, or start another "
+        "run with --init_from",
+        "checkpoint",
+    )
 
 
 def check_ranges(flags: argparse.Namespace) -> None:
@@ -245,7 +285,7 @@ def check_ranges(flags: argparse.Namespace) -> None:
     for name, value in vars(flags).items():
         allowed = DECLARED[name].range if name in DECLARED else None
         if allowed and value is not None and value not in allowed:
-            raise FlagError(f"--{name} must be {allowed}, got {value}")
+            raise FlagError(f"--{name} must be {allowed.words}, got {value}")
 
 
 def resolve(flags: Flags) -> Flags:

@@ -13,11 +13,12 @@ import difflib
 import logging
 import pathlib
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torchbeast.base import devices
 from torchbeast.base.errors import FlagError
+from torchbeast.base.flag import FlagParser
 from torchbeast.base.seeds import derive_seed
 from torchbeast.envs.atari import atari_game
 from torchbeast.flags import Atari
@@ -85,6 +86,34 @@ class Start(NamedTuple):
             *(flags.xpid, step, flags.total_steps),
         )
         return True
+
+
+def run_script(
+    parser: FlagParser,
+    argv: Sequence[str] | None,
+    resolve_layout: Callable[[Flags], Flags],
+    train: Callable[[Start], int],
+    test: Callable[[flagset.Typed], None],
+) -> int:
+    """The main function of a script that trains, or tests with --mode test.
+
+    Args:
+      resolve_layout: see begin.
+      train: returns the exit status.
+
+    Returns:
+      The exit status: 0 finished, 1 failed, 128 + n ended by signal n.
+    """
+
+    def run() -> int:
+        typed = flagset.read(parser, argv)
+        if flagset.merge(typed).mode != "train":
+            test(typed)
+            return 0
+        with begin(typed, resolve_layout) as start:
+            return 0 if start.is_finished() else train(start)
+
+    return script.run(run)
 
 
 @contextlib.contextmanager
@@ -155,22 +184,20 @@ def merge(
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
     # Nothing is used yet: outdated values, such as addresses, need no trust.
     flags = flagset.merge(typed, saved["flags"], signed=True)
-    if flags.sync:  # keep threads and precision, too: they change rounding
-        return flagset.merge(typed, saved["flags"], signed, str(path))
-    outdated = set(saved.get("flags_left_open", ()))
-    # Even a typed number of buffers was chosen for the old layout.
-    if flags.typed & {"num_actors", "envs_per_actor", "batch_size"}:
-        outdated.add("num_buffers")
-    for name, find in (
-        ("learner_device", devices.learner_device),
-        ("actor_device", devices.actor_device),
-    ):
-        if saved["flags"].get(name) and name not in flags.typed:
-            try:
-                find(flags)
-            except FlagError as error:
-                notes.append(f"Using another device: {error}.")
-                outdated.add(name)
+    outdated: set[str] = set()
+    if not flags.sync:  # which keeps threads and precision, too: they change rounding
+        outdated |= set(saved.get("flags_left_open", ()))
+        # Even a typed number of buffers was chosen for the old layout.
+        if flags.typed & {"num_actors", "envs_per_actor", "batch_size"}:
+            outdated.add("num_buffers")
+        for find in (devices.learner_device, devices.actor_device):
+            name = find.__name__
+            if saved["flags"].get(name) and name not in flags.typed:
+                try:
+                    find(flags)
+                except FlagError as error:
+                    notes.append(f"Using another device: {error}.")
+                    outdated.add(name)
     kept = {k: v for k, v in saved["flags"].items() if k not in outdated}
     return flagset.merge(typed, kept, signed, str(path))
 
@@ -261,29 +288,24 @@ def check_games_can_be_saved(flags: Flags, exact_resume: bool) -> None:
 
 def notes_on_changed_flags(flags: Flags, saved: dict[str, Any]) -> list[str]:
     """Describes the flags that differ from the saved ones, one line per reason."""
-    now = flags.as_dict()
-    notes = []
+    now, notes = flags.as_dict(), []
     if saved.get("preset") in RENAMED:
         name = saved["preset"]
         notes.append(f"The preset {name} is now named {RENAMED[name]}.")
         saved = saved | {"preset": RENAMED[name]}
-    changes = flagset.changed(saved, flags, flagset.OF_ONE_START)
-    typed = {name: x for name, x in changes.items() if name in flags.typed}
-    gone = {name: x for name, x in changes.items() if name not in now}
-    new = {name: x for name, x in changes.items() if name not in saved}
-    if typed:
-        notes.append(f"Changed flags: {flagset.describe_changes(typed)}.")
-    dropped = [f"--{name} {x}" for name, (x, _) in gone.items() if x is not None]
-    if dropped:
-        notes.append(f"Dropped unknown flags: {', '.join(dropped)}.")
-    added = [f"--{name} {x}" for name, (_, x) in new.items() if name not in typed]
-    if added:
-        notes.append(f"Default values, not in the checkpoint: {', '.join(added)}.")
-    rest = {k: x for k, x in changes.items() if k not in {*typed, *gone, *new}}
-    if rest:
-        changed = flagset.describe_changes(rest)
-        notes.append(f"Chosen again for this machine: {changed}.")
-    return notes
+    reasons: dict[str, list[str]] = {}
+    for name, (old, new) in flagset.changed(saved, flags, flagset.OF_ONE_START).items():
+        if name in flags.typed:
+            reason, change = "Changed flags", f"{old} -> {new}"
+        elif name not in now:
+            reason, change = "Dropped unknown flags", f"{old}"
+        elif name not in saved:
+            reason, change = "Default values, not in the checkpoint", f"{new}"
+        else:
+            reason, change = "Chosen again for this machine", f"{old} -> {new}"
+        if name in now or old is not None:
+            reasons.setdefault(reason, []).append(f"--{name} {change}")
+    return notes + [f"{reason}: {', '.join(x)}." for reason, x in reasons.items()]
 
 
 def notes_on_unused_flags(flags: Flags) -> list[str]:
@@ -292,14 +314,13 @@ def notes_on_unused_flags(flags: Flags) -> list[str]:
         return []
     preset = flagset.preset_flags(flags.preset)
     typed = [
-        f"--{name} {value}"
+        f"--{name} {getattr(flags, name)}"
         for name, declared in sorted(Atari.declared().items())
         if name in flags.typed
-        and (value := getattr(flags, name)) != preset.get(name, declared.default)
+        and getattr(flags, name) != preset.get(name, declared.default)
     ]
-    if not typed:
-        return []
-    return [
+    note = (
         f"Without effect, because {flags.env} is not an Atari game: "
         f"{', '.join(typed)}. --env_kwargs passes arguments to an environment."
-    ]
+    )
+    return [note] if typed else []

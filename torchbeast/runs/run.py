@@ -31,7 +31,7 @@ from torchbeast.procs.wake_pipe import WakePipe
 from torchbeast.records import code_record
 from torchbeast.records.logs_csv import join_columns, spread
 from torchbeast.records.meta import FileWriter
-from torchbeast.runs import checkpoint, flagset, kept_checkpoints, resume, trust
+from torchbeast.runs import checkpoint, flagset, resume, trust
 from torchbeast.runs.prof import Profile, Timings
 from torchbeast.runs.status import Status, format_return
 from torchbeast.runs.trackers import Tracker, make_trackers
@@ -127,7 +127,7 @@ class Run:
         )
         path = self._writer.path
         if self.resumed or start.start_over:
-            kept_checkpoints.remove_later(path / "model.tar", self.learner.step)
+            checkpoint.remove_later(path / "model.tar", self.learner.step)
         self.stack.callback(lambda: self._profile.close(path))
         self._old_wakeup = self._wake_pipe.wake_on_signals()
         is_new = not (self.resumed or start.start_over)
@@ -316,7 +316,7 @@ class Run:
             if self._milestone() > self._kept:
                 self._kept = self._milestone()
                 history = flags.checkpoint_history, flags.total_steps
-                kept_checkpoints.keep(path, learner.step, *history)
+                checkpoint.keep(path, learner.step, *history)
         finally:
             self._saving = False
             self._lock.release()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from torchbeast.base import errors
 from torchbeast.procs import processes, standard_streams
@@ -24,21 +23,13 @@ def print_warnings_only() -> None:
         handler.setLevel(logging.WARNING)
 
 
-class Outcome:
-    """The exit status of a script."""
+def run(work: Callable[[], int]) -> int:
+    """The main function of a script. Returns the exit status.
 
-    status = 0
-
-
-@contextlib.contextmanager
-def reported() -> Iterator[Outcome]:
-    """Surrounds the main function of a script.
-
-    Configures logging. An exception in the body is logged and sets the exit status.
+    Configures logging. An exception in `work` is logged and gives the exit status.
     """
     standard_streams.keep_open()
     configure_logging()
-    outcome = Outcome()
     if not processes.in_main_thread():
         log.warning(
             "This is not the main thread, and only there Python handles signals: "
@@ -46,6 +37,6 @@ def reported() -> Iterator[Outcome]:
         )
     with processes.raise_on_stop_signals():
         try:
-            yield outcome
+            return work()
         except (Exception, KeyboardInterrupt) as error:
-            outcome.status = errors.report(error)
+            return errors.report(error)

@@ -64,46 +64,30 @@ class Status:
             return
         self.last = time.monotonic()
         if sps is None:
-            self._show_start(step, acted)
-            return
-        numbers = {
-            "SPS": f"{sps:,.0f}",
-            "return": format_return(mean_return),
-            "games": str(games),
-            "lag": f"{policy_lag:.1f}",
-            "queued": str(queued),
-        }
-        if streams:
-            numbers["streams"] = streams
+            numbers, rest = {"actors' steps": f"{acted:,}"}, "waiting for an update"
+        else:
+            numbers = {
+                "SPS": f"{sps:,.0f}",
+                "return": format_return(mean_return),
+                "games": str(games),
+                "lag": f"{policy_lag:.1f}",
+                "queued": str(queued),
+            }
+            numbers |= {"streams": streams} if streams else {}
+            left = min(max(0, self.total_steps - step) / sps, MOST_SECONDS_LEFT)
+            rest = f"{datetime.timedelta(seconds=int(left))} left"
         if self.bar:
             self.bar.n = min(step, self.total_steps)
-            self._show_on_bar(numbers)
+            try:
+                self.bar.set_postfix(numbers)
+            except OSError:  # the terminal has closed, but the run continues
+                self.bar = None
             return
-        left = max(0, self.total_steps - step) / sps
+        parts = [*(f"{k} {v}" for k, v in numbers.items()), rest]
         log.info(
-            "Step %s of %s, %s, %s left",
-            *(f"{step:,}", f"{self.total_steps:,}"),
-            ", ".join(f"{k} {v}" for k, v in numbers.items()),
-            datetime.timedelta(seconds=int(min(left, MOST_SECONDS_LEFT))),
+            "Step %s of %s, %s",
+            *(f"{step:,}", f"{self.total_steps:,}", ", ".join(parts)),
         )
-
-    def _show_start(self, step: int, acted: int) -> None:
-        """Shows the progress of the actors before the first updates."""
-        if self.bar:
-            self._show_on_bar({"actors' steps": f"{acted:,}"})
-        else:
-            log.info(
-                "Step %s of %s: waiting for the first updates, actors have taken %s "
-                "steps",
-                *(f"{step:,}", f"{self.total_steps:,}", f"{acted:,}"),
-            )
-
-    def _show_on_bar(self, numbers: dict[str, str]) -> None:
-        assert self.bar
-        try:
-            self.bar.set_postfix(numbers)
-        except OSError:  # the terminal has closed, but the run continues
-            self.bar = None
 
     def close(self) -> None:
         if self._lines_above:

@@ -112,13 +112,10 @@ class WeightsAndBiases:
                 file.write(secrets.token_hex(8).encode())
         try:
             self.run: Any = wandb.init(
-                project=flags.wandb,
                 id=identity.read_text().strip(),
                 name=flags.xpid,
                 resume="allow",
-                dir=path,
-                config=flags.as_dict(),
-                settings=wandb.Settings(finish_timeout=CLOSE_SECONDS),
+                **_settings(flags, path),
             )
         except Exception as error:  # of many types
             raise FlagError(
@@ -153,6 +150,15 @@ class WeightsAndBiases:
             log.error("Can't finish the run at Weights & Biases: %s", error)
 
 
+def _settings(flags: Flags, folder: Path) -> dict[str, Any]:
+    """What every wandb.init() gets."""
+    import wandb
+
+    settings = wandb.Settings(finish_timeout=CLOSE_SECONDS)
+    more = {"config": flags.as_dict(), "settings": settings}
+    return {"project": flags.wandb, "dir": folder, **more}
+
+
 def send_video(flags: Flags, folder: Path, video: str, step: int | None) -> None:
     """Sends a test's video to Weights & Biases, as a run of its own in a group.
 
@@ -167,15 +173,8 @@ def send_video(flags: Flags, folder: Path, video: str, step: int | None) -> None
     try:
         import wandb
 
-        with wandb.init(
-            project=flags.wandb,
-            group=name,
-            name=f"{name}-video",
-            job_type="video",
-            dir=folder,
-            config=flags.as_dict(),
-            settings=wandb.Settings(finish_timeout=CLOSE_SECONDS),
-        ) as run:
+        own = {"group": name, "name": f"{name}-video", "job_type": "video"}
+        with wandb.init(**own, **_settings(flags, folder)) as run:
             run.log({"video": wandb.Video(video, format="mp4"), "step": step})
     except Exception as error:  # of the package, the service or the disk
         log.warning("--wandb %s did not get the video: %s", flags.wandb, error)

@@ -17,6 +17,7 @@ from submitit.core import utils
 
 from torchbeast.base.errors import FlagError
 from torchbeast.procs import processes
+from torchbeast.records.folder import RunBusyError, RunFolder
 from torchbeast.sweeps import jobs
 from torchbeast.sweeps.jobs import Job
 
@@ -118,10 +119,18 @@ def submit(
 
 
 def _end_here(submitted: Sequence[tuple[Job, Any]]) -> None:
-    """Ends submitit's processes on this machine. Their runs save."""
+    """Ends submitit's processes on this machine; waits until their runs have saved."""
     deadline = time.monotonic() + jobs.END_SECONDS
     for _, handle in submitted:
         handle.cancel()
-    for _, handle in submitted:
-        while not handle.done() and time.monotonic() < deadline:
+    for job, handle in submitted:
+        # submitit kills its process after a second. The run ends later.
+        while time.monotonic() < deadline and not (handle.done() and _is_free(job)):
             time.sleep(0.05)
+
+
+def _is_free(job: Job) -> bool:
+    """Whether no process has the run's folder."""
+    with contextlib.suppress(RunBusyError), RunFolder(str(job.folder.parent), job.xpid):
+        return True
+    return False
