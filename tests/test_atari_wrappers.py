@@ -12,7 +12,7 @@ from test_environment import env_flags, here
 from torchbeast.envs import atari
 from torchbeast.envs.atari import atari_game, make_atari, make_atari_vec
 from torchbeast.envs.environment import Environment
-from torchbeast.envs.seeded_games import GAME_OVER
+from torchbeast.envs.extra_fields import GAME_OVER
 
 # The native path draws the number of no-ops with the C++ standard library, which
 # differs between platforms.

@@ -21,7 +21,7 @@ from ale_py.env import AtariEnv
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium import spaces
 
-from torchbeast.envs.seeded_games import GAME_OVER
+from torchbeast.envs.extra_fields import GAME_OVER
 from torchbeast.envs.space_checks import FrameStack, as_stack
 
 FRAME_SIZE = 84  # height and width in pixels

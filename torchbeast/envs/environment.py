@@ -6,7 +6,6 @@ docs/environments.md is the manual.
 
 import argparse
 import contextlib
-import contextvars
 import logging
 import math
 import secrets
@@ -21,15 +20,10 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.nested import flatten, map_nested
+from torchbeast.base.seldom import Seldom
 from torchbeast.envs import atari
 from torchbeast.envs.action_masks import NAME, check_masks, first_allowed, mask_space
-from torchbeast.envs.checks import (
-    Checker,
-    InvalidEnvironmentError,
-    close_quietly,
-)
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, make_fields
-from torchbeast.envs.make_env import create_env
 from torchbeast.envs.seeded_games import SeededGames, game_seed
 from torchbeast.envs.space_checks import plain_space, policy_space
 from torchbeast.envs.totals import Totals
@@ -37,14 +31,12 @@ from torchbeast.envs.vector_envs import find_vector_env
 
 log = logging.getLogger(__name__)
 
-
-_logged: set[str] = set()  # keys of the warnings of this process
+_is_new = Seldom()  # warnings of this process, by key
 
 
 def log_warning(key: str, message: str) -> None:
     """Logs a warning about an environment, once per key."""
-    if key not in _logged:
-        _logged.add(key)
+    if _is_new(key):
         log.warning("%s", message)
 
 
@@ -124,48 +116,31 @@ class Environment:
         self.num_envs = num_envs
         self.seed = flags.seed
         self._warnings = np.zeros(num_envs, np.int64)  # since the last row
-        self._warned: set[str] = set()
+        self._is_new = Seldom()  # warnings, by key
         self.on_warning: Callable[[str, str], None] = log_warning
         self.indices = range(first_index, first_index + num_envs)
-        self.log_actions = getattr(flags, "sync", False)
-        if flags.atari_backend not in ("native", "python"):
-            raise ValueError(
-                f"--atari_backend must be native or python, got {flags.atari_backend!r}"
-            )
         is_atari = atari.atari_game(flags.env) is not None
         self.frames_per_step: int = flags.frame_skip if is_atari else 1
-        make_vector = find_vector_env(flags)
-        if make_vector and render_mode:
-            if not is_atari:
-                raise InvalidEnvironmentError(
-                    f"--env {flags.env} makes several environments at once, which "
-                    "can't be rendered: use a single one for --video and test_render"
-                )
-            make_vector = None
-        self.exact_resume = make_vector is None
         self.envs: Any
         with self._around:
-            if make_vector is None:
-                self.envs = gymnasium.vector.SyncVectorEnv(
-                    [partial(self._create, i, render_mode) for i in self.indices],
-                    autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,
-                )
-            else:
+            make_vector = find_vector_env(flags, render_mode)
+            if make_vector:
                 self.envs = make_vector(num_envs, self._warn)
+            else:
+                makers = [
+                    partial(SeededGames, flags, i, render_mode, partial(self._warn, e))
+                    for e, i in enumerate(self.indices)
+                ]
+                self.envs = gymnasium.vector.SyncVectorEnv(
+                    makers, autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP
+                )
+        self.exact_resume = make_vector is None
         self.observation_space = plain_space(self.envs.single_observation_space)
         self.action_space = policy_space(self.envs.single_action_space)
         self._has_mask = mask_space(self.observation_space) is not None
         self.final_observation: Any = None
         self._initial_calls = 0
         self._row: dict[str, Any] = {}
-
-    def _create(self, index: int, render_mode: str | None) -> SeededGames:
-        # np.seterr() and the like have no effect outside of the context.
-        run = contextvars.copy_context().run
-        env = run(create_env, self.flags, render_mode)
-        warn = partial(self._warn, index - self.indices.start)
-        checker = Checker(self.flags.env, env.observation_space, warn)
-        return SeededGames(env, self.seed, index, self.log_actions, checker, run)
 
     def set_seed(self, seed: int, first_index: int) -> None:
         """Changes the seed and the numbers. `initial()` has to follow.
@@ -181,8 +156,7 @@ class Environment:
 
     def _warn(self, e: int, key: str, message: str) -> None:
         self._warnings[e] += 1
-        if key not in self._warned:
-            self._warned.add(key)
+        if self._is_new(key):
             self.on_warning(key, message)
 
     @np.errstate(all="ignore")  # or warnings, which environments may make errors
@@ -307,11 +281,8 @@ class Environment:
 
     def close(self) -> None:
         """Closes the environments. What close() raises is only a warning."""
-        name = f"--env {self.flags.env}: "
         with self._around:
-            close_quietly(
-                self.envs.close, lambda k, text: self._warn(0, k, name + text)
-            )
+            self.envs.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to continue from the current row.
@@ -329,7 +300,7 @@ class Environment:
                 "native vector environments can't save games in progress; for Atari, "
                 "use --atari_backend python"
             )
-        if not self.log_actions:
+        if not getattr(self.flags, "sync", False):
             raise RuntimeError("environments can be saved in --sync mode only")
         games = self.envs.envs
         action_shape = self.action_space.shape or ()
