@@ -117,9 +117,7 @@ def parse_wrappers(text: str) -> list[tuple[str, dict[str, Any]]]:
                     f"--wrapper {path} is followed by {text}, which is not a JSON "
                     f"object: {error}"
                 ) from None
-            text = text[end:].strip()
-            if text and not text.startswith(","):
-                raise FlagError(f"--wrapper {path}: a comma is missing before {text}")
+            text = text[end:]
         found.append((path.strip(), arguments))
     return found
 
@@ -148,12 +146,10 @@ class MinAtarGame(gymnasium.Wrapper):
     would depend on the previous one, and not only on its seed and actions.
     """
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         game: Any = self.get_wrapper_attr("game")
         game.last_action = 0
-        return self.env.reset(seed=seed, options=options)
+        return self.env.reset(**arguments)
 
 
 def _from_gymnasium(
@@ -192,16 +188,6 @@ def _cannot_render(name: str, why: str) -> InvalidEnvironmentError:
     )
 
 
-# Packages whose name differs from the module's.
-_PACKAGES = {
-    "cv2": "opencv-python-headless",
-    "OpenGL": "PyOpenGL",
-    "PIL": "pillow",
-    "pkg_resources": "'setuptools<81'",
-    "yaml": "pyyaml",
-}
-
-
 def _missing_package(flag: str, error: BaseException) -> MissingPackageError:
     """Says what to install: the missing module, or what the error itself says."""
     missing: str | None = None
@@ -210,11 +196,10 @@ def _missing_package(flag: str, error: BaseException) -> MissingPackageError:
         missing, cause = cause.name, cause.__cause__ or cause.__context__
     if not missing:
         return MissingPackageError(f"{flag}: {error}")
-    package = missing.partition(".")[0]
     return MissingPackageError(
         f"{flag} needs the module {missing}, which is missing. For a package: pip "
-        f"install {_PACKAGES.get(package, package)}; for your own file: run in its "
-        "directory or set PYTHONPATH."
+        f"install {missing.partition('.')[0]}, or the package that has this module; "
+        "for your own file: run in its directory or set PYTHONPATH."
     )
 
 
