@@ -160,7 +160,7 @@ def test_video_of_a_class_without_render_mode():
     gymnasium.register("Misbehaving-v0", entry_point=misbehaving.Fine)
     try:
         with pytest.raises(
-            InvalidEnvironmentError, match=r"can't be rendered: .*render_mo"
+            InvalidEnvironmentError, match=r"can't be made: .*'render_mode'"
         ):
             create_env(env_flags("Misbehaving-v0"), render_mode="rgb_array")
     finally:

@@ -226,7 +226,9 @@ class Environment:
         self._totals = self._totals.add(reward)
         reward = reward.astype(np.float32)
         if not math.isfinite(sum(reward.tolist())):
-            self._warn_of_rewards(reward)
+            for e in np.flatnonzero(~np.isfinite(reward)):
+                what = f"step() returned the reward {reward[e]}"
+                self._warn(int(e), "reward", f"--env {self.flags.env}: {what}")
         game_over, self.final_observation = done.copy(), None
         if done.any():
             game_over &= infos["final_info"]["game_over"]
@@ -262,11 +264,6 @@ class Environment:
             "env_warnings": warnings,
             **(make_fields(infos, done, truncated) if EXTRA_FIELDS else {}),
         }
-
-    def _warn_of_rewards(self, reward: np.ndarray) -> None:
-        for e in np.flatnonzero(~np.isfinite(reward)):
-            message = f"--env {self.flags.env}: step() returned the reward {reward[e]}"
-            self._warn(int(e), "reward", message)
 
     def _stack_final(self, final: Any, truncated: np.ndarray) -> Any:
         if not isinstance(final, np.ndarray) or final.dtype != object:

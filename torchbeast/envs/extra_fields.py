@@ -72,17 +72,15 @@ def check_names() -> None:
         )
 
 
-def select(
-    info: dict[str, Any], of: Literal["step", "observation"] | None = None
-) -> dict[str, np.ndarray]:
-    """The values of EXTRA_FIELDS, or of those of one kind, in one environment's info.
+def select(info: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The values of EXTRA_FIELDS in one environment's info.
 
     Raises:
       InvalidEnvironmentError: a value does not have the declared shape.
     """
     selected = {}
     for name, field in EXTRA_FIELDS.items():
-        if name in info and of in (None, field.of):
+        if name in info:
             value = np.asarray(info[name], field.dtype)
             if value.shape != field.shape:
                 raise InvalidEnvironmentError(

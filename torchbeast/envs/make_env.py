@@ -74,7 +74,11 @@ def create_env(
     if names_python(name):
         env = old_gym.adapt(env, render_mode)
     if render_mode and env.render_mode != render_mode:
-        raise _cannot_render(name, f"its render_mode is {env.render_mode!r}")
+        raise InvalidEnvironmentError(
+            f"--env {name} can't be rendered: its render_mode is {env.render_mode!r}. "
+            "--video and --mode test_render need an environment with a parameter "
+            "render_mode that returns frames"
+        )
     declare_stack(env)
     try:
         for path, wrapper_arguments in parse_wrappers(flags.wrapper or ""):
@@ -172,20 +176,12 @@ def _from_gymnasium(
     except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
         raise _missing_package(f"--env {name}", error) from error
     except (TypeError, gymnasium.error.Error) as error:
-        if render_mode is not None and "render" in str(error):
-            raise _cannot_render(name, str(error)) from error
-        if raised_by_call(error.__context__ or error):
-            raise InvalidEnvironmentError(
-                f"--env {name} can't be made: {error}. --env_kwargs passes arguments"
-            ) from error
-        raise
-
-
-def _cannot_render(name: str, why: str) -> InvalidEnvironmentError:
-    return InvalidEnvironmentError(
-        f"--env {name} can't be rendered: {why}. --video and --mode test_render need "
-        "an environment with a parameter render_mode that returns frames"
-    )
+        if not raised_by_call(error.__context__ or error):
+            raise
+        raise InvalidEnvironmentError(
+            f"--env {name} can't be made: {error}. --env_kwargs passes arguments, "
+            "--video and --mode test_render pass render_mode"
+        ) from error
 
 
 def _missing_package(flag: str, error: BaseException) -> MissingPackageError:

@@ -73,7 +73,7 @@ class SeededGames(gymnasium.Wrapper):
                     f"EXTRA_FIELDS declares {name!r} as of the observation, but the "
                     "info of reset() lacks it: rows that begin an episode hold 0",
                 )
-        return observation, extra_fields.select(info, "observation")
+        return observation, extra_fields.select(info)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         if self.log_actions:

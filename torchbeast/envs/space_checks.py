@@ -17,23 +17,11 @@ from torchbeast.envs.checks import (
     describe,
 )
 
-_ELEMENTARY_SPACES = (
-    spaces.Box,
-    spaces.Discrete,
-    spaces.MultiDiscrete,
-    spaces.MultiBinary,
-)
+_ELEMENTARY = spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary
 
-# The limits of PolyBeast's messages, see libtorchbeast/stream_spec.h. They hold for
-# both variants, so that what trains with one also trains with the other.
-MAX_ELEMENTS = 2**20
-MAX_CHOICES = 2**18
-MAX_ACTION_NUMBERS = 2**16
-MAX_ARRAYS = 1024
-MAX_LEVELS = 16
-MAX_DIMENSIONS = 6
-MAX_KEY_BYTES = 1024
-MAX_START = 2**53
+# The limits here are those of PolyBeast's messages, see libtorchbeast/stream_spec.h.
+# They hold for both variants: what trains with one also trains with the other.
+_MAX_LEVELS, _MAX_DIMENSIONS, _MAX_KEY_BYTES = 16, 6, 1024
 _DTYPES = {"bool", "float16", "float32", "float64"} | {
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
@@ -77,14 +65,11 @@ def check_observation_space(space: spaces.Space) -> None:
     """Raises UnsupportedSpaceError unless both variants can hold observations."""
     leaves = _check_parts(space, "observation", 1)
     size = sum(math.prod(leaf.shape or ()) for leaf in leaves)
+    choices = sum(map(_num_choices, leaves))
     for count, what, most in (
-        (len(leaves), "parts", MAX_ARRAYS),
-        (size, "elements", MAX_ELEMENTS),
-        (
-            sum(map(_num_choices, leaves)),
-            "choices in Discrete and MultiDiscrete",
-            MAX_CHOICES,
-        ),
+        (len(leaves), "parts", 2**10),
+        (size, "elements", 2**20),
+        (choices, "choices in Discrete and MultiDiscrete", 2**18),
     ):
         if count > most:
             _refuse(f"{space} has {count:,} {what}; at most {most:,} are allowed")
@@ -101,8 +86,8 @@ def _refuse(fault: str) -> NoReturn:
 
 def _check_parts(space: spaces.Space, place: str, level: int) -> list[spaces.Space]:
     """The leaves of a space, if each can be stored and sent."""
-    if level > MAX_LEVELS:
-        _refuse(f"{place} is nested too deeply; {MAX_LEVELS} levels are allowed")
+    if level > _MAX_LEVELS:
+        _refuse(f"{place} is nested too deeply; {_MAX_LEVELS} levels are allowed")
     if not isinstance(space, spaces.Dict | spaces.Tuple):
         if fault := _leaf_fault(space):
             _refuse(f"{place} has the unsupported space {space}; {fault}")
@@ -115,7 +100,7 @@ def _check_parts(space: spaces.Space, place: str, level: int) -> list[spaces.Spa
         if isinstance(space, spaces.Dict) and not _can_be_sent(key):
             _refuse(
                 f"{place} is a Dict with the key {key!r:.99}; keys must be str of "
-                f"at most {MAX_KEY_BYTES} bytes of UTF-8, without a zero byte"
+                f"at most {_MAX_KEY_BYTES} bytes of UTF-8, without a zero byte"
             )
         leaves += _check_parts(part, f"{place}[{key!r}]", level + 1)
     return leaves
@@ -123,12 +108,12 @@ def _check_parts(space: spaces.Space, place: str, level: int) -> list[spaces.Spa
 
 def _can_be_sent(key: Any) -> bool:
     text = key.encode(errors="ignore") if isinstance(key, str) else b"\0"
-    return b"\0" not in text and len(text) <= MAX_KEY_BYTES and text.decode() == key
+    return b"\0" not in text and len(text) <= _MAX_KEY_BYTES and text.decode() == key
 
 
 def _leaf_fault(leaf: spaces.Space) -> str:
     """Why an elementary space can't be stored or sent; "" if it can."""
-    if not isinstance(leaf, _ELEMENTARY_SPACES):
+    if not isinstance(leaf, _ELEMENTARY):
         return (
             "allowed are Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple "
             "of those"
@@ -140,12 +125,12 @@ def _leaf_fault(leaf: spaces.Space) -> str:
             "float16, float32 and float64, in the byte order of this machine"
         )
     shape = leaf.shape or ()
-    if len(shape) > MAX_DIMENSIONS:
-        return f"at most {MAX_DIMENSIONS} dimensions are allowed"
+    if len(shape) > _MAX_DIMENSIONS:
+        return f"at most {_MAX_DIMENSIONS} dimensions are allowed"
     if isinstance(leaf, spaces.MultiDiscrete) and (len(shape) != 1 or shape == (0,)):
         return "a MultiDiscrete needs one dimension, and at least one element"
     start = np.abs(np.asarray(getattr(leaf, "start", 0), np.float64))
-    if start.max(initial=0) + _num_choices(leaf) > MAX_START:
+    if start.max(initial=0) + _num_choices(leaf) > 2**53:
         return "its start is too large: 2**53 is the largest number"
     return ""
 
@@ -161,11 +146,11 @@ def check_action_space(space: spaces.Space) -> None:
     """Raises UnsupportedSpaceError unless there is a policy for `space`."""
     fault = "it has no policy"
     has_integers = isinstance(space, spaces.Box) and space.dtype.kind != "f"
-    if isinstance(space, _ELEMENTARY_SPACES) and not has_integers:
+    if isinstance(space, _ELEMENTARY) and not has_integers:
         count = max(_num_choices(space), math.prod(space.shape or ()))
         fault = _leaf_fault(space)
-        if not fault and not 0 < count <= MAX_ACTION_NUMBERS:
-            fault = f"it has {count:,} numbers, at most {MAX_ACTION_NUMBERS:,}"
+        if not fault and not 0 < count <= 2**16:
+            fault = f"it has {count:,} numbers, at most {2**16:,}"
     if fault:
         raise UnsupportedSpaceError(
             f"action has the unsupported space {space}: {fault}; allowed are Discrete, "
