@@ -194,6 +194,23 @@ def test_what_changes_late_is_named(fault):
         env.step(np.zeros(E, int))
 
 
+class Lists(OneSeed):
+    """Returns lists and wider floats than it declares."""
+
+    def step(self, actions):
+        none = [False] * self.num_envs
+        return [[0.25, 1.0]] * self.num_envs, [1] * self.num_envs, none, none, {}
+
+
+def test_lists_become_arrays_of_the_declared_dtype():
+    env = make("Lists")
+    env.initial()
+    row = env.step(np.zeros(E, int))
+    assert row["observation"].dtype == row["reward"].dtype == np.float32
+    assert row["observation"].tolist() == [[0.25, 1.0]] * E
+    assert row["reward"].tolist() == [1.0] * E
+
+
 def test_one_seed_for_all():
     first, again, other = (
         make("OneSeed", seed=seed).initial()["observation"] for seed in (3, 3, 4)

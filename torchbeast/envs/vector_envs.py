@@ -203,6 +203,7 @@ class VectorGames:
         )
         # Some return integers, and ~ of an integer is no negation.
         terminated, truncated = (np.asarray(x) != 0 for x in ends)
+        reward = np.asarray(reward)
         done = terminated | truncated
         if done.any():
             final_obs, ended = info.get("final_obs"), info.get("final_info", {})
