@@ -174,7 +174,7 @@ def test_the_missing_module_is_named(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(MissingPackageError, match=f"--env {name}") as error:
         create_env(env_flags(name))
-    assert "needs the module pixel_game_engine" in str(error.value)
+    assert "there is no module pixel_game_engine" in str(error.value)
     assert "pip install pixel_game_engine" in str(error.value)
     (tmp_path / "pixel_game.py").write_text("raise ImportError('libGL.so.1: no file')")
     with pytest.raises(ImportError, match="libGL"):

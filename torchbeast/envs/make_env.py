@@ -169,9 +169,10 @@ def _from_gymnasium(
         return MinAtarGame(env) if is_minatar else env
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
         raise UnknownEnvironmentError(
-            f"--env {name}: {error} Allowed are Atari and other Gymnasium ids, "
-            "package.module:Id-v0 for ids that a package registers (such as "
-            "minigrid:MiniGrid-Empty-5x5-v0), and package.module:Class."
+            f"--env {name}: no environment has this name. {error} Allowed are Atari "
+            "and other Gymnasium ids, package.module:Id-v0 for ids that a package "
+            "registers (such as minigrid:MiniGrid-Empty-5x5-v0), and "
+            "package.module:Class."
         ) from error
     except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
         raise _missing_package(f"--env {name}", error) from error
@@ -193,7 +194,7 @@ def _missing_package(flag: str, error: BaseException) -> MissingPackageError:
     if not missing:
         return MissingPackageError(f"{flag}: {error}")
     return MissingPackageError(
-        f"{flag} needs the module {missing}, which is missing. For a package: pip "
+        f"{flag}: there is no module {missing}. For a package: pip "
         f"install {missing.partition('.')[0]}, or the package that has this module; "
         "for your own file: run in its directory or set PYTHONPATH."
     )
