@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from torchbeast.envs.seeded_games import GAME_OVER
+from torchbeast.envs.extra_fields import GAME_OVER
 
 
 class GridWorld(gym.Env):

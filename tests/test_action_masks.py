@@ -170,7 +170,7 @@ class Wrong(InInfo):
     ("env", "match"),
     [
         (Wrong(spaces.Box(-1, 1, (2,))), "needs Discrete or MultiDiscrete.*Box"),
-        (Wrong(info={"mask": 3}), r"the info has no action_mask, only \['mask'\]"),
+        (Wrong(info={"mask": 3}), r"has None as action_mask.*\['mask'\]"),
         (Wrong(info={"action_mask": np.ones(4)}), r"Wrong.*needs 5 numbers"),
         (Wrong(info={"action_mask": None}), r"has None as action_mask"),
         (Wrong(info={"action_mask": [1, 0, np.nan, 0, 0]}), r"0.0, nan, 0.0"),
@@ -254,8 +254,8 @@ class NoChoices(InDict):
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("WrongSize", "needs a Box or MultiBinary of 6 numbers"),
-        ("WrongKind", "needs a Box or MultiBinary of 5 numbers"),
+        ("WrongSize", "need a Box or MultiBinary of 6 numbers"),
+        ("WrongKind", "need a Box or MultiBinary of 5 numbers"),
         ("NoChoices", "can't be masked; Discrete"),
     ],
 )

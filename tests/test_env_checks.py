@@ -61,19 +61,19 @@ def test_no_warning_for_atari(path):
 # --- Errors at the first reset and step -----------------------------------------------
 
 AT_RESET = {
-    "WrongShape": r"uint8 \[8, 9, 3\] as observation\['image'\], but shape \[8, 9, 2\]",
-    "WrongDtype": r"float64 \[8, 9, 2\] as observation\['image'\], but uint8 is decl",
-    "WrongKeys": r"a dict of \['picture', 'vector'\] as observation, but 'image' is",
-    "NoDict": r"float64 \[3\] as observation, but a dict is declared .* Dict\(",
-    "TooFewNumbers": r"a tuple of 1 values as observation\['numbers'\], but 2 values",
-    "NoSuchNumber": r"3 as observation\['numbers'\]\[0\], but .* Discrete\(4, start=-1",
-    "Ragged": r"a list of 2 values as observation, but shape \[3\] is declared",
-    "Many": r"float32 \[4, 3\] as observation, .* vector environment, .* num_envs",
-    "ThreeFromReset": r"a tuple of 3 values, .* must return two values",
+    "WrongShape": r"uint8 \[8, 9, 3\] as observation\['image'\], but Box.*\(8, 9, 2\)",
+    "WrongDtype": r"float64 \[8, 9, 2\] as observation\['image'\], but Box.*uint8\) is",
+    "WrongKeys": r"a dict of \['picture', 'vector'\] as observation, but Dict\('image'",
+    "NoDict": r"float64 \[3\] as observation, but Dict\(.* is declared",
+    "TooFewNumbers": r"a tuple of 1 values as observation\['numbers'\], but Tuple\(Dis",
+    "NoSuchNumber": r"3 as observation\['numbers'\]\[0\], but Discrete\(4, start=-1\)",
+    "Ragged": r"a list of 2 values as observation, but Box.* NumPy can't read it",
+    "Many": r"float32 \[4, 3\] as observation, but Box.*\(3,\), float32\) is declared",
+    "ThreeFromReset": r"a tuple of 3 values as observation.* must return two values",
     "NoOptions": r"reset\(\) does not follow .* unexpected keyword argument 'options'",
 }
 AT_STEP = {
-    "WrongInStep": r"step\(\) returned float64 \[3\] as observation, but a dict is",
+    "WrongInStep": r"step\(\) returned float64 \[3\] as observation, but Dict\(",
     "RewardInAList": r"float64 \[1\] as reward; it must be one number",
     "RewardNone": r"None as reward; it must be one number",
     "TerminatedInAList": r"a list of 1 values as terminated; it must be one bool",
@@ -143,13 +143,10 @@ def test_an_environments_own_errors_stay_as_they_are():
     ("name", "match"),
     [
         ("NeedsArguments", r"missing .*'size'.* --env_kwargs passes"),
-        ("several", r"vector environment \(CartPoleVectorEnv\).*--envs_per_actor"),
-        (
-            "nothing",
-            r"made None, which is not an environment: it has no observation_space",
-        ),
-        ("NoSpaces", r"it has no observation_space, action_space$"),
-        ("AN_OBJECT", r"names a value of type misbehaving.Only, not a class or func"),
+        ("several", r"CartPoleVectorEnv, which is a vector env.*--envs_per_actor"),
+        ("nothing", r"made None, which is no environment: its observation_space is N"),
+        ("NoSpaces", r"its observation_space is None, its action_space is None\."),
+        ("AN_OBJECT", r"can't be made .*'Only' object is not callable"),
     ],
 )
 def test_what_makes_no_environment(name, match):
@@ -158,14 +155,12 @@ def test_what_makes_no_environment(name, match):
 
 
 def test_video_of_a_class_without_render_mode():
-    with pytest.raises(
-        InvalidEnvironmentError, match=r"Fine takes no argument render_"
-    ):
+    with pytest.raises(InvalidEnvironmentError, match="its render_mode is None"):
         create_env(env_flags("misbehaving:Fine"), render_mode="rgb_array")
     gymnasium.register("Misbehaving-v0", entry_point=misbehaving.Fine)
     try:
         with pytest.raises(
-            InvalidEnvironmentError, match=r"can't be rendered: .*render_mo"
+            InvalidEnvironmentError, match=r"can't be made: .*'render_mode'"
         ):
             create_env(env_flags("Misbehaving-v0"), render_mode="rgb_array")
     finally:
@@ -179,7 +174,7 @@ def test_the_missing_module_is_named(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(MissingPackageError, match=f"--env {name}") as error:
         create_env(env_flags(name))
-    assert "needs the module pixel_game_engine" in str(error.value)
+    assert "there is no module pixel_game_engine" in str(error.value)
     assert "pip install pixel_game_engine" in str(error.value)
     (tmp_path / "pixel_game.py").write_text("raise ImportError('libGL.so.1: no file')")
     with pytest.raises(ImportError, match="libGL"):
@@ -195,8 +190,8 @@ def test_the_missing_module_is_named(name, tmp_path, monkeypatch):
         (
             "FarOut",
             [
-                r"observation\['numbers'\]\[1\] holds -2.0, far .*, 0.0 to inf",
-                r"observation\['vector'\] holds -187.5 at \[1\], far .*, -1.0 to 1.0",
+                r"observation\['numbers'\]\[1\] holds -2.0, far .* 0.0 to inf",
+                r"observation\['vector'\] holds -187.5 at \[1\], far .* -1.0 to 1.0",
             ],
         ),
         ("NotFinite", [r"observation\['vector'\] holds nan at \[2\], .* not finite"]),

@@ -11,6 +11,7 @@ from gymnasium import spaces
 
 from torchbeast import flags as declared_flags
 from torchbeast.base.nested import map_nested
+from torchbeast.base.seldom import Seldom
 from torchbeast.core.rollout import observation_spec
 from torchbeast.envs import environment, extra_fields
 from torchbeast.envs.environment import Environment
@@ -307,7 +308,7 @@ def test_a_field_says_what_it_belongs_to():
 def test_a_field_of_the_observation_that_reset_lacks(monkeypatch, caplog):
     """The info of Counter's reset() is empty, so the first rows hold 0."""
     declare(monkeypatch, goal=ExtraField((2,), np.int32, of="observation"))
-    monkeypatch.setattr(environment, "_logged", set())
+    monkeypatch.setattr(environment, "_is_new", Seldom())
     with caplog.at_level(logging.WARNING):
         row = Environment(env_flags(here(Counter)), 2).initial()
     assert not row["goal"].any()

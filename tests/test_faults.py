@@ -523,7 +523,7 @@ def test_run_is_running_already(start):
 
 def test_flags_that_can_not_work(start):
     cases = {
-        "id": ({"env": "CartPol-v1"}, ["--env CartPol-v1", "Did you mean CartPole-v"]),
+        "id": ({"env": "CartPol-v1"}, ["--env CartPol-v1", "Did you mean: `CartPole`"]),
         "observation": (
             {"env": "faulty:TextInDict"},
             ["UnsupportedSpaceError: ", "observation['speech']", "Text("],

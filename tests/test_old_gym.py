@@ -10,8 +10,9 @@ from test_environment import Counter, env_flags, here
 
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.make_env import create_env
-from torchbeast.envs.old_gym import OldGymAdapter, convert_space
+from torchbeast.envs.old_gym import OldGymAdapter
 from torchbeast.envs.seeded_games import game_seed
+from torchbeast.envs.space_checks import plain_space
 
 
 def gym_time_limit():
@@ -261,7 +262,7 @@ class DictSpace(NamedTuple):
 
 def test_spaces_of_other_packages():
     parts = {"x": BoxSpace(0, 255, (2, 3), np.uint8), "y": DiscreteSpace(4)}
-    assert convert_space(DictSpace(parts)) == spaces.Dict(
+    assert plain_space(DictSpace(parts)) == spaces.Dict(
         {"x": spaces.Box(0, 255, (2, 3), np.uint8), "y": spaces.Discrete(4)}
     )
 

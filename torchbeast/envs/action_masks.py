@@ -23,31 +23,35 @@ def mask_space(observation_space: spaces.Space) -> spaces.Space | None:
     return None
 
 
-def mask_size(action_space: spaces.Space) -> int | None:
-    """The number of choices in the space; None if it can't be masked."""
+def mask_sizes(action_space: spaces.Space) -> list[int]:
+    """The number of options of each choice in the space; [] if it can't be masked."""
     if isinstance(action_space, spaces.Discrete):
-        return int(action_space.n)
+        return [int(action_space.n)]
     if isinstance(action_space, spaces.MultiDiscrete):
-        return int(action_space.nvec.sum())
-    return None
+        return action_space.nvec.ravel().tolist()
+    return []
 
 
 def check_mask(observation_space: spaces.Space, action_space: spaces.Space) -> None:
     """Raises InvalidEnvironmentError if the observation has an unusable mask."""
-    space, size = mask_space(observation_space), mask_size(action_space)
+    space, size = mask_space(observation_space), sum(mask_sizes(action_space))
     if space is None:
         return
-    if size is None:
-        raise InvalidEnvironmentError(
-            f"the observation has the part {NAME}, and actions of {action_space} can't "
-            "be masked; Discrete and MultiDiscrete actions can"
-        )
     has_numbers = isinstance(space, spaces.Box | spaces.MultiBinary)
-    if not has_numbers or math.prod(space.shape or ()) != size:
+    if not (size and has_numbers and math.prod(space.shape or ()) == size):
+        needed = "can't be masked; Discrete and MultiDiscrete actions can"
+        if size:
+            needed = f"need a Box or MultiBinary of {size} numbers"
         raise InvalidEnvironmentError(
-            f"the part {NAME} of the observation is {space}. For actions of "
-            f"{action_space}, it needs a Box or MultiBinary of {size} numbers"
+            f"the part {NAME} of the observation is {space}, and actions of "
+            f"{action_space} {needed}"
         )
+
+
+def _split(action_space: spaces.Space, masks: np.ndarray) -> list[np.ndarray]:
+    """Masks [E, ...] as an array [E, n] for each choice of n options."""
+    ends = np.cumsum(mask_sizes(action_space))
+    return np.split(masks.reshape(len(masks), -1), ends[:-1], axis=1)
 
 
 def first_allowed(
@@ -58,11 +62,10 @@ def first_allowed(
     Args:
       observation: its part "action_mask" is [E, ...].
     """
-    mask = observation[NAME].reshape(len(observation[NAME]), -1) != 0
-    if isinstance(action_space, spaces.MultiDiscrete):
-        parts = np.split(mask, np.cumsum(action_space.nvec)[:-1], axis=1)
-        return np.stack([part.argmax(1) for part in parts], axis=1)
-    return mask.argmax(1)
+    parts = _split(action_space, observation[NAME])
+    choices = [(part != 0).argmax(1) for part in parts]
+    is_one = isinstance(action_space, spaces.Discrete)
+    return choices[0] if is_one else np.stack(choices, axis=1)
 
 
 def check_masks(name: str, action_space: spaces.Space, masks: np.ndarray) -> None:
@@ -71,18 +74,14 @@ def check_masks(name: str, action_space: spaces.Space, masks: np.ndarray) -> Non
     Args:
       name: --env, for the message.
     """
-    masks = masks.reshape(len(masks), -1)
-    sizes = [int(mask_size(action_space) or 0)]
-    if isinstance(action_space, spaces.MultiDiscrete):
-        sizes = action_space.nvec.ravel().tolist()
-    allowed = np.isfinite(masks) & (masks != 0)
-    parts = np.split(allowed, np.cumsum(sizes)[:-1], axis=1)
-    usable = np.isfinite(masks).all(1) & np.all([p.any(1) for p in parts], axis=0)
-    if not usable.all():
+    parts = _split(action_space, masks)
+    usable = [np.isfinite(x).all(1) & (x != 0).any(1) for x in parts]
+    if not np.all(usable):
+        worst = masks[np.argmin(np.all(usable, axis=0))].ravel().tolist()
         raise InvalidEnvironmentError(
-            f"--env {name}: {NAME} is {masks[np.argmin(usable)].tolist()}; it needs "
-            f"finite numbers, and for actions of {action_space} at least one that is "
-            "not 0 per choice. Only the last observation of an episode may forbid all"
+            f"--env {name}: {NAME} is {worst}; it needs finite numbers, and for "
+            f"{action_space} at least one that is not 0 per choice. Only the last "
+            "observation of an episode may forbid all"
         )
 
 
@@ -100,26 +99,21 @@ class MaskFromInfo(gymnasium.Wrapper):
     def __init__(self, env: gymnasium.Env, name: str = "") -> None:
         super().__init__(env)
         self.name = name or type(env.unwrapped).__name__
-        size = mask_size(env.action_space)
-        if size is None:
+        self.size = sum(mask_sizes(env.action_space))
+        if not self.size:
             raise InvalidEnvironmentError(
                 "--mask_actions needs Discrete or MultiDiscrete actions, and these "
                 f"are {env.action_space}"
             )
-        self.size = size
         self.is_dict = isinstance(env.observation_space, spaces.Dict)
         parts = {"observation": env.observation_space}
         if isinstance(env.observation_space, spaces.Dict):
             parts = env.observation_space.spaces
-        self.observation_space = spaces.Dict({**parts, NAME: spaces.MultiBinary(size)})
+        mask = spaces.MultiBinary(self.size)
+        self.observation_space = spaces.Dict({**parts, NAME: mask})
 
     def _add_mask(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
-        if NAME not in info:
-            raise InvalidEnvironmentError(
-                f"--env {self.name} with --mask_actions: the info has no {NAME}, only "
-                f"{sorted(map(str, info))}"
-            )
-        given = info[NAME]
+        given = info.get(NAME)
         several = given if isinstance(given, tuple | list) else [given]
         try:
             mask = np.concatenate([np.asarray(part).reshape(-1) for part in several])
@@ -131,15 +125,13 @@ class MaskFromInfo(gymnasium.Wrapper):
             raise InvalidEnvironmentError(
                 f"--env {self.name} with --mask_actions: the info has {values} as "
                 f"{NAME}, and {self.env.action_space} needs {self.size} numbers, 0 for "
-                "what is forbidden"
+                f"what is forbidden; the info is {describe(info)}"
             )
         parts = observation if self.is_dict else {"observation": observation}
         return {**parts, NAME: (mask != 0).astype(np.int8)}
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        observation, info = self.env.reset(seed=seed, options=options)
+    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+        observation, info = self.env.reset(**arguments)
         return self._add_mask(observation, info), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:

@@ -19,9 +19,9 @@ import gymnasium
 import numpy as np
 from ale_py.env import AtariEnv
 from ale_py.vector_env import AtariVectorEnv
-from gymnasium import spaces
+from gymnasium.wrappers import ResizeObservation
 
-from torchbeast.envs.seeded_games import GAME_OVER
+from torchbeast.envs.extra_fields import GAME_OVER
 from torchbeast.envs.space_checks import FrameStack, as_stack
 
 FRAME_SIZE = 84  # height and width in pixels
@@ -57,16 +57,6 @@ def game_names() -> dict[str, str]:
     return {rom.title().replace("_", ""): rom for rom in roms}
 
 
-def _require_game(env_id: str) -> str:
-    game = atari_game(env_id)
-    if game is None:
-        raise ValueError(
-            f"{env_id!r} is not an Atari id such as 'PongNoFrameskip-v4' or "
-            "'ALE/Pong-v5'"
-        )
-    return game
-
-
 class SeededAtari(AtariEnv):
     """AtariEnv that passes the seed of reset() to the emulator unchanged.
 
@@ -94,12 +84,9 @@ class StartOfGame(gymnasium.Wrapper):
         self.noop = meanings.index("NOOP")
         self.fire = meanings.index("FIRE") if "FIRE" in meanings else None
         self.noop_max = noop_max
-        self._seed_noops(None)
-
-    def _seed_noops(self, seed: int | None) -> None:
         # The native path uses std::mt19937. In NumPy only this legacy class gives the
         # same numbers.
-        self.rng = np.random.RandomState(seed)
+        self.rng = np.random.RandomState()
 
     def _draw_frames(self) -> int:
         # Maps 32 random bits to 0..noop_max, as libstdc++ does.
@@ -110,7 +97,7 @@ class StartOfGame(gymnasium.Wrapper):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         if seed is not None:
-            self._seed_noops(seed)
+            self.rng.seed(seed)
         observation, info = self.env.reset(seed=seed, options=options)
         actions = [] if self.fire is None else [self.fire]
         actions += [self.noop] * (self._draw_frames() - len(actions))
@@ -139,11 +126,9 @@ class SkipFrames(gymnasium.Wrapper):
         self.max_frames = max_frames
         self.frames = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         self.frames = 0
-        return self.env.reset(seed=seed, options=options)
+        return self.env.reset(**arguments)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         total_reward = 0.0
@@ -161,21 +146,7 @@ class SkipFrames(gymnasium.Wrapper):
         return frame, total_reward, terminated, truncated, info
 
 
-class ResizeFrame(gymnasium.ObservationWrapper):
-    """Shrinks the gray screen [210, 160] to [84, 84] uint8 by averaging."""
-
-    def __init__(self, env: gymnasium.Env):
-        super().__init__(env)
-        self.observation_space = spaces.Box(0, 255, (FRAME_SIZE, FRAME_SIZE), np.uint8)
-
-    def observation(self, observation: np.ndarray) -> np.ndarray:
-        import cv2  # late: most processes don't need its 16 MB
-
-        size = (FRAME_SIZE, FRAME_SIZE)
-        return cv2.resize(observation, size, interpolation=cv2.INTER_AREA)
-
-
-class StackFrames(gymnasium.Wrapper):
+class StackFrames(gymnasium.ObservationWrapper):
     """Returns the last 4 frames, oldest first, in a new array [4, 84, 84] uint8.
 
     Before the first frame of a game there are three black ones.
@@ -184,22 +155,14 @@ class StackFrames(gymnasium.Wrapper):
     def __init__(self, env: gymnasium.Env):
         super().__init__(env)
         self.observation_space = FrameStack(0, 255, STACK_SHAPE, np.uint8)
-        self.stack = np.zeros(STACK_SHAPE, np.uint8)
 
-    def _push(self, frame: np.ndarray) -> np.ndarray:
-        self.stack = np.concatenate([self.stack[1:], frame[None]])
+    def reset(self, **arguments: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        self.stack = np.zeros(STACK_SHAPE, np.uint8)
+        return super().reset(**arguments)
+
+    def observation(self, observation: np.ndarray) -> np.ndarray:
+        self.stack = np.concatenate([self.stack[1:], observation[None]])
         return self.stack
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        frame, info = self.env.reset(seed=seed, options=options)
-        self.stack = np.zeros(STACK_SHAPE, np.uint8)
-        return self._push(frame), info
-
-    def step(self, action: Any) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
-        frame, reward, terminated, truncated, info = self.env.step(action)
-        return self._push(frame), reward, terminated, truncated, info
 
 
 class LifeLoss(gymnasium.Wrapper):
@@ -239,7 +202,7 @@ class LifeLoss(gymnasium.Wrapper):
 def make_atari(
     flags: argparse.Namespace,
     render_mode: str | None = None,
-    arguments: dict[str, Any] | None = None,
+    **arguments: Any,
 ) -> gymnasium.Env:
     """Makes one environment: observations [4, 84, 84] uint8, unclipped rewards.
 
@@ -247,18 +210,18 @@ def make_atari(
       arguments: further ones of ale_py.AtariEnv, such as difficulty.
     """
     env: gymnasium.Env = SeededAtari(
-        _require_game(flags.env),
+        atari_game(flags.env) or flags.env,
         obs_type="grayscale",
         frameskip=1,
         repeat_action_probability=flags.sticky_actions,
         full_action_space=flags.full_action_space,
         max_num_frames_per_episode=0,  # SkipFrames truncates
         render_mode=render_mode,  # type: ignore[arg-type] # a literal; AtariEnv checks it
-        **(arguments or {}),
+        **arguments,
     )
     env = StartOfGame(env, flags.noop_max)
     env = SkipFrames(env, flags.frame_skip, flags.max_episode_frames)
-    env = ResizeFrame(env)
+    env = ResizeObservation(env, (FRAME_SIZE, FRAME_SIZE))  # by averages
     env = StackFrames(env)
     if flags.life_loss:
         env = LifeLoss(env)
@@ -333,10 +296,9 @@ def make_atari_vec(flags: argparse.Namespace, num_envs: int) -> NativeAtari:
 
     Each step returns new arrays.
     """
-    game = _require_game(flags.env)
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
     env = AtariVectorEnv(
-        game,
+        atari_game(flags.env) or flags.env,
         num_envs,
         num_threads=1,  # actor processes run in parallel already
         autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,

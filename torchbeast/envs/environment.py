@@ -6,14 +6,13 @@ docs/environments.md is the manual.
 
 import argparse
 import contextlib
-import contextvars
 import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -21,30 +20,22 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.nested import flatten, map_nested
+from torchbeast.base.seldom import Seldom
 from torchbeast.envs import atari
 from torchbeast.envs.action_masks import NAME, check_masks, first_allowed, mask_space
-from torchbeast.envs.checks import (
-    Checker,
-    InvalidEnvironmentError,
-    close_quietly,
-)
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, make_fields
-from torchbeast.envs.make_env import create_env
 from torchbeast.envs.seeded_games import SeededGames, game_seed
 from torchbeast.envs.space_checks import plain_space, policy_space
-from torchbeast.envs.totals import Totals
 from torchbeast.envs.vector_envs import find_vector_env
 
 log = logging.getLogger(__name__)
 
-
-_logged: set[str] = set()  # keys of the warnings of this process
+_is_new = Seldom()  # warnings of this process, by key
 
 
 def log_warning(key: str, message: str) -> None:
     """Logs a warning about an environment, once per key."""
-    if key not in _logged:
-        _logged.add(key)
+    if _is_new(key):
         log.warning("%s", message)
 
 
@@ -58,6 +49,37 @@ def example_environment(flags: argparse.Namespace) -> "Environment":
     is_vector = not is_atari and find_vector_env(flags) is not None
     E = getattr(flags, "envs_per_actor", None) or 1
     return Environment(flags, E if is_vector else 1)
+
+
+class Totals(NamedTuple):
+    """Returns and lengths so far, of the episodes and games of E environments.
+
+    The returns are float64, because sums over long games would lose digits in float32.
+    """
+
+    episode_return: np.ndarray  # [E] float64
+    episode_step: np.ndarray  # [E] int64
+    game_return: np.ndarray
+    game_step: np.ndarray
+
+    @classmethod
+    def zeros(cls, num_envs: int) -> "Totals":
+        return cls(*(np.zeros(num_envs, dtype) for dtype in (np.float64, np.int64) * 2))
+
+    def add(self, reward: np.ndarray) -> "Totals":
+        """Counts a step with rewards [E]."""
+        return Totals(*(x + y for x, y in zip(self, (reward, 1) * 2, strict=True)))
+
+    def restart(self, done: np.ndarray, game_over: np.ndarray) -> "Totals":
+        """Begins new episodes where done [E], and new games where game_over [E]."""
+        over = (done, done, game_over, game_over)
+        return Totals(*(np.where(y, 0, x) for x, y in zip(self, over, strict=True)))
+
+    def as_fields(self) -> dict[str, np.ndarray]:
+        """The four fields of a row; returns as float32."""
+        dtypes = (np.float32, np.int64) * 2
+        stored = (x.astype(dtype) for x, dtype in zip(self, dtypes, strict=True))
+        return dict(zip(self._fields, stored, strict=True))
 
 
 class Environment:
@@ -124,48 +146,31 @@ class Environment:
         self.num_envs = num_envs
         self.seed = flags.seed
         self._warnings = np.zeros(num_envs, np.int64)  # since the last row
-        self._warned: set[str] = set()
+        self._is_new = Seldom()  # warnings, by key
         self.on_warning: Callable[[str, str], None] = log_warning
         self.indices = range(first_index, first_index + num_envs)
-        self.log_actions = getattr(flags, "sync", False)
-        if flags.atari_backend not in ("native", "python"):
-            raise ValueError(
-                f"--atari_backend must be native or python, got {flags.atari_backend!r}"
-            )
         is_atari = atari.atari_game(flags.env) is not None
         self.frames_per_step: int = flags.frame_skip if is_atari else 1
-        make_vector = find_vector_env(flags)
-        if make_vector and render_mode:
-            if not is_atari:
-                raise InvalidEnvironmentError(
-                    f"--env {flags.env} makes several environments at once, which "
-                    "can't be rendered: use a single one for --video and test_render"
-                )
-            make_vector = None
-        self.exact_resume = make_vector is None
         self.envs: Any
         with self._around:
-            if make_vector is None:
-                self.envs = gymnasium.vector.SyncVectorEnv(
-                    [partial(self._create, i, render_mode) for i in self.indices],
-                    autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,
-                )
-            else:
+            make_vector = find_vector_env(flags, render_mode)
+            if make_vector:
                 self.envs = make_vector(num_envs, self._warn)
+            else:
+                makers = [
+                    partial(SeededGames, flags, i, render_mode, partial(self._warn, e))
+                    for e, i in enumerate(self.indices)
+                ]
+                self.envs = gymnasium.vector.SyncVectorEnv(
+                    makers, autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP
+                )
+        self.exact_resume = make_vector is None
         self.observation_space = plain_space(self.envs.single_observation_space)
         self.action_space = policy_space(self.envs.single_action_space)
         self._has_mask = mask_space(self.observation_space) is not None
         self.final_observation: Any = None
         self._initial_calls = 0
         self._row: dict[str, Any] = {}
-
-    def _create(self, index: int, render_mode: str | None) -> SeededGames:
-        # np.seterr() and the like have no effect outside of the context.
-        run = contextvars.copy_context().run
-        env = run(create_env, self.flags, render_mode)
-        warn = partial(self._warn, index - self.indices.start)
-        checker = Checker(self.flags.env, env.observation_space, warn)
-        return SeededGames(env, self.seed, index, self.log_actions, checker, run)
 
     def set_seed(self, seed: int, first_index: int) -> None:
         """Changes the seed and the numbers. `initial()` has to follow.
@@ -181,8 +186,7 @@ class Environment:
 
     def _warn(self, e: int, key: str, message: str) -> None:
         self._warnings[e] += 1
-        if key not in self._warned:
-            self._warned.add(key)
+        if self._is_new(key):
             self.on_warning(key, message)
 
     @np.errstate(all="ignore")  # or warnings, which environments may make errors
@@ -194,7 +198,7 @@ class Environment:
         with self._around:
             observation, infos = self.envs.reset(seed=seeds)
         self._totals = Totals.zeros(self.num_envs)
-        action_shape, action_dtype = _actions_of(self.action_space, self.num_envs)
+        shape, dtype = _actions_of(self.action_space, self.num_envs)
         none = np.zeros(self.num_envs, np.bool_)
         self._row = self._make_row(
             observation=observation,
@@ -202,7 +206,7 @@ class Environment:
             done=~none,
             truncated=none,
             game_over=none.copy(),
-            last_action=np.zeros(action_shape, action_dtype),
+            last_action=np.zeros(shape, dtype),
             infos=infos,
         )
         self.final_observation = None
@@ -222,7 +226,9 @@ class Environment:
         self._totals = self._totals.add(reward)
         reward = reward.astype(np.float32)
         if not math.isfinite(sum(reward.tolist())):
-            self._warn_of_rewards(reward)
+            for e in np.flatnonzero(~np.isfinite(reward)):
+                what = f"step() returned the reward {reward[e]}"
+                self._warn(int(e), "reward", f"--env {self.flags.env}: {what}")
         game_over, self.final_observation = done.copy(), None
         if done.any():
             game_over &= infos["final_info"]["game_over"]
@@ -259,17 +265,12 @@ class Environment:
             **(make_fields(infos, done, truncated) if EXTRA_FIELDS else {}),
         }
 
-    def _warn_of_rewards(self, reward: np.ndarray) -> None:
-        for e in np.flatnonzero(~np.isfinite(reward)):
-            message = f"--env {self.flags.env}: step() returned the reward {reward[e]}"
-            self._warn(int(e), "reward", message)
-
     def _stack_final(self, final: Any, truncated: np.ndarray) -> Any:
         if not isinstance(final, np.ndarray) or final.dtype != object:
             return final  # [E, ...] already
-        filler = final[np.flatnonzero(truncated)[0]]
+        filler = final[truncated.argmax()]
         return self._stack(
-            [final[e] if truncated[e] else filler for e in range(self.num_envs)]
+            [x if y else filler for x, y in zip(final, truncated, strict=True)]
         )
 
     def _stack(self, observations: Sequence[Any]) -> Any:
@@ -283,7 +284,7 @@ class Environment:
         These games do not count. Raises what the environments raise, or
         InvalidEnvironmentError.
         """
-        if atari.atari_game(self.flags.env) is None or self.exact_resume:
+        if not isinstance(self.envs, atari.NativeAtari):  # which can't fail
             self.on_warning = lambda key, message: None  # the servers log it later
             self.set_seed(secrets.randbits(31), self.indices.start)
             row = self.initial()
@@ -307,11 +308,8 @@ class Environment:
 
     def close(self) -> None:
         """Closes the environments. What close() raises is only a warning."""
-        name = f"--env {self.flags.env}: "
         with self._around:
-            close_quietly(
-                self.envs.close, lambda k, text: self._warn(0, k, name + text)
-            )
+            self.envs.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to continue from the current row.
@@ -329,10 +327,10 @@ class Environment:
                 "native vector environments can't save games in progress; for Atari, "
                 "use --atari_backend python"
             )
-        if not self.log_actions:
+        if not getattr(self.flags, "sync", False):
             raise RuntimeError("environments can be saved in --sync mode only")
         games = self.envs.envs
-        action_shape = self.action_space.shape or ()
+        shape, dtype = self.action_space.shape or (), self.action_space.dtype
         state = {
             "env": self.flags.env,
             "row": self._row,
@@ -341,13 +339,14 @@ class Environment:
             "game_so_far": self._totals[2:],
             "games": [game.game for game in games],
             "actions": [
-                np.array(game.actions, self.action_space.dtype).reshape(
-                    -1, *action_shape
-                )
-                for game in games
+                np.array(game.actions, dtype).reshape(-1, *shape) for game in games
             ],
         }
-        return map_nested(_to_tensor, state)
+        import torch  # late: a process that only steps is several times smaller
+
+        return map_nested(
+            lambda x: torch.tensor(x) if isinstance(x, np.ndarray) else x, state
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
         """Restores the saved state and returns its row.
@@ -364,11 +363,16 @@ class Environment:
                 f"the saved state is of {found[1]} x {found[0]}, but this run has "
                 f"{self.num_envs} x {self.flags.env}"
             )
-        state = map_nested(_to_numpy, state)
+        # No import of torch, see state_dict.
+        state = map_nested(
+            lambda x: x.numpy().copy() if hasattr(x, "numpy") else x, state
+        )
         replays = zip(self.envs.envs, state["games"], state["actions"], strict=True)
         observation = self._stack([env.replay(*replay) for env, *replay in replays])
-        saved = state["row"]["observation"]
-        if not all(map(_equal, flatten(observation), flatten(saved))):
+        pairs = zip(
+            flatten(observation), flatten(state["row"]["observation"]), strict=True
+        )
+        if not all(np.array_equal(*x, equal_nan=x[0].dtype.kind == "f") for x in pairs):
             log.warning(
                 "%s is not deterministic: the same actions gave another observation, "
                 "so this run is not an exact continuation",
@@ -401,31 +405,11 @@ def to_env_actions(
     sizes = choices.n if isinstance(choices, spaces.Discrete) else choices.nvec
     if not ((actions >= 0) & (actions < sizes)).all():
         raise ValueError(f"actions must be in 0 to {sizes} - 1, got {actions.tolist()}")
-    shape = (num_envs, *(space.shape or ()))
-    return (actions + choices.start).astype(space.dtype).reshape(shape)
+    actions = (actions + choices.start).astype(space.dtype)
+    return actions.reshape(num_envs, *(space.shape or ()))
 
 
 def _actions_of(space: spaces.Space, num_envs: int) -> tuple[tuple[int, ...], type]:
     """Shape and dtype of a policy's actions in `num_envs` environments."""
     dtype = np.float32 if isinstance(space, spaces.Box) else np.int64
     return (num_envs, *(policy_space(space).shape or ())), dtype
-
-
-def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
-
-
-# These import torch late: a process that only steps environments is several times
-# smaller without it.
-
-
-def _to_tensor(leaf: Any) -> Any:
-    import torch
-
-    return torch.tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
-
-
-def _to_numpy(leaf: Any) -> Any:
-    import torch
-
-    return leaf.numpy().copy() if isinstance(leaf, torch.Tensor) else leaf

@@ -8,6 +8,8 @@ import numpy as np
 from torchbeast.base.errors import UserError
 from torchbeast.envs.checks import InvalidEnvironmentError
 
+GAME_OVER = "torchbeast.game_over"  # in an info: False if only an episode has ended
+
 
 @dataclasses.dataclass(frozen=True)
 class ExtraField:
@@ -70,17 +72,15 @@ def check_names() -> None:
         )
 
 
-def select(
-    info: dict[str, Any], of: Literal["step", "observation"] | None = None
-) -> dict[str, np.ndarray]:
-    """The values of EXTRA_FIELDS, or of those of one kind, in one environment's info.
+def select(info: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The values of EXTRA_FIELDS in one environment's info.
 
     Raises:
       InvalidEnvironmentError: a value does not have the declared shape.
     """
     selected = {}
     for name, field in EXTRA_FIELDS.items():
-        if name in info and of in (None, field.of):
+        if name in info:
             value = np.asarray(info[name], field.dtype)
             if value.shape != field.shape:
                 raise InvalidEnvironmentError(
@@ -100,14 +100,14 @@ def make_fields(
     fields = {}
     for name, field in EXTRA_FIELDS.items():
         if field.of == "step":
-            fields[name] = _gather(name, (infos, ~done), (ended, done))
+            fields[name] = gather(name, (infos, ~done), (ended, done))
         else:
-            fields[name] = _gather(name, (infos, np.ones_like(done)))
-            fields[final_name(name)] = _gather(name, (ended, truncated))
+            fields[name] = gather(name, (infos, np.ones_like(done)))
+            fields[final_name(name)] = gather(name, (ended, truncated))
     return fields
 
 
-def _gather(name: str, *sources: tuple[dict[str, Any], np.ndarray]) -> np.ndarray:
+def gather(name: str, *sources: tuple[dict[str, Any], np.ndarray]) -> np.ndarray:
     """Joins values [E, ...] from infos, each with a mask [E] of the valid ones."""
     field = EXTRA_FIELDS[name]
     num_envs = len(sources[0][1])

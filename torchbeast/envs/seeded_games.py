@@ -1,5 +1,6 @@
 """One environment whose games are functions of a seed and the actions."""
 
+import argparse
 import copy
 import functools
 from collections.abc import Callable, Sequence
@@ -9,9 +10,9 @@ import gymnasium
 import numpy as np
 
 from torchbeast.envs import extra_fields
-from torchbeast.envs.checks import Checker, close_quietly
-
-GAME_OVER = "torchbeast.game_over"  # in an info: False if only an episode has ended
+from torchbeast.envs.checks import Checker, own_context
+from torchbeast.envs.extra_fields import GAME_OVER
+from torchbeast.envs.make_env import create_env
 
 
 def game_seed(seed: int, index: int, game: int) -> int:
@@ -24,35 +25,30 @@ class SeededGames(gymnasium.Wrapper):
 
     Each reset() starts the next game, unless the last step had info[GAME_OVER] False
     (a lost life): then the game continues. The infos keep only EXTRA_FIELDS and, if an
-    episode ends, "game_over". Checks a sample of what the environment returns.
+    episode ends, "game_over". Checks what the environment returns. With `flags.sync` it
+    keeps the actions of the current game, for `replay`.
 
     Args:
+      flags: see `create_env`, which makes the environment.
       index: the number of the environment in the run.
-      log_actions: keep the actions of the current game, for `replay`.
-      run: calls a method of the environment: the `run` of its contextvars.Context.
+      warn: called with a key and a message for each suspect value.
     """
 
     def __init__(
         self,
-        env: gymnasium.Env,
-        seed: int,
+        flags: argparse.Namespace,
         index: int,
-        log_actions: bool,
-        checker: Checker,
-        run: Callable[..., Any],
+        render_mode: str | None,
+        warn: Callable[[str, str], None],
     ):
-        super().__init__(env)
-        self.seed = seed
-        self.index = index
-        self.log_actions = log_actions
-        self.checker = checker
-        self.until_check = 0  # calls; counted here, because each step passes here
-        self._reset = functools.partial(run, env.reset)
-        self._step = functools.partial(run, env.step)
-        self._run = run
-        self.game = -1
+        self._run = own_context()
+        super().__init__(self._run(create_env, flags, render_mode))
+        self.log_actions = getattr(flags, "sync", False)
+        self.checker = Checker(flags.env, self.env.observation_space, warn)
+        self._reset = functools.partial(self._run, self.env.reset)
+        self._step = functools.partial(self._run, self.env.step)
         self.actions: list[np.ndarray] = []
-        self.game_goes_on = False
+        self.set_seed(flags.seed, index)
 
     def set_seed(self, seed: int, index: int) -> None:
         """Changes seed and index. The next reset() starts the first game."""
@@ -69,17 +65,7 @@ class SeededGames(gymnasium.Wrapper):
             self.actions = []
             arguments["seed"] = game_seed(self.seed, self.index, self.game)
         self.game_goes_on = False
-        self.until_check -= 1
-        if self.until_check < 0:
-            result = self.checker.call("reset", self._reset, **arguments)
-            self.until_check = self.checker.until_next()
-            self._check_fields(result[1])
-        else:
-            result = self._reset(**arguments)
-        observation, info = self.checker.admit("reset", result)
-        return observation, extra_fields.select(info, "observation")
-
-    def _check_fields(self, info: dict[str, Any]) -> None:
+        observation, info = self.checker.call("reset", self._reset, **arguments)
         for name, field in extra_fields.EXTRA_FIELDS.items():
             if field.of == "observation" and name not in info:
                 self.checker.warn(
@@ -87,18 +73,14 @@ class SeededGames(gymnasium.Wrapper):
                     f"EXTRA_FIELDS declares {name!r} as of the observation, but the "
                     "info of reset() lacks it: rows that begin an episode hold 0",
                 )
+        return observation, extra_fields.select(info)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         if self.log_actions:
             self.actions.append(np.array(action))
-        self.until_check -= 1
-        if self.until_check < 0:
-            result = self.checker.call("step", self._step, action)
-            self.until_check = self.checker.until_next()
-        else:
-            result = self._step(action)
-        result = self.checker.admit("step", result)
-        observation, reward, terminated, truncated, info = result
+        observation, reward, terminated, truncated, info = self.checker.call(
+            "step", self._step, action
+        )
         kept: dict[str, Any] = extra_fields.select(info)
         self.game_goes_on = False
         if terminated or truncated:
@@ -111,7 +93,7 @@ class SeededGames(gymnasium.Wrapper):
         return self._run(self.env.render)
 
     def close(self) -> None:
-        close_quietly(functools.partial(self._run, self.env.close), self.checker.warn)
+        self.checker.close(functools.partial(self._run, self.env.close))
 
     def replay(self, game: int, actions: Sequence[Any]) -> Any:
         """Plays the actions in game number `game`; returns the last observation."""
@@ -123,18 +105,3 @@ class SeededGames(gymnasium.Wrapper):
             if terminated or truncated:
                 observation, _ = self.reset()
         return observation
-
-
-class MinAtarGame(gymnasium.Wrapper):
-    """Forgets the last action of the previous game at reset().
-
-    MinAtar repeats the last action with some probability. Without this wrapper, a game
-    would depend on the previous one, and not only on its seed and actions.
-    """
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        game: Any = self.get_wrapper_attr("game")
-        game.last_action = 0
-        return self.env.reset(seed=seed, options=options)

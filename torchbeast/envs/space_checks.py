@@ -4,8 +4,7 @@ docs/environments.md lists them.
 """
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import gymnasium
 import numpy as np
@@ -16,28 +15,24 @@ from torchbeast.envs.checks import (
     InvalidEnvironmentError,
     UnsupportedSpaceError,
     describe,
-    leaves_of,
 )
 
-_ELEMENTARY_SPACES = (
-    spaces.Box,
-    spaces.Discrete,
-    spaces.MultiDiscrete,
-    spaces.MultiBinary,
-)
+_ELEMENTARY = spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary
 
-# The limits of PolyBeast's messages, see libtorchbeast/stream_spec.h. They hold for
-# both variants, so that what trains with one also trains with the other.
-MAX_ELEMENTS = 2**20
-MAX_CHOICES = 2**18
-MAX_ACTION_NUMBERS = 2**16
-MAX_ARRAYS = 1024
-MAX_LEVELS = 16
-MAX_DIMENSIONS = 6
-MAX_KEY_BYTES = 1024
-MAX_START = 2**53
+# The limits here are those of PolyBeast's messages, see libtorchbeast/stream_spec.h.
+# They hold for both variants: what trains with one also trains with the other.
+_MAX_LEVELS, _MAX_DIMENSIONS, _MAX_KEY_BYTES = 16, 6, 1024
 _DTYPES = {"bool", "float16", "float32", "float64"} | {
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
+}
+
+# Attributes of what is not a single environment of Gymnasium.
+_OTHERS = {
+    "single_observation_space": "a vector environment, which a function with a "
+    "parameter num_envs has to make; --envs_per_actor makes several of a single one",
+    "agent_iter": "a PettingZoo environment of the AEC API",
+    "possible_agents": "a PettingZoo environment of the parallel API",
+    "observation_spec": "an environment of the dm_env API",
 }
 
 
@@ -68,50 +63,57 @@ def as_stack(space: Any) -> FrameStack:
 
 def check_observation_space(space: spaces.Space) -> None:
     """Raises UnsupportedSpaceError unless both variants can hold observations."""
-    fault = next(_faults(space, "observation", 1), "")
-    if not fault:
-        leaves = [leaf for _, leaf in leaves_of(space)]
-        size = sum(math.prod(leaf.shape or ()) for leaf in leaves)
-        choices = sum(map(_num_choices, leaves))
-        for count, what, most in (
-            (len(leaves), "parts", MAX_ARRAYS),
-            (size, "elements", MAX_ELEMENTS),
-            (choices, "choices in Discrete and MultiDiscrete", MAX_CHOICES),
-        ):
-            if count > most:
-                fault = f"{space} has {count:,} {what}; at most {most:,} are allowed"
-        if not size:
-            fault = f"the observation space {space} has no element"
-    if fault:
-        raise UnsupportedSpaceError(
-            f"{fault}. Wrap the environment in a gymnasium.ObservationWrapper; "
-            "docs/environments.md shows how."
-        )
+    leaves = _check_parts(space, "observation", 1)
+    size = sum(math.prod(leaf.shape or ()) for leaf in leaves)
+    choices = sum(map(_num_choices, leaves))
+    for count, what, most in (
+        (len(leaves), "parts", 2**10),
+        (size, "elements", 2**20),
+        (choices, "choices in Discrete and MultiDiscrete", 2**18),
+    ):
+        if count > most:
+            _refuse(f"{space} has {count:,} {what}; at most {most:,} are allowed")
+    if not size:
+        _refuse(f"the observation space {space} has no element")
 
 
-def _faults(space: spaces.Space, place: str, level: int) -> Iterator[str]:
-    """Why a space can't be stored or sent."""
-    if level > MAX_LEVELS:
-        yield f"{place} is nested too deeply; at most {MAX_LEVELS} levels are allowed"
-    elif isinstance(space, spaces.Dict):
-        for key, part in space.spaces.items():
-            text = key.encode(errors="ignore") if isinstance(key, str) else b"\0"
-            if b"\0" in text or len(text) > MAX_KEY_BYTES or text.decode() != key:
-                yield (
-                    f"{place} is a Dict with the key {key!r:.99}; keys must be str of "
-                    f"at most {MAX_KEY_BYTES} bytes of UTF-8, without a zero byte"
-                )
-            yield from _faults(part, f"{place}[{key!r}]", level + 1)
-    elif isinstance(space, spaces.Tuple):
-        for i, part in enumerate(space.spaces):
-            yield from _faults(part, f"{place}[{i}]", level + 1)
-    elif fault := _leaf_fault(space):
-        yield f"{place} has the unsupported space {space}; {fault}"
+def _refuse(fault: str) -> NoReturn:
+    raise UnsupportedSpaceError(
+        f"{fault}. Wrap the environment in a gymnasium.ObservationWrapper; "
+        "docs/environments.md shows how."
+    )
+
+
+def _check_parts(space: spaces.Space, place: str, level: int) -> list[spaces.Space]:
+    """The leaves of a space, if each can be stored and sent."""
+    if level > _MAX_LEVELS:
+        _refuse(f"{place} is nested too deeply; {_MAX_LEVELS} levels are allowed")
+    if not isinstance(space, spaces.Dict | spaces.Tuple):
+        if fault := _leaf_fault(space):
+            _refuse(f"{place} has the unsupported space {space}; {fault}")
+        return [space]
+    leaves = []
+    parts: Any = space.spaces
+    if isinstance(space, spaces.Tuple):
+        parts = dict(enumerate(parts))
+    for key, part in parts.items():
+        if isinstance(space, spaces.Dict) and not _can_be_sent(key):
+            _refuse(
+                f"{place} is a Dict with the key {key!r:.99}; keys must be str of "
+                f"at most {_MAX_KEY_BYTES} bytes of UTF-8, without a zero byte"
+            )
+        leaves += _check_parts(part, f"{place}[{key!r}]", level + 1)
+    return leaves
+
+
+def _can_be_sent(key: Any) -> bool:
+    text = key.encode(errors="ignore") if isinstance(key, str) else b"\0"
+    return b"\0" not in text and len(text) <= _MAX_KEY_BYTES and text.decode() == key
 
 
 def _leaf_fault(leaf: spaces.Space) -> str:
     """Why an elementary space can't be stored or sent; "" if it can."""
-    if not isinstance(leaf, _ELEMENTARY_SPACES):
+    if not isinstance(leaf, _ELEMENTARY):
         return (
             "allowed are Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple "
             "of those"
@@ -122,41 +124,38 @@ def _leaf_fault(leaf: spaces.Space) -> str:
             f"its dtype is {dtype}; allowed are bool, integers of 8 to 64 bits, "
             "float16, float32 and float64, in the byte order of this machine"
         )
-    if len(leaf.shape or ()) > MAX_DIMENSIONS:
-        return f"at most {MAX_DIMENSIONS} dimensions are allowed"
-    if isinstance(leaf, spaces.MultiDiscrete) and (
-        leaf.nvec.ndim != 1 or not len(leaf)
-    ):
+    shape = leaf.shape or ()
+    if len(shape) > _MAX_DIMENSIONS:
+        return f"at most {_MAX_DIMENSIONS} dimensions are allowed"
+    if isinstance(leaf, spaces.MultiDiscrete) and (len(shape) != 1 or shape == (0,)):
         return "a MultiDiscrete needs one dimension, and at least one element"
     start = np.abs(np.asarray(getattr(leaf, "start", 0), np.float64))
-    if start.max(initial=0) + _num_choices(leaf) > MAX_START:
+    if start.max(initial=0) + _num_choices(leaf) > 2**53:
         return "its start is too large: 2**53 is the largest number"
     return ""
 
 
 def _num_choices(space: spaces.Space) -> int:
     """The sum of all n of a Discrete or MultiDiscrete; else 0."""
-    sizes = getattr(space, "nvec", getattr(space, "n", 0))
     if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         return 0
-    return sum(map(int, np.ravel(sizes)))
+    return sum(map(int, np.ravel(getattr(space, "nvec", getattr(space, "n", 0)))))
 
 
 def check_action_space(space: spaces.Space) -> None:
     """Raises UnsupportedSpaceError unless there is a policy for `space`."""
-    allowed = isinstance(space, _ELEMENTARY_SPACES) and 0 not in (space.shape or ())
-    if isinstance(space, spaces.Box) and not np.issubdtype(space.dtype, np.floating):
-        allowed = False
-    fault = _leaf_fault(space) if allowed else ""
-    count = max(_num_choices(space), math.prod(space.shape or ()))
-    if allowed and count > MAX_ACTION_NUMBERS:
-        fault = f"it has {count:,} numbers, at most {MAX_ACTION_NUMBERS:,}"
-    if not allowed or fault:
+    fault = "it has no policy"
+    has_integers = isinstance(space, spaces.Box) and space.dtype.kind != "f"
+    if isinstance(space, _ELEMENTARY) and not has_integers:
+        count = max(_num_choices(space), math.prod(space.shape or ()))
+        fault = _leaf_fault(space)
+        if not fault and not 0 < count <= 2**16:
+            fault = f"it has {count:,} numbers, at most {2**16:,}"
+    if fault:
         raise UnsupportedSpaceError(
-            f"action has the unsupported space {space}{fault and ': '}{fault}; allowed "
-            "are Discrete, MultiDiscrete of one dimension, MultiBinary, and Box of "
-            "floats, none of them empty. Wrap the environment in a "
-            "gymnasium.ActionWrapper."
+            f"action has the unsupported space {space}: {fault}; allowed are Discrete, "
+            "MultiDiscrete of one dimension, MultiBinary, and Box of floats, none of "
+            "them empty. Wrap the environment in a gymnasium.ActionWrapper."
         )
 
 
@@ -167,64 +166,57 @@ def policy_space(space: spaces.Space) -> spaces.Space:
     return space
 
 
-def plain_space(space: spaces.Space) -> spaces.Space:
-    """The same space without what subclasses add, which may not be picklable."""
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict([(key, plain_space(x)) for key, x in space.spaces.items()])
-    if isinstance(space, spaces.Tuple):
-        return spaces.Tuple([plain_space(x) for x in space.spaces])
+def plain_space(space: Any) -> spaces.Space:
+    """Gymnasium's own space for one of a subclass, of the gym package, or like it.
+
+    What a subclass adds may not be picklable.
+
+    Raises:
+      UnsupportedSpaceError: Gymnasium has no such space.
+    """
+    # Crafter has a BoxSpace.
+    kinds = {kind.__name__.removesuffix("Space") for kind in type(space).__mro__}
     if isinstance(space, FrameStack):
         return as_stack(space)
-    if isinstance(space, spaces.Box):
-        return spaces.Box(space.low, space.high, space.shape, space.dtype.type)
-    if isinstance(space, spaces.Discrete):
-        return spaces.Discrete(int(space.n), start=int(space.start))
-    if isinstance(space, spaces.MultiDiscrete):
-        return spaces.MultiDiscrete(space.nvec, space.dtype.type, start=space.start)
-    assert isinstance(space, spaces.MultiBinary)
-    return spaces.MultiBinary(space.shape or ())
+    if "Box" in kinds:
+        dtype = np.dtype(space.dtype).type
+        return spaces.Box(space.low, space.high, space.shape, dtype)
+    if "Discrete" in kinds:
+        return spaces.Discrete(int(space.n), start=int(getattr(space, "start", 0)))
+    if "MultiDiscrete" in kinds:
+        dtype, start = getattr(space, "dtype", np.int64), getattr(space, "start", None)
+        return spaces.MultiDiscrete(space.nvec, np.dtype(dtype).type, start=start)
+    if "MultiBinary" in kinds:
+        return spaces.MultiBinary(space.n)
+    if "Dict" in kinds:
+        parts = space.spaces.items()
+        return spaces.Dict([(key, plain_space(part)) for key, part in parts])
+    if "Tuple" in kinds:
+        return spaces.Tuple([plain_space(part) for part in space.spaces])
+    raise UnsupportedSpaceError(
+        f"{space!r} has the type {type(space)}; allowed are Box, Discrete, "
+        "MultiDiscrete, MultiBinary, Dict, Tuple"
+    )
 
 
-def check_interface(name: str, env: Any) -> None:
-    """Raises InvalidEnvironmentError unless `env` looks like a single environment."""
-    if isinstance(env, gymnasium.vector.VectorEnv) or hasattr(
-        env, "single_observation_space"
-    ):
+def check_interface(flag: str, env: Any) -> None:
+    """Raises InvalidEnvironmentError unless `env` looks like a single environment.
+
+    Args:
+      flag: what made it, for the message.
+    """
+    found = {x: getattr(env, x, None) for x in ("observation_space", "action_space")}
+    wrong = [
+        f"its {x} is {describe(space)}"
+        for x, space in found.items()  # old Gym has a class of the same name
+        if not any(kind.__name__ == "Space" for kind in type(space).__mro__)
+    ]
+    wrong += [f"it has no {x}" for x in ("reset", "step") if not hasattr(env, x)]
+    others = [what for x, what in _OTHERS.items() if hasattr(env, x)]
+    if wrong or hasattr(env, "single_observation_space"):
+        what = others[0] if others else f"no environment: {', '.join(wrong)}"
         raise InvalidEnvironmentError(
-            f"--env {name} is a vector environment ({type(env).__name__}). Name a "
-            "function with a parameter num_envs that makes it, or give a single "
-            "environment; --envs_per_actor makes several of it"
-        )
-    own = getattr(env, "observation_space", None)
-    if hasattr(env, "agent_iter") or hasattr(env, "agent_selection"):
-        kind = "a PettingZoo environment of the AEC API"
-    elif hasattr(env, "possible_agents") and (callable(own) or own is None):
-        kind = "a PettingZoo environment of the parallel API"
-    elif own is None and hasattr(env, "observation_spec"):
-        kind = "an environment of the dm_env API, with observation_spec"
-    else:
-        kind = ""
-    if kind:
-        raise InvalidEnvironmentError(
-            f"--env {name} made {describe(env)}, {kind}. TorchBeast needs a "
-            "gymnasium.Env with one agent: convert it, for example by the packages "
+            f"{flag} made {describe(env)}, which is {what}. TorchBeast needs a "
+            "gymnasium.Env with one agent: convert others, for example by the packages "
             "shimmy (dm_env) or supersuit (PettingZoo)"
         )
-    missing = [
-        attribute
-        for attribute in ("observation_space", "action_space", "reset", "step")
-        if not hasattr(env, attribute)
-    ]
-    if missing:
-        raise InvalidEnvironmentError(
-            f"--env {name} made {describe(env)}, which is not an environment: it has "
-            f"no {', '.join(missing)}"
-        )
-    for attribute in ("observation_space", "action_space"):
-        space = getattr(env, attribute)
-        is_space = any(kind.__name__ == "Space" for kind in type(space).__mro__)
-        if not is_space:  # old Gym has a class of the same name
-            raise InvalidEnvironmentError(
-                f"--env {name}: its {attribute} is {describe(space)}; it must be a "
-                "space of Gymnasium"
-            )
