@@ -52,7 +52,9 @@ def offer_fork_server() -> None:
 
 def be_fork_server(requests: socket.socket) -> None:
     """Waits for the request and serves; ends if the run ends without one."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     message, received, _, _ = socket.recv_fds(requests, 1, 16)
+    signal.signal(signal.SIGINT, handler)
     if not message:
         os._exit(0)
     with requests.makefile() as file:

@@ -152,6 +152,9 @@ class Forked:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
