@@ -38,7 +38,10 @@ def hear(child, found):
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [("exits", "a child died with exit status 255$"), ("raises", "it failed:\n")],
+    [
+        ("exits", r"a child \(pid \d+\) died with exit status 255$"),
+        ("raises", "it failed:\n"),
+    ],
 )
 def test_a_child_sends_a_message_and_ends(kind, text):
     with children.Children(multiprocessing.get_context("spawn")) as group:

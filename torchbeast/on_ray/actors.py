@@ -25,9 +25,10 @@ from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core import rollout
 from torchbeast.core.acting import SharedWeights
-from torchbeast.local.actors import ActorError, make_envs, mean_timings
+from torchbeast.local.actors import ActorGroup, make_envs
 from torchbeast.on_ray.cluster import Cluster
-from torchbeast.procs.wake_pipe import WakePipe
+from torchbeast.procs import processes
+from torchbeast.procs.children import ProcessError
 from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class Player:
         return rollouts, warnings, self.actor.timings.shares(), is_replacement
 
 
-class RayActors:
+class RayActors(ActorGroup):
     """The actors, seen from the learner: as local/actors.py's Actors.
 
     Args:
@@ -127,17 +128,15 @@ class RayActors:
         weights: SharedWeights,
         saved: None,
     ) -> None:
-        self.flags, self.buffers, self.weights = flags, buffers, weights
-        self.idle = list(range(flags.num_actors))
+        super().__init__(flags)
+        self.buffers, self.weights = buffers, weights
         self.num_replaced = 0
-        self._timings: list[dict[str, float]] = [{} for _ in self.idle]
         self._num_unrolls = 0
-        self._warned: set[str] = set()
         self._running: dict[Any, tuple[int, list[int]]] = {}  # by reference
         self._since = [0.0] * flags.num_actors  # the start of an unroll, or a warning
         self._last_unroll = 0.0  # the time at which one was complete
         self._put: tuple[int, list[Any]] = (-1, [])  # version, [reference]
-        self._done = WakePipe()
+        self._done = processes.WakePipe()
         script = sys.modules["__main__"].__spec__
         if actor_class.__module__ == "__main__" and script:
             # Ray's workers have another __main__.
@@ -173,7 +172,7 @@ class RayActors:
         """Waits for actors and yields (index, slots) of each complete unroll.
 
         Raises:
-          ActorError: an unroll raised, or there was none for --actor_timeout s.
+          ProcessError: an unroll raised, or there was none for --actor_timeout s.
           ClusterError: one of Ray's processes has died.
         """
         waking: list[Any] = [self._done.reader, wake_up, *self._cluster.links]
@@ -187,21 +186,19 @@ class RayActors:
             try:
                 rollouts, warnings, timings, is_replacement = ray.get(reference)
             except RayTaskError as error:
-                raise ActorError(f"actor {index} failed:\n{error.cause}") from error
+                raise ProcessError(f"actor {index} failed:\n{error.cause}") from error
             except RayError as error:
                 self._cluster.check()
-                raise ActorError(f"actor {index} is lost: {error}") from error
-            self._timings[index] = timings
+                raise ProcessError(f"actor {index} is lost: {error}") from error
+            self.timings[index] = timings
             if is_replacement:
                 self.num_replaced += 1
                 log.warning(
                     "Actor %d has died. Ray has replaced it (%d replaced so far).",
                     *(index, self.num_replaced),
                 )
-            for key, message in warnings:
-                if key not in self._warned:
-                    self._warned.add(key)
-                    log.warning("%s. logs.csv counts it in env_warnings.", message)
+            for warning in warnings:
+                self.warn_once(*warning)
 
             def copy(buffer: torch.Tensor, x: Any, slots: list[int] = slots) -> None:
                 buffer[slots] = torch.from_numpy(x.copy())
@@ -221,7 +218,7 @@ class RayActors:
             if now - self._since[index] < limit:
                 continue
             if now - self._last_unroll > limit:
-                raise ActorError(
+                raise ProcessError(
                     f"no actor has completed an unroll for {limit:g} s. {why}. Add "
                     "machines, or raise --actor_timeout"
                 )
@@ -232,9 +229,6 @@ class RayActors:
         """Environment steps taken since the start."""
         steps = self.flags.unroll_length * self.flags.envs_per_actor
         return self._num_unrolls * steps
-
-    def timing_summary(self) -> str:
-        return mean_timings(self._timings)
 
     def close(self) -> None:
         self._cluster.close()

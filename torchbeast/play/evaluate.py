@@ -28,15 +28,14 @@ from torchbeast.base.errors import FlagError
 from torchbeast.base.hardware import num_cpus
 from torchbeast.base.nested import map_nested
 from torchbeast.base.seeds import derive_seed
-from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
+from torchbeast.core.acting import act_step, to_tensors
 from torchbeast.core.rollout import step_counters
 from torchbeast.envs.environment import Environment
 from torchbeast.local.actors import TorchSettings, actor_context, seed_globals
 from torchbeast.local.env_spec import CLOSE_SECONDS, START_SECONDS
-from torchbeast.model import make_model
+from torchbeast.play.agent import load_model
 from torchbeast.play.video import Video, has_display, picture
 from torchbeast.procs import children
-from torchbeast.procs.step_watch import StepWatch
 from torchbeast.records import meta, protocol
 from torchbeast.records.folder import atomic_write
 from torchbeast.remote.security import choose_side
@@ -198,23 +197,20 @@ def play_in_processes(
     """
     draws = flags.video or flags.mode == "test_render"
     count = min(1 if draws else num_cpus(), math.ceil(len(numbers) / BATCH))
+    counters = step_counters(count)
     # They may first import packages, and make or reset slow environments.
-    watch = StepWatch(step_counters(count), max(flags.actor_timeout, START_SECONDS))
+    watch = children.StepWatch(max(flags.actor_timeout, START_SECONDS))
     weights = pickle.dumps(model_state)  # bytes: tensors would go through shared memory
     left: dict[children.Child, int] = {}  # games that have not ended
     who = f"a process that plays games of {flags.env}"
     with children.Children(actor_context()) as group:
-        for i in range(count):
+        for i, steps in enumerate(counters):
             own = [n for n in numbers if n // BATCH % count == i]  # whole batches
-            arguments = (flags, weights, own, watch.steps[i])
-            left[group.start(who, _play_in_child, *arguments)] = len(own)
-        players = list(left)
+            child = group.start(who, _play_in_child, flags, weights, own, steps)
+            left[child], child.steps = len(own), steps
         while left:
             ready = children.wait(left, 1.0)
-            stuck = watch.find_stuck({players.index(child) for child in left})
-            if stuck is not None:
-                text = watch.explain(stuck, who, players[stuck].process.pid)
-                raise children.ProcessError(text)
+            watch.check(left)
             for child in ready:
                 if game := child.receive():
                     yield game
@@ -277,10 +273,7 @@ def play(
             on_step()
         first = next(iter(envs.values()))
         spaces = first.observation_space, first.action_space
-        model = make_model(flags, *spaces, torch.device("cpu"))
-        checkpoint.check_fit(model_state, model)
-        model.load_state_dict(model_state)
-        prepare_to_act(model)
+        model = load_model(flags, *spaces, model_state)
         generators = [torch.Generator() for _ in range(BATCH)]
         playing: dict[int, int] = {}  # row of the batch: number of the game
 

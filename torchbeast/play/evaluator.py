@@ -9,7 +9,7 @@ import math
 import os
 import pickle
 import statistics
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
 from typing import Any
 
@@ -18,9 +18,8 @@ import torch
 from torchbeast.base.errors import UserError
 from torchbeast.core.rollout import step_counters
 from torchbeast.local.actors import actor_context, seed_globals
-from torchbeast.play.evaluate import EVAL_STREAM, play
+from torchbeast.play.evaluate import EVAL_STREAM, Game, play
 from torchbeast.procs import children
-from torchbeast.procs.step_watch import StepWatch
 from torchbeast.records.logs_csv import EVAL_COLUMNS
 from torchbeast.runs import checkpoint, kept_checkpoints, trust
 from torchbeast.runs.flagset import Flags
@@ -28,7 +27,7 @@ from torchbeast.runs.run import Run
 
 log = logging.getLogger(__name__)
 
-WARNING_SECONDS = 600.0  # between two warnings of a slow evaluation
+LEAST_SECONDS = 600.0  # time limit of the evaluation of the final weights, at least
 # Time limit of one step. The process has the lowest priority, so steps may be slow.
 STEP_SECONDS = 300.0
 
@@ -48,8 +47,8 @@ class Evaluator:
     def __init__(self, run: Run) -> None:
         self.run, self.flags = run, run.flags
         self._child: Any = None
-        self._busy, self._longest = False, 0.0  # seconds of the longest evaluation
-        self._begun = self._warned = 0.0  # when the newest began, and the last warning
+        self._busy, self._begun = False, 0.0  # the time at which the newest began
+        self._longest = 0.0  # seconds of the longest evaluation
         self._weights: tuple[int, dict[str, torch.Tensor]] = (0, {})
         self._logged_step, self._best = -1, -math.inf  # of results
         if not self.flags.eval_interval:
@@ -59,13 +58,12 @@ class Evaluator:
         if run.resumed and self._path.exists():
             _, self._best = kept_checkpoints.best_result(self._path) or (0, -math.inf)
         run.add_columns(dict.fromkeys(EVAL_COLUMNS))
-        self._sender: threading.Thread | None = None
-        self._watch = StepWatch(
-            step_counters(1), max(self.flags.actor_timeout, STEP_SECONDS)
-        )
+        self._sender = ThreadPoolExecutor(1)  # the process may be slow to take weights
+        self._watch = children.StepWatch(max(self.flags.actor_timeout, STEP_SECONDS))
         self._group = children.Children(actor_context())
-        who = "its process"
-        self._child = self._group.start(who, _evaluate, self.flags, self._watch.steps)
+        (steps,) = step_counters(1)
+        self._child = self._group.start("its process", _evaluate, self.flags, steps)
+        self._child.steps = steps
         run.stack.callback(self._close)
 
     def poll(self) -> None:
@@ -79,7 +77,7 @@ class Evaluator:
         """Evaluates the final weights, if the run has reached flags.total_steps.
 
         The result gets a row of its own in logs.csv. A stop signal ends the wait; the
-        next start evaluates. Its limit ends it for good: WARNING_SECONDS, or three
+        next start evaluates. Its limit ends it for good: LEAST_SECONDS, or three
         times the longest evaluation so far.
         """
         learner = self.run.learner
@@ -87,21 +85,19 @@ class Evaluator:
             return
         self.run.save()  # the evaluation may take long
         log.info("Evaluating the final weights.")
-        most = max(WARNING_SECONDS, 3 * self._longest)
+        most = max(LEAST_SECONDS, 3 * self._longest)
         begun = self._watch.awake
         while self._child and not self.run.stop_requested():
-            if self._watch.awake - begun > most:
-                self._give_up(f"the last one needs more than {most:.0f} s")
-                break
-            if self._take_result():
-                frames = learner.step * learner.env_spec.frames_per_step
-                self.run.log({"step": learner.step, "frames": frames})
-            if self._child and not self._busy:
+            if not self._busy:
                 if self._weights[0] == learner.step:
                     break
                 self._begin()
-            if self._child:
-                children.wait([self._child], 1.0, [self.run.wake_reader])
+            children.wait([self._child], 1.0, [self.run.wake_reader])
+            if self._take_result():
+                frames = learner.step * learner.env_spec.frames_per_step
+                self.run.log({"step": learner.step, "frames": frames})
+            elif self._watch.awake - begun > most:
+                self._give_up(f"the last one needs more than {most:.0f} s")
         if self.run.stop_requested() and self._logged_step != learner.step:
             self.run.interrupted = True
 
@@ -110,43 +106,30 @@ class Evaluator:
         if copied := self.run.copy_weights():
             self._weights = copied
             self._busy = True
-            self._begun = self._warned = self._watch.awake
-            self._watch.restart(0)
+            self._begun = self._watch.awake
+            self._watch.restart(self._child)
             interval = self.flags.eval_interval
             self._due = (copied[0] // interval + 1) * interval
-            # In a thread, because the process may be slow to take them.
-            self._sender = threading.Thread(target=self._send, args=copied[1:])
-            self._sender.start()
+            self._sender.submit(self._send, self._child, copied[1])
+
+    @staticmethod
+    def _send(child: children.Child, weights: dict[str, torch.Tensor]) -> None:
+        child.pipe.send(pickle.dumps(weights))  # bytes: see evaluate.py
 
     def _take_result(self) -> bool:
         """Takes a result, if there is one; gives up if there will be none."""
-        stuck = self._watch.find_stuck({0} if self._busy else ())
-        if not self._busy:
-            return False
+        busy = [self._child] if self._busy else []
         try:
-            result = self._child.receive()
+            self._watch.check(busy)
+            result = self._child.receive() if busy else None
         except UserError as error:
             self._give_up(str(error))
             return False
         if result is not None:
-            return self._log_result(result)
-        if stuck is not None:
-            self._give_up(
-                self._watch.explain(0, "its process", self._child.process.pid)
-            )
-        elif self._watch.awake - self._warned > WARNING_SECONDS:
-            self._warned = self._watch.awake
-            log.warning(
-                "The evaluation of step %s needs more than %g s.",
-                *(f"{self._weights[0]:,}", WARNING_SECONDS),
-            )
-        return False
+            self._log_result(result)
+        return result is not None
 
-    def _send(self, weights: dict[str, torch.Tensor]) -> None:
-        with contextlib.suppress(OSError):  # `poll` sees that the process has died
-            self._child.pipe.send(pickle.dumps(weights))  # bytes: see evaluate.py
-
-    def _log_result(self, result: Any) -> bool:
+    def _log_result(self, result: list[Game]) -> None:
         self._busy = False
         self._longest = max(self._longest, self._watch.awake - self._begun)
         step, weights = self._weights
@@ -172,7 +155,6 @@ class Evaluator:
                 log.warning("%s", error)
             else:
                 self._best = mean
-        return True
 
     def _give_up(self, why: str) -> None:
         log.error("There are no more evaluations: %s", why)
@@ -181,8 +163,7 @@ class Evaluator:
     def _close(self) -> None:
         if self._child:
             self._group.close()  # ends `_send`, too
-            if self._sender:
-                self._sender.join()
+            self._sender.shutdown()
             self._child.pipe.close()
             self._child = None
 
@@ -190,7 +171,7 @@ class Evaluator:
 def _evaluate(flags: Flags, steps: torch.Tensor, pipe: connection.Connection) -> None:
     """The child process: answers weights with games, or with an error.
 
-    It counts its steps in `steps` [1].
+    It counts its steps in `steps` [].
     """
     children.begin_child()
     os.nice(19)
