@@ -117,8 +117,19 @@ def run_actor(
         actor = actor_class(flags, env, buffers, weights_memory, index, num_steps)
         if saved is not None:
             actor.load_state_dict(pickle.loads(saved))
-        while True:
-            obey(actor, pipe)
+        while True:  # until the learner closes the pipe: EOFError
+            actor.timings.reset()
+            command, *arguments = pipe.recv()
+            actor.timings.time("wait")
+            if command == "save":
+                # As bytes: pipes send tensors through shared memory, which may be full.
+                pipe.send(("saved", pickle.dumps(actor.state_dict())))
+                continue
+            slots, bank, policy_version = arguments
+            actor.load_weights(bank, policy_version)
+            pipe.send(("loaded", bank))
+            actor.unroll(slots)
+            pipe.send(("done", slots, actor.timings.shares()))
 
 
 def make_envs(flags: Flags, index: int) -> Environment:
@@ -126,26 +137,6 @@ def make_envs(flags: Flags, index: int) -> Environment:
     seed_globals(flags.seed, index)
     E = flags.envs_per_actor
     return Environment(flags, E, index * E, around=TorchSettings())
-
-
-def obey(actor: Any, pipe: connection.Connection) -> None:
-    """Waits for one command of the learner and carries it out.
-
-    Raises:
-      EOFError: the learner has closed the pipe.
-    """
-    actor.timings.reset()
-    command, *arguments = pipe.recv()
-    actor.timings.time("wait")
-    if command == "save":
-        # As bytes: pipes send tensors through shared memory, which may be full.
-        pipe.send(("saved", pickle.dumps(actor.state_dict())))
-        return
-    slots, bank, policy_version = arguments
-    actor.load_weights(bank, policy_version)
-    pipe.send(("loaded", bank))
-    actor.unroll(slots)
-    pipe.send(("done", slots, actor.timings.shares()))
 
 
 class ActorGroup:
@@ -201,12 +192,13 @@ class Actors(ActorGroup):
         self.watch = children.StepWatch(flags.actor_timeout)
         self.children: list[children.Child] = []
         self._group = children.Children(actor_context(), STOP_SECONDS)
-        shared = actor_class, flags
         try:
             for index, steps in enumerate(self.steps):
                 state = pickle.dumps(saved[index]) if saved else None
-                own = index, buffers, weights.memory, state, steps
-                child = self._group.start(f"actor {index}", run_actor, *shared, *own)
+                arguments = actor_class, flags, index, buffers, weights.memory, state
+                child = self._group.start(
+                    f"actor {index}", run_actor, *arguments, steps
+                )
                 child.steps = steps
                 self.children.append(child)
         except BaseException:
@@ -217,7 +209,7 @@ class Actors(ActorGroup):
         """Makes an idle actor fill the slots with the newest weights."""
         self.idle.remove(index)
         self.watch.restart(self.children[index])
-        self._send(self.children[index], "unroll", slots, *self.weights.acquire())
+        self.children[index].send(("unroll", slots, *self.weights.acquire()))
 
     def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:
         """Waits for actors and yields (index, slots) of each complete unroll.
@@ -242,7 +234,7 @@ class Actors(ActorGroup):
     def save(self) -> list[dict[str, Any]]:
         """Returns the states of all actors, for an exact resume. All must be idle."""
         for child in self.children:
-            self._send(child, "save")
+            child.send(("save",))
         states = []
         for child in self.children:
             if not children.wait([child], self.watch.timeout):
@@ -258,8 +250,8 @@ class Actors(ActorGroup):
     def close(self) -> None:
         """Ends all processes and the programs that their environments have started."""
         for child in self.children:  # they can still send what close() raises
-            with contextlib.suppress(OSError):
-                end = socket.socket(fileno=os.dup(child.pipe.fileno()))
+            end = socket.socket(fileno=os.dup(child.pipe.fileno()))
+            with end, contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_WR)
         self._group.end(STOP_SECONDS)
         self._group.close()
@@ -269,13 +261,6 @@ class Actors(ActorGroup):
                     if message[:2] == ("warning", checks.CLOSE):
                         self.warn_once(*message[1:])
             child.pipe.close()
-
-    def _send(self, child: children.Child, *message: Any) -> None:
-        try:
-            child.pipe.send(message)
-        except OSError:  # it has died
-            list(self._receive(child))  # raises what it has sent
-            raise
 
     def _receive(self, child: children.Child) -> Iterator[tuple]:
         """Yields the "done" and "saved" that have arrived from an actor."""

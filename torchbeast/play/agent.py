@@ -153,7 +153,15 @@ class Agent:
         for name, field in EXTRA_FIELDS.items():
             value = given.get(name, np.zeros(field.shape))
             row[name] = _fill(name, value, n, field.dtype, field.shape)
-        results, core = self._decide(to_tensors(row), state.core, greedy)
+        choose: Choose = self.model.distribution.mode
+        if not greedy:
+            sample = self.model.distribution.sample
+            choose = functools.partial(sample, generator=self.generator)
+        tensors = to_tensors(row)
+        results, core = act_step(self.model, tensors, state.core, choose)
+        if results["policy_logits"].isnan().any():
+            cause = find_cause(tensors, reward_is_clipped=True)
+            raise ValueError(f"--env {self.flags.env}: the logits are NaN. {cause}")
         totals = totals.restart(ended, row["game_over"])
         new_state = AgentState(core, results["action"], totals)
         actions = results["action"][0].numpy()
@@ -163,20 +171,6 @@ class Agent:
             return actions[which], new_state
         arrays = map_nested(lambda x: x[0, which].numpy(), results)
         return actions[which], new_state, arrays
-
-    def _decide(
-        self, row: dict[str, Any], core: State, greedy: bool
-    ) -> tuple[dict[str, Any], State]:
-        choose: Choose = self.model.distribution.mode
-        if not greedy:
-            choose = functools.partial(
-                self.model.distribution.sample, generator=self.generator
-            )
-        results, core = act_step(self.model, row, core, choose)
-        if results["policy_logits"].isnan().any():
-            cause = find_cause(row, reward_is_clipped=True)
-            raise ValueError(f"--env {self.flags.env}: the logits are NaN. {cause}")
-        return results, core
 
 
 def _stack(space: gymnasium.Space, observation: Any) -> tuple[Any, int, bool]:

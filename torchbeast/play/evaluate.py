@@ -16,7 +16,7 @@ import os
 import pickle
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,12 +82,12 @@ def evaluate(typed: flagset.Typed, play_on_servers: Play | None = None) -> None:
     flags = flagset.merge(typed, saved["flags"], signed, str(path))
     if flags.suppress_logs:
         script.print_warnings_only()
-    on_servers = flags.typed & {"server_addresses", "listen"}
-    play_games = play_on_servers if on_servers else None
-    if on_servers:
+    play_games: Play = play_in_processes
+    if play_on_servers and flags.typed & {"server_addresses", "listen"}:
         choose_side(flags)
+        play_games = play_on_servers
     flags = flagset.resolve(flags).freeze()
-    result = test(flags, saved["model_state_dict"], play_games or play_in_processes)
+    result = test(flags, saved["model_state_dict"], play_games)
     step = saved.get("stats", {}).get("step")
     if flags.video and flags.wandb:
         trackers.send_video(flags, path.resolve().parent, flags.video, step)
@@ -131,11 +131,10 @@ def test(
         "lengths": lengths,
     }
     log.info(
-        "%d games: mean return %.2f, standard deviation %.2f, min %.2f, max %.2f, "
-        "median %.2f (%s actions, %d steps, %.0f s)",
-        *(result["num_games"], result["mean"], result["std"], result["min"]),
-        *(result["max"], result["median"], result["policy"], sum(lengths)),
-        result["seconds"],
+        "%(num_games)d games: mean return %(mean).2f, standard deviation %(std).2f, "
+        "min %(min).2f, max %(max).2f, median %(median).2f (%(policy)s actions, "
+        "%(steps)d steps, %(seconds).0f s)",
+        result | {"steps": sum(lengths)},
     )
     if flags.video:
         log.info("Video in %s", flags.video)
@@ -168,19 +167,16 @@ def write_result(path: Path, flags: Flags, result: dict[str, Any]) -> None:
 # --- Playing --------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _view(flags: Flags) -> Iterator[Video | None]:
+def _view(flags: Flags) -> contextlib.AbstractContextManager[Video | None]:
     """The video; or None, if there is none."""
     if flags.video:
-        with Video(flags.video) as video:
-            yield video
-        return
+        return Video(flags.video)
     if flags.mode == "test_render" and not has_display():
         raise FlagError(
             "--mode test_render needs a display, and neither DISPLAY nor "
             "WAYLAND_DISPLAY is set; record a video instead: --video FILE.mp4"
         )
-    yield None
+    return contextlib.nullcontext()
 
 
 def play_in_processes(
@@ -197,17 +193,17 @@ def play_in_processes(
     """
     draws = flags.video or flags.mode == "test_render"
     count = min(1 if draws else num_cpus(), math.ceil(len(numbers) / BATCH))
-    counters = step_counters(count)
     # They may first import packages, and make or reset slow environments.
     watch = children.StepWatch(max(flags.actor_timeout, START_SECONDS))
     weights = pickle.dumps(model_state)  # bytes: tensors would go through shared memory
     left: dict[children.Child, int] = {}  # games that have not ended
     who = f"a process that plays games of {flags.env}"
     with children.Children(actor_context()) as group:
-        for i, steps in enumerate(counters):
+        for i in range(count):
             own = [n for n in numbers if n // BATCH % count == i]  # whole batches
-            child = group.start(who, _play_in_child, flags, weights, own, steps)
-            left[child], child.steps = len(own), steps
+            left[start_player(group, who, flags, own, TEST_STREAM)] = len(own)
+        for child in left:
+            child.send(weights)
         while left:
             ready = children.wait(left, 1.0)
             watch.check(left)
@@ -217,28 +213,49 @@ def play_in_processes(
                     left[child] -= 1
                     if not left[child]:
                         del left[child]
+        for child in group.alive:
+            child.pipe.close()  # no more weights
         group.end(CLOSE_SECONDS)
+
+
+def start_player(
+    group: children.Children,
+    who: str,
+    flags: Flags,
+    numbers: Sequence[int],
+    stream: int,
+) -> children.Child:
+    """Starts a child that plays these games whenever it is sent weights.
+
+    Weights are a pickled state dict. It sends each game when it ends, or an error.
+    """
+    (steps,) = step_counters(1)
+    child = group.start(who, _play_in_child, flags, numbers, stream, steps)
+    child.steps = steps
+    return child
 
 
 def _play_in_child(
     flags: Flags,
-    weights: bytes,
     numbers: Sequence[int],
+    stream: int,
     steps: torch.Tensor,
     pipe: connection.Connection,
 ) -> None:
-    """The child process: sends each game, or an error; counts in steps []."""
     children.begin_child()
+    os.nice(19 if stream == EVAL_STREAM else 0)  # the training has priority
     torch.set_num_threads(1)
-    seed_globals(flags.seed, TEST_STREAM, numbers[0])
     on_step = functools.partial(steps.add_, 1)
-    with (
-        children.sending_errors(pipe, f"a game of {flags.env} failed"),
-        _view(flags) as video,
-    ):
-        state = pickle.loads(weights)
-        for game in play(flags, state, numbers, video, on_step=on_step):
-            pipe.send(game)
+    with contextlib.suppress(EOFError, OSError):  # there are no more weights
+        while True:
+            weights = pickle.loads(pipe.recv())
+            seed_globals(flags.seed, stream, numbers[0])  # always the same games
+            with (
+                children.sending_errors(pipe, f"a game of {flags.env} failed"),
+                _view(flags) as video,
+            ):
+                for game in play(flags, weights, numbers, video, stream, on_step):
+                    pipe.send(game)
 
 
 def play(

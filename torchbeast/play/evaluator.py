@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import math
-import os
 import pickle
 import statistics
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import connection
 from typing import Any
 
 import torch
 
 from torchbeast.base.errors import UserError
-from torchbeast.core.rollout import step_counters
-from torchbeast.local.actors import actor_context, seed_globals
-from torchbeast.play.evaluate import EVAL_STREAM, Game, play
+from torchbeast.local.actors import actor_context
+from torchbeast.play.evaluate import EVAL_STREAM, Game, start_player
 from torchbeast.procs import children
 from torchbeast.records.logs_csv import EVAL_COLUMNS
 from torchbeast.runs import checkpoint, kept_checkpoints, trust
-from torchbeast.runs.flagset import Flags
 from torchbeast.runs.run import Run
 
 log = logging.getLogger(__name__)
@@ -47,6 +41,7 @@ class Evaluator:
     def __init__(self, run: Run) -> None:
         self.run, self.flags = run, run.flags
         self._child: Any = None
+        self._games: list[Game] = []  # of the newest evaluation
         self._busy, self._begun = False, 0.0  # the time at which the newest began
         self._longest = 0.0  # seconds of the longest evaluation
         self._weights: tuple[int, dict[str, torch.Tensor]] = (0, {})
@@ -61,9 +56,10 @@ class Evaluator:
         self._sender = ThreadPoolExecutor(1)  # the process may be slow to take weights
         self._watch = children.StepWatch(max(self.flags.actor_timeout, STEP_SECONDS))
         self._group = children.Children(actor_context())
-        (steps,) = step_counters(1)
-        self._child = self._group.start("its process", _evaluate, self.flags, steps)
-        self._child.steps = steps
+        numbers = range(self.flags.eval_episodes)
+        self._child = start_player(
+            self._group, "its process", self.flags, numbers, EVAL_STREAM
+        )
         run.stack.callback(self._close)
 
     def poll(self) -> None:
@@ -96,7 +92,7 @@ class Evaluator:
             if self._take_result():
                 frames = learner.step * learner.env_spec.frames_per_step
                 self.run.log({"step": learner.step, "frames": frames})
-            elif self._watch.awake - begun > most:
+            elif self._child and self._watch.awake - begun > most:
                 self._give_up(f"the last one needs more than {most:.0f} s")
         if self.run.stop_requested() and self._logged_step != learner.step:
             self.run.interrupted = True
@@ -105,32 +101,30 @@ class Evaluator:
         """Starts an evaluation, unless an update hangs."""
         if copied := self.run.copy_weights():
             self._weights = copied
-            self._busy = True
+            self._busy, self._games = True, []
             self._begun = self._watch.awake
             self._watch.restart(self._child)
             interval = self.flags.eval_interval
             self._due = (copied[0] // interval + 1) * interval
-            self._sender.submit(self._send, self._child, copied[1])
-
-    @staticmethod
-    def _send(child: children.Child, weights: dict[str, torch.Tensor]) -> None:
-        child.pipe.send(pickle.dumps(weights))  # bytes: see evaluate.py
+            child, weights = self._child, copied[1]  # bytes: see evaluate.py
+            self._sender.submit(lambda: child.send(pickle.dumps(weights)))
 
     def _take_result(self) -> bool:
         """Takes a result, if there is one; gives up if there will be none."""
-        busy = [self._child] if self._busy else []
         try:
-            self._watch.check(busy)
-            result = self._child.receive() if busy else None
+            self._watch.check([self._child] if self._busy else [])
+            while self._busy and (game := self._child.receive()):
+                self._games.append(game)
         except UserError as error:
             self._give_up(str(error))
             return False
-        if result is not None:
-            self._log_result(result)
-        return result is not None
+        if not self._busy or len(self._games) < self.flags.eval_episodes:
+            return False
+        self._log_result()
+        return True
 
-    def _log_result(self, result: list[Game]) -> None:
-        self._busy = False
+    def _log_result(self) -> None:
+        result, self._busy = self._games, False
         self._longest = max(self._longest, self._watch.awake - self._begun)
         step, weights = self._weights
         returns = [game.game_return for game in result]
@@ -166,24 +160,3 @@ class Evaluator:
             self._sender.shutdown()
             self._child.pipe.close()
             self._child = None
-
-
-def _evaluate(flags: Flags, steps: torch.Tensor, pipe: connection.Connection) -> None:
-    """The child process: answers weights with games, or with an error.
-
-    It counts its steps in `steps` [].
-    """
-    children.begin_child()
-    os.nice(19)
-    torch.set_num_threads(1)
-    numbers = range(flags.eval_episodes)
-    on_step = functools.partial(steps.add_, 1)
-    with contextlib.suppress(EOFError, OSError):  # the run has ended
-        while True:
-            weights = pickle.loads(pipe.recv())
-            seed_globals(flags.seed, EVAL_STREAM)  # always the same games
-            with children.sending_errors(pipe, "a game failed"):
-                games = play(
-                    flags, weights, numbers, stream=EVAL_STREAM, on_step=on_step
-                )
-                pipe.send(list(games))

@@ -161,6 +161,11 @@ class Child:
         self.who, self.process, self.pipe = who, process, pipe
         self._start_method = start_method
 
+    def send(self, message: Any) -> None:
+        """Sends a message. If the child has died, only `receive` says so."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(message)
+
     def receive(self) -> Any:
         """A message from the child; None if it has sent none yet.
 

@@ -183,15 +183,15 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         self.wake_pipe = WakePipe()
-        self._old_wakeup = self.wake_pipe.wake_on_signals()
-        self._handling = handling(self._note)
-        self._handling.__enter__()
+        self._undo = contextlib.ExitStack()
+        self._undo.callback(self.wake_pipe.close)
+        old = self.wake_pipe.wake_on_signals()
+        self._undo.callback(self.wake_pipe.stop_waking_on_signals, old)
+        self._undo.enter_context(handling(self._note))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._handling.__exit__(None, None, None)
-        self.wake_pipe.stop_waking_on_signals(self._old_wakeup)
-        self.wake_pipe.close()
+        self._undo.close()
 
 
 def run_script(main: Callable[[], int | None]) -> NoReturn:
