@@ -90,10 +90,10 @@ class NoPicture(NoOpenGL):
     ("returned", "what"),
     [
         (None, "returns None"),
-        ("text", "returns an array"),
-        (np.zeros((4, 5), np.uint8), r"returns an array \[4, 5\] of uint8"),
-        (np.zeros((4, 0, 3)), r"returns an array \[4, 0, 3\]"),
-        ([np.zeros((4, 5, 3)), np.zeros((4, 6, 3))], "returns list"),
+        ("text", "returns 'text'"),
+        (np.zeros((4, 5), np.uint8), r"returns uint8 \[4, 5\]"),
+        (np.zeros((4, 0, 3)), r"returns float64 \[4, 0, 3\]"),
+        ([np.zeros((4, 5, 3)), np.zeros((4, 6, 3))], "returns a list of 2 values"),
     ],
 )
 def test_what_is_no_picture(returned, what):

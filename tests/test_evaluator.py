@@ -135,7 +135,8 @@ def test_an_environment_with_a_process_of_its_own(tmp_path):
     process = runs.start(tmp_path, "b", **{**FLAGS, "env": "faulty:DiesWithChild"})
     output = runs.finish(process)
     assert process.returncode == 1, output
-    assert "an environment of faulty:DiesWithChild died with exit status 3" in output
+    assert "an environment of faulty:DiesWithChild (pid " in output
+    assert "died with exit status 3" in output
     wait_until(lambda: not processes_of_session(process.pid), "all ended")
 
 
@@ -225,7 +226,8 @@ def test_a_run_goes_on_without_evaluations(tmp_path, monkeypatch, how):
     output = runs.finish(process)
     assert process.returncode == 130
     if how == "killed":
-        assert "its process died" in output
+        assert "its process (pid " in output
+        assert "died by signal SIGKILL" in output
     else:
         assert "FileNotFoundError: no such level" in output
 

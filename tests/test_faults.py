@@ -61,7 +61,9 @@ def test_actor_is_killed(start):
     run.assert_error(f"actor 1 (pid {pid}) died by signal SIGKILL")
     run.assert_files()
     (entry,) = json.loads((run.path / "meta.json").read_text())["starts"]
-    assert entry["error"].startswith(f"ActorError: actor 1 (pid {pid}) died by signal")
+    assert entry["error"].startswith(
+        f"ProcessError: actor 1 (pid {pid}) died by signal"
+    )
     assert (entry["exit_status"], entry["signal"]) == (1, None)
 
 

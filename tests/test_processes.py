@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+import time
 
 import pytest
 
@@ -38,7 +39,10 @@ def hear(child, found):
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [("exits", "a child died with exit status 255$"), ("raises", "it failed:\n")],
+    [
+        ("exits", r"a child \(pid \d+\) died with exit status 255$"),
+        ("raises", "it failed:\n"),
+    ],
 )
 def test_a_child_sends_a_message_and_ends(kind, text):
     with children.Children(multiprocessing.get_context("spawn")) as group:
@@ -49,3 +53,23 @@ def test_a_child_sends_a_message_and_ends(kind, text):
         assert [x for x in found if x is not None] == ["begun"]
         assert group.alive == [child]
     assert not child.process.is_alive()
+
+
+def test_a_dead_child_and_one_that_takes_no_steps():
+    with children.Children(multiprocessing.get_context("spawn")) as group:
+        child = group.start("a child", ends, "exits")
+        child.process.join()
+        child.send("what nobody reads")
+        assert child.receive() == "begun"
+        with pytest.raises(children.ProcessError, match=r"died with exit status 255$"):
+            child.receive()
+        watch, child.steps = children.StepWatch(0.0), 3
+        watch.check([child])
+        time.sleep(0.01)
+        watch.check([])
+        with pytest.raises(children.ProcessError, match=r"\) made no step for 0 s\."):
+            watch.check([child])
+        child.steps = 4
+        watch.check([child])
+        watch.restart(child)
+        watch.check([child])

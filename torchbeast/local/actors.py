@@ -5,19 +5,18 @@ import logging
 import os
 import pickle
 import random
-import signal
 import socket
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 import torch.multiprocessing as mp
 from numpy.random import mtrand
 
-from torchbeast.base.errors import text_of
+from torchbeast.base.errors import UserError
 from torchbeast.base.nested import Nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.base.seldom import Seldom
@@ -26,7 +25,6 @@ from torchbeast.core.acting import SharedWeights
 from torchbeast.envs import checks
 from torchbeast.envs.environment import Environment
 from torchbeast.procs import children
-from torchbeast.procs.step_watch import StepWatch
 from torchbeast.runs.flagset import Flags
 from torchbeast.runs.prof import format_shares
 
@@ -35,10 +33,6 @@ log = logging.getLogger(__name__)
 GLOBALS = 1  # sets these seeds apart from those of games and actions
 COUNTED = ". logs.csv counts it in env_warnings."
 STOP_SECONDS = 2.5  # actors that don't exit within this time are killed
-
-
-class ActorError(children.ProcessError):
-    """An actor process died, raised or got stuck."""
 
 
 def actor_context() -> Any:
@@ -107,26 +101,35 @@ def run_actor(
     index: int,
     buffers: dict[str, Nested],
     weights_memory: torch.Tensor,
-    num_steps: torch.Tensor,
     saved: bytes | None,
+    num_steps: torch.Tensor,
     pipe: connection.Connection,
 ) -> None:
     """The main function of an actor process; see Actors for the messages."""
     children.begin_child()
     torch.set_num_threads(1)
     os.nice(5)  # the learner has priority
-    try:
-        with contextlib.closing(make_envs(flags, index)) as env:
-            env.on_warning = lambda *warning: pipe.send(("warning", *warning))
-            actor = actor_class(flags, env, buffers, weights_memory, index, num_steps)
-            if saved is not None:
-                actor.load_state_dict(pickle.loads(saved))
-            while True:
-                obey(actor, pipe)
-    except BaseException as error:  # EOFError: the learner has closed the pipe
-        # The send fails if the learner has exited or closed the pipe.
-        with contextlib.suppress(OSError):
-            pipe.send(("error", text_of(error)))
+    with (
+        children.sending_errors(pipe, f"actor {index} failed"),
+        contextlib.closing(make_envs(flags, index)) as env,
+    ):
+        env.on_warning = lambda *warning: pipe.send(("warning", *warning))
+        actor = actor_class(flags, env, buffers, weights_memory, index, num_steps)
+        if saved is not None:
+            actor.load_state_dict(pickle.loads(saved))
+        while True:  # until the learner closes the pipe: EOFError
+            actor.timings.reset()
+            command, *arguments = pipe.recv()
+            actor.timings.time("wait")
+            if command == "save":
+                # As bytes: pipes send tensors through shared memory, which may be full.
+                pipe.send(("saved", pickle.dumps(actor.state_dict())))
+                continue
+            slots, bank, policy_version = arguments
+            actor.load_weights(bank, policy_version)
+            pipe.send(("loaded", bank))
+            actor.unroll(slots)
+            pipe.send(("done", slots, actor.timings.shares()))
 
 
 def make_envs(flags: Flags, index: int) -> Environment:
@@ -136,34 +139,33 @@ def make_envs(flags: Flags, index: int) -> Environment:
     return Environment(flags, E, index * E, around=TorchSettings())
 
 
-def obey(actor: Any, pipe: connection.Connection) -> None:
-    """Waits for one command of the learner and carries it out.
+class ActorGroup:
+    """What the learner knows of its actors, whatever has started them.
 
-    Raises:
-      EOFError: the learner has closed the pipe.
+    Attributes:
+      idle: numbers of the idle actors; the one that is idle for longest is the first.
+      timings: how each actor has spent its last unroll; {} before the first.
     """
-    actor.timings.reset()
-    command, *arguments = pipe.recv()
-    actor.timings.time("wait")
-    if command == "save":
-        # As bytes: pipes send tensors through shared memory, which may be full.
-        pipe.send(("saved", pickle.dumps(actor.state_dict())))
-        return
-    slots, bank, policy_version = arguments
-    actor.load_weights(bank, policy_version)
-    pipe.send(("loaded", bank))
-    actor.unroll(slots)
-    pipe.send(("done", slots, actor.timings.shares()))
+
+    def __init__(self, flags: Flags) -> None:
+        self.flags = flags
+        self.idle = list(range(flags.num_actors))
+        self.timings: list[dict[str, float]] = [{} for _ in self.idle]
+        self._is_new = Seldom()  # warnings, by key
+
+    def timing_summary(self) -> str:
+        """Describes how the actors spent their time, on average."""
+        known = [t for t in self.timings if t]
+        names = known[0] if known else {}
+        return format_shares({k: statistics.fmean(t[k] for t in known) for k in names})
+
+    def warn_once(self, key: str, message: str) -> None:
+        """Logs a warning of an environment, unless another actor has sent it."""
+        if self._is_new(key):
+            log.warning("%s%s", message, "" if key == checks.CLOSE else COUNTED)
 
 
-def mean_timings(timings: Sequence[dict[str, float]]) -> str:
-    """Describes how actors spent their time, on average. {}: not known yet."""
-    known = [t for t in timings if t]
-    names = known[0] if known else {}
-    return format_shares({k: statistics.fmean(t[k] for t in known) for k in names})
-
-
-class Actors:
+class Actors(ActorGroup):
     """The actor processes, seen from the learner. For its main thread only.
 
     Each actor has its own pipe. Commands to an actor, and its replies:
@@ -172,8 +174,8 @@ class Actors:
                                                   ("done", slots, timings)
         ("save",)                                 ("saved", state)
 
-    An actor also sends ("warning", key, message) and ("error", text). The learner
-    waits on all pipes and all processes at once, so that it sees at once if one dies.
+    An actor also sends ("warning", key, message), and what it raises. The learner waits
+    on all pipes and all processes at once, so that it sees at once if one dies.
     """
 
     def __init__(
@@ -184,32 +186,21 @@ class Actors:
         weights: SharedWeights,
         saved: Sequence[dict[str, Any]] | None,
     ) -> None:
+        super().__init__(flags)
         self.weights = weights
-        self.watch = StepWatch(
-            rollout.step_counters(flags.num_actors), flags.actor_timeout
-        )
-        self.pipes: list[connection.Connection] = []
+        self.steps = rollout.step_counters(flags.num_actors)
+        self.watch = children.StepWatch(flags.actor_timeout)
         self.children: list[children.Child] = []
-        self.idle = list(range(flags.num_actors))  # idle for longest: first
-        self.timings: list[dict[str, float]] = [{} for _ in self.idle]
-        self.envs_per_actor = flags.envs_per_actor
         self._group = children.Children(actor_context(), STOP_SECONDS)
-        self._is_new = Seldom()  # warnings, by key
         try:
-            for index in range(flags.num_actors):
+            for index, steps in enumerate(self.steps):
+                state = pickle.dumps(saved[index]) if saved else None
+                arguments = actor_class, flags, index, buffers, weights.memory, state
                 child = self._group.start(
-                    f"actor {index}",
-                    run_actor,
-                    actor_class,
-                    flags,
-                    index,
-                    buffers,
-                    weights.memory,
-                    self.watch.steps[index],
-                    pickle.dumps(saved[index]) if saved else None,
+                    f"actor {index}", run_actor, *arguments, steps
                 )
+                child.steps = steps
                 self.children.append(child)
-                self.pipes.append(child.pipe)
         except BaseException:
             self.close()
             raise
@@ -217,8 +208,8 @@ class Actors:
     def start_unroll(self, index: int, slots: list[int]) -> None:
         """Makes an idle actor fill the slots with the newest weights."""
         self.idle.remove(index)
-        self.watch.restart(index)
-        self._send(index, ("unroll", slots, *self.weights.acquire()))
+        self.watch.restart(self.children[index])
+        self.children[index].send(("unroll", slots, *self.weights.acquire()))
 
     def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:
         """Waits for actors and yields (index, slots) of each complete unroll.
@@ -228,96 +219,55 @@ class Actors:
           wake_up: a file descriptor that ends the wait when it is readable.
 
         Raises:
-          ActorError: an actor died, raised, or took no step for --actor_timeout s.
+          ProcessError: an actor died, raised, or took no step for --actor_timeout s.
+          UserError: what an actor raised.
         """
-        sentinels = [child.process.sentinel for child in self.children]
-        ready = connection.wait([*self.pipes, *sentinels, wake_up], timeout)
-        for index, pipe in enumerate(self.pipes):
-            if pipe in ready or sentinels[index] in ready:
-                for message in self._receive(index):
-                    if message[0] == "done":
-                        self.idle.append(index)
-                        self.timings[index] = message[2]
-                        yield index, message[1]
-        running = set(range(len(self.pipes))) - set(self.idle)
-        stuck = self.watch.find_stuck(running)
-        if stuck is not None:
-            self._raise_stuck(stuck)
+        for child in children.wait(self.children, timeout, [wake_up]):
+            for _, slots, timings in self._receive(child):
+                index = self.children.index(child)
+                self.idle.append(index)
+                self.timings[index] = timings
+                yield index, slots
+        busy = (c for i, c in enumerate(self.children) if i not in self.idle)
+        self.watch.check(busy)
 
     def save(self) -> list[dict[str, Any]]:
         """Returns the states of all actors, for an exact resume. All must be idle."""
-        for index in range(len(self.pipes)):
-            self._send(index, ("save",))
+        for child in self.children:
+            child.send(("save",))
         states = []
-        for index, pipe in enumerate(self.pipes):
-            if not pipe.poll(self.watch.timeout):
-                self._raise_stuck(index)
-            (message,) = self._receive(index)
-            states.append(pickle.loads(message[1]))
+        for child in self.children:
+            if not children.wait([child], self.watch.timeout):
+                self.watch.fail(child)
+            ((_, state),) = self._receive(child)
+            states.append(pickle.loads(state))
         return states
 
     def num_steps(self) -> int:
         """Environment steps taken since the start."""
-        return int(self.watch.steps.sum()) * self.envs_per_actor
-
-    def timing_summary(self) -> str:
-        """Describes how the actors spent their time, on average."""
-        return mean_timings(self.timings)
+        return int(self.steps.sum()) * self.flags.envs_per_actor
 
     def close(self) -> None:
         """Ends all processes and the programs that their environments have started."""
-        for pipe in self.pipes:  # the actors can still send what close() raises
-            with contextlib.suppress(OSError):
-                socket.socket(fileno=os.dup(pipe.fileno())).shutdown(socket.SHUT_WR)
+        for child in self.children:  # they can still send what close() raises
+            end = socket.socket(fileno=os.dup(child.pipe.fileno()))
+            with end, contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_WR)
         self._group.end(STOP_SECONDS)
         self._group.close()
-        for pipe in self.pipes:
-            with contextlib.suppress(EOFError, OSError):
-                while pipe.poll():
-                    message = pipe.recv()
+        for child in self.children:
+            with contextlib.suppress(UserError):
+                while message := child.receive():
                     if message[:2] == ("warning", checks.CLOSE):
-                        self._warn_once(*message[1:])
-            pipe.close()
+                        self.warn_once(*message[1:])
+            child.pipe.close()
 
-    def _send(self, index: int, message: tuple) -> None:
-        try:
-            self.pipes[index].send(message)
-        except OSError:
-            for _ in self._receive(index):  # raises the error that the actor sent
-                pass
-            self._raise_dead(index)
-
-    def _receive(self, index: int) -> Iterator[tuple]:
-        """Yields the messages that have arrived from an actor."""
-        try:
-            while self.pipes[index].poll():
-                message = self.pipes[index].recv()
-                if message[0] == "error":
-                    raise ActorError(f"actor {index} failed:\n{message[1]}")
-                if message[0] == "loaded":
-                    self.weights.release(message[1])
-                elif message[0] == "warning":
-                    self._warn_once(*message[1:])
-                else:
-                    yield message
-        except (EOFError, OSError):
-            self._raise_dead(index)
-        if not self.children[index].process.is_alive():
-            self._raise_dead(index)
-
-    def _warn_once(self, key: str, message: str) -> None:
-        """Logs a warning of an environment, unless another actor has sent it."""
-        if self._is_new(key):
-            counted = "" if key == checks.CLOSE else COUNTED
-            log.warning("%s%s", message, counted)
-
-    def _raise_dead(self, index: int) -> None:
-        child = self.children[index]
-        how = child.how_it_died()
-        full = child.process.exitcode == -signal.SIGBUS
-        hint = f" (is {rollout.SHARED_MEMORY} full?)" if full else ""
-        raise ActorError(f"actor {index} (pid {child.process.pid}) {how}{hint}")
-
-    def _raise_stuck(self, index: int) -> NoReturn:
-        pid = self.children[index].process.pid
-        raise ActorError(self.watch.explain(index, f"actor {index}", pid))
+    def _receive(self, child: children.Child) -> Iterator[tuple]:
+        """Yields the "done" and "saved" that have arrived from an actor."""
+        while message := child.receive():
+            if message[0] == "loaded":
+                self.weights.release(message[1])
+            elif message[0] == "warning":
+                self.warn_once(*message[1:])
+            else:
+                yield message

@@ -16,7 +16,6 @@ from gymnasium import spaces
 from torchbeast.envs.environment import example_environment
 from torchbeast.envs.space_checks import plain_space
 from torchbeast.procs import children
-from torchbeast.procs.step_watch import print_stack
 from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ def _receive(child: children.Child, flags: Flags, timeout: float, begun: bool) -
         text = f"{flags.env} was not made within {timeout:g} s. "
         if not begun:
             raise children.ProcessError(text + "Its process still imports packages")
-        print_stack(child.process.pid)
+        children.print_stack(child)
         raise children.ProcessError(
             text + "If its process could print its stack, it is above. If it needs "
             "that long, raise --actor_timeout"

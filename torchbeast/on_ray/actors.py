@@ -6,11 +6,8 @@ ones. Each Ray actor has an Actor of monobeast.py, with slots in its own process
 
 from __future__ import annotations
 
-import functools
-import importlib
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
@@ -18,16 +15,16 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError, RayTaskError
 
 from torchbeast.base.errors import text_of
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
+from torchbeast.base.seldom import Seldom
 from torchbeast.core import rollout
 from torchbeast.core.acting import SharedWeights
-from torchbeast.local.actors import ActorError, make_envs, mean_timings
-from torchbeast.on_ray.cluster import Cluster
-from torchbeast.procs.wake_pipe import WakePipe
+from torchbeast.local.actors import ActorGroup, make_envs
+from torchbeast.on_ray.cluster import Cluster, ClusterError
+from torchbeast.procs import processes
 from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger(__name__)
@@ -63,17 +60,9 @@ class Player:
         self.buffers = map_nested(
             lambda s: torch.zeros(len(self.slots), *s.shape, dtype=s.dtype), specs
         )
-        self.make = functools.partial(self._make_actor, actor_class, flags, index)
+        self.arguments = actor_class, flags, index
         self.actor: Any = None
-        self.policy_version = -1
         self.warnings: list[tuple[str, str]] = []
-
-    def _make_actor(
-        self, actor_class: Callable[..., Any], flags: Flags, index: int
-    ) -> Any:
-        env = make_envs(flags, index)
-        env.on_warning = lambda *warning: self.warnings.append(warning)
-        return actor_class(flags, env, self.buffers, self.memory, index)
 
     def node(self) -> str:
         """The address of the machine it runs on."""
@@ -94,12 +83,15 @@ class Player:
         """
         try:
             if self.actor is None:
-                self.actor = self.make()
+                actor_class, flags, index = self.arguments
+                env = make_envs(flags, index)
+                env.on_warning = lambda *warning: self.warnings.append(warning)
+                self.actor = actor_class(flags, env, self.buffers, self.memory, index)
+                self.actor.policy_version = -1
             self.actor.timings.reset()
-            if policy_version != self.policy_version:
+            if policy_version != self.actor.policy_version:
                 self.memory[0] = torch.from_numpy(ray.get(weights[0]).copy())
                 self.actor.load_weights(0, policy_version)
-                self.policy_version = policy_version
             self.actor.unroll(self.slots)
         except Exception as error:  # may be one that Ray can't pickle
             raise RuntimeError(text_of(error)) from None
@@ -109,7 +101,7 @@ class Player:
         return rollouts, warnings, self.actor.timings.shares(), is_replacement
 
 
-class RayActors:
+class RayActors(ActorGroup):
     """The actors, seen from the learner: as local/actors.py's Actors.
 
     Args:
@@ -127,34 +119,23 @@ class RayActors:
         weights: SharedWeights,
         saved: None,
     ) -> None:
-        self.flags, self.buffers, self.weights = flags, buffers, weights
-        self.idle = list(range(flags.num_actors))
-        self.num_replaced = 0
-        self._timings: list[dict[str, float]] = [{} for _ in self.idle]
+        super().__init__(flags)
+        self.buffers, self.weights = buffers, weights
         self._num_unrolls = 0
-        self._warned: set[str] = set()
-        self._running: dict[Any, tuple[int, list[int]]] = {}  # by reference
-        self._since = [0.0] * flags.num_actors  # the start of an unroll, or a warning
+        # By reference: number, slots, and the time at which the unroll began.
+        self._running: dict[Any, tuple[int, list[int], float]] = {}
+        self._may_warn = Seldom(flags.actor_timeout)  # of an actor's silence
         self._last_unroll = 0.0  # the time at which one was complete
         self._put: tuple[int, list[Any]] = (-1, [])  # version, [reference]
-        self._done = WakePipe()
-        script = sys.modules["__main__"].__spec__
-        if actor_class.__module__ == "__main__" and script:
-            # Ray's workers have another __main__.
-            module = importlib.import_module(script.name)
-            actor_class = getattr(module, actor_class.__name__)
+        self._done = processes.WakePipe()
         specs = map_nested(lambda x: rollout.Spec(tuple(x.shape[1:]), x.dtype), buffers)
         shape = tuple(weights.memory.shape)
         self._cluster = Cluster(flags)
-        try:
-            self._cluster.start(
-                Player,
-                [(actor_class, flags, index, shape, specs) for index in self.idle],
-                "actor_timeout",
-            )
-        except BaseException:
-            self._cluster.close()
-            raise
+        self._cluster.start(
+            Player,
+            [(actor_class, flags, index, shape, specs) for index in self.idle],
+            "actor_timeout",
+        )
 
     def start_unroll(self, index: int, slots: list[int]) -> None:
         """Makes an idle actor fill the slots with the newest weights."""
@@ -165,16 +146,15 @@ class RayActors:
             self._put = version, [ray.put(self.weights.memory[bank].numpy())]
         self.weights.release(bank)
         reference = self._cluster.actors[index].unroll.remote(self._put[1], version)
-        self._running[reference] = index, slots
-        self._since[index] = time.monotonic()
+        self._running[reference] = index, slots, time.monotonic()
         reference.future().add_done_callback(lambda future: self._done.wake())
 
     def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:
         """Waits for actors and yields (index, slots) of each complete unroll.
 
         Raises:
-          ActorError: an unroll raised, or there was none for --actor_timeout s.
-          ClusterError: one of Ray's processes has died.
+          ClusterError: an unroll raised, there was none for --actor_timeout s, or one
+            of Ray's processes has died.
         """
         waking: list[Any] = [self._done.reader, wake_up, *self._cluster.links]
         connection.wait(waking, timeout)
@@ -183,25 +163,13 @@ class RayActors:
         references = list(self._running)
         done, _ = ray.wait(references, num_returns=len(references), timeout=0)
         for reference in done:
-            index, slots = self._running.pop(reference)
-            try:
-                rollouts, warnings, timings, is_replacement = ray.get(reference)
-            except RayTaskError as error:
-                raise ActorError(f"actor {index} failed:\n{error.cause}") from error
-            except RayError as error:
-                self._cluster.check()
-                raise ActorError(f"actor {index} is lost: {error}") from error
-            self._timings[index] = timings
+            index, slots, _ = self._running.pop(reference)
+            result = self._cluster.get(reference, f"actor {index}")
+            rollouts, warnings, self.timings[index], is_replacement = result
             if is_replacement:
-                self.num_replaced += 1
-                log.warning(
-                    "Actor %d has died. Ray has replaced it (%d replaced so far).",
-                    *(index, self.num_replaced),
-                )
-            for key, message in warnings:
-                if key not in self._warned:
-                    self._warned.add(key)
-                    log.warning("%s. logs.csv counts it in env_warnings.", message)
+                log.warning("Actor %d has died. Ray has replaced it.", index)
+            for warning in warnings:
+                self.warn_once(*warning)
 
             def copy(buffer: torch.Tensor, x: Any, slots: list[int] = slots) -> None:
                 buffer[slots] = torch.from_numpy(x.copy())
@@ -217,24 +185,20 @@ class RayActors:
         """Warns of actors without a complete unroll; raises if all are like that."""
         now, limit = time.monotonic(), self.flags.actor_timeout
         why = "Ray may have no room for it, or its environments are slow"
-        for index, _ in self._running.values():
-            if now - self._since[index] < limit:
-                continue
-            if now - self._last_unroll > limit:
-                raise ActorError(
-                    f"no actor has completed an unroll for {limit:g} s. {why}. Add "
-                    "machines, or raise --actor_timeout"
-                )
-            log.warning("Actor %d: no unroll for %g s. %s.", index, limit, why)
-            self._since[index] = now
+        silent = [i for i, _, begun in self._running.values() if now - begun > limit]
+        if silent and now - self._last_unroll > limit:
+            raise ClusterError(
+                f"no actor has completed an unroll for {limit:g} s. {why}. Add "
+                "machines, or raise --actor_timeout"
+            )
+        for index in silent:
+            if self._may_warn(str(index)):
+                log.warning("Actor %d: no unroll for %g s. %s.", index, limit, why)
 
     def num_steps(self) -> int:
         """Environment steps taken since the start."""
         steps = self.flags.unroll_length * self.flags.envs_per_actor
         return self._num_unrolls * steps
-
-    def timing_summary(self) -> str:
-        return mean_timings(self._timings)
 
     def close(self) -> None:
         self._cluster.close()

@@ -9,9 +9,9 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+import psutil  # comes with Ray
 import ray
 from ray import exceptions
 
@@ -25,7 +25,7 @@ CONNECT_SECONDS = 10.0
 
 
 class ClusterError(UserError, RuntimeError):
-    """One of Ray's processes has died."""
+    """One of Ray's processes has died, or a Ray actor has raised."""
 
 
 class Link:
@@ -46,15 +46,17 @@ class Link:
         return self.socket.fileno()
 
     def is_alive(self) -> bool:
-        with contextlib.suppress(OSError):
-            with contextlib.suppress(BlockingIOError):
-                while self.socket.recv(4096):
-                    pass
-                # It closes connections that have asked for nothing. Is it there?
-                self.socket.close()
-                self._connect(1.0)
-            return True
-        return False
+        try:
+            while self.socket.recv(4096):
+                pass
+            # It closes connections that have asked for nothing. Is it there?
+            self.socket.close()
+            self._connect(1.0)
+        except BlockingIOError:  # it has said nothing
+            pass
+        except OSError:
+            return False
+        return True
 
 
 class Cluster:
@@ -72,7 +74,8 @@ class Cluster:
         self.actors: list[Any] = []
         self.links: list[Link] = []
         self._is_ours = not ray.is_initialized()
-        self._processes: set[int] = set()
+        self._ours: set[psutil.Process] = set()  # Ray's processes that end with us
+        self._others = set(psutil.Process().children(recursive=True))
         handlers = {n: signal.getsignal(n) for n in processes.handled_signals()}
         try:
             check_reachable(flags.ray_address)
@@ -130,7 +133,8 @@ class Cluster:
         except exceptions.RayError as error:
             raise UserError(f"a Ray actor failed to start:\n{error}") from error
         if self._is_ours and not self.flags.ray_address:
-            self._processes = descendants()
+            started = psutil.Process().children(recursive=True)
+            self._ours = set(started) - self._others
         count = ", ".join(f"{n} ({nodes.count(n)})" for n in sorted(set(nodes)))
         log.info("Ray runs %d actors on %s.", len(nodes), count)
 
@@ -149,6 +153,20 @@ class Cluster:
                     "Start the same command again to resume"
                 )
 
+    def get(self, reference: Any, who: str) -> Any:
+        """The result of an actor's call.
+
+        Raises:
+          ClusterError: the call raised, or `who` is lost.
+        """
+        try:
+            return ray.get(reference)
+        except exceptions.RayTaskError as error:
+            raise ClusterError(f"{who} failed:\n{error.cause}") from error
+        except exceptions.RayError as error:
+            self.check()
+            raise ClusterError(f"{who} is lost: {error}") from error
+
     def close(self) -> None:
         """Ends the actors, and Ray if it was started here."""
         try:
@@ -158,38 +176,17 @@ class Cluster:
             # ray.shutdown, its threads crash while Python ends.
             if self._is_ours:
                 atexit.register(os._exit, 1)
-            for pid in self._processes | descendants() if self._processes else ():
-                if is_of_ray(pid):
-                    with contextlib.suppress(OSError):
-                        os.kill(pid, signal.SIGKILL)
+            for process in self._ours:
+                with contextlib.suppress(psutil.Error):  # it has ended
+                    for child in process.children(recursive=True):
+                        child.kill()
+                    process.kill()
             return
         if self._is_ours:  # the actors end with the connection
             ray.shutdown()
             return
         for actor in self.actors:
             ray.kill(actor)
-
-
-def descendants() -> set[int]:
-    """Process ids of the children of this process, their children and so on."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            parents[int(path.parent.name)] = int(
-                path.read_text(errors="replace").rpartition(")")[2].split()[1]
-            )
-    found: set[int] = set()
-    while more := {p for p, q in parents.items() if q in {os.getpid(), *found}} - found:
-        found |= more
-    return found
-
-
-def is_of_ray(pid: int) -> bool:
-    """Whether this process runs Ray. A process id may have a new owner."""
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return words[0].startswith(b"ray::") or any(b"/ray/" in word for word in words)
-    return False
 
 
 def check_reachable(address: str | None) -> None:

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 
 from torchbeast.on_ray.cluster import Cluster
-from torchbeast.remote.security import ServerError, make_private_folder, security
+from torchbeast.remote.security import make_private_folder, security
 from torchbeast.runs.flagset import Flags
 
 FILES = ("tls_cert", "tls_key", "tls_ca", "token_file")
@@ -76,37 +75,23 @@ class RayServers:
     def __init__(self, serve: Callable[[Flags, int], None], flags: Flags) -> None:
         security(flags)  # raises before Ray starts
         self.cluster = Cluster(flags)
-        try:
-            self.address = flags.listen or listening_address(flags)
-            joining = server_flags(flags, self.address)
-            self.cluster.start(
-                EnvServer,
-                [
-                    (serve, joining, index, server_files(flags))
-                    for index in range(flags.num_actors)
-                ],
-                "connect_timeout",
-            )
-            self.running = [actor.run.remote() for actor in self.cluster.actors]
-        except BaseException:
-            self.close()
-            raise
+        self.address = flags.listen or listening_address(flags)
+        joining = flags.replace(join=self.address, listen=None, **dict.fromkeys(FILES))
+        files = server_files(flags)
+        self.cluster.start(
+            EnvServer,
+            [(serve, joining, index, files) for index in range(flags.num_actors)],
+            "connect_timeout",
+        )
+        self.running = [actor.run.remote() for actor in self.cluster.actors]
 
     def check(self) -> None:
-        """Raises ServerError if a server can't make its environments, or can't join."""
+        """Raises ClusterError if a server can't make environments, or can't join."""
         self.cluster.check()
         done, _ = ray.wait(self.running, timeout=0)
         for reference in done:
-            index = self.running.index(reference)
-            try:
-                ray.get(reference)
-            except RayTaskError as error:
-                raise ServerError(
-                    f"environment server {index}: {error.cause}"
-                ) from None
-            except RayError as error:
-                self.cluster.check()
-                raise ServerError(f"environment server {index}: {error}") from error
+            who = f"environment server {self.running.index(reference)}"
+            self.cluster.get(reference, who)
 
     def close(self) -> None:
         """Ends the servers, and Ray if it was started here."""
@@ -122,11 +107,6 @@ def listening_address(flags: Flags) -> str:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return f"{host}:{probe.getsockname()[1]}"
-
-
-def server_flags(flags: Flags, address: str) -> Flags:
-    """The flags of a server that joins the learner at this address."""
-    return flags.replace(join=address, listen=None, **dict.fromkeys(FILES))
 
 
 def server_files(flags: Flags) -> dict[str, bytes]:

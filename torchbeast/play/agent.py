@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import gymnasium
 import numpy as np
 import torch
-from gymnasium import spaces
 
 from torchbeast import flags as declared_flags
 from torchbeast.base.nested import map_nested
@@ -34,7 +33,7 @@ from torchbeast.core.finite import find_cause
 from torchbeast.core.rollout import State
 from torchbeast.encoders import TORSOS
 from torchbeast.envs.atari import atari_game
-from torchbeast.envs.checks import InvalidEnvironmentError, describe
+from torchbeast.envs.checks import InvalidEnvironmentError, describe, parts_of
 from torchbeast.envs.environment import (
     Totals,
     example_environment,
@@ -131,7 +130,10 @@ class Agent:
         """
         observation, n, is_one = _stack(self.observation_space, observation)
         is_first = state is None
-        state = state or self._first_state(n)
+        if state is None:
+            kind = self.model.distribution
+            none = torch.zeros(1, n, *kind.action_shape, dtype=kind.action_dtype)
+            state = AgentState(self.model.initial_state(n), none, Totals.zeros(n))
         if state.last_action.shape[1] != n:
             raise ValueError(
                 f"observation is of {n} environments, and state of "
@@ -155,7 +157,15 @@ class Agent:
         for name, field in EXTRA_FIELDS.items():
             value = given.get(name, np.zeros(field.shape))
             row[name] = _fill(name, value, n, field.dtype, field.shape)
-        results, core = self._decide(to_tensors(row), state.core, greedy)
+        choose: Choose = self.model.distribution.mode
+        if not greedy:
+            sample = self.model.distribution.sample
+            choose = functools.partial(sample, generator=self.generator)
+        tensors = to_tensors(row)
+        results, core = act_step(self.model, tensors, state.core, choose)
+        if results["policy_logits"].isnan().any():
+            cause = find_cause(tensors, reward_is_clipped=True)
+            raise ValueError(f"--env {self.flags.env}: the logits are NaN. {cause}")
         totals = totals.restart(ended, row["game_over"])
         new_state = AgentState(core, results["action"], totals)
         actions = results["action"][0].numpy()
@@ -166,27 +176,6 @@ class Agent:
         arrays = map_nested(lambda x: x[0, which].numpy(), results)
         return actions[which], new_state, arrays
 
-    def _first_state(self, n: int) -> AgentState:
-        distribution = self.model.distribution
-        none = torch.zeros(
-            (1, n, *distribution.action_shape), dtype=distribution.action_dtype
-        )
-        return AgentState(self.model.initial_state(n), none, Totals.zeros(n))
-
-    def _decide(
-        self, row: dict[str, Any], core: State, greedy: bool
-    ) -> tuple[dict[str, Any], State]:
-        choose: Choose = self.model.distribution.mode
-        if not greedy:
-            choose = functools.partial(
-                self.model.distribution.sample, generator=self.generator
-            )
-        results, core = act_step(self.model, row, core, choose)
-        if results["policy_logits"].isnan().any():
-            cause = find_cause(row, reward_is_clipped=True)
-            raise ValueError(f"--env {self.flags.env}: the logits are NaN. {cause}")
-        return results, core
-
 
 def _stack(space: gymnasium.Space, observation: Any) -> tuple[Any, int, bool]:
     """Reads one observation or a batch of them.
@@ -196,32 +185,28 @@ def _stack(space: gymnasium.Space, observation: Any) -> tuple[Any, int, bool]:
     """
     sizes: set[tuple[int, ...]] = set()  # (n,); () if there is only one
 
-    def read(space: Any, x: Any, place: str) -> Any:
-        if isinstance(space, spaces.Dict):
-            if not isinstance(x, Mapping) or not space.keys() <= x.keys():
-                raise ValueError(f"{place} is {describe(x)}; it must be of {space}")
-            return {k: read(s, x[k], f"{place}[{k!r}]") for k, s in space.items()}
-        if isinstance(space, spaces.Tuple):
-            if not isinstance(x, tuple | list) or len(x) != len(space.spaces):
-                raise ValueError(f"{place} is {describe(x)}; it must be of {space}")
-            parts = enumerate(zip(space.spaces, x, strict=True))
-            return tuple(read(s, part, f"{place}[{i}]") for i, (s, part) in parts)
+    def read(part: Any, x: Any) -> np.ndarray:
         try:
             array = np.asarray(x)
         except ValueError:  # rows of unequal length
             array = np.empty((), object)
-        extra = max(0, array.ndim - len(space.shape))
-        fits = extra <= 1 and array.shape[extra:] == space.shape
-        if not fits or not np.can_cast(array.dtype, space.dtype, "same_kind"):
+        extra = max(0, array.ndim - len(part.shape))
+        fits = extra <= 1 and array.shape[extra:] == part.shape
+        if not fits or not np.can_cast(array.dtype, part.dtype, "same_kind"):
             raise ValueError(
-                f"{place} is {describe(array)}; it must be of {space}, or a batch of "
-                "such observations"
+                f"observation is {describe(array)}; it must be of {part}, or a batch "
+                "of such observations"
             )
         sizes.add(array.shape[:extra])
-        array = array.astype(space.dtype)
+        array = array.astype(part.dtype)
         return array if extra else array[np.newaxis]
 
-    arrays = read(space, observation, "observation")
+    try:
+        arrays = map_nested(read, parts_of(space), observation)
+    except (LookupError, TypeError) as error:
+        raise ValueError(
+            f"observation is {describe(observation)}; it must be of {space}"
+        ) from error
     if len(sizes) != 1 or sizes == {(0,)}:
         found = sorted(sizes)
         raise ValueError(f"parts of the observation have the batch dimensions {found}")
@@ -240,6 +225,24 @@ def _fill(
             f"{[n, *shape]} with one for each observation"
         )
     return np.broadcast_to(array, (n, *shape)).copy()
+
+
+def load_model(
+    flags: Flags,
+    observation_space: gymnasium.Space,
+    action_space: gymnasium.Space,
+    weights: dict[str, torch.Tensor],
+) -> Net:
+    """A model with the weights of a checkpoint, ready to act on the CPU.
+
+    Raises:
+      CheckpointError: the weights don't fit.
+    """
+    cpu = torch.device("cpu")
+    model = make_model(flags, observation_space, action_space, cpu)
+    checkpoint.check_fit(weights, model)
+    model.load_state_dict(weights)
+    return prepare_to_act(model)
 
 
 def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
@@ -270,9 +273,7 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
         setattr(flags, name, saved["flags"][name])  # a flag of one variant's script
     flags.freeze()
     with contextlib.closing(example_environment(flags)) as env:
-        of_env = env.observation_space, env.action_space
-    model = make_model(flags, *of_env, torch.device("cpu"))
-    checkpoint.check_fit(saved["model_state_dict"], model)
-    model.load_state_dict(saved["model_state_dict"])
+        spaces = env.observation_space, env.action_space
+    model = load_model(flags, *spaces, saved["model_state_dict"])
     actions = env.envs.single_action_space
-    return Agent(flags, prepare_to_act(model), env.observation_space, actions)
+    return Agent(flags, model, env.observation_space, actions)

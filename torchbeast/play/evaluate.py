@@ -16,7 +16,7 @@ import os
 import pickle
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,15 +28,14 @@ from torchbeast.base.errors import FlagError
 from torchbeast.base.hardware import num_cpus
 from torchbeast.base.nested import map_nested
 from torchbeast.base.seeds import derive_seed
-from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
+from torchbeast.core.acting import act_step, to_tensors
 from torchbeast.core.rollout import step_counters
 from torchbeast.envs.environment import Environment
 from torchbeast.local.actors import TorchSettings, actor_context, seed_globals
 from torchbeast.local.env_spec import CLOSE_SECONDS, START_SECONDS
-from torchbeast.model import make_model
+from torchbeast.play.agent import load_model
 from torchbeast.play.video import Video, has_display, picture
 from torchbeast.procs import children
-from torchbeast.procs.step_watch import StepWatch
 from torchbeast.records import meta, protocol
 from torchbeast.records.folder import atomic_write
 from torchbeast.remote.security import choose_side
@@ -83,12 +82,12 @@ def evaluate(typed: flagset.Typed, play_on_servers: Play | None = None) -> None:
     flags = flagset.merge(typed, saved["flags"], signed, str(path))
     if flags.suppress_logs:
         script.print_warnings_only()
-    on_servers = flags.typed & {"server_addresses", "listen"}
-    play_games = play_on_servers if on_servers else None
-    if on_servers:
+    play_games: Play = play_in_processes
+    if play_on_servers and flags.typed & {"server_addresses", "listen"}:
         choose_side(flags)
+        play_games = play_on_servers
     flags = flagset.resolve(flags).freeze()
-    result = test(flags, saved["model_state_dict"], play_games or play_in_processes)
+    result = test(flags, saved["model_state_dict"], play_games)
     step = saved.get("stats", {}).get("step")
     if flags.video and flags.wandb:
         trackers.send_video(flags, path.resolve().parent, flags.video, step)
@@ -132,11 +131,10 @@ def test(
         "lengths": lengths,
     }
     log.info(
-        "%d games: mean return %.2f, standard deviation %.2f, min %.2f, max %.2f, "
-        "median %.2f (%s actions, %d steps, %.0f s)",
-        *(result["num_games"], result["mean"], result["std"], result["min"]),
-        *(result["max"], result["median"], result["policy"], sum(lengths)),
-        result["seconds"],
+        "%(num_games)d games: mean return %(mean).2f, standard deviation %(std).2f, "
+        "min %(min).2f, max %(max).2f, median %(median).2f (%(policy)s actions, "
+        "%(steps)d steps, %(seconds).0f s)",
+        result | {"steps": sum(lengths)},
     )
     if flags.video:
         log.info("Video in %s", flags.video)
@@ -169,19 +167,16 @@ def write_result(path: Path, flags: Flags, result: dict[str, Any]) -> None:
 # --- Playing --------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _view(flags: Flags) -> Iterator[Video | None]:
+def _view(flags: Flags) -> contextlib.AbstractContextManager[Video | None]:
     """The video; or None, if there is none."""
     if flags.video:
-        with Video(flags.video) as video:
-            yield video
-        return
+        return Video(flags.video)
     if flags.mode == "test_render" and not has_display():
         raise FlagError(
             "--mode test_render needs a display, and neither DISPLAY nor "
             "WAYLAND_DISPLAY is set; record a video instead: --video FILE.mp4"
         )
-    yield None
+    return contextlib.nullcontext()
 
 
 def play_in_processes(
@@ -199,50 +194,68 @@ def play_in_processes(
     draws = flags.video or flags.mode == "test_render"
     count = min(1 if draws else num_cpus(), math.ceil(len(numbers) / BATCH))
     # They may first import packages, and make or reset slow environments.
-    watch = StepWatch(step_counters(count), max(flags.actor_timeout, START_SECONDS))
+    watch = children.StepWatch(max(flags.actor_timeout, START_SECONDS))
     weights = pickle.dumps(model_state)  # bytes: tensors would go through shared memory
     left: dict[children.Child, int] = {}  # games that have not ended
     who = f"a process that plays games of {flags.env}"
     with children.Children(actor_context()) as group:
         for i in range(count):
             own = [n for n in numbers if n // BATCH % count == i]  # whole batches
-            arguments = (flags, weights, own, watch.steps[i])
-            left[group.start(who, _play_in_child, *arguments)] = len(own)
-        players = list(left)
+            left[start_player(group, who, flags, own, TEST_STREAM)] = len(own)
+        for child in left:
+            child.send(weights)
         while left:
             ready = children.wait(left, 1.0)
-            stuck = watch.find_stuck({players.index(child) for child in left})
-            if stuck is not None:
-                text = watch.explain(stuck, who, players[stuck].process.pid)
-                raise children.ProcessError(text)
+            watch.check(left)
             for child in ready:
                 if game := child.receive():
                     yield game
                     left[child] -= 1
                     if not left[child]:
                         del left[child]
+        for child in group.alive:
+            child.pipe.close()  # no more weights
         group.end(CLOSE_SECONDS)
+
+
+def start_player(
+    group: children.Children,
+    who: str,
+    flags: Flags,
+    numbers: Sequence[int],
+    stream: int,
+) -> children.Child:
+    """Starts a child that plays these games whenever it is sent weights.
+
+    Weights are a pickled state dict. It sends each game when it ends, or an error.
+    """
+    (steps,) = step_counters(1)
+    child = group.start(who, _play_in_child, flags, numbers, stream, steps)
+    child.steps = steps
+    return child
 
 
 def _play_in_child(
     flags: Flags,
-    weights: bytes,
     numbers: Sequence[int],
+    stream: int,
     steps: torch.Tensor,
     pipe: connection.Connection,
 ) -> None:
-    """The child process: sends each game, or an error; counts in steps []."""
     children.begin_child()
+    os.nice(19 if stream == EVAL_STREAM else 0)  # the training has priority
     torch.set_num_threads(1)
-    seed_globals(flags.seed, TEST_STREAM, numbers[0])
     on_step = functools.partial(steps.add_, 1)
-    with (
-        children.sending_errors(pipe, f"a game of {flags.env} failed"),
-        _view(flags) as video,
-    ):
-        state = pickle.loads(weights)
-        for game in play(flags, state, numbers, video, on_step=on_step):
-            pipe.send(game)
+    with contextlib.suppress(EOFError, OSError):  # there are no more weights
+        while True:
+            weights = pickle.loads(pipe.recv())
+            seed_globals(flags.seed, stream, numbers[0])  # always the same games
+            with (
+                children.sending_errors(pipe, f"a game of {flags.env} failed"),
+                _view(flags) as video,
+            ):
+                for game in play(flags, weights, numbers, video, stream, on_step):
+                    pipe.send(game)
 
 
 def play(
@@ -277,10 +290,7 @@ def play(
             on_step()
         first = next(iter(envs.values()))
         spaces = first.observation_space, first.action_space
-        model = make_model(flags, *spaces, torch.device("cpu"))
-        checkpoint.check_fit(model_state, model)
-        model.load_state_dict(model_state)
-        prepare_to_act(model)
+        model = load_model(flags, *spaces, model_state)
         generators = [torch.Generator() for _ in range(BATCH)]
         playing: dict[int, int] = {}  # row of the batch: number of the game
 

@@ -9,9 +9,9 @@ import contextlib
 import functools
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ import torch
 from torchbeast.base.errors import FlagError
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core import rollout
-from torchbeast.core.acting import act_step, prepare_to_act
+from torchbeast.core.acting import act_step
 from torchbeast.local.env_spec import EnvSpec
-from torchbeast.model import Net, make_model
+from torchbeast.model import Net
+from torchbeast.play.agent import load_model
 from torchbeast.play.evaluate import TEST_STREAM, Game
 from torchbeast.remote.remote_envs import RemoteEnvs, server_addresses
 from torchbeast.remote.streams import StreamGroup, as_stored
-from torchbeast.runs import checkpoint
 from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def play_on_servers(
     if "num_actors" not in flags.typed:
         layout["num_actors"] = len(server_addresses(flags)) if not flags.listen else 1
     flags = flags.replace(**layout)
-    results: queue.SimpleQueue[Game | BaseException] = queue.SimpleQueue()
+    results: queue.SimpleQueue[Game] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
         envs = RemoteEnvs(flags, derive_seed(flags.seed, TEST_STREAM))
         stack.callback(envs.close)
@@ -119,9 +119,8 @@ def play_on_servers(
         if envs.listener:
             envs.listener.settle(spec.hello)
         cpu = torch.device("cpu")
-        model = make_model(flags, spec.observation_space, spec.action_space, cpu)
-        model.load_state_dict(model_state)
-        prepare_to_act(model)
+        spaces = spec.observation_space, spec.action_space
+        model = load_model(flags, *spaces, model_state)
         new_env = torch.zeros(1, 1, 1, dtype=torch.int64)
         streams = StreamGroup(
             flags,
@@ -132,50 +131,35 @@ def play_on_servers(
             acting_device=cpu,
             learning_device=cpu,
         )
-        tasks: list[Callable[[], Any]] = [
-            streams.pool.run,
-            functools.partial(
-                _answer, flags, model, streams, spec.num_envs, numbers, results.put
-            ),
-            functools.partial(collections.deque, streams.queue, 0),  # drops rollouts
-        ]
-        for work in tasks:
-            thread = threading.Thread(target=_guard, args=(work, results.put))
-            thread.start()
-            stack.callback(thread.join)
+        threads = stack.enter_context(ThreadPoolExecutor(3))
         stack.callback(streams.close)  # before the threads are joined
+        answered = model, streams, spec.num_envs, numbers, results.put
+        tasks = [
+            threads.submit(_answer, flags, *answered),
+            threads.submit(streams.pool.run),
+            threads.submit(collections.deque, streams.queue, 0),  # drops rollouts
+        ]
         left = len(numbers)
         while left:
             envs.report([streams])
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises what has ended it
             with contextlib.suppress(queue.Empty):
-                result = results.get(timeout=1.0)
-                if isinstance(result, BaseException):
-                    raise result
-                yield result
+                yield results.get(timeout=1.0)
                 left -= 1
 
 
 def fits(
     flags: Flags, model_state: dict[str, torch.Tensor]
-) -> Callable[[EnvSpec], None]:
+) -> Callable[[EnvSpec], Any]:
     """A check for RemoteEnvs.find_env_spec: the spaces must be the checkpoint's.
 
     It raises CheckpointError if the weights do not fit a model for the environments.
     """
-
-    def check(env: EnvSpec) -> None:
-        spaces = env.observation_space, env.action_space
-        model = make_model(flags, *spaces, torch.device("cpu"))
-        checkpoint.check_fit(model_state, model)
-
-    return check
-
-
-def _guard(work: Callable[[], Any], report: Callable[[BaseException], None]) -> None:
-    try:
-        work()
-    except BaseException as error:
-        report(error)
+    return lambda env: load_model(
+        flags, env.observation_space, env.action_space, model_state
+    )
 
 
 def _answer(

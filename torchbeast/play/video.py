@@ -1,5 +1,6 @@
 """Recording games to a video file."""
 
+import contextlib
 import logging
 import math
 import os
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from torchbeast.base.errors import FlagError
+from torchbeast.envs.checks import describe
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +28,14 @@ def picture(rendered: Any, env: str) -> np.ndarray:
     Raises:
       FlagError: it is no picture.
     """
-    try:
+    with contextlib.suppress(ValueError):  # a ragged list
         found = np.asarray(rendered)
         is_rgb = found.ndim == 3 and found.shape[2] == 3 and found.size > 0
         if is_rgb and found.dtype.kind in "uif":
             return found
-        what = f"an array {list(found.shape)} of {found.dtype}"
-    except ValueError:  # a ragged list
-        what = type(rendered).__name__
     raise FlagError(
-        f"--video: render() of {env} returns {'None' if rendered is None else what}, "
-        'and with render_mode="rgb_array" it must return a picture [H, W, 3] of '
-        "numbers"
+        f"--video: render() of {env} returns {describe(rendered)}, and with "
+        'render_mode="rgb_array" it must return a picture [H, W, 3] of numbers'
     )
 
 

@@ -18,11 +18,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchbeast.base.errors import UserError
 from torchbeast.procs import processes, standard_streams
-from torchbeast.procs.wake_pipe import WakePipe
 
 if TYPE_CHECKING:
     from multiprocessing import connection
@@ -38,6 +37,13 @@ class ProcessError(UserError, RuntimeError):
 
 
 # --- In the parent --------------------------------------------------------------------
+
+FORK_SERVER = "process that starts actors (fork server)"
+FORK_SERVER_IS_GONE = 255  # multiprocessing's exit code if the fork server has died
+HINTS = {
+    -signal.SIGKILL: " (out of memory? see dmesg)",
+    -signal.SIGBUS: " (is /dev/shm full?)",
+}
 
 
 @contextlib.contextmanager
@@ -79,10 +85,6 @@ def _choose_folder_of_sockets() -> None:
         tempfile.tempdir = before
 
 
-FORK_SERVER = "process that starts actors (fork server)"
-FORK_SERVER_IS_GONE = 255  # multiprocessing's exit code if the fork server has died
-
-
 def how_it_ended(code: int | None) -> str:
     """Describes an exit code of multiprocessing in words."""
     if code is not None and code < 0:
@@ -90,8 +92,7 @@ def how_it_ended(code: int | None) -> str:
             name = signal.Signals(-code).name
         except ValueError:  # a real-time signal
             name = str(-code)
-        hint = " (out of memory? see dmesg)" if code == -signal.SIGKILL else ""
-        return f"by signal {name}{hint}"
+        return f"by signal {name}{HINTS.get(code, '')}"
     return f"with exit status {code}"
 
 
@@ -149,12 +150,21 @@ class Child:
       who: what it is, for messages.
       process: of multiprocessing.
       pipe: the parent's end.
+      steps: an integer in shared memory that the child counts up, for StepWatch.
     """
 
-    start_method = ""
+    steps: Any = None
 
-    def __init__(self, who: str, process: Any, pipe: connection.Connection) -> None:
+    def __init__(
+        self, who: str, process: Any, pipe: connection.Connection, start_method: str
+    ) -> None:
         self.who, self.process, self.pipe = who, process, pipe
+        self._start_method = start_method
+
+    def send(self, message: Any) -> None:
+        """Sends a message. If the child has died, only `receive` says so."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(message)
 
     def receive(self) -> Any:
         """A message from the child; None if it has sent none yet.
@@ -182,7 +192,7 @@ class Child:
         self.process.join(1.0)
         code = self.process.exitcode
         how = f"died {how_it_ended(code)}"
-        if code == FORK_SERVER_IS_GONE and self.start_method == "forkserver":
+        if code == FORK_SERVER_IS_GONE and self._start_method == "forkserver":
             return f"{how}, or the {FORK_SERVER} died (out of memory?)"
         return how
 
@@ -223,8 +233,8 @@ class Children(Guardian):
                 ) from error
             self.guard(process.pid)
         child_pipe.close()
-        child = Child(who, process, pipe)
-        child.start_method = self.context.get_start_method()
+        who, method = f"{who} (pid {process.pid})", self.context.get_start_method()
+        child = Child(who, process, pipe, method)
         self.alive.append(child)
         return child
 
@@ -269,6 +279,56 @@ def wait(
     objects = [x for child in children for x in (child.pipe, child.process.sentinel)]
     ready = connection.wait([*objects, *wake_up], timeout)
     return [c for c in children if c.pipe in ready or c.process.sentinel in ready]
+
+
+class StepWatch:
+    """Finds children that take no steps.
+
+    Args:
+      timeout: seconds without a step after which a child is stuck.
+
+    Attributes:
+      awake: seconds of watching, without the time in which the run is suspended.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout, self.awake = timeout, 0.0
+        self._checked_at = time.monotonic()
+        self._seen: dict[Child, tuple[int, float]] = {}  # steps, and `awake` then
+
+    def restart(self, child: Child) -> None:
+        """Gives a child its full time, for example after it was idle."""
+        self._seen.pop(child, None)
+
+    def check(self, children: Iterable[Child]) -> None:
+        """Call it once per second. Raises ProcessError if one of them is stuck."""
+        now = time.monotonic()
+        # A longer gap between two calls means that the run was suspended.
+        self.awake += min(now - self._checked_at, 2.0)
+        self._checked_at = now
+        for child in children:
+            steps = int(child.steps)
+            seen, since = self._seen.get(child, (-1, 0.0))
+            if steps != seen:
+                self._seen[child] = steps, self.awake
+            elif self.awake - since > self.timeout:
+                self.fail(child)
+
+    def fail(self, child: Child) -> NoReturn:
+        """Prints the stack of a stuck child and raises ProcessError."""
+        print_stack(child)
+        raise ProcessError(
+            f"{child.who} made no step for {self.timeout:g} s. Its stack is printed "
+            "above, if the process could print it. If the environment is that slow, "
+            "raise --actor_timeout"
+        )
+
+
+def print_stack(child: Child) -> None:
+    """Makes a child print its Python stack, see begin_child."""
+    with contextlib.suppress(OSError):
+        os.kill(child.process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
 
 
 # --- In the child ---------------------------------------------------------------------
@@ -347,7 +407,7 @@ def end_on_request(
     """
     from multiprocessing import connection  # slow
 
-    signals = WakePipe()
+    signals = processes.WakePipe()
     signals.wake_on_signals()
 
     def wait() -> None:

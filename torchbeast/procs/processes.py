@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 
 from torchbeast.base.hardware import num_cpus as num_cpus  # for users of this module
 from torchbeast.procs import standard_streams
-from torchbeast.procs.wake_pipe import WakePipe
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Signals within this time after the first count as the same request: `timeout` signals
@@ -129,6 +128,45 @@ def raise_on_stop_signals() -> Iterator[None]:
         yield
 
 
+class WakePipe:
+    """One thread waits for `reader`, others call `wake`. Its methods return at once.
+
+    Attributes:
+      reader: a file descriptor; it is readable after `wake`, until `drain`.
+    """
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self._writer, False)
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: the thread is awake
+            os.write(self._writer, b"w")
+
+    def wake_on_signals(self) -> int:
+        """Lets signals with a handler wake, too. Returns the previous descriptor.
+
+        Python allows it in the main thread only; elsewhere it has no effect.
+        """
+        return self.stop_waking_on_signals(self._writer)
+
+    def stop_waking_on_signals(self, previous: int) -> int:
+        if not in_main_thread():
+            return -1
+        return signal.set_wakeup_fd(previous, warn_on_full_buffer=False)
+
+    def drain(self) -> bytes:
+        """Empties the pipe. Returns its bytes, among them the numbers of signals."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.reader, 4096)
+        return b""
+
+    def close(self) -> None:
+        os.close(self.reader)
+        os.close(self._writer)
+
+
 class StopSignals:
     """Notes stop signals and wakes the main thread.
 
@@ -145,15 +183,15 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         self.wake_pipe = WakePipe()
-        self._old_wakeup = self.wake_pipe.wake_on_signals()
-        self._handling = handling(self._note)
-        self._handling.__enter__()
+        self._undo = contextlib.ExitStack()
+        self._undo.callback(self.wake_pipe.close)
+        old = self.wake_pipe.wake_on_signals()
+        self._undo.callback(self.wake_pipe.stop_waking_on_signals, old)
+        self._undo.enter_context(handling(self._note))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._handling.__exit__(None, None, None)
-        self.wake_pipe.stop_waking_on_signals(self._old_wakeup)
-        self.wake_pipe.close()
+        self._undo.close()
 
 
 def run_script(main: Callable[[], int | None]) -> NoReturn:

@@ -27,7 +27,6 @@ from torchbeast.base import errors
 from torchbeast.core import finite, replay_memory, rollout
 from torchbeast.core.observations import log_encoders
 from torchbeast.procs import processes
-from torchbeast.procs.wake_pipe import WakePipe
 from torchbeast.records import code_record
 from torchbeast.records.logs_csv import join_columns, spread
 from torchbeast.records.meta import FileWriter
@@ -99,7 +98,7 @@ class Run:
         self._profile = Profile(self.flags, learner.num_updates)
         self._status_line = Status(learner.step, self.flags.total_steps)
         self._trackers: list[Tracker] = []
-        self._wake_pipe = WakePipe()
+        self._wake_pipe = processes.WakePipe()
         self.wake, self.wake_reader = self._wake_pipe.wake, self._wake_pipe.reader
 
     def __enter__(self) -> Run:
