@@ -167,12 +167,13 @@ def start(savedir: Path, xpid: str, **flags: Any) -> Process:
     return start_words(command(savedir, xpid, **flags))
 
 
-def start_words(words: list[str]) -> Process:
+def start_words(words: list[str], fresh: bool = False) -> Process:
     """Starts a command in its own session, and so in its own process group.
 
-    A module forks from a program that has PyTorch, see `Forked`.
+    A module forks from a program that has PyTorch, see `Forked`; with `fresh` it is a
+    new program, which imports all that it needs.
     """
-    if words[:2] == [sys.executable, "-m"]:
+    if words[:2] == [sys.executable, "-m"] and not fresh:
         return Forked(words, stdout=subprocess.PIPE)
     return subprocess.Popen(
         words,

@@ -1,6 +1,7 @@
 """The benchmarks, run for seconds: do they measure the right thing?"""
 
 import gzip
+import itertools
 import json
 import math
 import subprocess
@@ -177,34 +178,51 @@ def test_study_compares_settings_and_keeps_finished_runs(tmp_path, capsys):
     )
 
 
-@pytest.mark.timeout(240)  # two starts of a run
-def test_regression_compares_with_the_stored_returns(tmp_path, monkeypatch, capsys):
+@pytest.mark.timeout(240)  # three runs
+def test_regression_compares_with_the_stored_scores(tmp_path, monkeypatch, capsys):
     flags = ["--preset", "classic-control", "--total_steps", "2560"]
     monkeypatch.setitem(regression.CASES, "cartpole", flags)
     stored = tmp_path / "stored.json"
 
     def check(name, *arguments):
         out = str(tmp_path / name)
-        few = ["--cases", "mono-cartpole", "--seeds", "1", "--stored", str(stored)]
-        status = regression.main([*few, "--out", out, *arguments])
+        few = ["--cases", "mono-cartpole", "--stored", str(stored), "--out", out]
+        status = regression.main([*few, *arguments])
         return status, capsys.readouterr().out
 
-    assert check("a", "--store")[0] == 0
-    returns = json.loads(stored.read_text())["mono-cartpole"]["returns"]
-    assert len(returns) == 1
-    assert 5 < returns[0] < 100
+    assert check("a", "--store", "--seeds", "1", "2")[0] == 0
     content = json.loads(stored.read_text())
-    within = regression.verdict("mono-cartpole", [0.91 * returns[0]], content)
-    assert within.startswith("ok: ")
-    content["mono-cartpole"]["returns"] = [400.0, 500.0]
+    assert len(content["mono-cartpole"]["scores"]) == 2
+    assert all(5 < x < 100 for x in content["mono-cartpole"]["scores"])
+    content["mono-cartpole"]["scores"] = [400.0 + x for x in range(60)]
     stored.write_text(json.dumps(content))
-    status, said = check("b")
+    status, said = check("b", "--seeds", "1", "--more", "--learning_rate 0")
     assert status == 1
-    assert "; FAILED: 360.0 and more were expected" in said
+    assert "; FAILED: p = 0.016 against 429.5 of 60 stored seeds" in said
+    meta = json.loads((tmp_path / "b" / "mono-cartpole-1" / "meta.json").read_text())
+    assert meta["args"]["learning_rate"] == 0
     content["mono-cartpole"]["flags"] = ["--preset", "other"]
     assert regression.verdict("mono-cartpole", [1.0], content).startswith("new: ")
     with pytest.raises(SystemExit):
         check("b")  # would mix the runs of two commits
+    with pytest.raises(SystemExit):
+        check("c", "--store", "--more", "--learning_rate 0")
+
+
+def test_a_permutation_test_against_all_orders():
+    """The share of all orders whose first scores are as low, counted one by one."""
+    new, stored = [1.0, 5.0], [2.0, 2.0, 7.0, 3.0]
+    orders = list(itertools.permutations([*new, *stored]))
+    low = sum(order[0] + order[1] <= 6.0 for order in orders)
+    assert regression.p_value(new, stored) == pytest.approx(low / len(orders))
+    assert regression.p_value([0.0, 0.1, 0.2, 0.3], range(1, 9)) == 1 / 495
+    assert regression.p_value([3.0], [3.0]) == 1.0
+
+
+def test_a_score_is_the_area_below_the_curve():
+    points = [(10, 0.0), (20, 4.0), (50, 4.0)]
+    curve = [{"step": a, "mean_game_return_100": b} for a, b in points]
+    assert regression.score(curve) == pytest.approx((10 * 2 + 30 * 4) / 40)
 
 
 def test_keep_run_keeps_every_evaluation():

@@ -155,8 +155,9 @@ def test_the_number_of_processes_changes_nothing(tmp_path):
     for allowed, games in ((cpus, 13), ({min(cpus)}, 9)):
         os.sched_setaffinity(0, allowed)  # children inherit it
         try:
-            process = runs.start(tmp_path, "a", mode="test", num_test_episodes=games)
-            runs.finish(process)
+            test = {"mode": "test", "num_test_episodes": games}
+            words = runs.command(tmp_path, "a", **test)
+            runs.finish(runs.start_words(words, fresh=True))
         finally:
             os.sched_setaffinity(0, cpus)
         results.append(read_result(tmp_path))

@@ -173,7 +173,7 @@ def test_a_field_of_the_info_that_reaches_the_loss(tmp_path):
 
 def test_another_optimizer_and_schedule(tmp_path):
     fork = Fork(tmp_path, "optimizer")
-    assert fork.files == {"torchbeast/learner.py"}
+    assert fork.files == {"torchbeast/optimizer.py"}
     peak = 0.002
     flags = {"learning_rate": peak, "optimizer": "adam"}
     rates = column(fork.train(**flags), "learning_rate")

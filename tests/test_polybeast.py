@@ -210,14 +210,15 @@ def test_sigint_during_the_start(tmp_path, small, monkeypatch):
     """During imports on both sides, and while servers make their environments."""
     monkeypatch.setenv("FAULT_FILE", str(tmp_path / "fault"))
     small["env"] = "faulty:SlowToMake"
-    process = runs.start(tmp_path, "a", **small)
+    words = runs.command(tmp_path, "a", **small)
+    process = runs.start_words(words, fresh=True)
     wait_until(lambda: loaded(process, "libtorch_cpu"), "the import of torch")
     os.killpg(process.pid, signal.SIGINT)
     assert runs.finish(process) == "SIGINT during the start: no run was started.\n"
     assert process.returncode == 130
     assert_nothing_left(process, tmp_path)
 
-    process = runs.start(tmp_path, "a", **small)
+    process = runs.start_words(words, fresh=True)
     wait_until(lambda: processes_of_session(process.pid)[1:], "the servers' start")
     os.killpg(process.pid, signal.SIGINT)
     output = runs.finish(process)
@@ -226,7 +227,7 @@ def test_sigint_during_the_start(tmp_path, small, monkeypatch):
     assert "Traceback" not in output
     assert_nothing_left(process, tmp_path)
 
-    process = runs.start(tmp_path, "a", **small)
+    process = runs.start_words(words, fresh=True)
     wait_until(lambda: len(list(tmp_path.glob("fault.*"))) == 2, "two environments")
     os.killpg(process.pid, signal.SIGINT)
     output = runs.finish(process)

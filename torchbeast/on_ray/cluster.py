@@ -11,7 +11,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-import psutil  # comes with Ray
+import psutil
 import ray
 from ray import exceptions
 
