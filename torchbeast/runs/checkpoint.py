@@ -224,10 +224,10 @@ def check_fit(found: dict[str, Any], model: torch.nn.Module) -> None:
     if differences:
         raise CheckpointError(
             "the checkpoint's weights don't fit the model that the flags and the "
-            f"environment's spaces define: {_some(differences)}. Give the --env, "
-            "--model, --use_lstm, --normalize_observations and --normalize_rewards of "
-            "the checkpoint, or another --xpid. If an older "
-            "version saved it, use the commit in its meta.json"
+            f"environment's spaces define: {_some(differences)}. Give the --env "
+            "and the flags of the model (--model, --use_lstm, ...) that the checkpoint "
+            "has, or another --xpid. If an older version saved it, use the commit in "
+            "its meta.json"
         )
 
 
