@@ -230,7 +230,7 @@ def test_the_published_preset_has_the_published_values():
         assert all(flags[x] == DECLARED[x].default for x in others)
 
 
-def test_the_sticky_preset_differs_only_in_its_protocol():
+def test_the_sticky_preset_differs_only_in_its_protocol_and_epsilon():
     published, sticky = preset_flags("impala-atari"), preset_flags("sticky-atari")
     changes = {k: (published[k], x) for k, x in sticky.items() if published[k] != x}
     assert changes == {
@@ -238,6 +238,7 @@ def test_the_sticky_preset_differs_only_in_its_protocol():
         "sticky_actions": (0.0, 0.25),
         "full_action_space": (False, True),
         "life_loss": (True, False),
+        "epsilon_outside_root": (False, True),
     }
     assert sticky["max_episode_frames"] == 108_000
 

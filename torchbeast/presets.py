@@ -31,13 +31,34 @@ _ADAM: dict[str, Any] = {
 PRESETS: dict[str, dict[str, Any]] = {
     "impala-atari": _IMPALA,
     "impala2018": _IMPALA,  # its older name
-    # Machado et al. 2018: sticky actions, all 18 actions, whole games.
+    # Machado et al. 2018: sticky actions, all 18 actions, whole games. The optimizer's
+    # step is that of Cleanba (Huang et al. 2023); batch and network are not.
     "sticky-atari": {
         **_IMPALA,
+        "epsilon_outside_root": True,
         "noop_max": 0,
         "sticky_actions": 0.25,
         "full_action_space": True,
         "life_loss": False,
+    },
+    # Asynchronous PPO (Schulman et al. 2017, table 5, and what its implementations add):
+    # 8 environments, 4 passes in 4 minibatches of 256 steps. Their mean loss has 0.5 for
+    # grad_norm_clipping; ours is the sum over the 256 steps.
+    "appo-atari": {
+        "num_actors": 2,
+        "envs_per_actor": 4,
+        "unroll_length": 128,
+        "batch_size": 8,
+        "trace_decay": 0.95,
+        "normalize_advantages": True,
+        "clip_ratio": 0.1,
+        "optimizer": "adam",
+        "learning_rate": 0.00025,
+        "epsilon": 0.00001,
+        "updates_per_batch": 16,
+        "minibatches": 4,
+        "grad_norm_clipping": 128.0,
+        "total_steps": 10_000_000,
     },
     # Schmitt et al. 2019: 7 replayed rollouts for each online one. They keep 10 million
     # steps, which need 71 GB; this is a tenth.
@@ -95,6 +116,7 @@ BEFORE_THE_FLAG_EXISTED: dict[str, Any] = {
     "optimizer": "rmsprop",
     "updates_per_batch": 1,
     "minibatches": 1,
+    "epsilon_outside_root": False,
 }
 
 RENAMED = {"sticky": "sticky-atari", "cartpole": "classic-control"}
