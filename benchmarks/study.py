@@ -19,13 +19,14 @@ largest fall of each seed's return below its highest so far.
 import argparse
 import csv
 import dataclasses
-import math
 import shlex
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from torchbeast.records.saved_runs import read_run
 
 POINTS = 100  # of a curve
 COLUMNS = ("step", "_time", "mean_game_return_100", "entropy", "sps")
@@ -87,27 +88,6 @@ def read_curve(folder: Path) -> list[dict[str, float]]:
     last = len(rows) - 1
     places = sorted({round(i * last / (POINTS - 1)) for i in range(POINTS)})
     return [{name: float(rows[i][name] or "nan") for name in COLUMNS} for i in places]
-
-
-def largest_fall(folder: Path) -> float:
-    """How far the return fell at most, as a share of its highest value so far.
-
-    The first games are left out: it counts from where the return reaches a tenth of the
-    run's highest. Returns of games that are lost with less than 0 points have no share;
-    nan.
-    """
-    with (folder / "logs.csv").open() as file:
-        column = (row["mean_game_return_100"] for row in csv.DictReader(file))
-        returns = [float(x) for x in column if x]
-    highest = max(returns)
-    if highest <= 0:
-        return math.nan
-    peak = fall = 0.0
-    for x in returns:
-        peak = max(peak, x)
-        if peak >= 0.1 * highest:
-            fall = max(fall, 1 - x / peak)
-    return fall
 
 
 def return_at(curve: list[dict[str, float]], share: float) -> float:
@@ -174,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 folder = train(study, name, seed, args.out)
                 curve = read_curve(folder)
                 curves.setdefault(name, {})[seed] = curve
-                falls.setdefault(name, {})[seed] = largest_fall(folder)
+                falls.setdefault(name, {})[seed] = read_run(folder).largest_fall()
                 write_curve(args.out / "curves" / f"{name}-{seed}.csv", curve)
                 (args.out / "table.md").write_text(table(study, curves, falls))
     except (StudyError, OSError) as error:

@@ -48,7 +48,7 @@ import torch
 
 from torchbeast import monobeast
 from torchbeast.base import devices
-from torchbeast.base.hardware import keep_freed_memory
+from torchbeast.base.hardware import cpu_model, keep_freed_memory
 from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
 from torchbeast.envs.environment import Environment
@@ -413,8 +413,6 @@ def medians(results: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def describe_machine() -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo").read_text()
-    model = re.search(r"^model name\s*: (.*)", cpuinfo, re.MULTILINE)
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=ROOT,
@@ -424,7 +422,7 @@ def describe_machine() -> dict[str, Any]:
     )
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "cpu": model[1] if model else platform.processor(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "gpu": gpu,
         "python": platform.python_version(),

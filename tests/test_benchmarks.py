@@ -16,6 +16,8 @@ import regression
 import study
 import throughput
 
+from torchbeast.records.saved_runs import read_run
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -143,10 +145,10 @@ def test_transport_measures_a_bare_stream(tmp_path):
         ([-21, -20, -3], math.nan),
     ],
 )
-def test_study_finds_the_largest_fall(tmp_path, returns, fall):
+def test_the_largest_fall(tmp_path, returns, fall):
     lines = ["step,mean_game_return_100", *(f"{i},{x}" for i, x in enumerate(returns))]
     (tmp_path / "logs.csv").write_text("\n".join(lines) + "\n")
-    assert study.largest_fall(tmp_path) == pytest.approx(fall, nan_ok=True)
+    assert read_run(tmp_path).largest_fall() == pytest.approx(fall, nan_ok=True)
 
 
 @pytest.mark.timeout(240)  # three starts of a run

@@ -192,3 +192,14 @@ def test_rollouts_beyond_the_data_segment_are_refused(tmp_path):
     assert process.returncode == 1
     assert f"exceed max_rollout_bytes, which is {6_000_000 * 1024 // 2}" in output
     assert "Traceback" not in output
+
+
+def test_the_name_of_the_cpu(tmp_path):
+    """Virtual machines give several generations one name: the numbers differ."""
+    file = tmp_path / "cpuinfo"
+    lines = "vendor_id\t: X\ncpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\n"
+    file.write_text(f"processor\t: 0\n{lines}\nprocessor\t: 1\n{lines}")
+    assert hardware.cpu_model(file) == "AMD EPYC (family 25, model 1)"
+    file.write_text("processor\t: 0\nmodel name\t: ARMv8\n")
+    assert hardware.cpu_model(file) == "ARMv8"
+    assert hardware.cpu_model(tmp_path / "none")

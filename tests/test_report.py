@@ -6,12 +6,14 @@ import pathlib
 import subprocess
 import sys
 
+import ale_py
 import numpy as np
 import pytest
 import runs
 
 from torchbeast import report
 from torchbeast.records import meta as meta_file
+from torchbeast.records.atari_scores import RANDOM_AND_HUMAN
 from torchbeast.records.groups import iqm_interval
 from torchbeast.records.meta import FileWriter
 from torchbeast.records.saved_runs import read_run
@@ -58,8 +60,9 @@ def test_the_row_of_a_run(tmp_path):
         "seed": "3",
         "commit": "0123456 + changes",
         "steps": "3,000",
-        "return, last 100 games": "1.25",
         "test, mean ± std": "",
+        "return, last 100 games": "1.25",
+        "largest fall": "0%",
         "wall-clock": row["wall-clock"],
         "hardware": "2 × Some CPU, Some GPU",
     }
@@ -100,7 +103,7 @@ def test_a_run_without_meta_json_has_no_known_protocol(tmp_path):
 def test_a_resumed_run(tmp_path):
     """Its pauses don't count, and its commits and protocols are those of all starts."""
     path = make_run(tmp_path)
-    rows = ["_tick,_time,step", "0,1010,10", "1,1060,20", "2,5005,30", "3,8600,40"]
+    rows = ["_tick,_time,step", "0,1010,10", "1,1060,20", "2,5005,30", "3,5040,40"]
     (path / "logs.csv").write_text("\n".join(rows) + "\n")
     starts = [{"git": {"commit": c * 40}, "flags": FLAGS} for c in "aab"]
     date = "1970-01-01T{}+00:00".format
@@ -111,9 +114,9 @@ def test_a_resumed_run(tmp_path):
         starts=starts,
         git=starts[-1]["git"],
     )
-    assert read_run(path).seconds() == 60 + 3600
+    assert read_run(path).seconds() == 60 + 40
     row = report.table_row(path)
-    assert row["wall-clock"] == "1:01:00"
+    assert row["wall-clock"] == "0:01:40"
     assert row["commit"] == "aaaaaaa → bbbbbbb"
     assert "changed" not in row["protocol"]
     starts[1]["flags"] = FLAGS | {"reward_clipping": "abs_one"}
@@ -305,9 +308,66 @@ def test_a_row_per_group(tmp_path, capsys):
         "IQM at 100 [95 %]": f"{middle / 2:.2f} [{low / 2:.2f}, {high / 2:.2f}]",
         "IQM at 150 [95 %]": f"{middle / 2:.2f} [{low / 2:.2f}, {high / 2:.2f}]",
         "IQM at the end [95 %]": f"{middle:.2f} [{low:.2f}, {high:.2f}]",
+        "largest fall": "0%",
     }
     # One run has no interval.
     assert second["IQM at the end [95 %]"] == "3.00"
+
+
+def test_tests_falls_and_seeds_of_tuning(tmp_path, capsys):
+    """The tests of all runs are the headline; runs that were tuned on don't count."""
+    names = make_group(tmp_path, "a", [9.0, 1.0, 2.0])
+    with (tmp_path / "a-3" / "logs.csv").open("a") as file:
+        file.write((tmp_path / "a-3" / "logs.csv").read_text().splitlines()[2] + "\n")
+    more = ["--savedir", tmp_path, "--group", "--tuned_on", "1", "7"]
+    (row,) = table(capsys, *names, *more)
+    assert row["runs"] == "2 (1 of tuning left out)"
+    assert row["largest fall"] == "50%"  # from 2 to 1
+    assert row["IQM at the end [95 %]"] == "1.00 [1.00, 1.00]"
+    assert "IQM of tests [95 %]" not in row
+    test = {"std": 1.0, "num_games": 100, "policy": "sampled"}
+    for name, mean in zip(names, (50.0, 3.0, 5.0), strict=True):
+        (tmp_path / name / "test.json").write_text(json.dumps({**test, "mean": mean}))
+    (row,) = table(capsys, *names, *more)
+    assert row["IQM of tests [95 %]"] == "4.00 [3.00, 5.00]"
+    with pytest.raises(SystemExit):
+        report.main([*names, *map(str, more), "2", "3"])
+    assert "all runs of a have seeds of --tuned_on" in capsys.readouterr().err
+
+
+def test_scores_of_a_human(tmp_path, capsys):
+    """--scores atari: 0 is a random player, 1 a human one."""
+    flags = {"env": "PongNoFrameskip-v4"}, {"env": "ALE/SpaceInvaders-v5"}
+    pong = make_group(tmp_path, "pong", [14.6, 14.6], **flags[0])
+    space = make_group(tmp_path, "space", [148.0, 148.0], **flags[1])
+    words = ["--savedir", tmp_path, "--method", "x", *pong, *space]
+    *_, both = table(capsys, *words, "--scores", "atari")
+    assert both["task"] == "all 2, normalised"
+    assert both["IQM at the end [95 %]"].startswith("0.50 ")
+    other = make_group(tmp_path, "pole", [5.0], env="CartPole-v1")
+    with pytest.raises(SystemExit):
+        report.main([*map(str, words), *other, "--scores", "atari"])
+    assert "--scores has no 'CartPole-v1'" in capsys.readouterr().err
+
+
+def test_scores_of_every_atari_game():
+    assert len(RANDOM_AND_HUMAN) == 57
+    assert RANDOM_AND_HUMAN.keys() <= set(ale_py.roms.get_all_rom_ids())
+    assert all(low < high for low, high in RANDOM_AND_HUMAN.values())
+
+
+def test_a_suspended_run(tmp_path):
+    """A time without a row far beyond the usual is left out and told."""
+    path = make_run(tmp_path)
+    times = [1010, 1020, 1030, 1040, 1050, 8060, 8070]
+    rows = ["_tick,_time,step", *(f"{i},{t},{i * 10}" for i, t in enumerate(times))]
+    (path / "logs.csv").write_text("\n".join(rows) + "\n")
+    edit_meta(path, date_start="1970-01-01T00:16:40+00:00", resumed=[])
+    run = read_run(path)
+    assert run.pauses() == 7000
+    assert run.seconds() == 70
+    assert run.wall_clock().tolist() == [10, 20, 30, 40, 50, 60, 70]
+    assert report.table_row(path)["wall-clock"] == "0:01:10, paused 1:56:40"
 
 
 def test_methods_over_several_tasks(tmp_path, capsys):

@@ -41,8 +41,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "full_action_space": True,
         "life_loss": False,
     },
-    # Asynchronous PPO (Schulman et al. 2017, table 5, and what its implementations add):
-    # 8 environments, 4 passes in 4 minibatches of 256 steps. Their mean loss has 0.5 for
+    # Asynchronous PPO (Schulman et al. 2017, table 5, and what implementations add): 8
+    # environments, 4 passes in 4 minibatches of 256 steps. Their mean loss has 0.5 for
     # grad_norm_clipping; ours is the sum over the 256 steps.
     "appo-atari": {
         "num_actors": 2,

@@ -7,17 +7,20 @@
 A RUN is a name in savedir, or a folder with logs.csv (or logs.csv.gz) and meta.json.
 
 With --group, runs whose names differ only by a seed at the end are one row: the
-interquartile mean of their returns with its 95 % interval. With --method, all runs of a
-method are one group, with one row per task. With --scores, which has two reference
-returns per task, there is also a row over all tasks.
+interquartile mean of their tests and returns with its 95 % interval, and the largest
+fall of all. With --method, all runs of a method are one group, with one row per task.
+With --scores, which has two reference returns per task (atari: those of a random and of
+a human player), there is also a row over all tasks. --tuned_on names the seeds on which
+settings were chosen; groups leave these runs out and say so.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from torchbeast.base.errors import using
 from torchbeast.base.hardware import describe_hardware
 from torchbeast.procs import processes
 from torchbeast.records import protocol
+from torchbeast.records.atari_scores import RANDOM_AND_HUMAN
 from torchbeast.records.groups import (
     by_name,
     check_protocols,
@@ -37,7 +41,6 @@ from torchbeast.records.saved_runs import (
     find_run,
     read_run,
     read_runs,
-    read_test,
 )
 
 
@@ -61,6 +64,8 @@ def _table_row(folder: pathlib.Path, run: SavedRun) -> dict[str, str]:
     each = [{"args": start.get("flags"), **start} for start in starts]
     _, own = protocol.split_common(protocol.stored_protocol(start) for start in each)
     games, mean = run.last("games"), run.last("mean_game_return_100")
+    fall, paused = run.largest_fall(), run.pauses() if "_time" in run.columns else 0
+    pauses = f", paused {_duration(paused)}" if paused else ""
     return {
         "run": run.name,
         "env": args.get("env") or "",
@@ -71,18 +76,19 @@ def _table_row(folder: pathlib.Path, run: SavedRun) -> dict[str, str]:
         "seed": str(args.get("seed", "")),
         "commit": " → ".join(dict.fromkeys(filter(None, map(_commit, starts)))),
         "steps": f"{run.last('step') or 0:,.0f}",
+        "test, mean ± std": _test(run),
         "return, last 100 games": ""
         if mean is None
         else f"{mean:.2f}" + (f" ({games:.0f} games)" if (games or 100) < 100 else ""),
-        "test, mean ± std": _test(folder, run),
-        "wall-clock": _duration(run.seconds()),
+        "largest fall": "" if np.isnan(fall) else f"{fall:.0%}",
+        "wall-clock": _duration(run.seconds()) + pauses,
         "hardware": describe_hardware(meta.get("hardware")),
     }
 
 
-def _test(folder: pathlib.Path, run: SavedRun) -> str:
+def _test(run: SavedRun) -> str:
     """The result of --mode test, and in what it differs from the run."""
-    test = read_test(folder)
+    test = run.test
     if test is None:
         return ""
     notes = [f"{test['num_games']} games", test["policy"]]
@@ -121,19 +127,26 @@ def group_rows(
     runs: Sequence[SavedRun],
     steps: Sequence[int],
     references: dict[str, tuple[float, float]],
+    tuned_on: Sequence[int] = (),
 ) -> list[dict[str, str]]:
     """A row per task of a group, and one over all tasks if there are references.
 
     Args:
       steps: at which returns are compared, besides the end.
       references: per task the returns that count as 0 and as 1.
+      tuned_on: seeds on which settings were chosen; these runs are left out.
 
     Raises:
       ValueError: a run has no return at one of the steps, runs of one task have
         different protocols, or a task lacks references.
     """
     tasks: Tasks = {}
+    left_out = [x for x in runs if (x.meta.get("args") or {}).get("seed") in tuned_on]
+    if len(left_out) == len(runs):
+        raise ValueError(f"all runs of {name} have seeds of --tuned_on")
     for run in runs:
+        if run in left_out:
+            continue
         tasks.setdefault((run.protocol() or {}).get("env", "unknown"), []).append(run)
     check_protocols({f"{name}, {task}": members for task, members in tasks.items()})
     rows = [_group_row(name, task, {task: tasks[task]}, steps) for task in tasks]
@@ -144,6 +157,9 @@ def group_rows(
             )
         what = f"all {len(tasks)}, normalised"
         rows.append(_group_row(name, what, tasks, steps, references))
+    if left_out:
+        for row in rows:
+            row["runs"] += f" ({len(left_out)} of tuning left out)"
     return rows
 
 
@@ -159,27 +175,41 @@ def _group_row(
     first, last = (f"{step:,.0f}" for step in (min(last_steps), max(last_steps)))
     row = {"group": name, "task": what, "runs": str(len(runs))}
     row["steps"] = last if first == last else f"{first} to {last}"
-    for step in (*steps, None):
+
+    def summary(score: Callable[[SavedRun], float]) -> str:
         scores = []
         for task, members in tasks.items():
             zero, one = references[task] if references else (0.0, 1.0)
-            returns = np.array([run.score(step) for run in members])
+            returns = np.array([score(run) for run in members])
             scores.append((returns - zero) / (one - zero))
         mean = interquartile_mean(np.concatenate(scores))
         low, high = iqm_interval(scores)
-        place = "at the end" if step is None else f"at {step:,}"
         # Single runs say nothing about the spread.
         spread = f" [{low:.2f}, {high:.2f}]" if len(runs) > len(tasks) else ""
-        row[f"IQM {place} [95 %]"] = f"{mean:.2f}{spread}"
+        return f"{mean:.2f}{spread}"
+
+    tests = {run.name: run.test["mean"] for run in runs if run.test}
+    row["IQM of tests [95 %]"] = (
+        summary(lambda run: tests[run.name]) if len(tests) == len(runs) else ""
+    )
+    for step in (*steps, None):
+        place = "at the end" if step is None else f"at {step:,}"
+        row[f"IQM {place} [95 %]"] = summary(
+            functools.partial(SavedRun.score, step=step)
+        )
+    falls = [x for run in runs if not np.isnan(x := run.largest_fall())]
+    row["largest fall"] = f"{max(falls):.0%}" if falls else ""
     return row
 
 
 def read_references(path: pathlib.Path) -> dict[str, tuple[float, float]]:
-    """Reads --scores: a JSON object with two returns per task.
+    """Reads --scores: a JSON object with two returns per task, or atari.
 
     Raises:
       ValueError: the file has something else.
     """
+    if str(path) == "atari":
+        return {f"Atari {game}": x for game, x in RANDOM_AND_HUMAN.items()}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         references = {task: (float(a), float(b)) for task, (a, b) in found.items()}
@@ -226,9 +256,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     at_help = "compare groups after these steps, too"
     add("--at", nargs="+", type=int, default=[], metavar="STEP", help=at_help)
     scores_help = (
-        "JSON with the returns that count as 0 and as 1, per task: gives each method "
-        "a row over all its tasks"
+        "JSON with the returns that count as 0 and as 1, per task, or atari (a random "
+        "and a human player): gives each method a row over all its tasks"
     )
+    tuned_help = "seeds on which settings were chosen; groups leave these runs out"
+    add("--tuned_on", nargs="+", type=int, default=[], metavar="SEED", help=tuned_help)
     add("--scores", type=pathlib.Path, metavar="FILE", help=scores_help)
     arguments = parser.parse_args(argv)
     too_short = any(len(words) < 2 for words in arguments.method)
@@ -250,7 +282,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows = [
                 row
                 for name, runs in groups.items()
-                for row in group_rows(name, runs, arguments.at, references)
+                for row in group_rows(
+                    name, runs, arguments.at, references, arguments.tuned_on
+                )
             ]
     except (ValueError, OSError) as error:
         parser.exit(2, f"Cannot report: {error}\n")

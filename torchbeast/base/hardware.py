@@ -35,7 +35,7 @@ def hardware() -> dict[str, Any]:
     with contextlib.suppress(ValueError, OSError, AttributeError):
         memory = _physical_memory()
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cpus": num_cpus(),
         "memory_gib": memory and round(memory / 2**30, 1),
         "gpus": _gpus(),
@@ -151,11 +151,18 @@ def _fields(file: pathlib.Path) -> dict[str, int]:
 # --- Names ----------------------------------------------------------------------------
 
 
-def _cpu_model() -> str:
+def cpu_model(file: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> str:
+    """Such as "Intel(R) Xeon(R) Processor (family 6, model 85)".
+
+    The numbers tell generations apart whose names are the same on virtual machines.
+    """
     with contextlib.suppress(OSError):
-        text = pathlib.Path("/proc/cpuinfo").read_text()
-        if model := re.search(r"^model name\s*: (.+)$", text, re.MULTILINE):
-            return model[1].strip()
+        found = dict(
+            re.findall(r"^([a-z ]+?)\s*: (.+)$", file.read_text(), re.MULTILINE)
+        )
+        if name := found.get("model name"):
+            numbers = f" (family {found.get('cpu family')}, model {found.get('model')})"
+            return name.strip() + (numbers if "cpu family" in found else "")
     return platform.processor() or platform.machine()
 
 

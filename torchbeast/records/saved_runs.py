@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from torchbeast.records.protocol import describe, stored_protocol
 
 LOGS = ("logs.csv", "logs.csv.gz")  # archived logs may be compressed
 MOST_NAMES = 20  # maximal names in an error message
+# A longer time without a row is a pause, if it is also far longer than the run's usual.
+PAUSE_SECONDS, PAUSE_FACTOR = 60.0, 20.0
 
 
 class SavedRun(NamedTuple):
@@ -24,11 +27,13 @@ class SavedRun(NamedTuple):
 
     Attributes:
       meta: the content of meta.json; {} without.
+      test: see read_test.
     """
 
     name: str
     columns: dict[str, np.ndarray]
     meta: dict[str, Any]
+    test: dict[str, Any] | None = None
 
     def protocol(self) -> dict[str, Any] | None:
         return stored_protocol(self.meta)
@@ -59,11 +64,36 @@ class SavedRun(NamedTuple):
             raise ValueError(f"run {self.name!r}: no game has ended{until}")
         return float(returns[known][-1])
 
+    def largest_fall(self) -> float:
+        """How far the return fell at most, as a share of its highest value so far.
+
+        The return is the mean of the last 100 games. It counts from where it reaches a
+        tenth of the run's highest. NaN if the highest is not above 0.
+        """
+        returns = self.columns.get("mean_game_return_100", np.empty(0))
+        returns = returns[np.isfinite(returns)]
+        if not len(returns) or returns.max() <= 0:
+            return math.nan
+        peaks = np.maximum.accumulate(returns)
+        counted = peaks >= 0.1 * returns.max()
+        return float((1 - returns[counted] / peaks[counted]).max())
+
+    def pauses(self) -> float:
+        """Seconds in which the run was suspended; wall_clock() leaves them out."""
+        return float(_pauses(self._wall_clock()).sum())
+
     def wall_clock(self) -> np.ndarray:
         """[N] seconds of training at each row, without pauses; NaN if unknown.
 
-        A start counts from its beginning to its last row.
+        A start counts from its beginning to its last row. A pause is the time between
+        two starts, or a time without a row far beyond the usual, such as that of a
+        suspended machine.
         """
+        seconds = self._wall_clock()
+        return seconds - np.cumsum(_pauses(seconds))
+
+    def _wall_clock(self) -> np.ndarray:
+        """wall_clock() with the pauses inside of starts."""
         times = self.columns["_time"]
         dates = [self.meta.get("date_start"), *self.meta.get("resumed", ())]
         starts = [datetime.datetime.fromisoformat(x).timestamp() for x in dates if x]
@@ -83,6 +113,15 @@ class SavedRun(NamedTuple):
         seconds = self.wall_clock()
         seconds = seconds[np.isfinite(seconds)]
         return float(seconds[-1]) if len(seconds) else None
+
+
+def _pauses(seconds: np.ndarray) -> np.ndarray:
+    """Of each row: the seconds before it that were a pause, 0 for most."""
+    gaps = np.diff(seconds, prepend=seconds[:1])
+    gaps[~np.isfinite(gaps)] = 0.0
+    usual = np.median(gaps[gaps > 0]) if (gaps > 0).any() else 0.0
+    longest = max(PAUSE_SECONDS, PAUSE_FACTOR * usual)
+    return np.where(gaps > longest, gaps - usual, 0.0)
 
 
 def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
@@ -135,7 +174,7 @@ def read_run(folder: pathlib.Path) -> SavedRun:
     values = np.array([[_number(cell) for cell in row] for row in rows])
     values = values.reshape(len(rows), len(header))
     columns = {name: values[:, i] for i, name in enumerate(header)}
-    run = SavedRun(folder.name, columns, read_meta(folder))
+    run = SavedRun(folder.name, columns, read_meta(folder), read_test(folder))
     with using(folder / "meta.json", "is damaged"):
         describe(run.protocol())
         run.seconds()

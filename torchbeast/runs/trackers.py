@@ -173,7 +173,11 @@ def send_video(flags: Flags, folder: Path, video: str, step: int | None) -> None
     try:
         import wandb
 
-        own = {"group": name, "name": f"{name}-video", "job_type": "video"}
+        own: dict[str, Any] = {
+            "group": name,
+            "name": f"{name}-video",
+            "job_type": "video",
+        }
         with wandb.init(**own, **_settings(flags, folder)) as run:
             run.log({"video": wandb.Video(video, format="mp4"), "step": step})
     except Exception as error:  # of the package, the service or the disk
