@@ -2,8 +2,9 @@
 
     python benchmarks/study.py docs/results/study/breakout.txt --out FOLDER --seeds 1 2
 
-The first line of a study file has the flags of all runs, with the script in front. Each
-other line is one setting: a name, a colon and its flags. # begins a comment.
+The first line of a study file has the flags of all runs, with the script in front (of
+torchbeast, or NAME.py of this folder). Each other line is one setting: a name, a colon
+and its flags. # begins a comment.
 
     monobeast --preset minatar --total_steps 2000000
     preset:
@@ -66,8 +67,11 @@ def read_study(path: Path) -> Study:
 def train(study: Study, name: str, seed: int, savedir: Path) -> Path:
     """Trains one run to its end and returns its folder. Raises StudyError."""
     xpid = f"{name}-{seed}"
+    words = ["-m", f"torchbeast.{study.script}"]
+    if study.script.endswith(".py"):  # such as lagged.py
+        words = [str(Path(__file__).with_name(study.script))]
     command = [
-        *(sys.executable, "-m", f"torchbeast.{study.script}"),
+        *(sys.executable, *words),
         *(*study.flags, *study.settings[name]),
         *("--seed", str(seed), "--savedir", str(savedir), "--xpid", xpid),
     ]

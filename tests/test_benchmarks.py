@@ -13,8 +13,11 @@ import keep_run
 import numpy as np
 import pytest
 import regression
+import runs
 import study
 import throughput
+import tmaze
+from gymnasium.utils import env_checker
 
 from torchbeast.records.saved_runs import read_run
 
@@ -209,6 +212,37 @@ def test_regression_compares_with_the_stored_scores(tmp_path, monkeypatch, capsy
         check("b")  # would mix the runs of two commits
     with pytest.raises(SystemExit):
         check("c", "--store", "--more", "--learning_rate 0")
+
+
+def test_the_t_maze_rewards_the_turn_that_was_shown():
+    env = tmaze.TMaze(length=3)
+    checked = env_checker.check_env(env, skip_render_check=True)
+    assert checked is None
+    for seed in range(6):
+        first, _ = env.reset(seed=seed)
+        turn = tmaze.LEFT if first[0] else tmaze.RIGHT
+        rewards = [env.step(tmaze.LEFT)[1]]  # a wall
+        rewards += [env.step(tmaze.FORWARD)[1] for _ in range(3)]
+        observation, reward, over, truncated, _ = env.step(turn)
+        assert rewards == [-0.1, 0, 0, 0]
+        assert (reward, over, truncated) == (1.0, True, False)
+        assert observation.tolist() == [0, 0, 0, 1]
+    env.reset()
+    ends = [env.step(tmaze.FORWARD)[2:4] for _ in range(12)]
+    assert ends == [(False, False)] * 11 + [(False, True)]
+
+
+def test_lagged_weights_are_exactly_so_old(tmp_path):
+    file = tmp_path / "study.txt"
+    flags = "--sync --preset classic-control --updates_per_batch 1 --num_actors 2"
+    sizes = "--envs_per_actor 4 --batch_size 8 --unroll_length 4 --total_steps 640"
+    file.write_text(f"lagged.py {flags} {sizes}\nlag: --lag 3\n")
+    assert study.main([str(file), "--out", str(tmp_path / "out")]) == 0
+    rows = runs.read_logs(tmp_path / "out", "lag-1")
+    # Row 0 of a rollout is of the round before: one version older, one of four rows.
+    lags = [float(row["policy_lag"]) for row in rows]
+    assert lags[:4] == pytest.approx([0, 1, 2, 3])
+    assert lags[4:] == pytest.approx([3.25] * 16)
 
 
 def test_a_permutation_test_against_all_orders():
