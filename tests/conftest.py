@@ -66,6 +66,11 @@ def pytest_report_header():
     return lines
 
 
+def pytest_collection_modifyitems(items):
+    """Groups of tests that one process runs one after the other begin first."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
 pytest_plugins = ["skips", "watched_servers"]
 
 

@@ -231,11 +231,15 @@ def survives_a_dead_node(folder, cluster, flags):
 
 def test_there_is_no_room_for_a_replacement(tmp_path, cluster):
     """The others go on, and the log says it."""
-    flags = {"ray_address": cluster.address, "total_steps": FOREVER, "actor_timeout": 9}
+    flags = {
+        "ray_address": cluster.address,
+        "total_steps": FOREVER,
+        "actor_timeout": 40,
+    }
     process = start(tmp_path, "ray", **{**MONO, **flags})
     runs.wait_for_rows(process, tmp_path, "ray", 20, timeout=200)
     cluster.remove_node(cluster.second, allow_graceful=False)
-    wait_for_words(tmp_path, "no unroll for 9 s. Ray may have no room", process)
+    wait_for_words(tmp_path, "no unroll for 40 s. Ray may have no room", process)
     learns_on(tmp_path, process)
     stop(process)
 
