@@ -15,6 +15,8 @@ The score is the mean over the run's steps of the return (mean of the last 100 g
 It varies less from seed to seed than the return at the end, and falls if the agent
 learns later or less.
 
+Until scores are stored, each case is "new".
+
 Exit status: 0 all cases pass, 1 a case fails or a run failed. Needs the extra minatar
 and `gymnasium[mujoco]`.
 """
