@@ -60,6 +60,7 @@ def test_servers_killed_in_turn(serve, learn, pipes):
 
 def test_servers_gone_for_good(serve, learn, pipes):
     servers = serve(pipes_basename=pipes, num_servers=2)
+    servers.addresses(2)
     run = learn(
         pipes_basename=pipes, num_servers=2, connect_timeout=2, checkpoint_interval=600
     )
