@@ -10,6 +10,7 @@ resumed run begins without one.
 import collections
 import copy
 import sys
+from unittest import mock
 
 import torch
 
@@ -35,8 +36,8 @@ def main() -> int:
     place = words.index("--lag")
     lag = int(words[place + 1])
     del words[place : place + 2]
-    monobeast.SharedWeights = delay(lag)  # type: ignore[misc]
-    return monobeast.main(words)
+    with mock.patch.object(monobeast, "SharedWeights", delay(lag)):
+        return monobeast.main(words)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torchbeast.core.observations import (
 
 
 def blocks(
-    layers: Sequence[nn.Module],
+    layers: Sequence[nn.Conv2d | nn.Linear],
     activation: type[nn.Module] = nn.ReLU,
     layer_norm: bool = False,
 ) -> list[nn.Module]:
@@ -34,7 +34,7 @@ def blocks(
     for layer in layers:
         made.append(layer)
         if layer_norm:  # over all channels and pixels of an image, or all units
-            made.append(nn.GroupNorm(1, len(layer.weight)))  # type: ignore[arg-type]
+            made.append(nn.GroupNorm(1, len(layer.weight)))
         made.append(activation())
     return made
 
@@ -189,7 +189,7 @@ class VectorEncoder(nn.Module):
         self.register_buffer("is_number", torch.tensor(is_number), persistent=False)
         activation = nn.Tanh if normalize else nn.ReLU
         sizes = [size, *times(MLP_SIZES[torso], encoder_width)]
-        layers: list[nn.Module] = [nn.Linear(*pair) for pair in pairwise(sizes)]
+        layers = [nn.Linear(*pair) for pair in pairwise(sizes)]
         self.layers = nn.Sequential(*blocks(layers, activation, layer_norm))
 
     def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
