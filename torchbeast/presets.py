@@ -76,6 +76,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "envs_per_actor": 16,
         "batch_size": 16,
         "entropy_cost": 0.02,
+        "clip_ratio": 0.2,  # without it, single batches can destroy the policy
         "total_steps": 10_000_000,
     },
     # PPO's scaled advantages and clipping. The values of CartPole reach 100: the small
