@@ -47,7 +47,9 @@ class Moves:
 
     def __call__(self, learner: Any, batch: Any, state: Any) -> dict[str, Any]:
         flags, self.learner = learner.flags, learner
-        assert flags.minibatches == 1 and not learner.mixer and not state
+        assert flags.minibatches == 1
+        assert not learner.mixer
+        assert not state  # no core
         before = policy(learner, batch, state)
         parts = {"model": learner.model, "optimizer": learner.optimizer}
         saved = {k: copy.deepcopy(part.state_dict()) for k, part in parts.items()}

@@ -2,7 +2,7 @@
 
     python benchmarks/regression.py                 compare with the stored scores
     python benchmarks/regression.py --store --seeds 11 12 13 14 15 16 17 18
-    python benchmarks/regression.py --more "--trace_decay 0"        break it on purpose
+    python benchmarks/regression.py --broken bootstrap     see broken.py; must fail
 
 Trains each case with each of --seeds, two runs at once, and compares their scores with
 those of benchmarks/regression.json. A case fails if its scores are lower than the
@@ -24,7 +24,6 @@ and `gymnasium[mujoco]`.
 import argparse
 import itertools
 import json
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from broken import FAULTS
 from study import Study, StudyError, read_curve, train
 from throughput import describe_machine
 
@@ -72,11 +72,12 @@ def p_value(new: Sequence[float], stored: Sequence[float]) -> float:
 
 
 def measure(
-    case: str, seeds: Sequence[int], out: Path, more: Sequence[str] = ()
+    case: str, seeds: Sequence[int], out: Path, broken: str | None = None
 ) -> list[float]:
     """The score of each seed. Raises StudyError if a run fails."""
     variant, game = case.split("-")
-    study = Study(SCRIPTS[variant], CASES[game], {case: list(more)})
+    script = "broken.py" if broken else SCRIPTS[variant]
+    study = Study(script, [*filter(None, [broken]), *CASES[game]], {case: []})
     with ThreadPoolExecutor(2) as pool:
         folders = list(pool.map(lambda seed: train(study, case, seed, out), seeds))
     return [score(read_curve(folder)) for folder in folders]
@@ -105,19 +106,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("build/regression"))
     parser.add_argument("--stored", type=Path, default=STORED, help="the JSON file")
     parser.add_argument("--store", action="store_true", help="replace what is stored")
-    parser.add_argument("--more", default="", help="further flags of all runs")
+    parser.add_argument(
+        "--broken", choices=FAULTS, help="break MonoBeast: only its cases run"
+    )
     args = parser.parse_args(argv)
     try:
         args.out.mkdir(parents=True)
     except FileExistsError:
         parser.error(f"--out {args.out} exists, maybe with runs of another commit")
-    if args.store and args.more:
-        parser.error("--store with --more would store the scores of a broken agent")
+    if args.broken:
+        if args.store:
+            parser.error("--store with --broken would store a broken agent's scores")
+        args.cases = [case for case in args.cases if case.startswith("mono-")]
     stored = json.loads(args.stored.read_text()) if args.stored.exists() else {}
     failed = False
     for case in args.cases:
         try:
-            measured = measure(case, args.seeds, args.out, shlex.split(args.more))
+            measured = measure(case, args.seeds, args.out, args.broken)
         except (StudyError, OSError) as error:
             print(f"{case}: FAILED: {error}", flush=True)
             failed = True

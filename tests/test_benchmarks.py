@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import broken
 import keep_run
 import numpy as np
 import pytest
@@ -17,8 +18,10 @@ import runs
 import study
 import throughput
 import tmaze
+import torch
 from gymnasium.utils import env_checker
 
+from torchbeast.core import vtrace
 from torchbeast.records.saved_runs import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -201,17 +204,41 @@ def test_regression_compares_with_the_stored_scores(tmp_path, monkeypatch, capsy
     assert all(5 < x < 100 for x in content["mono-cartpole"]["scores"])
     content["mono-cartpole"]["scores"] = [400.0 + x for x in range(60)]
     stored.write_text(json.dumps(content))
-    status, said = check("b", "--seeds", "1", "--more", "--learning_rate 0")
+    status, said = check("b", "--seeds", "1", "--broken", "bootstrap")
     assert status == 1
     assert "; FAILED: p = 0.016 against 429.5 of 60 stored seeds" in said
-    meta = json.loads((tmp_path / "b" / "mono-cartpole-1" / "meta.json").read_text())
-    assert meta["args"]["learning_rate"] == 0
     content["mono-cartpole"]["flags"] = ["--preset", "other"]
     assert regression.verdict("mono-cartpole", [1.0], content).startswith("new: ")
     with pytest.raises(SystemExit):
         check("b")  # would mix the runs of two commits
     with pytest.raises(SystemExit):
-        check("c", "--store", "--more", "--learning_rate 0")
+        check("c", "--store", "--broken", "rho")
+
+
+@pytest.mark.parametrize("fault", broken.FAULTS)
+def test_each_fault_changes_the_targets(fault):
+    shape = (4, 3)
+    tensors = [torch.randn(shape), torch.full(shape, 0.9), torch.randn(shape)]
+    tensors += [torch.randn(shape), torch.randn(3)]
+    sound = vtrace.from_importance_weights(*tensors)
+    faulty = broken.broken(fault)(*tensors)
+    assert not torch.allclose(sound.vs[-1], faulty.vs[-1]) or fault == "lambda"
+    assert not torch.allclose(sound.vs[0], faulty.vs[0])
+
+
+@pytest.mark.timeout(120)
+def test_policy_moves_measures_a_run(tmp_path):
+    words = "policy_moves.py --preset minatar --disable_checkpoint --xpid moves"
+    more = f"--total_steps 3200 --clip_ratio inf --savedir {tmp_path}"
+    script, *flags = f"{words} {more}".split()
+    out = runs.run_words([sys.executable, str(ROOT / "benchmarks" / script), *flags])
+    rows = runs.read_logs(tmp_path, "moves")
+    assert all(0 < float(row["kl_batch"]) < 10 for row in rows)
+    largest = max(float(row["kl_batch"]) for row in rows[1:])
+    (line,) = [x for x in out.splitlines() if x.startswith("| as it was |")]
+    repeated = [float(x) for x in line.split("|")[2].split(",")]
+    assert repeated[-1] == pytest.approx(largest, abs=1e-3)
+    assert repeated == sorted(repeated)
 
 
 def test_the_t_maze_rewards_the_turn_that_was_shown():

@@ -1,0 +1,47 @@
+"""MonoBeast with a fault in its learner, to see whether a check finds it.
+
+    python benchmarks/broken.py FAULT --preset classic-control ...
+
+FAULT is one of: lambda (the targets ignore λ, as with --trace_decay 0), rho (ρ̄ is 0.1
+for the values), bootstrap (the value after a rollout's last step counts as 0).
+"""
+
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+
+from torchbeast import monobeast
+from torchbeast.core import vtrace
+
+FAULTS = ("lambda", "rho", "bootstrap")
+SOUND = vtrace.from_importance_weights
+
+
+def broken(fault: str) -> Any:
+    """vtrace.from_importance_weights with a fault."""
+
+    def from_importance_weights(*tensors: torch.Tensor, **settings: Any) -> Any:
+        log_rhos, discounts, rewards, values, bootstrap_value = tensors
+        if fault == "lambda":
+            settings["trace_decay"] = 0.0
+        elif fault == "rho":
+            settings["clip_rho_threshold"] = 0.1
+        else:
+            bootstrap_value = torch.zeros_like(bootstrap_value)
+        return SOUND(log_rhos, discounts, rewards, values, bootstrap_value, **settings)
+
+    return from_importance_weights
+
+
+def main() -> int:
+    fault, *words = sys.argv[1:] or [""]
+    if fault not in FAULTS:
+        sys.exit(__doc__)
+    with mock.patch.object(vtrace, "from_importance_weights", broken(fault)):
+        return monobeast.main(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
