@@ -141,11 +141,10 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
   if (!stepper.has_begun()) {
     tell_what_it_raises(connection, [&] { stepper.begin(agent); });
   }
-  wire::EnvMessage hello;
-  *hello.mutable_hello() = stepper.hello();
-  hello.mutable_hello()->set_stream_id(stream_id);
-  hello.mutable_hello()->set_first_step(newest_number);
-  connection.write(encode(hello));
+  wire::EnvHello hello = stepper.hello();
+  hello.set_stream_id(stream_id);
+  hello.set_first_step(newest_number);
+  connection.introduce(std::move(hello));
   connection.write(stepper.newest_step());
   grpc::ByteBuffer action;
   uint64_t number = 0;

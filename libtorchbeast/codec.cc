@@ -182,9 +182,14 @@ int checked_size(const grpc::ByteBuffer& message, int64_t most) {
 template <typename Message>
 Message parse(grpc::ByteBuffer* buffer) {
   checked_size(*buffer, kMaxHelloBytes);
-  grpc::ProtoBufferReader in(buffer);
+  std::string bytes;  // the sender may still write in a lane's memory
+  std::vector<grpc::Slice> slices;
+  if (!buffer->Dump(&slices).ok()) malformed();
+  for (const grpc::Slice& slice : slices) {
+    bytes.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+  }
   Message message;
-  if (!message.ParseFromZeroCopyStream(&in)) malformed();
+  if (!message.ParseFromString(bytes)) malformed();
   return message;
 }
 

@@ -1,6 +1,7 @@
 #include "connection.h"
 
 #include <grpc/grpc.h>
+#include <poll.h>
 
 #include <stdexcept>
 #include <utility>
@@ -36,17 +37,42 @@ void check_version(uint32_t version, const std::string& peer) {
 
 void Connection::write(const grpc::ByteBuffer& message) {
   const Waiting waiting(this);
-  if (!do_write(message)) throw_reason(false);
+  SharedLane* const lane = lane_;
+  if (!(lane != nullptr ? lane->write(message) : do_write(message))) {
+    throw_reason(false);
+  }
 }
 
 void Connection::read(grpc::ByteBuffer* message) {
   const Waiting waiting(this);
-  if (!do_read(message)) throw_reason(true);
+  if (!(lane_ != nullptr ? read_lane(message) : do_read(message))) throw_reason(true);
 }
 
-wire::EnvHello Connection::shake_hands(const std::optional<wire::Seeding>& seeding) {
+bool Connection::read_lane(grpc::ByteBuffer* message) {
+  SharedLane& lane = *lane_;
+  while (!lane.read(message)) {
+    // The stream says why.
+    if (lane.has_ended() || is_cancelled() || is_gone()) return do_read(message);
+    lane.wait(kInterruptPeriod);
+  }
+  return true;
+}
+
+void Connection::use(std::unique_ptr<SharedLane> lane) {
+  owned_lane_ = std::move(lane);
+  lane_ = owned_lane_.get();
+}
+
+void Connection::end_lane() {
+  if (owned_lane_ != nullptr) owned_lane_->end();
+}
+
+wire::EnvHello Connection::shake_hands(const std::optional<wire::Seeding>& seeding,
+                                       bool takes_memory) {
   wire::AgentMessage hello;
   hello.mutable_hello()->set_version(kWireVersion);
+  takes_memory = takes_memory && is_local();
+  hello.mutable_hello()->set_takes_shared_memory(takes_memory);
   if (seeding) *hello.mutable_hello()->mutable_seeding() = *seeding;
   write(encode(hello));
   grpc::ByteBuffer message;
@@ -57,6 +83,15 @@ wire::EnvHello Connection::shake_hands(const std::optional<wire::Seeding>& seedi
   }
   if (!answer.has_hello()) throw WireError("a step before the hello");
   check_version(answer.hello().version(), peer_);
+  if (answer.hello().has_shared_memory()) {
+    std::unique_ptr<SharedLane> lane;
+    if (takes_memory) lane = SharedLane::open(answer.hello().shared_memory());
+    wire::AgentMessage choice;
+    choice.set_shared_memory(lane != nullptr);
+    write(encode(choice));
+    use(std::move(lane));
+    answer.mutable_hello()->clear_shared_memory();  // it differs for each stream
+  }
   is_shaking_hands_ = false;
   return std::move(*answer.mutable_hello());
 }
@@ -67,14 +102,46 @@ wire::AgentHello Connection::expect_agent_hello() {
   wire::AgentMessage answer = decode_agent_message(&message);
   if (!answer.has_hello()) throw WireError("an action before the hello");
   check_version(answer.hello().version(), peer_);
+  learner_takes_memory_ = is_local() && answer.hello().takes_shared_memory();
   is_shaking_hands_ = false;
   return std::move(*answer.mutable_hello());
+}
+
+void Connection::introduce(wire::EnvHello hello) {
+  std::unique_ptr<SharedLane> lane;
+  const StreamSpec spec(hello);
+  if (learner_takes_memory_ && spec.has_action_space) {
+    size_t action_bytes = 0;
+    spec.action.for_each(
+        [&](const ArraySpec& array) { action_bytes += array.num_bytes(); });
+    size_t step_bytes = spec.step_bytes;  // and a final observation
+    for (size_t i = 0; i < spec.num_observation_arrays; ++i) {
+      step_bytes += spec.arrays[i].num_bytes();
+    }
+    lane = SharedLane::make(action_bytes, step_bytes);
+  }
+  wire::EnvMessage message;
+  *message.mutable_hello() = std::move(hello);
+  if (lane == nullptr) return write(encode(message));
+  *message.mutable_hello()->mutable_shared_memory() = lane->description();
+  shake_hands_again();
+  write(encode(message));
+  grpc::ByteBuffer answer;
+  read(&answer);
+  const wire::AgentMessage choice = decode_agent_message(&answer);
+  if (choice.kind_case() != wire::AgentMessage::kSharedMemory) {
+    throw WireError("no answer to the shared memory that was offered");
+  }
+  is_shaking_hands_ = false;
+  lane->close_file();
+  if (choice.shared_memory()) use(std::move(lane));
 }
 
 void Connection::cancel(const char* reason) {
   const char* none = nullptr;
   cancel_reason_.compare_exchange_strong(none, reason);
   do_cancel();
+  if (SharedLane* const lane = lane_) lane->wake();
 }
 
 void Connection::restart_waiting() {
@@ -111,7 +178,7 @@ DialledConnection::~DialledConnection() {
 
 void DialledConnection::open() {
   const Waiting waiting(this);
-  channel_ = make_channel(address_, security_);
+  channel_ = make_channel(address_, security_, &socket_);
   stream_ = open_stream(channel_.get(), &context_, method_);
 }
 
@@ -127,6 +194,7 @@ void DialledConnection::leave_with_error(const std::string& text) {
 void DialledConnection::leave() {
   shake_hands_again();
   const Waiting waiting(this);
+  end_lane();
   stream_->WritesDone();
   grpc::ByteBuffer message;
   while (stream_->Read(&message)) {  // what was on its way
@@ -147,6 +215,11 @@ bool DialledConnection::do_read(grpc::ByteBuffer* message) {
 }
 
 void DialledConnection::do_cancel() { context_.TryCancel(); }
+
+bool DialledConnection::is_gone() const {
+  pollfd socket{socket_.get(), POLLRDHUP, 0};
+  return poll(&socket, 1, 0) > 0;
+}
 
 void DialledConnection::throw_reason(bool) {
   // After a failed write there may be messages left, and the status waits for them.
@@ -190,6 +263,10 @@ ServedConnection::ServedConnection(grpc::ServerContext* context, ServedStream* s
     : Connection(peer + " " + place_of(*context), machine_of(*context)),
       context_(*context),
       stream_(*stream) {}
+
+bool ServedConnection::is_local() const {
+  return context_.peer().compare(0, 3, "fd:") == 0;
+}
 
 bool ServedConnection::do_write(const grpc::ByteBuffer& message) {
   return stream_.Write(message);

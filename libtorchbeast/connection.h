@@ -14,6 +14,8 @@
 #include <string>
 #include <utility>
 
+#include "shared_lane.h"
+#include "sockets.h"
 #include "sync.h"
 #include "torchbeast.pb.h"
 #include "transport.h"
@@ -42,10 +44,15 @@ class Connection {
 
   // The learner's side of the handshake: says hello, returns the environment's. Throws
   // as read(), RefusedError if it speaks another version, WireError, EnvironmentError.
-  wire::EnvHello shake_hands(const std::optional<wire::Seeding>& seeding);
+  // Messages may go through shared memory from here on, see shared_lane.h, if
+  // `takes_memory` and both sides are on one machine.
+  wire::EnvHello shake_hands(const std::optional<wire::Seeding>& seeding,
+                             bool takes_memory = false);
   // The environment's side: returns the learner's hello. Throws as read(), RefusedError
   // if it speaks another version, WireError.
   wire::AgentHello expect_agent_hello();
+  // Answers it. Offers shared memory if the learner takes it.
+  void introduce(wire::EnvHello hello);
 
   // Makes a read or write fail that waits or is to come, with this reason, which must
   // stay.
@@ -83,8 +90,16 @@ class Connection {
   void shake_hands_again() { is_shaking_hands_ = true; }
   // Null if nobody has cancelled.
   const char* cancel_reason() const { return cancel_reason_; }
+  // This side sends nothing more through shared memory.
+  void end_lane();
 
  private:
+  // Whether both sides are on one machine.
+  virtual bool is_local() const = 0;
+  // Whether the other side is no longer there, without asking it for anything.
+  virtual bool is_gone() const = 0;
+  bool read_lane(grpc::ByteBuffer* message);
+  void use(std::unique_ptr<SharedLane> lane);
   virtual bool do_write(const grpc::ByteBuffer& message) = 0;
   virtual bool do_read(grpc::ByteBuffer* message) = 0;
   virtual void do_cancel() = 0;
@@ -96,6 +111,9 @@ class Connection {
   std::atomic<int64_t> waiting_since_{0};  // ticks of Clock; 0: not waiting
   std::atomic<const char*> cancel_reason_{nullptr};
   std::atomic<bool> is_shaking_hands_{true};
+  bool learner_takes_memory_ = false;
+  std::unique_ptr<SharedLane> owned_lane_;
+  std::atomic<SharedLane*> lane_{nullptr};  // for cancel(), of another thread
 };
 
 // Opened by this process: the learner connects to an environment server, or an
@@ -124,9 +142,13 @@ class DialledConnection : public Connection {
   void do_cancel() override;
   [[noreturn]] void throw_reason(bool reading) override;
 
+  bool is_local() const override { return address_.is_unix(); }
+  bool is_gone() const override;
+
   const Address address_;
   const Security security_;
   const char* const method_;
+  Descriptor socket_{-1};  // a second one, to see that the other side has gone
   std::shared_ptr<grpc::Channel> channel_;
   grpc::ClientContext context_;
   std::unique_ptr<DialledStream> stream_;
@@ -144,6 +166,8 @@ class ServedConnection : public Connection {
   bool is_lost() const { return context_.IsCancelled(); }
 
  private:
+  bool is_local() const override;
+  bool is_gone() const override { return is_lost(); }
   bool do_write(const grpc::ByteBuffer& message) override;
   bool do_read(grpc::ByteBuffer* message) override;
   void do_cancel() override;

@@ -109,7 +109,7 @@ class DialledStreams {
       connection.open();
       if (is_trusted_) presence.trust();
       if (!seeding_) seeding_ = shared_.next_seeding(index_, !answered_before_);
-      const wire::EnvHello hello = connection.shake_hands(seeding_);
+      const wire::EnvHello hello = connection.shake_hands(seeding_, true);
       seeding_.reset();  // used
       answered_before_ = true;
       EnvSession session(&shared_.sessions, &connection, hello, [this] {

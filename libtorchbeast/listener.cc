@@ -199,7 +199,7 @@ wire::EnvHello Listener::State::shake_hands(Connection* connection) {
     MutexLock lock(mutex);
     refuse_if_over();
   }
-  const wire::EnvHello hello = connection->shake_hands(next_seeding());
+  const wire::EnvHello hello = connection->shake_hands(next_seeding(), true);
   const StreamSpec valid(hello);
   expected.check(hello, connection->peer());
   return hello;

@@ -101,9 +101,7 @@ void EnvServer::State::run_stream(ServedConnection& connection, Guest* guest) {
     bytes_copied += stepper.step_bytes();
     connection.write(stepper.newest_step());
   };
-  wire::EnvMessage hello;
-  *hello.mutable_hello() = stepper.hello();
-  connection.write(encode(hello));
+  connection.introduce(stepper.hello());
   write_step();
   grpc::ByteBuffer action;
   uint64_t number = 0;

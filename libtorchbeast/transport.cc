@@ -1,5 +1,6 @@
 #include "transport.h"
 
+#include <fcntl.h>
 #include <grpc/compression.h>
 #include <grpc/grpc.h>
 #include <grpc/support/log.h>
@@ -281,12 +282,14 @@ grpc::ChannelArguments channel_arguments(const Address& address) {
 }
 
 std::shared_ptr<grpc::Channel> make_channel(const Address& address,
-                                            const Security& security) {
+                                            const Security& security,
+                                            Descriptor* socket) {
   const auto credentials = client_credentials(address, security);
   grpc::ChannelArguments arguments = channel_arguments(address);
   if (address.is_unix()) {
-    return grpc::CreateCustomInsecureChannelFromFd(
-        "localhost", dial_unix(address, security.insecure), arguments);
+    const int fd = dial_unix(address, security.insecure);
+    if (socket != nullptr) *socket = Descriptor(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    return grpc::CreateCustomInsecureChannelFromFd("localhost", fd, arguments);
   }
   if (!security.server_name.empty()) {
     arguments.SetSslTargetNameOverride(security.server_name);

@@ -26,6 +26,8 @@ class ServerCredentials;
 
 namespace torchbeast {
 
+class Descriptor;
+
 // The other side, or the way to it: no connection, or a lost one. Its text may be a
 // peer's, so it is made printable here, as in all errors about peers.
 class TransportError : public std::runtime_error {
@@ -102,9 +104,10 @@ void set_arguments(const Address& address, grpc::ResourceQuota* quota,
                    grpc::ServerBuilder* builder);
 // A way to the server at `address`. Throws std::invalid_argument as client_credentials,
 // TransportError if nobody listens at a unix socket, or another user. TCP connects when
-// a stream is opened.
+// a stream is opened. `socket`: gets a second descriptor of a unix socket; may be null.
 std::shared_ptr<grpc::Channel> make_channel(const Address& address,
-                                            const Security& security);
+                                            const Security& security,
+                                            Descriptor* socket = nullptr);
 
 // --- The services
 
