@@ -145,7 +145,7 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
   hello.set_stream_id(stream_id);
   hello.set_first_step(newest_number);
   connection.introduce(std::move(hello));
-  connection.write(stepper.newest_step());
+  stepper.send_to(connection);
   grpc::ByteBuffer action;
   uint64_t number = 0;
   while (!num_episodes || this->num_episodes < *num_episodes) {
@@ -158,7 +158,7 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
     ++newest_number;
     num_steps += static_cast<uint64_t>(stepper.num_envs());
     if (stepper.is_between_episodes()) ++this->num_episodes;
-    connection.write(stepper.newest_step());
+    stepper.send_to(connection);
   }
   connection.leave();
 }

@@ -81,39 +81,63 @@ grpc::ByteBuffer share(const Array& block, uint8_t* data, size_t size) {
   return grpc::ByteBuffer(&slice, 1);
 }
 
-// A message whose only field, `tag`, is an EnvStep or an AgentAction.
-grpc::ByteBuffer encode_arrays(uint32_t tag, const EnvRow& row, MemoryPool& pool,
-                               const std::string& layout = "") {
-  const size_t size = bytes_of(row.arrays);
-  const size_t final_size = bytes_of(row.final_observation);
-  const uint64_t time = row.env_nanoseconds, number = row.action_number;
-  size_t body = header_size(size) + size;
-  if (final_size > 0) body += header_size(final_size) + final_size;
-  if (time > 0) body += header_size(time);
-  if (number > 0) body += header_size(number);
-  if (!layout.empty()) body += header_size(layout.size()) + layout.size();
+}  // namespace
 
-  // The first array begins a cache line: copying it then takes a sixth less time.
-  constexpr size_t kLine = 64;
-  const Array block =
-      pool.allocate({DType::kUint8, Shape{static_cast<int64_t>(kLine + body)}});
-  uint8_t* const begin = block.data() + kLine - header_size(body) - header_size(size);
-  uint8_t* to = write_header(kArraysTag, size, write_header(tag, body, begin));
-  to = write_arrays(row.arrays, to);
-  if (final_size > 0) {
-    to = write_arrays(row.final_observation, write_header(kFinalTag, final_size, to));
+RowMessage::RowMessage(uint32_t tag, const EnvRow& row, std::string layout)
+    : tag_(tag),
+      row_(row),
+      layout_(std::move(layout)),
+      size_(bytes_of(row.arrays)),
+      final_size_(bytes_of(row.final_observation)),
+      body_(header_size(size_) + size_) {
+  if (final_size_ > 0) body_ += header_size(final_size_) + final_size_;
+  if (row.env_nanoseconds > 0) body_ += header_size(row.env_nanoseconds);
+  if (row.action_number > 0) body_ += header_size(row.action_number);
+  if (!layout_.empty()) body_ += header_size(layout_.size()) + layout_.size();
+}
+
+size_t RowMessage::arrays_begin() const {
+  return header_size(body_) + header_size(size_);
+}
+
+size_t RowMessage::num_bytes() const { return header_size(body_) + body_; }
+
+void RowMessage::write(uint8_t* to) const {
+  const uint64_t time = row_.env_nanoseconds, number = row_.action_number;
+  to = write_header(kArraysTag, size_, write_header(tag_, body_, to));
+  to = write_arrays(row_.arrays, to);
+  if (final_size_ > 0) {
+    to = write_arrays(row_.final_observation, write_header(kFinalTag, final_size_, to));
   }
   if (time > 0) to = write_number(time, write_number(kTimeTag, to));
   if (number > 0) to = write_number(number, write_number(kNumberTag, to));
-  if (!layout.empty()) {
-    to = write_header(kLayoutTag, layout.size(), to);
-    std::memcpy(to, layout.data(), layout.size());
-    to += layout.size();
+  if (!layout_.empty()) {
+    to = write_header(kLayoutTag, layout_.size(), to);
+    std::memcpy(to, layout_.data(), layout_.size());
   }
-  return share(block, begin, static_cast<size_t>(to - begin));
 }
 
-}  // namespace
+RowMessage step_message(const EnvRow& row) { return {kStepTag, row, ""}; }
+
+RowMessage action_message(const EnvRow& action, bool with_layout) {
+  wire::Field layout;
+  if (with_layout) {
+    const ArraySpec spec = action.arrays.at(0).spec();
+    layout.set_dtype(static_cast<wire::DType>(spec.dtype));
+    for (size_t i = 1; i < spec.shape.size(); ++i) {
+      layout.add_shape(static_cast<uint64_t>(spec.shape[i]));
+    }
+  }
+  return {kActionTag, action, layout.SerializeAsString()};
+}
+
+grpc::ByteBuffer encode(const RowMessage& message, MemoryPool& pool) {
+  const size_t begin = kLine - message.arrays_begin(), size = message.num_bytes();
+  const Array block =
+      pool.allocate({DType::kUint8, Shape{static_cast<int64_t>(begin + size)}});
+  message.write(block.data() + begin);
+  return share(block, block.data() + begin, size);
+}
 
 grpc::ByteBuffer encode(const google::protobuf::MessageLite& message) {
   const size_t size = message.ByteSizeLong();
@@ -141,24 +165,6 @@ grpc::ByteBuffer encode_error(const std::string& text) {
   wire::EnvMessage message;
   *message.mutable_error() = std::move(error);
   return encode(message);
-}
-
-grpc::ByteBuffer encode_step(const EnvRow& row, MemoryPool& pool) {
-  return encode_arrays(kStepTag, row, pool);
-}
-
-grpc::ByteBuffer encode_action(const std::vector<Array>& action, uint64_t number,
-                               MemoryPool& pool, bool with_layout) {
-  wire::Field layout;
-  if (with_layout) {
-    const ArraySpec spec = action.at(0).spec();
-    layout.set_dtype(static_cast<wire::DType>(spec.dtype));
-    for (size_t i = 1; i < spec.shape.size(); ++i) {
-      layout.add_shape(static_cast<uint64_t>(spec.shape[i]));
-    }
-  }
-  return encode_arrays(kActionTag, {action, {}, 0, number}, pool,
-                       layout.SerializeAsString());
 }
 
 // --- Reading -------------------------------------------------------------------------

@@ -29,12 +29,35 @@ grpc::ByteBuffer encode(const google::protobuf::MessageLite& message);
 // An EnvMessage with an error. Any text can be sent: if it is long, its middle is left
 // out; if it is not UTF-8, all but its ASCII characters become "?".
 grpc::ByteBuffer encode_error(const std::string& text);
-// The arrays are copied once, into a block of `pool`. The transport returns the block
-// after sending it, from any thread. REQUIRES: the arrays are as a StreamSpec says.
-grpc::ByteBuffer encode_step(const EnvRow& row, MemoryPool& pool);
-// With its layout if the environment has no action space.
-grpc::ByteBuffer encode_action(const std::vector<Array>& action, uint64_t number,
-                               MemoryPool& pool, bool with_layout = false);
+
+// A step or an action that is to be written: a message whose only field is an EnvStep
+// or an AgentAction. Its first array should begin a cache line: copying it then takes a
+// sixth less time. REQUIRES: the row lives as long, and its arrays are as a StreamSpec
+// says.
+class RowMessage {
+ public:
+  RowMessage(uint32_t tag, const EnvRow& row, std::string layout);  // see below
+
+  size_t num_bytes() const;
+  size_t arrays_begin() const;    // bytes before the first array; less than kLine
+  void write(uint8_t* to) const;  // copies the arrays
+
+ private:
+  const uint32_t tag_;
+  const EnvRow& row_;
+  const std::string layout_;
+  const size_t size_, final_size_;
+  size_t body_;
+};
+constexpr size_t kLine = 64;
+
+RowMessage step_message(const EnvRow& row);
+// Of a row with the action's arrays and number. With its layout if the environment has
+// no action space.
+RowMessage action_message(const EnvRow& action, bool with_layout = false);
+// Written into a block of `pool`. The transport returns the block after sending it,
+// from any thread.
+grpc::ByteBuffer encode(const RowMessage& message, MemoryPool& pool);
 
 // Read any message but a large one: for hellos and errors. Throw WireError.
 wire::EnvMessage decode_env_message(grpc::ByteBuffer* message);

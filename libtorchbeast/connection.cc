@@ -37,10 +37,14 @@ void check_version(uint32_t version, const std::string& peer) {
 
 void Connection::write(const grpc::ByteBuffer& message) {
   const Waiting waiting(this);
-  SharedLane* const lane = lane_;
-  if (!(lane != nullptr ? lane->write(message) : do_write(message))) {
+  if (!(lane_ != nullptr ? owned_lane_->write(message) : do_write(message))) {
     throw_reason(false);
   }
+}
+
+void Connection::write(const RowMessage& message, MemoryPool& pool) {
+  if (lane_ == nullptr) return write(encode(message, pool));
+  if (!owned_lane_->write(message)) throw_reason(false);
 }
 
 void Connection::read(grpc::ByteBuffer* message) {
@@ -49,7 +53,7 @@ void Connection::read(grpc::ByteBuffer* message) {
 }
 
 bool Connection::read_lane(grpc::ByteBuffer* message) {
-  SharedLane& lane = *lane_;
+  SharedLane& lane = *owned_lane_;
   while (!lane.read(message)) {
     // The stream says why.
     if (lane.has_ended() || is_cancelled() || is_gone()) return do_read(message);

@@ -14,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "codec.h"
 #include "shared_lane.h"
 #include "sockets.h"
 #include "sync.h"
@@ -39,6 +40,7 @@ class Connection {
   // Throw TransportError if the stream is lost or cancelled, RefusedError if the other
   // side says no, and read() Left if it has ended its side without an error.
   void write(const grpc::ByteBuffer& message);
+  void write(const RowMessage& message, MemoryPool& pool);
   void read(grpc::ByteBuffer* message);
   struct Left {};
 

@@ -101,9 +101,9 @@ bool EnvSession::step(Unroll* unroll) {
   EnvRow next;
   {
     Stopwatch stopwatch(context_.env_wait_ns);
-    connection_.write(encode_action(unroll->action(), ++action_number_,
-                                    context_.unrolls.message_pool,
-                                    !spec_.has_action_space));
+    const EnvRow action{unroll->action(), {}, 0, ++action_number_};
+    connection_.write(action_message(action, !spec_.has_action_space),
+                      context_.unrolls.message_pool);
     next = read_into(unroll->next_row());
   }
   if (next.action_number != action_number_) {

@@ -99,7 +99,7 @@ void EnvServer::State::run_stream(ServedConnection& connection, Guest* guest) {
   stepper.begin(agent);
   const auto write_step = [&] {
     bytes_copied += stepper.step_bytes();
-    connection.write(stepper.newest_step());
+    stepper.send_to(connection);
   };
   connection.introduce(stepper.hello());
   write_step();

@@ -23,10 +23,10 @@
 namespace torchbeast {
 
 namespace {
-constexpr size_t kLine = 64;
 constexpr size_t kNonceBytes = 16;
-// Of a message beyond its arrays: other fields; an error's text comes instead of a step.
-constexpr size_t kActionRoom = 64, kStepRoom = 66 << 10;
+// Of a message beyond its arrays: other fields; an error's text comes instead of a
+// step.
+constexpr size_t kActionRoom = 2 * kLine, kStepRoom = 66 << 10;
 
 size_t lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 }  // namespace
@@ -39,6 +39,7 @@ struct alignas(kLine) SharedLane::Direction {
   std::atomic<uint32_t> woken;     // by its own side
   std::atomic<uint32_t> ended;     // no more messages come
   std::atomic<uint64_t> size;      // of the newest message
+  std::atomic<uint64_t> offset;    // of it, in the room for messages; less than kLine
 
   uint8_t* data(Memory* memory) const;
   void ring();
@@ -106,9 +107,9 @@ std::unique_ptr<SharedLane> SharedLane::open(const wire::SharedMemory& descripti
   const size_t action_bytes = description.action_bytes();
   const size_t step_bytes = description.step_bytes();
   constexpr size_t kMost = kMaxMessageBytes + 2 * kStepRoom;
-  if (action_bytes > kMost || step_bytes > kMost ||
-      lines(action_bytes) != action_bytes || lines(step_bytes) != step_bytes ||
-      description.nonce().size() != kNonceBytes) {
+  if (action_bytes < kLine || action_bytes > kMost || step_bytes < kLine ||
+      step_bytes > kMost || lines(action_bytes) != action_bytes ||
+      lines(step_bytes) != step_bytes || description.nonce().size() != kNonceBytes) {
     return nullptr;
   }
   const size_t num_bytes = sizeof(Memory) + action_bytes + step_bytes;
@@ -199,20 +200,37 @@ SharedLane::SharedLane(int file, Memory* memory, size_t num_bytes, size_t action
       in_(is_learner ? memory->to_learner : memory->to_environment),
       out_(is_learner ? memory->to_environment : memory->to_learner) {}
 
+uint8_t* SharedLane::begin_message(size_t size, size_t offset) {
+  if (size + kLine > (is_learner_ ? action_bytes_ : step_bytes_)) return nullptr;
+  out_.size.store(size, std::memory_order_relaxed);
+  out_.offset.store(offset, std::memory_order_relaxed);
+  auto* const room = reinterpret_cast<uint8_t*>(memory_ + 1);
+  return room + (is_learner_ ? 0 : action_bytes_) + offset;
+}
+
+void SharedLane::send() {
+  out_.number = ++num_written_;
+  out_.ring();
+}
+
 bool SharedLane::write(const grpc::ByteBuffer& message) {
-  const size_t size = message.Length();
-  uint8_t* to = reinterpret_cast<uint8_t*>(memory_ + 1);
-  if (!is_learner_) to += action_bytes_;
-  if (size > (is_learner_ ? action_bytes_ : step_bytes_)) return false;
+  uint8_t* to = begin_message(message.Length(), 0);
   std::vector<grpc::Slice> slices;
-  if (!message.Dump(&slices).ok()) return false;
+  if (to == nullptr || !message.Dump(&slices).ok()) return false;
   for (const grpc::Slice& slice : slices) {
     std::memcpy(to, slice.begin(), slice.size());
     to += slice.size();
   }
-  out_.size.store(size, std::memory_order_relaxed);
-  out_.number = ++num_written_;
-  out_.ring();
+  send();
+  return true;
+}
+
+bool SharedLane::write(const RowMessage& message) {
+  const size_t offset = kLine - message.arrays_begin();
+  uint8_t* const to = begin_message(message.num_bytes(), offset);
+  if (to == nullptr) return false;
+  message.write(to);
+  send();
   return true;
 }
 
@@ -221,11 +239,15 @@ bool SharedLane::read(grpc::ByteBuffer* message) {
   if (number == num_read_) return false;
   num_read_ = number;
   const size_t size = in_.size.load(std::memory_order_relaxed);
-  uint8_t* from = reinterpret_cast<uint8_t*>(memory_ + 1);
-  if (is_learner_) from += action_bytes_;
-  if (size > (is_learner_ ? step_bytes_ : action_bytes_)) {
-    refuse("message", std::to_string(size) + " bytes, more than the lane has");
+  const size_t offset = in_.offset.load(std::memory_order_relaxed);
+  const size_t room = is_learner_ ? step_bytes_ : action_bytes_;
+  if (offset >= kLine || size > room - kLine) {
+    refuse("message", "shared memory: " + std::to_string(size) + " bytes at " +
+                          std::to_string(offset) + ", and the room has " +
+                          std::to_string(room));
   }
+  uint8_t* const from = reinterpret_cast<uint8_t*>(memory_ + 1) +
+                        (is_learner_ ? action_bytes_ : 0) + offset;
   const grpc::Slice slice(from, size, grpc::Slice::STATIC_SLICE);
   *message = grpc::ByteBuffer(&slice, 1);
   return true;

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "codec.h"
 #include "sync.h"
 #include "torchbeast.pb.h"
 
@@ -46,6 +47,7 @@ class SharedLane {
 
   // Whether the message fits.
   bool write(const grpc::ByteBuffer& message);
+  bool write(const RowMessage& message);
   // Whether there was a message. It shares the memory of the lane until write().
   bool read(grpc::ByteBuffer* message);
   // Waits until there is a message, the other side ends or wake() is called, but not
@@ -62,6 +64,10 @@ class SharedLane {
   struct Memory;
   SharedLane(int file, Memory* memory, size_t num_bytes, size_t action_bytes,
              size_t step_bytes, bool is_learner);
+
+  // Where the message of this side begins; null if it does not fit.
+  uint8_t* begin_message(size_t size, size_t offset);
+  void send();
 
   int file_;  // -1: closed
   Memory* const memory_;

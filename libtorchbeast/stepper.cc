@@ -45,7 +45,7 @@ void Stepper::begin(const wire::AgentHello& agent) {
   } catch (const WireError& error) {  // ours, not the peer's
     throw UnusableEnvironment(error.what());
   }
-  encode_row(start);
+  finish_row(start);
   if (!spec_.has_action_space) return;
   spec_.action.for_each(
       [this](const ArraySpec& spec) { action_.push_back(pool_.allocate(spec)); });
@@ -67,7 +67,7 @@ void Stepper::step(grpc::ByteBuffer* action, uint64_t* number) {
   const auto start = Clock::now();
   row_ = environment_->step(action_);
   row_.action_number = next;
-  encode_row(start);
+  finish_row(start);
 }
 
 // Throws unless these are the first `count` arrays of a row.
@@ -85,15 +85,13 @@ void Stepper::check(const std::vector<Array>& arrays, size_t count) const {
   }
 }
 
-void Stepper::encode_row(Clock::time_point start) {
+void Stepper::finish_row(Clock::time_point start) {
   const std::chrono::nanoseconds duration = Clock::now() - start;
   check(row_.arrays, spec_.arrays.size());
   if (!row_.final_observation.empty()) {
     check(row_.final_observation, spec_.num_observation_arrays);
   }
   row_.env_nanoseconds = static_cast<uint64_t>(duration.count());
-  newest_step_.Clear();  // its memory is used again for the next
-  newest_step_ = encode_step(row_, pool_);
 }
 
 }  // namespace torchbeast

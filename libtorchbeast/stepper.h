@@ -10,6 +10,7 @@
 
 #include "array.h"
 #include "codec.h"
+#include "connection.h"
 #include "environment.h"
 
 namespace torchbeast {
@@ -31,8 +32,8 @@ class Stepper {
 
   const wire::EnvHello& hello() const { return environment_->hello(); }
   int64_t num_envs() const { return spec_.num_envs; }
-  // The newest step, at first that of the reset; it may be sent any number of times.
-  const grpc::ByteBuffer& newest_step() const { return newest_step_; }
+  // Sends the newest step, at first that of the reset, any number of times.
+  void send_to(Connection& connection) { connection.write(step_message(row_), pool_); }
   size_t step_bytes() const { return spec_.step_bytes; }
   // Whether the newest step begins new episodes for all E.
   bool is_between_episodes() const {
@@ -45,14 +46,13 @@ class Stepper {
 
  private:
   void check(const std::vector<Array>& arrays, size_t count) const;
-  void encode_row(Clock::time_point start);
+  void finish_row(Clock::time_point start);
 
   Activity& activity_;
   std::unique_ptr<Environment> environment_;
   StreamSpec spec_;
   MemoryPool pool_;
   EnvRow row_;
-  grpc::ByteBuffer newest_step_;
   std::vector<Array> action_;
 };
 

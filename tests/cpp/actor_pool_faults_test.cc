@@ -12,6 +12,7 @@
 #include <limits>
 
 #include "actor_pool.h"
+#include "messages.h"
 #include "server.h"
 #include "session.h"
 

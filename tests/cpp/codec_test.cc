@@ -8,6 +8,7 @@
 #include <random>
 #include <thread>
 
+#include "messages.h"
 #include "test_util.h"
 
 namespace torchbeast {

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "codec.h"
+#include "messages.h"
 
 namespace torchbeast {
 namespace {

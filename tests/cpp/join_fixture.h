@@ -15,6 +15,7 @@
 #include "client.h"
 #include "connection.h"
 #include "listener.h"
+#include "messages.h"
 #include "session.h"
 
 namespace torchbeast {

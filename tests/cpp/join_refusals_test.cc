@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "join_fixture.h"
+#include "messages.h"
 
 namespace torchbeast {
 namespace {

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "counting_environment.h"
+#include "messages.h"
 #include "session.h"
 
 namespace torchbeast {
