@@ -20,6 +20,10 @@ void BatchingQueue::enqueue(ArrayNest item, const Interrupt& interrupt) {
   queue_->push(std::move(item), nullptr, interrupt);
 }
 
+bool BatchingQueue::try_enqueue(ArrayNest& item) {
+  return queue_->try_push(item, nullptr);
+}
+
 std::optional<ArrayNest> BatchingQueue::dequeue(const Interrupt& interrupt) {
   std::vector<Item> items = queue_->take(interrupt);
   if (items.empty()) return std::nullopt;
@@ -76,6 +80,13 @@ ArrayNest DynamicBatcher::compute(ArrayNest inputs, const Interrupt& interrupt) 
     queue_->withdraw(call.get());
     throw;
   }
+}
+
+void DynamicBatcher::ask(ArrayNest inputs, std::function<void(const Answer&)> on_done) {
+  const auto answered = [on_done = std::move(on_done)](Call& call) {
+    on_done([&call] { return call.wait(nullptr); });
+  };
+  queue_->try_push(inputs, std::make_shared<Call>(answered));
 }
 
 std::shared_ptr<DynamicBatcher::Batch> DynamicBatcher::next(

@@ -26,6 +26,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -112,6 +113,8 @@ class BatchingQueue : public BatchingBase {
   // batch_dim differ or are 0, an item wider than the maximum, or one that can't be
   // joined with those waiting.
   void enqueue(ArrayNest item, const Interrupt& interrupt = nullptr);
+  // The same without blocking. False, and the item is as before, if the queue is full.
+  bool try_enqueue(ArrayNest& item);
 
   // Blocks until a batch is complete; nothing once the queue is closed. With check off,
   // std::invalid_argument if there is a faulty item in the batch, which is dropped.
@@ -131,6 +134,12 @@ class DynamicBatcher : public BatchingBase {
   // batch was dropped or failed, std::invalid_argument as enqueue does. If `interrupt`
   // throws, the item is withdrawn, or its answer ignored.
   ArrayNest compute(ArrayNest inputs, const Interrupt& interrupt = nullptr);
+
+  // The same without blocking: `on_done` is called once with a function that returns
+  // what compute() would, or throws; in the thread that answers, or that closes the
+  // batcher, with no lock held. It must not block, nor throw. There is always room.
+  using Answer = std::function<ArrayNest()>;
+  void ask(ArrayNest inputs, std::function<void(const Answer&)> on_done);
 
   // Blocks until a batch is complete; nothing once the batcher is closed. With check
   // off, the callers of a batch with a faulty item get AsyncError, and it goes on with

@@ -56,7 +56,7 @@ bool Connection::read_lane(grpc::ByteBuffer* message) {
   SharedLane& lane = *owned_lane_;
   while (!lane.read(message)) {
     // The stream says why.
-    if (lane.has_ended() || is_cancelled() || is_gone()) return do_read(message);
+    if (needs_look()) return do_read(message);
     lane.wait(kInterruptPeriod);
   }
   return true;
@@ -75,8 +75,10 @@ wire::EnvHello Connection::shake_hands(const std::optional<wire::Seeding>& seedi
                                        bool takes_memory) {
   wire::AgentMessage hello;
   hello.mutable_hello()->set_version(kWireVersion);
-  takes_memory = takes_memory && is_local();
-  hello.mutable_hello()->set_takes_shared_memory(takes_memory);
+  takes_memory = takes_memory && is_local() && doorbell_pages() != nullptr;
+  if (takes_memory) {
+    *hello.mutable_hello()->mutable_doorbell() = doorbell_pages()->description();
+  }
   if (seeding) *hello.mutable_hello()->mutable_seeding() = *seeding;
   write(encode(hello));
   grpc::ByteBuffer message;
@@ -106,24 +108,15 @@ wire::AgentHello Connection::expect_agent_hello() {
   wire::AgentMessage answer = decode_agent_message(&message);
   if (!answer.has_hello()) throw WireError("an action before the hello");
   check_version(answer.hello().version(), peer_);
-  learner_takes_memory_ = is_local() && answer.hello().takes_shared_memory();
+  if (is_local() && answer.hello().has_doorbell())
+    doorbell_ = answer.hello().doorbell();
   is_shaking_hands_ = false;
   return std::move(*answer.mutable_hello());
 }
 
 void Connection::introduce(wire::EnvHello hello) {
   std::unique_ptr<SharedLane> lane;
-  const StreamSpec spec(hello);
-  if (learner_takes_memory_ && spec.has_action_space) {
-    size_t action_bytes = 0;
-    spec.action.for_each(
-        [&](const ArraySpec& array) { action_bytes += array.num_bytes(); });
-    size_t step_bytes = spec.step_bytes;  // and a final observation
-    for (size_t i = 0; i < spec.num_observation_arrays; ++i) {
-      step_bytes += spec.arrays[i].num_bytes();
-    }
-    lane = SharedLane::make(action_bytes, step_bytes);
-  }
+  if (doorbell_) lane = SharedLane::make(StreamSpec(hello), *doorbell_);
   wire::EnvMessage message;
   *message.mutable_hello() = std::move(hello);
   if (lane == nullptr) return write(encode(message));

@@ -63,7 +63,21 @@ class Connection {
   void restart_waiting();
   // Cancels if a read or write has been waiting for so long.
   void cancel_if_slow(Milliseconds limit, const char* reason);
+  // --- REQUIRES: has_lane()
+
+  // From now on until the next read() this side waits.
+  void start_waiting() { waiting_since_ = Clock::now().time_since_epoch().count(); }
+  // Whether read() would not block.
+  bool has_message() const { return owned_lane_->has_message(); }
+  // Whether there is a message, or the other side sends none any more.
+  bool is_ready() const { return has_message() || owned_lane_->has_ended(); }
+  // Whether read() has to look at the stream for the reason why no message comes.
+  bool needs_look() const {
+    return owned_lane_->has_ended() || is_cancelled() || is_gone();
+  }
   bool is_cancelled() const { return cancel_reason_ != nullptr; }
+  // Whether messages go through shared memory.
+  bool has_lane() const { return lane_ != nullptr; }
   // Whether the other side owes its hello, or its end. For a step or an action it may
   // take longer. Thread-safe.
   bool is_shaking_hands() const { return is_shaking_hands_; }
@@ -113,7 +127,7 @@ class Connection {
   std::atomic<int64_t> waiting_since_{0};  // ticks of Clock; 0: not waiting
   std::atomic<const char*> cancel_reason_{nullptr};
   std::atomic<bool> is_shaking_hands_{true};
-  bool learner_takes_memory_ = false;
+  std::optional<wire::SharedMemory> doorbell_;  // the learner's
   std::unique_ptr<SharedLane> owned_lane_;
   std::atomic<SharedLane*> lane_{nullptr};  // for cancel(), of another thread
 };

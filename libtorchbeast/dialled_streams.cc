@@ -128,14 +128,12 @@ class DialledStreams {
         shared_.events.add(Event::kReturned, connection.peer());
       }
       connected_before_ = true;
-      session.act(&*unroll);
-      while (true) {
-        const bool finished = session.step(&*unroll);
+      shared_.run_session(session, *unroll, [&](bool finished) {
         presence.prove();
-        if (!finished) continue;
+        if (!finished) return;
         presence.deliver();
         backoff_.reset();
-      }
+      });
     } catch (const ClosedBatchingQueue&) {
       throw;
     } catch (...) {

@@ -91,21 +91,26 @@ bool EnvSession::act(Unroll* unroll) {
   }
   std::optional<ArrayNest> rollout = unroll->take_rollout();
   if (!rollout) return false;
-  Stopwatch stopwatch(context_.queue_wait_ns);
-  context_.learner_queue->enqueue(std::move(*rollout), interrupt_);
-  ++context_.num_rollouts;
+  deliver(std::move(*rollout));
   return true;
 }
 
-bool EnvSession::step(Unroll* unroll) {
-  EnvRow next;
-  {
-    Stopwatch stopwatch(context_.env_wait_ns);
-    const EnvRow action{unroll->action(), {}, 0, ++action_number_};
-    connection_.write(action_message(action, !spec_.has_action_space),
-                      context_.unrolls.message_pool);
-    next = read_into(unroll->next_row());
-  }
+void EnvSession::deliver(ArrayNest rollout) {
+  Stopwatch stopwatch(context_.queue_wait_ns);
+  context_.learner_queue->enqueue(std::move(rollout), interrupt_);
+  ++context_.num_rollouts;
+}
+
+void EnvSession::send_action(Unroll* unroll) {
+  sent_at_ = Clock::now();
+  const EnvRow action{unroll->action(), {}, 0, ++action_number_};
+  connection_.write(action_message(action, !spec_.has_action_space),
+                    context_.unrolls.message_pool);
+}
+
+void EnvSession::receive(Unroll* unroll) {
+  const EnvRow next = read_into(unroll->next_row());
+  context_.env_wait_ns += std::chrono::nanoseconds(Clock::now() - sent_at_).count();
   if (next.action_number != action_number_) {
     throw WireError("the step answers action " + std::to_string(next.action_number) +
                     ", and the last action is " + std::to_string(action_number_) +
@@ -113,7 +118,6 @@ bool EnvSession::step(Unroll* unroll) {
                     "leads to");
   }
   unroll->take(next);
-  return act(unroll);
 }
 
 }  // namespace torchbeast

@@ -37,10 +37,11 @@ struct SessionContext {
 // One thread at a time. Owns neither the connection nor the unroll, so an unroll may go
 // on in another session.
 //
-// read_row() and step() throw as Connection::read; WireError; EnvironmentError. After
-// these the unroll is as before the step that has failed, and its action can be sent
-// again. step() and act() also throw what the queue, the batcher and Unroll::answer
-// throw, and what `interrupt` throws; then the unroll is of no use any more.
+// read_row(), send_action() and receive() throw as Connection::read; WireError;
+// EnvironmentError. After these the unroll is as before the step that has failed, and
+// its action can be sent again. act() throws what the queue, the batcher and
+// Unroll::answer throw, and what `interrupt` throws; then the unroll is of no use any
+// more.
 class EnvSession {
  public:
   // After the handshake. Throws WireError if the hello breaks a rule. Both pointers
@@ -49,14 +50,20 @@ class EnvSession {
              const wire::EnvHello& hello, Interrupt interrupt);
 
   const StreamSpec& spec() const { return spec_; }
+  SessionContext& context() const { return context_; }
+  Connection& connection() const { return connection_; }
+  const Interrupt& interrupt() const { return interrupt_; }
 
   // The next step, in memory of its own.
   EnvRow read_row();
   // Asks the agent about the newest row, if there is a question, and hands a finished
   // rollout to the learner. Returns whether there was one.
   bool act(Unroll* unroll);
-  // Sends the action for the newest row, takes the next step, and acts.
-  bool step(Unroll* unroll);
+  void deliver(ArrayNest rollout);
+  // Sends the action for the newest row.
+  void send_action(Unroll* unroll);
+  // Takes the next step.
+  void receive(Unroll* unroll);
 
  private:
   EnvRow read_into(std::vector<Array> arrays);
@@ -64,6 +71,7 @@ class EnvSession {
   SessionContext& context_;
   Connection& connection_;
   uint64_t action_number_;  // of the last action
+  Clock::time_point sent_at_;
   const StreamSpec spec_;
   const Interrupt interrupt_;
 };

@@ -168,8 +168,7 @@ void check_outputs(const ArrayNest& outputs, int64_t width,
 ItemQueue::ItemQueue(BatchingOptions options)
     : options_(check_options(std::move(options))), batches_(options_.allocator) {}
 
-void ItemQueue::push(ArrayNest nest, std::shared_ptr<Call> call,
-                     const Interrupt& interrupt) {
+Item ItemQueue::make_item(ArrayNest nest, std::shared_ptr<Call> call) const {
   Item item{std::move(nest), std::move(call)};
   if (options_.check) {
     item.width = check_item(item.nest, options_);
@@ -181,7 +180,24 @@ void ItemQueue::push(ArrayNest nest, std::shared_ptr<Call> call,
                                        options_.maximum_batch_size);
     }
   }
+  return item;
+}
 
+void ItemQueue::add(Item item, WakeUps& wake) {
+  if (closed_) throw ClosedBatchingQueue("the queue is closed");
+  if (options_.check && !items_.empty()) {
+    check_joinable(item.nest, items_.back().nest, options_.batch_dim);
+  }
+  item.arrival = Clock::now();
+  num_entries_ += item.width;
+  items_.push_back(std::move(item));
+  // An item that only joins an incomplete batch changes nothing for consumers.
+  if (is_complete() || items_.size() == 1) wake.consumer = needs_consumer();
+}
+
+void ItemQueue::push(ArrayNest nest, std::shared_ptr<Call> call,
+                     const Interrupt& interrupt) {
+  Item item = make_item(std::move(nest), std::move(call));
   Stopwatch stopwatch(producer_wait_, false);
   WakeUps wake(*this);
   MutexLock lock(mutex_);
@@ -197,20 +213,23 @@ void ItemQueue::push(ArrayNest nest, std::shared_ptr<Call> call,
       }
       --blocked_producers_;
     }
-    if (closed_) throw ClosedBatchingQueue("the queue is closed");
-    if (options_.check && !items_.empty()) {
-      check_joinable(item.nest, items_.back().nest, options_.batch_dim);
-    }
-    item.arrival = Clock::now();
-    const int64_t width = item.width;
-    items_.push_back(std::move(item));
-    num_entries_ += width;
+    add(std::move(item), wake);
   } catch (...) {
     if (has_room()) wake.producers = std::min<size_t>(1, blocked_producers_);
     throw;
   }
-  // An item that only joins an incomplete batch changes nothing for consumers.
-  if (is_complete() || items_.size() == 1) wake.consumer = needs_consumer();
+}
+
+bool ItemQueue::try_push(ArrayNest& nest, std::shared_ptr<Call> call) {
+  Item item = make_item(std::move(nest), std::move(call));
+  WakeUps wake(*this);
+  MutexLock lock(mutex_);
+  if (item.call == nullptr && !closed_ && !has_room()) {
+    nest = std::move(item.nest);
+    return false;
+  }
+  add(std::move(item), wake);
+  return true;
 }
 
 std::vector<Item> ItemQueue::take(const Interrupt& interrupt,

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,10 +21,15 @@
 
 namespace torchbeast {
 
-// A call of DynamicBatcher::compute that waits for its answer. Owned by the caller and
-// the batch together. Thread-safe.
+// A call of DynamicBatcher that waits for its answer. Owned by the caller and the batch
+// together. Thread-safe.
 class Call {
  public:
+  // `on_done`: called once there is an answer, in the thread that gives it; may be
+  // null.
+  explicit Call(std::function<void(Call&)> on_done = nullptr)
+      : on_done_(std::move(on_done)) {}
+
   // The first answer counts, later ones are ignored.
   void answer(ArrayNest outputs) { finish(kAnswered, std::move(outputs), nullptr); }
   void fail(std::shared_ptr<const std::string> message) {
@@ -54,8 +60,10 @@ class Call {
       message_ = std::move(message);
     }
     done_.notify_one();
+    if (on_done_) on_done_(*this);
   }
 
+  const std::function<void(Call&)> on_done_;
   Mutex mutex_;
   CondVar done_;
   State state_ TB_GUARDED_BY(mutex_) = kWaiting;
@@ -88,6 +96,8 @@ class ItemQueue {
 
   void push(ArrayNest nest, std::shared_ptr<Call> call, const Interrupt& interrupt)
       TB_EXCLUDES(mutex_);
+  // Never blocks. False, and `nest` is as before, if there is no room. Calls need none.
+  bool try_push(ArrayNest& nest, std::shared_ptr<Call> call) TB_EXCLUDES(mutex_);
 
   // The items of the next batch; none once it is closed. In a DynamicBatcher `calls`
   // are theirs, and close() ends them until they are forgotten.
@@ -125,6 +135,8 @@ class ItemQueue {
     size_t producers = 0;
   };
 
+  Item make_item(ArrayNest nest, std::shared_ptr<Call> call) const;
+  void add(Item item, WakeUps& wake) TB_REQUIRES(mutex_);
   bool has_room() const TB_REQUIRES(mutex_) {
     return !options_.maximum_queue_size || items_.size() < *options_.maximum_queue_size;
   }

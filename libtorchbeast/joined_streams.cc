@@ -99,14 +99,12 @@ void PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& he
         }
         break;
     }
-    session.act(unroll.get());
-    while (true) {
-      const bool finished = session.step(unroll.get());
+    run_session(session, *unroll, [&](bool finished) {
       presence.prove();
-      if (!finished) continue;
+      if (!finished) return;
       presence.deliver();
       if (!options.is_provisional) options.listener->settle(hello);
-    }
+    });
   } catch (const Connection::Left&) {
     lease.departure = UnrollSlots::Departure::kLeft;
   } catch (const TransportError&) {

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "actor_pool.h"
+#include "collector.h"
 #include "connection.h"
 #include "env_session.h"
 #include "events.h"
@@ -107,12 +108,25 @@ struct PoolStreams : StreamHost {
   bool wants(const wire::EnvHello& hello) override {
     return !options.is_provisional || hellos.is_alike(hello);
   }
+  // Steps the environments of a session until it ends; throws why.
+  void run_session(EnvSession& session, Unroll& unroll,
+                   const Collector::OnStep& on_step) {
+    session.act(&unroll);
+    if (session.connection().has_lane()) collector.run(&session, &unroll, on_step);
+    while (true) {
+      session.send_action(&unroll);
+      session.receive(&unroll);
+      on_step(session.act(&unroll));
+    }
+  }
+
   // An environment that has joined, in its stream's thread.
   void serve(Connection& connection, const wire::EnvHello& hello) override;
   void unroll_joined(Connection& connection, const wire::EnvHello& hello);
 
   const ActorPoolOptions options;
   SessionContext sessions;
+  Collector collector;
   HelloCheck hellos;
   std::optional<UnrollSlots> slots;  // with a listener
 

@@ -1,0 +1,55 @@
+// Runs sessions whose messages go through shared memory: all of a pool in one thread.
+//
+//   env --step--> the collector's thread: Unroll --question--> DynamicBatcher
+//   env <-action- the inference thread:   Unroll <--answer----'
+//
+// The collector takes the steps that are there and asks the agent about them. Who
+// answers, sends the actions. What may block stays in the thread of the stream: the
+// first step, a learner that has no room for a rollout, and the end.
+
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "env_session.h"
+#include "sync.h"
+#include "unroll.h"
+
+namespace torchbeast {
+
+// Thread-safe. Owns its thread.
+class Collector {
+ public:
+  // Called after each step, in any thread, but one at a time for each session; with
+  // whether a rollout is finished.
+  using OnStep = std::function<void(bool)>;
+
+  Collector() = default;
+  ~Collector();  // REQUIRES: no run() is in progress
+  Collector(const Collector&) = delete;
+
+  // Steps the environments of a session, whose connection has a lane, until it ends.
+  // Blocks. Throws why, as EnvSession does. REQUIRES: the newest row has its action.
+  void run(EnvSession* session, Unroll* unroll, const OnStep& on_step)
+      TB_EXCLUDES(mutex_);
+
+ private:
+  struct Running;
+  using RunningList = std::vector<std::shared_ptr<Running>>;
+
+  void add(const std::shared_ptr<Running>& running) TB_EXCLUDES(mutex_);
+  void remove(const std::shared_ptr<Running>& running) TB_EXCLUDES(mutex_);
+  void collect() TB_EXCLUDES(mutex_);
+
+  Mutex mutex_;
+  // Copied by the collector's thread if its version has changed.
+  RunningList running_ TB_GUARDED_BY(mutex_);
+  std::atomic<uint64_t> version_{0};
+  std::atomic<bool> stopping_{false};
+  std::thread thread_ TB_GUARDED_BY(mutex_);
+};
+
+}  // namespace torchbeast
