@@ -169,6 +169,7 @@ DialledConnection::DialledConnection(const Address& address, const Security& sec
 }
 
 DialledConnection::~DialledConnection() {
+  end_lane();
   context_.TryCancel();
   if (stream_ != nullptr && !finished_) stream_->Finish();
 }

@@ -1,0 +1,275 @@
+// Both sides of a lane in one process, each with its own mapping of the memory, and
+// peers that lie.
+
+#include "shared_lane.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <fstream>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "test_util.h"
+
+namespace torchbeast {
+namespace {
+
+using SharedLaneTest = GuardedTest;
+
+// E environments with an observation of `size` bytes.
+StreamSpec make_spec(int64_t E, uint64_t size) {
+  wire::EnvHello hello;
+  hello.set_version(kWireVersion);
+  hello.set_num_envs(static_cast<uint32_t>(E));
+  wire::Space::Box& box = *hello.mutable_observation_space()->mutable_box();
+  box.set_dtype(wire::UINT8);
+  box.add_shape(size);
+  hello.mutable_action_space()->mutable_discrete()->set_n(7);
+  return StreamSpec(hello);
+}
+
+EnvRow make_row(const StreamSpec& spec, uint8_t value, bool truncated = false) {
+  static MemoryPool pool;
+  EnvRow row;
+  for (const ArraySpec& array : spec.arrays) {
+    row.arrays.push_back(pool.allocate(array));
+    const bool is_bool = array.dtype == DType::kBool;
+    std::memset(row.arrays.back().data(), is_bool ? 1 : value,
+                row.arrays.back().num_bytes());
+  }
+  if (truncated) row.final_observation = {row.arrays[0]};
+  row.env_nanoseconds = row.action_number = uint64_t{1} << 52;  // many bytes
+  return row;
+}
+
+std::string bytes_of(const grpc::ByteBuffer& buffer) {
+  std::vector<grpc::Slice> slices;
+  EXPECT_TRUE(buffer.Dump(&slices).ok());
+  std::string bytes;
+  for (const grpc::Slice& slice : slices) {
+    bytes.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+  }
+  return bytes;
+}
+
+grpc::ByteBuffer buffer_of(const std::string& bytes) {
+  const grpc::Slice slice(bytes);
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+// Whether the lane has exactly this message next.
+testing::AssertionResult reads(SharedLane& lane, const std::string& bytes) {
+  grpc::ByteBuffer message;
+  if (!lane.has_message() || !lane.read(&message)) {
+    return testing::AssertionFailure() << "no message";
+  }
+  if (bytes_of(message) != bytes) return testing::AssertionFailure() << "another one";
+  if (lane.has_message()) return testing::AssertionFailure() << "one more";
+  return testing::AssertionSuccess();
+}
+
+size_t num_mappings() {
+  std::ifstream maps("/proc/self/maps");
+  size_t count = 0;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find("memfd:torchbeast") != std::string::npos) ++count;
+  }
+  return count;
+}
+
+struct Lane {
+  explicit Lane(const StreamSpec& spec)
+      : environment(SharedLane::make(spec, doorbell_pages()->description())),
+        learner(SharedLane::open(environment->description())) {}
+  std::unique_ptr<SharedLane> environment, learner;
+};
+
+TEST_F(SharedLaneTest, carries_steps_and_actions_in_turn) {
+  MemoryPool pool;
+  for (const int64_t E : {1, 3}) {
+    const StreamSpec spec = make_spec(E, 977);
+    Lane lane(spec);
+    ASSERT_NE(lane.learner, nullptr);
+    lane.environment->close_file();
+    for (int i = 1; i < 300; ++i) {
+      const EnvRow step = make_row(spec, static_cast<uint8_t>(i), i % 3 == 0);
+      ASSERT_TRUE(lane.environment->write(step_message(step)));
+      ASSERT_TRUE(reads(*lane.learner, bytes_of(encode(step_message(step), pool))));
+      EnvRow action{{numbered({E, 2}, i)}, {}, 0, static_cast<uint64_t>(i)};
+      ASSERT_TRUE(lane.learner->write(action_message(action)));
+      ASSERT_TRUE(
+          reads(*lane.environment, bytes_of(encode(action_message(action), pool))));
+    }
+  }
+}
+
+TEST_F(SharedLaneTest, an_error_has_room_and_a_longer_message_has_none) {
+  const StreamSpec spec = make_spec(1, 1);
+  Lane lane(spec);
+  const grpc::ByteBuffer error = encode_error(std::string(1 << 20, 'x'));
+  ASSERT_TRUE(lane.environment->write(error));
+  EXPECT_TRUE(reads(*lane.learner, bytes_of(error)));
+  EXPECT_FALSE(lane.environment->write(buffer_of(std::string(1 << 20, 'x'))));
+  EXPECT_FALSE(lane.learner->write(buffer_of(std::string(4096, 'x'))));
+  EXPECT_FALSE(lane.learner->has_message());
+  EXPECT_FALSE(lane.environment->has_message());
+}
+
+TEST_F(SharedLaneTest, a_wait_ends_with_a_message_the_end_or_a_call) {
+  const Milliseconds long_time(1000);
+  for (const std::string how : {"message", "end", "gone", "wake"}) {
+    Lane lane(make_spec(1, 1));
+    Threads threads;
+    const auto start = Clock::now();
+    threads.start([&] {
+      std::this_thread::sleep_for(Milliseconds(50));
+      if (how == "message") EXPECT_TRUE(lane.learner->write(buffer_of("hello")));
+      if (how == "end") lane.learner->end();
+      if (how == "gone") lane.learner = nullptr;
+      if (how == "wake") lane.environment->wake();
+    });
+    lane.environment->wait(long_time);
+    EXPECT_LT(Clock::now() - start, Milliseconds(900)) << how;
+    threads.join();
+    EXPECT_EQ(lane.environment->has_message(), how == "message");
+    EXPECT_EQ(lane.environment->has_ended(), how == "end" || how == "gone");
+    // It was used up, and did not get lost either.
+    if (how == "wake") {
+      lane.environment->wake();
+      lane.environment->wait(long_time);
+      EXPECT_LT(Clock::now() - start, Milliseconds(900));
+    }
+  }
+}
+
+TEST_F(SharedLaneTest, no_message_is_lost_between_threads) {
+  const StreamSpec spec = make_spec(1, 64);
+  Lane lane(spec);
+  const int count = scaled(100'000);
+  Threads threads;
+  const auto next = [](SharedLane& side) {
+    grpc::ByteBuffer message;
+    const auto start = Clock::now();
+    while (!side.read(&message)) side.wait(Milliseconds(1000));
+    // A wake-up that was lost would take the whole limit.
+    EXPECT_LT(Clock::now() - start, Milliseconds(900));
+    return bytes_of(message);
+  };
+  threads.start([&] {
+    for (int i = 0; i < count; ++i) {
+      ASSERT_EQ(next(*lane.environment), "action " + std::to_string(i));
+      ASSERT_TRUE(lane.environment->write(buffer_of("step " + std::to_string(i))));
+    }
+  });
+  for (int i = 0; i < count; ++i) {
+    ASSERT_TRUE(lane.learner->write(buffer_of("action " + std::to_string(i))));
+    ASSERT_EQ(next(*lane.learner), "step " + std::to_string(i));
+  }
+}
+
+TEST_F(SharedLaneTest, nothing_is_left) {
+  const size_t before = num_mappings();
+  {
+    Lane lane(make_spec(2, 100));
+    EXPECT_EQ(num_mappings(), before + 3);  // two of the lane, and the doorbell's
+  }
+  EXPECT_EQ(num_mappings(), before);
+}
+
+TEST_F(SharedLaneTest, an_action_of_any_size_has_no_lane) {
+  StreamSpec spec = make_spec(1, 1);
+  spec.has_action_space = false;
+  EXPECT_EQ(SharedLane::make(spec, doorbell_pages()->description()), nullptr);
+}
+
+// --- Lies
+
+TEST_F(SharedLaneTest, memory_that_is_not_as_described_is_not_opened) {
+  const auto lane = SharedLane::make(make_spec(1, 1), doorbell_pages()->description());
+  const wire::SharedMemory good = lane->description();
+  ASSERT_NE(SharedLane::open(good), nullptr);
+  const auto opens = [&](const std::function<void(wire::SharedMemory*)>& change) {
+    wire::SharedMemory changed = good;
+    change(&changed);
+    return SharedLane::open(changed) != nullptr;
+  };
+  EXPECT_FALSE(opens([](auto* m) { m->clear_nonce(); }));
+  EXPECT_FALSE(opens([](auto* m) { (*m->mutable_nonce())[3] ^= 1; }));
+  EXPECT_FALSE(opens([](auto* m) { m->set_process(1); }));
+  EXPECT_FALSE(opens([](auto* m) { m->set_process(0); }));
+  EXPECT_FALSE(opens([](auto* m) { m->set_process(0xffffffff); }));
+  EXPECT_FALSE(opens([](auto* m) { m->set_file(0xffffffff); }));
+  EXPECT_FALSE(opens([](auto* m) { m->set_step_bytes(m->step_bytes() + 64); }));
+  EXPECT_FALSE(opens([](auto* m) { m->set_step_bytes(m->step_bytes() + 1); }));
+  EXPECT_FALSE(opens([](auto* m) {  // the same sum
+    m->set_step_bytes(m->step_bytes() + m->action_bytes());
+    m->set_action_bytes(0);
+  }));
+  EXPECT_FALSE(opens([](auto* m) { m->set_step_bytes(uint64_t{1} << 63); }));
+  EXPECT_FALSE(opens([](auto* m) { m->set_action_bytes(~uint64_t{63}); }));
+  EXPECT_EQ(SharedLane::make(make_spec(1, 1), {}), nullptr);  // no doorbell
+}
+
+TEST_F(SharedLaneTest, other_files_are_not_opened) {
+  const auto lane = SharedLane::make(make_spec(1, 1), doorbell_pages()->description());
+  wire::SharedMemory described = lane->description();
+  int pipes[2], sockets[2];
+  ASSERT_EQ(pipe(pipes), 0);
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets), 0);
+  // A copy of the memory that its owner can make shorter.
+  const int copy = memfd_create("torchbeast", MFD_CLOEXEC);
+  const std::string path = "/proc/self/fd/" + std::to_string(described.file());
+  const std::string bytes = [&] {
+    std::ifstream file(path, std::ios::binary);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  }();
+  ASSERT_EQ(write(copy, bytes.data(), bytes.size()),
+            static_cast<ssize_t>(bytes.size()));
+  const int folder = ::open("/", O_RDONLY | O_DIRECTORY);
+  for (const int file : {pipes[0], pipes[1], sockets[0], copy, folder}) {
+    described.set_file(static_cast<uint32_t>(file));
+    EXPECT_EQ(SharedLane::open(described), nullptr) << file;
+    close(file);
+  }
+  close(sockets[1]);
+}
+
+TEST_F(SharedLaneTest, what_a_peer_scribbles_is_refused_or_bounded) {
+  const StreamSpec spec = make_spec(1, 100);
+  Lane lane(spec);
+  ASSERT_TRUE(lane.environment->write(buffer_of("hello")));
+  const wire::SharedMemory described = lane.environment->description();
+  const std::string path = "/proc/self/fd/" + std::to_string(described.file());
+  const int file = ::open(path.c_str(), O_RDWR);
+  EXPECT_NE(ftruncate(file, 64), 0);  // it is sealed
+  const off_t size = lseek(file, 0, SEEK_END);
+  auto* const memory = static_cast<uint8_t*>(mmap(
+      nullptr, static_cast<size_t>(size), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
+  close(file);
+  // All but the nonce.
+  for (const uint8_t value : {0xff, 0x7f, 0x41, 0x01}) {
+    std::memset(memory + 64, value, static_cast<size_t>(size) - 64);
+    for (SharedLane* side : {lane.environment.get(), lane.learner.get()}) {
+      grpc::ByteBuffer message;
+      try {
+        if (side->read(&message)) {
+          EXPECT_LT(message.Length(), static_cast<size_t>(size));
+          bytes_of(message);
+        }
+      } catch (const WireError&) {
+      }
+      side->wait(Milliseconds(1));
+    }
+    lane.learner->write(buffer_of("hello"));
+  }
+  munmap(memory, static_cast<size_t>(size));
+}
+
+}  // namespace
+}  // namespace torchbeast
