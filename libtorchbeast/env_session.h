@@ -50,7 +50,8 @@ class EnvSession {
 
   const StreamSpec& spec() const { return spec_; }
 
-  // The next step, in memory of its own.
+  // The next step, in memory of its own. Throws TooManyBytes, before it takes any, if
+  // a rollout of such steps would exceed the limit.
   EnvRow read_row();
   // Asks the agent about the newest row, if there is a question, and hands a finished
   // rollout to the learner. Returns whether there was one.
@@ -59,7 +60,7 @@ class EnvSession {
   bool step(Unroll* unroll);
 
  private:
-  EnvRow read_into(std::vector<Array> arrays);
+  EnvRow read_into(std::vector<Array> arrays);  // or into new memory, if there are none
 
   SessionContext& context_;
   Connection& connection_;
