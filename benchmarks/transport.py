@@ -16,7 +16,7 @@ Each cell measures the bare stream and libtorchbeast in turn, --repeat times:
 
 A step is one step of one environment. The table has medians over the repetitions;
 "share" is ours / bare. CPU time is user and system time of all threads of a side. A
-page fault is memory that the system has to hand out: a heap that shrinks and grows causes
+page fault is memory that the system hands out: a heap that shrinks and grows causes
 them. Copied bytes are the counts of each part, divided by the steps. Needs Linux, and a
 machine that does nothing else.
 """
