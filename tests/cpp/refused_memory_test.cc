@@ -12,6 +12,8 @@
 #include "batching.h"
 #include "batching_test_util.h"
 
+#ifndef TB_SANITIZED  // sanitizers have an operator new of their own
+
 namespace {
 
 // Allocations of this thread until one is refused; negative: never.
@@ -80,3 +82,5 @@ TEST_F(RefusedMemoryTest, EveryCallerGetsAnEnd) {
 
 }  // namespace
 }  // namespace torchbeast
+
+#endif
