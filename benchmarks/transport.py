@@ -15,8 +15,9 @@ Each cell measures the bare stream and libtorchbeast in turn, --repeat times:
   of 8 rollouts, or of E if E is larger.
 
 A step is one step of one environment. The table has medians over the repetitions;
-"share" is ours / bare. CPU time is user and system time of all threads of a side.
-Copied bytes are the counts of each part, divided by the steps. Needs Linux, and a
+"share" is ours / bare. CPU time is user and system time of all threads of a side. A
+page fault is memory that the system hands out: a heap that shrinks and grows causes
+them. Copied bytes are the counts of each part, divided by the steps. Needs Linux, and a
 machine that does nothing else.
 """
 
@@ -25,6 +26,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -85,13 +87,19 @@ def serve(address: str, num_envs: int, pipe: Connection) -> None:
     server.start()
     pipe.send(server.address)
     while pipe.recv() == "stats":
-        pipe.send({**server.stats(), "cpu_seconds": cpu_seconds()})
+        used = {"cpu_seconds": cpu_seconds(), "faults": page_faults()}
+        pipe.send({**server.stats(), **used})
     server.stop()
 
 
 def cpu_seconds() -> float:
     times = os.times()
     return times.user + times.system
+
+
+def page_faults() -> int:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_minflt + used.ru_majflt
 
 
 def measure_ours(
@@ -160,6 +168,8 @@ def measure_ours(
             "seconds": time.monotonic(),
             "client_cpu": cpu_seconds(),
             "server_cpu": sum(side["cpu_seconds"] for side in sides),
+            "client_faults": page_faults(),
+            "server_faults": sum(side["faults"] for side in sides),
             "server_copied": sum(side["bytes_copied"] for side in sides),
             "pool_copied": stats["bytes_copied"],
             "batcher_copied": batching["bytes_copied"],
@@ -190,6 +200,8 @@ def measure_ours(
         "steps_per_second": steps / difference["seconds"],
         "client_cpu_us": 1e6 * difference["client_cpu"] / steps,
         "server_cpu_us": 1e6 * difference["server_cpu"] / steps,
+        "client_faults": difference["client_faults"] / steps,
+        "server_faults": difference["server_faults"] / steps,
         "mean_inference_batch": steps / difference["batches"],
     }
     for part in ("server", "pool", "batcher", "queue"):
@@ -292,9 +304,10 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{hardware()}; commit {commit()}\n")
     print(
         "| socket | streams × environments | bare, steps/s | **ours, steps/s** "
-        "| share | CPU µs per step: learner, servers | bare | mean inference batch |"
+        "| share | CPU µs per step: learner, servers | bare "
+        "| page faults per step: learner, servers | mean inference batch |"
         " bytes copied per step: server, pool, batcher, queue |\n"
-        "|---|---|---|---|---|---|---|---|---|"
+        "|---|---|---|---|---|---|---|---|---|---|"
     )
     everything: list[dict[str, Any]] = []
     for socket in flags.sockets:
@@ -321,6 +334,7 @@ def main(argv: list[str] | None = None) -> None:
                     f"| {statistics.median(shares):.0%} "
                     f"| {b['client_cpu_us']:.1f}, {b['server_cpu_us']:.1f} "
                     f"| {a['client_cpu_us']:.1f}, {a['server_cpu_us']:.1f} "
+                    f"| {b['client_faults']:.2f}, {b['server_faults']:.2f} "
                     f"| {b['mean_inference_batch']:.1f} | {copied} |",
                     flush=True,
                 )

@@ -1,13 +1,17 @@
 #include "actor_pool.h"
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 #include <algorithm>
 #include <future>
 #include <map>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "pool_streams.h"
+#include "thread.h"
 
 namespace torchbeast {
 
@@ -17,6 +21,18 @@ constexpr Milliseconds kMinute{60'000};
 constexpr Milliseconds kLongestGap{2'000};
 // Environments that join may be on their way back: a client pauses for up to 10 s.
 constexpr Milliseconds kReturnTime{15'000};
+
+// glibc would give the top of the heap back after a large message, and take it again,
+// page by page, for the next.
+void keep_heap() {
+#ifdef __GLIBC__
+  static const bool once = [] {
+    return mallopt(M_MMAP_THRESHOLD, 32 << 20) == 1 &&
+           mallopt(M_TRIM_THRESHOLD, 256 << 20) == 1;
+  }();
+  static_cast<void>(once);
+#endif
+}
 }  // namespace
 
 std::optional<wire::Seeding> PoolStreams::next_seeding(size_t index, bool is_first) {
@@ -143,7 +159,6 @@ ActorPool::ActorPool(ActorPoolOptions options,
     throw std::invalid_argument("max_env_failures must be at least 0, got " +
                                 std::to_string(options.max_env_failures));
   }
-  if (options.max_rollout_bytes == 0) options.max_rollout_bytes = half_of_memory();
   if (options.hello) {
     const size_t num_joined =
         options.listener ? static_cast<size_t>(options.listener->max_streams()) : 0;
@@ -155,6 +170,7 @@ ActorPool::ActorPool(ActorPoolOptions options,
       throw std::invalid_argument(error.what());
     }
   }
+  keep_heap();
   MemoryPool pool;  // what comes in may be Python's; actors want memory of their own
   ArrayNest state = initial_agent_state.map([&pool](const Array& array) {
     if (array.shape().size() < 2) {
@@ -179,7 +195,8 @@ void ActorPool::run(const Interrupt& interrupt) {
     throw std::runtime_error("an ActorPool runs once");
   }
   Listener* const listener = shared.options.listener.get();
-  std::vector<std::thread> threads;
+  std::vector<Thread> threads;
+  threads.reserve(shared.options.addresses.size());
   std::exception_ptr error;
   bool attached = false;
   try {
@@ -214,7 +231,7 @@ void ActorPool::run(const Interrupt& interrupt) {
   }
   shared.close();
   shared.cancel_all();
-  for (std::thread& thread : threads) thread.join();
+  threads.clear();
   {
     MutexLock lock(shared.mutex);
     if (error == nullptr) error = shared.first_error;
@@ -268,7 +285,7 @@ wire::EnvHello ActorPool::probe(const std::string& address, const Security& secu
                                 const Interrupt& interrupt) {
   DialledConnection connection(Address(address), security, kStreamMethod,
                                "the environment server");
-  std::future<wire::EnvHello> hello = std::async(std::launch::async, [&] {
+  std::packaged_task<wire::EnvHello()> ask([&] {
     connection.open();  // which may take long
     wire::EnvHello hello;
     try {
@@ -285,6 +302,8 @@ wire::EnvHello ActorPool::probe(const std::string& address, const Security& secu
     expected.check(hello, connection.peer());
     return hello;
   });
+  std::future<wire::EnvHello> hello = ask.get_future();
+  const Thread asking(std::move(ask));
   try {
     const auto deadline = time_after(timeout);
     while (hello.wait_for(kInterruptPeriod) != std::future_status::ready) {
@@ -293,7 +312,6 @@ wire::EnvHello ActorPool::probe(const std::string& address, const Security& secu
     }
   } catch (...) {
     connection.cancel("is no longer wanted");
-    hello.wait();
     throw;
   }
   return hello.get();

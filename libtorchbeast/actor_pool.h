@@ -29,7 +29,7 @@ namespace torchbeast {
 struct ActorPoolOptions {
   int64_t unroll_length = 0;              // T >= 1
   bool named_rows = false;                // rows are dicts
-  uint64_t max_rollout_bytes = 0;         // 0: half_of_memory()
+  uint64_t max_rollout_bytes = 1 << 30;   // of all streams' rollouts in progress
   std::vector<std::string> addresses;     // one stream each
   Security security;                      // for the addresses
   std::shared_ptr<Listener> listener;     // has been started; may be null

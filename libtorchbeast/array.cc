@@ -185,7 +185,11 @@ Array MemoryPool::allocate(const ArraySpec& spec) {
                                 if (auto state = pool.lock()) {
                                   MutexLock lock(state->mutex);
                                   state->in_use -= size;
-                                  state->free[size].push_back(std::move(block));
+                                  try {
+                                    state->free[size].push_back(std::move(block));
+                                  } catch (const std::bad_alloc&) {
+                                    state->total -= size;  // it ends with this
+                                  }
                                 }
                               });
   return Array(spec, data, std::move(owner));

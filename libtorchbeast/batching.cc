@@ -17,11 +17,11 @@ BatchingStats BatchingBase::stats() const { return queue_->stats(); }
 // --- BatchingQueue
 
 void BatchingQueue::enqueue(ArrayNest item, const Interrupt& interrupt) {
-  queue_->push(std::move(item), nullptr, interrupt);
+  queue_->push(std::move(item), Call(), interrupt);
 }
 
 bool BatchingQueue::try_enqueue(ArrayNest& item) {
-  return queue_->try_push(item, nullptr);
+  return queue_->try_push(item, Call());
 }
 
 std::optional<ArrayNest> BatchingQueue::dequeue(const Interrupt& interrupt) {
@@ -34,12 +34,9 @@ std::optional<ArrayNest> BatchingQueue::dequeue(const Interrupt& interrupt) {
 
 // The callers of one batch, and whether they have been answered.
 struct DynamicBatcher::Batch::State {
-  State(std::shared_ptr<ItemQueue> item_queue, std::shared_ptr<Calls> batch_calls)
-      : queue(std::move(item_queue)), calls(std::move(batch_calls)) {}
-  ~State() {
-    if (is_answered()) return;
-    fail("the batch was dropped without an answer");
-  }
+  explicit State(std::shared_ptr<ItemQueue> item_queue)
+      : queue(std::move(item_queue)) {}
+  ~State() { queue->forget(calls.get()); }
 
   bool is_answered() TB_EXCLUDES(mutex) {
     MutexLock lock(mutex);
@@ -56,14 +53,14 @@ struct DynamicBatcher::Batch::State {
         "the batch was answered before: call set_outputs or set_error once");
   }
   void fail(const std::string& text) {
-    claim();
     const auto message = std::make_shared<const std::string>(text);
-    for (const std::shared_ptr<Call>& call : *calls) call->fail(message);
-    queue->forget(calls);
+    claim();
+    for (const Call& call : *calls) call.fail(message);
+    queue->forget(calls.get());
   }
 
   const std::shared_ptr<ItemQueue> queue;
-  const std::shared_ptr<Calls> calls;
+  const std::shared_ptr<Calls> calls = std::make_shared<Calls>();
   std::vector<int64_t> widths;  // of each call
   int64_t size = 0;             // their sum
   Mutex mutex;
@@ -71,31 +68,32 @@ struct DynamicBatcher::Batch::State {
 };
 
 ArrayNest DynamicBatcher::compute(ArrayNest inputs, const Interrupt& interrupt) {
-  const auto call = std::make_shared<Call>();
-  queue_->push(std::move(inputs), call, interrupt);
+  const auto waiter = std::make_shared<Waiter>();
+  queue_->push(std::move(inputs), Call(waiter), interrupt);
   Stopwatch stopwatch(queue_->producer_wait());
   try {
-    return call->wait(interrupt);
+    return waiter->wait(interrupt);
   } catch (...) {
-    queue_->withdraw(call.get());
+    queue_->withdraw(waiter.get());
     throw;
   }
 }
 
 void DynamicBatcher::ask(ArrayNest inputs, std::function<void(const Answer&)> on_done) {
-  const auto answered = [on_done = std::move(on_done)](Call& call) {
-    on_done([&call] { return call.wait(nullptr); });
-  };
-  queue_->try_push(inputs, std::make_shared<Call>(answered));
+  const auto waiter = std::make_shared<Waiter>();
+  queue_->try_push(inputs, Call(waiter));
+  // It lives until then: in its call, or here.
+  waiter->when_done([on_done = std::move(on_done), waiter = waiter.get()] {
+    on_done([waiter] { return waiter->wait(nullptr); });
+  });
 }
 
 std::shared_ptr<DynamicBatcher::Batch> DynamicBatcher::next(
     const Interrupt& interrupt) {
   while (true) {
-    std::shared_ptr<Calls> calls;
-    std::vector<Item> items = queue_->take(interrupt, &calls);
+    auto state = std::make_unique<Batch::State>(queue_);
+    std::vector<Item> items = queue_->take(interrupt, state->calls);
     if (items.empty()) return nullptr;
-    auto state = std::make_unique<Batch::State>(queue_, std::move(calls));
     try {
       ArrayNest inputs = queue_->join(items);
       for (const Item& item : items) {
@@ -137,9 +135,9 @@ void DynamicBatcher::Batch::set_outputs(const ArrayNest& outputs) {
   }
   state_->claim();
   for (size_t i = 0; i < parts.size(); ++i) {
-    (*state_->calls)[i]->answer(std::move(parts[i]));
+    (*state_->calls)[i].answer(std::move(parts[i]));
   }
-  queue.forget(state_->calls);
+  queue.forget(state_->calls.get());
 }
 
 void DynamicBatcher::Batch::set_error(const std::string& message) {

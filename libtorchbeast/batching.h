@@ -135,9 +135,10 @@ class DynamicBatcher : public BatchingBase {
   // throws, the item is withdrawn, or its answer ignored.
   ArrayNest compute(ArrayNest inputs, const Interrupt& interrupt = nullptr);
 
-  // The same without blocking: `on_done` is called once with a function that returns
-  // what compute() would, or throws; in the thread that answers, or that closes the
-  // batcher, with no lock held. It must not block, nor throw. There is always room.
+  // The same without blocking; there is always room. `on_done` is called once with a
+  // function that returns what compute() would, or throws: in the thread that answers
+  // or closes the batcher, or in this one. It must not block, nor throw, and no lock is
+  // held. Throws as compute() does before it waits; then there is no call.
   using Answer = std::function<ArrayNest()>;
   void ask(ArrayNest inputs, std::function<void(const Answer&)> on_done);
 

@@ -6,12 +6,12 @@
 #include <iostream>
 #include <random>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 #include "codec.h"
 #include "connection.h"
 #include "stepper.h"
+#include "thread.h"
 
 namespace torchbeast {
 
@@ -55,8 +55,16 @@ struct EnvClient::State {
   void after_loss(const TransportError& error);
   // In the other thread.
   void wait(const Interrupt& interrupt) TB_EXCLUDES(mutex);
-  void claim() {
+  // The other of the two threads of run() or run_here().
+  template <typename F>
+  Thread start(F&& f) {
     if (started.exchange(true)) throw std::runtime_error("a client runs once");
+    try {
+      return Thread(std::forward<F>(f));
+    } catch (...) {
+      started = false;
+      throw;
+    }
   }
   void report_stuck() const;
 
@@ -201,8 +209,8 @@ EnvClient::~EnvClient() { stop(); }
 
 void EnvClient::run(std::optional<uint64_t> num_episodes, const Interrupt& interrupt) {
   State& state = *state_;
-  state.claim();
-  std::thread worker([owner = state_, num_episodes] { owner->work(num_episodes); });
+  Thread worker =
+      state.start([owner = state_, num_episodes] { owner->work(num_episodes); });
   std::exception_ptr error;
   try {
     state.wait(interrupt);
@@ -224,8 +232,7 @@ void EnvClient::run(std::optional<uint64_t> num_episodes, const Interrupt& inter
 
 void EnvClient::run_here(std::optional<uint64_t> num_episodes) {
   State& state = *state_;
-  state.claim();
-  std::thread watcher([owner = state_] {
+  Thread watcher = state.start([owner = state_] {
     owner->wait(nullptr);
     MutexLock lock(owner->mutex);
     if (!owner->done) owner->report_stuck();

@@ -233,13 +233,16 @@ bool are_bools(const uint8_t* data, size_t size) {
   return bits <= 1;
 }
 
+void check_size(int size, size_t wanted, const char* what) {
+  if (static_cast<size_t>(size) == wanted) return;
+  refuse(what, std::to_string(size) + " bytes, and the spaces of the hello make " +
+                   std::to_string(wanted));
+}
+
 // Reads a field of `size` bytes.
 void read_arrays(io::CodedInputStream& in, int size, const std::vector<Array>& arrays,
                  const char* what) {
-  if (static_cast<size_t>(size) != bytes_of(arrays)) {
-    refuse(what, std::to_string(size) + " bytes, and the spaces of the hello make " +
-                     std::to_string(bytes_of(arrays)));
-  }
+  check_size(size, bytes_of(arrays), what);
   for (const Array& array : arrays) {
     const size_t bytes = array.num_bytes();
     if (!in.ReadRaw(array.data(), static_cast<int>(bytes))) malformed();
@@ -250,12 +253,12 @@ void read_arrays(io::CodedInputStream& in, int size, const std::vector<Array>& a
 }
 
 // Reads a message whose only field is `only`, an EnvStep or an AgentAction: its arrays,
-// and all else with read_field(in, tag), which returns false for what is to be skipped.
-// Returns false if the message begins with another field.
-template <typename F>
+// after make_arrays(size), and all else with read_field(in, tag), which returns false
+// for what is to be skipped. Returns false if the message begins with another field.
+template <typename G, typename F>
 bool read_message(grpc::ByteBuffer* message, uint32_t only,
                   const std::vector<Array>& arrays, const char* what,
-                  const F& read_field) {
+                  const G& make_arrays, const F& read_field) {
   const int size = checked_size(*message, kMaxMessageBytes);
   grpc::ProtoBufferReader buffer(message);
   io::CodedInputStream in(&buffer);
@@ -267,13 +270,18 @@ bool read_message(grpc::ByteBuffer* message, uint32_t only,
   while (in.BytesUntilLimit() > 0) {
     const uint32_t tag = in.ReadTag();
     if (tag == kArraysTag) {
-      read_arrays(in, read_length(in), arrays, what);
+      const int size = read_length(in);
+      make_arrays(size);
+      read_arrays(in, size, arrays, what);
       has_arrays = true;
     } else if (!read_field(in, tag)) {
       skip_field(in, tag);
     }
   }
-  if (!has_arrays) read_arrays(in, 0, arrays, what);
+  if (!has_arrays) {
+    make_arrays(0);
+    read_arrays(in, 0, arrays, what);
+  }
   return true;
 }
 
@@ -290,13 +298,25 @@ wire::AgentMessage decode_agent_message(grpc::ByteBuffer* message) {
 std::optional<std::string> decode_step(grpc::ByteBuffer* message,
                                        const StreamSpec& spec, MemoryPool& pool,
                                        EnvRow* row) {
+  // The first arrays of a step, once their size is right.
+  const auto make = [&](size_t count, int size, const char* what) {
+    size_t bytes = 0;
+    for (size_t i = 0; i < count; ++i) bytes += spec.arrays[i].num_bytes();
+    check_size(size, bytes, what);
+    std::vector<Array> arrays;
+    for (size_t i = 0; i < count; ++i) arrays.push_back(pool.allocate(spec.arrays[i]));
+    return arrays;
+  };
+  const auto make_arrays = [&](int size) {
+    if (row->arrays.empty()) row->arrays = make(spec.arrays.size(), size, "step");
+  };
   const auto read_field = [&](io::CodedInputStream& in, uint32_t tag) {
     if (tag == kFinalTag) {
       row->final_observation.clear();
       const int size = read_length(in);
-      for (size_t i = 0; i < spec.num_observation_arrays && size > 0; ++i) {
-        row->final_observation.push_back(pool.allocate(spec.arrays[i]));
-      }
+      if (size == 0) return true;
+      row->final_observation =
+          make(spec.num_observation_arrays, size, "final_observation");
       read_arrays(in, size, row->final_observation, "final_observation");
     } else if (tag == kTimeTag) {
       if (!in.ReadVarint64(&row->env_nanoseconds)) malformed();
@@ -307,7 +327,7 @@ std::optional<std::string> decode_step(grpc::ByteBuffer* message,
     }
     return true;
   };
-  if (read_message(message, kStepTag, row->arrays, "step", read_field)) {
+  if (read_message(message, kStepTag, row->arrays, "step", make_arrays, read_field)) {
     return std::nullopt;
   }
   const wire::EnvMessage other = decode_env_message(message);
@@ -323,7 +343,10 @@ uint64_t decode_action(grpc::ByteBuffer* message, const std::vector<Array>& acti
     if (!in.ReadVarint64(&number)) malformed();
     return true;
   };
-  if (read_message(message, kActionTag, action, "action", read_field)) return number;
+  const auto is_made = [](int) {};
+  if (read_message(message, kActionTag, action, "action", is_made, read_field)) {
+    return number;
+  }
   const bool is_hello = decode_agent_message(message).has_hello();
   throw WireError(is_hello ? "a second hello" : "message: no action");
 }

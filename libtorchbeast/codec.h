@@ -62,8 +62,9 @@ grpc::ByteBuffer encode(const RowMessage& message, MemoryPool& pool);
 // Read any message but a large one: for hellos and errors. Throw WireError.
 wire::EnvMessage decode_env_message(grpc::ByteBuffer* message);
 wire::AgentMessage decode_agent_message(grpc::ByteBuffer* message);
-// Reads a step into row->arrays, which the caller has allocated, and into new memory of
-// `pool` for a final observation. Returns the text if the message is an error instead.
+// Reads a step into row->arrays, and into new memory of `pool` for these, if they are
+// empty, and for a final observation: once the sizes are right. Returns the text if the
+// message is an error instead.
 // Throws WireError if it is neither, or not as `spec` says. Then the arrays may hold
 // anything.
 std::optional<std::string> decode_step(grpc::ByteBuffer* message,

@@ -166,9 +166,10 @@ void Collector::run(EnvSession* session, Unroll* unroll, const OnStep& on_step) 
 void Collector::add(const std::shared_ptr<Running>& running) {
   {
     MutexLock lock(mutex_);
+    if (!has_thread_) thread_ = Thread([this] { collect(); });
+    has_thread_ = true;
     running_.push_back(running);
     ++version_;
-    if (!thread_.joinable()) thread_ = std::thread([this] { collect(); });
   }
   bell_in(*doorbell_pages()).ring();
 }
@@ -202,14 +203,8 @@ void Collector::collect() {
 
 Collector::~Collector() {
   stopping_ = true;
-  std::thread thread;
-  {
-    MutexLock lock(mutex_);
-    thread.swap(thread_);
-  }
-  if (!thread.joinable()) return;
-  bell_in(*doorbell_pages()).ring();
-  thread.join();
+  MutexLock lock(mutex_);
+  if (has_thread_) bell_in(*doorbell_pages()).ring();
 }
 
 }  // namespace torchbeast

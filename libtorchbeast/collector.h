@@ -9,13 +9,14 @@
 
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "env_session.h"
 #include "sync.h"
+#include "thread.h"
 #include "unroll.h"
 
 namespace torchbeast {
@@ -49,7 +50,8 @@ class Collector {
   RunningList running_ TB_GUARDED_BY(mutex_);
   std::atomic<uint64_t> version_{0};
   std::atomic<bool> stopping_{false};
-  std::thread thread_ TB_GUARDED_BY(mutex_);
+  Thread thread_ TB_GUARDED_BY(mutex_);
+  bool has_thread_ TB_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace torchbeast

@@ -61,11 +61,9 @@ EnvSession::EnvSession(SessionContext* context, Connection* connection,
       interrupt_(std::move(interrupt)) {}
 
 EnvRow EnvSession::read_row() {
-  std::vector<Array> arrays;
-  for (const ArraySpec& spec : spec_.arrays) {
-    arrays.push_back(context_.unrolls.message_pool.allocate(spec));
-  }
-  return read_into(std::move(arrays));
+  const UnrollContext& unrolls = context_.unrolls;
+  check_rollout_bytes(spec_, unrolls.unroll_length, 1, unrolls.max_bytes);
+  return read_into({});
 }
 
 EnvRow EnvSession::read_into(std::vector<Array> arrays) {

@@ -54,7 +54,8 @@ class EnvSession {
   Connection& connection() const { return connection_; }
   const Interrupt& interrupt() const { return interrupt_; }
 
-  // The next step, in memory of its own.
+  // The next step, in memory of its own. Throws TooManyBytes, before it takes any, if
+  // a rollout of such steps would exceed the limit.
   EnvRow read_row();
   // Asks the agent about the newest row, if there is a question, and hands a finished
   // rollout to the learner. Returns whether there was one.
@@ -66,7 +67,7 @@ class EnvSession {
   void receive(Unroll* unroll);
 
  private:
-  EnvRow read_into(std::vector<Array> arrays);
+  EnvRow read_into(std::vector<Array> arrays);  // or into new memory, if there are none
 
   SessionContext& context_;
   Connection& connection_;

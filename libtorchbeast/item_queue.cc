@@ -168,7 +168,7 @@ void check_outputs(const ArrayNest& outputs, int64_t width,
 ItemQueue::ItemQueue(BatchingOptions options)
     : options_(check_options(std::move(options))), batches_(options_.allocator) {}
 
-Item ItemQueue::make_item(ArrayNest nest, std::shared_ptr<Call> call) const {
+Item ItemQueue::make_item(ArrayNest nest, Call call) const {
   Item item{std::move(nest), std::move(call)};
   if (options_.check) {
     item.width = check_item(item.nest, options_);
@@ -195,8 +195,7 @@ void ItemQueue::add(Item item, WakeUps& wake) {
   if (is_complete() || items_.size() == 1) wake.consumer = needs_consumer();
 }
 
-void ItemQueue::push(ArrayNest nest, std::shared_ptr<Call> call,
-                     const Interrupt& interrupt) {
+void ItemQueue::push(ArrayNest nest, Call call, const Interrupt& interrupt) {
   Item item = make_item(std::move(nest), std::move(call));
   Stopwatch stopwatch(producer_wait_, false);
   WakeUps wake(*this);
@@ -220,11 +219,11 @@ void ItemQueue::push(ArrayNest nest, std::shared_ptr<Call> call,
   }
 }
 
-bool ItemQueue::try_push(ArrayNest& nest, std::shared_ptr<Call> call) {
+bool ItemQueue::try_push(ArrayNest& nest, Call call) {
   Item item = make_item(std::move(nest), std::move(call));
   WakeUps wake(*this);
   MutexLock lock(mutex_);
-  if (item.call == nullptr && !closed_ && !has_room()) {
+  if (item.call.is_of(nullptr) && !closed_ && !has_room()) {
     nest = std::move(item.nest);
     return false;
   }
@@ -233,7 +232,7 @@ bool ItemQueue::try_push(ArrayNest& nest, std::shared_ptr<Call> call) {
 }
 
 std::vector<Item> ItemQueue::take(const Interrupt& interrupt,
-                                  std::shared_ptr<Calls>* calls) {
+                                  const std::shared_ptr<Calls>& calls) {
   std::vector<Item> batch;
   Stopwatch stopwatch(consumer_wait_, false);
   WakeUps wake(*this);
@@ -257,36 +256,46 @@ std::vector<Item> ItemQueue::take(const Interrupt& interrupt,
   }
 
   // At least one: an unchecked item that is too wide must come out, too.
+  size_t number = 0;
   int64_t num_entries = 0;
-  do {
-    num_entries += items_.front().width;
-    batch.push_back(std::move(items_.front()));
-    items_.pop_front();
-  } while (!items_.empty() &&
-           num_entries + items_.front().width <= options_.maximum_batch_size);
-  num_entries_ -= num_entries;
-  if (calls != nullptr) {
-    *calls = std::make_shared<Calls>();
-    for (const Item& item : batch) (*calls)->push_back(item.call);
-    in_flight_.insert(*calls);
+  for (const Item& item : items_) {
+    if (number > 0 && num_entries + item.width > options_.maximum_batch_size) break;
+    num_entries += item.width;
+    ++number;
   }
+  try {
+    batch.reserve(number);
+    if (calls) {
+      calls->reserve(number);
+      in_flight_.emplace(calls.get(), calls);
+    }
+  } catch (...) {
+    wake.consumer = needs_consumer();
+    throw;
+  }
+  for (; number > 0; --number) {
+    batch.push_back(std::move(items_.front()));
+    if (calls) calls->push_back(std::move(batch.back().call));
+    items_.pop_front();
+  }
+  num_entries_ -= num_entries;
   wake.consumer = needs_consumer();
   wake.producers = std::min(batch.size(), blocked_producers_);
   return batch;
 }
 
-void ItemQueue::forget(const std::shared_ptr<Calls>& calls) {
+void ItemQueue::forget(const Calls* calls) {
   MutexLock lock(mutex_);
   in_flight_.erase(calls);
 }
 
-void ItemQueue::withdraw(const Call* call) {
+void ItemQueue::withdraw(const Waiter* waiter) {
   Item withdrawn;
   WakeUps wake(*this);
   MutexLock lock(mutex_);
-  const auto item =
-      std::find_if(items_.begin(), items_.end(),
-                   [&](const Item& waiting) { return waiting.call.get() == call; });
+  const auto item = std::find_if(items_.begin(), items_.end(), [&](const Item& item) {
+    return item.call.is_of(waiter);
+  });
   if (item == items_.end()) return;
   withdrawn = std::move(*item);
   items_.erase(item);
@@ -340,7 +349,7 @@ ArrayNest ItemQueue::part(const ArrayNest& outputs, int64_t begin, int64_t width
 
 bool ItemQueue::close() {
   std::deque<Item> dropped;
-  std::unordered_set<std::shared_ptr<Calls>> in_flight;
+  decltype(in_flight_) in_flight;
   {
     MutexLock lock(mutex_);
     if (closed_) return false;
@@ -351,11 +360,11 @@ bool ItemQueue::close() {
   }
   consumers_.notify_all();
   room_.notify_all();
-  for (const Item& item : dropped) {
-    if (item.call) item.call->close();
-  }
-  for (const std::shared_ptr<Calls>& calls : in_flight) {
-    for (const std::shared_ptr<Call>& call : *calls) call->close();
+  for (const Item& item : dropped) item.call.close();
+  for (const auto& batch : in_flight) {
+    const std::shared_ptr<const Calls> calls = batch.second.lock();
+    if (!calls) continue;
+    for (const Call& call : *calls) call.close();
   }
   return true;
 }

@@ -11,7 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_set>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -21,21 +21,35 @@
 
 namespace torchbeast {
 
-// A call of DynamicBatcher that waits for its answer. Owned by the caller and the batch
+// Where a call of DynamicBatcher::compute waits. Owned by the caller and its Call
 // together. Thread-safe.
-class Call {
+class Waiter {
  public:
-  // `on_done`: called once there is an answer, in the thread that gives it; may be
-  // null.
-  explicit Call(std::function<void(Call&)> on_done = nullptr)
-      : on_done_(std::move(on_done)) {}
+  enum State { kWaiting, kAnswered, kFailed, kDropped, kClosedQueue };
 
-  // The first answer counts, later ones are ignored.
-  void answer(ArrayNest outputs) { finish(kAnswered, std::move(outputs), nullptr); }
-  void fail(std::shared_ptr<const std::string> message) {
-    finish(kFailed, ArrayNest(), std::move(message));
+  // The first end counts, later ones are ignored.
+  void finish(State state, ArrayNest outputs = {},
+              std::shared_ptr<const std::string> message = nullptr) {
+    std::function<void()> on_done;
+    {
+      MutexLock lock(mutex_);
+      if (state_ != kWaiting) return;
+      state_ = state;
+      outputs_ = std::move(outputs);
+      message_ = std::move(message);
+      on_done.swap(on_done_);
+    }
+    done_.notify_one();
+    if (on_done) on_done();
   }
-  void close() { finish(kClosedQueue, ArrayNest(), nullptr); }
+  // Calls f() once it is finished, in the thread that does it, or at once.
+  void when_done(std::function<void()> f) {
+    {
+      MutexLock lock(mutex_);
+      if (state_ == kWaiting) return on_done_.swap(f);
+    }
+    f();
+  }
 
   ArrayNest wait(const Interrupt& interrupt) {
     MutexLock lock(mutex_);
@@ -43,40 +57,59 @@ class Call {
       done_.wait_until(mutex_, Clock::time_point::max(), interrupt);
     }
     if (state_ == kFailed) throw AsyncError(*message_);
+    if (state_ == kDropped) {
+      throw AsyncError("the batch was dropped without an answer");
+    }
     if (state_ == kClosedQueue) throw ClosedBatchingQueue("the queue is closed");
     return std::move(outputs_);
   }
 
  private:
-  enum State { kWaiting, kAnswered, kFailed, kClosedQueue };
-
-  void finish(State state, ArrayNest outputs,
-              std::shared_ptr<const std::string> message) {
-    {
-      MutexLock lock(mutex_);
-      if (state_ != kWaiting) return;
-      state_ = state;
-      outputs_ = std::move(outputs);
-      message_ = std::move(message);
-    }
-    done_.notify_one();
-    if (on_done_) on_done_(*this);
-  }
-
-  const std::function<void(Call&)> on_done_;
   Mutex mutex_;
   CondVar done_;
   State state_ TB_GUARDED_BY(mutex_) = kWaiting;
   ArrayNest outputs_ TB_GUARDED_BY(mutex_);
   std::shared_ptr<const std::string> message_ TB_GUARDED_BY(mutex_);
+  std::function<void()> on_done_ TB_GUARDED_BY(mutex_);
 };
 
-using Calls = std::vector<std::shared_ptr<Call>>;
+// The other end of a Waiter: its item's, then its batch's. If nobody answers, its
+// destruction ends the wait, for which it needs no memory. Thread-safe.
+class Call {
+ public:
+  Call() = default;  // of nobody
+  explicit Call(std::shared_ptr<Waiter> waiter) : waiter_(std::move(waiter)) {}
+  ~Call() { finish(Waiter::kDropped); }
+  Call(Call&&) = default;
+  Call& operator=(Call&& other) noexcept {
+    std::swap(waiter_, other.waiter_);
+    return *this;
+  }
+
+  void answer(ArrayNest outputs) const {
+    finish(Waiter::kAnswered, std::move(outputs));
+  }
+  void fail(std::shared_ptr<const std::string> message) const {
+    finish(Waiter::kFailed, {}, std::move(message));
+  }
+  void close() const { finish(Waiter::kClosedQueue); }
+  bool is_of(const Waiter* waiter) const { return waiter_.get() == waiter; }
+
+ private:
+  void finish(Waiter::State state, ArrayNest outputs = {},
+              std::shared_ptr<const std::string> message = nullptr) const {
+    if (waiter_) waiter_->finish(state, std::move(outputs), std::move(message));
+  }
+
+  std::shared_ptr<Waiter> waiter_;
+};
+
+using Calls = std::vector<Call>;
 
 struct Item {
   ArrayNest nest;
-  std::shared_ptr<Call> call;  // nullptr in a BatchingQueue
-  int64_t width = 1;           // entries along the batch dimension
+  Call call;          // of nobody in a BatchingQueue
+  int64_t width = 1;  // entries along the batch dimension
   Clock::time_point arrival{};
 };
 
@@ -94,18 +127,20 @@ class ItemQueue {
 
   const BatchingOptions& options() const { return options_; }
 
-  void push(ArrayNest nest, std::shared_ptr<Call> call, const Interrupt& interrupt)
-      TB_EXCLUDES(mutex_);
-  // Never blocks. False, and `nest` is as before, if there is no room. Calls need none.
-  bool try_push(ArrayNest& nest, std::shared_ptr<Call> call) TB_EXCLUDES(mutex_);
+  void push(ArrayNest nest, Call call, const Interrupt& interrupt) TB_EXCLUDES(mutex_);
+  // Never blocks. False, and `nest` is as before, if there is no room. A call needs
+  // none.
+  bool try_push(ArrayNest& nest, Call call) TB_EXCLUDES(mutex_);
 
-  // The items of the next batch; none once it is closed. In a DynamicBatcher `calls`
-  // are theirs, and close() ends them until they are forgotten.
+  // The items of the next batch; none once it is closed. A DynamicBatcher's calls go
+  // into `calls`, and close() ends them until they are forgotten. If there is no memory
+  // for this, the items go on waiting.
   std::vector<Item> take(const Interrupt& interrupt,
-                         std::shared_ptr<Calls>* calls = nullptr) TB_EXCLUDES(mutex_);
-  void forget(const std::shared_ptr<Calls>& calls) TB_EXCLUDES(mutex_);
+                         const std::shared_ptr<Calls>& calls = nullptr)
+      TB_EXCLUDES(mutex_);
+  void forget(const Calls* calls) TB_EXCLUDES(mutex_);
   // Takes back the item of a caller that leaves, if it still waits.
-  void withdraw(const Call* call) TB_EXCLUDES(mutex_);
+  void withdraw(const Waiter* waiter) TB_EXCLUDES(mutex_);
 
   // Joins items into a batch. std::invalid_argument if `check` is off and there is
   // something to find. Afterwards the items have no arrays any more.
@@ -135,7 +170,7 @@ class ItemQueue {
     size_t producers = 0;
   };
 
-  Item make_item(ArrayNest nest, std::shared_ptr<Call> call) const;
+  Item make_item(ArrayNest nest, Call call) const;
   void add(Item item, WakeUps& wake) TB_REQUIRES(mutex_);
   bool has_room() const TB_REQUIRES(mutex_) {
     return !options_.maximum_queue_size || items_.size() < *options_.maximum_queue_size;
@@ -173,7 +208,8 @@ class ItemQueue {
   // A consumer was woken and none has looked at the items since.
   bool consumer_called_ TB_GUARDED_BY(mutex_) = false;
   size_t blocked_producers_ TB_GUARDED_BY(mutex_) = 0;
-  std::unordered_set<std::shared_ptr<Calls>> in_flight_ TB_GUARDED_BY(mutex_);
+  std::unordered_map<const Calls*, std::weak_ptr<Calls>> in_flight_
+      TB_GUARDED_BY(mutex_);
 
   std::atomic<uint64_t> num_batches_made_{0};
   std::atomic<uint64_t> num_items_joined_{0};

@@ -368,20 +368,35 @@ void Listener::detach(bool has_failed) {
 
 void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
   expected_.check(hello, peer);
-  MutexLock lock(mutex_);
-  if (!first_) {
-    first_ = hello;
-    first_peer_ = peer;
-    return;
+  const auto own = std::make_shared<const wire::EnvHello>(hello);
+  std::shared_ptr<const wire::EnvHello> first;
+  std::string first_peer;
+  {
+    MutexLock lock(mutex_);
+    if (!first_) {
+      first_ = own;
+      first_peer_ = peer;
+      return;
+    }
+    first = first_;
+    first_peer = first_peer_;
   }
-  const std::string text = differences(*first_, hello);
-  if (!text.empty()) refuse_other(first_peer_, peer, text);
-  if (first_->environment().empty()) first_->set_environment(hello.environment());
+  const std::string text = differences(*first, hello);
+  if (!text.empty()) refuse_other(first_peer, peer, text);
+  if (!first->environment().empty()) return;
+  // They are alike but for the name, which the first had left out.
+  MutexLock lock(mutex_);
+  if (first_ == first) first_ = own;
+}
+
+std::shared_ptr<const wire::EnvHello> HelloCheck::first() const {
+  MutexLock lock(mutex_);
+  return first_;
 }
 
 bool HelloCheck::is_alike(const wire::EnvHello& hello) const {
-  MutexLock lock(mutex_);
-  return !first_ || differences(*first_, hello).empty();
+  const std::shared_ptr<const wire::EnvHello> first = this->first();
+  return !first || differences(*first, hello).empty();
 }
 
 }  // namespace torchbeast

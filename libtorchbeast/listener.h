@@ -120,7 +120,10 @@ class HelloCheck {
  private:
   const ExpectedEnvironment expected_;
   mutable Mutex mutex_;
-  std::optional<wire::EnvHello> first_ TB_GUARDED_BY(mutex_);
+  // Large hellos are compared with no lock held.
+  std::shared_ptr<const wire::EnvHello> first() const TB_EXCLUDES(mutex_);
+
+  std::shared_ptr<const wire::EnvHello> first_ TB_GUARDED_BY(mutex_);
   std::string first_peer_ TB_GUARDED_BY(mutex_);
 };
 

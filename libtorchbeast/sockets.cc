@@ -5,6 +5,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -85,27 +86,24 @@ bool get_peer_user(int fd, uid_t* user) {
 #endif
 }
 
-// Tells the socket of a running server from one that was left behind.
-void check_vacant(const Address& address) {
-  struct stat status;
-  if (lstat(address.path().c_str(), &status) != 0) {
-    if (errno == ENOENT) return;
-    cannot_listen(address, std::strerror(errno));
-  }
-  if (!S_ISSOCK(status.st_mode)) {
-    cannot_listen(address,
-                  "there is a file of this name that is not a socket; move it away or "
-                  "choose another path");
-  }
-  const Descriptor probe = make_socket(AF_UNIX);
-  if (probe.get() < 0) cannot_listen(address, std::strerror(errno));
-  if (call_with(connect, probe.get(), unix_name(address.path())) == 0 ||
-      errno == EAGAIN) {
-    cannot_listen(address,
-                  "another server listens there; stop it or choose another path");
-  }
-  if (errno != ECONNREFUSED && errno != ENOENT) {
-    cannot_listen(address, std::strerror(errno));
+// The file with a lock that this process has got.
+Descriptor lock_file(const Address& address, const std::string& path) {
+  while (true) {
+    constexpr int kFlags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW;
+    Descriptor file(open(path.c_str(), kFlags, 0600));
+    if (file.get() < 0) cannot_listen(address, path + ": " + std::strerror(errno));
+    if (flock(file.get(), LOCK_EX | LOCK_NB) != 0) {
+      cannot_listen(address,
+                    errno == EWOULDBLOCK
+                        ? "another server listens there; stop it or choose another path"
+                        : path + ": " + std::strerror(errno));
+    }
+    // The server that had it may have removed the file since it was opened.
+    struct stat locked, found;
+    if (fstat(file.get(), &locked) == 0 && lstat(path.c_str(), &found) == 0 &&
+        locked.st_dev == found.st_dev && locked.st_ino == found.st_ino) {
+      return file;
+    }
   }
 }
 
@@ -117,6 +115,11 @@ Descriptor::~Descriptor() {
 
 // --- Listening
 
+PathLock::PathLock(const Address& address)
+    : path_(address.path() + ".lock"), file_(lock_file(address, path_)) {}
+
+PathLock::~PathLock() { unlink(path_.c_str()); }
+
 ListeningSocket::ListeningSocket(const Address& address) {
   raise_descriptor_limit();
   if (address.is_unix()) {
@@ -127,22 +130,22 @@ ListeningSocket::ListeningSocket(const Address& address) {
 }
 
 void ListeningSocket::listen_unix(const Address& address) {
-  check_vacant(address);
-  Descriptor made = make_socket(AF_UNIX);
-  if (made.get() < 0) cannot_listen(address, std::strerror(errno));
-  // Linux gives the file these rights from the beginning, whatever the umask. Elsewhere
-  // there is a moment before chmod().
-  fchmod(made.get(), 0600);
+  lock_.emplace(address);
   const char* path = address.path().c_str();
-  unlink(path);
   struct stat status;
-  if (call_with(bind, made.get(), unix_name(address.path())) != 0 ||
-      chmod(path, 0600) != 0 || lstat(path, &status) != 0 ||
-      listen(made.get(), SOMAXCONN) != 0) {
+  if (lstat(path, &status) == 0 && !S_ISSOCK(status.st_mode)) {
+    cannot_listen(address,
+                  "there is a file of this name that is not a socket; move it away or "
+                  "choose another path");
+  }
+  unlink(path);
+  Descriptor made = make_socket(AF_UNIX);
+  // Nobody can connect before listen(), so nobody finds it with other rights.
+  if (made.get() < 0 || call_with(bind, made.get(), unix_name(address.path())) != 0 ||
+      chmod(path, 0600) != 0 || listen(made.get(), SOMAXCONN) != 0) {
     cannot_listen(address, std::strerror(errno));
   }
   path_ = address.path();
-  inode_ = status.st_ino;
   sockets_.push_back(std::move(made));
 }
 
@@ -191,10 +194,7 @@ void ListeningSocket::listen_tcp(const Address& address) {
 }
 
 ListeningSocket::~ListeningSocket() {
-  struct stat status;
-  if (inode_ != 0 && lstat(path_.c_str(), &status) == 0 && status.st_ino == inode_) {
-    unlink(path_.c_str());
-  }
+  if (!path_.empty()) unlink(path_.c_str());
 }
 
 int ListeningSocket::accept(Milliseconds timeout) {

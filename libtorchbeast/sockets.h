@@ -7,6 +7,7 @@
 #include <sys/types.h>
 
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,6 +34,20 @@ class Descriptor {
   int fd_;
 };
 
+// The right to listen at the path of a unix socket, which one server at a time has: a
+// lock on the file "<path>.lock". It ends with the process. One thread at a time.
+class PathLock {
+ public:
+  // Throws std::runtime_error, with the reason.
+  explicit PathLock(const Address& address);
+  ~PathLock();  // removes the file
+  PathLock(const PathLock&) = delete;
+
+ private:
+  const std::string path_;  // of the file
+  const Descriptor file_;
+};
+
 // Listens at an address. One thread at a time.
 class ListeningSocket {
  public:
@@ -40,7 +55,7 @@ class ListeningSocket {
   // use by a running server, ... A unix socket that a dead server has left is replaced;
   // the one made here is the user's alone.
   explicit ListeningSocket(const Address& address);
-  ~ListeningSocket();  // removes the unix socket, unless another is in its place
+  ~ListeningSocket();  // removes the unix socket
   ListeningSocket(const ListeningSocket&) = delete;
 
   // The next connection; -1 if none comes within `timeout`. The caller owns it. Some
@@ -54,9 +69,9 @@ class ListeningSocket {
   void listen_unix(const Address& address);
   void listen_tcp(const Address& address);
 
+  std::optional<PathLock> lock_;  // the last to end
   std::vector<Descriptor> sockets_;
-  std::string path_;
-  ino_t inode_ = 0;
+  std::string path_;  // empty: TCP
   int port_ = 0;
 };
 

@@ -9,15 +9,16 @@
 
 #include <algorithm>
 #include <atomic>
+#include <future>
 #include <map>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "sockets.h"
 #include "stream_spec.h"
 #include "text.h"
+#include "thread.h"
 
 namespace torchbeast {
 
@@ -103,10 +104,6 @@ struct StreamServer::State {
     MutexLock lock(mutex);
     allow_threads();
   }
-  ~State() {
-    if (watcher.joinable()) watcher.detach();  // it does nothing after this
-  }
-
   // One stream, in a thread of its own.
   grpc::Status serve(grpc::ServerContext* context, ServedStream* stream)
       TB_EXCLUDES(mutex);
@@ -116,8 +113,14 @@ struct StreamServer::State {
   void allow_threads() TB_REQUIRES(mutex) {
     quota.SetMaxThreads(static_cast<int>(connections.size()) + kSpareThreads);
   }
-  void watch(grpc::Server* server) TB_EXCLUDES(mutex);
-  void end(std::unique_ptr<grpc::Server> server) TB_EXCLUDES(mutex);
+  // What the watcher has.
+  struct Listening {
+    std::unique_ptr<ListeningSocket> socket;
+    std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor;
+    std::unique_ptr<grpc::Server> server;
+  };
+  void watch(const Listening& listening) TB_EXCLUDES(mutex);
+  void end(Listening listening) TB_EXCLUDES(mutex);
   bool is_over() const TB_REQUIRES(mutex) {
     return ended || Clock::now() >= give_up_at;
   }
@@ -138,10 +141,8 @@ struct StreamServer::State {
 
   Mutex lifecycle;  // one start() or stop() at a time; taken before `mutex`
   // Accepts connections, and ends the server after stop(), when there may be no thread
-  // left to be had. Socket and acceptor are its own.
-  std::thread watcher TB_GUARDED_BY(lifecycle);
-  std::unique_ptr<ListeningSocket> socket;
-  std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor;
+  // left to be had.
+  Thread watcher TB_GUARDED_BY(lifecycle);
 
   Mutex mutex;
   CondVar changed;
@@ -245,7 +246,7 @@ grpc::Status StreamServer::State::run_handler(const grpc::ServerContext& context
 }
 
 // Accepts connections, and ends streams whose peers say nothing.
-void StreamServer::State::watch(grpc::Server* server) {
+void StreamServer::State::watch(const Listening& listening) {
   while (true) {
     {
       MutexLock lock(mutex);
@@ -255,16 +256,16 @@ void StreamServer::State::watch(grpc::Server* server) {
         connection->cancel_if_slow(options.hello_timeout, "has not said hello in time");
       }
     }
-    const int fd = socket->accept(kInterruptPeriod);
+    const int fd = listening.socket->accept(kInterruptPeriod);
     if (fd < 0) continue;
     accepted.add(fd);
     if (address.is_unix()) {  // only so its peer gets a name of its own
-      grpc::AddInsecureChannelFromFd(server, fd);
+      grpc::AddInsecureChannelFromFd(listening.server.get(), fd);
       continue;
     }
     grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
     connection.fd = fd;
-    acceptor->HandleNewConnection(&connection);
+    listening.acceptor->HandleNewConnection(&connection);
   }
 }
 
@@ -285,7 +286,20 @@ void StreamServer::start() {
     if (state.stopping) throw std::runtime_error("this server has been stopped");
     if (state.started) throw std::runtime_error("this server has been started");
   }
-  auto socket = std::make_unique<ListeningSocket>(state.address);
+  // gRPC ends the process if the system refuses it a thread, so one is asked for first.
+  // It gets nothing, and ends, if something is thrown here.
+  Thread watcher;
+  std::promise<State::Listening> made;
+  watcher = Thread([&state, making = made.get_future()]() mutable {
+    try {
+      State::Listening listening = making.get();
+      state.watch(listening);
+      state.end(std::move(listening));
+    } catch (const std::future_error&) {
+    }
+  });
+  State::Listening listening;
+  listening.socket = std::make_unique<ListeningSocket>(state.address);
   grpc::ServerBuilder builder;
   set_arguments(state.address, &state.quota, &builder);
   const auto idle =
@@ -296,7 +310,7 @@ void StreamServer::start() {
   // One takes up calls while the other is busy with reading: they may be too many.
   builder.SetSyncServerOption(grpc::ServerBuilder::MIN_POLLERS, 2);
   builder.SetSyncServerOption(grpc::ServerBuilder::MAX_POLLERS, 3);
-  state.acceptor = builder.experimental().AddExternalConnectionAcceptor(
+  listening.acceptor = builder.experimental().AddExternalConnectionAcceptor(
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
       state.credentials);
   builder.RegisterService(&state.service);
@@ -304,19 +318,18 @@ void StreamServer::start() {
       interceptors;
   interceptors.push_back(std::make_unique<FailedCalls>(&state.accepted));
   builder.experimental().SetInterceptorCreators(std::move(interceptors));
-  std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
-  if (server == nullptr) {
+  listening.server = builder.BuildAndStart();
+  if (listening.server == nullptr) {
     throw std::runtime_error("cannot listen on " + state.address.to_string() +
                              ": the certificate and key don't fit");
   }
-  state.socket = std::move(socket);
-  state.watcher = std::thread([&state, server = std::move(server)]() mutable {
-    state.watch(server.get());
-    state.end(std::move(server));
-  });
-  MutexLock lock(state.mutex);
-  state.port = state.socket->port();
-  state.started = true;
+  state.watcher = std::move(watcher);
+  {
+    MutexLock lock(state.mutex);
+    state.port = listening.socket->port();
+    state.started = true;
+  }
+  made.set_value(std::move(listening));
 }
 
 void StreamServer::run(const Interrupt& interrupt) {
@@ -364,16 +377,16 @@ void StreamServer::stop(Milliseconds limit, std::shared_ptr<void> owner) {
     ended = state.ended;
   }
   MutexLock lifecycle(state.lifecycle);
-  if (ended && state.watcher.joinable()) state.watcher.join();
+  if (ended) state.watcher.join();
 }
 
-void StreamServer::State::end(std::unique_ptr<grpc::Server> server) {
+void StreamServer::State::end(Listening listening) {
   std::shared_ptr<void> kept;  // may be the last to keep this
-  socket = nullptr;
+  listening.socket = nullptr;
   // What stop() has sent goes out before connections are closed.
-  server->Shutdown(std::chrono::system_clock::now() + kInterruptPeriod);
-  server->Wait();
-  server = nullptr;
+  listening.server->Shutdown(std::chrono::system_clock::now() + kInterruptPeriod);
+  listening.server->Wait();
+  listening.server = nullptr;
   {
     MutexLock lock(mutex);
     kept = std::move(owner);

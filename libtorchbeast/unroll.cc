@@ -1,7 +1,5 @@
 #include "unroll.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -26,11 +24,6 @@ void copy_arrays(const std::vector<Array>& from, const std::vector<Array>& to) {
 }
 
 }  // namespace
-
-uint64_t half_of_memory() {
-  return static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) *
-         static_cast<uint64_t>(sysconf(_SC_PAGESIZE)) / 2;
-}
 
 void check_rollout_bytes(const StreamSpec& spec, int64_t unroll_length,
                          uint64_t num_streams, uint64_t max_bytes) {

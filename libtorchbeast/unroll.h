@@ -25,9 +25,6 @@ class TooManyBytes : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Half of the machine's memory. This process may be allowed less: base/hardware.py.
-uint64_t half_of_memory();
-
 // What the unrolls of a pool share. Thread-safe.
 struct UnrollContext {
   const int64_t unroll_length;    // T

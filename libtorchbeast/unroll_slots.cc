@@ -51,10 +51,10 @@ UnrollSlots::Slot* UnrollSlots::find_vacant(bool between_episodes,
 void UnrollSlots::expire(Milliseconds maximum_downtime) {
   std::vector<std::unique_ptr<Unroll>> dropped;
   MutexLock lock(mutex_);
-  const auto latest = Clock::now() - maximum_downtime;
+  const auto now = Clock::now();
   for (Slot& slot : slots_) {
     if (slot.connection != nullptr || slot.unroll == nullptr || slot.handed_over ||
-        slot.since > latest) {
+        !is_longer(now - slot.since, maximum_downtime)) {
       continue;
     }
     if (slot.unroll->is_between_episodes()) {

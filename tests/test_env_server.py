@@ -317,6 +317,15 @@ def test_observations_become_what_the_space_says(space, observe, address):
         np.testing.assert_array_equal(row, expected)
 
 
+def test_keys_may_have_zero_bytes(address):
+    observation = {"x": 1, "x\0": 2, "x\0y": 3}
+    space = spaces.Dict({key: spaces.Discrete(4) for key in observation})
+    with serving(lambda: Env(space, observe=lambda: observation), address):
+        (received, *_), _ = play(address, zero)
+    for key, value in observation.items():
+        assert (received[key] == value).all()
+
+
 @pytest.mark.parametrize(
     ("space", "observation", "match"),
     [

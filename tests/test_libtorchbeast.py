@@ -559,3 +559,65 @@ print(probe(address)["num_envs"])
     out, errors = process.communicate(timeout=30)
     assert (process.returncode, out) == (0, "1\n"), errors
     assert not path.exists()
+
+
+FORK_USES = {
+    "enqueue": "queue.enqueue(np.zeros((1, 1)))",
+    "next": "next(queue)",
+    "a new queue": "BatchingQueue()",
+    "a new server": "Server(Env, address + '2')",
+    "start": "second.start()",
+    "stop": "server.stop()",
+    "probe": "probe(address)",
+    "run": "pool.run()",
+}
+
+
+@pytest.mark.parametrize("use", FORK_USES)
+def test_a_fork_is_refused(use, start, tmp_path):
+    process = start(
+        f"""
+import os, signal
+import numpy as np
+server = Server(Env, address)
+server.start()
+second = Server(Env, address + "2")
+pool = ActorPool(4, queue, batcher, [address], ())
+probe(address)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    try:
+        {FORK_USES[use]}
+    except RuntimeError as error:
+        print(error, flush=True)
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(probe(address)["num_envs"])
+""",
+        tmp_path / "socket",
+    )
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    refusal, number = out.splitlines()
+    assert "can't be used in a fork" in refusal
+    assert "spawn" in refusal
+    assert number == "1"
+
+
+def test_a_fork_may_be_the_first_to_use_it():
+    done = run_python(
+        """
+        import os
+        import libtorchbeast
+        child = os.fork()
+        if child == 0:
+            queue = libtorchbeast.BatchingQueue()
+            queue.close()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        queue = libtorchbeast.BatchingQueue()
+        queue.close()
+        """
+    )
+    assert done.returncode == 0, done.stderr

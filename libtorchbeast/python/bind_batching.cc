@@ -112,7 +112,7 @@ Raises:
                        int64_t maximum_batch_size, std::optional<double> timeout_ms,
                        bool check_inputs, std::optional<int64_t> maximum_queue_size,
                        const py::object& allocator) {
-             return std::make_shared<BatchingQueue>(
+             return make_here<BatchingQueue>(
                  to_options(batch_dim, minimum_batch_size, maximum_batch_size,
                             timeout_ms, check_inputs, maximum_queue_size, allocator));
            }),
@@ -207,7 +207,7 @@ Raises:
       .def(py::init([](int64_t batch_dim, int64_t minimum_batch_size,
                        int64_t maximum_batch_size, std::optional<double> timeout_ms,
                        bool check_outputs, const py::object& allocator) {
-             return std::make_shared<DynamicBatcher>(
+             return make_here<DynamicBatcher>(
                  to_options(batch_dim, minimum_batch_size, maximum_batch_size,
                             timeout_ms, check_outputs, std::nullopt, allocator));
            }),

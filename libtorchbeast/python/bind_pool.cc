@@ -12,7 +12,6 @@
 #include "../actor_pool.h"
 #include "../listener.h"
 #include "../stream_spec.h"
-#include "../unroll.h"
 #include "arrays.h"
 #include "bindings.h"
 #include "spaces.h"
@@ -72,15 +71,10 @@ py::dict to_dict(const ListenerStats& stats) {
                   "last_refusal"_a = to_text(stats.last_refusal));
 }
 
-// Of the memory that base/hardware.py finds; without this file, of the machine's.
-uint64_t half_of_allowed_memory() {
-  try {
-    const auto hardware = py::module_::import("torchbeast.base.hardware");
-    return hardware.attr("memory_limit")().cast<uint64_t>() / 2;
-  } catch (const py::error_already_set& error) {
-    if (!error.matches(PyExc_ImportError)) throw;
-    return half_of_memory();
-  }
+// Half of the memory that this process may use.
+uint64_t default_rollout_bytes() {
+  const auto hardware = py::module_::import("torchbeast.base.hardware");
+  return hardware.attr("memory_limit")().cast<uint64_t>() / 2;
 }
 
 }  // namespace
@@ -182,7 +176,7 @@ Raises:
                }
                options.max_rollout_bytes = static_cast<uint64_t>(*max_rollout_bytes);
              } else {
-               options.max_rollout_bytes = half_of_allowed_memory();
+               options.max_rollout_bytes = default_rollout_bytes();
              }
              options.addresses = std::move(env_server_addresses);
              options.listener = std::move(listener);

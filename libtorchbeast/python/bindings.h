@@ -7,7 +7,6 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <memory>
@@ -57,14 +56,23 @@ py::tuple to_tuple(const std::pair<std::vector<Event>, uint64_t>& taken);
 
 // --- Objects that have threads -------------------------------------------------------
 
+// A new T. A fork leaves it alone.
+template <typename T, typename... Args>
+std::shared_ptr<T> make_here(Args&&... args) {
+  check_process();
+  return {std::make_unique<T>(std::forward<Args>(args)...).release(), [](T* self) {
+            if (!is_fork()) std::default_delete<T>()(self);
+          }};
+}
+
 // A new T that is destroyed without the GIL, since that waits for threads. `end` is
-// called before the interpreter ends. A fork of the process has no such threads and
-// leaves the object alone.
+// called before the interpreter ends. A fork leaves it alone.
 template <typename T, typename... Args>
 std::shared_ptr<T> make_with_threads(void (*end)(T&), Args&&... args) {
+  check_process();
   T* const pointer = std::make_unique<T>(std::forward<Args>(args)...).release();
-  const std::shared_ptr<T> object(pointer, [process = getpid()](T* self) {
-    if (getpid() != process) return;
+  const std::shared_ptr<T> object(pointer, [](T* self) {
+    if (is_fork()) return;
     std::optional<WithoutGil> no_gil;
     if (PyGILState_Check() != 0) no_gil.emplace();
     std::default_delete<T>()(self);

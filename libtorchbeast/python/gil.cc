@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -40,7 +41,6 @@ Ending& ending() {
 
 struct ExitCall {
   std::weak_ptr<void> owner;
-  pid_t process;  // not in a fork of it
   std::function<void()> f;
 };
 std::vector<ExitCall>& exit_calls() {  // guarded by the GIL
@@ -78,12 +78,12 @@ void drop(PyObject* object) {
 }
 
 void end() {
+  if (is_fork()) return;
   std::vector<ExitCall> calls;
   calls.swap(exit_calls());
   {
     WithoutGil no_gil;
     for (const ExitCall& call : calls) {
-      if (call.process != getpid()) continue;
       if (const auto owner = call.owner.lock()) call.f();
     }
   }
@@ -103,6 +103,18 @@ void end() {
 }
 
 }  // namespace
+
+bool is_fork() {
+  static const pid_t process = getpid();
+  return getpid() != process;
+}
+
+void check_process() {
+  if (!is_fork()) return;
+  throw std::runtime_error(
+      "libtorchbeast can't be used in a fork of a process that has used it: start "
+      "processes with multiprocessing.get_context(\"spawn\")");
+}
 
 WithoutGil::~WithoutGil() {
   take_gil([this] { PyEval_RestoreThread(state_); });
@@ -163,7 +175,7 @@ void at_exit(const std::shared_ptr<void>& owner, std::function<void()> f) {
   for (auto call = calls.begin(); call != calls.end();) {
     call = call->owner.expired() ? calls.erase(call) : call + 1;
   }
-  calls.push_back({owner, getpid(), std::move(f)});
+  calls.push_back({owner, std::move(f)});
 }
 
 void register_exit() {

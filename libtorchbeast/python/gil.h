@@ -22,11 +22,17 @@ namespace torchbeast::python {
 
 namespace py = pybind11;
 
+// Whether this process is a fork of the one that has used this module first. Threads of
+// ours and of gRPC are missing there, and locks may be held for ever.
+bool is_fork();
+// Throws std::runtime_error in a fork. Constructors and all that may wait call it.
+void check_process();
+
 // Releases the GIL, which the thread holds, until the end of the scope. One thread at a
-// time.
+// time. Throws as check_process().
 class WithoutGil {
  public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
+  WithoutGil() : state_((check_process(), PyEval_SaveThread())) {}
   ~WithoutGil();
   WithoutGil(const WithoutGil&) = delete;
 

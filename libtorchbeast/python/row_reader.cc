@@ -94,7 +94,8 @@ void RowReader::read_nest(py::handle value, const SpecNest& spec, const Place& p
     if (!PyDict_Check(value.ptr())) refuse("a dict");
     for (const auto& [key, child] : spec.dict()) {
       const auto item = py::reinterpret_borrow<py::object>(
-          PyDict_GetItemString(value.ptr(), key.c_str()));
+          PyDict_GetItemWithError(value.ptr(), py::str(key).ptr()));
+      if (PyErr_Occurred() != nullptr) throw py::error_already_set();
       if (!item) refuse("a dict with the key \"" + key + "\"");
       read_nest(item, child, Place(place, key), arrays);
     }

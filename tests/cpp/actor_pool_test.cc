@@ -138,16 +138,6 @@ TEST_F(ActorPoolTest, StreamsBeyondTheMemoryAreRefused) {
   while (run.pool().stats().num_connected < 2) run.rollouts();
 }
 
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define TB_SANITIZED
-#endif
-#endif
-#else
-#define TB_SANITIZED
-#endif
-
 #ifndef TB_SANITIZED  // whose memory grows by itself
 TEST_F(ActorPoolTest, MemoryIsFlatOverAMillionSteps) {
   EnvServer server(counting(8), server_options(unix_address()));

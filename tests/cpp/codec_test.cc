@@ -326,6 +326,23 @@ TEST(Codec, RefusesWithAReason) {
             "message: no bytes at all");
 }
 
+TEST(Codec, TakesNoMemoryForAStepOfAnotherSize) {
+  const std::string good(kStepBytes, '\1');
+  const auto bytes_for = [&](const std::string& message) {
+    MemoryPool memory;
+    grpc::ByteBuffer buffer = buffer_of(message);
+    EnvRow row;
+    static_cast<void>(refusal([&] { decode_step(&buffer, spec(), memory, &row); }));
+    return memory.num_bytes();
+  };
+  EXPECT_GT(bytes_for(bytes(2, bytes(1, good))), 0u);
+  for (const std::string& message :
+       {bytes(2, bytes(1, good + "x")), bytes(2, ""), bytes(2, bytes(2, "x")),
+        bytes(3, bytes(1, "broken"))}) {
+    EXPECT_EQ(bytes_for(message), 0u) << testing::PrintToString(message);
+  }
+}
+
 TEST(Codec, BoundsAMessage) {
   const grpc::Slice slice(std::string(1 << 20, '\0'));
   const std::vector<grpc::Slice> slices(257, slice);

@@ -328,6 +328,19 @@ TEST_F(JoinLossesTest, WhoDoesNotComeBackIsDropped) {
   EXPECT_EQ(run.pool().stats().num_dropped_steps, 2u * 3);
 }
 
+TEST_F(JoinLossesTest, WithoutALimitWhoIsAwayIsNotDropped) {
+  auto listener = listen(2);
+  ActorPoolOptions options = pool_options(listener);
+  options.maximum_downtime = Milliseconds::max();
+  Session run(options);
+  CountingEnvironment environment(1, 2);
+  play(unix_address(), environment, "away", 3);
+  wait_until([&] { return run.pool().stats().num_connected == 0; });
+  std::this_thread::sleep_for(3 * kInterruptPeriod);  // the limit is looked at
+  EXPECT_EQ(run.pool().stats().num_dropped_steps, 0u);
+  run.end();
+}
+
 TEST_F(JoinLossesTest, WhoNeverStepsDoesNotKeepTheRunAlive) {
   auto listener = listen(2);
   ActorPoolOptions options = pool_options(listener);

@@ -23,6 +23,16 @@
 #include "array.h"
 #include "batching.h"
 
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define TB_SANITIZED
+#endif
+#endif
+#else
+#define TB_SANITIZED
+#endif
+
 namespace torchbeast {
 
 // A test that hangs says its name and aborts.

@@ -150,7 +150,8 @@ class Servers:
             server.ready, self.ever_ready = time.monotonic(), True
             server.address = rest[0]  # keeps a port that was free
             if server.address.startswith("unix:") and not self.flags.join:
-                self.sockets.add(server.address.removeprefix("unix:"))
+                path = server.address.removeprefix("unix:")
+                self.sockets |= {path, path + ".lock"}
             log.info("Server %d at %s: %s", server.index, *rest)
         elif kind == "log" and self.is_new(*rest):
             log.info("%s", *rest)
