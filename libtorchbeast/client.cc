@@ -152,7 +152,7 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
   wire::EnvHello hello = stepper.hello();
   hello.set_stream_id(stream_id);
   hello.set_first_step(newest_number);
-  connection.introduce(std::move(hello));
+  connection.introduce(std::move(hello), options.offers_memory);
   stepper.send_to(connection);
   grpc::ByteBuffer action;
   uint64_t number = 0;

@@ -22,6 +22,8 @@ struct EnvClientOptions {
   Milliseconds maximum_downtime{60'000};
   // How long a learner may take to say hello.
   Milliseconds hello_timeout{10'000};
+  // Whether messages may go through shared memory, see shared_lane.h.
+  bool offers_memory = true;
 };
 
 struct EnvClientStats {

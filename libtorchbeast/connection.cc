@@ -114,9 +114,10 @@ wire::AgentHello Connection::expect_agent_hello() {
   return std::move(*answer.mutable_hello());
 }
 
-void Connection::introduce(wire::EnvHello hello) {
+void Connection::introduce(wire::EnvHello hello, bool offers_memory) {
   std::unique_ptr<SharedLane> lane;
-  if (doorbell_) lane = SharedLane::make(StreamSpec(hello), *doorbell_);
+  if (doorbell_ && offers_memory)
+    lane = SharedLane::make(StreamSpec(hello), *doorbell_);
   wire::EnvMessage message;
   *message.mutable_hello() = std::move(hello);
   if (lane == nullptr) return write(encode(message));

@@ -53,8 +53,8 @@ class Connection {
   // The environment's side: returns the learner's hello. Throws as read(), RefusedError
   // if it speaks another version, WireError.
   wire::AgentHello expect_agent_hello();
-  // Answers it. Offers shared memory if the learner takes it.
-  void introduce(wire::EnvHello hello);
+  // Answers it. Shared memory is offered if the learner takes it, and `offers_memory`.
+  void introduce(wire::EnvHello hello, bool offers_memory = true);
 
   // Makes a read or write fail that waits or is to come, with this reason, which must
   // stay.

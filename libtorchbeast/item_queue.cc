@@ -183,7 +183,7 @@ Item ItemQueue::make_item(ArrayNest nest, Call call) const {
   return item;
 }
 
-void ItemQueue::add(Item item, WakeUps& wake) {
+void ItemQueue::add(Item& item, WakeUps& wake) {
   if (closed_) throw ClosedBatchingQueue("the queue is closed");
   if (options_.check && !items_.empty()) {
     check_joinable(item.nest, items_.back().nest, options_.batch_dim);
@@ -212,7 +212,7 @@ void ItemQueue::push(ArrayNest nest, Call call, const Interrupt& interrupt) {
       }
       --blocked_producers_;
     }
-    add(std::move(item), wake);
+    add(item, wake);
   } catch (...) {
     if (has_room()) wake.producers = std::min<size_t>(1, blocked_producers_);
     throw;
@@ -227,7 +227,7 @@ bool ItemQueue::try_push(ArrayNest& nest, Call call) {
     nest = std::move(item.nest);
     return false;
   }
-  add(std::move(item), wake);
+  add(item, wake);
   return true;
 }
 

@@ -171,7 +171,8 @@ class ItemQueue {
   };
 
   Item make_item(ArrayNest nest, Call call) const;
-  void add(Item item, WakeUps& wake) TB_REQUIRES(mutex_);
+  // If it throws, the item is as before.
+  void add(Item& item, WakeUps& wake) TB_REQUIRES(mutex_);
   bool has_room() const TB_REQUIRES(mutex_) {
     return !options_.maximum_queue_size || items_.size() < *options_.maximum_queue_size;
   }
