@@ -236,6 +236,24 @@ TEST_F(BatchingQueueTest, RefusesFaultyItems) {
   EXPECT_EQ(queue.dequeue()->num_leaves(), 2u);
 }
 
+TEST_F(BatchingQueueTest, TryEnqueueNeverWaits) {
+  BatchingOptions options = batch_sizes(1, 2);
+  options.maximum_queue_size = 1;
+  BatchingQueue queue(options);
+  ArrayNest one = numbered({1, 1}, 1), two = numbered({1, 1}, 2);
+  EXPECT_TRUE(queue.try_enqueue(one));
+  EXPECT_FALSE(queue.try_enqueue(two));
+  expect_same(two.leaf(), numbered({1, 1}, 2));  // as it was
+  expect_same(queue.dequeue()->leaf(), numbered({1, 1}, 1));
+  EXPECT_TRUE(queue.try_enqueue(two));
+  expect_same(queue.dequeue()->leaf(), numbered({1, 1}, 2));
+  ArrayNest wide = numbered({1, 3});
+  EXPECT_THROW(queue.try_enqueue(wide), std::invalid_argument);
+  queue.close();
+  ArrayNest late = numbered({1, 1});
+  EXPECT_THROW(queue.try_enqueue(late), ClosedBatchingQueue);
+}
+
 TEST_F(BatchingQueueTest, FindsFaultyItemsLater) {
   BatchingQueue queue(unchecked(with_timeout(batch_sizes(4, 4), 0)));
   for (const Faulty& faulty : faulty_items()) {

@@ -326,6 +326,76 @@ TEST_F(DynamicBatcherTest, NoArrayEndsUnderTheLock) {
 
 // Stats
 
+// Asking without waiting: what the callback gets, as text.
+struct Asked {
+  void ask(DynamicBatcher& batcher, ArrayNest inputs) {
+    batcher.ask(std::move(inputs), [this](const DynamicBatcher::Answer& answer) {
+      ++calls;
+      thread = std::this_thread::get_id();
+      try {
+        outputs = answer();
+      } catch (const std::exception& raised) {
+        error = raised.what();
+      }
+    });
+  }
+  int calls = 0;
+  std::thread::id thread;
+  ArrayNest outputs;
+  std::string error;
+};
+
+TEST_F(DynamicBatcherTest, WhoAsksGetsItsPartInTheThreadThatAnswers) {
+  DynamicBatcher batcher(batch_sizes(3, 3));
+  Asked one, two;
+  one.ask(batcher, numbered({1, 2}));
+  two.ask(batcher, numbered({1, 1}, 50));
+  const auto batch = batcher.next();
+  EXPECT_EQ(one.calls + two.calls, 0);
+  batch->set_outputs(numbered({4, 3}));
+  EXPECT_EQ(one.calls, 1);
+  EXPECT_EQ(two.calls, 1);
+  EXPECT_EQ(one.thread, std::this_thread::get_id());
+  expect_same(one.outputs.leaf(), naive_slice(numbered({4, 3}), 1, 0, 2));
+  expect_same(two.outputs.leaf(), naive_slice(numbered({4, 3}), 1, 2, 3));
+}
+
+TEST_F(DynamicBatcherTest, WhoAsksGetsEveryEndOnce) {
+  DynamicBatcher batcher(batch_sizes(1, 1));
+  Asked failed, dropped, waiting, taken;
+  failed.ask(batcher, item(1));
+  batcher.next()->set_error("no weights");
+  EXPECT_EQ(failed.error, "no weights");
+  dropped.ask(batcher, item(1));
+  batcher.next();
+  EXPECT_NE(dropped.error.find("dropped"), std::string::npos);
+  taken.ask(batcher, item(1));
+  const auto batch = batcher.next();
+  waiting.ask(batcher, item(1));
+  batcher.close();
+  EXPECT_NE(taken.error.find("closed"), std::string::npos);
+  EXPECT_NE(waiting.error.find("closed"), std::string::npos);
+  batch->set_outputs(item(1));
+  Asked late, faulty;
+  EXPECT_THROW(late.ask(batcher, item(1)), ClosedBatchingQueue);
+  DynamicBatcher other(batch_sizes(1, 1));
+  EXPECT_THROW(faulty.ask(other, item(2)), std::invalid_argument);
+  EXPECT_EQ(late.calls + faulty.calls, 0);
+  for (const Asked* asked : {&failed, &dropped, &waiting, &taken}) {
+    EXPECT_EQ(asked->calls, 1);
+  }
+}
+
+TEST_F(DynamicBatcherTest, WhoAsksNeedsNoRoom) {
+  BatchingOptions options = batch_sizes(1, 1);
+  options.maximum_queue_size = 1;
+  DynamicBatcher batcher(options);
+  Asked asked[3];
+  for (Asked& one : asked) one.ask(batcher, item(1));
+  for (int i = 0; i < 3; ++i) batcher.next()->set_outputs(item(1));
+  for (const Asked& one : asked) EXPECT_EQ(one.calls, 1);
+}
+
 TEST_F(DynamicBatcherTest, Stats) {
   DynamicBatcher batcher(batch_sizes(5, 5));
   auto first = async_compute(batcher, item(2));
