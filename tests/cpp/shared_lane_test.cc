@@ -90,7 +90,7 @@ struct Lane {
   std::unique_ptr<SharedLane> environment, learner;
 };
 
-TEST_F(SharedLaneTest, carries_steps_and_actions_in_turn) {
+TEST_F(SharedLaneTest, CarriesStepsAndActionsInTurn) {
   MemoryPool pool;
   for (const int64_t E : {1, 3}) {
     const StreamSpec spec = make_spec(E, 977);
@@ -109,7 +109,7 @@ TEST_F(SharedLaneTest, carries_steps_and_actions_in_turn) {
   }
 }
 
-TEST_F(SharedLaneTest, an_error_has_room_and_a_longer_message_has_none) {
+TEST_F(SharedLaneTest, AnErrorHasRoomAndALongerMessageHasNone) {
   const StreamSpec spec = make_spec(1, 1);
   Lane lane(spec);
   const grpc::ByteBuffer error = encode_error(std::string(1 << 20, 'x'));
@@ -121,7 +121,7 @@ TEST_F(SharedLaneTest, an_error_has_room_and_a_longer_message_has_none) {
   EXPECT_FALSE(lane.environment->has_message());
 }
 
-TEST_F(SharedLaneTest, a_wait_ends_with_a_message_the_end_or_a_call) {
+TEST_F(SharedLaneTest, AWaitEndsWithAMessageTheEndOrACall) {
   const Milliseconds long_time(1000);
   for (const std::string how : {"message", "end", "gone", "wake"}) {
     Lane lane(make_spec(1, 1));
@@ -129,7 +129,9 @@ TEST_F(SharedLaneTest, a_wait_ends_with_a_message_the_end_or_a_call) {
     const auto start = Clock::now();
     threads.start([&] {
       std::this_thread::sleep_for(Milliseconds(50));
-      if (how == "message") EXPECT_TRUE(lane.learner->write(buffer_of("hello")));
+      if (how == "message") {
+        EXPECT_TRUE(lane.learner->write(buffer_of("hello")));
+      }
       if (how == "end") lane.learner->end();
       if (how == "gone") lane.learner = nullptr;
       if (how == "wake") lane.environment->wake();
@@ -148,7 +150,7 @@ TEST_F(SharedLaneTest, a_wait_ends_with_a_message_the_end_or_a_call) {
   }
 }
 
-TEST_F(SharedLaneTest, no_message_is_lost_between_threads) {
+TEST_F(SharedLaneTest, NoMessageIsLostBetweenThreads) {
   const StreamSpec spec = make_spec(1, 64);
   Lane lane(spec);
   const int count = scaled(100'000);
@@ -173,7 +175,7 @@ TEST_F(SharedLaneTest, no_message_is_lost_between_threads) {
   }
 }
 
-TEST_F(SharedLaneTest, nothing_is_left) {
+TEST_F(SharedLaneTest, NothingIsLeft) {
   const size_t before = num_mappings();
   {
     Lane lane(make_spec(2, 100));
@@ -182,7 +184,7 @@ TEST_F(SharedLaneTest, nothing_is_left) {
   EXPECT_EQ(num_mappings(), before);
 }
 
-TEST_F(SharedLaneTest, an_action_of_any_size_has_no_lane) {
+TEST_F(SharedLaneTest, AnActionOfAnySizeHasNoLane) {
   StreamSpec spec = make_spec(1, 1);
   spec.has_action_space = false;
   EXPECT_EQ(SharedLane::make(spec, doorbell_pages()->description()), nullptr);
@@ -190,7 +192,7 @@ TEST_F(SharedLaneTest, an_action_of_any_size_has_no_lane) {
 
 // --- Lies
 
-TEST_F(SharedLaneTest, memory_that_is_not_as_described_is_not_opened) {
+TEST_F(SharedLaneTest, MemoryThatIsNotAsDescribedIsNotOpened) {
   const auto lane = SharedLane::make(make_spec(1, 1), doorbell_pages()->description());
   const wire::SharedMemory good = lane->description();
   ASSERT_NE(SharedLane::open(good), nullptr);
@@ -216,7 +218,7 @@ TEST_F(SharedLaneTest, memory_that_is_not_as_described_is_not_opened) {
   EXPECT_EQ(SharedLane::make(make_spec(1, 1), {}), nullptr);  // no doorbell
 }
 
-TEST_F(SharedLaneTest, other_files_are_not_opened) {
+TEST_F(SharedLaneTest, OtherFilesAreNotOpened) {
   const auto lane = SharedLane::make(make_spec(1, 1), doorbell_pages()->description());
   wire::SharedMemory described = lane->description();
   int pipes[2], sockets[2];
@@ -240,7 +242,7 @@ TEST_F(SharedLaneTest, other_files_are_not_opened) {
   close(sockets[1]);
 }
 
-TEST_F(SharedLaneTest, what_a_peer_scribbles_is_refused_or_bounded) {
+TEST_F(SharedLaneTest, WhatAPeerScribblesIsRefusedOrBounded) {
   const StreamSpec spec = make_spec(1, 100);
   Lane lane(spec);
   ASSERT_TRUE(lane.environment->write(buffer_of("hello")));
