@@ -173,7 +173,7 @@ def test_source_distribution_has_all_that_the_build_reads(checkout):
     read = {"setup.py", "CMakeLists.txt", "requirements.txt", "third_party/build_grpc"}
     for folder in ("nest", "libtorchbeast"):
         for path in (checkout / folder).rglob("*"):
-            if path.suffix in (".cc", ".h", ".proto", ".pyi", ".toml"):
+            if path.suffix in (".cc", ".h", ".proto", ".py", ".pyi", ".toml"):
                 read.add(str(path.relative_to(checkout)))
     assert len(read) > 20
     assert read <= packed

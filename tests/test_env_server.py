@@ -555,6 +555,19 @@ def test_environments_are_closed_by_stop(address):
         server.stop()
 
 
+def test_an_environment_that_can_not_be_served_is_closed(address):
+    closed = []
+
+    class Closes(Env):
+        def close(self):
+            closed.append(self)
+
+    with serving(lambda: Closes(action_space=spaces.Text(5)), address):
+        with pytest.raises(RefusedError, match="none of Box"):
+            probe(address)
+        assert len(closed) == 1
+
+
 def test_close_may_fail(address, monkeypatch):
     reported = []
     monkeypatch.setattr(sys, "unraisablehook", reported.append)

@@ -69,12 +69,25 @@ auto usable(F&& f) {
     return f();
   } catch (const std::invalid_argument& error) {
     throw UnusableEnvironment(error.what());
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(gym_module().attr("UnusableError"))) throw;
+    throw UnusableEnvironment(py::str(error.value()));
   }
 }
 
-// What both kinds of environments share. REQUIRES, of all: the GIL is held.
+// initial() and step(actions) of E environments, which reset themselves; E = 1 and
+// `single` are a Single of libtorchbeast_gym.py. REQUIRES, of all: the GIL is held.
 class PythonEnvironment : public Environment {
  public:
+  // `described`: the hello, as far as it does not come from the environment.
+  PythonEnvironment(py::object env, bool single, const wire::EnvHello& described)
+      : env_(std::move(env)),
+        single_(single),
+        initial_(env_.attr("initial")),
+        step_(env_.attr("step")),
+        hello_(described),
+        reader_(single) {}
+
   ~PythonEnvironment() override {
     try {
       if (py::hasattr(env_, "close")) call(env_.attr("close"));
@@ -83,223 +96,34 @@ class PythonEnvironment : public Environment {
     }
   }
 
-  const wire::EnvHello& hello() const override { return hello_; }
-
-  void seed(const wire::Seeding& seeding) override {
-    if (py::hasattr(env_, kBeginStream)) {
-      call(env_.attr(kBeginStream), py::make_tuple(seeding.seed(), seeding.stream()));
-    } else {
-      seed_without_method(seeding);
-    }
-  }
-
- protected:
-  // `described`: the hello, as far as it does not come from the environment.
-  PythonEnvironment(py::object env, const wire::EnvHello& described)
-      : env_(std::move(env)), hello_(described) {}
-
-  // For environments that have no begin_stream().
-  virtual void seed_without_method(const wire::Seeding&) {}
-
-  void begin_hello(int64_t num_envs) {
+  // Adds to the hello what is known before the first row. What is thrown here, or
+  // later, does not keep the environment from being closed.
+  void begin_hello() {
+    const auto num_envs = py::cast<int64_t>(env_.attr("num_envs"));
     if (num_envs < 1 || num_envs > kMaxEnvs) {
       throw std::invalid_argument("num_envs must be 1 to " + std::to_string(kMaxEnvs) +
                                   ", not " + std::to_string(num_envs));
     }
     hello_.set_num_envs(static_cast<uint32_t>(num_envs));
-    const py::object space = py::getattr(env_, "action_space", py::none());
-    if (!space.is_none()) *hello_.mutable_action_space() = action_space(space);
-  }
-
-  py::object env_;
-  wire::EnvHello hello_;
-  StreamSpec spec_;  // from reset() on
-};
-
-// reset() and step(action) of a single environment.
-class SingleEnvironment : public PythonEnvironment {
- public:
-  SingleEnvironment(py::object env, const wire::EnvHello& described)
-      : PythonEnvironment(std::move(env), described),
-        reset_(env_.attr("reset")),
-        step_(env_.attr("step")),
-        observation_space_(py::getattr(env_, "observation_space", py::none())),
-        reader_(true) {
-    begin_hello(1);
-    action_space_ = py::getattr(env_, "action_space", py::none());
-  }
-
-  EnvRow reset() override {
-    py::object observation = reset_env();
-    if (!hello_.has_observation_space()) {
-      *hello_.mutable_observation_space() = usable([&] {
-        return observation_space_.is_none() ? space_of_observation(observation)
-                                            : observation_space(observation_space_);
-      });
-      spec_ = StreamSpec(hello_);
-    }
-    reward_ = 0;
-    done_ = true;
-    episode_step_ = 0;
-    episode_return_ = 0;
-    return make_row(std::move(observation));
-  }
-
-  EnvRow step(const std::vector<Array>& action) override {
-    if (done_) {
-      episode_step_ = 0;
-      episode_return_ = 0;
-    }
-    const py::object given =
-        hello_.has_action_space()
-            ? action_to_python(hello_.action_space(), action_space_, action)
-            : copy_to_numpy(action.at(0).at(0));
-    const py::object result = call(step_, py::make_tuple(given));
-    const auto size = PyTuple_Check(result.ptr()) ? PyTuple_GET_SIZE(result.ptr()) : 0;
-    if (size != 4 && size != 5) {
-      throw std::invalid_argument(
-          "step() must return (observation, reward, done, info) or (observation, "
-          "reward, terminated, truncated, info), not " +
-          (size == 0 ? std::string(py::repr(py::type::of(result)))
-                     : "a tuple of " + std::to_string(size)));
-    }
-    reward_ = number(PyTuple_GET_ITEM(result.ptr(), 1));
-    done_ =
-        is_true(PyTuple_GET_ITEM(result.ptr(), 2), size == 5 ? "terminated" : "done");
-    if (size == 5) {
-      done_ = is_true(PyTuple_GET_ITEM(result.ptr(), 3), "truncated") || done_;
-    }
-    episode_step_ += 1;
-    episode_return_ += reward_;
-    return make_row(
-        done_ ? reset_env()
-              : py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(result.ptr(), 0)));
-  }
-
- private:
-  // The error is Python's; REQUIRES: one is set.
-  [[noreturn]] static void refuse(PyObject* object, const std::string& field,
-                                  const std::string& wanted) {
-    const py::error_already_set error;
-    throw std::invalid_argument(
-        "step() returned " + std::string(py::repr(py::handle(object))) + " as " +
-        field + ", which must be one " + wanted + " (" + error.what() + ")");
-  }
-
-  static double number(PyObject* object) {
-    const double value = PyFloat_AsDouble(object);
-    if (PyErr_Occurred() != nullptr) refuse(object, "reward", "number");
-    return value;
-  }
-
-  static bool is_true(PyObject* object, const std::string& field) {
-    const int truth = PyObject_IsTrue(object);
-    if (truth < 0) refuse(object, field, "bool");
-    return truth > 0;
-  }
-
-  // By a seed that is made from both numbers: reset() or the old Gym's seed() takes it.
-  void seed_without_method(const wire::Seeding& seeding) override {
-    py::list numbers;
-    numbers.append(seeding.seed());
-    numbers.append(seeding.stream());
-    const py::object words =
-        py::module_::import("numpy").attr("random").attr("SeedSequence")(numbers).attr(
-            "generate_state")(1);
-    // Some environments take 31 bits only.
-    const int64_t seed = py::cast<int64_t>(words.attr("item")(0)) >> 1;
-    bool reset_takes_it = false;
-    try {
-      const py::object signature =
-          py::module_::import("inspect").attr("signature")(reset_);
-      reset_takes_it = signature.attr("parameters").contains("seed");
-    } catch (const py::error_already_set&) {  // written in C: nothing to inspect
-    }
-    if (reset_takes_it) {
-      first_seed_ = seed;
-    } else if (py::hasattr(env_, "seed")) {
-      call(env_.attr("seed"), py::make_tuple(seed));
-    }
-  }
-
-  py::object call_reset() {
-    if (!first_seed_) return call(reset_);
-    const int64_t seed = *first_seed_;
-    first_seed_.reset();
-    return call(py::module_::import("functools")
-                    .attr("partial")(reset_, py::arg("seed") = seed));
-  }
-
-  // The observation alone, whether an info comes with it or not.
-  py::object reset_env() {
-    py::object result = call_reset();
-    PyObject* const pair = result.ptr();
-    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
-        !PyDict_Check(PyTuple_GET_ITEM(pair, 1))) {
-      return result;
-    }
-    const py::object& space = observation_space_;
-    const bool is_observation = !space.is_none() && py::hasattr(space, "spaces") &&
-                                py::cast<bool>(space.attr("contains")(result));
-    if (is_observation) return result;
-    return py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(pair, 0));
-  }
-
-  EnvRow make_row(py::object observation) {
-    static const Place root;
-    reader_.clear();
-    EnvRow row;
-    row.arrays.reserve(spec_.arrays.size());
-    reader_.read_nest(observation, spec_.observation, Place(root, kObservation),
-                      &row.arrays);
-    observation_ = std::move(observation);
-    reward32_ = static_cast<float>(reward_);
-    episode_return32_ = static_cast<float>(episode_return_);
-    const auto add = [&](DType dtype, void* value) {
-      row.arrays.emplace_back(ArraySpec{dtype, {1}}, static_cast<uint8_t*>(value),
-                              nullptr);
-    };
-    add(DType::kFloat32, &reward32_);
-    add(DType::kBool, &done_);
-    add(DType::kInt64, &episode_step_);
-    add(DType::kFloat32, &episode_return32_);
-    return row;
-  }
-
-  const py::object reset_;
-  const py::object step_;
-  const py::object observation_space_;
-  py::object action_space_;
-  py::object observation_;  // keeps the last row's memory
-  RowReader reader_;
-  std::optional<int64_t> first_seed_;  // of the first reset
-
-  double reward_ = 0;
-  bool done_ = true;
-  int64_t episode_step_ = 0;
-  double episode_return_ = 0;
-  // As the row has them.
-  float reward32_ = 0;
-  float episode_return32_ = 0;
-};
-
-// initial() and step(actions) of E environments, which reset themselves.
-class VectorEnvironment : public PythonEnvironment {
- public:
-  VectorEnvironment(py::object env, const wire::EnvHello& described)
-      : PythonEnvironment(std::move(env), described),
-        initial_(env_.attr("initial")),
-        step_(env_.attr("step")),
-        reader_(false) {
-    begin_hello(py::cast<int64_t>(env_.attr("num_envs")));
-    if (!hello_.has_action_space()) {
+    const py::object action_space = py::getattr(env_, "action_space", py::none());
+    if (!action_space.is_none()) {
+      *hello_.mutable_action_space() = space_from_python(action_space, true);
+    } else if (!single_) {
       throw std::invalid_argument(
           "the environment " + std::string(py::repr(env_)) +
           " has no action_space. Give it one, such as gymnasium.spaces.Discrete(n), so "
           "that the learner knows what actions to send");
     }
-    *hello_.mutable_observation_space() =
-        observation_space(env_.attr("observation_space"));
+    const py::object space = env_.attr("observation_space");
+    if (space.is_none() && single_) return;  // the first observation shows it
+    *hello_.mutable_observation_space() = space_from_python(space, false);
+  }
+
+  const wire::EnvHello& hello() const override { return hello_; }
+
+  void seed(const wire::Seeding& seeding) override {
+    if (!py::hasattr(env_, kBeginStream)) return;
+    call(env_.attr(kBeginStream), py::make_tuple(seeding.seed(), seeding.stream()));
   }
 
   EnvRow reset() override {
@@ -310,9 +134,12 @@ class VectorEnvironment : public PythonEnvironment {
 
   EnvRow step(const std::vector<Array>& action) override {
     size_t next = 0;
-    const py::object actions = nest::to_python(spec_.action, [&](const ArraySpec&) {
-      return copy_to_numpy(action.at(next++));
-    });
+    const py::object actions =
+        hello_.has_action_space()
+            ? nest::to_python(
+                  spec_.action,
+                  [&](const ArraySpec&) { return copy_to_numpy(action.at(next++)); })
+            : copy_to_numpy(action.at(0));
     return make_row(call(step_, py::make_tuple(actions)));
   }
 
@@ -333,6 +160,10 @@ class VectorEnvironment : public PythonEnvironment {
   // Completes the hello with what the first row tells.
   void begin(py::handle row) {
     check_row(row);
+    if (!hello_.has_observation_space()) {
+      *hello_.mutable_observation_space() =
+          space_of_observation(item(row, kObservation, py::str(kObservation)));
+    }
     std::vector<std::string> extra;
     for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(row)) {
       const std::string name = nest::internal::key_from_python(key, Place());
@@ -418,34 +249,25 @@ class VectorEnvironment : public PythonEnvironment {
     return result;
   }
 
+  const py::object env_;
+  const bool single_;
   const py::object initial_;
   const py::object step_;
-  py::object row_;  // these keep the last row's memory
+  wire::EnvHello hello_;
+  StreamSpec spec_;  // from reset() on
+  py::object row_;   // these keep the last row's memory
   py::object final_observation_;
   RowReader reader_;
   std::vector<Field> fields_;  // behind the observation
 };
 
-std::unique_ptr<Environment> adapt(py::object env, const wire::EnvHello& described) {
-  for (py::handle type : py::type::of(env).attr("__mro__")) {
-    if (py::cast<std::string>(type.attr("__name__")) == "VectorEnv") {
-      throw std::invalid_argument(
-          "Gymnasium's vector environments are served through an object with num_envs, "
-          "initial() and step(), see Server's docstring; "
-          "torchbeast.envs.environment.Environment is one");
-    }
-  }
-  if (py::hasattr(env, "initial") && py::hasattr(env, "num_envs")) {
-    return std::make_unique<VectorEnvironment>(std::move(env), described);
-  }
-  for (const char* method : {"reset", "step"}) {
-    if (!py::hasattr(env, method)) {
-      throw std::invalid_argument("env_class() must give an environment, and " +
-                                  std::string(py::repr(env)) + " has no " + method +
-                                  "()");
-    }
-  }
-  return std::make_unique<SingleEnvironment>(std::move(env), described);
+std::unique_ptr<Environment> adapt(py::handle env, const wire::EnvHello& described) {
+  py::object adapted = gym_module().attr("adapt")(env);
+  const bool single = py::isinstance(adapted, gym_module().attr("Single"));
+  auto made =
+      std::make_unique<PythonEnvironment>(std::move(adapted), single, described);
+  made->begin_hello();
+  return made;
 }
 
 // Calls f with the GIL; Python's exceptions become text.
@@ -465,8 +287,8 @@ class GuardedEnvironment : public Environment {
  public:
   GuardedEnvironment(py::handle env_class, const wire::EnvHello& described) {
     with_python([&] {
-      py::object env = call(env_class);
-      environment_ = usable([&] { return adapt(std::move(env), described); });
+      const py::object env = call(env_class);
+      environment_ = usable([&] { return adapt(env, described); });
       thread_state_.emplace();
     });
   }
