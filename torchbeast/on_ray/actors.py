@@ -113,8 +113,8 @@ class RayActors(Actors):
     ) -> None:
         self.watch.timeout *= 2  # the child itself raises in time
         child, started = cluster.start_caller(
-            *(self._group, call_ray, actor_class),
-            *(self.flags, buffers, self.weights.memory, self.steps),
+            *(self._group, call_ray, self.flags, actor_class),
+            *(buffers, self.weights.memory, self.steps),
         )
         child.steps = self.steps[0]
         self.children = [child] * self.flags.num_actors
@@ -122,8 +122,8 @@ class RayActors(Actors):
 
 
 def call_ray(
-    actor_class: Callable[..., Any],
     flags: Flags,
+    actor_class: Callable[..., Any],
     buffers: dict[str, Nested],
     memory: torch.Tensor,
     steps: torch.Tensor,
@@ -134,16 +134,13 @@ def call_ray(
     # The script's own classes: in this process it is not __main__, and in others it may
     # be missing.
     ray.cloudpickle.register_pickle_by_value(sys.modules[actor_class.__module__])
-    with cluster.calling_ray(flags, pipe):
-        specs = map_nested(lambda x: rollout.Spec(tuple(x.shape[1:]), x.dtype), buffers)
-        shape = tuple(memory.shape)
-        arguments = [
-            (actor_class, flags, i, shape, specs) for i in range(flags.num_actors)
-        ]
-        limit = "actor_timeout", flags.actor_timeout
-        players, started = cluster.start_actors(Player, arguments, *limit)
-        pipe.send(started)
-        Unrolls(players, flags, buffers, memory, steps[0], pipe).run()
+    specs = map_nested(lambda x: rollout.Spec(tuple(x.shape[1:]), x.dtype), buffers)
+    shape = tuple(memory.shape)
+    arguments = [(actor_class, flags, i, shape, specs) for i in range(flags.num_actors)]
+    limit = "actor_timeout", flags.actor_timeout
+    players, started = cluster.start_actors(Player, arguments, *limit)
+    pipe.send(started)
+    Unrolls(players, flags, buffers, memory, steps[0], pipe).run()
 
 
 class Unrolls:

@@ -6,12 +6,10 @@ the raylet breaks or the GCS is gone for long. So the learner calls no function 
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -38,20 +36,21 @@ class ClusterError(UserError, RuntimeError):
 
 
 def start_caller(
-    group: children.Children, main: Callable[..., None], *args: Any
+    group: children.Children, main: Callable[..., None], flags: Flags, *args: Any
 ) -> tuple[children.Child, Any]:
     """Starts the process that calls Ray. It ends with Ray's processes that it starts.
 
     Args:
-      main: called there as main(*args, pipe). It begins with calling_ray.
+      main: called there as main(flags, *args, pipe), with a cluster. What it raises
+        is sent to the learner.
 
     Returns:
       the process, and its first message.
 
     Raises:
-      UserError: what it raised instead.
+      UserError: no cluster is at flags.ray_address, or what `main` raised.
     """
-    child = group.start("the process that calls Ray", main, *args)
+    child = group.start("the process that calls Ray", _call_ray, main, flags, *args)
     child.hints = {1: HINT}
     while not (message := child.receive()):
         children.wait([child], 1.0)
@@ -61,14 +60,10 @@ def start_caller(
 # --- In the process that calls Ray ----------------------------------------------------
 
 
-@contextlib.contextmanager
-def calling_ray(flags: Flags, pipe: connection.Connection) -> Iterator[None]:
-    """Connects to the cluster at flags.ray_address, or starts a local one.
-
-    Sends the learner what the block raises, and a UserError if no cluster is there.
-    """
+def _call_ray(main: Callable[..., None], flags: Flags, *args: Any) -> None:
+    """The main function of the process; see start_caller."""
     children.begin_child()
-    with children.sending_errors(pipe, "Ray failed"):
+    with children.sending_errors(args[-1], "Ray failed"):
         handlers = {n: signal.getsignal(n) for n in processes.handled_signals()}
         try:
             check_reachable(flags.ray_address)
@@ -85,7 +80,7 @@ def calling_ray(flags: Flags, pipe: connection.Connection) -> Iterator[None]:
         finally:  # Ray replaces that of SIGTERM
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        yield
+        main(flags, *args)
 
 
 def check_reachable(address: str | None) -> None:

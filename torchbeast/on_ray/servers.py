@@ -82,7 +82,7 @@ class RayServers:
         security(flags)  # raises before Ray starts
         self._group = children.Children(multiprocessing.get_context("forkserver"))
         try:
-            caller = cluster.start_caller(self._group, call_ray, serve, flags)
+            caller = cluster.start_caller(self._group, call_ray, flags, serve)
             self._child, (self.address, started) = caller
         except BaseException:
             self.close()
@@ -99,23 +99,22 @@ class RayServers:
 
 
 def call_ray(
-    serve: Callable[[Flags, int], None], flags: Flags, pipe: connection.Connection
+    flags: Flags, serve: Callable[[Flags, int], None], pipe: connection.Connection
 ) -> None:
     """The main function of the process that calls Ray."""
-    with cluster.calling_ray(flags, pipe):
-        address = flags.listen or listening_address(flags)
-        joining = flags.replace(join=address, listen=None, **dict.fromkeys(FILES))
-        files = server_files(flags)
-        arguments = [(serve, joining, i, files) for i in range(flags.num_actors)]
-        limit = "connect_timeout", flags.connect_timeout
-        servers, started = cluster.start_actors(EnvServer, arguments, *limit)
-        running = [server.run.remote() for server in servers]
-        pipe.send((address, started))
-        while not pipe.poll(1.0):  # until the learner closes it
-            ray.put(None)  # Ray ends this process if the raylet has died
-            for reference in ray.wait(running, timeout=0)[0]:
-                who = f"environment server {running.index(reference)}"
-                cluster.result(reference, who)
+    address = flags.listen or listening_address(flags)
+    joining = flags.replace(join=address, listen=None, **dict.fromkeys(FILES))
+    files = server_files(flags)
+    arguments = [(serve, joining, i, files) for i in range(flags.num_actors)]
+    limit = "connect_timeout", flags.connect_timeout
+    servers, started = cluster.start_actors(EnvServer, arguments, *limit)
+    running = [server.run.remote() for server in servers]
+    pipe.send((address, started))
+    while not pipe.poll(1.0):  # until the learner closes it
+        ray.put(None)  # Ray ends this process if the raylet has died
+        for reference in ray.wait(running, timeout=0)[0]:
+            who = f"environment server {running.index(reference)}"
+            cluster.result(reference, who)
 
 
 def listening_address(flags: Flags) -> str:
