@@ -100,7 +100,7 @@ def has_both_streams(folder):
 
 def learns_on(folder, process):
     rows = len(runs.read_logs(folder, "ray"))
-    runs.wait_for_rows(process, folder, "ray", rows + 200, timeout=PATIENCE)
+    runs.wait_for_rows(process, folder, "ray", rows + 50, timeout=PATIENCE)
 
 
 def stop(process):

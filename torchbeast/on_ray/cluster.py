@@ -51,7 +51,7 @@ def start_caller(
       UserError: no cluster is at flags.ray_address, or what `main` raised.
     """
     child = group.start("the process that calls Ray", _call_ray, main, flags, *args)
-    child.hints = {1: HINT}
+    child.hints = {1: HINT, -signal.SIGABRT: HINT}
     while not (message := child.receive()):
         children.wait([child], 1.0)
     return child, message
