@@ -14,7 +14,10 @@ import pytest
 import runs
 import watched_runs
 
+from torchbeast.base.errors import UserError
+
 ray = pytest.importorskip("ray")
+from torchbeast.on_ray.cluster import connect  # noqa: E402 # after the skip
 
 STEPS = 1200
 MONO = {**runs.SMALL, "launcher": "ray", "total_steps": STEPS}
@@ -220,6 +223,26 @@ def test_ray_can_not_be_started(tmp_path, monkeypatch):
     output = finish(start(tmp_path, "ray", **MONO))
     assert "UserError: Ray can not be started: " in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_a_local_start_is_tried_twice(monkeypatch, address):
+    """Ray's own time limits are short on a busy machine."""
+    calls = []
+
+    def init(**arguments):
+        calls.append(arguments["address"])
+        if len(calls) == 1:
+            raise RuntimeError("timed out during startup")
+
+    monkeypatch.setattr(ray, "init", init)
+    if address:
+        with pytest.raises(UserError, match=r"no Ray cluster at .* auto: timed out"):
+            connect(address)
+        assert calls == ["auto"]
+    else:
+        connect(address)
+        assert calls == ["local", "local"]
 
 
 @pytest.mark.parametrize("authority", [False, True])

@@ -6,6 +6,7 @@ the raylet breaks or the GCS is gone for long. So the learner calls no function 
 
 from __future__ import annotations
 
+import functools
 import signal
 import socket
 import time
@@ -65,22 +66,37 @@ def _call_ray(main: Callable[..., None], flags: Flags, *args: Any) -> None:
     children.begin_child()
     with children.sending_errors(args[-1], "Ray failed"):
         handlers = {n: signal.getsignal(n) for n in processes.handled_signals()}
-        try:
-            check_reachable(flags.ray_address)
-            ray.init(
-                address=flags.ray_address or "local",
-                configure_logging=False,
-                include_dashboard=False if flags.ray_address is None else None,
-            )
-        except (Exception, SystemExit) as error:  # of many types
-            place = f"no Ray cluster at --ray_address {flags.ray_address}"
-            raise UserError(
-                f"{place if flags.ray_address else 'Ray can not be started'}: {error}"
-            ) from error
-        finally:  # Ray replaces that of SIGTERM
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        connect(flags.ray_address)
+        for number, handler in handlers.items():  # Ray replaces that of SIGTERM
+            signal.signal(number, handler)
         main(flags, *args)
+
+
+def connect(address: str | None) -> None:
+    """Connects to the cluster at this address, or starts a local one.
+
+    Raises:
+      UserError: no cluster is there, or it can't be started.
+    """
+    init = functools.partial(
+        ray.init,
+        address=address or "local",
+        configure_logging=False,
+        include_dashboard=False if address is None else None,
+    )
+    try:
+        check_reachable(address)
+        try:
+            init()
+        except Exception:
+            if address:
+                raise
+            init()  # Ray gives its agents 15 s to start: too short on a busy machine
+    except (Exception, SystemExit) as error:  # of many types
+        place = f"no Ray cluster at --ray_address {address}"
+        raise UserError(
+            f"{place if address else 'Ray can not be started'}: {error}"
+        ) from error
 
 
 def check_reachable(address: str | None) -> None:
