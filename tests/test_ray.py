@@ -14,16 +14,27 @@ import pytest
 import runs
 import watched_runs
 
+from torchbeast.base.errors import UserError
+
 ray = pytest.importorskip("ray")
+from torchbeast.on_ray.cluster import connect  # noqa: E402 # after the skip
 
 STEPS = 1200
 MONO = {**runs.SMALL, "launcher": "ray", "total_steps": STEPS}
-POLY = {**MONO, "module": "torchbeast.polybeast", "torch_threads": 1, "batch_size": 3}
+POLY = {
+    **MONO,
+    "module": "torchbeast.polybeast",
+    "torch_threads": 1,
+    "batch_size": 3,
+    "connect_timeout": 200,  # servers import packages, with a lower priority
+}
 BOTH = pytest.mark.parametrize("flags", [MONO, POLY], ids=["mono", "poly"])
 FOREVER = 10**9
+# Ray and its actors start in 15 s, but on a busy machine in minutes.
+PATIENCE = 300
 STARTED: list[subprocess.Popen] = []
 # One at a time: they look for any Ray actor on this machine.
-pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("ray")]
 
 
 def ray_actors():
@@ -52,8 +63,19 @@ def start(*arguments, **flags):
     return STARTED[-1]
 
 
-def wait_for(wanted, what, process, seconds=150):
-    deadline = time.monotonic() + seconds
+def start_learning(folder, **flags):
+    """A run without end that has learned something."""
+    process = start(folder, "ray", **{**flags, "total_steps": FOREVER})
+    runs.wait_for_rows(process, folder, "ray", 20, timeout=PATIENCE)
+    return process
+
+
+def finish(process):
+    return runs.finish(process, PATIENCE)
+
+
+def wait_for(wanted, what, process):
+    deadline = time.monotonic() + PATIENCE
     while not wanted():
         assert process.poll() is None, runs.finish(process)
         assert time.monotonic() < deadline, f"no {what}"
@@ -81,13 +103,13 @@ def has_both_streams(folder):
 
 def learns_on(folder, process):
     rows = len(runs.read_logs(folder, "ray"))
-    runs.wait_for_rows(process, folder, "ray", rows + 200, timeout=150)
+    runs.wait_for_rows(process, folder, "ray", rows + 50, timeout=PATIENCE)
 
 
 def stop(process):
     """Ctrl-C in a terminal, which all processes get; nothing may be left."""
     os.killpg(process.pid, signal.SIGINT)
-    output = runs.finish(process)
+    output = finish(process)
     assert process.returncode == 130, output
     assert "The run failed" not in output
     assert "Saved" in output
@@ -95,7 +117,7 @@ def stop(process):
 
 
 def assert_nothing_left():
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + watched_runs.patience(30)
     while ray_actors():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -126,7 +148,7 @@ def secrets(tmp_path):
 
 @BOTH
 def test_a_run_on_this_machine(tmp_path, flags):
-    output = runs.run(tmp_path, "ray", timeout=200, **flags)
+    output = runs.run(tmp_path, "ray", PATIENCE, **flags)
     assert "Ray runs 2 actors on" in output
     rows = runs.read_logs(tmp_path, "ray")
     steps = flags["batch_size"] * flags["unroll_length"]
@@ -135,19 +157,18 @@ def test_a_run_on_this_machine(tmp_path, flags):
     # With the first weights for ever, it would be half of the updates.
     assert 0 < statistics.median(float(row["policy_lag"]) for row in rows) < 20
     module = flags.get("module", "torchbeast.monobeast")
-    output = runs.run(tmp_path, "ray", 200, module=module, total_steps=STEPS + 100)
+    output = runs.run(tmp_path, "ray", PATIENCE, module=module, total_steps=STEPS + 100)
     assert f"Resuming at step {STEPS}." in output
     assert "Ray runs 2 actors on" in output
     flags = {"module": module, "total_steps": STEPS + 200, "launcher": "processes"}
-    output = runs.run(tmp_path, "ray", **flags)
+    output = runs.run(tmp_path, "ray", PATIENCE, **flags)
     assert "Resuming at step 13" in output
     assert "Ray" not in output
 
 
 @BOTH
 def test_a_dead_actor_is_replaced(tmp_path, flags):
-    process = start(tmp_path, "ray", **{**flags, "total_steps": FOREVER})
-    runs.wait_for_rows(process, tmp_path, "ray", 20, timeout=200)
+    process = start_learning(tmp_path, **flags)
     victims = ray_actors()
     assert len(victims) == 2
     os.kill(victims[0], signal.SIGKILL)
@@ -159,10 +180,9 @@ def test_a_dead_actor_is_replaced(tmp_path, flags):
 @BOTH
 def test_sigterm_saves(tmp_path, flags):
     """Ray has a handler of its own for this signal."""
-    process = start(tmp_path, "ray", **{**flags, "total_steps": FOREVER})
-    runs.wait_for_rows(process, tmp_path, "ray", 20, timeout=200)
+    process = start_learning(tmp_path, **flags)
     process.terminate()
-    output = runs.finish(process)
+    output = finish(process)
     assert process.returncode == 143, output
     assert "Saved" in output
     assert_nothing_left()
@@ -170,8 +190,7 @@ def test_sigterm_saves(tmp_path, flags):
 
 @BOTH
 def test_the_learner_is_killed(tmp_path, flags):
-    process = start(tmp_path, "ray", **{**flags, "total_steps": FOREVER})
-    runs.wait_for_rows(process, tmp_path, "ray", 20, timeout=200)
+    process = start_learning(tmp_path, **flags)
     assert len(ray_actors()) == 2
     process.kill()
     assert_nothing_left()
@@ -179,17 +198,19 @@ def test_the_learner_is_killed(tmp_path, flags):
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 @BOTH
-def test_a_process_of_ray_is_killed(tmp_path, flags, name):
+def test_a_process_of_ray_is_killed(tmp_path, flags, name, monkeypatch):
     """The run saves, says why it ends, and leaves no process."""
-    process = start(tmp_path, "ray", **{**flags, "total_steps": FOREVER})
-    runs.wait_for_rows(process, tmp_path, "ray", 20, timeout=200)
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "3")
+    process = start_learning(tmp_path, **flags)
     session = watched_runs.processes_of_session(process.pid)
     (victim,) = [p.pid for p in session if f"/{name}" in p.command.split()[0]]
+    os.kill(victim, signal.SIGSTOP)
+    time.sleep(0.5)  # now a call of Ray waits for an answer
     os.kill(victim, signal.SIGKILL)
-    output = runs.finish(process)
+    output = finish(process)
     assert process.returncode == 1, output
-    kind = {"raylet": "raylet", "gcs_server": "GCS"}[name]
-    assert f"ClusterError: Ray's process {kind} at" in output
+    assert "ProcessError: the process that calls Ray (pid" in output
+    assert "died with exit status 1. Ray ends it if the raylet of this" in output
     assert "Saved" in output
     assert "Traceback" not in output
     watched_runs.wait_until(
@@ -199,9 +220,29 @@ def test_a_process_of_ray_is_killed(tmp_path, flags, name):
 
 def test_ray_can_not_be_started(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", "/dev/null/nowhere")
-    output = runs.finish(start(tmp_path, "ray", **MONO), 250)
+    output = finish(start(tmp_path, "ray", **MONO))
     assert "UserError: Ray can not be started: " in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_a_local_start_is_tried_twice(monkeypatch, address):
+    """Ray's own time limits are short on a busy machine."""
+    calls = []
+
+    def init(**arguments):
+        calls.append(arguments["address"])
+        if len(calls) == 1:
+            raise RuntimeError("timed out during startup")
+
+    monkeypatch.setattr(ray, "init", init)
+    if address:
+        with pytest.raises(UserError, match=r"no Ray cluster at .* auto: timed out"):
+            connect(address)
+        assert calls == ["auto"]
+    else:
+        connect(address)
+        assert calls == ["local", "local"]
 
 
 @pytest.mark.parametrize("authority", [False, True])
@@ -218,9 +259,7 @@ def test_a_node_of_monobeast_dies(tmp_path, cluster):
 
 
 def survives_a_dead_node(folder, cluster, flags):
-    flags = {**flags, "ray_address": cluster.address, "total_steps": FOREVER}
-    process = start(folder, "ray", **flags)
-    runs.wait_for_rows(process, folder, "ray", 20, timeout=200)
+    process = start_learning(folder, **flags, ray_address=cluster.address)
     assert len(ray_actors()) == 2
     cluster.add_node(num_cpus=1, node_ip_address="127.0.0.3")
     cluster.remove_node(cluster.second, allow_graceful=False)
@@ -231,15 +270,10 @@ def survives_a_dead_node(folder, cluster, flags):
 
 def test_there_is_no_room_for_a_replacement(tmp_path, cluster):
     """The others go on, and the log says it."""
-    flags = {
-        "ray_address": cluster.address,
-        "total_steps": FOREVER,
-        "actor_timeout": 40,
-    }
-    process = start(tmp_path, "ray", **{**MONO, **flags})
-    runs.wait_for_rows(process, tmp_path, "ray", 20, timeout=200)
+    flags = {**MONO, "ray_address": cluster.address, "actor_timeout": 30}
+    process = start_learning(tmp_path, **flags)
     cluster.remove_node(cluster.second, allow_graceful=False)
-    wait_for_words(tmp_path, "no unroll for 40 s. Ray may have no room", process)
+    wait_for_words(tmp_path, "no unroll for 30 s. Ray may have no room", process)
     learns_on(tmp_path, process)
     stop(process)
 
@@ -247,7 +281,7 @@ def test_there_is_no_room_for_a_replacement(tmp_path, cluster):
 @BOTH
 def test_an_environment_can_not_be_made(tmp_path, flags):
     process = start(tmp_path, "ray", **{**flags, "env": "faulty:NoPlace"})
-    output = runs.finish(process, 200)
+    output = finish(process)
     assert process.returncode == 1
     assert "NoPlace" in output
 
@@ -257,9 +291,7 @@ def test_an_environment_raises(tmp_path, flags, monkeypatch):
     """MonoBeast's run ends; PolyBeast's survives --max_env_failures of them."""
     fault = tmp_path / "fault"
     monkeypatch.setenv("FAULT_FILE", str(fault))
-    flags = {**flags, "env": "faulty:Environment", "total_steps": FOREVER}
-    process = start(tmp_path, "ray", **flags)
-    runs.wait_for_rows(process, tmp_path, "ray", 20, timeout=200)
+    process = start_learning(tmp_path, **{**flags, "env": "faulty:Environment"})
     fault.write_text("raise_error")
     if "module" in flags:  # PolyBeast
         wait_for_words(tmp_path, "An environment raised", process)
@@ -267,14 +299,14 @@ def test_an_environment_raises(tmp_path, flags, monkeypatch):
         wait_for(lambda: has_both_streams(tmp_path), "second stream", process)
         learns_on(tmp_path, process)
         fault.write_text("raise_error")
-    output = runs.finish(process, 200)
+    output = finish(process)
     assert process.returncode == 1
     assert "ValueError: the ball left the table" in output
 
 
 def test_no_room_at_the_start(tmp_path):
     process = start(tmp_path, "ray", **{**MONO, "num_actors": 200, "actor_timeout": 20})
-    output = runs.finish(process, 250)
+    output = finish(process)
     assert process.returncode == 1
     assert "Ray did not start 200 actors within 20 s" in output
     assert "lower --num_actors" in output
@@ -283,7 +315,7 @@ def test_no_room_at_the_start(tmp_path):
 def test_a_cluster_needs_tls(tmp_path, cluster):
     flags = {**POLY, "ray_address": cluster.address}
     process = start(tmp_path, "ray", **flags)
-    output = runs.finish(process, 250)
+    output = finish(process)
     assert process.returncode == 1
     assert "neither encrypted nor authenticated. Give TLS" in output
     assert "Traceback" not in output
@@ -303,7 +335,7 @@ def test_a_cluster_needs_tls(tmp_path, cluster):
 @BOTH
 def test_what_can_not_work(tmp_path, flags, wrong, words):
     process = start(tmp_path, "ray", **{**flags, **wrong})
-    output = runs.finish(process, 250)
+    output = finish(process)
     assert process.returncode == 1
     assert words in output
     assert "Traceback" not in output
@@ -311,6 +343,6 @@ def test_what_can_not_work(tmp_path, flags, wrong, words):
 
 def test_flags_without_effect_are_refused(tmp_path):
     process = start(tmp_path, "ray", **POLY, num_servers=2)
-    output = runs.finish(process, 250)
+    output = finish(process)
     assert process.returncode == 1
     assert "--num_servers has no effect with --launcher ray" in output

@@ -125,11 +125,11 @@ def run_actor(
                 # As bytes: pipes send tensors through shared memory, which may be full.
                 pipe.send(("saved", pickle.dumps(actor.state_dict())))
                 continue
-            slots, bank, policy_version = arguments
+            _, slots, bank, policy_version = arguments
             actor.load_weights(bank, policy_version)
             pipe.send(("loaded", bank))
             actor.unroll(slots)
-            pipe.send(("done", slots, actor.timings.shares()))
+            pipe.send(("done", index, slots, actor.timings.shares()))
 
 
 def make_envs(flags: Flags, index: int) -> Environment:
@@ -139,19 +139,61 @@ def make_envs(flags: Flags, index: int) -> Environment:
     return Environment(flags, E, index * E, around=TorchSettings())
 
 
-class ActorGroup:
-    """What the learner knows of its actors, whatever has started them.
+class Actors:
+    """The actor processes, seen from the learner. For its main thread only.
+
+    Each actor has its own pipe. Commands to an actor, and its replies:
+
+        ("unroll", index, slots, bank, policy_version)   ("loaded", bank),
+                                                         ("done", index, slots, timings)
+        ("save",)                                        ("saved", state)
+
+    An actor also sends ("warning", key, message), ("log", level, message), and what it
+    raises. The learner waits on all pipes and all processes at once, so that it sees at
+    once if one dies.
 
     Attributes:
       idle: numbers of the idle actors; the one that is idle for longest is the first.
       timings: how each actor has spent its last unroll; {} before the first.
+      children: by the actor's number.
     """
 
-    def __init__(self, flags: Flags) -> None:
-        self.flags = flags
+    def __init__(
+        self,
+        actor_class: Callable[..., Any],
+        flags: Flags,
+        buffers: dict[str, Nested],
+        weights: SharedWeights,
+        saved: Sequence[dict[str, Any]] | None,
+    ) -> None:
+        self.flags, self.weights = flags, weights
         self.idle = list(range(flags.num_actors))
         self.timings: list[dict[str, float]] = [{} for _ in self.idle]
         self._is_new = Seldom()  # warnings, by key
+        self.steps = rollout.step_counters(flags.num_actors)
+        self.watch = children.StepWatch(flags.actor_timeout)
+        self.children: list[children.Child] = []
+        self._group = children.Children(actor_context(), STOP_SECONDS)
+        try:
+            self._start(actor_class, buffers, saved)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(
+        self,
+        actor_class: Callable[..., Any],
+        buffers: dict[str, Nested],
+        saved: Sequence[dict[str, Any]] | None,
+    ) -> None:
+        """Starts the processes: fills `children`."""
+        for index, steps in enumerate(self.steps):
+            state = pickle.dumps(saved[index]) if saved else None
+            memory = self.weights.memory
+            arguments = actor_class, self.flags, index, buffers, memory, state, steps
+            child = self._group.start(f"actor {index}", run_actor, *arguments)
+            child.steps = steps
+            self.children.append(child)
 
     def timing_summary(self) -> str:
         """Describes how the actors spent their time, on average."""
@@ -164,52 +206,12 @@ class ActorGroup:
         if self._is_new(key):
             log.warning("%s%s", message, "" if key == checks.CLOSE else COUNTED)
 
-
-class Actors(ActorGroup):
-    """The actor processes, seen from the learner. For its main thread only.
-
-    Each actor has its own pipe. Commands to an actor, and its replies:
-
-        ("unroll", slots, bank, policy_version)   ("loaded", bank),
-                                                  ("done", slots, timings)
-        ("save",)                                 ("saved", state)
-
-    An actor also sends ("warning", key, message), and what it raises. The learner waits
-    on all pipes and all processes at once, so that it sees at once if one dies.
-    """
-
-    def __init__(
-        self,
-        actor_class: Callable[..., Any],
-        flags: Flags,
-        buffers: dict[str, Nested],
-        weights: SharedWeights,
-        saved: Sequence[dict[str, Any]] | None,
-    ) -> None:
-        super().__init__(flags)
-        self.weights = weights
-        self.steps = rollout.step_counters(flags.num_actors)
-        self.watch = children.StepWatch(flags.actor_timeout)
-        self.children: list[children.Child] = []
-        self._group = children.Children(actor_context(), STOP_SECONDS)
-        try:
-            for index, steps in enumerate(self.steps):
-                state = pickle.dumps(saved[index]) if saved else None
-                arguments = actor_class, flags, index, buffers, weights.memory, state
-                child = self._group.start(
-                    f"actor {index}", run_actor, *arguments, steps
-                )
-                child.steps = steps
-                self.children.append(child)
-        except BaseException:
-            self.close()
-            raise
-
     def start_unroll(self, index: int, slots: list[int]) -> None:
         """Makes an idle actor fill the slots with the newest weights."""
         self.idle.remove(index)
         self.watch.restart(self.children[index])
-        self.children[index].send(("unroll", slots, *self.weights.acquire()))
+        unroll = "unroll", index, slots, *self.weights.acquire()
+        self.children[index].send(unroll)
 
     def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:
         """Waits for actors and yields (index, slots) of each complete unroll.
@@ -222,9 +224,8 @@ class Actors(ActorGroup):
           ProcessError: an actor died, raised, or took no step for --actor_timeout s.
           UserError: what an actor raised.
         """
-        for child in children.wait(self.children, timeout, [wake_up]):
-            for _, slots, timings in self._receive(child):
-                index = self.children.index(child)
+        for child in children.wait(self._group.alive, timeout, [wake_up]):
+            for _, index, slots, timings in self._receive(child):
                 self.idle.append(index)
                 self.timings[index] = timings
                 yield index, slots
@@ -269,5 +270,7 @@ class Actors(ActorGroup):
                 self.weights.release(message[1])
             elif message[0] == "warning":
                 self.warn_once(*message[1:])
+            elif message[0] == "log":
+                log.log(*message[1:])
             else:
                 yield message

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
@@ -21,9 +22,8 @@ from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.base.seldom import Seldom
 from torchbeast.core import rollout
-from torchbeast.core.acting import SharedWeights
-from torchbeast.local.actors import ActorGroup, make_envs
-from torchbeast.on_ray.cluster import Cluster, ClusterError
+from torchbeast.local.actors import Actors, make_envs
+from torchbeast.on_ray import cluster
 from torchbeast.procs import processes
 from torchbeast.runs.flagset import Flags
 
@@ -101,85 +101,121 @@ class Player:
         return rollouts, warnings, self.actor.timings.shares(), is_replacement
 
 
-class RayActors(ActorGroup):
-    """The actors, seen from the learner: as local/actors.py's Actors.
-
-    Args:
-      saved: None, because --sync is refused.
+class RayActors(Actors):
+    """Actors whose processes Ray has started: one child calls Ray for all of them.
 
     Raises:
       UserError: no cluster is at flags.ray_address, or it has no room for the actors.
     """
 
+    def _start(
+        self, actor_class: Callable[..., Any], buffers: dict[str, Nested], saved: Any
+    ) -> None:
+        self.watch.timeout *= 2  # the child itself raises in time
+        child, started = cluster.start_caller(
+            *(self._group, call_ray, self.flags, actor_class),
+            *(buffers, self.weights.memory, self.steps),
+        )
+        child.steps = self.steps[0]
+        self.children = [child] * self.flags.num_actors
+        log.info("%s", started)
+
+
+def call_ray(
+    flags: Flags,
+    actor_class: Callable[..., Any],
+    buffers: dict[str, Nested],
+    memory: torch.Tensor,
+    steps: torch.Tensor,
+    pipe: connection.Connection,
+) -> None:
+    """The main function of the child. All steps are counted in steps[0]."""
+    torch.set_num_threads(1)
+    # The script's own classes: in this process it is not __main__, and in others it may
+    # be missing.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[actor_class.__module__])
+    specs = map_nested(lambda x: rollout.Spec(tuple(x.shape[1:]), x.dtype), buffers)
+    shape = tuple(memory.shape)
+    arguments = [(actor_class, flags, i, shape, specs) for i in range(flags.num_actors)]
+    limit = "actor_timeout", flags.actor_timeout
+    players, started = cluster.start_actors(Player, arguments, *limit)
+    pipe.send(started)
+    Unrolls(players, flags, buffers, memory, steps[0], pipe).run()
+
+
+class Unrolls:
+    """The unrolls in progress.
+
+    Args:
+      steps: counts the environment steps.
+      pipe: to the learner; see Actors for the messages.
+    """
+
     def __init__(
         self,
-        actor_class: Callable[..., Any],
+        players: list[Any],
         flags: Flags,
         buffers: dict[str, Nested],
-        weights: SharedWeights,
-        saved: None,
+        memory: torch.Tensor,
+        steps: torch.Tensor,
+        pipe: connection.Connection,
     ) -> None:
-        super().__init__(flags)
-        self.buffers, self.weights = buffers, weights
-        self._num_unrolls = 0
+        self.players, self.flags, self.buffers = players, flags, buffers
+        self.memory, self.steps, self.pipe = memory, steps, pipe
         # By reference: number, slots, and the time at which the unroll began.
         self._running: dict[Any, tuple[int, list[int], float]] = {}
         self._may_warn = Seldom(flags.actor_timeout)  # of an actor's silence
         self._last_unroll = 0.0  # the time at which one was complete
         self._put: tuple[int, list[Any]] = (-1, [])  # version, [reference]
         self._done = processes.WakePipe()
-        specs = map_nested(lambda x: rollout.Spec(tuple(x.shape[1:]), x.dtype), buffers)
-        shape = tuple(weights.memory.shape)
-        self._cluster = Cluster(flags)
-        self._cluster.start(
-            Player,
-            [(actor_class, flags, index, shape, specs) for index in self.idle],
-            "actor_timeout",
-        )
 
-    def start_unroll(self, index: int, slots: list[int]) -> None:
-        """Makes an idle actor fill the slots with the newest weights."""
-        self._cluster.check()
-        self.idle.remove(index)
-        bank, version = self.weights.acquire()
+    def run(self) -> None:
+        """Ends by an exception: EOFError if the learner closes the pipe.
+
+        Raises:
+          ClusterError: an unroll raised, or there was none for --actor_timeout s.
+        """
+        while True:
+            if not connection.wait([self._done.reader, self.pipe], 1.0):
+                ray.put(None)  # Ray ends this process if the raylet has died
+            while self.pipe.poll():
+                self._begin(*self.pipe.recv())
+            self._done.drain()
+            references = list(self._running)
+            done, _ = ray.wait(references, num_returns=len(references), timeout=0)
+            for reference in done:
+                self._finish(reference)
+            self._check_silence()
+
+    def _begin(
+        self, _: str, index: int, slots: list[int], bank: int, version: int
+    ) -> None:
         if version != self._put[0]:
-            self._put = version, [ray.put(self.weights.memory[bank].numpy())]
-        self.weights.release(bank)
-        reference = self._cluster.actors[index].unroll.remote(self._put[1], version)
+            self._put = version, [ray.put(self.memory[bank].numpy())]
+        self.pipe.send(("loaded", bank))
+        reference = self.players[index].unroll.remote(self._put[1], version)
         self._running[reference] = index, slots, time.monotonic()
         reference.future().add_done_callback(lambda future: self._done.wake())
 
-    def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:
-        """Waits for actors and yields (index, slots) of each complete unroll.
+    def _finish(self, reference: Any) -> None:
+        index, slots, _ = self._running.pop(reference)
+        result = cluster.result(reference, f"actor {index}")
+        rollouts, warnings, timings, is_replacement = result
+        if is_replacement:
+            self._warn(f"Actor {index} has died. Ray has replaced it.")
+        for warning in warnings:
+            self.pipe.send(("warning", *warning))
 
-        Raises:
-          ClusterError: an unroll raised, there was none for --actor_timeout s, or one
-            of Ray's processes has died.
-        """
-        waking: list[Any] = [self._done.reader, wake_up, *self._cluster.links]
-        connection.wait(waking, timeout)
-        self._cluster.check()
-        self._done.drain()
-        references = list(self._running)
-        done, _ = ray.wait(references, num_returns=len(references), timeout=0)
-        for reference in done:
-            index, slots, _ = self._running.pop(reference)
-            result = self._cluster.get(reference, f"actor {index}")
-            rollouts, warnings, self.timings[index], is_replacement = result
-            if is_replacement:
-                log.warning("Actor %d has died. Ray has replaced it.", index)
-            for warning in warnings:
-                self.warn_once(*warning)
+        def copy(buffer: torch.Tensor, x: Any) -> None:
+            buffer[slots] = torch.from_numpy(x.copy())
 
-            def copy(buffer: torch.Tensor, x: Any, slots: list[int] = slots) -> None:
-                buffer[slots] = torch.from_numpy(x.copy())
+        map_nested(copy, self.buffers, rollouts)
+        self.steps += self.flags.unroll_length
+        self._last_unroll = time.monotonic()
+        self.pipe.send(("done", index, slots, timings))
 
-            map_nested(copy, self.buffers, rollouts)
-            self._num_unrolls += 1
-            self._last_unroll = time.monotonic()
-            self.idle.append(index)
-            yield index, slots
-        self._check_silence()
+    def _warn(self, message: str) -> None:
+        self.pipe.send(("log", logging.WARNING, message))
 
     def _check_silence(self) -> None:
         """Warns of actors without a complete unroll; raises if all are like that."""
@@ -187,18 +223,10 @@ class RayActors(ActorGroup):
         why = "Ray may have no room for it, or its environments are slow"
         silent = [i for i, _, begun in self._running.values() if now - begun > limit]
         if silent and now - self._last_unroll > limit:
-            raise ClusterError(
+            raise cluster.ClusterError(
                 f"no actor has completed an unroll for {limit:g} s. {why}. Add "
                 "machines, or raise --actor_timeout"
             )
         for index in silent:
             if self._may_warn(str(index)):
-                log.warning("Actor %d: no unroll for %g s. %s.", index, limit, why)
-
-    def num_steps(self) -> int:
-        """Environment steps taken since the start."""
-        steps = self.flags.unroll_length * self.flags.envs_per_actor
-        return self._num_unrolls * steps
-
-    def close(self) -> None:
-        self._cluster.close()
+                self._warn(f"Actor {index}: no unroll for {limit:g} s. {why}.")

@@ -6,16 +6,22 @@ token and the certificates travel through Ray, so no machine needs these files.
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import os
 import socket
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 
 import ray
 
-from torchbeast.on_ray.cluster import Cluster
+from torchbeast.on_ray import cluster
+from torchbeast.procs import children
 from torchbeast.remote.security import make_private_folder, security
 from torchbeast.runs.flagset import Flags
+
+log = logging.getLogger(__name__)
 
 FILES = ("tls_cert", "tls_key", "tls_ca", "token_file")
 
@@ -74,28 +80,41 @@ class RayServers:
 
     def __init__(self, serve: Callable[[Flags, int], None], flags: Flags) -> None:
         security(flags)  # raises before Ray starts
-        self.cluster = Cluster(flags)
-        self.address = flags.listen or listening_address(flags)
-        joining = flags.replace(join=self.address, listen=None, **dict.fromkeys(FILES))
-        files = server_files(flags)
-        self.cluster.start(
-            EnvServer,
-            [(serve, joining, index, files) for index in range(flags.num_actors)],
-            "connect_timeout",
-        )
-        self.running = [actor.run.remote() for actor in self.cluster.actors]
+        self._group = children.Children(multiprocessing.get_context("forkserver"))
+        try:
+            caller = cluster.start_caller(self._group, call_ray, flags, serve)
+            self._child, (self.address, started) = caller
+        except BaseException:
+            self.close()
+            raise
+        log.info("%s", started)
 
     def check(self) -> None:
-        """Raises ClusterError if a server can't make environments, or can't join."""
-        self.cluster.check()
-        done, _ = ray.wait(self.running, timeout=0)
-        for reference in done:
-            who = f"environment server {self.running.index(reference)}"
-            self.cluster.get(reference, who)
+        """Raises UserError if a server can't make environments or can't join."""
+        self._child.receive()
 
     def close(self) -> None:
         """Ends the servers, and Ray if it was started here."""
-        self.cluster.close()
+        self._group.close()
+
+
+def call_ray(
+    flags: Flags, serve: Callable[[Flags, int], None], pipe: connection.Connection
+) -> None:
+    """The main function of the process that calls Ray."""
+    address = flags.listen or listening_address(flags)
+    joining = flags.replace(join=address, listen=None, **dict.fromkeys(FILES))
+    files = server_files(flags)
+    arguments = [(serve, joining, i, files) for i in range(flags.num_actors)]
+    limit = "connect_timeout", flags.connect_timeout
+    servers, started = cluster.start_actors(EnvServer, arguments, *limit)
+    running = [server.run.remote() for server in servers]
+    pipe.send((address, started))
+    while not pipe.poll(1.0):  # until the learner closes it
+        ray.put(None)  # Ray ends this process if the raylet has died
+        for reference in ray.wait(running, timeout=0)[0]:
+            who = f"environment server {running.index(reference)}"
+            cluster.result(reference, who)
 
 
 def listening_address(flags: Flags) -> str:

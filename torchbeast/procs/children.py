@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchbeast.base.errors import UserError
@@ -151,9 +151,11 @@ class Child:
       process: of multiprocessing.
       pipe: the parent's end.
       steps: an integer in shared memory that the child counts up, for StepWatch.
+      hints: by exit status, what may have ended it.
     """
 
     steps: Any = None
+    hints: Mapping[int, str] = {}
 
     def __init__(
         self, who: str, process: Any, pipe: connection.Connection, start_method: str
@@ -191,7 +193,7 @@ class Child:
         """Waits for the end of a dead process; "died" and how, in words."""
         self.process.join(1.0)
         code = self.process.exitcode
-        how = f"died {how_it_ended(code)}"
+        how = f"died {how_it_ended(code)}{self.hints.get(code, '')}"
         if code == FORK_SERVER_IS_GONE and self._start_method == "forkserver":
             return f"{how}, or the {FORK_SERVER} died (out of memory?)"
         return how
