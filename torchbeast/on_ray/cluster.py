@@ -125,10 +125,7 @@ def start_actors(
     began, needed = time.monotonic(), len(arguments)
     # Ray starts a dead one again, on any machine with room, and repeats its call.
     remote: Any = ray.remote(
-        num_cpus=1,
-        max_restarts=-1,
-        max_task_retries=-1,
-        scheduling_strategy="SPREAD",
+        num_cpus=1, max_restarts=-1, max_task_retries=-1, scheduling_strategy="SPREAD"
     )(kind)
     actors = [remote.remote(*words) for words in arguments]
     places = [actor.node.remote() for actor in actors]
