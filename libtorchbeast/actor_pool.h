@@ -1,9 +1,21 @@
 // Runs environments against batched inference, and makes rollouts.
 //
-// Environments are dialled at their servers, or have joined at a Listener. One thread
-// per stream runs its session (env_session.h). An observation is copied once here, from
-// the message into its row; one row of every T is copied once more, into row 0 of the
-// next rollout.
+// Environments are dialled at their servers, or have joined at a Listener. Each stream
+// of E environments has a thread and a session (env_session.h), which asks the batcher
+// about every row and gives every T steps to the queue:
+//
+//   batcher: (row, agent_state)              [1, E, ...]
+//   answer:  (outputs, new_agent_state)      [1, E, ...]; outputs have the action
+//   queue:   ((rows, outputs), initial_state)   [T + 1, E, ...]; named: (both, state)
+//
+// Row 0 of a rollout is the last row of the one before; outputs t answer row t; the
+// state is the one before row 0. If `done` is true in a row, the agent begins with a
+// new state: the pool hands states back unchanged. If episodes are truncated and the
+// outputs have "baseline" and "truncation_value", the batcher is also asked about the
+// final observation, and its baseline becomes that row's truncation_value.
+//
+// An observation is copied once here, from the message into its row; one row of every T
+// is copied once more, into row 0 of the next rollout.
 
 #pragma once
 
@@ -25,21 +37,28 @@
 
 namespace torchbeast {
 
-// The docstring of Python's ActorPool (python/bind_pool.cc) says more about them.
 struct ActorPoolOptions {
-  int64_t unroll_length = 0;              // T >= 1
-  bool named_rows = false;                // rows are dicts
-  uint64_t max_rollout_bytes = 1 << 30;   // of all streams' rollouts in progress
-  std::vector<std::string> addresses;     // one stream each
-  Security security;                      // for the addresses
-  std::shared_ptr<Listener> listener;     // has been started; may be null
-  Milliseconds step_timeout{60'000};      // then the stream counts as lost
-  Milliseconds maximum_downtime{60'000};  // without any environment
-  int64_t max_env_failures = 10;          // per minute
-  std::optional<wire::EnvHello> hello;    // none: that of the first to connect
-  bool is_provisional = false;            // the caller settles for the hello
-  ExpectedEnvironment expected;           // others are refused
-  std::optional<uint64_t> seed;           // none, or a listener: not for dialled ones
+  int64_t unroll_length = 0;  // T >= 1
+  bool named_rows = false;    // rows are dicts, else tuples
+  // Of all streams' rollouts in progress. A stream that would exceed it is refused.
+  uint64_t max_rollout_bytes = 1 << 30;
+  std::vector<std::string> addresses;  // one stream each; may occur several times
+  Security security;                   // for the addresses
+  std::shared_ptr<Listener> listener;  // has been started; may be null
+  Milliseconds step_timeout{60'000};   // for a step; then the stream counts as lost
+  // The run ends if there is no stream for so long. One that joined may come back
+  // within this time and goes on in its rollout.
+  Milliseconds maximum_downtime{60'000};
+  // That may raise within a minute; each costs its stream. Unless it is 0, those of one
+  // peer do not count while another peer is connected.
+  int64_t max_env_failures = 10;
+  std::optional<wire::EnvHello> hello;  // of all; none: that of the first to connect
+  bool is_provisional = false;   // the caller settles for the hello, see Listener
+  ExpectedEnvironment expected;  // others are refused
+  // For the environments' games, with a number that no other stream has had. None: they
+  // get neither. With a listener, the listener's counts.
+  std::optional<uint64_t> seed;
+  // The first stream of address i is number first_stream + i * stream_stride.
   uint64_t first_stream = 0;
   uint64_t stream_stride = 1;
 };
@@ -79,11 +98,11 @@ class ActorPool {
   ActorPool(const ActorPool&) = delete;
 
   // Runs until close() is called or the queue or the batcher is closed. To be called
-  // once. Whatever goes wrong with one peer costs its stream only. The docstring of
-  // Python's ActorPool (python/bind_pool.cc) says what the batcher and the queue get
-  // and what the agent answers. The batcher's inputs share memory with the rollout:
-  // inference must not write into them. Throws the first error that ends the run, after
-  // it has closed the queue and the batcher:
+  // once. Whatever goes wrong with one peer costs its stream only. The batcher's inputs
+  // share memory with the rollout: inference must not write into them. Who answers a
+  // batch may send its actions, and put a rollout into the queue, in that call; it
+  // never waits there. Throws the first error that ends the run, after it has closed
+  // the queue and the batcher:
   //   std::invalid_argument  the agent's outputs or the state don't fit; says where
   //   TransportError         there was no stream at all for too long, or all servers
   //                          refuse for good
