@@ -44,6 +44,7 @@ except ImportError as error:
         "test_peer_numbers.py",
         "test_peers.py",
         "test_polybeast_spaces.py",
+        "test_shared_memory.py",
         "test_join.py",
         "test_peer_log.py",
         "test_libtorchbeast.py",

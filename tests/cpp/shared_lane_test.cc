@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -240,6 +241,30 @@ TEST_F(SharedLaneTest, OtherFilesAreNotOpened) {
     close(file);
   }
   close(sockets[1]);
+}
+
+TEST_F(SharedLaneTest, MemoryOfAnotherUserIsNotOpened) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+  for (const uid_t user : {uid_t{0}, uid_t{65534}}) {
+    int pipes[2];
+    ASSERT_EQ(pipe(pipes), 0);
+    const pid_t child = fork();
+    if (child == 0) {  // makes memory, and keeps it until it is killed
+      if (setuid(user) != 0) _exit(1);
+      const auto pages = SharedPages::make(64);
+      const std::string said = pages->description().SerializeAsString();
+      if (write(pipes[1], said.data(), said.size()) < 0) _exit(1);
+      while (true) pause();
+    }
+    char said[256];
+    const ssize_t size = read(pipes[0], said, sizeof(said));
+    wire::SharedMemory description;
+    EXPECT_TRUE(description.ParseFromArray(said, static_cast<int>(size)));
+    EXPECT_EQ(SharedPages::open(description, 64) != nullptr, user == 0);
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+    for (const int file : pipes) close(file);
+  }
 }
 
 TEST_F(SharedLaneTest, WhatAPeerScribblesIsRefusedOrBounded) {
