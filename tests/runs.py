@@ -186,7 +186,7 @@ def start_words(words: list[str], fresh: bool = False) -> Process:
     )
 
 
-def finish(process: Process, timeout: float = 100) -> str:
+def finish(process: Process, timeout: float = 200) -> str:
     """Waits for a run and returns its output; kills its process group on a timeout."""
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -214,7 +214,7 @@ def wait_for_rows(
 
 def run_words(
     words: list[str],
-    timeout: float = 100,
+    timeout: float = 200,
     status: int = 0,
     folder: Path = ROOT,
     **variables: str,
@@ -231,7 +231,7 @@ def run_words(
 
 
 def run(
-    savedir: Path, xpid: str, timeout: float = 100, status: int = 0, **flags: Any
+    savedir: Path, xpid: str, timeout: float = 200, status: int = 0, **flags: Any
 ) -> str:
     """Runs a command, see `command` for the flags and `run_words` for the rest."""
     return run_words(command(savedir, xpid, **flags), timeout, status)

@@ -82,7 +82,7 @@ def setup_py(checkout, *arguments, **environment):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=200,
     )
 
 

@@ -94,7 +94,7 @@ class Fork:
     def read_sources(self):
         return {path: path.read_bytes() for path in self.path.rglob("*.py")}
 
-    def train(self, module=MONOBEAST, timeout=100, **flags):
+    def train(self, module=MONOBEAST, timeout=200, **flags):
         """Trains in the copy and returns the rows of logs.csv.
 
         What is trained also plays, in --mode test and in a notebook.
@@ -109,7 +109,7 @@ class Fork:
         self.run([sys.executable, "-m", "played", str(self.savedir / "fork")])
         return rows
 
-    def run(self, words, timeout=100):
+    def run(self, words, timeout=200):
         paths = [str(self.path), str(self.path / "tests")]
         search = os.pathsep.join(paths)
         runs.run_words(words, timeout, folder=self.path, PYTHONPATH=search)

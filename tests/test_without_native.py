@@ -30,7 +30,7 @@ def test_without_libtorchbeast_the_other_tests_can_run(tmp_path):
         env=environment_without(tmp_path),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert "test_monobeast.py::test_run_files" in done.stdout
@@ -46,7 +46,7 @@ def test_without_libtorchbeast_the_message_tells_all(program, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert done.returncode == 1
     assert "was left out; install gRPC" in done.stderr
