@@ -61,10 +61,11 @@ struct Collector::Running : std::enable_shared_from_this<Running> {
 
   // In the collector's thread.
   void look() {
-    Connection& connection = session.connection();
-    if (!claim(kStepping, [&] { return connection.is_ready(); })) return;
-    work([&] {
-      if (!connection.has_message()) return set(kBack);  // the stream says why
+    if (!claim(kStepping, [this] { return session.connection().is_ready(); })) return;
+    work([this] {
+      if (!session.connection().has_message()) {
+        return set(kBack);  // the stream says why
+      }
       session.receive(&unroll);
       go_on();
     });
@@ -106,6 +107,7 @@ struct Collector::Running : std::enable_shared_from_this<Running> {
     step();
   }
 
+  // These three are gone once it is abandoned: only who has claimed it may use them.
   EnvSession& session;
   Unroll& unroll;
   const OnStep& on_step;
