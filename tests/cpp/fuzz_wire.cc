@@ -138,7 +138,7 @@ void check_limits(const StreamSpec& spec) {
   CHECK(spec.arrays.size() <= static_cast<size_t>(kMaxArrays));
   CHECK(spec.names.size() == spec.arrays.size());
   CHECK(spec.rules.size() == spec.arrays.size());
-  CHECK(!spec.action.empty());
+  CHECK(spec.action.empty() == !spec.has_action_space);
   size_t bytes = 0;
   for (size_t i = 0; i < spec.arrays.size(); ++i) {
     const ArraySpec& array = spec.arrays[i];
