@@ -216,7 +216,12 @@ bool DialledConnection::do_read(grpc::ByteBuffer* message) {
 void DialledConnection::do_cancel() { context_.TryCancel(); }
 
 bool DialledConnection::is_gone() const {
-  pollfd socket{socket_.get(), POLLRDHUP, 0};
+#ifdef POLLRDHUP
+  constexpr short kHungUp = POLLRDHUP;
+#else  // there are no lanes, either
+  constexpr short kHungUp = POLLHUP;
+#endif
+  pollfd socket{socket_.get(), kHungUp, 0};
   return poll(&socket, 1, 0) > 0;
 }
 
