@@ -108,16 +108,18 @@ wire::AgentHello Connection::expect_agent_hello() {
   wire::AgentMessage answer = decode_agent_message(&message);
   if (!answer.has_hello()) throw WireError("an action before the hello");
   check_version(answer.hello().version(), peer_);
-  if (is_local() && answer.hello().has_doorbell())
+  if (is_local() && answer.hello().has_doorbell()) {
     doorbell_ = answer.hello().doorbell();
+  }
   is_shaking_hands_ = false;
   return std::move(*answer.mutable_hello());
 }
 
 void Connection::introduce(wire::EnvHello hello, bool offers_memory) {
   std::unique_ptr<SharedLane> lane;
-  if (doorbell_ && offers_memory)
+  if (doorbell_ && offers_memory) {
     lane = SharedLane::make(StreamSpec(hello), *doorbell_);
+  }
   wire::EnvMessage message;
   *message.mutable_hello() = std::move(hello);
   if (lane == nullptr) return write(encode(message));

@@ -63,18 +63,6 @@ class Connection {
   void restart_waiting();
   // Cancels if a read or write has been waiting for so long.
   void cancel_if_slow(Milliseconds limit, const char* reason);
-  // --- REQUIRES: has_lane()
-
-  // From now on until the next read() this side waits.
-  void start_waiting() { waiting_since_ = Clock::now().time_since_epoch().count(); }
-  // Whether read() would not block.
-  bool has_message() const { return owned_lane_->has_message(); }
-  // Whether there is a message, or the other side sends none any more.
-  bool is_ready() const { return has_message() || owned_lane_->has_ended(); }
-  // Whether read() has to look at the stream for the reason why no message comes.
-  bool needs_look() const {
-    return owned_lane_->has_ended() || is_cancelled() || is_gone();
-  }
   bool is_cancelled() const { return cancel_reason_ != nullptr; }
   // Whether messages go through shared memory.
   bool has_lane() const { return lane_ != nullptr; }
@@ -87,6 +75,19 @@ class Connection {
   // For counts: the dialled address, or the machine of a peer that has connected. Unix
   // sockets do not say more than "unix:", which is this machine.
   const std::string& origin() const { return origin_; }
+
+  // --- REQUIRES: has_lane()
+
+  // From now on until the next read() this side waits.
+  void start_waiting() { waiting_since_ = Clock::now().time_since_epoch().count(); }
+  // Whether read() would not block.
+  bool has_message() const { return owned_lane_->has_message(); }
+  // Whether there is a message, or the other side sends none any more.
+  bool is_ready() const { return has_message() || owned_lane_->has_ended(); }
+  // Whether read() has to look at the stream for the reason why no message comes.
+  bool needs_look() const {
+    return owned_lane_->has_ended() || is_cancelled() || is_gone();
+  }
 
  protected:
   Connection(std::string peer, std::string origin)

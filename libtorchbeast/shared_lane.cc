@@ -70,24 +70,19 @@ SharedLane::SharedLane(std::unique_ptr<SharedPages> pages,
                        size_t step_bytes)
     : pages_(std::move(pages)),
       doorbell_(std::move(doorbell)),
-      in_([&]() -> End {
-        auto& memory = *reinterpret_cast<Memory*>(pages_->data());
-        uint8_t* const room = pages_->data() + lines(sizeof(Memory));
-        if (doorbell_ != nullptr) {
-          return {memory.to_environment, memory.environment_bell, room, action_bytes};
-        }
-        return {memory.to_learner, bell_in(*doorbell_pages()), room + action_bytes,
-                step_bytes};
-      }()),
-      out_([&]() -> End {
-        auto& memory = *reinterpret_cast<Memory*>(pages_->data());
-        uint8_t* const room = pages_->data() + lines(sizeof(Memory));
-        if (doorbell_ != nullptr) {
-          return {memory.to_learner, bell_in(*doorbell_), room + action_bytes,
-                  step_bytes};
-        }
-        return {memory.to_environment, memory.environment_bell, room, action_bytes};
-      }()) {}
+      in_(make_end(doorbell_ == nullptr, action_bytes, step_bytes)),
+      out_(make_end(doorbell_ != nullptr, action_bytes, step_bytes)) {}
+
+SharedLane::End SharedLane::make_end(bool to_learner, size_t action_bytes,
+                                     size_t step_bytes) const {
+  auto& memory = *reinterpret_cast<Memory*>(pages_->data());
+  uint8_t* const room = pages_->data() + lines(sizeof(Memory));
+  if (!to_learner) {
+    return {memory.to_environment, memory.environment_bell, room, action_bytes};
+  }
+  const SharedPages& doorbell = doorbell_ != nullptr ? *doorbell_ : *doorbell_pages();
+  return {memory.to_learner, bell_in(doorbell), room + action_bytes, step_bytes};
+}
 
 SharedLane::~SharedLane() { end(); }
 

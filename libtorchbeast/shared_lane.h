@@ -68,6 +68,8 @@ class SharedLane {
   };
   SharedLane(std::unique_ptr<SharedPages> pages, std::unique_ptr<SharedPages> doorbell,
              size_t action_bytes, size_t step_bytes);
+  // REQUIRES: pages_ and doorbell_ are there.
+  End make_end(bool to_learner, size_t action_bytes, size_t step_bytes) const;
   // Where the next message begins; null if it does not fit.
   uint8_t* begin_message(size_t size, size_t offset);
   void send();

@@ -18,6 +18,7 @@ if not HAS_PROC:  # they look at the processes of a run
         "test_peer_numbers.py",
         "test_peers.py",
         "test_polybeast_faults.py",
+        "test_shared_memory.py",
     ]
 try:
     # The folder of its sources can be imported, too, but is empty.
@@ -48,6 +49,7 @@ except ImportError as error:
         "test_join.py",
         "test_peer_log.py",
         "test_libtorchbeast.py",
+        "test_native_ends.py",
         "test_polybeast.py",
         "test_polybeast_faults.py",
         "test_polybeast_sync.py",

@@ -17,7 +17,7 @@ import watched_runs
 from torchbeast.base.errors import UserError
 
 ray = pytest.importorskip("ray")
-from torchbeast.on_ray.cluster import connect  # noqa: E402 # after the skip
+ray_cluster = pytest.importorskip("torchbeast.on_ray.cluster")
 
 STEPS = 1200
 MONO = {**runs.SMALL, "launcher": "ray", "total_steps": STEPS}
@@ -238,10 +238,10 @@ def test_a_local_start_is_tried_twice(monkeypatch, address):
     monkeypatch.setattr(ray, "init", init)
     if address:
         with pytest.raises(UserError, match=r"no Ray cluster at .* auto: timed out"):
-            connect(address)
+            ray_cluster.connect(address)
         assert calls == ["auto"]
     else:
-        connect(address)
+        ray_cluster.connect(address)
         assert calls == ["local", "local"]
 
 

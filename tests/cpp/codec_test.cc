@@ -16,25 +16,6 @@ namespace {
 
 // --- Helpers -------------------------------------------------------------------------
 
-// A buffer of slices of `chunk` bytes each, as the transport may deliver a message.
-grpc::ByteBuffer buffer_of(const std::string& bytes, size_t chunk = 1 << 20) {
-  std::vector<grpc::Slice> slices(1);  // and one without bytes
-  for (size_t i = 0; i < bytes.size(); i += chunk) {
-    slices.emplace_back(bytes.substr(i, chunk));
-  }
-  return grpc::ByteBuffer(slices.data(), slices.size());
-}
-
-std::string bytes_of(const grpc::ByteBuffer& buffer) {
-  std::vector<grpc::Slice> slices;
-  EXPECT_TRUE(buffer.Dump(&slices).ok());
-  std::string bytes;
-  for (const grpc::Slice& slice : slices) {
-    bytes.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
-  }
-  return bytes;
-}
-
 template <typename F>
 std::string refusal(const F& f) {
   const std::string text = error_of<WireError>(f);

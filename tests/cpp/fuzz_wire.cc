@@ -78,24 +78,6 @@ std::vector<Array> exact(const std::vector<ArraySpec>& specs) {
   return arrays;
 }
 
-grpc::ByteBuffer buffer_of(const std::string& bytes, size_t chunk = 1 << 20) {
-  std::vector<grpc::Slice> slices(1);
-  for (size_t i = 0; i < bytes.size(); i += chunk) {
-    slices.emplace_back(bytes.substr(i, chunk));
-  }
-  return grpc::ByteBuffer(slices.data(), slices.size());
-}
-
-std::string bytes_of(const grpc::ByteBuffer& buffer) {
-  std::vector<grpc::Slice> slices;
-  CHECK(buffer.Dump(&slices).ok());
-  std::string bytes;
-  for (const grpc::Slice& slice : slices) {
-    bytes.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
-  }
-  return bytes;
-}
-
 std::string content(const std::vector<Array>& arrays) {
   std::string bytes;
   for (const Array& array : arrays) {

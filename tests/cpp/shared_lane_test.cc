@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "messages.h"
 #include "test_util.h"
 
 namespace torchbeast {
@@ -47,21 +48,6 @@ EnvRow make_row(const StreamSpec& spec, uint8_t value, bool truncated = false) {
   if (truncated) row.final_observation = {row.arrays[0]};
   row.env_nanoseconds = row.action_number = uint64_t{1} << 52;  // many bytes
   return row;
-}
-
-std::string bytes_of(const grpc::ByteBuffer& buffer) {
-  std::vector<grpc::Slice> slices;
-  EXPECT_TRUE(buffer.Dump(&slices).ok());
-  std::string bytes;
-  for (const grpc::Slice& slice : slices) {
-    bytes.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
-  }
-  return bytes;
-}
-
-grpc::ByteBuffer buffer_of(const std::string& bytes) {
-  const grpc::Slice slice(bytes);
-  return grpc::ByteBuffer(&slice, 1);
 }
 
 // Whether the lane has exactly this message next.
