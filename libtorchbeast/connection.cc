@@ -255,11 +255,12 @@ std::string place_of(const grpc::ServerContext& context) {
   return "this machine (connection " + std::to_string(++number) + ")";
 }
 
-// "ipv4:10.0.0.1:50000" without the port, which each connection has anew.
+// "ipv4:10.0.0.1:50000" without the port, which each connection has anew. All unix
+// sockets are one machine: gRPC calls their peers "fd:" and a number, by chance.
 std::string machine_of(const grpc::ServerContext& context) {
   const std::string address = context.peer();
   const bool is_tcp = address.compare(0, 2, "ip") == 0;
-  return is_tcp ? address.substr(0, address.rfind(':')) : address;
+  return is_tcp ? address.substr(0, address.rfind(':')) : "unix:";
 }
 
 }  // namespace
