@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import broken
+import free_env
 import keep_run
 import numpy as np
 import pytest
@@ -257,6 +258,13 @@ def test_the_t_maze_rewards_the_turn_that_was_shown():
     env.reset()
     ends = [env.step(tmaze.FORWARD)[2:4] for _ in range(12)]
     assert ends == [(False, False)] * 11 + [(False, True)]
+
+
+def test_the_free_environment_is_one():
+    env = free_env.FreeEnv()
+    assert env_checker.check_env(env, skip_render_check=True) is None
+    env.reset()
+    assert [env.step(0)[2] for _ in range(200)] == ([False] * 99 + [True]) * 2
 
 
 def test_lagged_weights_are_exactly_so_old(tmp_path):
