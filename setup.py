@@ -38,8 +38,8 @@ def build_folder() -> Path:
 
 BUILD = build_folder()
 MODULES = ("nest", "libtorchbeast")
-# Written in Python; it lies beside the module that imports it.
-PYTHON_HALF = {"libtorchbeast": ROOT / "libtorchbeast/python/libtorchbeast_gym.py"}
+# Written in Python; they lie beside the module that imports them.
+PYTHON_HALF = {"libtorchbeast": sorted(ROOT.glob("libtorchbeast/python/*.py"))}
 LINES_SHOWN = 25  # lines of a failed command's output
 
 
@@ -81,8 +81,8 @@ class BuildNative(build_ext):
                 if failure:
                     raise failure
                 shutil.copy2(build(module, library.name), library)
-                if module in PYTHON_HALF:
-                    shutil.copy2(PYTHON_HALF[module], library.parent)
+                for file in PYTHON_HALF.get(module, ()):
+                    shutil.copy2(file, library.parent)
             except NotBuilt as e:
                 if choice == "require":
                     raise SystemExit(f"{module} could not be built. {e}") from None

@@ -4,9 +4,7 @@
 #include <malloc.h>
 #endif
 
-#include <algorithm>
 #include <future>
-#include <map>
 #include <string>
 #include <utility>
 
@@ -16,11 +14,9 @@
 namespace torchbeast {
 
 namespace {
-constexpr Milliseconds kMinute{60'000};
-// Between two checks of the limits; they come every kInterruptPeriod.
+// Between two looks, which come every kInterruptPeriod. After a longer one the process
+// counts as suspended.
 constexpr Milliseconds kLongestGap{2'000};
-// Environments that join may be on their way back: a client pauses for up to 10 s.
-constexpr Milliseconds kReturnTime{15'000};
 
 // glibc would give the top of the heap back after a large message, and take it again,
 // page by page, for the next.
@@ -45,93 +41,42 @@ std::optional<wire::Seeding> PoolStreams::next_seeding(size_t index, bool is_fir
   return seeding;
 }
 
-void PoolStreams::count_failure(const EnvironmentError& error,
-                                const std::string& origin) {
-  ++num_env_failures;
-  if (options.max_env_failures == 0) return fail(std::current_exception());
-  {
-    MutexLock lock(mutex);
-    failures.emplace_back(Clock::now(), origin);
-    last_failure = error.what();
-  }
-  check_limits();
-}
-
-std::map<std::string, size_t> PoolStreams::count_failures() {
-  const auto now = Clock::now();
-  while (!failures.empty() && now - failures.front().first > kMinute) {
-    failures.pop_front();
-  }
-  std::map<std::string, size_t> counts;
-  for (const auto& failure : failures) ++counts[failure.second];
-  return counts;
-}
-
-bool PoolStreams::has_sound_stream(const std::map<std::string, size_t>& counts) const {
-  return std::any_of(streams.begin(), streams.end(),
-                     [&](const Presence* stream) { return stream->is_sound(counts); });
-}
-
-// One peer never ends the run of the others. So peers that alone exceed the limit, and
-// the worst of the rest, don't count while a sound stream is there. Without one, all
-// count; environments that join get some time to come back.
-bool PoolStreams::fails_too_often(const std::map<std::string, size_t>& counts) const {
-  size_t all = 0, rest = 0, worst = 0;
-  for (const auto& [origin, count] : counts) {
-    all += count;
-    if (exceeds(count)) continue;
-    rest += count;
-    worst = std::max(worst, count);
-  }
-  if (has_sound_stream(counts)) return exceeds(rest - worst);
-  if (!exceeds(all)) return false;
-  return options.listener == nullptr ||
-         is_longer(Clock::now() - down_since,
-                   std::min(kReturnTime, options.maximum_downtime));
-}
-
 void PoolStreams::cancel(Presence* stream, const char* reason) {
   stream->connection().cancel(reason);
 }
 
-void PoolStreams::check_limits() {
-  const Listener* listener = options.listener.get();
+PoolFacts PoolStreams::look(bool was_suspended) {
   if (slots) slots->expire(options.maximum_downtime);
-  std::string why, too_often;
-  {
-    MutexLock lock(mutex);
-    const auto now = Clock::now();
-    const bool was_suspended = now - std::exchange(checked_at, now) > kLongestGap;
-    if (was_suspended) down_since = now;
-    for (Presence* stream : streams) {
-      if (was_suspended) stream->connection().restart_waiting();
-      stream->connection().cancel_if_slow(options.step_timeout,
-                                          "has not answered within the step timeout");
-    }
-    const std::map<std::string, size_t> counts = count_failures();
-    if (fails_too_often(counts)) {
-      too_often =
-          "more than " + std::to_string(options.max_env_failures) +
-          " environments have raised within a minute. The last: " + last_failure;
-    } else if (has_sound_stream(counts) ||
-               !is_longer(Clock::now() - down_since, options.maximum_downtime)) {
-      return;
-    }
-    why = last_error;
+  PoolFacts facts;
+  facts.was_suspended = was_suspended;
+  facts.num_servers = options.addresses.size();
+  std::string refusal;
+  if (const Listener* listener = options.listener.get()) {
+    facts.listener = listener->address();
+    refusal = listener->stats().last_refusal;
   }
-  if (!too_often.empty()) {
-    return fail(std::make_exception_ptr(EnvironmentError(too_often)));
+  MutexLock lock(mutex);
+  num_looked = num_news;
+  facts.time = Clock::now();
+  facts.peers = std::exchange(peers, {});
+  for (Presence* stream : streams) {
+    Connection& connection = stream->connection();
+    if (was_suspended) connection.restart_waiting();
+    connection.cancel_if_slow(options.step_timeout,
+                              "has not answered within the step timeout");
+    stream->add_to(&facts.peers[connection.origin()], facts.time);
   }
-  if (listener != nullptr && why.empty()) why = listener->stats().last_refusal;
-  // Servers are dialled at least once.
-  if (listener == nullptr && why.empty()) return;
-  const std::string time = in_seconds(options.maximum_downtime);
-  const std::string text = listener == nullptr
-                               ? "no connection for " + time + ": " + why
-                               : "no environment has joined at " + listener->address() +
-                                     " for " + time +
-                                     (why.empty() ? "" : "; the last error: " + why);
-  fail(std::make_exception_ptr(TransportError(text, false)));
+  facts.last_failure = last_failure;
+  facts.last_error = last_error.empty() ? refusal : last_error;
+  facts.num_refusing = num_refusing;
+  return facts;
+}
+
+void PoolStreams::wait_for_news() {
+  MutexLock lock(mutex);
+  num_seen = num_looked;
+  if (closing || num_news > num_seen) return;
+  has_news.wait_until(mutex, Clock::now() + kInterruptPeriod, nullptr);
 }
 
 // --- The pool
@@ -154,10 +99,6 @@ ActorPool::ActorPool(ActorPoolOptions options,
   if (options.step_timeout.count() <= 0 || options.maximum_downtime.count() < 0) {
     throw std::invalid_argument(
         "the step timeout must be above 0 and the maximum downtime not negative");
-  }
-  if (options.max_env_failures < 0) {
-    throw std::invalid_argument("max_env_failures must be at least 0, got " +
-                                std::to_string(options.max_env_failures));
   }
   if (options.hello) {
     const size_t num_joined =
@@ -189,7 +130,7 @@ ActorPool::ActorPool(ActorPoolOptions options,
 
 ActorPool::~ActorPool() { close(); }
 
-void ActorPool::run(const Interrupt& interrupt) {
+void ActorPool::run() {
   PoolStreams& shared = *shared_;
   if (shared.started.exchange(true)) {
     throw std::runtime_error("an ActorPool runs once");
@@ -200,10 +141,6 @@ void ActorPool::run(const Interrupt& interrupt) {
   std::exception_ptr error;
   bool attached = false;
   try {
-    {
-      MutexLock lock(shared.mutex);
-      shared.down_since = shared.checked_at = Clock::now();
-    }
     for (size_t i = 0; i < shared.options.addresses.size(); ++i) {
       threads.emplace_back([&shared, i] { run_dialled(&shared, i); });
     }
@@ -211,16 +148,13 @@ void ActorPool::run(const Interrupt& interrupt) {
       listener->attach(&shared);
       attached = true;
     }
+    auto looked_at = Clock::now();
     while (!shared.closing) {
-      {
-        MutexLock lock(shared.mutex);
-        if (!shared.closing) {
-          shared.changed.wait_until(shared.mutex, Clock::now() + kInterruptPeriod,
-                                    nullptr);
-        }
-      }
-      shared.check_limits();
-      if (interrupt) interrupt();
+      const auto now = Clock::now();
+      const PoolFacts facts =
+          shared.look(now - std::exchange(looked_at, now) > kLongestGap);
+      if (shared.options.check) shared.options.check(facts);
+      shared.wait_for_news();
       if (shared.sessions.learner_queue->is_closed() ||
           shared.sessions.inference_batcher->is_closed()) {
         shared.close();

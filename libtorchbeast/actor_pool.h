@@ -21,6 +21,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -37,6 +39,29 @@
 
 namespace torchbeast {
 
+// What has happened to streams. The pool does not judge it.
+struct PoolFacts {
+  // The streams of one origin: of a dialled address, or of a machine from which
+  // environments join.
+  struct Peer {
+    // A stream is there that has made a step, or may still make its first.
+    bool is_present = false;
+    bool has_delivered = false;  // a stream is there that has given a rollout
+    // When a stream was there last that had made a step; min(): not since the last
+    // look.
+    Clock::time_point proven_at = Clock::time_point::min();
+    uint64_t num_failures = 0;  // environments that have raised since the last look
+  };
+  Clock::time_point time;             // of this look
+  bool was_suspended = false;         // the process, before this look
+  std::map<std::string, Peer> peers;  // by origin
+  std::string last_failure;           // what an environment has raised
+  std::string last_error;     // why a stream was lost or refused; empty: none was
+  uint64_t num_servers = 0;   // addresses that are dialled
+  uint64_t num_refusing = 0;  // of these, refuse this learner for good
+  std::string listener;       // its address; empty: there is none
+};
+
 struct ActorPoolOptions {
   int64_t unroll_length = 0;  // T >= 1
   bool named_rows = false;    // rows are dicts, else tuples
@@ -46,12 +71,13 @@ struct ActorPoolOptions {
   Security security;                   // for the addresses
   std::shared_ptr<Listener> listener;  // has been started; may be null
   Milliseconds step_timeout{60'000};   // for a step; then the stream counts as lost
-  // The run ends if there is no stream for so long. One that joined may come back
-  // within this time and goes on in its rollout.
+  // An environment that has joined and was lost may come back within this time and goes
+  // on in its rollout.
   Milliseconds maximum_downtime{60'000};
-  // That may raise within a minute; each costs its stream. Unless it is 0, those of one
-  // peer do not count while another peer is connected.
-  int64_t max_env_failures = 10;
+  // Decides whether peers end the run: it does by what it throws. None: they never do.
+  // run() calls it in its thread, with no lock held, every kInterruptPeriod, and before
+  // a server is dialled again.
+  std::function<void(const PoolFacts&)> check;
   std::optional<wire::EnvHello> hello;  // of all; none: that of the first to connect
   bool is_provisional = false;   // the caller settles for the hello, see Listener
   ExpectedEnvironment expected;  // others are refused
@@ -102,13 +128,10 @@ class ActorPool {
   // share memory with the rollout: inference must not write into them. Who answers a
   // batch may send its actions, and put a rollout into the queue, in that call; it
   // never waits there. Throws the first error that ends the run, after it has closed
-  // the queue and the batcher:
+  // the queue and the batcher: what options.check throws, and
   //   std::invalid_argument  the agent's outputs or the state don't fit; says where
-  //   TransportError         there was no stream at all for too long, or all servers
-  //                          refuse for good
-  //   EnvironmentError       environments raised too often; the last one's traceback
   //   AsyncError             inference failed
-  void run(const Interrupt& interrupt = nullptr);
+  void run();
 
   // Ends run(). May be called from any thread, any number of times.
   void close();

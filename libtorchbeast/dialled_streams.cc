@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <new>
 #include <string>
+#include <utility>
 
 #include "pool_streams.h"
 
@@ -25,8 +26,7 @@ class DialledStreams {
     try {
       while (true) {
         try_stream();
-        shared_.check_limits();
-        shared_.sleep(backoff_.next(was_refused_));
+        shared_.pause(backoff_.next(was_refused_));
         if (shared_.closing) throw Stopped();
       }
     } catch (const Stopped&) {
@@ -68,7 +68,7 @@ class DialledStreams {
            address_.to_string();
   }
 
-  // `is_final`: the server refuses this learner; rethrown if all do.
+  // `is_final`: the server refuses this learner for good.
   void after(Event::Kind kind, std::string text, bool is_final) {
     if (shared_.closing) throw Stopped();
     // Attempts that fail one after the other are one event.
@@ -86,17 +86,10 @@ class DialledStreams {
     was_refused_ = kind == Event::kRefused;
   }
 
-  // REQUIRES: an error is being handled, if `is_final`.
   void set_final(bool is_final) {
-    if (is_final_ == is_final) return;
-    is_final_ = is_final;
-    bool all;
-    {
-      MutexLock lock(shared_.mutex);
-      shared_.num_final += is_final ? 1 : -1;
-      all = shared_.num_final == shared_.options.addresses.size();
-    }
-    if (is_final && all && shared_.options.listener == nullptr) throw;
+    if (std::exchange(is_final_, is_final) == is_final) return;
+    MutexLock lock(shared_.mutex);
+    shared_.num_refusing += is_final ? 1 : -1;
   }
 
   // From dialling until the stream is lost.

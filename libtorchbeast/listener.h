@@ -46,8 +46,7 @@ class StreamHost {
   // Runs an environment that has shaken hands, in the stream's thread, until it leaves.
   // Throws as a handler of StreamServer.
   virtual void serve(Connection& connection, const wire::EnvHello& hello) = 0;
-  // An environment has raised. `origin`: of its connection. REQUIRES: the error is
-  // being handled.
+  // An environment has raised. `origin`: of its connection.
   virtual void count_failure(const EnvironmentError& error,
                              const std::string& origin) = 0;
 };

@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <map>
 #include <memory>
@@ -64,13 +63,21 @@ struct PoolStreams : StreamHost {
       closing = true;
     }
     changed.notify_all();
+    has_news.notify_all();
   }
 
-  // Sleeps, but not beyond close().
-  void sleep(Milliseconds time) TB_EXCLUDES(mutex) {
+  // After a dialled stream: sleeps so long, and until the check has seen what has
+  // happened, but not beyond close().
+  void pause(Milliseconds time) TB_EXCLUDES(mutex) {
     const auto end = Clock::now() + time;
     MutexLock lock(mutex);
-    while (!closing && Clock::now() < end) changed.wait_until(mutex, end, nullptr);
+    const uint64_t number = ++num_news;
+    has_news.notify_all();
+    while (!closing) {
+      const auto now = Clock::now();
+      if (now >= end && num_seen >= number) return;
+      changed.wait_until(mutex, now < end ? end : now + kInterruptPeriod, nullptr);
+    }
   }
 
   void note(const std::string& error) TB_EXCLUDES(mutex) {
@@ -84,22 +91,18 @@ struct PoolStreams : StreamHost {
     for (Presence* stream : streams)
       cancel(stream, "is cut off: the learner is about to end");
   }
-  // Cancels connections that wait for too long, and ends the run if no sound stream was
-  // there for too long. Time in which the process is suspended does not count.
-  void check_limits() TB_EXCLUDES(mutex);
+  // From run()'s thread: gives up connections that wait for too long, and the unrolls
+  // of environments that are away for too long; returns what has happened.
+  PoolFacts look(bool was_suspended) TB_EXCLUDES(mutex);
+  // The check has seen it. Waits until the next look is due.
+  void wait_for_news() TB_EXCLUDES(mutex);
   void count_failure(const EnvironmentError& error, const std::string& origin) override
-      TB_EXCLUDES(mutex);
-  // Of the last minute, by origin.
-  std::map<std::string, size_t> count_failures() TB_REQUIRES(mutex);
-  bool exceeds(size_t count) const {
-    return count > static_cast<size_t>(options.max_env_failures);
+      TB_EXCLUDES(mutex) {
+    ++num_env_failures;
+    MutexLock lock(mutex);
+    ++peers[origin].num_failures;
+    last_failure = error.what();
   }
-  // Whether a stream is there whose peer does not fail too often, or that has given a
-  // rollout. While one is, no single peer's failures end the run.
-  bool has_sound_stream(const std::map<std::string, size_t>& counts) const
-      TB_REQUIRES(mutex);
-  bool fails_too_often(const std::map<std::string, size_t>& counts) const
-      TB_REQUIRES(mutex);
   static void cancel(Presence* stream, const char* reason);
 
   // Of the next stream of the server at address `index`.
@@ -133,17 +136,19 @@ struct PoolStreams : StreamHost {
   std::atomic<bool> closing{false};  // written under the mutex, for sleepers
   std::atomic<bool> started{false};
   Mutex mutex;
-  CondVar changed;
+  CondVar changed;   // wakes those that pause
+  CondVar has_news;  // wakes run()
   std::exception_ptr first_error TB_GUARDED_BY(mutex);
   std::string last_error TB_GUARDED_BY(mutex);
   std::set<Presence*> streams TB_GUARDED_BY(mutex);
   uint64_t num_connected TB_GUARDED_BY(mutex) = 0;  // those that have sent a step
-  uint64_t num_final TB_GUARDED_BY(mutex) = 0;      // servers that refuse for good
-  Clock::time_point down_since TB_GUARDED_BY(mutex) = Clock::now();
-  Clock::time_point checked_at TB_GUARDED_BY(mutex) = Clock::now();
-  // Of the last minute: when, and the connection's origin.
-  std::deque<std::pair<Clock::time_point, std::string>> failures TB_GUARDED_BY(mutex);
+  uint64_t num_refusing TB_GUARDED_BY(mutex) = 0;   // servers, for good
+  // Since the last look: streams that have ended, and failures.
+  std::map<std::string, PoolFacts::Peer> peers TB_GUARDED_BY(mutex);
   std::string last_failure TB_GUARDED_BY(mutex);
+  uint64_t num_news TB_GUARDED_BY(mutex) = 0;    // ends of dialled streams
+  uint64_t num_looked TB_GUARDED_BY(mutex) = 0;  // of these, before the last look
+  uint64_t num_seen TB_GUARDED_BY(mutex) = 0;    // of these, known to the check
   EventLog events;
 
   std::atomic<uint64_t> num_seeded;  // streams
@@ -153,9 +158,8 @@ struct PoolStreams : StreamHost {
   std::atomic<uint64_t> num_env_failures{0};
 };
 
-// One connection of a stream. While it lives, run() can cancel the connection. While
-// one is present, the run does not end for lack of environments: one that has made a
-// step, or one that may still make its first.
+// One connection of a stream. While it lives, run() can cancel the connection, and
+// reports what the stream has done.
 class PoolStreams::Presence {
  public:
   // Throws Stopped once the pool ends.
@@ -169,9 +173,7 @@ class PoolStreams::Presence {
     MutexLock lock(shared_.mutex);
     shared_.streams.erase(this);
     if (is_connected_) --shared_.num_connected;
-    if (is_proven_ && is_sound(shared_.count_failures())) {
-      shared_.down_since = Clock::now();
-    }
+    if (is_proven_) shared_.peers[connection_.origin()].proven_at = Clock::now();
   }
   Presence(const Presence&) = delete;
 
@@ -196,19 +198,19 @@ class PoolStreams::Presence {
   void fail() { has_delivered_ = false; }
 
   Connection& connection() { return connection_; }
-  // See PoolStreams::has_sound_stream.
-  bool is_sound(const std::map<std::string, size_t>& counts) const {
-    if (!is_present_ || has_delivered_) return is_present_;
-    const auto found = counts.find(connection_.origin());
-    return found == counts.end() || !shared_.exceeds(found->second);
+  // Adds what is so at this time. Thread-safe.
+  void add_to(PoolFacts::Peer* peer, Clock::time_point time) const {
+    peer->is_present |= is_present_;
+    peer->has_delivered |= has_delivered_;
+    if (is_proven_) peer->proven_at = time;
   }
 
  private:
   PoolStreams& shared_;
   Connection& connection_;
   bool is_connected_ = false;
-  bool is_proven_ = false;  // of the stream's thread alone
   std::atomic<bool> is_present_{false};
+  std::atomic<bool> is_proven_{false};
   std::atomic<bool> has_delivered_{false};
 };
 

@@ -2,6 +2,9 @@
 
 #include <pybind11/stl.h>
 
+#include <chrono>
+#include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -69,6 +72,41 @@ py::dict to_dict(const ListenerStats& stats) {
   return py::dict("num_streams"_a = stats.num_streams,
                   "num_refused"_a = stats.num_refused,
                   "last_refusal"_a = to_text(stats.last_refusal));
+}
+
+double in_seconds(Clock::time_point time) {
+  if (time == Clock::time_point::min()) return -std::numeric_limits<double>::infinity();
+  return std::chrono::duration<double>(time.time_since_epoch()).count();
+}
+
+// As RunLimits.check() of libtorchbeast_limits.py takes them.
+py::dict to_dict(const PoolFacts& facts) {
+  py::dict peers;
+  for (const auto& [origin, peer] : facts.peers) {
+    peers[to_text(origin)] =
+        py::make_tuple(peer.is_present, peer.has_delivered, in_seconds(peer.proven_at),
+                       peer.num_failures);
+  }
+  py::object listener = py::none();
+  if (!facts.listener.empty()) listener = py::str(facts.listener);
+  return py::dict(
+      "time"_a = in_seconds(facts.time), "was_suspended"_a = facts.was_suspended,
+      "peers"_a = peers, "last_failure"_a = to_text(facts.last_failure),
+      "last_error"_a = to_text(facts.last_error), "num_servers"_a = facts.num_servers,
+      "num_refusing"_a = facts.num_refusing, "listener"_a = listener);
+}
+
+// Ends a run by Python's signals, and by the decision of libtorchbeast_limits.py.
+std::function<void(const PoolFacts&)> make_check(double maximum_downtime_s,
+                                                 int64_t max_env_failures) {
+  const py::object limits =
+      py::module_::import("libtorchbeast_limits")
+          .attr("RunLimits")(maximum_downtime_s, max_env_failures);
+  return [check = keep(limits.attr("check"))](const PoolFacts& facts) {
+    WithGil gil;
+    check_signals()();
+    call(static_cast<PyObject*>(check.get()), py::make_tuple(to_dict(facts)));
+  };
 }
 
 // Half of the memory that this process may use.
@@ -185,7 +223,7 @@ Raises:
                  to_positive_seconds(step_timeout_s, "step_timeout_s");
              options.maximum_downtime =
                  to_seconds(maximum_downtime_s, "maximum_downtime_s");
-             options.max_env_failures = max_env_failures;
+             options.check = make_check(maximum_downtime_s, max_env_failures);
              if (hello) options.hello = parse_hello(*hello);
              options.is_provisional = is_provisional;
              options.expected = to_expected(expected);
@@ -206,9 +244,7 @@ Raises:
            py::arg("listener") = py::none(), py::arg("expected") = py::none(),
            py::arg("seed") = py::none(), py::arg("first_stream") = 0,
            py::arg("stream_stride") = 1, py::arg("security") = Security())
-      .def(
-          "run", [](ActorPool& self) { self.run(check_signals()); },
-          py::call_guard<WithoutGil>(), R"(
+      .def("run", &ActorPool::run, py::call_guard<WithoutGil>(), R"(
 Run until close() is called or the queue or the batcher is closed. Call it once.
 
 Raises the first error that ends it, after it has closed the queue and the batcher:
