@@ -83,7 +83,7 @@ TEST_F(JoinTest, SocketsArePrivateAndRemoved) {
 TEST_F(JoinTest, AnEnvironmentsErrorReachesBothSides) {
   auto listener = listen();
   ActorPoolOptions options = pool_options(listener);
-  options.max_env_failures = 0;
+  options.check = end_after_failures(0);
   Session run(options);
   RunningClient client([] { return std::make_unique<FailingEnvironment>(0, 2, 8); },
                        client_options(unix_address()));

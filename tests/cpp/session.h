@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <functional>
 #include <future>
 #include <map>
 #include <memory>
@@ -145,6 +146,40 @@ class Session {
   Threads threads_;
   std::future<void> done_;
 };
+
+// Checks of a pool, see ActorPoolOptions. Each throws EnvironmentError or
+// TransportError with the facts' text.
+
+// If more environments have raised.
+inline std::function<void(const PoolFacts&)> end_after_failures(uint64_t limit) {
+  return [limit, number = uint64_t{0}](const PoolFacts& facts) mutable {
+    for (const auto& [origin, peer] : facts.peers) number += peer.num_failures;
+    if (number > limit) throw EnvironmentError(facts.last_failure);
+  };
+}
+
+inline void end_at_an_error(const PoolFacts& facts) {
+  if (!facts.last_error.empty()) throw TransportError(facts.last_error, false);
+}
+
+inline void end_if_all_refuse(const PoolFacts& facts) {
+  if (facts.num_refusing < facts.num_servers) return;
+  throw TransportError(facts.last_error, false);
+}
+
+// If no stream was there for so long.
+inline std::function<void(const PoolFacts&)> end_without_streams(Milliseconds limit) {
+  return [limit, up_at = Clock::time_point::min()](const PoolFacts& facts) mutable {
+    if (up_at == Clock::time_point::min()) up_at = facts.time;
+    bool is_up = false;
+    for (const auto& [origin, peer] : facts.peers) {
+      is_up |= peer.is_present;
+      up_at = std::max(up_at, peer.proven_at);
+    }
+    if (is_up || facts.time - up_at <= limit) return;
+    throw TransportError("no stream: " + facts.last_error, false);
+  };
+}
 
 // Checks every row of every rollout against what must come after the row before.
 class Checker {
