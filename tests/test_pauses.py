@@ -34,6 +34,22 @@ def test_inference_may_pause(address):
     assert stats["last_error"] == ""
 
 
+def suspend(program, *arguments):
+    """The output of a program that suspends itself, and goes on after 4 s."""
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        time.sleep(4)
+        process.send_signal(signal.SIGCONT)
+        output, _ = process.communicate(timeout=60)
+    return output
+
+
 def test_suspended_time_does_not_count(tmp_path):
     """The process stops in a step, for longer than a step may take."""
     program = textwrap.dedent(
@@ -63,16 +79,25 @@ def test_suspended_time_does_not_count(tmp_path):
         server.stop()
         """
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, f"unix:{tmp_path}/socket"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        _, status = os.waitpid(process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
-        time.sleep(4)
-        process.send_signal(signal.SIGCONT)
-        output, _ = process.communicate(timeout=60)
+    output = suspend(program, f"unix:{tmp_path}/socket")
     assert "'num_dropped_steps': 0" in output
     assert "'last_error': ''" in output
+
+
+def test_suspended_time_is_no_downtime(tmp_path):
+    """The process stops while no stream is there, for longer than a run may be so."""
+    program = textwrap.dedent(
+        """
+        import os, signal, sys, time
+        import servers
+
+        with servers.Run([sys.argv[1]], None, maximum_downtime_s=1.5) as run:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            began = time.monotonic()
+            print(run.error(), time.monotonic() - began, sep="\\n")
+        """
+    )
+    error, seconds = suspend(program, f"unix:{tmp_path}/nobody").splitlines()
+    assert "no connection for 1.5 s" in error
+    assert float(seconds) > 1.4

@@ -26,7 +26,7 @@ class Scene:
             "last_error": "",
             "num_servers": 2,
             "num_refusing": 0,
-            "listener": None,
+            "listener": "",
             **facts,
         }
         self.check()
@@ -82,6 +82,11 @@ def test_servers_are_dialled_at_least_once():
     run.ends(TransportError, "for 0 s: lost", facts={"last_error": "lost"})
 
 
+def test_a_long_time():
+    run = Scene(1234567.5, last_error="lost")
+    run.ends(TransportError, "^no connection for 1234567.5 s: lost$", after=2e6)
+
+
 def test_no_limit():
     run = Scene(inf, last_error="lost", listener="unix:/tmp/x")
     run.check(after=1e9)
@@ -121,6 +126,12 @@ def test_the_time_before_the_run_does_not_count():
     run.limits = limits  # made long ago
     run.check(after=1000)
     run.ends(TransportError, "no connection", after=1.1)
+
+
+def test_a_stream_that_has_failed_as_often_as_it_may_counts():
+    run = Scene(60.0, last_error="lost")
+    run.check(after=61, failures={"a": 3}, a="steps")
+    run.ends(TransportError, "no connection", after=61)
 
 
 # --- Refusals -------------------------------------------------------------------------

@@ -4,7 +4,6 @@
 
 #include <chrono>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -30,6 +29,16 @@ wire::EnvHello parse_hello(const py::bytes& bytes) {
     throw std::invalid_argument("hello is not the \"hello\" that probe() returned");
   }
   return hello;
+}
+
+// A method of Listener that takes a hello.
+template <typename Method>
+auto with_hello(Method method) {
+  return [method](Listener& self, const py::bytes& hello) {
+    const wire::EnvHello parsed = parse_hello(hello);
+    WithoutGil no_gil;
+    return (self.*method)(parsed);
+  };
 }
 
 // What probe() returns.
@@ -74,26 +83,22 @@ py::dict to_dict(const ListenerStats& stats) {
                   "last_refusal"_a = to_text(stats.last_refusal));
 }
 
-double in_seconds(Clock::time_point time) {
-  if (time == Clock::time_point::min()) return -std::numeric_limits<double>::infinity();
-  return std::chrono::duration<double>(time.time_since_epoch()).count();
-}
-
 // As RunLimits.check() of libtorchbeast_limits.py takes them.
 py::dict to_dict(const PoolFacts& facts) {
+  const auto in_seconds = [](Clock::time_point time) {
+    return std::chrono::duration<double>(time.time_since_epoch()).count();
+  };
   py::dict peers;
   for (const auto& [origin, peer] : facts.peers) {
     peers[to_text(origin)] =
         py::make_tuple(peer.is_present, peer.has_delivered, in_seconds(peer.proven_at),
                        peer.num_failures);
   }
-  py::object listener = py::none();
-  if (!facts.listener.empty()) listener = py::str(facts.listener);
   return py::dict(
       "time"_a = in_seconds(facts.time), "was_suspended"_a = facts.was_suspended,
       "peers"_a = peers, "last_failure"_a = to_text(facts.last_failure),
       "last_error"_a = to_text(facts.last_error), "num_servers"_a = facts.num_servers,
-      "num_refusing"_a = facts.num_refusing, "listener"_a = listener);
+      "num_refusing"_a = facts.num_refusing, "listener"_a = to_text(facts.listener));
 }
 
 // Ends a run by Python's signals, and by the decision of libtorchbeast_limits.py.
@@ -402,23 +407,10 @@ Raises:
 Refuse environments with this "hello", which probe() returned, for this reason. probe()
 then waits for another.
 )")
-      .def(
-          "settle",
-          [](Listener& self, const py::bytes& hello) {
-            const wire::EnvHello parsed = parse_hello(hello);
-            WithoutGil no_gil;
-            self.settle(parsed);
-          },
-          py::arg("hello"),
-          "This hello stays the measure, because the run has learned from it.")
-      .def(
-          "wants_other",
-          [](Listener& self, const py::bytes& hello) {
-            const wire::EnvHello parsed = parse_hello(hello);
-            WithoutGil no_gil;
-            return self.wants_other(parsed);
-          },
-          py::arg("hello"), "Whether the measure has become another than this hello.")
+      .def("settle", with_hello(&Listener::settle), py::arg("hello"),
+           "This hello stays the measure, because the run has learned from it.")
+      .def("wants_other", with_hello(&Listener::wants_other), py::arg("hello"),
+           "Whether the measure has become another than this hello.")
       .def("pass_over", &Listener::pass_over, py::call_guard<WithoutGil>(), R"(
 Make an environment the measure that waits because it differs, if there is one and the run
 has not settled.

@@ -48,14 +48,14 @@ class RunLimits:
               is_present: a stream is there that has made a step, or may still make
                 its first
               has_delivered: a stream is there that has given a rollout
-              proven_at: when a stream was there last that had made a step; -inf: none
-                since the last call
+              proven_at: when a stream was there last that had made a step; long ago
+                if there was none since the last call
               num_failures: environments that have raised since the last call
             last_failure: what an environment has raised last
-            last_error: why a stream was lost or refused last; empty: none was
+            last_error: why a stream was lost or refused last; empty: none has been
             num_servers: addresses that the learner dials
             num_refusing: of these, refuse this learner for good
-            listener: the address at which environments join; None: they do not
+            listener: the address at which environments join; empty: they do not
 
         Raises:
           RuntimeError: environments raise too often; with the last one's traceback.
@@ -81,12 +81,12 @@ class RunLimits:
 
         if counts and self.max_env_failures == 0:
             raise RuntimeError(facts["last_failure"])
-        if self.fails_too_often(counts, is_up, down, facts["listener"] is not None):
+        if self.fails_too_often(counts, is_up, down, bool(facts["listener"])):
             raise RuntimeError(
                 f"more than {self.max_env_failures} environments have raised within a "
                 f"minute. The last: {facts['last_failure']}"
             )
-        if facts["listener"] is None and facts["num_refusing"] == facts["num_servers"]:
+        if not facts["listener"] and facts["num_refusing"] == facts["num_servers"]:
             raise RefusedError(facts["last_error"])
         if not is_up and down > self.maximum_downtime:
             self.raise_downtime(facts["listener"], facts["last_error"])
@@ -107,9 +107,9 @@ class RunLimits:
             return False
         return not listens or down > min(RETURN_SECONDS, self.maximum_downtime)
 
-    def raise_downtime(self, listener: str | None, error: str) -> None:
+    def raise_downtime(self, listener: str, error: str) -> None:
         time = f"{self.maximum_downtime:.10g} s"
-        if listener is not None:
+        if listener:
             more = f"; the last error: {error}" if error else ""
             raise TransportError(
                 f"no environment has joined at {listener} for {time}{more}"
