@@ -1,5 +1,7 @@
 #include "batching.h"
 
+#include <optional>
+#include <stdexcept>
 #include <utility>
 
 #include "item_queue.h"
@@ -17,11 +19,11 @@ BatchingStats BatchingBase::stats() const { return queue_->stats(); }
 // --- BatchingQueue
 
 void BatchingQueue::enqueue(ArrayNest item, const Interrupt& interrupt) {
-  queue_->push(std::move(item), Call(), interrupt);
+  queue_->push(std::move(item), nullptr, interrupt);
 }
 
 bool BatchingQueue::try_enqueue(ArrayNest& item) {
-  return queue_->try_push(item, Call());
+  return queue_->try_push(item, nullptr);
 }
 
 std::optional<ArrayNest> BatchingQueue::dequeue(const Interrupt& interrupt) {
@@ -32,116 +34,104 @@ std::optional<ArrayNest> BatchingQueue::dequeue(const Interrupt& interrupt) {
 
 // --- DynamicBatcher
 
-// The callers of one batch, and whether they have been answered.
-struct DynamicBatcher::Batch::State {
-  explicit State(std::shared_ptr<ItemQueue> item_queue)
-      : queue(std::move(item_queue)) {}
-  ~State() { queue->forget(calls.get()); }
-
-  bool is_answered() TB_EXCLUDES(mutex) {
-    MutexLock lock(mutex);
-    return answered;
-  }
-  // Succeeds for the first caller; std::runtime_error for all others.
-  void claim() TB_EXCLUDES(mutex) {
-    MutexLock lock(mutex);
-    if (answered) throw_answered();
-    answered = true;
-  }
-  [[noreturn]] static void throw_answered() {
-    throw std::runtime_error(
-        "the batch was answered before: call set_outputs or set_error once");
-  }
-  void fail(const std::string& text) {
-    const auto message = std::make_shared<const std::string>(text);
-    claim();
-    for (const Call& call : *calls) call.fail(message);
-    queue->forget(calls.get());
-  }
-
-  const std::shared_ptr<ItemQueue> queue;
-  const std::shared_ptr<Calls> calls = std::make_shared<Calls>();
-  std::vector<int64_t> widths;  // of each call
-  int64_t size = 0;             // their sum
-  Mutex mutex;
-  bool answered TB_GUARDED_BY(mutex) = false;
-};
-
 ArrayNest DynamicBatcher::compute(ArrayNest inputs, const Interrupt& interrupt) {
-  const auto waiter = std::make_shared<Waiter>();
-  queue_->push(std::move(inputs), Call(waiter), interrupt);
+  struct Waiter {
+    Mutex mutex;
+    CondVar done;
+    std::optional<Outcome> outcome TB_GUARDED_BY(mutex);
+  };
+  const auto waiter =
+      std::make_shared<Waiter>();  // the caller may leave before the end
+  const auto on_done = [waiter](Outcome& outcome) {
+    {
+      MutexLock lock(waiter->mutex);
+      waiter->outcome = std::move(outcome);
+    }
+    waiter->done.notify_one();
+  };
+  const uint64_t number = queue_->push(std::move(inputs), on_done, interrupt);
   Stopwatch stopwatch(queue_->producer_wait());
   try {
-    return waiter->wait(interrupt);
+    MutexLock lock(waiter->mutex);
+    while (!waiter->outcome) {
+      waiter->done.wait_until(waiter->mutex, Clock::time_point::max(), interrupt);
+    }
+    return waiter->outcome->take();
   } catch (...) {
-    queue_->withdraw(waiter.get());
+    queue_->withdraw(number);
     throw;
   }
 }
 
 void DynamicBatcher::ask(ArrayNest inputs, std::function<void(const Answer&)> on_done) {
-  const auto waiter = std::make_shared<Waiter>();
-  queue_->try_push(inputs, Call(waiter));
-  // It lives until then: in its call, or here.
-  waiter->when_done([on_done = std::move(on_done), waiter = waiter.get()] {
-    on_done([waiter] { return waiter->wait(nullptr); });
+  queue_->try_push(inputs, [on_done = std::move(on_done)](Outcome& outcome) {
+    on_done([&outcome] { return outcome.take(); });
   });
 }
 
 std::shared_ptr<DynamicBatcher::Batch> DynamicBatcher::next(
     const Interrupt& interrupt) {
   while (true) {
-    auto state = std::make_unique<Batch::State>(queue_);
-    std::vector<Item> items = queue_->take(interrupt, state->calls);
+    auto batch = std::make_shared<Batch>(queue_);
+    std::vector<Item> items = queue_->take(interrupt, &batch->number_);
     if (items.empty()) return nullptr;
     try {
-      ArrayNest inputs = queue_->join(items);
+      batch->inputs_ = queue_->join(items);
       for (const Item& item : items) {
-        state->widths.push_back(item.width);
-        state->size += item.width;
+        batch->widths_.push_back(item.width);
+        batch->size_ += item.width;
       }
-      return std::make_shared<Batch>(std::move(inputs), std::move(state));
+      return batch;
     } catch (const std::invalid_argument& error) {
       // The callers' mistake, not the consumer's.
-      state->fail(error.what());
+      batch->set_error(error.what());
     } catch (const std::exception& error) {
-      if (state) state->fail(error.what());
+      batch->set_error(error.what());
       throw;
     }
   }
 }
 
-DynamicBatcher::Batch::Batch(ArrayNest inputs, std::unique_ptr<State> state)
-    : inputs_(std::move(inputs)), state_(std::move(state)) {}
+// --- Batch
 
-DynamicBatcher::Batch::~Batch() = default;
+DynamicBatcher::Batch::Batch(std::shared_ptr<ItemQueue> queue)
+    : queue_(std::move(queue)) {}
 
-int64_t DynamicBatcher::Batch::size() const { return state_->size; }
+DynamicBatcher::Batch::~Batch() { queue_->claim(number_); }
+
+namespace {
+[[noreturn]] void throw_answered() {
+  throw std::runtime_error(
+      "the batch was answered before: call set_outputs or set_error once");
+}
+}  // namespace
+
+Calls DynamicBatcher::Batch::claim() {
+  if (answered_.exchange(true)) throw_answered();
+  return queue_->claim(number_);
+}
 
 void DynamicBatcher::Batch::set_outputs(const ArrayNest& outputs) {
-  ItemQueue& queue = *state_->queue;
-  if (state_->is_answered()) State::throw_answered();
-  if (queue.is_closed()) {
-    state_->claim();
-    return;
-  }
-  check_outputs(outputs, state_->size, queue.options());
+  if (answered_) throw_answered();
   std::vector<ArrayNest> parts;
-  parts.reserve(state_->widths.size());
-  int64_t begin = 0;
-  for (int64_t width : state_->widths) {
-    parts.push_back(queue.part(outputs, begin, width));
-    begin += width;
+  if (!queue_->is_closed()) {  // else there are no calls
+    check_outputs(outputs, size_, queue_->options());
+    parts.reserve(widths_.size());
+    int64_t begin = 0;
+    for (int64_t width : widths_) {
+      parts.push_back(queue_->part(outputs, begin, width));
+      begin += width;
+    }
   }
-  state_->claim();
-  for (size_t i = 0; i < parts.size(); ++i) {
-    (*state_->calls)[i].answer(std::move(parts[i]));
+  Calls calls = claim();
+  for (size_t i = 0; i < calls.size(); ++i) {
+    calls[i].finish({Outcome::kAnswered, std::move(parts[i])});
   }
-  queue.forget(state_->calls.get());
 }
 
 void DynamicBatcher::Batch::set_error(const std::string& message) {
-  state_->fail(message);
+  const auto shared = std::make_shared<const std::string>(message);
+  for (Call& call : claim()) call.finish({Outcome::kFailed, {}, shared});
 }
 
 }  // namespace torchbeast

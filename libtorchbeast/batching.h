@@ -23,9 +23,8 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstdint>
-#include <deque>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -82,6 +81,7 @@ struct BatchingStats {
 // What both queues are made of: waiting items, and the rules by which they become a
 // batch. See the .cc file.
 class ItemQueue;
+class Call;
 
 // What both queues have in common. Thread-safe.
 class BatchingBase {
@@ -151,15 +151,13 @@ class DynamicBatcher : public BatchingBase {
 // Thread-safe. Must be answered; if it is destroyed unanswered, its callers get
 // AsyncError. It may outlive its batcher.
 class DynamicBatcher::Batch {
-  struct State;
-
  public:
-  Batch(ArrayNest inputs, std::unique_ptr<State> state);  // for DynamicBatcher
+  explicit Batch(std::shared_ptr<ItemQueue> queue);  // for DynamicBatcher
   ~Batch();
   Batch(const Batch&) = delete;
 
   const ArrayNest& inputs() const { return inputs_; }
-  int64_t size() const;  // entries along batch_dim
+  int64_t size() const { return size_; }  // entries along batch_dim
 
   // Answers. Throws std::invalid_argument, naming the place, if an array of `outputs`
   // has not size() entries along batch_dim or there is none, and then the batch can
@@ -172,8 +170,15 @@ class DynamicBatcher::Batch {
  private:
   friend class DynamicBatcher;
 
-  const ArrayNest inputs_;
-  const std::unique_ptr<State> state_;
+  // The calls that are to be answered. Throws if there was an answer.
+  std::vector<Call> claim();
+
+  const std::shared_ptr<ItemQueue> queue_;
+  uint64_t number_ = 0;  // for ItemQueue::claim
+  ArrayNest inputs_;
+  std::vector<int64_t> widths_;  // of each call
+  int64_t size_ = 0;             // their sum
+  std::atomic<bool> answered_{false};
 };
 
 }  // namespace torchbeast

@@ -10,33 +10,9 @@ namespace {
 
 // Errors
 
-bool find_place(const ArrayNest& nest, const nest::Place& place, size_t& leaves_before,
-                std::string& found) {
-  if (nest.is_leaf()) {
-    if (leaves_before-- > 0) return false;
-    found = place.str();
-    return true;
-  }
-  if (nest.is_vector()) {
-    for (size_t i = 0; i < nest.vector().size(); ++i) {
-      const nest::Place child(place, i);
-      if (find_place(nest.vector()[i], child, leaves_before, found)) return true;
-    }
-    return false;
-  }
-  for (const auto& [key, value] : nest.dict()) {
-    const nest::Place child(place, key);
-    if (find_place(value, child, leaves_before, found)) return true;
-  }
-  return false;
-}
-
-// "at [0]["reward"]: " for a leaf by its number. Checks only count leaves, and look for
-// the place when there is something to say about it.
-std::string at_leaf(const ArrayNest& nest, size_t number) {
-  std::string place;
-  find_place(nest, nest::Place(), number, place);
-  return "at " + place + ": ";
+// "at [0]["reward"]: int32 [5, 3] ".
+std::string begin_error(const Array& array, const nest::Place& place) {
+  return "at " + place.str() + ": " + array.spec().to_string() + " ";
 }
 
 std::string count(int64_t number, const char* one, const char* many) {
@@ -47,12 +23,12 @@ std::string entries(int64_t number, size_t dim) {
   return count(number, "entry", "entries") + " along dimension " + std::to_string(dim);
 }
 
-void check_num_dims(const ArrayNest& nest, size_t leaf_number, const Array& array,
-                    size_t dim) {
+// The array's entries along the batch dimension.
+int64_t num_entries(const Array& array, const nest::Place& place, size_t dim) {
   const size_t num_dims = array.shape().size();
-  if (num_dims > dim) return;
+  if (num_dims > dim) return array.shape()[dim];
   throw std::invalid_argument(
-      at_leaf(nest, leaf_number) + array.spec().to_string() + " has " +
+      begin_error(array, place) + "has " +
       count(static_cast<int64_t>(num_dims), "dimension", "dimensions") +
       ", but the batch dimension is " + std::to_string(dim) + ": at least " +
       std::to_string(dim + 1) + " are needed");
@@ -62,25 +38,21 @@ void check_num_dims(const ArrayNest& nest, size_t leaf_number, const Array& arra
 int64_t check_item(const ArrayNest& item, const BatchingOptions& options) {
   const size_t dim = options.batch_dim;
   int64_t width = 0;
-  size_t number = 0;
-  item.for_each([&](const Array& array) {
-    check_num_dims(item, number, array, dim);
-    const int64_t size = array.shape()[dim];
+  item.for_each([&](const Array& array, const nest::Place& place) {
+    const int64_t size = num_entries(array, place, dim);
     if (size < 1) {
-      throw std::invalid_argument(at_leaf(item, number) + array.spec().to_string() +
-                                  " has " + entries(size, dim) +
-                                  ": at least 1 is needed");
+      throw std::invalid_argument(begin_error(array, place) + "has " +
+                                  entries(size, dim) + ": at least 1 is needed");
     }
-    if (number == 0) width = size;
+    if (width == 0) width = size;
     if (size != width) {
       throw std::invalid_argument(
-          at_leaf(item, number) + array.spec().to_string() + " has " +
-          entries(size, dim) + ", but the item's first array has " +
-          std::to_string(width) + ": all arrays of an item must have the same number");
+          begin_error(array, place) + "has " + entries(size, dim) +
+          ", but the item's first array has " + std::to_string(width) +
+          ": all arrays of an item must have the same number");
     }
-    ++number;
   });
-  if (number == 0) {
+  if (width == 0) {
     throw std::invalid_argument(
         "an item without any array (" + item.describe() +
         "): there must be at least one, whose size along the batch dimension says how "
@@ -96,16 +68,14 @@ int64_t check_item(const ArrayNest& item, const BatchingOptions& options) {
 }
 
 void check_joinable(const ArrayNest& item, const ArrayNest& waiting, size_t dim) {
-  size_t number = 0;
-  const auto check = [&](const Array& old, const Array& array) {
-    if (!can_join(old.spec(), array.spec(), dim)) {
-      throw std::invalid_argument(
-          at_leaf(item, number) + array.spec().to_string() +
-          " cannot be joined with the " + old.spec().to_string() +
-          " of an item that waits: dtype and all dimensions but " +
-          std::to_string(dim) + " must be equal");
-    }
-    ++number;
+  const auto check = [&](const Array& old, const Array& array,
+                         const nest::Place& place) {
+    if (can_join(old.spec(), array.spec(), dim)) return;
+    throw std::invalid_argument(
+        begin_error(array, place) + "cannot be joined with the " +
+        old.spec().to_string() +
+        " of an item that waits: dtype and all dimensions but " + std::to_string(dim) +
+        " must be equal");
   };
   try {
     nest::for_each2(check, waiting, item);
@@ -147,19 +117,14 @@ BatchingOptions check_options(BatchingOptions options) {
 void check_outputs(const ArrayNest& outputs, int64_t width,
                    const BatchingOptions& options) {
   const size_t dim = options.batch_dim;
-  size_t number = 0;
-  outputs.for_each([&](const Array& array) {
-    check_num_dims(outputs, number, array, dim);
-    const int64_t size = array.shape()[dim];
-    if (options.check ? size != width : size < width) {
-      throw std::invalid_argument(at_leaf(outputs, number) + array.spec().to_string() +
-                                  " has " + entries(size, dim) +
-                                  ", but the batch that it answers has " +
-                                  std::to_string(width));
-    }
-    ++number;
+  outputs.for_each([&](const Array& array, const nest::Place& place) {
+    const int64_t size = num_entries(array, place, dim);
+    if (options.check ? size == width : size >= width) return;
+    throw std::invalid_argument(
+        begin_error(array, place) + "has " + entries(size, dim) +
+        ", but the batch that it answers has " + std::to_string(width));
   });
-  if (number == 0) {
+  if (outputs.empty()) {
     throw std::invalid_argument("outputs without any array (" + outputs.describe() +
                                 "): there must be at least one");
   }
@@ -168,8 +133,8 @@ void check_outputs(const ArrayNest& outputs, int64_t width,
 ItemQueue::ItemQueue(BatchingOptions options)
     : options_(check_options(std::move(options))), batches_(options_.allocator) {}
 
-Item ItemQueue::make_item(ArrayNest nest, Call call) const {
-  Item item{std::move(nest), std::move(call)};
+Item ItemQueue::make_item(ArrayNest nest) const {
+  Item item{std::move(nest)};
   if (options_.check) {
     item.width = check_item(item.nest, options_);
   } else if (!item.nest.empty()) {
@@ -183,118 +148,112 @@ Item ItemQueue::make_item(ArrayNest nest, Call call) const {
   return item;
 }
 
-void ItemQueue::add(Item& item, WakeUps& wake) {
+uint64_t ItemQueue::add(Item& item, OnDone on_done, WakeUps& wake) {
   if (closed_) throw ClosedBatchingQueue("the queue is closed");
   if (options_.check && !items_.empty()) {
     check_joinable(item.nest, items_.back().nest, options_.batch_dim);
   }
-  item.arrival = Clock::now();
-  num_entries_ += item.width;
   items_.push_back(std::move(item));
+  Item& added = items_.back();
+  added.number = ++num_added_;
+  added.arrival = Clock::now();
+  added.call = Call(std::move(on_done));
+  num_entries_ += added.width;
   // An item that only joins an incomplete batch changes nothing for consumers.
   if (is_complete() || items_.size() == 1) wake.consumer = needs_consumer();
+  return added.number;
 }
 
-void ItemQueue::push(ArrayNest nest, Call call, const Interrupt& interrupt) {
-  Item item = make_item(std::move(nest), std::move(call));
+uint64_t ItemQueue::push(ArrayNest nest, OnDone on_done, const Interrupt& interrupt) {
+  Item item = make_item(std::move(nest));
   Stopwatch stopwatch(producer_wait_, false);
   WakeUps wake(*this);
   MutexLock lock(mutex_);
   try {
     while (!closed_ && !has_room()) {
       stopwatch.start();
-      ++blocked_producers_;
-      try {
-        room_.wait_until(mutex_, Clock::time_point::max(), interrupt);
-      } catch (...) {
-        --blocked_producers_;
-        throw;
-      }
-      --blocked_producers_;
+      const Counted blocked(&blocked_producers_);
+      room_.wait_until(mutex_, Clock::time_point::max(), interrupt);
     }
-    add(item, wake);
+    return add(item, std::move(on_done), wake);
   } catch (...) {
     if (has_room()) wake.producers = std::min<size_t>(1, blocked_producers_);
     throw;
   }
 }
 
-bool ItemQueue::try_push(ArrayNest& nest, Call call) {
-  Item item = make_item(std::move(nest), std::move(call));
+bool ItemQueue::try_push(ArrayNest& nest, OnDone on_done) {
+  Item item = make_item(std::move(nest));
   WakeUps wake(*this);
   MutexLock lock(mutex_);
-  if (item.call.is_of(nullptr) && !closed_ && !has_room()) {
+  if (!on_done && !closed_ && !has_room()) {
     nest = std::move(item.nest);
     return false;
   }
-  add(item, wake);
+  add(item, std::move(on_done), wake);
   return true;
 }
 
-std::vector<Item> ItemQueue::take(const Interrupt& interrupt,
-                                  const std::shared_ptr<Calls>& calls) {
+std::vector<Item> ItemQueue::take(const Interrupt& interrupt, uint64_t* in_flight) {
   std::vector<Item> batch;
   Stopwatch stopwatch(consumer_wait_, false);
   WakeUps wake(*this);
   MutexLock lock(mutex_);
-  while (true) {
-    consumer_called_ = false;
-    if (closed_) return batch;
-    if (is_complete()) break;
-    if (!items_.empty() && options_.timeout && Clock::now() >= deadline()) break;
-    stopwatch.start();
-    ++idle_consumers_;
-    try {
-      consumers_.wait_until(mutex_, deadline(), interrupt);
-    } catch (...) {
-      --idle_consumers_;
-      consumer_called_ = false;
-      wake.consumer = needs_consumer();
-      throw;
-    }
-    --idle_consumers_;
-  }
-
-  // At least one: an unchecked item that is too wide must come out, too.
-  size_t number = 0;
-  int64_t num_entries = 0;
-  for (const Item& item : items_) {
-    if (number > 0 && num_entries + item.width > options_.maximum_batch_size) break;
-    num_entries += item.width;
-    ++number;
-  }
   try {
-    batch.reserve(number);
-    if (calls) {
-      calls->reserve(number);
-      in_flight_.emplace(calls.get(), calls);
+    while (true) {
+      consumer_called_ = false;
+      if (closed_) return batch;
+      if (is_complete()) break;
+      if (!items_.empty() && options_.timeout && Clock::now() >= deadline()) break;
+      stopwatch.start();
+      const Counted idle(&idle_consumers_);
+      consumers_.wait_until(mutex_, deadline(), interrupt);
     }
+
+    // At least one: an unchecked item that is too wide must come out, too.
+    int64_t num_entries = 0;
+    size_t number = 0;
+    for (const Item& item : items_) {
+      if (number > 0 && num_entries + item.width > options_.maximum_batch_size) break;
+      num_entries += item.width;
+      ++number;
+    }
+    batch.reserve(number);
+    Calls* calls = nullptr;
+    if (in_flight != nullptr) {
+      Calls room;
+      room.reserve(number);
+      calls = &in_flight_.emplace(items_.front().number, std::move(room)).first->second;
+      *in_flight = items_.front().number;
+    }
+    for (; number > 0; --number) {
+      batch.push_back(std::move(items_.front()));
+      if (calls != nullptr) calls->push_back(std::move(batch.back().call));
+      items_.pop_front();
+    }
+    num_entries_ -= num_entries;
   } catch (...) {
+    consumer_called_ = false;
     wake.consumer = needs_consumer();
     throw;
   }
-  for (; number > 0; --number) {
-    batch.push_back(std::move(items_.front()));
-    if (calls) calls->push_back(std::move(batch.back().call));
-    items_.pop_front();
-  }
-  num_entries_ -= num_entries;
   wake.consumer = needs_consumer();
   wake.producers = std::min(batch.size(), blocked_producers_);
   return batch;
 }
 
-void ItemQueue::forget(const Calls* calls) {
+Calls ItemQueue::claim(uint64_t batch) {
   MutexLock lock(mutex_);
-  in_flight_.erase(calls);
+  auto found = in_flight_.extract(batch);
+  return found.empty() ? Calls() : std::move(found.mapped());
 }
 
-void ItemQueue::withdraw(const Waiter* waiter) {
+void ItemQueue::withdraw(uint64_t number) {
   Item withdrawn;
   WakeUps wake(*this);
   MutexLock lock(mutex_);
   const auto item = std::find_if(items_.begin(), items_.end(), [&](const Item& item) {
-    return item.call.is_of(waiter);
+    return item.number == number;
   });
   if (item == items_.end()) return;
   withdrawn = std::move(*item);
@@ -360,11 +319,9 @@ bool ItemQueue::close() {
   }
   consumers_.notify_all();
   room_.notify_all();
-  for (const Item& item : dropped) item.call.close();
-  for (const auto& batch : in_flight) {
-    const std::shared_ptr<const Calls> calls = batch.second.lock();
-    if (!calls) continue;
-    for (const Call& call : *calls) call.close();
+  for (Item& item : dropped) item.call.finish({Outcome::kClosedQueue});
+  for (auto& [number, calls] : in_flight) {
+    for (Call& call : calls) call.finish({Outcome::kClosedQueue});
   }
   return true;
 }

@@ -8,10 +8,10 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -21,96 +21,53 @@
 
 namespace torchbeast {
 
-// Where a call of DynamicBatcher::compute waits. Owned by the caller and its Call
-// together. Thread-safe.
-class Waiter {
- public:
-  enum State { kWaiting, kAnswered, kFailed, kDropped, kClosedQueue };
+// What a caller of DynamicBatcher gets. One thread at a time.
+struct Outcome {
+  enum Kind { kAnswered, kFailed, kDropped, kClosedQueue };
+  Kind kind;
+  ArrayNest outputs{};                           // of kAnswered
+  std::shared_ptr<const std::string> message{};  // of kFailed
 
-  // The first end counts, later ones are ignored.
-  void finish(State state, ArrayNest outputs = {},
-              std::shared_ptr<const std::string> message = nullptr) {
-    std::function<void()> on_done;
-    {
-      MutexLock lock(mutex_);
-      if (state_ != kWaiting) return;
-      state_ = state;
-      outputs_ = std::move(outputs);
-      message_ = std::move(message);
-      on_done.swap(on_done_);
-    }
-    done_.notify_one();
-    if (on_done) on_done();
-  }
-  // Calls f() once it is finished, in the thread that does it, or at once.
-  void when_done(std::function<void()> f) {
-    {
-      MutexLock lock(mutex_);
-      if (state_ == kWaiting) return on_done_.swap(f);
-    }
-    f();
-  }
-
-  ArrayNest wait(const Interrupt& interrupt) {
-    MutexLock lock(mutex_);
-    while (state_ == kWaiting) {
-      done_.wait_until(mutex_, Clock::time_point::max(), interrupt);
-    }
-    if (state_ == kFailed) throw AsyncError(*message_);
-    if (state_ == kDropped) {
+  // The outputs, once. Throws what else there is.
+  ArrayNest take() {
+    if (kind == kFailed) throw AsyncError(*message);
+    if (kind == kDropped) {
       throw AsyncError("the batch was dropped without an answer");
     }
-    if (state_ == kClosedQueue) throw ClosedBatchingQueue("the queue is closed");
-    return std::move(outputs_);
+    if (kind == kClosedQueue) throw ClosedBatchingQueue("the queue is closed");
+    return std::move(outputs);
   }
-
- private:
-  Mutex mutex_;
-  CondVar done_;
-  State state_ TB_GUARDED_BY(mutex_) = kWaiting;
-  ArrayNest outputs_ TB_GUARDED_BY(mutex_);
-  std::shared_ptr<const std::string> message_ TB_GUARDED_BY(mutex_);
-  std::function<void()> on_done_ TB_GUARDED_BY(mutex_);
 };
+using OnDone = std::function<void(Outcome&)>;
 
-// The other end of a Waiter: its item's, then its batch's. If nobody answers, its
-// destruction ends the wait, for which it needs no memory. Thread-safe.
+// A caller of DynamicBatcher. It belongs to its item, then to the batch, then to who
+// answers. The first end counts; if there is none, its destruction is one, for which it
+// needs no memory. One thread at a time.
 class Call {
  public:
-  Call() = default;  // of nobody
-  explicit Call(std::shared_ptr<Waiter> waiter) : waiter_(std::move(waiter)) {}
-  ~Call() { finish(Waiter::kDropped); }
-  Call(Call&&) = default;
+  explicit Call(OnDone on_done = nullptr) : on_done_(std::move(on_done)) {}
+  ~Call() { finish({Outcome::kDropped}); }
+  Call(Call&& other) noexcept { on_done_.swap(other.on_done_); }
   Call& operator=(Call&& other) noexcept {
-    std::swap(waiter_, other.waiter_);
+    on_done_.swap(other.on_done_);
     return *this;
   }
-
-  void answer(ArrayNest outputs) const {
-    finish(Waiter::kAnswered, std::move(outputs));
+  void finish(Outcome outcome) {
+    if (on_done_) std::exchange(on_done_, nullptr)(outcome);
   }
-  void fail(std::shared_ptr<const std::string> message) const {
-    finish(Waiter::kFailed, {}, std::move(message));
-  }
-  void close() const { finish(Waiter::kClosedQueue); }
-  bool is_of(const Waiter* waiter) const { return waiter_.get() == waiter; }
 
  private:
-  void finish(Waiter::State state, ArrayNest outputs = {},
-              std::shared_ptr<const std::string> message = nullptr) const {
-    if (waiter_) waiter_->finish(state, std::move(outputs), std::move(message));
-  }
-
-  std::shared_ptr<Waiter> waiter_;
+  OnDone on_done_;
 };
 
 using Calls = std::vector<Call>;
 
 struct Item {
   ArrayNest nest;
-  Call call;          // of nobody in a BatchingQueue
   int64_t width = 1;  // entries along the batch dimension
+  uint64_t number = 0;
   Clock::time_point arrival{};
+  Call call{};  // of nobody in a BatchingQueue
 };
 
 // Thread-safe. What is inside its lock, and what is outside:
@@ -127,20 +84,23 @@ class ItemQueue {
 
   const BatchingOptions& options() const { return options_; }
 
-  void push(ArrayNest nest, Call call, const Interrupt& interrupt) TB_EXCLUDES(mutex_);
-  // Never blocks. False, and `nest` is as before, if there is no room. A call needs
-  // none.
-  bool try_push(ArrayNest& nest, Call call) TB_EXCLUDES(mutex_);
-
-  // The items of the next batch; none once it is closed. A DynamicBatcher's calls go
-  // into `calls`, and close() ends them until they are forgotten. If there is no memory
-  // for this, the items go on waiting.
-  std::vector<Item> take(const Interrupt& interrupt,
-                         const std::shared_ptr<Calls>& calls = nullptr)
+  // Both add an item, and call on_done once unless they throw. push() returns the
+  // item's number.
+  uint64_t push(ArrayNest nest, OnDone on_done, const Interrupt& interrupt)
       TB_EXCLUDES(mutex_);
-  void forget(const Calls* calls) TB_EXCLUDES(mutex_);
+  // Never blocks. False, and `nest` is as before, if there is no room. A caller needs
+  // none.
+  bool try_push(ArrayNest& nest, OnDone on_done) TB_EXCLUDES(mutex_);
+
+  // The items of the next batch; none once it is closed. A DynamicBatcher's calls stay
+  // in flight, for claim(*in_flight). If there is no memory for this, the items go on
+  // waiting.
+  std::vector<Item> take(const Interrupt& interrupt, uint64_t* in_flight = nullptr)
+      TB_EXCLUDES(mutex_);
+  // The calls of a batch; none if they were claimed before, or the queue was closed.
+  Calls claim(uint64_t batch) TB_EXCLUDES(mutex_);
   // Takes back the item of a caller that leaves, if it still waits.
-  void withdraw(const Waiter* waiter) TB_EXCLUDES(mutex_);
+  void withdraw(uint64_t number) TB_EXCLUDES(mutex_);
 
   // Joins items into a batch. std::invalid_argument if `check` is off and there is
   // something to find. Afterwards the items have no arrays any more.
@@ -170,9 +130,17 @@ class ItemQueue {
     size_t producers = 0;
   };
 
-  Item make_item(ArrayNest nest, Call call) const;
-  // If it throws, the item is as before.
-  void add(Item& item, WakeUps& wake) TB_REQUIRES(mutex_);
+  // Until the end of the scope, one more waits.
+  struct Counted {
+    explicit Counted(size_t* number) : number(*number) { ++*number; }
+    ~Counted() { --number; }
+    Counted(const Counted&) = delete;
+
+    size_t& number;
+  };
+
+  Item make_item(ArrayNest nest) const;
+  uint64_t add(Item& item, OnDone on_done, WakeUps& wake) TB_REQUIRES(mutex_);
   bool has_room() const TB_REQUIRES(mutex_) {
     return !options_.maximum_queue_size || items_.size() < *options_.maximum_queue_size;
   }
@@ -209,8 +177,9 @@ class ItemQueue {
   // A consumer was woken and none has looked at the items since.
   bool consumer_called_ TB_GUARDED_BY(mutex_) = false;
   size_t blocked_producers_ TB_GUARDED_BY(mutex_) = 0;
-  std::unordered_map<const Calls*, std::weak_ptr<Calls>> in_flight_
-      TB_GUARDED_BY(mutex_);
+  uint64_t num_added_ TB_GUARDED_BY(mutex_) = 0;
+  // The batches that wait for an answer, by the number of their first item.
+  std::map<uint64_t, Calls> in_flight_ TB_GUARDED_BY(mutex_);
 
   std::atomic<uint64_t> num_batches_made_{0};
   std::atomic<uint64_t> num_items_joined_{0};

@@ -65,6 +65,20 @@ class Place {
   size_t depth_ = 0;
 };
 
+namespace internal {
+
+// f(leaves...), or f(leaves..., place) if it takes that.
+template <typename F, typename... Leaves>
+void call_at(const Place& place, F& f, Leaves&... leaves) {
+  if constexpr (std::is_invocable_v<F&, Leaves&..., const Place&>) {
+    f(leaves..., place);
+  } else {
+    f(leaves...);
+  }
+}
+
+}  // namespace internal
+
 // A leaf of type T, a vector of nests, or a map from names to nests.
 //
 // T may be a move-only type; functions that copy leaves then don't compile.
@@ -91,14 +105,15 @@ class Nest {
   const Map& dict() const& { return get<2>(*this, "a dict"); }
   Map& dict() & { return get<2>(*this, "a dict"); }
 
-  // Calls f(leaf) for every leaf. In a nest that is not const, f may change it.
+  // Calls f(leaf) or f(leaf, place) for every leaf. In a nest that is not const, f may
+  // change it.
   template <typename F>
   void for_each(F&& f) const& {
-    walk(*this, f);
+    walk(*this, f, Place());
   }
   template <typename F>
   void for_each(F&& f) & {
-    walk(*this, f);
+    walk(*this, f, Place());
   }
 
   // The nest of the results of f(leaf). std::move(nest).map(f) moves the leaves
@@ -167,13 +182,14 @@ class Nest {
   }
 
   template <typename Self, typename F>
-  static void walk(Self& self, F& f) {
+  static void walk(Self& self, F& f, const Place& place) {
     if (self.is_leaf()) {
-      f(self.leaf());
+      internal::call_at(place, f, self.leaf());
     } else if (self.is_vector()) {
-      for (auto& child : self.vector()) walk(child, f);
+      size_t i = 0;
+      for (auto& child : self.vector()) walk(child, f, Place(place, i++));
     } else {
-      for (auto& item : self.dict()) walk(item.second, f);
+      for (auto& [key, child] : self.dict()) walk(child, f, Place(place, key));
     }
   }
 
@@ -273,17 +289,17 @@ void check_same_structure(const Nest<A>& a, const Nest<B>& b, size_t number,
 
 // REQUIRES: a and b have the same structure.
 template <typename F, typename A, typename B>
-void walk2(F& f, const Nest<A>& a, const Nest<B>& b) {
+void walk2(F& f, const Nest<A>& a, const Nest<B>& b, const Place& place) {
   if (a.is_leaf()) {
-    f(a.leaf(), b.leaf());
+    call_at(place, f, a.leaf(), b.leaf());
   } else if (a.is_vector()) {
     for (size_t i = 0; i < a.vector().size(); ++i) {
-      walk2(f, a.vector()[i], b.vector()[i]);
+      walk2(f, a.vector()[i], b.vector()[i], Place(place, i));
     }
   } else {
     auto other = b.dict().begin();
-    for (auto& item : a.dict()) {
-      walk2(f, item.second, other->second);
+    for (const auto& [key, child] : a.dict()) {
+      walk2(f, child, other->second, Place(place, key));
       ++other;
     }
   }
@@ -311,11 +327,12 @@ Nest<T> pack_as(const Nest<U>& structure, std::vector<T> leaves) {
   return structure.map([&next](const U&) -> T { return std::move(*next++); });
 }
 
-// Calls f(leaf of a, leaf of b) for every pair, after check_same_structure(a, b).
+// Calls f(leaf of a, leaf of b), or with the place behind them, for every pair, after
+// check_same_structure(a, b).
 template <typename F, typename A, typename B>
 void for_each2(F&& f, const Nest<A>& a, const Nest<B>& b) {
   check_same_structure(a, b);
-  internal::walk2(f, a, b);
+  internal::walk2(f, a, b, Place());
 }
 
 // The nest of the results of f(leaf of a, leaf of b), after
