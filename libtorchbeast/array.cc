@@ -57,6 +57,12 @@ Shape Shape::behind(std::initializer_list<int64_t> dims) const {
   return shape;
 }
 
+Shape Shape::tail() const {
+  Shape shape;
+  for (size_t i = 1; i < size_; ++i) shape.push_back(dims_[i]);
+  return shape;
+}
+
 std::string Shape::to_string() const {
   std::string text = "[";
   for (size_t i = 0; i < size_; ++i) {
@@ -102,10 +108,7 @@ Array Array::row(int64_t i) const {
 }
 
 Array Array::at(int64_t i) const {
-  const Array one = row(i);
-  ArraySpec spec{dtype(), Shape{}};
-  for (size_t d = 1; d < shape().size(); ++d) spec.shape.push_back(shape()[d]);
-  return Array(spec, one.data_, owner_);
+  return Array({dtype(), shape().tail()}, row(i).data_, owner_);
 }
 
 Array Array::with_leading_one() const {

@@ -37,6 +37,7 @@ enum class DType : uint8_t {
 };
 
 bool is_dtype(uint64_t number);
+inline bool is_float(DType dtype) { return dtype >= DType::kFloat16; }
 size_t item_size(DType dtype);        // bytes
 const char* dtype_name(DType dtype);  // as NumPy writes it, such as "uint8"
 
@@ -59,6 +60,7 @@ class Shape {
 
   // This shape behind `dims`: Shape{84, 84}.behind({20, 8}) is [20, 8, 84, 84].
   Shape behind(std::initializer_list<int64_t> dims) const;
+  Shape tail() const;             // without the first dimension
   std::string to_string() const;  // "[20, 8, 84, 84]"
 
  private:

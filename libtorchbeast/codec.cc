@@ -124,9 +124,7 @@ RowMessage action_message(const EnvRow& action, bool with_layout) {
   if (with_layout) {
     const ArraySpec spec = action.arrays.at(0).spec();
     layout.set_dtype(static_cast<wire::DType>(spec.dtype));
-    for (size_t i = 1; i < spec.shape.size(); ++i) {
-      layout.add_shape(static_cast<uint64_t>(spec.shape[i]));
-    }
+    for (int64_t dim : spec.shape.tail()) layout.add_shape(static_cast<uint64_t>(dim));
   }
   return {kActionTag, action, layout.SerializeAsString()};
 }

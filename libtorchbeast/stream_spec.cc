@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <limits>
 #include <map>
-#include <optional>
 #include <set>
 #include <utility>
 
@@ -80,11 +78,6 @@ ArraySpec batched(const ArraySpec& one, int64_t num_envs, const std::string& pla
 }
 
 // --- Spaces --------------------------------------------------------------------------
-
-bool is_float(DType dtype) {
-  return dtype == DType::kFloat16 || dtype == DType::kFloat32 ||
-         dtype == DType::kFloat64;
-}
 
 // The smallest and largest number of a dtype. Of 64 bits, the largest is rounded up.
 std::pair<double, double> range_of(DType dtype) {
@@ -356,10 +349,9 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
       {"env_warnings",
        {{DType::kInt64, {}}, {{0}, {static_cast<double>(kMaxWarnings)}}}}};
   if (has_action_space && action.is_leaf()) {
-    const ArraySpec& spec = action.leaf();
-    ArraySpec one{spec.dtype, {}};
-    for (size_t i = 1; i < spec.shape.size(); ++i) one.shape.push_back(spec.shape[i]);
-    known["last_action"] = {one, is_float(spec.dtype) ? finite() : actions.rules[0]};
+    const auto& [dtype, shape] = action.leaf();
+    known["last_action"] = {{dtype, shape.tail()},
+                            is_float(dtype) ? finite() : actions.rules[0]};
   }
   const std::set<std::string> reserved = {"observation", "reward", "done",
                                           "episode_step", "episode_return"};
@@ -380,6 +372,7 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
       refuse(place,
              "is " + one.to_string() + ", must be " + found->second.spec.to_string());
     }
+    if (name == "truncated") truncated = arrays.size();
     add(name, batched(one, num_envs, place),
         found != known.end() ? found->second.rule : any);
   }
@@ -400,7 +393,7 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
                                      std::pair("action", action_bytes)}) {
     if (bytes == 0) refuse(place, "the space has no array with an element");
   }
-  const size_t final_bytes = taken.count("truncated") > 0 ? observation_bytes : 0;
+  const size_t final_bytes = truncated ? observation_bytes : 0;
   for (const auto& [what, bytes] : {std::pair("a step", step_bytes + final_bytes),
                                     std::pair("an action", action_bytes)}) {
     check_most("hello", bytes + 64,
@@ -415,120 +408,6 @@ ArraySpec layout_spec(const wire::Field& layout, int64_t num_envs) {
   return batched(
       {checked_dtype(layout.dtype(), place), checked_shape(layout.shape(), place)},
       num_envs, place);
-}
-
-// --- Rows ----------------------------------------------------------------------------
-
-const Array* find_field(const StreamSpec& spec, const std::vector<Array>& arrays,
-                        const std::string& name) {
-  const auto found = std::find(spec.names.begin(), spec.names.end(), name);
-  if (found == spec.names.end()) return nullptr;
-  return &arrays[static_cast<size_t>(found - spec.names.begin())];
-}
-
-bool any_truncated(const StreamSpec& spec, const std::vector<Array>& arrays) {
-  const Array* const truncated = find_field(spec, arrays, "truncated");
-  return truncated != nullptr &&
-         std::any_of(truncated->data(), truncated->data() + spec.num_envs,
-                     [](uint8_t value) { return value != 0; });
-}
-
-bool is_between_episodes(const StreamSpec& spec, const std::vector<Array>& arrays) {
-  const Array& done = arrays[spec.num_observation_arrays + kDoneField];
-  return std::all_of(done.data(), done.data() + spec.num_envs,
-                     [](uint8_t value) { return value != 0; });
-}
-
-namespace {
-
-std::string text_of(double x) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%g", x);
-  return text;
-}
-
-// The first number that breaks a rule, and its index.
-struct Bad {
-  size_t i;
-  std::string text;
-};
-
-template <typename T>
-std::optional<Bad> find_bad(const Array& array, const ValueRule& rule) {
-  const T* const x = array.as<T>();
-  const size_t size = array.spec().num_elements(), num_bounds = rule.low.size();
-  const auto is_bad = [&](size_t i, size_t k) {  // also if it is NaN
-    return !(x[i] >= static_cast<T>(rule.low[k]) &&
-             x[i] <= static_cast<T>(rule.high[k]));
-  };
-  if (num_bounds == 1) {
-    // Compilers make vector instructions of this.
-    const T low = static_cast<T>(rule.low[0]), high = static_cast<T>(rule.high[0]);
-    int outside = 0;
-    for (size_t i = 0; i < size; ++i) outside |= !(x[i] >= low && x[i] <= high);
-    if (outside == 0) return std::nullopt;
-  }
-  for (size_t i = 0, k = 0; i < size; ++i, k = (k + 1 == num_bounds ? 0 : k + 1)) {
-    if (!is_bad(i, k)) continue;
-    if constexpr (std::is_integral_v<T>) return Bad{i, std::to_string(x[i])};
-    return Bad{i, text_of(static_cast<double>(x[i]))};
-  }
-  return std::nullopt;
-}
-
-// All finite numbers are smaller than the bounds: the largest is 65504.
-std::optional<Bad> find_bad_half(const Array& array) {
-  const uint16_t* const x = array.as<uint16_t>();
-  for (size_t i = 0; i < array.spec().num_elements(); ++i) {
-    if ((x[i] & 0x7C00) != 0x7C00) continue;
-    return Bad{i, (x[i] & 0x03FF) != 0 ? "nan" : "infinite"};
-  }
-  return std::nullopt;
-}
-
-std::optional<Bad> find_bad(const Array& array, const ValueRule& rule) {
-  if (rule.low.empty()) return std::nullopt;
-  switch (array.dtype()) {
-    case DType::kInt8:
-      return find_bad<int8_t>(array, rule);
-    case DType::kInt64:
-      return find_bad<int64_t>(array, rule);
-    case DType::kUint64:
-      return find_bad<uint64_t>(array, rule);
-    case DType::kFloat16:
-      return find_bad_half(array);
-    case DType::kFloat32:
-      return find_bad<float>(array, rule);
-    case DType::kFloat64:
-      return find_bad<double>(array, rule);
-    default:  // every value of it is allowed
-      return std::nullopt;
-  }
-}
-
-}  // namespace
-
-void check_values(const StreamSpec& spec, const std::vector<Array>& arrays) {
-  for (size_t k = 0; k < arrays.size(); ++k) {
-    const ValueRule& rule = spec.rules[k];
-    const std::optional<Bad> bad = find_bad(arrays[k], rule);
-    if (!bad) continue;
-    const size_t per_env =
-        arrays[k].spec().num_elements() / static_cast<size_t>(spec.num_envs);
-    const size_t element = bad->i % per_env;
-    const size_t bound = rule.low.size() == 1 ? 0 : element;
-    const double low = rule.low[bound], high = rule.high[bound];
-    const auto text = [&](double x) {
-      return is_float(arrays[k].dtype()) ? text_of(x)
-                                         : std::to_string(static_cast<int64_t>(x));
-    };
-    refuse(spec.names[k],
-           bad->text + " in environment " + std::to_string(bad->i / per_env) +
-               (per_env > 1 ? ", element " + std::to_string(element) : "") +
-               "; allowed are " +
-               (is_float(arrays[k].dtype()) ? "finite numbers from " : "") + text(low) +
-               " to " + text(high));
-  }
 }
 
 }  // namespace torchbeast

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -68,7 +69,8 @@ struct StreamSpec {
                                    // are the names of the fields
   std::vector<ValueRule> rules;    // of the arrays
   size_t num_observation_arrays = 0;
-  size_t step_bytes = 0;          // of all arrays
+  std::optional<size_t> truncated;  // the array of this field, if there is one
+  size_t step_bytes = 0;            // of all arrays
   bool has_action_space = false;  // else actions are arrays of any kind, and say which
   SpecNest action;                // [E, ...], with an action space
 

@@ -57,6 +57,7 @@ Unroll::Unroll(UnrollContext* context, StreamSpec spec, const EnvRow& first,
                uint64_t first_number)
     : context_(*context),
       spec_(std::move(spec)),
+      action_specs_(spec_.action.flatten()),
       bytes_(context, spec_),
       rollout_(make_rollout(tile(context_.initial_state))),
       newest_number_(first_number),
@@ -102,16 +103,23 @@ bool Unroll::is_between_episodes() const {
 // First about the real end of truncated episodes, then about the newest row.
 std::optional<ArrayNest> Unroll::question() {
   if (acted_) return std::nullopt;
-  std::vector<Array> env = env_row(t_, true);
-  if (!final_observation_.empty()) {
-    for (size_t i = 0; i < final_observation_.size(); ++i) {
-      env[i] = final_observation_[i].with_leading_one();
-    }
-    Array& done = env[spec_.num_observation_arrays + kDoneField];
-    done = context_.message_pool.allocate(done.spec());
-    std::memset(done.data(), 0, done.num_bytes());
+  ArrayNest row = final_observation_.empty()
+                      ? rollout_.rows.map([t = t_](const Array& a) { return a.row(t); })
+                      : final_row();
+  return ArrayNest(ArrayNest::Vector{std::move(row), state_before_});
+}
+
+// The newest row as it would be if no episode had ended.
+ArrayNest Unroll::final_row() const {
+  std::vector<Array> env;
+  for (const Array& array : rollout_.env) env.push_back(array.row(t_));
+  for (size_t i = 0; i < final_observation_.size(); ++i) {
+    env[i] = final_observation_[i].with_leading_one();
   }
-  return ArrayNest(ArrayNest::Vector{env_nest(std::move(env)), state_before_});
+  Array& done = env[spec_.num_observation_arrays + kDoneField];
+  done = context_.message_pool.allocate(done.spec());
+  std::memset(done.data(), 0, done.num_bytes());
+  return env_nest(std::move(env));
 }
 
 void Unroll::answer(ArrayNest outputs) {
@@ -175,13 +183,12 @@ void Unroll::keep_truncation_value(const ArrayNest& outputs) {
         std::to_string(spec_.num_envs) + ", ...], with the same shape");
   }
   truncation_value_ = baseline.leaf();
-  const std::vector<Array> row = env_row(t_);
-  const Array* const truncated = find_field(spec_, row, "truncated");
+  const Array truncated = rollout_.env[*spec_.truncated].at(t_);
   float* const values = truncation_value_->as<float>();
   const auto per_env =
       static_cast<int64_t>(truncation_value_->spec().num_elements()) / spec_.num_envs;
   for (int64_t e = 0; e < spec_.num_envs; ++e) {
-    if (truncated->data()[e] == 0) std::fill_n(values + e * per_env, per_env, 0.0F);
+    if (truncated.data()[e] == 0) std::fill_n(values + e * per_env, per_env, 0.0F);
   }
 }
 
@@ -224,26 +231,26 @@ std::vector<Array> Unroll::action_of(const ArrayNest& outputs) const {
                                 outputs.describe());
   }
   std::vector<Array> arrays;
-  std::vector<ArraySpec> specs;
-  action->for_each([&](const Array& array) {
-    arrays.push_back(array.at(0));
-    specs.push_back(arrays.back().spec());
-  });
+  action->for_each([&](const Array& array) { arrays.push_back(array.at(0)); });
+  const auto refuse = [&](const std::string& wanted) {
+    std::vector<ArraySpec> specs;
+    for (const Array& array : arrays) specs.push_back(array.spec());
+    throw std::invalid_argument("the agent's action is " + describe(specs) + ", and " +
+                                wanted);
+  };
   if (!spec_.has_action_space) {
-    if (arrays.size() == 1 && specs[0].shape.size() > 0 &&
-        specs[0].shape[0] == spec_.num_envs) {
-      return arrays;
+    if (arrays.size() != 1 || arrays[0].shape().size() == 0 ||
+        arrays[0].shape()[0] != spec_.num_envs) {
+      refuse("environments without an action space get one array [1, " +
+             std::to_string(spec_.num_envs) + ", ...]");
     }
-    throw std::invalid_argument("the agent's action is " + describe(specs) +
-                                ", and environments without an action space get one "
-                                "array [1, " +
-                                std::to_string(spec_.num_envs) + ", ...]");
-  }
-  const std::vector<ArraySpec> wanted = spec_.action.flatten();
-  if (specs != wanted) {
-    throw std::invalid_argument("the agent's action is " + describe(specs) +
-                                ", and the environments want " + describe(wanted) +
-                                " (behind a leading 1)");
+  } else if (!std::equal(arrays.begin(), arrays.end(), action_specs_.begin(),
+                         action_specs_.end(),
+                         [](const Array& a, const ArraySpec& spec) {
+                           return a.spec() == spec;
+                         })) {
+    refuse("the environments want " + describe(action_specs_) +
+           " (behind a leading 1)");
   }
   return arrays;
 }
@@ -257,6 +264,7 @@ Unroll::Rollout Unroll::make_rollout(ArrayNest initial_state) {
     rollout.env.push_back(context_.rollout_pool.allocate(
         {spec.dtype, spec.shape.behind({context_.unroll_length + 1})}));
   }
+  rollout.rows = env_nest(rollout.env);
   return rollout;
 }
 
@@ -269,7 +277,7 @@ std::optional<ArrayNest> Unroll::take_rollout() {
   write_agent_row(next, 0, rollout_.agent->map([t = t_](const Array& array) {
     return array.row(t);
   }));
-  ArrayNest rows = env_nest(std::move(rollout_.env));
+  ArrayNest rows = std::move(rollout_.rows);
   if (context_.named_rows) {
     // If both have a field of one name, it is the agent's.
     rollout_.agent->dict().merge(std::move(rows.dict()));
@@ -284,12 +292,10 @@ std::optional<ArrayNest> Unroll::take_rollout() {
   return rollout;
 }
 
-std::vector<Array> Unroll::env_row(int64_t t, bool with_time) const {
+std::vector<Array> Unroll::env_row(int64_t t) const {
   std::vector<Array> row;
   row.reserve(rollout_.env.size());
-  for (const Array& array : rollout_.env) {
-    row.push_back(with_time ? array.row(t) : array.at(t));
-  }
+  for (const Array& array : rollout_.env) row.push_back(array.at(t));
   return row;
 }
 

@@ -103,6 +103,7 @@ class Unroll {
   struct Rollout {
     ArrayNest initial_state;         // of row 0, [layers, E, ...]
     std::vector<Array> env;          // [T+1, E, ...], in the wire's order
+    ArrayNest rows;                  // the same, as the agent and the learner get them
     std::optional<ArrayNest> agent;  // [T+1, E, ...]
   };
 
@@ -111,9 +112,9 @@ class Unroll {
   void write_agent_row(Rollout& rollout, int64_t t, const ArrayNest& outputs);
   void check_form(const ArrayNest& outputs) const;
   void keep_truncation_value(const ArrayNest& outputs);
+  ArrayNest final_row() const;
   std::vector<Array> action_of(const ArrayNest& outputs) const;
-  // Row t, [E, ...] each; with a leading 1 if `with_time`.
-  std::vector<Array> env_row(int64_t t, bool with_time = false) const;
+  std::vector<Array> env_row(int64_t t) const;  // [E, ...] each
   ArrayNest named(std::vector<Array> arrays) const;
   ArrayNest positional(std::vector<Array> arrays) const;
   ArrayNest env_nest(std::vector<Array> arrays) const {
@@ -124,6 +125,7 @@ class Unroll {
 
   UnrollContext& context_;
   const StreamSpec spec_;
+  const std::vector<ArraySpec> action_specs_;  // [E, ...], with an action space
   const RolloutBytes bytes_;
 
   Rollout rollout_;
