@@ -56,33 +56,40 @@ std::string read_pem(py::handle value, const std::string& name) {
   return text;
 }
 
+// The arguments of Security. Texts are those of files, or given as they are.
+struct {
+  const char* name;
+  std::string Security::*text;
+  bool is_file;
+} constexpr kTexts[] = {{"tls_ca", &Security::ca, true},
+                        {"tls_cert", &Security::cert, true},
+                        {"tls_key", &Security::key, true},
+                        {"tls_server_name", &Security::server_name, false},
+                        {"token", &Security::token, false}};
+
 Security to_security(const py::kwargs& given) {
   Security security;
   for (const auto& [key, value] : given) {
     const auto name = py::cast<std::string>(key);
-    if (name == "insecure") {
-      security.insecure = argument<bool>(value, name, "a bool");
-    } else if (name == "tls") {
-      security.tls = argument<bool>(value, name, "a bool");
-    } else if (value.is_none()) {
+    if (name == "tls" || name == "insecure") {
+      (name == "tls" ? security.tls : security.insecure) =
+          argument<bool>(value, name, "a bool");
       continue;
-    } else if (name == "tls_ca") {
-      security.ca = read_pem(value, name);
-    } else if (name == "tls_cert") {
-      security.cert = read_pem(value, name);
-    } else if (name == "tls_key") {
-      security.key = read_pem(value, name);
-    } else if (name == "tls_server_name") {
-      security.server_name = argument<std::string>(value, name, "a str");
-    } else if (name == "token") {
-      security.token = argument<std::string>(value, name, "a str");
-      if (security.token.empty()) {
-        throw std::invalid_argument("token is empty; give None for no token");
-      }
-    } else {
+    }
+    const auto* const found =
+        std::find_if(std::begin(kTexts), std::end(kTexts),
+                     [&name](const auto& known) { return name == known.name; });
+    if (found == std::end(kTexts)) {
       throw py::type_error("Security has no argument " + name +
                            "; allowed are tls, tls_ca, tls_cert, tls_key, "
                            "tls_server_name, token and insecure");
+    }
+    if (value.is_none()) continue;
+    security.*found->text = found->is_file
+                                ? read_pem(value, name)
+                                : argument<std::string>(value, name, "a str");
+    if (name == "token" && security.token.empty()) {
+      throw std::invalid_argument("token is empty; give None for no token");
     }
   }
   return security;
@@ -95,11 +102,12 @@ std::string to_text(const Security& security) {
     if (is_given) text += (text.empty() ? "" : ", ") + argument;
   };
   add(security.tls, "tls=True");
-  add(!security.ca.empty(), "tls_ca=...");
-  add(!security.cert.empty(), "tls_cert=...");
-  add(!security.key.empty(), "tls_key=...");
-  add(!security.server_name.empty(), "tls_server_name='" + security.server_name + "'");
-  add(!security.token.empty(), "token=...");
+  for (const auto& [name, member, is_file] : kTexts) {
+    const std::string& value = security.*member;
+    const bool is_shown = &value == &security.server_name;
+    add(!value.empty(),
+        std::string(name) + "=" + (is_shown ? "'" + value + "'" : "..."));
+  }
   add(security.insecure, "insecure=True");
   return "Security(" + text + ")";
 }

@@ -13,53 +13,44 @@
 namespace torchbeast::python {
 namespace {
 
-// What follows lives as long as the process: threads may come by after the
-// interpreter's end, when static objects are being destroyed.
-
-struct Dropped {
-  std::mutex mutex;
-  std::vector<PyObject*> objects;
-  bool pending = false;  // the main thread has been asked to release them
-  bool ended = false;    // Python must not be asked for anything any more
-};
-Dropped& dropped() {
-  static auto* const instance = std::make_unique<Dropped>().release();
-  return *instance;
-}
-
-struct Ending {
-  std::atomic<bool> began{false};
-  // Threads on their way to the GIL. The end waits until each thread that counted
-  // itself here before has got it.
-  std::atomic<int> waiting{0};
-  std::thread::id thread;  // the one that ends the interpreter; set before `began`
-};
-Ending& ending() {
-  static auto* const instance = std::make_unique<Ending>().release();
-  return *instance;
-}
-
 struct ExitCall {
   std::weak_ptr<void> owner;
   std::function<void()> f;
 };
-std::vector<ExitCall>& exit_calls() {  // guarded by the GIL
-  static auto* const instance = std::make_unique<std::vector<ExitCall>>().release();
+
+struct State {
+  std::vector<ExitCall> exit_calls;  // guarded by the GIL
+
+  std::mutex mutex;
+  std::vector<PyObject*> dropped;  // guarded by the mutex, as the next two
+  bool pending = false;            // the main thread has been asked to release them
+  bool ended = false;              // Python must not be asked for anything any more
+
+  std::atomic<bool> ending{false};
+  std::thread::id ending_thread;  // set before `ending`
+  // Threads on their way to the GIL. The end waits until each thread that counted
+  // itself here before has got it.
+  std::atomic<int> waiting{0};
+};
+// Lives as long as the process: threads may come by after the interpreter's end, when
+// static objects are being destroyed.
+State& state() {
+  static auto* const instance = std::make_unique<State>().release();
   return *instance;
 }
 
 // Calls `take`, which takes the GIL, unless the interpreter has ended.
 template <typename F>
 auto take_gil(F&& take) {
-  Ending& end = ending();
+  State& all = state();
   struct Waiting {
     explicit Waiting(std::atomic<int>& n) : number(n) { ++number; }
     ~Waiting() { --number; }
     std::atomic<int>& number;
   };
   {
-    Waiting waiting(end.waiting);
-    if (!end.began || end.thread == std::this_thread::get_id()) return take();
+    Waiting waiting(all.waiting);
+    if (!all.ending || all.ending_thread == std::this_thread::get_id()) return take();
   }
   for (;;) pause();
 }
@@ -70,34 +61,33 @@ int release_pending(void*) {
 }
 
 void drop(PyObject* object) {
-  Dropped& all = dropped();
+  State& all = state();
   const std::lock_guard<std::mutex> lock(all.mutex);
   if (all.ended) return;
-  all.objects.push_back(object);
+  all.dropped.push_back(object);
   if (!all.pending) all.pending = Py_AddPendingCall(release_pending, nullptr) == 0;
 }
 
 void end() {
   if (is_fork()) return;
+  State& all = state();
   std::vector<ExitCall> calls;
-  calls.swap(exit_calls());
+  calls.swap(all.exit_calls);
   {
     WithoutGil no_gil;
     for (const ExitCall& call : calls) {
       if (const auto owner = call.owner.lock()) call.f();
     }
   }
-  Ending& end = ending();
-  end.thread = std::this_thread::get_id();
-  end.began = true;
+  all.ending_thread = std::this_thread::get_id();
+  all.ending = true;
   // A thread that waits for the GIL asks for it every 5 ms, and gets it here.
   const auto deadline = Clock::now() + Milliseconds(1000);
-  while (end.waiting > 0 && Clock::now() < deadline) {
+  while (all.waiting > 0 && Clock::now() < deadline) {
     WithoutGil no_gil;
     std::this_thread::yield();
   }
   release_dropped();
-  Dropped& all = dropped();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.ended = true;
 }
@@ -132,12 +122,12 @@ std::shared_ptr<void> keep(py::object object) {
 }
 
 void release_dropped() {
-  Dropped& all = dropped();
+  State& all = state();
   std::vector<PyObject*> objects;
   {
     const std::lock_guard<std::mutex> lock(all.mutex);
-    if (all.objects.empty()) return;
-    objects.swap(all.objects);
+    if (all.dropped.empty()) return;
+    objects.swap(all.dropped);
     all.pending = false;
   }
   // Their destructors may run any Python code, also such that drops more.
@@ -171,7 +161,7 @@ const Interrupt& check_signals() {
 }
 
 void at_exit(const std::shared_ptr<void>& owner, std::function<void()> f) {
-  auto& calls = exit_calls();
+  auto& calls = state().exit_calls;
   for (auto call = calls.begin(); call != calls.end();) {
     call = call->owner.expired() ? calls.erase(call) : call + 1;
   }

@@ -21,6 +21,8 @@ DTYPES = [
     *("float16", "float32", "float64"),
 ]
 KINDS = ("Box", "Discrete", "MultiDiscrete", "MultiBinary", "Tuple", "Dict")
+STANDARD_FIELDS = {"observation", "reward", "done", "episode_step", "episode_return"}
+MAX_ENVS = 16384  # of one stream
 MAX_BOUNDS = 65536  # a Box with more elements is sent with its outermost bounds
 MAX_DEPTH = 24  # of spaces; a hello may have less
 
@@ -182,24 +184,69 @@ def _check_choices(values: Any, n: Any, space: Any) -> None:
             )
 
 
-# --- Spaces ---------------------------------------------------------------------------
+# --- Hellos ---------------------------------------------------------------------------
 
 
-def space_to_json(space: Any, is_action: bool) -> str:
-    """What an environment observes in `space`, or what a policy writes to act in it.
+def begin_hello(env: Any) -> str:
+    """What adapt()'s result tells before its first row, as JSON of an EnvHello.
 
-    This is a Space of proto/torchbeast.proto. A policy writes integers that count from
-    0 whatever the space's start, and floats that are float32.
+    See proto/torchbeast.proto. A policy writes integers that count from 0 whatever the
+    action space's start, and floats that are float32.
 
     Raises:
       UnusableError: names the place of a space that can't be sent.
     """
-    return json.dumps(_to_dict(is_action, space, "", 0))
+    num_envs = operator.index(env.num_envs)
+    if not 1 <= num_envs <= MAX_ENVS:
+        raise UnusableError(f"num_envs must be 1 to {MAX_ENVS}, not {num_envs}")
+    hello: dict[str, Any] = {"numEnvs": num_envs}
+    if (space := getattr(env, "action_space", None)) is not None:
+        hello["actionSpace"] = _to_dict(True, space, "", 0)
+    elif not isinstance(env, Single):
+        raise UnusableError(
+            f"the environment {env!r} has no action_space. Give it one, such as "
+            "gymnasium.spaces.Discrete(n), so that the learner knows what actions to "
+            "send"
+        )
+    if not _shows_space(env):
+        hello["observationSpace"] = _to_dict(False, env.observation_space, "", 0)
+    return json.dumps(hello)
 
 
-def observation_to_json(observation: Any) -> str:
-    """The space of an observation: a Box without bounds for each array and number."""
-    return json.dumps(_of_observation(observation, "", 0))
+def finish_hello(env: Any, row: dict[str, Any]) -> str:
+    """What the first row adds: extra fields, and the space if there is none.
+
+    That is a Box without bounds for each array and number.
+
+    Raises:
+      UnusableError: names the place of what can't be sent.
+    """
+    hello: dict[str, Any] = {"extraFields": []}
+    if _shows_space(env):
+        hello["observationSpace"] = _of_observation(row["observation"], "", 0)
+    _check_keys(row, "")
+    for name in sorted(row.keys() - STANDARD_FIELDS):
+        value, place = np.asarray(row[name]), f'["{name}"]'
+        dtype = _dtype(value.dtype, place)
+        if value.shape[:1] != (env.num_envs,):
+            _refuse(
+                place,
+                f"the environment gave {value.dtype} {list(value.shape)}, but every "
+                f"field has the num_envs, {env.num_envs}, as its first dimension",
+            )
+        if name == "truncated":
+            dtype = 1 + DTYPES.index("bool")
+        field = {"name": name, "dtype": dtype, "shape": value.shape[1:]}
+        hello["extraFields"].append(field)
+    return json.dumps(hello)
+
+
+def _shows_space(env: Any) -> bool:
+    """Whether the first observation shows dtypes and shapes."""
+    return isinstance(env, Single) and env.observation_space is None
+
+
+# --- Spaces ---------------------------------------------------------------------------
 
 
 def space_from_json(text: str) -> dict[str, Any] | None:
@@ -233,6 +280,13 @@ def _dtype(dtype: Any, place: str) -> int:
     return 1 + DTYPES.index(dtype.name)
 
 
+def _check_keys(items: Any, place: str) -> None:
+    for key in items:
+        if not isinstance(key, str):
+            name = f"{key!r} ({type(key).__name__})"
+            _refuse(place, f"the keys of a dict must be str, not {name}")
+
+
 def _nest(items: Any, place: str, depth: int, convert: Any) -> dict[str, Any]:
     """A Tuple or Dict of convert(child, its place, its depth)."""
     if depth > MAX_DEPTH:
@@ -240,10 +294,7 @@ def _nest(items: Any, place: str, depth: int, convert: Any) -> dict[str, Any]:
     if not hasattr(items, "items"):
         values = [convert(x, f"{place}[{i}]", depth + 1) for i, x in enumerate(items)]
         return {"tuple": {"items": values}}
-    for key in items:
-        if not isinstance(key, str):
-            name = f"{key!r} ({type(key).__name__})"
-            _refuse(place, f"the keys of a dict must be str, not {name}")
+    _check_keys(items, place)
     values = [convert(x, f'{place}["{key}"]', depth + 1) for key, x in items.items()]
     return {"dict": {"keys": list(items), "values": values}}
 

@@ -15,31 +15,18 @@
 namespace torchbeast::python {
 namespace {
 
-// A new class, which lives as long as the process.
-PyObject* add_error(py::module_& m, const char* name, PyObject* base, const char* doc) {
-  const std::string full_name = std::string("libtorchbeast.") + name;
-  PyObject* const error =
-      PyErr_NewExceptionWithDoc(full_name.c_str(), doc, base, nullptr);
-  if (error == nullptr) throw py::error_already_set();
-  m.add_object(name, error);
+// What Python raises for a T.
+template <typename T>
+py::object add_error(py::module_& m, const char* name, py::handle base,
+                     const char* doc) {
+  py::object error = py::register_local_exception<T>(m, name, base);
+  error.attr("__doc__") = doc;
   return error;
 }
 
-// What Python raises for what the core throws. A text may hold what a peer has sent.
 void bind_errors(py::module_& m) {
-  static PyObject* const closed = add_error(
-      m, "ClosedBatchingQueue", PyExc_RuntimeError, "The queue or batcher was closed.");
-  static PyObject* const async =
-      add_error(m, "AsyncError", PyExc_RuntimeError,
-                "The batch that a computation was part of has no answer.");
-  static PyObject* const transport =
-      add_error(m, "TransportError", PyExc_RuntimeError,
-                "A connection could not be made, was lost or refused.");
-  static PyObject* const refused =
-      add_error(m, "RefusedError", transport,
-                "The other side refuses: a wrong token, another version, ...");
-  static PyObject* const wire = add_error(m, "WireError", PyExc_RuntimeError,
-                                          "The other side broke the protocol's rules.");
+  // The one that is added last is tried first. These texts may hold what a peer has
+  // sent; those of the classes below are made printable by the core.
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     const auto raise = [](PyObject* type, const std::exception& error) {
       PyErr_SetObject(type, to_text(error.what()).ptr());
@@ -48,22 +35,25 @@ void bind_errors(py::module_& m) {
       std::rethrow_exception(pointer);
     } catch (const py::builtin_exception&) {
       throw;  // the next translator's
-    } catch (const ClosedBatchingQueue& error) {
-      raise(closed, error);
-    } catch (const AsyncError& error) {
-      raise(async, error);
-    } catch (const RefusedError& error) {
-      raise(refused, error);
-    } catch (const TransportError& error) {
-      raise(transport, error);
-    } catch (const WireError& error) {
-      raise(wire, error);
     } catch (const std::invalid_argument& error) {
       raise(PyExc_ValueError, error);
     } catch (const std::runtime_error& error) {
       raise(PyExc_RuntimeError, error);
     }
   });
+  const py::handle base = PyExc_RuntimeError;
+  add_error<ClosedBatchingQueue>(m, "ClosedBatchingQueue", base,
+                                 "The queue or batcher was closed.");
+  add_error<AsyncError>(m, "AsyncError", base,
+                        "The batch that a computation was part of has no answer.");
+  const py::object transport =
+      add_error<TransportError>(m, "TransportError", base,
+                                "A connection could not be made, was lost or refused.");
+  add_error<RefusedError>(
+      m, "RefusedError", transport,
+      "The other side refuses: a wrong token, another version, ...");
+  add_error<WireError>(m, "WireError", base,
+                       "The other side broke the protocol's rules.");
 }
 
 }  // namespace

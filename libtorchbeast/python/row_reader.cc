@@ -1,5 +1,6 @@
 #include "row_reader.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -8,20 +9,6 @@
 namespace torchbeast::python {
 
 using nest::Place;
-
-std::string describe_array(const py::array& array) {
-  return std::string(py::str(array.dtype())) + " " +
-         std::string(py::str(py::list(array.attr("shape"))));
-}
-
-bool RowReader::has_shape(const py::array& array, const Shape& shape) const {
-  const size_t skip = single_ ? 1 : 0;
-  if (static_cast<size_t>(array.ndim()) + skip != shape.size()) return false;
-  for (size_t i = skip; i < shape.size(); ++i) {
-    if (array.shape(static_cast<py::ssize_t>(i - skip)) != shape[i]) return false;
-  }
-  return true;
-}
 
 // The values as a C-contiguous array of `dtype`. Casts must be safe or of the same
 // kind, in NumPy's words; Python's integers may become any integer that holds them.
@@ -54,14 +41,13 @@ Array RowReader::read(py::handle value, const ArraySpec& spec, const Place& plac
   py::array array = is_array && fits(py::reinterpret_borrow<py::array>(value))
                         ? py::reinterpret_borrow<py::array>(value)
                         : cast(value, spec.dtype, place, to_bool);
-  if (!has_shape(array, spec.shape)) {
-    Shape wanted;
-    for (size_t i = single_ ? 1 : 0; i < spec.shape.size(); ++i) {
-      wanted.push_back(spec.shape[i]);
-    }
+  const Shape wanted = single_ ? spec.shape.tail() : spec.shape;
+  if (!std::equal(wanted.begin(), wanted.end(), array.shape(),
+                  array.shape() + array.ndim())) {
     throw std::invalid_argument("at " + place.str() + ": the environment gave " +
-                                describe_array(array) + ", not " +
-                                ArraySpec{spec.dtype, wanted}.to_string());
+                                std::string(py::str(array.dtype())) + " " +
+                                std::string(py::str(py::list(array.attr("shape")))) +
+                                ", not " + ArraySpec{spec.dtype, wanted}.to_string());
   }
   auto* const data = static_cast<uint8_t*>(const_cast<void*>(array.data()));
   held_.push_back(std::move(array));

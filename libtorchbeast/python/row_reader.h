@@ -6,7 +6,6 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
-#include <string>
 #include <vector>
 
 #include "../array.h"
@@ -15,8 +14,6 @@
 namespace torchbeast::python {
 
 namespace py = pybind11;
-
-std::string describe_array(const py::array& array);  // "uint8 [84, 84, 4]"
 
 // Reads values into arrays that share their memory if dtype and layout allow it. Throws
 // std::invalid_argument, which names the place. One thread at a time.
@@ -36,7 +33,6 @@ class RowReader {
              bool to_bool = false);
 
  private:
-  bool has_shape(const py::array& array, const Shape& shape) const;
   static py::array cast(py::handle value, DType dtype, const nest::Place& place,
                         bool to_bool);
 

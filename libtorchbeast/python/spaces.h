@@ -1,5 +1,4 @@
-// Spaces of Gymnasium and the old gym as those of the wire, and as plain dicts. Python
-// does the work, see libtorchbeast_gym.py.
+// Hellos and spaces as JSON, which libtorchbeast_gym.py writes and reads.
 // REQUIRES, everywhere in this file: the GIL is held.
 
 #pragma once
@@ -14,10 +13,9 @@ namespace py = pybind11;
 
 py::module_ gym_module();  // libtorchbeast_gym
 
-// As space_to_json() and observation_to_json(), which throw; std::invalid_argument if
-// the wire can't have the space.
-wire::Space space_from_python(py::handle space, bool is_action);
-wire::Space space_of_observation(py::handle observation);
+// Adds what begin_hello() or finish_hello() returns. Throws std::invalid_argument if
+// the wire can't have it.
+void add_json(const py::object& json, wire::EnvHello* hello);
 
 // As space_from_json().
 py::object space_to_python(const wire::Space& space);
