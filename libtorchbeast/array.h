@@ -1,4 +1,7 @@
 // Arrays: dtype, shape and shared memory. What NumPy and torch arrays are on this side.
+//
+// Memory lives as long as an Array in it. A row of an Array shares its memory, so it
+// may outlive that Array, and keeps all of the memory.
 
 #pragma once
 
@@ -38,10 +41,11 @@ enum class DType : uint8_t {
 
 bool is_dtype(uint64_t number);
 inline bool is_float(DType dtype) { return dtype >= DType::kFloat16; }
-size_t item_size(DType dtype);        // bytes
+size_t item_size(DType dtype);        // bytes; std::invalid_argument if there is none
 const char* dtype_name(DType dtype);  // as NumPy writes it, such as "uint8"
 
-// The sizes of up to eight dimensions, without memory of its own on the heap.
+// The sizes of up to eight dimensions, without memory of its own on the heap. What
+// would make it longer throws std::invalid_argument.
 class Shape {
  public:
   static constexpr size_t kMaxDims = 8;
@@ -49,7 +53,7 @@ class Shape {
   Shape() = default;
   Shape(std::initializer_list<int64_t> dims);
 
-  void push_back(int64_t dim);  // std::invalid_argument if there are eight already
+  void push_back(int64_t dim);
   size_t size() const { return size_; }
   int64_t operator[](size_t i) const { return dims_[i]; }
   int64_t& operator[](size_t i) { return dims_[i]; }
@@ -98,11 +102,13 @@ class Array {
   size_t num_bytes() const { return spec_.num_bytes(); }
   const std::shared_ptr<void>& owner() const { return owner_; }
 
-  // Row i of the first dimension, sharing memory: [T, n, ...] -> [1, n, ...].
+  // Row i of the first dimension, sharing memory: [T, n, ...] -> [1, n, ...]. Throws
+  // std::out_of_range.
   Array row(int64_t i) const;
   // The same without the dimension: [T, n, ...] -> [n, ...].
   Array at(int64_t i) const;
   // The same memory with another first dimension put in front: [n, ...] -> [1, n, ...].
+  // Throws std::invalid_argument if there are eight already.
   Array with_leading_one() const;
   template <typename T>
   T* as() const {
@@ -138,6 +144,8 @@ class MemoryPool {
 
   explicit MemoryPool(Allocator allocator = nullptr);
 
+  // The contents may be anything. Throws std::bad_alloc, what the allocator throws, and
+  // std::invalid_argument as ArraySpec::num_bytes().
   Array allocate(const ArraySpec& spec);
   // Bytes of all blocks, in use and free.
   size_t num_bytes() const;
@@ -157,7 +165,8 @@ bool can_join(const ArraySpec& a, const ArraySpec& b, size_t dim);
 // std::invalid_argument if there are none or one can't be joined.
 Array concatenate(const std::vector<Array>& arrays, size_t dim, MemoryPool& pool);
 
-// Elements [begin, end) of `dim`, copied into memory of `pool`.
+// Elements [begin, end) of `dim`, copied into memory of `pool`. Throws
+// std::out_of_range if they are not there.
 Array slice(const Array& array, size_t dim, int64_t begin, int64_t end,
             MemoryPool& pool);
 

@@ -16,16 +16,21 @@
 namespace torchbeast {
 
 // E environments behind one stream. One thread at a time.
+//
+// Any method may throw any std::exception: that ends the stream, and its text travels
+// to the learner.
 class Environment {
  public:
   virtual ~Environment() = default;
   // Which games it plays; called before the first reset() or not at all.
   virtual void seed(const wire::Seeding&) {}
-  // Starts new episodes; hello() describes the row, and is valid from here on. The
-  // row's memory is valid until the next call.
+  // Starts new episodes. The row's memory is the environment's: its contents are valid
+  // until the next reset() or step(), or the environment's end.
   virtual EnvRow reset() = 0;
+  // Describes the rows. REQUIRES: reset() has returned.
   virtual const wire::EnvHello& hello() const = 0;
-  // Makes a step with the action's arrays [E, ...], as the hello's action space says.
+  // Makes a step with the action's arrays [E, ...], as the hello's action space says,
+  // which are valid until it returns. The row is as reset() says.
   virtual EnvRow step(const std::vector<Array>& action) = 0;
 };
 

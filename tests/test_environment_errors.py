@@ -165,7 +165,6 @@ def nested(depth):
         (spaces.Tuple((spaces.Tuple(()), spaces.Box(0, 1, (0,)))), "has no element"),
         (spaces.Dict({0: spaces.Discrete(2)}), "the key 0; keys must be str"),
         (spaces.Dict({(1, "a"): spaces.Discrete(2)}), "keys must be str"),
-        (spaces.Dict({"a\0b": spaces.Discrete(2)}), "without a zero byte"),
         (spaces.Dict({"\ud800": spaces.Discrete(2)}), "UTF-8"),
         (spaces.Dict({"k" * 1025: spaces.Discrete(2)}), "at most 1024 bytes"),
         (spaces.MultiDiscrete([[2, 3], [4, 5]]), "needs one dimension"),
@@ -178,7 +177,7 @@ def nested(depth):
         (spaces.Tuple([spaces.Discrete(2)] * 1025), "1,025 parts"),
         (spaces.Tuple((spaces.Sequence(spaces.Discrete(2)),)), "allowed are Box"),
     ],
-    ids=lambda x: str(x)[:40].replace("\0", "0").encode("ascii", "replace").decode(),
+    ids=lambda x: str(x)[:40].encode("ascii", "replace").decode(),
 )
 def test_an_observation_space_that_can_not_be_stored_or_sent(space, words):
     with pytest.raises(UnsupportedSpaceError, match=words):

@@ -141,7 +141,7 @@ def nested(depth):
         spaces.Dict({"image": spaces.Box(0, 1, (0, 8, 8)), "x": BOXES["to 1"]}),
         spaces.Dict({"a": spaces.Dict({}), "t": spaces.Tuple(()), "x": BOXES["to 1"]}),
         spaces.Dict({}),
-        spaces.Dict({"": BOXES["to 1"], "a.b": BOXES["to 1"], "ü\n": BOXES["to 1"]}),
+        spaces.Dict({"": BOXES["to 1"], "a.b": BOXES["to 1"], "ü\n\0": BOXES["to 1"]}),
         spaces.Dict({0: BOXES["to 1"]}),
         spaces.Dict({"k" * 1024: BOXES["to 1"]}),
         spaces.Dict({"ü" * 513: BOXES["to 1"]}),
