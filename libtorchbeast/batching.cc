@@ -1,6 +1,5 @@
 #include "batching.h"
 
-#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -38,14 +37,14 @@ ArrayNest DynamicBatcher::compute(ArrayNest inputs, const Interrupt& interrupt) 
   struct Waiter {
     Mutex mutex;
     CondVar done;
-    std::optional<Outcome> outcome TB_GUARDED_BY(mutex);
+    Answer answer TB_GUARDED_BY(mutex);
   };
   const auto waiter =
       std::make_shared<Waiter>();  // the caller may leave before the end
-  const auto on_done = [waiter](Outcome& outcome) {
+  const auto on_done = [waiter](Answer& answer) {
     {
       MutexLock lock(waiter->mutex);
-      waiter->outcome = std::move(outcome);
+      waiter->answer = std::move(answer);
     }
     waiter->done.notify_one();
   };
@@ -53,20 +52,18 @@ ArrayNest DynamicBatcher::compute(ArrayNest inputs, const Interrupt& interrupt) 
   Stopwatch stopwatch(queue_->producer_wait());
   try {
     MutexLock lock(waiter->mutex);
-    while (!waiter->outcome) {
+    while (!waiter->answer) {
       waiter->done.wait_until(waiter->mutex, Clock::time_point::max(), interrupt);
     }
-    return waiter->outcome->take();
+    return waiter->answer();
   } catch (...) {
     queue_->withdraw(number);
     throw;
   }
 }
 
-void DynamicBatcher::ask(ArrayNest inputs, std::function<void(const Answer&)> on_done) {
-  queue_->try_push(inputs, [on_done = std::move(on_done)](Outcome& outcome) {
-    on_done([&outcome] { return outcome.take(); });
-  });
+void DynamicBatcher::ask(ArrayNest inputs, std::function<void(Answer&)> on_done) {
+  queue_->try_push(inputs, std::move(on_done));
 }
 
 std::shared_ptr<DynamicBatcher::Batch> DynamicBatcher::next(
@@ -113,25 +110,28 @@ Calls DynamicBatcher::Batch::claim() {
 
 void DynamicBatcher::Batch::set_outputs(const ArrayNest& outputs) {
   if (answered_) throw_answered();
-  std::vector<ArrayNest> parts;
+  std::vector<Answer> answers;
   if (!queue_->is_closed()) {  // else there are no calls
     check_outputs(outputs, size_, queue_->options());
-    parts.reserve(widths_.size());
+    answers.reserve(widths_.size());
     int64_t begin = 0;
     for (int64_t width : widths_) {
-      parts.push_back(queue_->part(outputs, begin, width));
+      answers.push_back([part = queue_->part(outputs, begin, width)]() mutable {
+        return std::move(part);
+      });
       begin += width;
     }
   }
+  // From here on nothing needs memory: all get their answers, or none.
   Calls calls = claim();
-  for (size_t i = 0; i < calls.size(); ++i) {
-    calls[i].finish({Outcome::kAnswered, std::move(parts[i])});
-  }
+  for (size_t i = 0; i < calls.size(); ++i) calls[i].finish(std::move(answers[i]));
 }
 
 void DynamicBatcher::Batch::set_error(const std::string& message) {
   const auto shared = std::make_shared<const std::string>(message);
-  for (Call& call : claim()) call.finish({Outcome::kFailed, {}, shared});
+  for (Call& call : claim()) {
+    call.finish([shared]() -> ArrayNest { throw AsyncError(*shared); });
+  }
 }
 
 }  // namespace torchbeast

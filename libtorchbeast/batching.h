@@ -136,11 +136,11 @@ class DynamicBatcher : public BatchingBase {
   ArrayNest compute(ArrayNest inputs, const Interrupt& interrupt = nullptr);
 
   // The same without blocking; there is always room. `on_done` is called once with a
-  // function that returns what compute() would, or throws: in the thread that answers
-  // or closes the batcher, or in this one. It must not block, nor throw, and no lock is
-  // held. Throws as compute() does before it waits; then there is no call.
+  // function that returns, once, what compute() would, or throws: in the thread that
+  // answers or closes the batcher, or in this one. It must not block, nor throw, and no
+  // lock is held. Throws as compute() does before it waits; then there is no call.
   using Answer = std::function<ArrayNest()>;
-  void ask(ArrayNest inputs, std::function<void(const Answer&)> on_done);
+  void ask(ArrayNest inputs, std::function<void(Answer&)> on_done);
 
   // Blocks until a batch is complete; nothing once the batcher is closed. With check
   // off, the callers of a batch with a faulty item get AsyncError, and it goes on with

@@ -186,12 +186,10 @@ int checked_size(const grpc::ByteBuffer& message, int64_t most) {
 template <typename Message>
 Message parse(grpc::ByteBuffer* buffer) {
   checked_size(*buffer, kMaxHelloBytes);
-  std::string bytes;  // the sender may still write in a lane's memory
-  std::vector<grpc::Slice> slices;
-  if (!buffer->Dump(&slices).ok()) malformed();
-  for (const grpc::Slice& slice : slices) {
-    bytes.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
-  }
+  grpc::Slice slice;
+  if (!buffer->DumpToSingleSlice(&slice).ok()) malformed();
+  // A copy: the sender may still write in a lane's memory.
+  const std::string bytes(slice.begin(), slice.end());
   Message message;
   if (!message.ParseFromString(bytes)) malformed();
   return message;

@@ -10,9 +10,15 @@ namespace {
 
 // Errors
 
-// "at [0]["reward"]: int32 [5, 3] ".
-std::string begin_error(const Array& array, const nest::Place& place) {
-  return "at " + place.str() + ": " + array.spec().to_string() + " ";
+[[noreturn]] ArrayNest throw_closed() {
+  throw ClosedBatchingQueue("the queue is closed");
+}
+
+// "at [0]["reward"]: int32 [5, 0] has 0 entries along dimension 1: ...".
+[[noreturn]] void bad_array(const Array& array, const nest::Place& place,
+                            const std::string& why) {
+  throw std::invalid_argument("at " + place.str() + ": " + array.spec().to_string() +
+                              " " + why);
 }
 
 std::string count(int64_t number, const char* one, const char* many) {
@@ -27,11 +33,10 @@ std::string entries(int64_t number, size_t dim) {
 int64_t num_entries(const Array& array, const nest::Place& place, size_t dim) {
   const size_t num_dims = array.shape().size();
   if (num_dims > dim) return array.shape()[dim];
-  throw std::invalid_argument(
-      begin_error(array, place) + "has " +
-      count(static_cast<int64_t>(num_dims), "dimension", "dimensions") +
-      ", but the batch dimension is " + std::to_string(dim) + ": at least " +
-      std::to_string(dim + 1) + " are needed");
+  bad_array(array, place,
+            "has " + count(static_cast<int64_t>(num_dims), "dimension", "dimensions") +
+                ", but the batch dimension is " + std::to_string(dim) + ": at least " +
+                std::to_string(dim + 1) + " are needed");
 }
 
 // Checks an item by itself; returns its entries along the batch dimension.
@@ -41,15 +46,14 @@ int64_t check_item(const ArrayNest& item, const BatchingOptions& options) {
   item.for_each([&](const Array& array, const nest::Place& place) {
     const int64_t size = num_entries(array, place, dim);
     if (size < 1) {
-      throw std::invalid_argument(begin_error(array, place) + "has " +
-                                  entries(size, dim) + ": at least 1 is needed");
+      bad_array(array, place, "has " + entries(size, dim) + ": at least 1 is needed");
     }
     if (width == 0) width = size;
     if (size != width) {
-      throw std::invalid_argument(
-          begin_error(array, place) + "has " + entries(size, dim) +
-          ", but the item's first array has " + std::to_string(width) +
-          ": all arrays of an item must have the same number");
+      bad_array(array, place,
+                "has " + entries(size, dim) + ", but the item's first array has " +
+                    std::to_string(width) +
+                    ": all arrays of an item must have the same number");
     }
   });
   if (width == 0) {
@@ -71,11 +75,10 @@ void check_joinable(const ArrayNest& item, const ArrayNest& waiting, size_t dim)
   const auto check = [&](const Array& old, const Array& array,
                          const nest::Place& place) {
     if (can_join(old.spec(), array.spec(), dim)) return;
-    throw std::invalid_argument(
-        begin_error(array, place) + "cannot be joined with the " +
-        old.spec().to_string() +
-        " of an item that waits: dtype and all dimensions but " + std::to_string(dim) +
-        " must be equal");
+    bad_array(array, place,
+              "cannot be joined with the " + old.spec().to_string() +
+                  " of an item that waits: dtype and all dimensions but " +
+                  std::to_string(dim) + " must be equal");
   };
   try {
     nest::for_each2(check, waiting, item);
@@ -120,9 +123,9 @@ void check_outputs(const ArrayNest& outputs, int64_t width,
   outputs.for_each([&](const Array& array, const nest::Place& place) {
     const int64_t size = num_entries(array, place, dim);
     if (options.check ? size == width : size >= width) return;
-    throw std::invalid_argument(
-        begin_error(array, place) + "has " + entries(size, dim) +
-        ", but the batch that it answers has " + std::to_string(width));
+    bad_array(array, place,
+              "has " + entries(size, dim) + ", but the batch that it answers has " +
+                  std::to_string(width));
   });
   if (outputs.empty()) {
     throw std::invalid_argument("outputs without any array (" + outputs.describe() +
@@ -149,7 +152,7 @@ Item ItemQueue::make_item(ArrayNest nest) const {
 }
 
 uint64_t ItemQueue::add(Item& item, OnDone on_done, WakeUps& wake) {
-  if (closed_) throw ClosedBatchingQueue("the queue is closed");
+  if (closed_) throw_closed();
   if (options_.check && !items_.empty()) {
     check_joinable(item.nest, items_.back().nest, options_.batch_dim);
   }
@@ -319,9 +322,9 @@ bool ItemQueue::close() {
   }
   consumers_.notify_all();
   room_.notify_all();
-  for (Item& item : dropped) item.call.finish({Outcome::kClosedQueue});
+  for (Item& item : dropped) item.call.finish(throw_closed);
   for (auto& [number, calls] : in_flight) {
-    for (Call& call : calls) call.finish({Outcome::kClosedQueue});
+    for (Call& call : calls) call.finish(throw_closed);
   }
   return true;
 }

@@ -21,24 +21,8 @@
 
 namespace torchbeast {
 
-// What a caller of DynamicBatcher gets. One thread at a time.
-struct Outcome {
-  enum Kind { kAnswered, kFailed, kDropped, kClosedQueue };
-  Kind kind;
-  ArrayNest outputs{};                           // of kAnswered
-  std::shared_ptr<const std::string> message{};  // of kFailed
-
-  // The outputs, once. Throws what else there is.
-  ArrayNest take() {
-    if (kind == kFailed) throw AsyncError(*message);
-    if (kind == kDropped) {
-      throw AsyncError("the batch was dropped without an answer");
-    }
-    if (kind == kClosedQueue) throw ClosedBatchingQueue("the queue is closed");
-    return std::move(outputs);
-  }
-};
-using OnDone = std::function<void(Outcome&)>;
+using Answer = DynamicBatcher::Answer;
+using OnDone = std::function<void(Answer&)>;
 
 // A caller of DynamicBatcher. It belongs to its item, then to the batch, then to who
 // answers. The first end counts; if there is none, its destruction is one, for which it
@@ -46,17 +30,21 @@ using OnDone = std::function<void(Outcome&)>;
 class Call {
  public:
   explicit Call(OnDone on_done = nullptr) : on_done_(std::move(on_done)) {}
-  ~Call() { finish({Outcome::kDropped}); }
+  ~Call() { finish(throw_dropped); }
   Call(Call&& other) noexcept { on_done_.swap(other.on_done_); }
   Call& operator=(Call&& other) noexcept {
     on_done_.swap(other.on_done_);
     return *this;
   }
-  void finish(Outcome outcome) {
-    if (on_done_) std::exchange(on_done_, nullptr)(outcome);
+  void finish(Answer answer) {
+    if (on_done_) std::exchange(on_done_, nullptr)(answer);
   }
 
  private:
+  [[noreturn]] static ArrayNest throw_dropped() {
+    throw AsyncError("the batch was dropped without an answer");
+  }
+
   OnDone on_done_;
 };
 

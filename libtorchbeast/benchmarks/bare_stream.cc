@@ -92,13 +92,10 @@ int serve(const std::string& address, size_t num_bytes) {
   return 0;
 }
 
-int run(char** argv, const std::string& address, int num_streams, size_t num_bytes,
+int run(const std::string& address, int num_streams, size_t num_bytes,
         size_t action_bytes, double seconds) {
-  const pid_t server = fork();
-  if (server == 0) {
-    execl("/proc/self/exe", argv[0], "serve", argv[1], argv[3], nullptr);
-    _exit(1);
-  }
+  const pid_t server = fork();  // before gRPC has threads
+  if (server == 0) _exit(serve(address, num_bytes));
   std::atomic<uint64_t> count{0};
   std::atomic<int> num_connected{0};
   std::atomic<bool> running{true}, failed{false};
@@ -163,14 +160,11 @@ int run(char** argv, const std::string& address, int num_streams, size_t num_byt
 }  // namespace torchbeast
 
 int main(int argc, char** argv) {
-  if (argc == 4 && std::string(argv[1]) == "serve") {
-    return torchbeast::serve(argv[2], std::stoul(argv[3]));
-  }
   if (argc != 6) {
     std::fprintf(stderr,
                  "usage: bare_stream ADDRESS STREAMS BYTES ACTION_BYTES SECONDS\n");
     return 2;
   }
-  return torchbeast::run(argv, argv[1], std::stoi(argv[2]), std::stoul(argv[3]),
+  return torchbeast::run(argv[1], std::stoi(argv[2]), std::stoul(argv[3]),
                          std::stoul(argv[4]), std::stod(argv[5]));
 }

@@ -117,6 +117,14 @@ py::object leaf_to_python(const Array& array, const Torch* torch) {
   return tensor;
 }
 
+// In the array's memory, which `base` keeps alive; without one in memory of its own.
+py::array make_array(const Array& array, py::handle base) {
+  const Shape& shape = array.shape();
+  return py::array(to_numpy(array.dtype()),
+                   std::vector<py::ssize_t>(shape.begin(), shape.end()), array.data(),
+                   base);
+}
+
 }  // namespace
 
 void load_numpy() { to_numpy(DType::kBool); }
@@ -165,17 +173,10 @@ py::array to_numpy(const Array& array) {
         static_cast<std::shared_ptr<void>*>(p));
   });
   static_cast<void>(owner.release());  // it is the capsule's
-  const Shape& shape = array.shape();
-  return py::array(to_numpy(array.dtype()),
-                   std::vector<py::ssize_t>(shape.begin(), shape.end()), array.data(),
-                   base);
+  return make_array(array, base);
 }
 
-py::array copy_to_numpy(const Array& array) {
-  return py::array(to_numpy(array.dtype()),
-                   std::vector<py::ssize_t>(array.shape().begin(), array.shape().end()),
-                   array.data());
-}
+py::array copy_to_numpy(const Array& array) { return make_array(array, nullptr); }
 
 ArrayNest nest_from_python(py::handle nest) {
   return nest::from_python<Array>(nest, leaf_from_python);

@@ -18,10 +18,12 @@ using namespace py::literals;
 
 using Batch = DynamicBatcher::Batch;
 
-BatchingOptions to_options(int64_t batch_dim, int64_t minimum_batch_size,
-                           int64_t maximum_batch_size, std::optional<double> timeout_ms,
-                           bool check, std::optional<int64_t> maximum_queue_size,
-                           const py::object& allocator) {
+template <typename Queue>
+std::shared_ptr<Queue> make(int64_t batch_dim, int64_t minimum_batch_size,
+                            int64_t maximum_batch_size,
+                            std::optional<double> timeout_ms, bool check,
+                            std::optional<int64_t> maximum_queue_size,
+                            const py::object& allocator) {
   load_numpy();
   BatchingOptions options;
   options.batch_dim = to_size(batch_dim, "batch_dim");
@@ -33,7 +35,7 @@ BatchingOptions to_options(int64_t batch_dim, int64_t minimum_batch_size,
   }
   options.check = check;
   if (!allocator.is_none()) options.allocator = allocator_from_python(allocator);
-  return options;
+  return make_here<Queue>(std::move(options));
 }
 
 // What both queues have. `close_twice` is the error of a second close().
@@ -108,17 +110,10 @@ Raises:
     ValueError: an argument is out of range.
 )");
   queue
-      .def(py::init([](int64_t batch_dim, int64_t minimum_batch_size,
-                       int64_t maximum_batch_size, std::optional<double> timeout_ms,
-                       bool check_inputs, std::optional<int64_t> maximum_queue_size,
-                       const py::object& allocator) {
-             return make_here<BatchingQueue>(
-                 to_options(batch_dim, minimum_batch_size, maximum_batch_size,
-                            timeout_ms, check_inputs, maximum_queue_size, allocator));
-           }),
-           py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
-           py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = py::none(),
-           py::arg("check_inputs") = true, py::arg("maximum_queue_size") = py::none(),
+      .def(py::init(&make<BatchingQueue>), py::arg("batch_dim") = 1,
+           py::arg("minimum_batch_size") = 1, py::arg("maximum_batch_size") = 1024,
+           py::arg("timeout_ms") = py::none(), py::arg("check_inputs") = true,
+           py::arg("maximum_queue_size") = py::none(),
            py::arg("allocator") = py::none())
       .def(
           "enqueue",
@@ -207,9 +202,9 @@ Raises:
       .def(py::init([](int64_t batch_dim, int64_t minimum_batch_size,
                        int64_t maximum_batch_size, std::optional<double> timeout_ms,
                        bool check_outputs, const py::object& allocator) {
-             return make_here<DynamicBatcher>(
-                 to_options(batch_dim, minimum_batch_size, maximum_batch_size,
-                            timeout_ms, check_outputs, std::nullopt, allocator));
+             return make<DynamicBatcher>(batch_dim, minimum_batch_size,
+                                         maximum_batch_size, timeout_ms, check_outputs,
+                                         std::nullopt, allocator);
            }),
            py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
            py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = 100,
