@@ -17,9 +17,8 @@ namespace torchbeast::python {
 namespace {
 
 // `value` is what was given, in some unit.
-Milliseconds duration(double milliseconds, double value, const std::string& name,
-                      bool is_allowed) {
-  if (!is_allowed) {
+Milliseconds duration(double milliseconds, double value, const std::string& name) {
+  if (!(value >= 0)) {  // also if it is NaN
     throw std::invalid_argument(
         name + "=" + std::string(py::str(py::float_(value))) +
         ": a duration must be at least 0; inf stands for no limit");
@@ -142,11 +141,11 @@ Raises:
 }
 
 Milliseconds to_milliseconds(double milliseconds, const std::string& name) {
-  return duration(milliseconds, milliseconds, name, milliseconds >= 0);  // not if NaN
+  return duration(milliseconds, milliseconds, name);
 }
 
 Milliseconds to_seconds(double seconds, const std::string& name) {
-  return duration(seconds * 1000, seconds, name, seconds >= 0);
+  return duration(seconds * 1000, seconds, name);
 }
 
 Milliseconds to_positive_seconds(double seconds, const std::string& name) {
