@@ -14,12 +14,12 @@ namespace {
 // What ends an episode has to say so in "done": only that resets the agent's state and
 // the discount.
 void check_ends(const StreamSpec& spec, const std::vector<Array>& arrays) {
-  const Array& done = arrays[spec.num_observation_arrays + kDoneField];
-  for (const std::string name : {"truncated", "game_over"}) {
-    const Array* const ends = find_field(spec, arrays, name);
-    for (size_t e = 0; ends != nullptr && e < static_cast<size_t>(spec.num_envs); ++e) {
-      if (ends->data()[e] != 0 && done.data()[e] == 0) {
-        throw WireError(name + " is true and done is false in environment " +
+  const uint8_t* const done = arrays[spec.num_observation_arrays + kDoneField].data();
+  for (const std::optional<size_t> field : {spec.truncated, spec.game_over}) {
+    for (size_t e = 0; field && e < static_cast<size_t>(spec.num_envs); ++e) {
+      if (arrays[*field].data()[e] != 0 && done[e] == 0) {
+        throw WireError(spec.names[*field] +
+                        " is true and done is false in environment " +
                         std::to_string(e));
       }
     }
@@ -34,12 +34,12 @@ void check_final_observation(const StreamSpec& spec, const EnvRow& row) {
                         ? "final_observation is missing, and an episode is truncated"
                         : "final_observation has bytes, and no episode is truncated");
   }
-  const Array* const truncated = find_field(spec, row.arrays, "truncated");
   for (size_t i = 0; i < row.final_observation.size(); ++i) {
+    const uint8_t* const truncated = row.arrays[*spec.truncated].data();
     const Array &from = row.arrays[i], &to = row.final_observation[i];
     const size_t bytes = to.num_bytes() / static_cast<size_t>(spec.num_envs);
     for (size_t e = 0; e < static_cast<size_t>(spec.num_envs) && bytes > 0; ++e) {
-      if (truncated->data()[e] != 0) continue;
+      if (truncated[e] != 0) continue;
       std::memcpy(to.data() + e * bytes, from.data() + e * bytes, bytes);
     }
   }

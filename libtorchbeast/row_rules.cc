@@ -11,13 +11,6 @@
 
 namespace torchbeast {
 
-const Array* find_field(const StreamSpec& spec, const std::vector<Array>& arrays,
-                        const std::string& name) {
-  const auto found = std::find(spec.names.begin(), spec.names.end(), name);
-  if (found == spec.names.end()) return nullptr;
-  return &arrays[static_cast<size_t>(found - spec.names.begin())];
-}
-
 bool any_truncated(const StreamSpec& spec, const std::vector<Array>& arrays) {
   if (!spec.truncated) return false;
   const uint8_t* const truncated = arrays[*spec.truncated].data();

@@ -373,6 +373,7 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
              "is " + one.to_string() + ", must be " + found->second.spec.to_string());
     }
     if (name == "truncated") truncated = arrays.size();
+    if (name == "game_over") game_over = arrays.size();
     add(name, batched(one, num_envs, place),
         found != known.end() ? found->second.rule : any);
   }

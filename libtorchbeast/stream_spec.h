@@ -69,8 +69,8 @@ struct StreamSpec {
                                    // are the names of the fields
   std::vector<ValueRule> rules;    // of the arrays
   size_t num_observation_arrays = 0;
-  std::optional<size_t> truncated;  // the array of this field, if there is one
-  size_t step_bytes = 0;            // of all arrays
+  std::optional<size_t> truncated, game_over;  // the fields of these names, if any
+  size_t step_bytes = 0;                       // of all arrays
   bool has_action_space = false;  // else actions are arrays of any kind, and say which
   SpecNest action;                // [E, ...], with an action space
 
@@ -90,9 +90,6 @@ struct EnvRow {
 // The array that an action's layout announces, [num_envs, ...]. Throws WireError.
 ArraySpec layout_spec(const wire::Field& layout, int64_t num_envs);
 
-// A field of a row's arrays; null if there is none of this name.
-const Array* find_field(const StreamSpec& spec, const std::vector<Array>& arrays,
-                        const std::string& name);
 // Whether the field "truncated" is there and true for any environment.
 bool any_truncated(const StreamSpec& spec, const std::vector<Array>& arrays);
 // Whether these arrays of a step are the first rows of new episodes for all E.

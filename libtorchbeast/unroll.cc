@@ -16,13 +16,6 @@ std::string describe(const std::vector<ArraySpec>& specs) {
   return text.empty() ? "nothing" : text;
 }
 
-// Copies from[i] into to[i] for every array of `to`, unless both are the same memory.
-void copy_arrays(const std::vector<Array>& from, const std::vector<Array>& to) {
-  for (size_t i = 0; i < to.size(); ++i) {
-    if (from[i].data() != to[i].data()) copy(from[i], to[i]);
-  }
-}
-
 }  // namespace
 
 void check_rollout_bytes(const StreamSpec& spec, int64_t unroll_length,
@@ -76,9 +69,7 @@ void Unroll::take(const EnvRow& next) {
 }
 
 void Unroll::hand_over(const EnvRow& first, uint64_t first_number) {
-  std::vector<Array> observation = env_row(t_);
-  observation.resize(spec_.num_observation_arrays);
-  copy_arrays(first.arrays, observation);
+  copy_into_row(first.arrays, spec_.num_observation_arrays);
   context_.env_ns += first.env_nanoseconds;
   newest_number_ = first_number;
   state_before_ = tile(context_.initial_state);
@@ -86,8 +77,15 @@ void Unroll::hand_over(const EnvRow& first, uint64_t first_number) {
   acted_ = false;
 }
 
+void Unroll::copy_into_row(const std::vector<Array>& from, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    const Array to = rollout_.env[i].at(t_);
+    if (from[i].data() != to.data()) copy(from[i], to);
+  }
+}
+
 void Unroll::write_env_row(const EnvRow& row) {
-  copy_arrays(row.arrays, env_row(t_));
+  copy_into_row(row.arrays, rollout_.env.size());
   context_.env_ns += row.env_nanoseconds;
   if (evaluates_) final_observation_ = row.final_observation;
   truncation_value_.reset();

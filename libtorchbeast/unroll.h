@@ -109,6 +109,8 @@ class Unroll {
 
   Rollout make_rollout(ArrayNest initial_state);
   void write_env_row(const EnvRow& row);
+  // Copies the first `count` arrays into the newest row, unless they are there already.
+  void copy_into_row(const std::vector<Array>& from, size_t count);
   void write_agent_row(Rollout& rollout, int64_t t, const ArrayNest& outputs);
   void check_form(const ArrayNest& outputs) const;
   void keep_truncation_value(const ArrayNest& outputs);
