@@ -133,11 +133,7 @@ Raises:
     ClosedBatchingQueue: the queue was closed before there was room.
 )")
       .def("__next__", [](BatchingQueue& self) {
-        std::optional<ArrayNest> batch;
-        {
-          WithoutGil no_gil;
-          batch = self.dequeue(check_signals());
-        }
+        const auto batch = without_gil([&] { return self.dequeue(check_signals()); });
         if (!batch) throw py::stop_iteration();
         return nest_to_python(*batch);
       });
@@ -213,12 +209,8 @@ Raises:
           "compute",
           [](DynamicBatcher& self, const py::object& nest) {
             ArrayNest inputs = nest_from_python(nest);
-            ArrayNest outputs;
-            {
-              WithoutGil no_gil;
-              outputs = self.compute(std::move(inputs), check_signals());
-            }
-            return nest_to_python(outputs);
+            return nest_to_python(without_gil(
+                [&] { return self.compute(std::move(inputs), check_signals()); }));
           },
           py::arg("inputs"), R"(
 Block until a consumer has answered, and return this caller's part of the answer.
@@ -229,11 +221,7 @@ Raises:
     AsyncError: the batch was dropped without an answer, or answered with an error.
 )")
       .def("__next__", [](DynamicBatcher& self) {
-        std::shared_ptr<Batch> batch;
-        {
-          WithoutGil no_gil;
-          batch = self.next(check_signals());
-        }
+        auto batch = without_gil([&] { return self.next(check_signals()); });
         if (!batch) throw py::stop_iteration();
         return batch;
       });

@@ -40,6 +40,13 @@ class WithoutGil {
   PyThreadState* const state_;
 };
 
+// The result of f(), which runs without the GIL.
+template <typename F>
+auto without_gil(F&& f) {
+  WithoutGil no_gil;
+  return f();
+}
+
 // Takes the GIL in any thread, whether it holds it or not, until the end of the scope.
 // One thread at a time.
 class WithGil {
