@@ -30,8 +30,8 @@ std::string random_id() {
   return id;
 }
 
-// Ends the client's thread without an error.
-struct Stopped {};
+// Why a client that is to stop cancels its connection.
+constexpr char kUnwanted[] = "is no longer wanted";
 
 }  // namespace
 
@@ -46,13 +46,14 @@ struct EnvClient::State {
   // In the thread of the environment: one of its own, so that run() can look for
   // signals, or that of run_here().
   void work(std::optional<uint64_t> num_episodes);
-  // From dialling until the episodes are done; throws TransportError if it is lost.
-  void run_stream(Stepper& stepper, const std::string& stream_id,
-                  std::optional<uint64_t> num_episodes);
-  // Calls f, and sends the learner what the environment raises in it.
-  template <typename F>
-  void tell_what_it_raises(DialledConnection& connection, F&& f);
-  void after_loss(const TransportError& error);
+  // From dialling until the stream ends: kLeft if the episodes are done. The learner
+  // gets what the environment raises.
+  End run_stream(Stepper& stepper, const std::string& stream_id,
+                 std::optional<uint64_t> num_episodes);
+  void play(DialledConnection& connection, Stepper& stepper,
+            const std::string& stream_id, std::optional<uint64_t> num_episodes);
+  // Whether to dial again, after a pause. Throws if there is no sense in it.
+  bool goes_on(const End& end);
   // In the other thread.
   void wait(const Interrupt& interrupt) TB_EXCLUDES(mutex);
   // The other of the two threads of run() or run_here().
@@ -99,40 +100,30 @@ struct EnvClient::State {
 // --- The working thread
 
 void EnvClient::State::work(std::optional<uint64_t> num_episodes) {
-  std::exception_ptr caught;
-  try {
+  const End end = end_of([&] {
     const std::string stream_id = random_id();
     Stepper stepper(factory, &activity);
     down_since = Clock::now();
-    while (true) {
-      try {
-        run_stream(stepper, stream_id, num_episodes);
-        break;
-      } catch (const TransportError& error) {
-        after_loss(error);
-      }
+    while (goes_on(run_stream(stepper, stream_id, num_episodes))) {
     }
-  } catch (const Stopped&) {
-  } catch (...) {
-    caught = std::current_exception();
-  }
+  });
   {
     MutexLock lock(mutex);
-    error = caught;
+    error = end.error;
     done = true;
   }
   changed.notify_all();
 }
 
-void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id,
-                                  std::optional<uint64_t> num_episodes) {
+End EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id,
+                                 std::optional<uint64_t> num_episodes) {
   DialledConnection connection(address, options.security, kJoinMethod, "the learner");
   // While it lives, others may cancel the connection.
   struct Registration {
     Registration(State* state, DialledConnection* connection) : state(*state) {
       MutexLock lock(this->state.mutex);
-      if (this->state.stopping) throw Stopped();
       this->state.connection = connection;
+      if (this->state.stopping) connection->cancel(kUnwanted);
     }
     ~Registration() {
       if (state.connected.exchange(false)) state.down_since = Clock::now();
@@ -142,13 +133,19 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
     State& state;
   };
   const Registration registration(this, &connection);
+  End end = end_of([&] { play(connection, stepper, stream_id, num_episodes); });
+  if (end.is_own() || end.kind == End::kUnusable) connection.leave_with_error(end.text);
+  return end;
+}
+
+void EnvClient::State::play(DialledConnection& connection, Stepper& stepper,
+                            const std::string& stream_id,
+                            std::optional<uint64_t> num_episodes) {
   connection.open();
   const wire::AgentHello agent = connection.expect_agent_hello();
   downtime += Clock::now() - down_since;
   connected = true;
-  if (!stepper.has_begun()) {
-    tell_what_it_raises(connection, [&] { stepper.begin(agent); });
-  }
+  if (!stepper.has_begun()) stepper.begin(agent);
   wire::EnvHello hello = stepper.hello();
   hello.set_stream_id(stream_id);
   hello.set_first_step(newest_number);
@@ -162,7 +159,7 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
     lost_before = false;
     downtime = {};
     backoff.reset();
-    tell_what_it_raises(connection, [&] { stepper.step(&action, &number); });
+    stepper.step(&action, &number);
     ++newest_number;
     num_steps += static_cast<uint64_t>(stepper.num_envs());
     if (stepper.is_between_episodes()) ++this->num_episodes;
@@ -171,33 +168,25 @@ void EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id
   connection.leave();
 }
 
-template <typename F>
-void EnvClient::State::tell_what_it_raises(DialledConnection& connection, F&& f) {
-  try {
-    f();
-  } catch (const WireError&) {
-    throw;
-  } catch (const std::exception& error) {
-    connection.leave_with_error(error.what());
-    throw;
-  }
-}
-
-void EnvClient::State::after_loss(const TransportError& error) {
+bool EnvClient::State::goes_on(const End& end) {
+  if (end.error == nullptr) return false;
+  const bool is_lost = end.kind == End::kLost;
+  if (!is_lost && end.kind != End::kRefused) std::rethrow_exception(end.error);
   lost_before = newest_number > 0;  // not if it was never connected
   MutexLock lock(mutex);
-  last_error = error.what();
-  if (stopping) throw Stopped();
-  if (!error.may_pass) throw;  // the error that is being handled
+  last_error = end.text;
+  if (stopping) return false;
+  if (!is_lost) std::rethrow_exception(end.error);
   const auto without_learner = downtime + (Clock::now() - down_since);
   if (is_longer(without_learner, options.maximum_downtime)) {
-    throw TransportError(
-        "no learner for " + in_seconds(options.maximum_downtime) + ": " + error.what(),
-        false);
+    throw TransportError("no learner for " + in_seconds(options.maximum_downtime) +
+                         ": " + end.text);
   }
-  const auto end = Clock::now() + backoff.next();
-  while (!stopping && Clock::now() < end) changed.wait_until(mutex, end, nullptr);
-  if (stopping) throw Stopped();
+  const auto dial_at = Clock::now() + backoff.next();
+  while (!stopping && Clock::now() < dial_at) {
+    changed.wait_until(mutex, dial_at, nullptr);
+  }
+  return !stopping;
 }
 
 // --- The client
@@ -268,7 +257,7 @@ void EnvClient::stop(Milliseconds limit) {
     if (!state_->stopping) state_->give_up_at = time_after(limit);
     state_->stopping = true;
     if (state_->connection != nullptr) {
-      state_->connection->cancel("is no longer wanted");
+      state_->connection->cancel(kUnwanted);
     }
   }
   state_->changed.notify_all();

@@ -13,20 +13,6 @@ namespace torchbeast {
 
 namespace {
 
-// Dialling again does not help against a refusal that has a reason.
-bool is_final(grpc::StatusCode code) {
-  switch (code) {
-    case grpc::StatusCode::INVALID_ARGUMENT:
-    case grpc::StatusCode::FAILED_PRECONDITION:
-    case grpc::StatusCode::UNAUTHENTICATED:
-    case grpc::StatusCode::PERMISSION_DENIED:
-    case grpc::StatusCode::UNIMPLEMENTED:
-      return true;
-    default:
-      return false;
-  }
-}
-
 void check_version(uint32_t version, const std::string& peer) {
   if (version != kWireVersion) throw RefusedError(version_refusal(peer, version));
 }
@@ -184,6 +170,7 @@ void DialledConnection::open() {
 }
 
 void DialledConnection::leave_with_error(const std::string& text) {
+  if (stream_ == nullptr || finished_) return;
   shake_hands_again();
   try {
     write(encode_error(text));
@@ -197,14 +184,18 @@ void DialledConnection::leave() {
   const Waiting waiting(this);
   end_lane();
   stream_->WritesDone();
-  grpc::ByteBuffer message;
-  while (stream_->Read(&message)) {  // what was on its way
-  }
-  const grpc::Status status = stream_->Finish();
-  finished_ = true;
+  const grpc::Status status = finish();
   if (!status.ok()) {
-    throw TransportError(peer() + " is lost: " + status.error_message(), true);
+    throw TransportError(peer() + " is lost: " + status.error_message());
   }
+}
+
+grpc::Status DialledConnection::finish() {
+  grpc::ByteBuffer message;
+  while (stream_->Read(&message)) {
+  }
+  finished_ = true;
+  return stream_->Finish();
 }
 
 bool DialledConnection::do_write(const grpc::ByteBuffer& message) {
@@ -228,19 +219,14 @@ bool DialledConnection::is_gone() const {
 }
 
 void DialledConnection::throw_reason(bool) {
-  // After a failed write there may be messages left, and the status waits for them.
-  grpc::ByteBuffer message;
-  while (stream_->Read(&message)) {
-  }
-  const grpc::Status status = stream_->Finish();
-  finished_ = true;
+  const grpc::Status status = finish();
   const char* reason = cancel_reason();
-  if (reason != nullptr) throw TransportError(peer() + " " + reason, true);
-  if (status.ok()) throw TransportError(peer() + " has ended the stream", true);
-  if (is_final(status.error_code())) {
+  if (reason != nullptr) throw TransportError(peer() + " " + reason);
+  if (status.ok()) throw TransportError(peer() + " has ended the stream");
+  if (meaning_of(status.error_code()) == End::kRefused) {
     throw RefusedError(peer() + " refuses: " + status.error_message());
   }
-  throw TransportError(peer() + " is lost: " + status.error_message(), true);
+  throw TransportError(peer() + " is lost: " + status.error_message());
 }
 
 // --- Served
@@ -271,10 +257,6 @@ ServedConnection::ServedConnection(grpc::ServerContext* context, ServedStream* s
       context_(*context),
       stream_(*stream) {}
 
-bool ServedConnection::is_local() const {
-  return context_.peer().compare(0, 3, "fd:") == 0;
-}
-
 bool ServedConnection::do_write(const grpc::ByteBuffer& message) {
   return stream_.Write(message);
 }
@@ -292,9 +274,9 @@ void ServedConnection::do_cancel() {
 
 void ServedConnection::throw_reason(bool reading) {
   const char* reason = cancel_reason();
-  if (reason != nullptr) throw TransportError(peer() + " " + reason, true);
-  if (reading && !is_lost()) throw Left();
-  throw TransportError(peer() + " is lost", true);
+  if (reason != nullptr) throw TransportError(peer() + " " + reason);
+  if (reading && !is_lost()) throw Ended(End::kLeft, peer() + " has left");
+  throw TransportError(peer() + " is lost");
 }
 
 }  // namespace torchbeast

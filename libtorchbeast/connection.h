@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -24,10 +23,10 @@
 namespace torchbeast {
 
 // An environment on the other side has raised; with its traceback.
-class EnvironmentError : public std::runtime_error {
+class EnvironmentError : public Ended {
  public:
   explicit EnvironmentError(const std::string& message)
-      : std::runtime_error(printable(message)) {}
+      : Ended(End::kRaised, printable(message)) {}
 };
 
 // One thread at a time, but for cancel(), restart_waiting() and cancel_if_slow(), which
@@ -38,11 +37,10 @@ class Connection {
   Connection(const Connection&) = delete;
 
   // Throw TransportError if the stream is lost or cancelled, RefusedError if the other
-  // side says no, and read() Left if it has ended its side without an error.
+  // side says no, and read() Ended if it has ended its side without an error.
   void write(const grpc::ByteBuffer& message);
   void write(const RowMessage& message, MemoryPool& pool);
   void read(grpc::ByteBuffer* message);
-  struct Left {};
 
   // The learner's side of the handshake: says hello, returns the environment's. Throws
   // as read(), RefusedError if it speaks another version, WireError, EnvironmentError.
@@ -112,7 +110,7 @@ class Connection {
 
  private:
   // Whether both sides are on one machine.
-  virtual bool is_local() const = 0;
+  bool is_local() const { return origin_.compare(0, 5, "unix:") == 0; }
   // Whether the other side is no longer there, without asking it for anything.
   virtual bool is_gone() const = 0;
   bool read_lane(grpc::ByteBuffer* message);
@@ -150,7 +148,8 @@ class DialledConnection : public Connection {
   // Ends this side without an error and waits for the end of the other. Throws as
   // read().
   void leave();
-  // Sends what the environment has raised, and leaves. A lost connection is no error.
+  // Sends what the environment has raised, and leaves. A lost connection is no error,
+  // nor one that was never there.
   void leave_with_error(const std::string& text);
 
  private:
@@ -159,8 +158,9 @@ class DialledConnection : public Connection {
   void do_cancel() override;
   [[noreturn]] void throw_reason(bool reading) override;
 
-  bool is_local() const override { return address_.is_unix(); }
   bool is_gone() const override;
+  // Reads what was on its way, and returns how the other side has ended the stream.
+  grpc::Status finish();
 
   const Address address_;
   const Security security_;
@@ -183,7 +183,6 @@ class ServedConnection : public Connection {
   bool is_lost() const { return context_.IsCancelled(); }
 
  private:
-  bool is_local() const override;
   bool is_gone() const override { return is_lost(); }
   bool do_write(const grpc::ByteBuffer& message) override;
   bool do_read(grpc::ByteBuffer* message) override;

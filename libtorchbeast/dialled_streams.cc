@@ -1,7 +1,5 @@
 // Streams to environment servers that the pool dials.
 
-#include <algorithm>
-#include <new>
 #include <string>
 #include <utility>
 
@@ -24,53 +22,87 @@ class DialledStreams {
   // The thread.
   void run() {
     try {
-      while (true) {
-        try_stream();
+      while (!shared_.closing) {
+        was_connected_ = was_cancelled_ = false;
+        num_dropped_ = 0;
+        act_on(end_of([this] { return run_stream(); }));
         shared_.pause(backoff_.next(was_refused_));
-        if (shared_.closing) throw Stopped();
       }
-    } catch (const Stopped&) {
-      shared_.close();
-    } catch (const ClosedBatchingQueue&) {
-      shared_.close();
     } catch (...) {
       shared_.fail(std::current_exception());
     }
   }
 
  private:
-  // Until the stream ends by the other side's fault; what is thrown is this side's.
-  void try_stream() {
-    was_connected_ = was_cancelled_ = false;
-    num_dropped_ = 0;
-    try {
-      run_stream();
-    } catch (const EnvironmentError& error) {
-      after(Event::kEnvError, error.what(), false);
-      shared_.count_failure(error, address_.to_string());
-    } catch (const WireError& error) {
-      after(Event::kRefused,
-            "the environment server at " + address_.to_string() +
-                " breaks the rules: " + error.what(),
-            false);
-    } catch (const TooManyBytes& error) {
-      after(Event::kRefused, no_memory() + ": " + error.what(), false);
-    } catch (const std::bad_alloc&) {
-      after(Event::kRefused, no_memory(), false);
-    } catch (const TransportError& error) {
-      after(error.may_pass ? Event::kLost : Event::kRefused, error.what(),
-            !error.may_pass);
+  // From dialling until the stream ends.
+  End run_stream() {
+    DialledConnection connection(address_, shared_.options.security, kStreamMethod,
+                                 kPeer);
+    PoolStreams::Presence presence(&shared_, &connection);
+    std::optional<Unroll> unroll;
+    End end = end_of([&] {
+      connection.open();
+      if (is_trusted_) presence.trust();
+      if (!seeding_) seeding_ = shared_.next_seeding(index_, !answered_before_);
+      const wire::EnvHello hello = connection.shake_hands(seeding_, true);
+      seeding_.reset();  // used
+      answered_before_ = true;
+      EnvSession session(&shared_.sessions, &connection, hello, [this] {
+        if (shared_.closing) throw_over();
+      });
+      // After the session has checked the rules: all others must be as the first.
+      shared_.hellos.check(hello, connection.peer());
+      const EnvRow first = session.read_row();
+      unroll.emplace(&shared_.sessions.unrolls, session.spec(), first,
+                     hello.first_step());
+      presence.connect();
+      was_connected_ = true;
+      set_final(false);
+      if (connected_before_) shared_.note_return(connection);
+      connected_before_ = true;
+      shared_.run_session(session, *unroll, [&](bool finished) {
+        presence.step(finished);
+        if (finished) backoff_.reset();
+      });
+    });
+    if (end.kind == End::kOver) return end;
+    // One that hangs, or never makes a step, is not trusted again until it has made
+    // one.
+    presence.fail();
+    was_cancelled_ = connection.is_cancelled();
+    const bool has_failed = was_connected_ || was_cancelled_;
+    is_trusted_ = presence.is_proven() || (is_trusted_ && !has_failed);
+    // What a run leaves unfinished when it ends was not lost.
+    if (unroll && !shared_.closing) num_dropped_ = unroll->num_unfinished_steps();
+    shared_.num_dropped_steps += static_cast<uint64_t>(num_dropped_);
+    return end;
+  }
+
+  void act_on(const End& end) {
+    if (shared_.closing) return;
+    const std::string peer = std::string(kPeer) + " at " + address_.to_string();
+    Event::Kind kind = Event::kRefused;
+    std::string text = end.text;
+    switch (end.kind) {
+      case End::kRefused:
+        break;
+      case End::kBrokeRules:
+        text = peer + " breaks the rules: " + end.text;
+        break;
+      case End::kNoMemory:
+        text = "there is no memory for a rollout of " + peer + ": " + end.text;
+        break;
+      case End::kRaised:
+        kind = Event::kEnvError;
+        break;
+      case End::kLost:
+        kind = Event::kLost;
+        break;
+      case End::kOver:
+        return shared_.close();
+      default:  // nothing that a server has done
+        return shared_.fail(end.error);
     }
-  }
-
-  std::string no_memory() const {
-    return "there is no memory for a rollout of the environment server at " +
-           address_.to_string();
-  }
-
-  // `is_final`: the server refuses this learner for good.
-  void after(Event::Kind kind, std::string text, bool is_final) {
-    if (shared_.closing) throw Stopped();
     // Attempts that fail one after the other are one event.
     const bool is_news = was_connected_ || (text != last_text_ &&
                                             (kind != Event::kLost || was_cancelled_ ||
@@ -82,8 +114,9 @@ class DialledStreams {
       text += "\n" + std::to_string(num_dropped_) + " steps are dropped";
     }
     if (is_news) shared_.events.add(kind, text);
-    set_final(is_final);
     was_refused_ = kind == Event::kRefused;
+    set_final(end.kind == End::kRefused);
+    if (end.kind == End::kRaised) shared_.count_failure(end.text, address_.to_string());
   }
 
   void set_final(bool is_final) {
@@ -92,56 +125,7 @@ class DialledStreams {
     shared_.num_refusing += is_final ? 1 : -1;
   }
 
-  // From dialling until the stream is lost.
-  void run_stream() {
-    DialledConnection connection(address_, shared_.options.security, kStreamMethod,
-                                 "the environment server");
-    PoolStreams::Presence presence(&shared_, &connection);
-    std::optional<Unroll> unroll;
-    try {
-      connection.open();
-      if (is_trusted_) presence.trust();
-      if (!seeding_) seeding_ = shared_.next_seeding(index_, !answered_before_);
-      const wire::EnvHello hello = connection.shake_hands(seeding_, true);
-      seeding_.reset();  // used
-      answered_before_ = true;
-      EnvSession session(&shared_.sessions, &connection, hello, [this] {
-        if (shared_.closing) throw Stopped();
-      });
-      // After the session has checked the rules: all others must be as the first.
-      shared_.hellos.check(hello, connection.peer());
-      const EnvRow first = session.read_row();
-      unroll.emplace(&shared_.sessions.unrolls, session.spec(), first,
-                     hello.first_step());
-      presence.connect();
-      was_connected_ = true;
-      set_final(false);
-      if (connected_before_) {
-        ++shared_.num_reconnects;
-        shared_.events.add(Event::kReturned, connection.peer());
-      }
-      connected_before_ = true;
-      shared_.run_session(session, *unroll, [&](bool finished) {
-        presence.prove();
-        if (!finished) return;
-        presence.deliver();
-        backoff_.reset();
-      });
-    } catch (const ClosedBatchingQueue&) {
-      throw;
-    } catch (...) {
-      // One that hangs, or never makes a step, is not trusted again until it has made
-      // one.
-      presence.fail();
-      was_cancelled_ = connection.is_cancelled();
-      const bool has_failed = was_connected_ || was_cancelled_;
-      is_trusted_ = presence.is_proven() || (is_trusted_ && !has_failed);
-      // What a run leaves unfinished when it ends was not lost.
-      if (unroll && !shared_.closing) num_dropped_ = unroll->num_unfinished_steps();
-      shared_.num_dropped_steps += static_cast<uint64_t>(num_dropped_);
-      throw;
-    }
-  }
+  static constexpr char kPeer[] = "the environment server";
 
   PoolStreams& shared_;
   const size_t index_;

@@ -5,11 +5,11 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "array.h"
+#include "end.h"
 #include "stream_spec.h"
 #include "sync.h"
 
@@ -35,10 +35,10 @@ class Environment {
 };
 
 // It can't be served, now or later: its spaces or methods are not as they must be.
-class UnusableEnvironment : public std::runtime_error {
+class UnusableEnvironment : public Ended {
  public:
   explicit UnusableEnvironment(const std::string& why)
-      : std::runtime_error("this environment can't be served: " + why) {}
+      : Ended(End::kUnusable, "this environment can't be served: " + why) {}
 };
 
 // Makes the environment of a new stream. Its exceptions, and those of the environment,

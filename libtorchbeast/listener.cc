@@ -63,10 +63,9 @@ struct Listener::State {
         expected(std::move(options.expected)),
         server(
             kJoinMethod, "the environment that has joined from",
-            [this](ServedConnection& connection) { serve(connection); },
+            [this](ServedConnection& connection) { return serve(connection); },
             with_more_streams(std::move(options)),
-            [this](const std::string& peer, const grpc::Status& status) {
-              const std::string text = status.error_message();
+            [this](const std::string& peer, const std::string& text) {
               const bool has_name = text.compare(0, peer.size(), peer) == 0;
               note(Event::kRefused, has_name ? text : peer + ": " + text);
             }) {}
@@ -81,7 +80,7 @@ struct Listener::State {
     options.max_streams *= 2;
     return options;
   }
-  void serve(ServedConnection& connection) TB_EXCLUDES(mutex);
+  End serve(ServedConnection& connection) TB_EXCLUDES(mutex);
   wire::EnvHello shake_hands(Connection* connection) TB_EXCLUDES(mutex);
   // The host, in whose hands a stream is until this is destroyed; null if there is
   // none.
@@ -129,19 +128,20 @@ struct Listener::State {
 
 // --- One stream
 
-void Listener::State::serve(ServedConnection& connection) {
+End Listener::State::serve(ServedConnection& connection) {
   wire::EnvHello hello;
   Hosted hosted;
   try {
     hello = shake_hands(&connection);
-  } catch (const EnvironmentError& error) {  // in place of the hello
-    note(Event::kEnvError, error.what());
+  } catch (const EnvironmentError&) {  // in place of the hello
+    const End end = end_of(std::current_exception());
+    note(Event::kEnvError, end.text);
     {
       MutexLock lock(mutex);
       hosted = enter_host(nullptr);
     }
-    if (hosted) hosted->count_failure(error, connection.origin());
-    return;
+    if (hosted) hosted->count_failure(end.text, connection.origin());
+    return end;
   }
   // While it lives, the measure may be this stream's. Ends after the host's work.
   struct Greeted {
@@ -166,7 +166,7 @@ void Listener::State::serve(ServedConnection& connection) {
   const Greeted greeted(this, hello, connection.peer());
   const auto check = [&connection] {
     if (connection.is_lost()) {
-      throw TransportError(connection.peer() + " is lost", true);
+      throw TransportError(connection.peer() + " is lost");
     }
   };
   {
@@ -179,7 +179,7 @@ void Listener::State::serve(ServedConnection& connection) {
     }
   }
   const Hosted host = std::move(hosted);  // leaves it before `greeted` ends
-  host->serve(connection, hello);
+  return host->serve(connection, hello);
 }
 
 Listener::State::Hosted Listener::State::enter_host(const wire::EnvHello* hello) {
@@ -232,9 +232,7 @@ void Listener::State::set_measure(const wire::EnvHello& hello,
 }
 
 void Listener::State::refuse_if_over() {
-  if (closing || detached) {
-    throw TransportError("this learner is about to end", true);
-  }
+  if (closing || detached) throw_over();
 }
 
 std::optional<wire::Seeding> Listener::State::next_seeding() {
@@ -288,14 +286,14 @@ wire::EnvHello Listener::probe(Milliseconds timeout, const Interrupt& interrupt)
   const auto deadline = time_after(timeout);
   MutexLock lock(state.mutex);
   while (!state.measure) {
-    if (state.closing) throw TransportError("the listener has been closed", false);
+    if (state.closing) throw TransportError("the listener has been closed");
     if (Clock::now() >= deadline) {
       std::string text = "no environment has joined at " + state.server.address() +
                          " within " + in_seconds(timeout);
       if (!state.last_refusal.empty()) {
         text += "; the last that was refused: " + state.last_refusal;
       }
-      throw TransportError(text, true);
+      throw TransportError(text);
     }
     state.changed.wait_until(state.mutex, deadline, interrupt);
   }

@@ -43,12 +43,10 @@ class StreamHost {
   // Whether it would run this environment; otherwise the environment waits, perhaps for
   // another host. Does not block.
   virtual bool wants(const wire::EnvHello&) { return true; }
-  // Runs an environment that has shaken hands, in the stream's thread, until it leaves.
-  // Throws as a handler of StreamServer.
-  virtual void serve(Connection& connection, const wire::EnvHello& hello) = 0;
-  // An environment has raised. `origin`: of its connection.
-  virtual void count_failure(const EnvironmentError& error,
-                             const std::string& origin) = 0;
+  // Runs an environment that has shaken hands, in the stream's thread, until it ends.
+  virtual End serve(Connection& connection, const wire::EnvHello& hello) = 0;
+  // An environment has raised this text. `origin`: of its connection.
+  virtual void count_failure(const std::string& text, const std::string& origin) = 0;
 };
 
 // All environments of a run must be alike. The measure is the hello of the first that

@@ -25,9 +25,6 @@
 
 namespace torchbeast {
 
-// Ends a stream's thread without an error.
-struct Stopped {};
-
 // Thread-safe.
 struct PoolStreams : StreamHost {
   class Presence;
@@ -84,6 +81,10 @@ struct PoolStreams : StreamHost {
     MutexLock lock(mutex);
     last_error = error;
   }
+  void note_return(const Connection& connection) {
+    ++num_reconnects;
+    events.add(Event::kReturned, connection.peer());
+  }
 
   // From run()'s thread.
   void cancel_all() TB_EXCLUDES(mutex) {
@@ -96,12 +97,12 @@ struct PoolStreams : StreamHost {
   PoolFacts look(bool was_suspended) TB_EXCLUDES(mutex);
   // The check has seen it. Waits until the next look is due.
   void wait_for_news() TB_EXCLUDES(mutex);
-  void count_failure(const EnvironmentError& error, const std::string& origin) override
+  void count_failure(const std::string& text, const std::string& origin) override
       TB_EXCLUDES(mutex) {
     ++num_env_failures;
     MutexLock lock(mutex);
     ++peers[origin].num_failures;
-    last_failure = error.what();
+    last_failure = text;
   }
   static void cancel(Presence* stream, const char* reason);
 
@@ -111,7 +112,7 @@ struct PoolStreams : StreamHost {
   bool wants(const wire::EnvHello& hello) override {
     return !options.is_provisional || hellos.is_alike(hello);
   }
-  // Steps the environments of a session until it ends; throws why.
+  // Steps the environments of a session; throws how that ends.
   void run_session(EnvSession& session, Unroll& unroll,
                    const Collector::OnStep& on_step) {
     session.act(&unroll);
@@ -124,8 +125,8 @@ struct PoolStreams : StreamHost {
   }
 
   // An environment that has joined, in its stream's thread.
-  void serve(Connection& connection, const wire::EnvHello& hello) override;
-  void unroll_joined(Connection& connection, const wire::EnvHello& hello);
+  End serve(Connection& connection, const wire::EnvHello& hello) override;
+  End unroll_joined(Connection& connection, const wire::EnvHello& hello);
 
   const ActorPoolOptions options;
   SessionContext sessions;
@@ -162,11 +163,11 @@ struct PoolStreams : StreamHost {
 // reports what the stream has done.
 class PoolStreams::Presence {
  public:
-  // Throws Stopped once the pool ends.
+  // Throws once the pool ends.
   Presence(PoolStreams* shared, Connection* connection)
       : shared_(*shared), connection_(*connection) {
     MutexLock lock(shared_.mutex);
-    if (shared_.closing) throw Stopped();
+    if (shared_.closing) throw_over();
     shared_.streams.insert(this);
   }
   ~Presence() {
@@ -192,8 +193,11 @@ class PoolStreams::Presence {
     is_proven_ = true;
   }
   bool is_proven() const { return is_proven_; }
-  // It has given a rollout.
-  void deliver() { has_delivered_ = true; }
+  // The same; `finished`: and has given a rollout.
+  void step(bool finished) {
+    prove();
+    if (finished) has_delivered_ = true;
+  }
   // It ends by a fault of its own: its rollouts no longer speak for it.
   void fail() { has_delivered_ = false; }
 

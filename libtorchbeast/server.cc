@@ -1,10 +1,9 @@
 #include "server.h"
 
 #include <atomic>
-#include <exception>
 #include <iostream>
 #include <list>
-#include <stdexcept>
+#include <optional>
 #include <utility>
 
 #include "codec.h"
@@ -18,20 +17,20 @@ struct EnvServer::State {
       : factory(std::move(factory)),
         server(
             kStreamMethod, "the learner that has connected from",
-            [this](ServedConnection& connection) { serve(connection); },
+            [this](ServedConnection& connection) { return serve(connection); },
             std::move(options)) {}
 
-  void serve(ServedConnection& connection) TB_EXCLUDES(mutex);
+  End serve(ServedConnection& connection) TB_EXCLUDES(mutex);
   struct Guest;
-  // Until the learner ends the stream; throws Connection::Left then.
+  // Throws how the stream ends.
   void run_stream(ServedConnection& connection, Guest* guest = nullptr)
       TB_EXCLUDES(mutex);
-  // run_stream() in the thread of run(), which blocks this one. False: that thread
+  // run_stream() in the thread of run(), which blocks this one. Nothing: that thread
   // takes no streams, or it has another one.
-  bool run_as_guest(ServedConnection& connection) TB_EXCLUDES(mutex);
+  std::optional<End> run_as_guest(ServedConnection& connection) TB_EXCLUDES(mutex);
   void host_guests(const Interrupt& interrupt) TB_EXCLUDES(mutex);
   Guest* next_guest(const Interrupt& interrupt) TB_EXCLUDES(mutex);
-  void end_guest(std::exception_ptr error) TB_EXCLUDES(mutex);
+  void end_guest(const End& end) TB_EXCLUDES(mutex);
   void report_stuck();
 
   // A stream's environment, from before it is made until it is gone.
@@ -43,8 +42,7 @@ struct EnvServer::State {
   // A stream in the thread of run().
   struct Guest {
     ServedConnection& connection;
-    std::exception_ptr error;
-    bool is_done = false;
+    std::optional<End> end{};
     std::atomic<bool> plays{false};  // it has had an action
   };
 
@@ -63,19 +61,14 @@ struct EnvServer::State {
 
 // --- One stream
 
-void EnvServer::State::serve(ServedConnection& connection) {
-  try {
-    if (!run_as_guest(connection)) run_stream(connection);
-  } catch (const WireError&) {
-    throw;
-  } catch (const TransportError&) {
-    throw;
-  } catch (const UnusableEnvironment& error) {
-    throw RefusedError(error.what());
-  } catch (const std::exception& error) {
-    connection.write(encode_error(error.what()));
-    throw std::runtime_error("the environment failed");
+End EnvServer::State::serve(ServedConnection& connection) {
+  std::optional<End> end = run_as_guest(connection);
+  if (!end) end = end_of([&] { run_stream(connection); });
+  if (end->is_own()) {
+    connection.write(encode_error(end->text));
+    return {End::kFailed, "the environment failed"};
   }
+  return *end;
 }
 
 void EnvServer::State::run_stream(ServedConnection& connection, Guest* guest) {
@@ -114,23 +107,20 @@ void EnvServer::State::run_stream(ServedConnection& connection, Guest* guest) {
   }
 }
 
-bool EnvServer::State::run_as_guest(ServedConnection& connection) {
-  Guest me{connection, nullptr, false, {}};
-  {
-    MutexLock lock(mutex);
-    // A guest will leave soon if its learner has gone, or only asks what is served.
-    const auto deadline = time_after(kStopLimit);
-    while (hosts && guest != nullptr && Clock::now() < deadline &&
-           (guest->connection.is_lost() || !guest->plays)) {
-      changed.wait_until(mutex, deadline, nullptr);
-    }
-    if (!hosts || guest != nullptr) return false;
-    guest = &me;
-    changed.notify_all();
-    while (!me.is_done) changed.wait_until(mutex, Clock::time_point::max(), nullptr);
+std::optional<End> EnvServer::State::run_as_guest(ServedConnection& connection) {
+  Guest me{connection};
+  MutexLock lock(mutex);
+  // A guest will leave soon if its learner has gone, or only asks what is served.
+  const auto deadline = time_after(kStopLimit);
+  while (hosts && guest != nullptr && Clock::now() < deadline &&
+         (guest->connection.is_lost() || !guest->plays)) {
+    changed.wait_until(mutex, deadline, nullptr);
   }
-  if (me.error != nullptr) std::rethrow_exception(me.error);
-  return true;
+  if (!hosts || guest != nullptr) return std::nullopt;
+  guest = &me;
+  changed.notify_all();
+  while (!me.end) changed.wait_until(mutex, Clock::time_point::max(), nullptr);
+  return me.end;
 }
 
 // Null: the server is to stop.
@@ -142,11 +132,10 @@ EnvServer::State::Guest* EnvServer::State::next_guest(const Interrupt& interrupt
   return guest;
 }
 
-void EnvServer::State::end_guest(std::exception_ptr error) {
+void EnvServer::State::end_guest(const End& end) {
   MutexLock lock(mutex);
   if (guest == nullptr) return;
-  guest->error = std::move(error);
-  guest->is_done = true;
+  guest->end = end;
   guest = nullptr;
   changed.notify_all();
 }
@@ -158,19 +147,13 @@ void EnvServer::State::host_guests(const Interrupt& interrupt) {
         MutexLock lock(state.mutex);
         state.hosts = false;
       }
-      state.end_guest(std::make_exception_ptr(Connection::Left()));
+      state.end_guest({});
     }
     State& state;
   };
   const Hosting hosting{*this};
   while (Guest* const next = next_guest(interrupt)) {
-    std::exception_ptr error;
-    try {
-      run_stream(next->connection, next);
-    } catch (...) {
-      error = std::current_exception();
-    }
-    end_guest(std::move(error));
+    end_guest(end_of([&] { run_stream(next->connection, next); }));
   }
 }
 

@@ -320,8 +320,7 @@ int dial_unix(const Address& address, bool anybody) {
   Descriptor made = make_socket(AF_UNIX);
   if (made.get() < 0 ||
       call_with(connect, made.get(), unix_name(address.path())) != 0) {
-    throw TransportError("no connection to " + place + ": " + std::strerror(errno),
-                         true);
+    throw TransportError("no connection to " + place + ": " + std::strerror(errno));
   }
   uid_t user = 0;
   if (!anybody &&

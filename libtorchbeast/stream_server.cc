@@ -77,189 +77,98 @@ class FailedCalls : public grpc::experimental::ServerInterceptorFactoryInterface
   AcceptedConnections& accepted_;
 };
 
-// gRPC takes up to 8 KiB of headers, in which a byte of the text may become three.
-grpc::Status make_status(grpc::StatusCode code, const std::exception& error) {
-  return {code, shortened(error.what(), 2500)};
-}
-
-}  // namespace
-
-struct StreamServer::State {
-  State(const char* method, std::string peer, Handler handler,
-        StreamServerOptions options, OnRefusal on_refusal)
-      : peer(std::move(peer)),
-        handler(std::move(handler)),
-        options(std::move(options)),
-        on_refusal(std::move(on_refusal)),
-        address(this->options.address),
-        credentials(server_credentials(address, this->options.security)),
-        method(method),
-        service([this](grpc::ServerContext* context,
-                       ServedStream* stream) { return serve(context, stream); },
-                method) {
-    if (this->options.max_streams < 1) {
-      throw std::invalid_argument("max_streams must be at least 1, got " +
-                                  std::to_string(this->options.max_streams));
-    }
-    MutexLock lock(mutex);
-    allow_threads();
-  }
-  // One stream, in a thread of its own.
-  grpc::Status serve(grpc::ServerContext* context, ServedStream* stream)
-      TB_EXCLUDES(mutex);
-  grpc::Status run_handler(const grpc::ServerContext& context,
-                           ServedConnection* connection) TB_EXCLUDES(mutex);
-  bool has_token(const grpc::ServerContext& context) const;
-  void allow_threads() TB_REQUIRES(mutex) {
-    quota.SetMaxThreads(static_cast<int>(connections.size()) + kSpareThreads);
-  }
-  // What the watcher has.
-  struct Listening {
-    std::unique_ptr<ListeningSocket> socket;
-    std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor;
-    std::unique_ptr<grpc::Server> server;
-  };
-  void watch(const Listening& listening) TB_EXCLUDES(mutex);
-  void end(Listening listening) TB_EXCLUDES(mutex);
-  bool is_over() const TB_REQUIRES(mutex) {
-    return ended || Clock::now() >= give_up_at;
-  }
-  void wait(const Interrupt& interrupt) TB_REQUIRES(mutex) {
-    while (!is_over()) changed.wait_until(mutex, give_up_at, interrupt);
-  }
-
-  const std::string peer;
-  const Handler handler;
-  const StreamServerOptions options;
-  const OnRefusal on_refusal;
-  const Address address;
-  const std::shared_ptr<grpc::ServerCredentials> credentials;
-  const char* const method;
-  StreamService service;
-  AcceptedConnections accepted;
-  grpc::ResourceQuota quota{"torchbeast"};
-
-  Mutex lifecycle;  // one start() or stop() at a time; taken before `mutex`
-  // Accepts connections, and ends the server after stop(), when there may be no thread
-  // left to be had.
-  Thread watcher TB_GUARDED_BY(lifecycle);
-
-  Mutex mutex;
-  CondVar changed;
-  bool started TB_GUARDED_BY(mutex) = false;
-  bool stopping TB_GUARDED_BY(mutex) = false;
-  std::shared_ptr<void> owner TB_GUARDED_BY(mutex);  // see stop()
-  Clock::time_point give_up_at TB_GUARDED_BY(mutex) = Clock::time_point::max();
-  bool ended TB_GUARDED_BY(mutex) = false;  // all handlers have returned
-  int port TB_GUARDED_BY(mutex) = 0;
-  // Of streams with the token; and gRPC's names of their peers.
-  std::map<Connection*, std::string> connections TB_GUARDED_BY(mutex);
-
-  std::atomic<uint64_t> num_refused{0};
-};
-
-namespace {
-
 // The server whose handler runs in this thread.
 thread_local const void* handling = nullptr;
 
 }  // namespace
 
+struct StreamServer::Listening {
+  std::unique_ptr<ListeningSocket> socket;
+  std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor;
+  std::unique_ptr<grpc::Server> server;
+};
+
 // --- One stream
 
-bool StreamServer::State::has_token(const grpc::ServerContext& context) const {
-  if (options.security.token.empty()) return true;
+// While it lives, watch() may cancel the connection.
+class StreamServer::Registration {
+ public:
+  // Throws if there are too many.
+  Registration(StreamServer* server, Connection* connection, const std::string& name)
+      : server_(*server), connection_(connection) {
+    MutexLock lock(server_.mutex_);
+    const auto& all = server_.connections_;
+    const auto is_same = [&](const auto& other) { return other.second == name; };
+    if (all.size() >= static_cast<size_t>(server_.options_.max_streams) ||
+        std::count_if(all.begin(), all.end(), is_same) >= kStreamsPerConnection) {
+      throw Ended(End::kBusy, "too many streams at once; try again later");
+    }
+    server_.connections_.emplace(connection, name);
+    server_.allow_threads();
+  }
+  ~Registration() {
+    MutexLock lock(server_.mutex_);
+    server_.connections_.erase(connection_);
+    server_.allow_threads();
+  }
+  Registration(const Registration&) = delete;
+
+ private:
+  StreamServer& server_;
+  Connection* const connection_;
+};
+
+void StreamServer::allow_threads() {
+  quota_.SetMaxThreads(static_cast<int>(connections_.size()) + kSpareThreads);
+}
+
+bool StreamServer::has_token(const grpc::ServerContext& context) const {
+  if (options_.security.token.empty()) return true;
   const auto& metadata = context.client_metadata();
   const auto found = metadata.find("authorization");
   if (found == metadata.end()) return false;
   const std::string given(found->second.data(), found->second.size());
-  return equal_secrets("Bearer " + options.security.token, given);
+  return equal_secrets("Bearer " + options_.security.token, given);
 }
 
-grpc::Status StreamServer::State::serve(grpc::ServerContext* context,
-                                        ServedStream* stream) {
-  ServedConnection connection(context, stream, peer);
+grpc::Status StreamServer::serve(grpc::ServerContext* context, ServedStream* stream) {
+  ServedConnection connection(context, stream, peer_);
   handling = this;
-  const grpc::Status status = run_handler(*context, &connection);
-  switch (status.error_code()) {
-    case grpc::StatusCode::UNAUTHENTICATED:
-    case grpc::StatusCode::FAILED_PRECONDITION:
-    case grpc::StatusCode::INVALID_ARGUMENT:
-    case grpc::StatusCode::RESOURCE_EXHAUSTED:
-      ++num_refused;
-      if (on_refusal) on_refusal(connection.peer(), status);
-      break;
-    default:
-      break;
+  const End end = end_of([&] {
+    if (!has_token(*context)) {
+      throw Ended(End::kStranger, "the token is missing or wrong");
+    }
+    const Registration registration(this, &connection, context->peer());
+    return handler_(connection);
+  });
+  const grpc::Status status = to_status(end);
+  if (end.is_refusal()) {
+    ++num_refused_;
+    if (on_refusal_) on_refusal_(connection.peer(), status.error_message());
   }
   // Streams that have ended without a word are none that an environment needs.
   if (status.ok() && connection.is_shaking_hands()) {
-    accepted.count_failure(context->peer());
+    accepted_.count_failure(context->peer());
   }
   return status;
 }
 
-grpc::Status StreamServer::State::run_handler(const grpc::ServerContext& context,
-                                              ServedConnection* connection) {
-  if (!has_token(context)) {
-    return {grpc::StatusCode::UNAUTHENTICATED, "the token is missing or wrong"};
-  }
-  // While it lives, watch() may cancel the connection.
-  struct Registration {
-    Registration(State* state, Connection* connection, const std::string& name)
-        : state(*state), connection(connection) {
-      MutexLock lock(state->mutex);
-      const auto& all = state->connections;
-      const auto is_same = [&](const auto& other) { return other.second == name; };
-      if (all.size() >= static_cast<size_t>(state->options.max_streams) ||
-          std::count_if(all.begin(), all.end(), is_same) >= kStreamsPerConnection) {
-        throw BusyError("too many streams at once; try again later");
-      }
-      state->connections.emplace(connection, name);
-      state->allow_threads();
-    }
-    ~Registration() {
-      MutexLock lock(state.mutex);
-      state.connections.erase(connection);
-      state.allow_threads();
-    }
-    State& state;
-    Connection* const connection;
-  };
-  try {
-    const Registration registration(this, connection, context.peer());
-    handler(*connection);
-    return grpc::Status::OK;
-  } catch (const Connection::Left&) {
-    return grpc::Status::OK;
-  } catch (const RefusedError& error) {
-    return make_status(grpc::StatusCode::FAILED_PRECONDITION, error);
-  } catch (const WireError& error) {
-    return make_status(grpc::StatusCode::INVALID_ARGUMENT, error);
-  } catch (const BusyError& error) {
-    return make_status(grpc::StatusCode::RESOURCE_EXHAUSTED, error);
-  } catch (const TransportError& error) {
-    return make_status(grpc::StatusCode::UNAVAILABLE, error);
-  } catch (const std::exception& error) {
-    return make_status(grpc::StatusCode::ABORTED, error);
-  }
-}
-
 // Accepts connections, and ends streams whose peers say nothing.
-void StreamServer::State::watch(const Listening& listening) {
+void StreamServer::watch(const Listening& listening) {
   while (true) {
     {
-      MutexLock lock(mutex);
-      if (stopping) return;
-      for (const auto& [connection, name] : connections) {
+      MutexLock lock(mutex_);
+      if (stopping_) return;
+      for (const auto& [connection, name] : connections_) {
         if (!connection->is_shaking_hands()) continue;
-        connection->cancel_if_slow(options.hello_timeout, "has not said hello in time");
+        connection->cancel_if_slow(options_.hello_timeout,
+                                   "has not said hello in time");
       }
     }
     const int fd = listening.socket->accept(kInterruptPeriod);
     if (fd < 0) continue;
-    accepted.add(fd);
-    if (address.is_unix()) {  // only so its peer gets a name of its own
+    accepted_.add(fd);
+    if (address_.is_unix()) {  // only so its peer gets a name of its own
       grpc::AddInsecureChannelFromFd(listening.server.get(), fd);
       continue;
     }
@@ -273,37 +182,51 @@ void StreamServer::State::watch(const Listening& listening) {
 
 StreamServer::StreamServer(const char* method, std::string peer, Handler handler,
                            StreamServerOptions options, OnRefusal on_refusal)
-    : state_(std::make_unique<State>(method, std::move(peer), std::move(handler),
-                                     std::move(options), std::move(on_refusal))) {}
+    : peer_(std::move(peer)),
+      handler_(std::move(handler)),
+      options_(std::move(options)),
+      on_refusal_(std::move(on_refusal)),
+      address_(options_.address),
+      credentials_(server_credentials(address_, options_.security)),
+      method_(method),
+      service_([this](grpc::ServerContext* context,
+                      ServedStream* stream) { return serve(context, stream); },
+               method) {
+  if (options_.max_streams < 1) {
+    throw std::invalid_argument("max_streams must be at least 1, got " +
+                                std::to_string(options_.max_streams));
+  }
+  MutexLock lock(mutex_);
+  allow_threads();
+}
 
 StreamServer::~StreamServer() = default;
 
 void StreamServer::start() {
-  State& state = *state_;
-  MutexLock lifecycle(state.lifecycle);
+  MutexLock lifecycle(lifecycle_);
   {
-    MutexLock lock(state.mutex);
-    if (state.stopping) throw std::runtime_error("this server has been stopped");
-    if (state.started) throw std::runtime_error("this server has been started");
+    MutexLock lock(mutex_);
+    if (stopping_) throw std::runtime_error("this server has been stopped");
+    if (started_) throw std::runtime_error("this server has been started");
   }
   // gRPC ends the process if the system refuses it a thread, so one is asked for first.
   // It gets nothing, and ends, if something is thrown here.
   Thread watcher;
-  std::promise<State::Listening> made;
-  watcher = Thread([&state, making = made.get_future()]() mutable {
+  std::promise<Listening> made;
+  watcher = Thread([this, making = made.get_future()]() mutable {
     try {
-      State::Listening listening = making.get();
-      state.watch(listening);
-      state.end(std::move(listening));
+      Listening listening = making.get();
+      watch(listening);
+      end(std::move(listening));
     } catch (const std::future_error&) {
     }
   });
-  State::Listening listening;
-  listening.socket = std::make_unique<ListeningSocket>(state.address);
+  Listening listening;
+  listening.socket = std::make_unique<ListeningSocket>(address_);
   grpc::ServerBuilder builder;
-  set_arguments(state.address, &state.quota, &builder);
+  set_arguments(address_, &quota_, &builder);
   const auto idle =
-      static_cast<int>(std::min(state.options.hello_timeout, kIdleTimeout).count());
+      static_cast<int>(std::min(options_.hello_timeout, kIdleTimeout).count());
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, idle);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, idle);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kStreamsPerConnection);
@@ -312,75 +235,73 @@ void StreamServer::start() {
   builder.SetSyncServerOption(grpc::ServerBuilder::MAX_POLLERS, 3);
   listening.acceptor = builder.experimental().AddExternalConnectionAcceptor(
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
-      state.credentials);
-  builder.RegisterService(&state.service);
+      credentials_);
+  builder.RegisterService(&service_);
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>>
       interceptors;
-  interceptors.push_back(std::make_unique<FailedCalls>(&state.accepted));
+  interceptors.push_back(std::make_unique<FailedCalls>(&accepted_));
   builder.experimental().SetInterceptorCreators(std::move(interceptors));
   listening.server = builder.BuildAndStart();
   if (listening.server == nullptr) {
-    throw std::runtime_error("cannot listen on " + state.address.to_string() +
+    throw std::runtime_error("cannot listen on " + address_.to_string() +
                              ": the certificate and key don't fit");
   }
-  state.watcher = std::move(watcher);
+  watcher_ = std::move(watcher);
   {
-    MutexLock lock(state.mutex);
-    state.port = listening.socket->port();
-    state.started = true;
+    MutexLock lock(mutex_);
+    port_ = listening.socket->port();
+    started_ = true;
   }
   made.set_value(std::move(listening));
 }
 
 void StreamServer::run(const Interrupt& interrupt) {
-  State& state = *state_;
   bool start_now;
   {
-    MutexLock lifecycle(state.lifecycle);
-    MutexLock lock(state.mutex);
-    if (state.stopping) return;
-    start_now = !state.started;
+    MutexLock lifecycle(lifecycle_);
+    MutexLock lock(mutex_);
+    if (stopping_) return;
+    start_now = !started_;
   }
   if (start_now) start();
-  MutexLock lock(state.mutex);
-  state.wait(interrupt);
+  MutexLock lock(mutex_);
+  wait(interrupt);
 }
 
 // gRPC waits for handlers without a limit. So the watcher does that, and this thread
 // waits for it, for a while.
 void StreamServer::stop(Milliseconds limit, std::shared_ptr<void> owner) {
-  State& state = *state_;
   {
-    MutexLock lifecycle(state.lifecycle);
-    MutexLock lock(state.mutex);
-    if (!state.stopping) {
-      state.give_up_at = time_after(limit);
-      if (state.started) {
-        state.owner = std::move(owner);
+    MutexLock lifecycle(lifecycle_);
+    MutexLock lock(mutex_);
+    if (!stopping_) {
+      give_up_at_ = time_after(limit);
+      if (started_) {
+        owner_ = std::move(owner);
       } else {
-        state.ended = true;
+        ended_ = true;
       }
     }
-    state.stopping = true;
-    for (const auto& [connection, name] : state.connections) {
-      connection->cancel(state.method == kJoinMethod
+    stopping_ = true;
+    for (const auto& [connection, name] : connections_) {
+      connection->cancel(method_ == kJoinMethod
                              ? "is cut off: the learner is about to end"
                              : "is cut off: the environment server is about to end");
     }
   }
-  state.changed.notify_all();
-  if (handling == &state) return;
+  changed_.notify_all();
+  if (handling == this) return;
   bool ended;
   {
-    MutexLock lock(state.mutex);
-    state.wait(nullptr);
-    ended = state.ended;
+    MutexLock lock(mutex_);
+    wait(nullptr);
+    ended = ended_;
   }
-  MutexLock lifecycle(state.lifecycle);
-  if (ended) state.watcher.join();
+  MutexLock lifecycle(lifecycle_);
+  if (ended) watcher_.join();
 }
 
-void StreamServer::State::end(Listening listening) {
+void StreamServer::end(Listening listening) {
   std::shared_ptr<void> kept;  // may be the last to keep this
   listening.socket = nullptr;
   // What stop() has sent goes out before connections are closed.
@@ -388,31 +309,28 @@ void StreamServer::State::end(Listening listening) {
   listening.server->Wait();
   listening.server = nullptr;
   {
-    MutexLock lock(mutex);
-    kept = std::move(owner);
-    ended = true;
+    MutexLock lock(mutex_);
+    kept = std::move(owner_);
+    ended_ = true;
   }
-  changed.notify_all();
+  changed_.notify_all();
 }
 
 bool StreamServer::has_given_up() const {
-  MutexLock lock(state_->mutex);
-  return state_->is_over() && !state_->ended;
+  MutexLock lock(mutex_);
+  return is_over() && !ended_;
 }
 
 std::string StreamServer::address() const {
-  State& state = *state_;
-  MutexLock lock(state.mutex);
-  if (state.address.is_unix() || state.port == 0) return state.address.to_string();
-  const std::string text = state.address.to_string();
-  return text.substr(0, text.rfind(':') + 1) + std::to_string(state.port);
+  MutexLock lock(mutex_);
+  if (address_.is_unix() || port_ == 0) return address_.to_string();
+  const std::string text = address_.to_string();
+  return text.substr(0, text.rfind(':') + 1) + std::to_string(port_);
 }
 
 uint64_t StreamServer::num_streams() const {
-  MutexLock lock(state_->mutex);
-  return state_->connections.size();
+  MutexLock lock(mutex_);
+  return connections_.size();
 }
-
-uint64_t StreamServer::num_refused() const { return state_->num_refused; }
 
 }  // namespace torchbeast

@@ -3,15 +3,22 @@
 
 #pragma once
 
+#include <grpcpp/resource_quota.h>
+#include <grpcpp/server_context.h>
 #include <grpcpp/support/status.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 
 #include "connection.h"
+#include "end.h"
+#include "sockets.h"
 #include "sync.h"
+#include "thread.h"
 #include "transport.h"
 
 namespace torchbeast {
@@ -27,17 +34,11 @@ struct StreamServerOptions {
 // Thread-safe. Owns the streams' threads.
 class StreamServer {
  public:
-  // Called in a thread of its own for each stream that shows the token. The stream ends
-  // with status OK if it returns or throws Connection::Left; otherwise with the text of
-  // what it throws, and one of these, of which the first three count as refusals:
-  //   RefusedError    FAILED_PRECONDITION
-  //   WireError       INVALID_ARGUMENT
-  //   BusyError       RESOURCE_EXHAUSTED
-  //   TransportError  UNAVAILABLE
-  //   std::exception  ABORTED
-  using Handler = std::function<void(ServedConnection&)>;
-  // Called with the peer and the status in the stream's thread.
-  using OnRefusal = std::function<void(const std::string&, const grpc::Status&)>;
+  // Called in a thread of its own for each stream that shows the token. Returns how the
+  // stream ends, or throws it; the other side gets it as to_status() says.
+  using Handler = std::function<End(ServedConnection&)>;
+  // Called in the stream's thread if the peer is refused, with the peer and the reason.
+  using OnRefusal = std::function<void(const std::string&, const std::string&)>;
 
   // `peer` goes before a peer's address in messages; `on_refusal` may be null. Throws
   // std::invalid_argument on a bad address or insufficient security.
@@ -61,13 +62,55 @@ class StreamServer {
   bool has_given_up() const;
 
   // Where it listens, with the port that it has found.
-  std::string address() const;
-  uint64_t num_streams() const;  // now
-  uint64_t num_refused() const;
+  std::string address() const TB_EXCLUDES(mutex_);
+  uint64_t num_streams() const TB_EXCLUDES(mutex_);  // now
+  uint64_t num_refused() const { return num_refused_; }
 
  private:
-  struct State;
-  const std::unique_ptr<State> state_;
+  class Registration;  // of a stream with the token
+  struct Listening;    // what the watcher has
+
+  grpc::Status serve(grpc::ServerContext* context, ServedStream* stream)
+      TB_EXCLUDES(mutex_);
+  bool has_token(const grpc::ServerContext& context) const;
+  void allow_threads() TB_REQUIRES(mutex_);
+  void watch(const Listening& listening) TB_EXCLUDES(mutex_);
+  void end(Listening listening) TB_EXCLUDES(mutex_);
+  bool is_over() const TB_REQUIRES(mutex_) {
+    return ended_ || Clock::now() >= give_up_at_;
+  }
+  void wait(const Interrupt& interrupt) TB_REQUIRES(mutex_) {
+    while (!is_over()) changed_.wait_until(mutex_, give_up_at_, interrupt);
+  }
+
+  const std::string peer_;
+  const Handler handler_;
+  const StreamServerOptions options_;
+  const OnRefusal on_refusal_;
+  const Address address_;
+  const std::shared_ptr<grpc::ServerCredentials> credentials_;
+  const char* const method_;
+  StreamService service_;
+  AcceptedConnections accepted_;
+  grpc::ResourceQuota quota_{"torchbeast"};
+
+  Mutex lifecycle_;  // one start() or stop() at a time; taken before `mutex_`
+  // Accepts connections, and ends the server after stop(), when there may be no thread
+  // left to be had.
+  Thread watcher_ TB_GUARDED_BY(lifecycle_);
+
+  mutable Mutex mutex_;
+  CondVar changed_;
+  bool started_ TB_GUARDED_BY(mutex_) = false;
+  bool stopping_ TB_GUARDED_BY(mutex_) = false;
+  std::shared_ptr<void> owner_ TB_GUARDED_BY(mutex_);  // see stop()
+  Clock::time_point give_up_at_ TB_GUARDED_BY(mutex_) = Clock::time_point::max();
+  bool ended_ TB_GUARDED_BY(mutex_) = false;  // all handlers have returned
+  int port_ TB_GUARDED_BY(mutex_) = 0;
+  // Of streams with the token; and gRPC's names of their peers.
+  std::map<Connection*, std::string> connections_ TB_GUARDED_BY(mutex_);
+
+  std::atomic<uint64_t> num_refused_{0};
 };
 
 }  // namespace torchbeast

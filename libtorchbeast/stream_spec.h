@@ -4,11 +4,11 @@
 
 #include <cstdint>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "array.h"
+#include "end.h"
 #include "text.h"
 #include "torchbeast.pb.h"
 
@@ -42,10 +42,10 @@ enum StandardField : size_t {
 };
 
 // A message that breaks the rules; the text says which rule.
-class WireError : public std::runtime_error {
+class WireError : public Ended {
  public:
   explicit WireError(const std::string& message)
-      : std::runtime_error(printable(message)) {}
+      : Ended(End::kBrokeRules, printable(message)) {}
 };
 
 [[noreturn]] void refuse(const std::string& place, const std::string& why);

@@ -12,9 +12,9 @@
 
 #include <functional>
 #include <memory>
-#include <stdexcept>
 #include <string>
 
+#include "end.h"
 #include "text.h"
 
 namespace grpc {
@@ -30,23 +30,17 @@ class Descriptor;
 
 // The other side, or the way to it: no connection, or a lost one. Its text may be a
 // peer's, so it is made printable here, as in all errors about peers.
-class TransportError : public std::runtime_error {
+class TransportError : public Ended {
  public:
-  TransportError(const std::string& message, bool may_pass)
-      : std::runtime_error(printable(message)), may_pass(may_pass) {}
-  const bool may_pass;  // whether dialling again can help
+  explicit TransportError(const std::string& message, End::Kind kind = End::kLost)
+      : Ended(kind, printable(message)) {}
 };
 
 // One side says no to the other: a wrong token, another version, another user, ...
 class RefusedError : public TransportError {
  public:
-  explicit RefusedError(const std::string& message) : TransportError(message, false) {}
-};
-
-// One side can't take the other now: it has all streams that it may have, ...
-class BusyError : public TransportError {
- public:
-  explicit BusyError(const std::string& message) : TransportError(message, true) {}
+  explicit RefusedError(const std::string& message)
+      : TransportError(message, End::kRefused) {}
 };
 
 // "unix:/tmp/polybeast.0" or "host:port", "[::1]:port".

@@ -11,18 +11,20 @@
 #include <atomic>
 #include <cstdint>
 #include <optional>
-#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "array.h"
+#include "end.h"
 #include "stream_spec.h"
 
 namespace torchbeast {
 
 // The rollouts of all streams together would need too much memory; says how much.
-class TooManyBytes : public std::runtime_error {
-  using std::runtime_error::runtime_error;
+class TooManyBytes : public Ended {
+ public:
+  explicit TooManyBytes(const std::string& message) : Ended(End::kNoMemory, message) {}
 };
 
 // What the unrolls of a pool share. Thread-safe.

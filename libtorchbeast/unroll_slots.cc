@@ -109,16 +109,17 @@ UnrollSlots::Lease::~Lease() {
     Slot& slot = *slot_;
     slot.connection = nullptr;
     slot.since = Clock::now();
-    if (slot.unroll == nullptr || departure == Departure::kOver) {
+    const bool is_lost = end == End::kLost || end == End::kBrokeRules;
+    if (slot.unroll == nullptr || end == End::kOver || end == End::kFailed) {
       slot.stream_id.clear();
       dropped = std::move(slot.unroll);
-    } else if (departure == Departure::kFailed) {
-      dropped = slots_.drop(&slot);
-    } else {
-      const bool comes_back = departure == Departure::kLost && !slot.stream_id.empty();
+    } else if (is_lost || end == End::kLeft) {
+      const bool comes_back = is_lost && !slot.stream_id.empty();
       slot.handed_over = !comes_back && slot.unroll->is_between_episodes();
       // One that leaves in the middle of an episode counts as lost.
       if (slot.stream_id.empty() && !slot.handed_over) dropped = slots_.drop(&slot);
+    } else {
+      dropped = slots_.drop(&slot);
     }
   }
   slots_.changed_.notify_all();

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "connection.h"
+#include "end.h"
 #include "sync.h"
 #include "unroll.h"
 
@@ -40,13 +41,6 @@ class UnrollSlots {
     kFull,       // not at all: all slots are taken
     kReplaced    // not at all: a newer connection of its own has come
   };
-  // How it ends.
-  enum class Departure {
-    kLost,    // may come back
-    kLeft,    // will not
-    kFailed,  // will not, and its unroll is dropped
-    kOver     // the run ends
-  };
   // One connection's hold on a slot. One thread at a time.
   class Lease {
    public:
@@ -60,7 +54,9 @@ class UnrollSlots {
     Arrival arrival() const { return arrival_; }
     // REQUIRES: there is a slot.
     std::unique_ptr<Unroll>& unroll() { return slot_->unroll; }
-    Departure departure = Departure::kOver;
+    // How it ends: one that is lost or breaks a rule may come back and go on in its
+    // unroll, one that leaves hands it over if it is between episodes.
+    End::Kind end = End::kOver;
 
    private:
     UnrollSlots& slots_;
