@@ -118,21 +118,16 @@ void EnvClient::State::work(std::optional<uint64_t> num_episodes) {
 End EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id,
                                  std::optional<uint64_t> num_episodes) {
   DialledConnection connection(address, options.security, kJoinMethod, "the learner");
-  // While it lives, others may cancel the connection.
-  struct Registration {
-    Registration(State* state, DialledConnection* connection) : state(*state) {
-      MutexLock lock(this->state.mutex);
-      this->state.connection = connection;
-      if (this->state.stopping) connection->cancel(kUnwanted);
-    }
-    ~Registration() {
-      if (state.connected.exchange(false)) state.down_since = Clock::now();
-      MutexLock lock(state.mutex);
-      state.connection = nullptr;
-    }
-    State& state;
-  };
-  const Registration registration(this, &connection);
+  {
+    MutexLock lock(mutex);
+    this->connection = &connection;  // others may cancel it
+    if (stopping) connection.cancel(kUnwanted);
+  }
+  const AtEnd removal([this] {
+    if (connected.exchange(false)) down_since = Clock::now();
+    MutexLock lock(mutex);
+    this->connection = nullptr;
+  });
   End end = end_of([&] { play(connection, stepper, stream_id, num_episodes); });
   if (end.is_own() || end.kind == End::kUnusable) connection.leave_with_error(end.text);
   return end;

@@ -124,26 +124,21 @@ struct Collector::Running : std::enable_shared_from_this<Running> {
 
 void Collector::run(EnvSession* session, Unroll* unroll, const OnStep& on_step) {
   const auto running = std::make_shared<Running>(session, unroll, on_step);
-  // Before the session and the unroll are gone, also if `interrupt` throws.
-  struct Taken {
-    ~Taken() {
-      collector.remove(running);
-      MutexLock lock(running->mutex);
-      running->abandoned = true;
-      while (!is_ours && running->phase == Running::kWorking) {
-        running->changed.wait_until(running->mutex, Clock::now() + kInterruptPeriod,
-                                    nullptr);
-      }
-    }
-    Collector& collector;
-    const std::shared_ptr<Running>& running;
-    bool is_ours = true;  // this thread works on it
-  };
+  bool is_ours = true;  // this thread works on it
   add(running);
-  Taken taken{*this, running};
+  // Before the session and the unroll are gone, also if `interrupt` throws.
+  const AtEnd removal([&] {
+    remove(running);
+    MutexLock lock(running->mutex);
+    running->abandoned = true;
+    while (!is_ours && running->phase == Running::kWorking) {
+      running->changed.wait_until(running->mutex, Clock::now() + kInterruptPeriod,
+                                  nullptr);
+    }
+  });
   running->step();
   while (true) {
-    taken.is_ours = false;
+    is_ours = false;
     {
       MutexLock lock(running->mutex);
       while (running->phase != Running::kBack) {
@@ -152,7 +147,7 @@ void Collector::run(EnvSession* session, Unroll* unroll, const OnStep& on_step) 
       }
       running->phase = Running::kWorking;
     }
-    taken.is_ours = true;
+    is_ours = true;
     if (running->error != nullptr) std::rethrow_exception(running->error);
     if (running->rollout) {
       session->deliver(std::move(*std::exchange(running->rollout, std::nullopt)));

@@ -22,7 +22,7 @@ void check_version(uint32_t version, const std::string& peer) {
 // --- What both have in common
 
 void Connection::write(const grpc::ByteBuffer& message) {
-  const Waiting waiting(this);
+  const auto waiting = wait();
   if (!(lane_ != nullptr ? owned_lane_->write(message) : do_write(message))) {
     throw_reason(false);
   }
@@ -34,7 +34,7 @@ void Connection::write(const RowMessage& message, MemoryPool& pool) {
 }
 
 void Connection::read(grpc::ByteBuffer* message) {
-  const Waiting waiting(this);
+  const auto waiting = wait();
   if (!(lane_ != nullptr ? read_lane(message) : do_read(message))) throw_reason(true);
 }
 
@@ -164,7 +164,7 @@ DialledConnection::~DialledConnection() {
 }
 
 void DialledConnection::open() {
-  const Waiting waiting(this);
+  const auto waiting = wait();
   channel_ = make_channel(address_, security_, &socket_);
   stream_ = open_stream(channel_.get(), &context_, method_);
 }
@@ -181,7 +181,7 @@ void DialledConnection::leave_with_error(const std::string& text) {
 
 void DialledConnection::leave() {
   shake_hands_again();
-  const Waiting waiting(this);
+  const auto waiting = wait();
   end_lane();
   stream_->WritesDone();
   const grpc::Status status = finish();

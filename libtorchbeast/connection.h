@@ -91,17 +91,11 @@ class Connection {
   Connection(std::string peer, std::string origin)
       : peer_(std::move(peer)), origin_(std::move(origin)) {}
 
-  // While it lives, the stream waits for the other side.
-  class Waiting {
-   public:
-    explicit Waiting(Connection* connection) : since_(connection->waiting_since_) {
-      since_ = Clock::now().time_since_epoch().count();
-    }
-    ~Waiting() { since_ = 0; }
-
-   private:
-    std::atomic<int64_t>& since_;
-  };
+  // As long as this lives, the stream waits for the other side.
+  auto wait() {
+    start_waiting();
+    return AtEnd([this] { waiting_since_ = 0; });
+  }
   void shake_hands_again() { is_shaking_hands_ = true; }
   // Null if nobody has cancelled.
   const char* cancel_reason() const { return cancel_reason_; }

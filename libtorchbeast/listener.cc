@@ -88,12 +88,18 @@ struct Listener::State {
   Hosted enter_host(const wire::EnvHello* hello) TB_REQUIRES(mutex);
   void refuse_if_over() TB_REQUIRES(mutex);
   std::optional<wire::Seeding> next_seeding();
+  // A stream that has shaken hands.
+  struct Greeted {
+    wire::EnvHello hello;
+    std::string peer;
+    bool has_measure = false;  // if there is a measure
+  };
   // Whether it is as the measure, which it becomes if there is none; otherwise it has
   // to wait, or is refused.
-  bool conforms(const wire::EnvHello& hello, const std::string& peer)
-      TB_REQUIRES(mutex);
+  bool conforms(const Greeted& stream) TB_REQUIRES(mutex);
   void set_measure(const wire::EnvHello& hello, const std::string& peer)
       TB_REQUIRES(mutex);
+  void compare_all() TB_REQUIRES(mutex);
   void note(Event::Kind kind, const std::string& text) TB_EXCLUDES(mutex) {
     events.add(kind, text);
     MutexLock lock(mutex);
@@ -116,8 +122,7 @@ struct Listener::State {
   std::optional<wire::EnvHello> measure TB_GUARDED_BY(mutex);
   std::string measure_peer TB_GUARDED_BY(mutex);
   bool is_settled TB_GUARDED_BY(mutex) = false;
-  // Of streams that have shaken hands, with their peers.
-  std::list<std::pair<wire::EnvHello, std::string>> hellos TB_GUARDED_BY(mutex);
+  std::list<Greeted> greeted TB_GUARDED_BY(mutex);
   std::optional<wire::EnvHello> unusable
       TB_GUARDED_BY(mutex);  // the last that refuse() got
   std::string why_unusable TB_GUARDED_BY(mutex);
@@ -143,27 +148,22 @@ End Listener::State::serve(ServedConnection& connection) {
     if (hosted) hosted->count_failure(end.text, connection.origin());
     return end;
   }
-  // While it lives, the measure may be this stream's. Ends after the host's work.
-  struct Greeted {
-    Greeted(State* state, const wire::EnvHello& hello, const std::string& peer)
-        : state(*state) {
-      MutexLock lock(this->state.mutex);
-      here = this->state.hellos.emplace(this->state.hellos.end(), hello, peer);
+  std::list<Greeted>::iterator own;
+  {
+    MutexLock lock(mutex);
+    own = greeted.insert(greeted.end(), {hello, connection.peer()});
+    own->has_measure = measure && differences(*measure, hello).empty();
+  }
+  // After the host's work. The measure may be this stream's until then.
+  const AtEnd removal([&] {
+    MutexLock lock(mutex);
+    greeted.erase(own);
+    const auto has_measure = [](const Greeted& other) { return other.has_measure; };
+    if (!is_settled && std::none_of(greeted.begin(), greeted.end(), has_measure)) {
+      measure.reset();
+      changed.notify_all();
     }
-    ~Greeted() {
-      MutexLock lock(state.mutex);
-      state.hellos.erase(here);
-      if (!state.measure || state.is_settled) return;
-      for (const auto& other : state.hellos) {
-        if (differences(*state.measure, other.first).empty()) return;
-      }
-      state.measure.reset();
-      state.changed.notify_all();
-    }
-    State& state;
-    std::list<std::pair<wire::EnvHello, std::string>>::iterator here;
-  };
-  const Greeted greeted(this, hello, connection.peer());
+  });
   const auto check = [&connection] {
     if (connection.is_lost()) {
       throw TransportError(connection.peer() + " is lost");
@@ -173,12 +173,12 @@ End Listener::State::serve(ServedConnection& connection) {
     MutexLock lock(mutex);
     while (true) {
       refuse_if_over();
-      if (conforms(hello, connection.peer())) hosted = enter_host(&hello);
+      if (conforms(*own)) hosted = enter_host(&hello);
       if (hosted) break;
       changed.wait_until(mutex, Clock::now() + kLookPeriod, check);
     }
   }
-  const Hosted host = std::move(hosted);  // leaves it before `greeted` ends
+  const Hosted host = std::move(hosted);  // leaves it before the removal
   return host->serve(connection, hello);
 }
 
@@ -205,30 +205,35 @@ wire::EnvHello Listener::State::shake_hands(Connection* connection) {
   return hello;
 }
 
-bool Listener::State::conforms(const wire::EnvHello& hello, const std::string& peer) {
+bool Listener::State::conforms(const Greeted& stream) {
+  const wire::EnvHello& hello = stream.hello;
   if (unusable && MessageDifferencer::Equals(without_identity(hello), *unusable)) {
     throw RefusedError(why_unusable);
   }
   if (!measure) {
-    set_measure(hello, peer);
-    return true;
+    set_measure(hello, stream.peer);
+  } else if (stream.has_measure && measure->environment().empty() &&
+             !hello.environment().empty()) {
+    measure->set_environment(hello.environment());
+    compare_all();
+  } else if (!stream.has_measure && is_settled) {
+    refuse_other(measure_peer, stream.peer, differences(*measure, hello));
   }
-  const std::string text = differences(*measure, hello);
-  if (text.empty()) {
-    if (measure->environment().empty()) {
-      measure->set_environment(hello.environment());
-    }
-  } else if (is_settled) {
-    refuse_other(measure_peer, peer, text);
-  }
-  return text.empty();
+  return stream.has_measure;
 }
 
 void Listener::State::set_measure(const wire::EnvHello& hello,
                                   const std::string& peer) {
   measure = hello;
   measure_peer = "the first environment" + peer.substr(peer.rfind(" from "));
+  compare_all();
   changed.notify_all();
+}
+
+void Listener::State::compare_all() {
+  for (Greeted& stream : greeted) {
+    stream.has_measure = differences(*measure, stream.hello).empty();
+  }
 }
 
 void Listener::State::refuse_if_over() {
@@ -330,9 +335,8 @@ bool Listener::wants_other(const wire::EnvHello& hello) const {
 void Listener::pass_over() {
   MutexLock lock(state_->mutex);
   if (!state_->measure || state_->is_settled) return;
-  for (const auto& [hello, peer] : state_->hellos) {
-    if (differences(*state_->measure, hello).empty()) continue;
-    return state_->set_measure(hello, peer);
+  for (const State::Greeted& stream : state_->greeted) {
+    if (!stream.has_measure) return state_->set_measure(stream.hello, stream.peer);
   }
 }
 
@@ -366,35 +370,26 @@ void Listener::detach(bool has_failed) {
 
 void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
   expected_.check(hello, peer);
-  const auto own = std::make_shared<const wire::EnvHello>(hello);
-  std::shared_ptr<const wire::EnvHello> first;
-  std::string first_peer;
-  {
-    MutexLock lock(mutex_);
-    if (!first_) {
-      first_ = own;
-      first_peer_ = peer;
-      return;
-    }
-    first = first_;
-    first_peer = first_peer_;
-  }
-  const std::string text = differences(*first, hello);
-  if (!text.empty()) refuse_other(first_peer, peer, text);
-  if (!first->environment().empty()) return;
+  const auto own = std::make_shared<const First>(First{hello, peer});
+  const auto first = first_or(own);
+  const std::string text = differences(first->hello, hello);
+  if (!text.empty()) refuse_other(first->peer, peer, text);
+  if (!first->hello.environment().empty()) return;
   // They are alike but for the name, which the first had left out.
   MutexLock lock(mutex_);
   if (first_ == first) first_ = own;
 }
 
-std::shared_ptr<const wire::EnvHello> HelloCheck::first() const {
+std::shared_ptr<const HelloCheck::First> HelloCheck::first_or(
+    const std::shared_ptr<const First>& own) {
   MutexLock lock(mutex_);
+  if (!first_) first_ = own;
   return first_;
 }
 
-bool HelloCheck::is_alike(const wire::EnvHello& hello) const {
-  const std::shared_ptr<const wire::EnvHello> first = this->first();
-  return !first || differences(*first, hello).empty();
+bool HelloCheck::is_alike(const wire::EnvHello& hello) {
+  const auto first = first_or(nullptr);
+  return !first || differences(first->hello, hello).empty();
 }
 
 }  // namespace torchbeast

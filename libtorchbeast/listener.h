@@ -112,16 +112,21 @@ class HelloCheck {
   // Throws RefusedError, which says what differs. `peer` goes into messages.
   void check(const wire::EnvHello& hello, const std::string& peer) TB_EXCLUDES(mutex_);
   // Whether the spaces and fields are those of the first.
-  bool is_alike(const wire::EnvHello& hello) const TB_EXCLUDES(mutex_);
+  bool is_alike(const wire::EnvHello& hello) TB_EXCLUDES(mutex_);
 
  private:
-  const ExpectedEnvironment expected_;
-  mutable Mutex mutex_;
-  // Large hellos are compared with no lock held.
-  std::shared_ptr<const wire::EnvHello> first() const TB_EXCLUDES(mutex_);
+  struct First {
+    wire::EnvHello hello;
+    std::string peer;
+  };
+  // The first, which `own` becomes if there is none. Large hellos are compared with no
+  // lock held.
+  std::shared_ptr<const First> first_or(const std::shared_ptr<const First>& own)
+      TB_EXCLUDES(mutex_);
 
-  std::shared_ptr<const wire::EnvHello> first_ TB_GUARDED_BY(mutex_);
-  std::string first_peer_ TB_GUARDED_BY(mutex_);
+  const ExpectedEnvironment expected_;
+  Mutex mutex_;
+  std::shared_ptr<const First> first_ TB_GUARDED_BY(mutex_);
 };
 
 }  // namespace torchbeast

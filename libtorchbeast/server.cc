@@ -73,22 +73,18 @@ End EnvServer::State::serve(ServedConnection& connection) {
 
 void EnvServer::State::run_stream(ServedConnection& connection, Guest* guest) {
   const wire::AgentHello agent = connection.expect_agent_hello();
-  struct Serving {
-    Serving(State* server, std::string peer) : state(*server) {
-      MutexLock lock(state.mutex);
-      state.served.emplace_front();
-      here = state.served.begin();
-      here->peer = std::move(peer);
-    }
-    ~Serving() {
-      MutexLock lock(state.mutex);
-      state.served.erase(here);
-    }
-    State& state;
-    std::list<Served>::iterator here;
-  };
-  const Serving serving(this, connection.peer());
-  Stepper stepper(factory, &serving.here->activity);
+  std::list<Served> own(1);
+  const auto here = own.begin();
+  here->peer = connection.peer();
+  {
+    MutexLock lock(mutex);
+    served.splice(served.begin(), own);
+  }
+  const AtEnd removal([&] {
+    MutexLock lock(mutex);
+    served.erase(here);
+  });
+  Stepper stepper(factory, &here->activity);
   stepper.begin(agent);
   const auto write_step = [&] {
     bytes_copied += stepper.step_bytes();
@@ -141,17 +137,13 @@ void EnvServer::State::end_guest(const End& end) {
 }
 
 void EnvServer::State::host_guests(const Interrupt& interrupt) {
-  struct Hosting {
-    ~Hosting() {  // also if `interrupt` throws
-      {
-        MutexLock lock(state.mutex);
-        state.hosts = false;
-      }
-      state.end_guest({});
+  const AtEnd removal([this] {  // also if `interrupt` throws
+    {
+      MutexLock lock(mutex);
+      hosts = false;
     }
-    State& state;
-  };
-  const Hosting hosting{*this};
+    end_guest({});
+  });
   while (Guest* const next = next_guest(interrupt)) {
     end_guest(end_of([&] { run_stream(next->connection, next); }));
   }

@@ -9,34 +9,27 @@ namespace torchbeast {
 
 namespace {
 
-// Until the end of the scope, the environment is in this method.
-class During {
- public:
-  During(Activity* activity, const char* method) : activity_(*activity) {
-    activity_.store(method, std::memory_order_relaxed);
-  }
-  ~During() { activity_.store(nullptr, std::memory_order_relaxed); }
-  During(const During&) = delete;
-
- private:
-  Activity& activity_;
-};
+// As long as this lives, the environment is in this method.
+auto during(Activity* activity, const char* method) {
+  activity->store(method, std::memory_order_relaxed);
+  return AtEnd([=] { activity->store(nullptr, std::memory_order_relaxed); });
+}
 
 }  // namespace
 
 Stepper::Stepper(const EnvironmentFactory& factory, Activity* activity)
     : activity_(*activity) {
-  const During making(&activity_, "env_class()");
+  const auto making = during(&activity_, "env_class()");
   environment_ = factory();
 }
 
 Stepper::~Stepper() {
-  const During closing(&activity_, "close()");
+  const auto closing = during(&activity_, "close()");
   environment_ = nullptr;
 }
 
 void Stepper::begin(const wire::AgentHello& agent) {
-  const During resetting(&activity_, "reset()");
+  const auto resetting = during(&activity_, "reset()");
   if (agent.has_seeding()) environment_->seed(agent.seeding());
   const auto start = Clock::now();
   try {
@@ -63,7 +56,7 @@ void Stepper::step(grpc::ByteBuffer* action, uint64_t* number) {
                          "first at least 1");
   }
   *number = next;
-  const During stepping(&activity_, "step()");
+  const auto stepping = during(&activity_, "step()");
   const auto start = Clock::now();
   row_ = environment_->step(action_);
   row_.action_number = next;

@@ -90,33 +90,24 @@ struct StreamServer::Listening {
 
 // --- One stream
 
-// While it lives, watch() may cancel the connection.
-class StreamServer::Registration {
- public:
-  // Throws if there are too many.
-  Registration(StreamServer* server, Connection* connection, const std::string& name)
-      : server_(*server), connection_(connection) {
-    MutexLock lock(server_.mutex_);
-    const auto& all = server_.connections_;
-    const auto is_same = [&](const auto& other) { return other.second == name; };
-    if (all.size() >= static_cast<size_t>(server_.options_.max_streams) ||
-        std::count_if(all.begin(), all.end(), is_same) >= kStreamsPerConnection) {
-      throw Ended(End::kBusy, "too many streams at once; try again later");
-    }
-    server_.connections_.emplace(connection, name);
-    server_.allow_threads();
+// From here on watch() and stop() may cancel the connection.
+void StreamServer::add(Connection* connection, const std::string& peer_name) {
+  MutexLock lock(mutex_);
+  const auto is_same = [&](const auto& other) { return other.second == peer_name; };
+  if (connections_.size() >= static_cast<size_t>(options_.max_streams) ||
+      std::count_if(connections_.begin(), connections_.end(), is_same) >=
+          kStreamsPerConnection) {
+    throw Ended(End::kBusy, "too many streams at once; try again later");
   }
-  ~Registration() {
-    MutexLock lock(server_.mutex_);
-    server_.connections_.erase(connection_);
-    server_.allow_threads();
-  }
-  Registration(const Registration&) = delete;
+  connections_.emplace(connection, peer_name);
+  allow_threads();
+}
 
- private:
-  StreamServer& server_;
-  Connection* const connection_;
-};
+void StreamServer::remove(Connection* connection) {
+  MutexLock lock(mutex_);
+  connections_.erase(connection);
+  allow_threads();
+}
 
 void StreamServer::allow_threads() {
   quota_.SetMaxThreads(static_cast<int>(connections_.size()) + kSpareThreads);
@@ -138,7 +129,8 @@ grpc::Status StreamServer::serve(grpc::ServerContext* context, ServedStream* str
     if (!has_token(*context)) {
       throw Ended(End::kStranger, "the token is missing or wrong");
     }
-    const Registration registration(this, &connection, context->peer());
+    add(&connection, context->peer());
+    const AtEnd removal([&] { remove(&connection); });
     return handler_(connection);
   });
   const grpc::Status status = to_status(end);

@@ -67,12 +67,13 @@ class StreamServer {
   uint64_t num_refused() const { return num_refused_; }
 
  private:
-  class Registration;  // of a stream with the token
-  struct Listening;    // what the watcher has
+  struct Listening;  // what the watcher has
 
   grpc::Status serve(grpc::ServerContext* context, ServedStream* stream)
       TB_EXCLUDES(mutex_);
   bool has_token(const grpc::ServerContext& context) const;
+  void add(Connection* connection, const std::string& peer_name) TB_EXCLUDES(mutex_);
+  void remove(Connection* connection) TB_EXCLUDES(mutex_);
   void allow_threads() TB_REQUIRES(mutex_);
   void watch(const Listening& listening) TB_EXCLUDES(mutex_);
   void end(Listening listening) TB_EXCLUDES(mutex_);

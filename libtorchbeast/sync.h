@@ -10,6 +10,7 @@
 #include <functional>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #if defined(__clang__)
 #define TB_ATTRIBUTE(x) __attribute__((x))
@@ -97,6 +98,18 @@ class TB_ATTRIBUTE(scoped_lockable) MutexLock {
 
  private:
   Mutex& mutex_;
+};
+
+// Calls f() at the end of the scope.
+template <typename F>
+class AtEnd {
+ public:
+  explicit AtEnd(F f) : f_(std::move(f)) {}
+  ~AtEnd() { f_(); }
+  AtEnd(const AtEnd&) = delete;
+
+ private:
+  const F f_;
 };
 
 // Thread-safe.
