@@ -41,8 +41,11 @@ std::optional<wire::Seeding> PoolStreams::next_seeding(size_t index, bool is_fir
   return seeding;
 }
 
-void PoolStreams::cancel(Presence* stream, const char* reason) {
-  stream->connection().cancel(reason);
+void PoolStreams::cancel_all() {
+  MutexLock lock(mutex);
+  for (Presence* stream : streams) {
+    stream->connection().cancel("is cut off: the learner is about to end");
+  }
 }
 
 PoolFacts PoolStreams::look(bool was_suspended) {

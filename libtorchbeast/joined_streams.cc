@@ -54,14 +54,6 @@ End PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& hel
   UnrollSlots::Lease lease(&*slots, &connection, hello.stream_id(),
                            is_between_episodes(session.spec(), newest.arrays),
                            interrupt);
-  if (lease.arrival() == UnrollSlots::Arrival::kFull) {
-    throw Ended(End::kBusy, "all " + std::to_string(slots->size()) +
-                                " places are taken; try again later");
-  }
-  if (lease.arrival() == UnrollSlots::Arrival::kReplaced) {
-    throw TransportError(connection.peer() +
-                         " was replaced by a newer connection of its own");
-  }
   presence.connect();
   presence.trust();
   std::unique_ptr<Unroll>& unroll = lease.unroll();
@@ -74,11 +66,11 @@ End PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& hel
       case UnrollSlots::Arrival::kTakesOver:
         unroll->hand_over(newest, number);
         break;
-      default:  // goes on
+      case UnrollSlots::Arrival::kGoesOn:
         note_return(connection);
         if (number == unroll->newest_number() + 1) {
           unroll->take(newest);
-          presence.prove();
+          presence.step(false);
         } else if (number != unroll->newest_number()) {
           throw WireError("hello.first_step is " + std::to_string(number) +
                           ", and this stream_id was at step " +

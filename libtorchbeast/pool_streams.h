@@ -28,6 +28,7 @@ namespace torchbeast {
 // Thread-safe.
 struct PoolStreams : StreamHost {
   class Presence;
+  using Peers = decltype(PoolFacts::peers);
 
   PoolStreams(ActorPoolOptions options, std::shared_ptr<BatchingQueue> learner_queue,
               std::shared_ptr<DynamicBatcher> inference_batcher,
@@ -87,11 +88,7 @@ struct PoolStreams : StreamHost {
   }
 
   // From run()'s thread.
-  void cancel_all() TB_EXCLUDES(mutex) {
-    MutexLock lock(mutex);
-    for (Presence* stream : streams)
-      cancel(stream, "is cut off: the learner is about to end");
-  }
+  void cancel_all() TB_EXCLUDES(mutex);
   // From run()'s thread: gives up connections that wait for too long, and the unrolls
   // of environments that are away for too long; returns what has happened.
   PoolFacts look(bool was_suspended) TB_EXCLUDES(mutex);
@@ -104,7 +101,6 @@ struct PoolStreams : StreamHost {
     ++peers[origin].num_failures;
     last_failure = text;
   }
-  static void cancel(Presence* stream, const char* reason);
 
   // Of the next stream of the server at address `index`.
   std::optional<wire::Seeding> next_seeding(size_t index, bool is_first);
@@ -145,7 +141,7 @@ struct PoolStreams : StreamHost {
   uint64_t num_connected TB_GUARDED_BY(mutex) = 0;  // those that have sent a step
   uint64_t num_refusing TB_GUARDED_BY(mutex) = 0;   // servers, for good
   // Since the last look: streams that have ended, and failures.
-  std::map<std::string, PoolFacts::Peer> peers TB_GUARDED_BY(mutex);
+  Peers peers TB_GUARDED_BY(mutex);
   std::string last_failure TB_GUARDED_BY(mutex);
   uint64_t num_news TB_GUARDED_BY(mutex) = 0;    // ends of dialled streams
   uint64_t num_looked TB_GUARDED_BY(mutex) = 0;  // of these, before the last look
@@ -168,13 +164,16 @@ class PoolStreams::Presence {
       : shared_(*shared), connection_(*connection) {
     MutexLock lock(shared_.mutex);
     if (shared_.closing) throw_over();
+    Peers own{{connection->origin(), {}}};
+    peer_ = own.extract(own.begin());
     shared_.streams.insert(this);
   }
   ~Presence() {
     MutexLock lock(shared_.mutex);
     shared_.streams.erase(this);
     if (is_connected_) --shared_.num_connected;
-    if (is_proven_) shared_.peers[connection_.origin()].proven_at = Clock::now();
+    if (!is_proven_) return;
+    shared_.peers.insert(std::move(peer_)).position->second.proven_at = Clock::now();
   }
   Presence(const Presence&) = delete;
 
@@ -186,18 +185,12 @@ class PoolStreams::Presence {
     ++shared_.num_connected;
     is_connected_ = true;
   }
-  // It has made a step.
-  void prove() {
-    if (is_proven_) return;
-    is_present_ = true;
-    is_proven_ = true;
-  }
-  bool is_proven() const { return is_proven_; }
-  // The same; `finished`: and has given a rollout.
+  // It has made a step; `finished`: and given a rollout.
   void step(bool finished) {
-    prove();
+    if (!is_proven_) is_present_ = is_proven_ = true;
     if (finished) has_delivered_ = true;
   }
+  bool is_proven() const { return is_proven_; }
   // It ends by a fault of its own: its rollouts no longer speak for it.
   void fail() { has_delivered_ = false; }
 
@@ -212,6 +205,7 @@ class PoolStreams::Presence {
  private:
   PoolStreams& shared_;
   Connection& connection_;
+  Peers::node_type peer_;  // made in time: the destructor must not ask for memory
   bool is_connected_ = false;
   std::atomic<bool> is_present_{false};
   std::atomic<bool> is_proven_{false};

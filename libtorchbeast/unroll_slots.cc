@@ -79,13 +79,13 @@ UnrollSlots::Lease::Lease(UnrollSlots* slots, Connection* connection,
     if (own == nullptr) {
       slot_ = slots_.find_vacant(between_episodes, &dropped);
       if (slot_ == nullptr) {
-        arrival_ = Arrival::kFull;
-        return;
+        throw Ended(End::kBusy, "all " + std::to_string(slots_.slots_.size()) +
+                                    " places are taken; try again later");
       }
       if (slot_->unroll != nullptr) arrival_ = Arrival::kTakesOver;
     } else if (own->claim > claim) {
-      arrival_ = Arrival::kReplaced;
-      return;
+      throw TransportError(connection->peer() +
+                           " was replaced by a newer connection of its own");
     } else if (own->connection == nullptr) {
       slot_ = own;
       arrival_ = Arrival::kGoesOn;
@@ -102,7 +102,6 @@ UnrollSlots::Lease::Lease(UnrollSlots* slots, Connection* connection,
 }
 
 UnrollSlots::Lease::~Lease() {
-  if (slot_ == nullptr) return;
   std::unique_ptr<Unroll> dropped;
   {
     MutexLock lock(slots_.mutex_);

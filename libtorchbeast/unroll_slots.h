@@ -35,24 +35,22 @@ class UnrollSlots {
 
   // How an environment with this stream_id begins. The id may be empty.
   enum class Arrival {
-    kBegins,     // with a new unroll, which it has to make
-    kGoesOn,     // in its own unroll; an older connection of it was cancelled
-    kTakesOver,  // in the unroll of one that has left between episodes
-    kFull,       // not at all: all slots are taken
-    kReplaced    // not at all: a newer connection of its own has come
+    kBegins,    // with a new unroll, which it has to make
+    kGoesOn,    // in its own unroll; an older connection of it was cancelled
+    kTakesOver  // in the unroll of one that has left between episodes
   };
   // One connection's hold on a slot. One thread at a time.
   class Lease {
    public:
     // `between_episodes`: whether the environment begins new episodes. Waits until an
-    // older connection of the same id has gone. Throws what `interrupt` throws.
+    // older connection of the same id has gone. Throws what `interrupt` throws, kBusy
+    // if all slots are taken, and kLost if a newer connection of the same id has come.
     Lease(UnrollSlots* slots, Connection* connection, const std::string& stream_id,
           bool between_episodes, const Interrupt& interrupt);
     ~Lease();
     Lease(const Lease&) = delete;
 
     Arrival arrival() const { return arrival_; }
-    // REQUIRES: there is a slot.
     std::unique_ptr<Unroll>& unroll() { return slot_->unroll; }
     // How it ends: one that is lost or breaks a rule may come back and go on in its
     // unroll, one that leaves hands it over if it is between episodes.
@@ -63,8 +61,6 @@ class UnrollSlots {
     Slot* slot_ = nullptr;
     Arrival arrival_ = Arrival::kBegins;
   };
-
-  size_t size() const { return slots_.size(); }
 
   // Gives up the unrolls of environments that were lost so long ago: any other may go
   // on if all episodes had ended; otherwise the unroll is dropped.

@@ -159,12 +159,12 @@ inline std::function<void(const PoolFacts&)> end_after_failures(uint64_t limit) 
 }
 
 inline void end_at_an_error(const PoolFacts& facts) {
-  if (!facts.last_error.empty()) throw TransportError(facts.last_error, false);
+  if (!facts.last_error.empty()) throw TransportError(facts.last_error);
 }
 
 inline void end_if_all_refuse(const PoolFacts& facts) {
   if (facts.num_refusing < facts.num_servers) return;
-  throw TransportError(facts.last_error, false);
+  throw TransportError(facts.last_error);
 }
 
 // If no stream was there for so long.
@@ -177,7 +177,7 @@ inline std::function<void(const PoolFacts&)> end_without_streams(Milliseconds li
       up_at = std::max(up_at, peer.proven_at);
     }
     if (is_up || facts.time - up_at <= limit) return;
-    throw TransportError("no stream: " + facts.last_error, false);
+    throw TransportError("no stream: " + facts.last_error);
   };
 }
 
