@@ -91,8 +91,10 @@ struct Collector::Running : std::enable_shared_from_this<Running> {
     SessionContext& context = session.context();
     if (std::optional<ArrayNest> question = unroll.question()) {
       asked_at = Clock::now();
+      // Once it is asking, the session may end, and the pool with it.
+      const std::shared_ptr<DynamicBatcher> batcher = context.inference_batcher;
       set(kAsking);
-      context.inference_batcher->ask(
+      batcher->ask(
           std::move(*question),
           [self = shared_from_this()](const auto& answer) { self->on_answer(answer); });
       return;

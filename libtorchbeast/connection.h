@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "codec.h"
+#include "environment.h"
 #include "shared_lane.h"
 #include "sockets.h"
 #include "sync.h"
@@ -175,6 +176,8 @@ class ServedConnection : public Connection {
 
   // Whether the other side is no longer there, without asking it for anything.
   bool is_lost() const { return context_.IsCancelled(); }
+
+  Activity activity{nullptr};  // of its environment
 
  private:
   bool is_gone() const override { return is_lost(); }

@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <iostream>
-#include <list>
 #include <optional>
 #include <utility>
 
@@ -33,12 +32,6 @@ struct EnvServer::State {
   void end_guest(const End& end) TB_EXCLUDES(mutex);
   void report_stuck();
 
-  // A stream's environment, from before it is made until it is gone.
-  struct Served {
-    std::string peer;
-    Activity activity{nullptr};
-  };
-
   // A stream in the thread of run().
   struct Guest {
     ServedConnection& connection;
@@ -52,7 +45,6 @@ struct EnvServer::State {
   bool hosts TB_GUARDED_BY(mutex) = false;  // run() takes guests
   bool stopping TB_GUARDED_BY(mutex) = false;
   Guest* guest TB_GUARDED_BY(mutex) = nullptr;
-  std::list<Served> served TB_GUARDED_BY(mutex);
   std::atomic<bool> stuck_reported{false};
   std::atomic<uint64_t> num_steps{0};
   std::atomic<uint64_t> bytes_copied{0};
@@ -73,18 +65,7 @@ End EnvServer::State::serve(ServedConnection& connection) {
 
 void EnvServer::State::run_stream(ServedConnection& connection, Guest* guest) {
   const wire::AgentHello agent = connection.expect_agent_hello();
-  std::list<Served> own(1);
-  const auto here = own.begin();
-  here->peer = connection.peer();
-  {
-    MutexLock lock(mutex);
-    served.splice(served.begin(), own);
-  }
-  const AtEnd removal([&] {
-    MutexLock lock(mutex);
-    served.erase(here);
-  });
-  Stepper stepper(factory, &here->activity);
+  Stepper stepper(factory, &connection.activity);
   stepper.begin(agent);
   const auto write_step = [&] {
     bytes_copied += stepper.step_bytes();
@@ -155,12 +136,11 @@ void EnvServer::State::report_stuck() {
   if (!server.has_given_up() || stuck_reported.exchange(true)) return;
   std::string text = "libtorchbeast: the environment server at " + server.address() +
                      " stopped without waiting for environments that hang:";
-  MutexLock lock(mutex);
-  for (const Served& one : served) {
-    const char* const call = one.activity;
+  server.for_each_stream([&text](const ServedConnection& connection) {
+    const char* const call = connection.activity;
     text += std::string(" ") + (call == nullptr ? "the connection" : call) + " for " +
-            one.peer + " has not returned.";
-  }
+            connection.peer() + " has not returned.";
+  });
   std::cerr << text + "\n" << std::flush;
 }
 

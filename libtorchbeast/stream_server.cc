@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <future>
 #include <map>
 #include <string>
 #include <utility>
@@ -91,7 +90,7 @@ struct StreamServer::Listening {
 // --- One stream
 
 // From here on watch() and stop() may cancel the connection.
-void StreamServer::add(Connection* connection, const std::string& peer_name) {
+void StreamServer::add(ServedConnection* connection, const std::string& peer_name) {
   MutexLock lock(mutex_);
   const auto is_same = [&](const auto& other) { return other.second == peer_name; };
   if (connections_.size() >= static_cast<size_t>(options_.max_streams) ||
@@ -103,7 +102,7 @@ void StreamServer::add(Connection* connection, const std::string& peer_name) {
   allow_threads();
 }
 
-void StreamServer::remove(Connection* connection) {
+void StreamServer::remove(ServedConnection* connection) {
   MutexLock lock(mutex_);
   connections_.erase(connection);
   allow_threads();
@@ -202,19 +201,9 @@ void StreamServer::start() {
     if (started_) throw std::runtime_error("this server has been started");
   }
   // gRPC ends the process if the system refuses it a thread, so one is asked for first.
-  // It gets nothing, and ends, if something is thrown here.
-  Thread watcher;
-  std::promise<Listening> made;
-  watcher = Thread([this, making = made.get_future()]() mutable {
-    try {
-      Listening listening = making.get();
-      watch(listening);
-      end(std::move(listening));
-    } catch (const std::future_error&) {
-    }
-  });
-  Listening listening;
-  listening.socket = std::make_unique<ListeningSocket>(address_);
+  Thread([] {}).join();
+  auto listening = std::make_unique<Listening>();
+  listening->socket = std::make_unique<ListeningSocket>(address_);
   grpc::ServerBuilder builder;
   set_arguments(address_, &quota_, &builder);
   const auto idle =
@@ -225,7 +214,7 @@ void StreamServer::start() {
   // One takes up calls while the other is busy with reading: they may be too many.
   builder.SetSyncServerOption(grpc::ServerBuilder::MIN_POLLERS, 2);
   builder.SetSyncServerOption(grpc::ServerBuilder::MAX_POLLERS, 3);
-  listening.acceptor = builder.experimental().AddExternalConnectionAcceptor(
+  listening->acceptor = builder.experimental().AddExternalConnectionAcceptor(
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
       credentials_);
   builder.RegisterService(&service_);
@@ -233,18 +222,19 @@ void StreamServer::start() {
       interceptors;
   interceptors.push_back(std::make_unique<FailedCalls>(&accepted_));
   builder.experimental().SetInterceptorCreators(std::move(interceptors));
-  listening.server = builder.BuildAndStart();
-  if (listening.server == nullptr) {
+  listening->server = builder.BuildAndStart();
+  if (listening->server == nullptr) {
     throw std::runtime_error("cannot listen on " + address_.to_string() +
                              ": the certificate and key don't fit");
   }
-  watcher_ = std::move(watcher);
-  {
-    MutexLock lock(mutex_);
-    port_ = listening.socket->port();
-    started_ = true;
-  }
-  made.set_value(std::move(listening));
+  MutexLock lock(mutex_);
+  const int port = listening->socket->port();
+  watcher_ = Thread([this, listening = std::move(listening)] {
+    watch(*listening);  // once the lock is free
+    end(*listening);
+  });
+  port_ = port;
+  started_ = true;
 }
 
 void StreamServer::run(const Interrupt& interrupt) {
@@ -283,17 +273,16 @@ void StreamServer::stop(Milliseconds limit, std::shared_ptr<void> owner) {
   }
   changed_.notify_all();
   if (handling == this) return;
-  bool ended;
   {
     MutexLock lock(mutex_);
     wait(nullptr);
-    ended = ended_;
+    if (!ended_) return;
   }
   MutexLock lifecycle(lifecycle_);
-  if (ended) watcher_.join();
+  watcher_.join();
 }
 
-void StreamServer::end(Listening listening) {
+void StreamServer::end(Listening& listening) {
   std::shared_ptr<void> kept;  // may be the last to keep this
   listening.socket = nullptr;
   // What stop() has sent goes out before connections are closed.

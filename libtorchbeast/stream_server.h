@@ -60,6 +60,12 @@ class StreamServer {
   void stop(Milliseconds limit, std::shared_ptr<void> owner);
   // Whether some handlers had not returned in time, and still have not.
   bool has_given_up() const;
+  // Calls f for each stream that has shown the token, with a lock held.
+  template <typename F>
+  void for_each_stream(const F& f) const TB_EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    for (const auto& [connection, peer_name] : connections_) f(*connection);
+  }
 
   // Where it listens, with the port that it has found.
   std::string address() const TB_EXCLUDES(mutex_);
@@ -72,11 +78,12 @@ class StreamServer {
   grpc::Status serve(grpc::ServerContext* context, ServedStream* stream)
       TB_EXCLUDES(mutex_);
   bool has_token(const grpc::ServerContext& context) const;
-  void add(Connection* connection, const std::string& peer_name) TB_EXCLUDES(mutex_);
-  void remove(Connection* connection) TB_EXCLUDES(mutex_);
+  void add(ServedConnection* connection, const std::string& peer_name)
+      TB_EXCLUDES(mutex_);
+  void remove(ServedConnection* connection) TB_EXCLUDES(mutex_);
   void allow_threads() TB_REQUIRES(mutex_);
   void watch(const Listening& listening) TB_EXCLUDES(mutex_);
-  void end(Listening listening) TB_EXCLUDES(mutex_);
+  void end(Listening& listening) TB_EXCLUDES(mutex_);
   bool is_over() const TB_REQUIRES(mutex_) {
     return ended_ || Clock::now() >= give_up_at_;
   }
@@ -109,7 +116,7 @@ class StreamServer {
   bool ended_ TB_GUARDED_BY(mutex_) = false;  // all handlers have returned
   int port_ TB_GUARDED_BY(mutex_) = 0;
   // Of streams with the token; and gRPC's names of their peers.
-  std::map<Connection*, std::string> connections_ TB_GUARDED_BY(mutex_);
+  std::map<ServedConnection*, std::string> connections_ TB_GUARDED_BY(mutex_);
 
   std::atomic<uint64_t> num_refused_{0};
 };
