@@ -164,14 +164,20 @@ void EnvClient::State::play(DialledConnection& connection, Stepper& stepper,
 }
 
 bool EnvClient::State::goes_on(const End& end) {
-  if (end.error == nullptr) return false;
-  const bool is_lost = end.kind == End::kLost;
-  if (!is_lost && end.kind != End::kRefused) std::rethrow_exception(end.error);
+  switch (end.kind) {
+    case End::kLeft:
+      return false;
+    case End::kLost:
+    case End::kRefused:
+      break;
+    default:
+      std::rethrow_exception(end.error);
+  }
   lost_before = newest_number > 0;  // not if it was never connected
   MutexLock lock(mutex);
   last_error = end.text;
   if (stopping) return false;
-  if (!is_lost) std::rethrow_exception(end.error);
+  if (end.kind == End::kRefused) std::rethrow_exception(end.error);
   const auto without_learner = downtime + (Clock::now() - down_since);
   if (is_longer(without_learner, options.maximum_downtime)) {
     throw TransportError("no learner for " + in_seconds(options.maximum_downtime) +

@@ -32,7 +32,7 @@ struct End {
     kNoMemory,    // nor has it the memory
   };
   bool is_refusal() const { return kind >= kRefused; }
-  // On the environment's side: whether the environment has raised.
+  // This side's own error. On the environment's side: its environment has raised.
   bool is_own() const { return kind == kFailed || kind == kNoMemory; }
 
   Kind kind = kLeft;

@@ -18,16 +18,7 @@ namespace torchbeast {
 
 // Thread-safe. Owns the unrolls.
 class UnrollSlots {
- private:
-  struct Slot {
-    std::string stream_id;             // of the environment that has it, or had it last
-    uint64_t claim = 0;                // the latest Lease that wants it
-    Connection* connection = nullptr;  // null: the environment is away
-    bool handed_over = false;          // it is away, and any other may go on
-    Clock::time_point since;           // when it went away
-    // Belongs to the lease while there is one. Null: the slot is free.
-    std::unique_ptr<Unroll> unroll;
-  };
+  struct Slot;
 
  public:
   // Steps of unrolls that are given up are added to *num_dropped_steps.
@@ -67,6 +58,16 @@ class UnrollSlots {
   void expire(Milliseconds maximum_downtime) TB_EXCLUDES(mutex_);
 
  private:
+  struct Slot {
+    std::string stream_id;             // of the environment that has it, or had it last
+    uint64_t claim = 0;                // the latest Lease that wants it
+    Connection* connection = nullptr;  // null: the environment is away
+    bool handed_over = false;          // it is away, and any other may go on
+    Clock::time_point since;           // when it went away
+    // Belongs to the lease while there is one. Null: the slot is free.
+    std::unique_ptr<Unroll> unroll;
+  };
+
   Slot* find(const std::string& stream_id) TB_REQUIRES(mutex_);
   Slot* find_vacant(bool between_episodes, std::unique_ptr<Unroll>* dropped)
       TB_REQUIRES(mutex_);
