@@ -76,6 +76,12 @@ class FailedCalls : public grpc::experimental::ServerInterceptorFactoryInterface
   AcceptedConnections& accepted_;
 };
 
+// By stop().
+const char* why_cut_off(const char* method) {
+  return method == kJoinMethod ? "is cut off: the learner is about to end"
+                               : "is cut off: the environment server is about to end";
+}
+
 // The server whose handler runs in this thread.
 thread_local const void* handling = nullptr;
 
@@ -92,6 +98,7 @@ struct StreamServer::Listening {
 // From here on watch() and stop() may cancel the connection.
 void StreamServer::add(ServedConnection* connection, const std::string& peer_name) {
   MutexLock lock(mutex_);
+  if (stopping_) throw TransportError(connection->peer() + " " + why_cut_off(method_));
   const auto is_same = [&](const auto& other) { return other.second == peer_name; };
   if (connections_.size() >= static_cast<size_t>(options_.max_streams) ||
       std::count_if(connections_.begin(), connections_.end(), is_same) >=
@@ -266,9 +273,7 @@ void StreamServer::stop(Milliseconds limit, std::shared_ptr<void> owner) {
     }
     stopping_ = true;
     for (const auto& [connection, name] : connections_) {
-      connection->cancel(method_ == kJoinMethod
-                             ? "is cut off: the learner is about to end"
-                             : "is cut off: the environment server is about to end");
+      connection->cancel(why_cut_off(method_));
     }
   }
   changed_.notify_all();

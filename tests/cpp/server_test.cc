@@ -283,6 +283,25 @@ TEST_F(ServerStopTest, AnEnvironmentMayStopItsServer) {
   server->stop();
 }
 
+TEST_F(ServerStopTest, AStreamThatComesAfterStopGetsNoEnvironment) {
+  EnvServer* pointer = nullptr;
+  std::promise<void> ready;
+  std::string error;
+  auto server = serve([&] {
+    ready.get_future().wait();
+    pointer->stop(kNever);
+    // For a moment the server still listens.
+    error = error_of<TransportError>(
+        [&] { ActorPool::probe(unix_address(), {}, Milliseconds(10'000)); });
+  });
+  pointer = server.get();
+  ready.set_value();
+  Session run(pool_options({server->address()}));
+  server->run();
+  gone_->get_future().wait();
+  EXPECT_NE(error, "nothing");
+}
+
 TEST_F(ServerStopTest, AnEnvironmentMayDestroyItsServer) {
   std::unique_ptr<EnvServer> server;
   std::promise<void> ready;
