@@ -77,7 +77,10 @@ wire::EnvHello Connection::shake_hands(const std::optional<wire::Seeding>& seedi
   check_version(answer.hello().version(), peer_);
   if (answer.hello().has_shared_memory()) {
     std::unique_ptr<SharedLane> lane;
-    if (takes_memory) lane = SharedLane::open(answer.hello().shared_memory());
+    if (takes_memory) {
+      lane =
+          SharedLane::open(StreamSpec(answer.hello()), answer.hello().shared_memory());
+    }
     wire::AgentMessage choice;
     choice.set_shared_memory(lane != nullptr);
     write(encode(choice));

@@ -33,65 +33,62 @@ struct SharedLane::Memory {
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
+// In bytes.
+struct SharedLane::Sizes {
+  size_t action_room, step_room, memory;
+};
+
+SharedLane::Sizes SharedLane::sizes(const StreamSpec& spec) {
+  size_t action = kActionRoom, step = kStepRoom + spec.step_bytes;
+  spec.action.for_each([&](const ArraySpec& array) { action += array.num_bytes(); });
+  for (size_t i = 0; i < spec.num_observation_arrays; ++i) {  // a final observation
+    step += spec.arrays[i].num_bytes();
+  }
+  action = lines(action);
+  step = lines(step);
+  // A line follows: a number whose last byte changes while it is read goes on there.
+  return {action, step, lines(sizeof(Memory)) + action + step + kLine};
+}
+
 std::unique_ptr<SharedLane> SharedLane::make(const StreamSpec& spec,
                                              const wire::SharedMemory& doorbell) {
   if (!spec.has_action_space) return nullptr;
+  const Sizes sizes = SharedLane::sizes(spec);
   auto bell = SharedPages::open(doorbell, sizeof(Bell));
-  size_t action_bytes = kActionRoom, step_bytes = kStepRoom + spec.step_bytes;
-  spec.action.for_each(
-      [&](const ArraySpec& array) { action_bytes += array.num_bytes(); });
-  for (size_t i = 0; i < spec.num_observation_arrays; ++i) {  // a final observation
-    step_bytes += spec.arrays[i].num_bytes();
-  }
-  action_bytes = lines(action_bytes);
-  step_bytes = lines(step_bytes);
-  auto pages = SharedPages::make(lines(sizeof(Memory)) + action_bytes + step_bytes);
+  auto pages = SharedPages::make(sizes.memory);
   if (bell == nullptr || pages == nullptr) return nullptr;
   return std::unique_ptr<SharedLane>(
-      new SharedLane(std::move(pages), std::move(bell), action_bytes, step_bytes));
+      new SharedLane(std::move(pages), std::move(bell), sizes));
 }
 
-std::unique_ptr<SharedLane> SharedLane::open(const wire::SharedMemory& description) {
-  const size_t action_bytes = description.action_bytes();
-  const size_t step_bytes = description.step_bytes();
-  constexpr size_t kMost = 2 * kMaxMessageBytes + kStepRoom;
-  for (const size_t bytes : {action_bytes, step_bytes}) {
-    if (bytes < kLine || bytes > kMost || lines(bytes) != bytes) return nullptr;
-  }
-  auto pages =
-      SharedPages::open(description, lines(sizeof(Memory)) + action_bytes + step_bytes);
+std::unique_ptr<SharedLane> SharedLane::open(const StreamSpec& spec,
+                                             const wire::SharedMemory& description) {
+  if (!spec.has_action_space) return nullptr;
+  const Sizes sizes = SharedLane::sizes(spec);
+  auto pages = SharedPages::open(description, sizes.memory);
   if (pages == nullptr) return nullptr;
-  return std::unique_ptr<SharedLane>(
-      new SharedLane(std::move(pages), nullptr, action_bytes, step_bytes));
+  return std::unique_ptr<SharedLane>(new SharedLane(std::move(pages), nullptr, sizes));
 }
 
 SharedLane::SharedLane(std::unique_ptr<SharedPages> pages,
-                       std::unique_ptr<SharedPages> doorbell, size_t action_bytes,
-                       size_t step_bytes)
+                       std::unique_ptr<SharedPages> doorbell, const Sizes& sizes)
     : pages_(std::move(pages)),
       doorbell_(std::move(doorbell)),
-      in_(make_end(doorbell_ == nullptr, action_bytes, step_bytes)),
-      out_(make_end(doorbell_ != nullptr, action_bytes, step_bytes)) {}
+      in_(make_end(doorbell_ == nullptr, sizes)),
+      out_(make_end(doorbell_ != nullptr, sizes)) {}
 
-SharedLane::End SharedLane::make_end(bool to_learner, size_t action_bytes,
-                                     size_t step_bytes) const {
+SharedLane::End SharedLane::make_end(bool to_learner, const Sizes& sizes) const {
   auto& memory = *reinterpret_cast<Memory*>(pages_->data());
   uint8_t* const room = pages_->data() + lines(sizeof(Memory));
   if (!to_learner) {
-    return {memory.to_environment, memory.environment_bell, room, action_bytes};
+    return {memory.to_environment, memory.environment_bell, room, sizes.action_room};
   }
   const SharedPages& doorbell = doorbell_ != nullptr ? *doorbell_ : *doorbell_pages();
-  return {memory.to_learner, bell_in(doorbell), room + action_bytes, step_bytes};
+  return {memory.to_learner, bell_in(doorbell), room + sizes.action_room,
+          sizes.step_room};
 }
 
 SharedLane::~SharedLane() { end(); }
-
-wire::SharedMemory SharedLane::description() const {
-  wire::SharedMemory description = pages_->description();
-  description.set_action_bytes(in_.num_bytes);
-  description.set_step_bytes(out_.num_bytes);
-  return description;
-}
 
 // --- Writing
 
@@ -137,12 +134,16 @@ void SharedLane::end() {
 
 bool SharedLane::has_ended() const { return in_.state.ended != 0; }
 
-bool SharedLane::has_message() const { return in_.state.number != in_.number; }
+bool SharedLane::has_message() {
+  const uint32_t number = in_.state.number;
+  if (number != in_.number) has_message_ = true;
+  in_.number = number;
+  return has_message_;
+}
 
 bool SharedLane::read(grpc::ByteBuffer* message) {
-  const uint32_t number = in_.state.number;
-  if (number == in_.number) return false;
-  in_.number = number;
+  if (!has_message()) return false;
+  has_message_ = false;
   const size_t size = in_.state.size.load(std::memory_order_relaxed);
   const size_t offset = in_.state.offset.load(std::memory_order_relaxed);
   if (offset >= kLine || size > in_.num_bytes - kLine) {

@@ -31,19 +31,22 @@ class SharedLane {
   // such memory, here or there, or if actions may have any size.
   static std::unique_ptr<SharedLane> make(const StreamSpec& spec,
                                           const wire::SharedMemory& doorbell);
-  // The learner's. Null unless an environment of this machine and user has made it.
-  static std::unique_ptr<SharedLane> open(const wire::SharedMemory& description);
+  // The learner's. Null unless an environment of this machine and user has made it, for
+  // this spec.
+  static std::unique_ptr<SharedLane> open(const StreamSpec& spec,
+                                          const wire::SharedMemory& description);
   ~SharedLane();  // ends this side
   SharedLane(const SharedLane&) = delete;
 
   // How the learner finds the memory, until close_file().
-  wire::SharedMemory description() const;
+  wire::SharedMemory description() const { return pages_->description(); }
   void close_file() { pages_->close_file(); }
 
   // Whether the message fits.
   bool write(const grpc::ByteBuffer& message);
   bool write(const RowMessage& message);
-  bool has_message() const;
+  // If it is true, the next read() has a message, whatever the other side writes.
+  bool has_message();
   // Whether there was a message.
   bool read(grpc::ByteBuffer* message);
   // Waits until there is a message, the other side ends or wake() is called, but not
@@ -58,6 +61,7 @@ class SharedLane {
  private:
   struct Direction;
   struct Memory;
+  struct Sizes;
   // What one side reads or writes.
   struct End {
     Direction& state;
@@ -66,10 +70,11 @@ class SharedLane {
     const size_t num_bytes;  // of the room
     uint32_t number = 0;     // of the last message
   };
+  static Sizes sizes(const StreamSpec& spec);
   SharedLane(std::unique_ptr<SharedPages> pages, std::unique_ptr<SharedPages> doorbell,
-             size_t action_bytes, size_t step_bytes);
+             const Sizes& sizes);
   // REQUIRES: pages_ and doorbell_ are there.
-  End make_end(bool to_learner, size_t action_bytes, size_t step_bytes) const;
+  End make_end(bool to_learner, const Sizes& sizes) const;
   // Where the next message begins; null if it does not fit.
   uint8_t* begin_message(size_t size, size_t offset);
   void send();
@@ -77,6 +82,7 @@ class SharedLane {
   const std::unique_ptr<SharedPages> pages_;
   const std::unique_ptr<SharedPages> doorbell_;  // the environment's view of it
   End in_, out_;
+  bool has_message_ = false;  // that was not read
 };
 
 }  // namespace torchbeast

@@ -217,7 +217,6 @@ def test_memory_that_can_not_be_opened_is_not_used(wire, address, process):
         hello.shared_memory.process = os.getpid() if process == "own" else process
         hello.shared_memory.file = 0
         hello.shared_memory.nonce = bytes(16)
-        hello.shared_memory.action_bytes = hello.shared_memory.step_bytes = 6400
         yield wire.EnvMessage(hello=hello)
         choice = next(requests)
         chosen.append((choice.WhichOneof("kind"), choice.shared_memory))

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <optional>
 #include <string>
@@ -61,6 +62,14 @@ testing::AssertionResult reads(SharedLane& lane, const std::string& bytes) {
   return testing::AssertionSuccess();
 }
 
+// A lane's memory behind the nonce, as its other side sees it.
+std::unique_ptr<SharedPages> pages_of(const SharedLane& lane, size_t* num_bytes) {
+  const wire::SharedMemory memory = lane.description();
+  const std::string path = "/proc/self/fd/" + std::to_string(memory.file());
+  *num_bytes = std::filesystem::file_size(path) - kLine;
+  return SharedPages::open(memory, *num_bytes);
+}
+
 size_t num_mappings() {
   std::ifstream maps("/proc/self/maps");
   size_t count = 0;
@@ -73,7 +82,7 @@ size_t num_mappings() {
 struct Lane {
   explicit Lane(const StreamSpec& spec)
       : environment(SharedLane::make(spec, doorbell_pages()->description())),
-        learner(SharedLane::open(environment->description())) {}
+        learner(SharedLane::open(spec, environment->description())) {}
   std::unique_ptr<SharedLane> environment, learner;
 };
 
@@ -173,20 +182,24 @@ TEST_F(SharedLaneTest, NothingIsLeft) {
 
 TEST_F(SharedLaneTest, AnActionOfAnySizeHasNoLane) {
   StreamSpec spec = make_spec(1, 1);
+  const Lane lane(spec);
+  ASSERT_NE(lane.learner, nullptr);
   spec.has_action_space = false;
   EXPECT_EQ(SharedLane::make(spec, doorbell_pages()->description()), nullptr);
+  EXPECT_EQ(SharedLane::open(spec, lane.environment->description()), nullptr);
 }
 
 // --- Lies
 
 TEST_F(SharedLaneTest, MemoryThatIsNotAsDescribedIsNotOpened) {
-  const auto lane = SharedLane::make(make_spec(1, 1), doorbell_pages()->description());
+  const StreamSpec spec = make_spec(1, 1);
+  const auto lane = SharedLane::make(spec, doorbell_pages()->description());
   const wire::SharedMemory good = lane->description();
-  ASSERT_NE(SharedLane::open(good), nullptr);
+  ASSERT_NE(SharedLane::open(spec, good), nullptr);
   const auto opens = [&](const std::function<void(wire::SharedMemory*)>& change) {
     wire::SharedMemory changed = good;
     change(&changed);
-    return SharedLane::open(changed) != nullptr;
+    return SharedLane::open(spec, changed) != nullptr;
   };
   EXPECT_FALSE(opens([](auto* m) { m->clear_nonce(); }));
   EXPECT_FALSE(opens([](auto* m) { (*m->mutable_nonce())[3] ^= 1; }));
@@ -194,19 +207,18 @@ TEST_F(SharedLaneTest, MemoryThatIsNotAsDescribedIsNotOpened) {
   EXPECT_FALSE(opens([](auto* m) { m->set_process(0); }));
   EXPECT_FALSE(opens([](auto* m) { m->set_process(0xffffffff); }));
   EXPECT_FALSE(opens([](auto* m) { m->set_file(0xffffffff); }));
-  EXPECT_FALSE(opens([](auto* m) { m->set_step_bytes(m->step_bytes() + 64); }));
-  EXPECT_FALSE(opens([](auto* m) { m->set_step_bytes(m->step_bytes() + 1); }));
-  EXPECT_FALSE(opens([](auto* m) {  // the same sum
-    m->set_step_bytes(m->step_bytes() + m->action_bytes());
-    m->set_action_bytes(0);
-  }));
-  EXPECT_FALSE(opens([](auto* m) { m->set_step_bytes(uint64_t{1} << 63); }));
-  EXPECT_FALSE(opens([](auto* m) { m->set_action_bytes(~uint64_t{63}); }));
-  EXPECT_EQ(SharedLane::make(make_spec(1, 1), {}), nullptr);  // no doorbell
+  // Its rooms are too small or too large for the hello's spaces.
+  EXPECT_EQ(SharedLane::open(make_spec(99, 1), good), nullptr);
+  EXPECT_EQ(SharedLane::open(make_spec(1, 4096), good), nullptr);
+  const auto large =
+      SharedLane::make(make_spec(2, 100), doorbell_pages()->description());
+  EXPECT_EQ(SharedLane::open(spec, large->description()), nullptr);
+  EXPECT_EQ(SharedLane::make(spec, {}), nullptr);  // no doorbell
 }
 
 TEST_F(SharedLaneTest, OtherFilesAreNotOpened) {
-  const auto lane = SharedLane::make(make_spec(1, 1), doorbell_pages()->description());
+  const StreamSpec spec = make_spec(1, 1);
+  const auto lane = SharedLane::make(spec, doorbell_pages()->description());
   wire::SharedMemory described = lane->description();
   int pipes[2], sockets[2];
   ASSERT_EQ(pipe(pipes), 0);
@@ -223,7 +235,7 @@ TEST_F(SharedLaneTest, OtherFilesAreNotOpened) {
   const int folder = ::open("/", O_RDONLY | O_DIRECTORY);
   for (const int file : {pipes[0], pipes[1], sockets[0], copy, folder}) {
     described.set_file(static_cast<uint32_t>(file));
-    EXPECT_EQ(SharedLane::open(described), nullptr) << file;
+    EXPECT_EQ(SharedLane::open(spec, described), nullptr) << file;
     close(file);
   }
   close(sockets[1]);
@@ -261,18 +273,16 @@ TEST_F(SharedLaneTest, WhatAPeerScribblesIsRefusedOrBounded) {
   const std::string path = "/proc/self/fd/" + std::to_string(described.file());
   const int file = ::open(path.c_str(), O_RDWR);
   EXPECT_NE(ftruncate(file, 64), 0);  // it is sealed
-  const off_t size = lseek(file, 0, SEEK_END);
-  auto* const memory = static_cast<uint8_t*>(mmap(
-      nullptr, static_cast<size_t>(size), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
   close(file);
-  // All but the nonce.
+  size_t size;
+  const auto pages = pages_of(*lane.environment, &size);
   for (const uint8_t value : {0xff, 0x7f, 0x41, 0x01}) {
-    std::memset(memory + 64, value, static_cast<size_t>(size) - 64);
+    std::memset(pages->data(), value, size);
     for (SharedLane* side : {lane.environment.get(), lane.learner.get()}) {
       grpc::ByteBuffer message;
       try {
         if (side->read(&message)) {
-          EXPECT_LT(message.Length(), static_cast<size_t>(size));
+          EXPECT_LT(message.Length(), size);
           bytes_of(message);
         }
       } catch (const WireError&) {
@@ -281,7 +291,19 @@ TEST_F(SharedLaneTest, WhatAPeerScribblesIsRefusedOrBounded) {
     }
     lane.learner->write(buffer_of("hello"));
   }
-  munmap(memory, static_cast<size_t>(size));
+}
+
+TEST_F(SharedLaneTest, AMessageThatWasSeenCanNotBeTakenBack) {
+  Lane lane(make_spec(1, 100));
+  size_t size;
+  const auto pages = pages_of(*lane.environment, &size);
+  for (SharedLane* side : {lane.environment.get(), lane.learner.get()}) {
+    SharedLane& other = side == lane.learner.get() ? *lane.environment : *lane.learner;
+    ASSERT_TRUE(other.write(buffer_of("hello")));
+    ASSERT_TRUE(side->has_message());
+    std::memset(pages->data(), 0, size);
+    EXPECT_TRUE(reads(*side, ""));  // else read() would wait for the next
+  }
 }
 
 }  // namespace
