@@ -3,11 +3,15 @@
     python benchmarks/soak.py --seconds 3600 --kill_every 60 --csv soak.csv -- \
         --preset minatar --num_servers 4
 
-Starts `python -m torchbeast.polybeast` with the flags after `--`. Every --kill_every
-seconds it kills one of the servers with SIGKILL. It ends the run with SIGINT. Then it
-prints exit status, number of updates, longest pause between two updates, reconnects,
-dropped steps, returns, and the growth of memory. The CSV file has a line every
---sample_every seconds. Needs Linux.
+    python benchmarks/soak.py --tcp="--preset minatar" -- \
+        --preset minatar --num_actors 4
+
+Starts `python -m torchbeast.polybeast` with the flags after `--`. With --tcp it starts
+the learner with these, and four servers: two at unix sockets and two at TCP. Every
+--kill_every seconds it kills one of the servers with SIGKILL. It ends the run with
+SIGINT. Then it prints exit status, number of updates, longest pause between two
+updates, reconnects, dropped steps, returns, and the growth of memory. The CSV file has
+a line every --sample_every seconds. Needs Linux.
 
 Memory is the proportional set size of the whole process tree. Its growth is the slope
 of a straight line through the samples of the last three quarters of the run. Samples
@@ -15,6 +19,7 @@ while a server is missing don't count.
 """
 
 import argparse
+import contextlib
 import csv
 import os
 import signal
@@ -42,8 +47,32 @@ COLUMNS = (
 )
 
 
+# As torchbeast.polybeast's, the servers' parents are children of the learner, "$@".
+START_MIXED = """
+python={python} flags="{flags} --num_servers 2"
+$python -m torchbeast.polybeast_env $flags --pipes_basename {unix} &
+$python -m torchbeast.polybeast_env $flags --bind {tcp} &
+exec "$@"
+"""
+
+
+def begin(
+    args: argparse.Namespace, folder: Path
+) -> tuple[subprocess.Popen, Path, Path]:
+    if args.tcp is None:
+        return start_run("polybeast", args.flags, folder)
+    unix, port = f"unix:{folder}/server", 20000 + os.getpid() % 10000
+    tcp = f"127.0.0.1:{port}"
+    script = START_MIXED.format(
+        python=sys.executable, flags=args.tcp, unix=unix, tcp=tcp
+    )
+    addresses = f"{unix}.0,{unix}.1,{tcp}-{port + 1}"
+    flags = [*args.flags, "--server_addresses", addresses]
+    return start_run("polybeast_learner", flags, folder, ["sh", "-c", script, "sh"])
+
+
 def server_pids(learner: int) -> list[int]:
-    """The server processes: children of the learner's only child that runs Python."""
+    """The server processes: children of the learner's children that run Python."""
     pids = []
     for pid in process_tree(learner):
         try:
@@ -84,7 +113,7 @@ def growth(seconds: np.ndarray, memory: np.ndarray) -> float:
 
 
 def soak(args: argparse.Namespace, folder: Path) -> int:
-    run, logs, output = start_run("polybeast", args.flags, folder)
+    run, logs, output = begin(args, folder)
     kills, samples = 0, []
     try:
         deadline = time.monotonic() + START_SECONDS
@@ -135,9 +164,9 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
             print(f"The run did not end within {END_SECONDS:g} s after SIGINT.")
             return 1
     finally:
-        if run.poll() is None:
+        with contextlib.suppress(ProcessLookupError):  # servers may be left
             os.killpg(run.pid, signal.SIGKILL)
-            run.wait()
+        run.wait()
 
     rows = read_rows(logs)
     if len(rows) < 2 or not any(s[1] == count for s in samples):
@@ -184,7 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--kill_every", type=float, default=60.0, help="seconds between kills")
     add("--sample_every", type=float, default=10.0, help="seconds between samples")
     add("--csv", type=Path, default=Path("soak.csv"), help="file of the samples")
-    add("flags", nargs="*", help="flags of PolyBeast")
+    add("--tcp", metavar="FLAGS", help="servers at unix sockets and TCP; their flags")
+    add("flags", nargs="*", help="flags of PolyBeast, with --tcp of its learner")
     args = parser.parse_args(argv)
     print(", ".join(f"{k} {v}" for k, v in describe_machine().items() if v is not None))
     print("PolyBeast's flags:", *args.flags, flush=True)

@@ -273,14 +273,14 @@ def windows_sps(
 
 
 def start_run(
-    variant: str, argv: Sequence[str], folder: Path
+    variant: str, argv: Sequence[str], folder: Path, before: Sequence[str] = ()
 ) -> tuple[subprocess.Popen, Path, Path]:
-    """Starts an endless run in its own session.
+    """Starts an endless run in its own session: the command `before`, followed by it.
 
     Returns:
       The process, its logs.csv, and the file with its output.
     """
-    command = [sys.executable, "-m", f"torchbeast.{variant}", *argv]
+    command = [*before, sys.executable, "-m", f"torchbeast.{variant}", *argv]
     if variant == "polybeast":
         command += ["--pipes_basename", f"unix:{folder}/server"]
     command += ["--savedir", str(folder), "--xpid", "run"]
