@@ -106,7 +106,7 @@ def measure_ours(
     socket: str, streams: int, envs: int, seconds: float, directory: str
 ) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
-    servers, pipes, addresses = [], [], []
+    servers, pipes = [], []
     for i in range(streams):
         address = f"unix:{directory}/ours.{i}" if socket == "unix" else "127.0.0.1:0"
         pipe, theirs = context.Pipe()
@@ -115,9 +115,9 @@ def measure_ours(
         )
         server.start()
         theirs.close()
-        addresses.append(pipe.recv())
         servers.append(server)
         pipes.append(pipe)
+    addresses = [pipe.recv() for pipe in pipes]
 
     batch_size = max(BATCH_SIZE, envs)
     queue = libtorchbeast.BatchingQueue(
@@ -177,7 +177,7 @@ def measure_ours(
             "batches": batching["num_batches"],
         }
 
-    while pool.count() == 0:
+    while pool.stats()["num_connected"] < streams:
         if not threads[2].is_alive():
             raise SystemExit("the actor pool ended early; see the error above")
         time.sleep(0.01)
@@ -185,6 +185,7 @@ def measure_ours(
     before = counters()
     time.sleep(seconds)
     after = counters()
+    num_threads = len(os.listdir("/proc/self/task"))
     pool.close()
     batcher.close()
     queue.close()
@@ -203,6 +204,7 @@ def measure_ours(
         "client_faults": difference["client_faults"] / steps,
         "server_faults": difference["server_faults"] / steps,
         "mean_inference_batch": steps / difference["batches"],
+        "client_threads": num_threads,
     }
     for part in ("server", "pool", "batcher", "queue"):
         result[f"{part}_copied_bytes"] = difference[f"{part}_copied"] / steps
@@ -305,9 +307,10 @@ def main(argv: list[str] | None = None) -> None:
     print(
         "| socket | streams × environments | bare, steps/s | **ours, steps/s** "
         "| share | CPU µs per step: learner, servers | bare "
-        "| page faults per step: learner, servers | mean inference batch |"
-        " bytes copied per step: server, pool, batcher, queue |\n"
-        "|---|---|---|---|---|---|---|---|---|---|"
+        "| page faults per step: learner, servers | mean inference batch "
+        "| the learner's threads "
+        "| bytes copied per step: server, pool, batcher, queue |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|"
     )
     everything: list[dict[str, Any]] = []
     for socket in flags.sockets:
@@ -335,7 +338,8 @@ def main(argv: list[str] | None = None) -> None:
                     f"| {b['client_cpu_us']:.1f}, {b['server_cpu_us']:.1f} "
                     f"| {a['client_cpu_us']:.1f}, {a['server_cpu_us']:.1f} "
                     f"| {b['client_faults']:.2f}, {b['server_faults']:.2f} "
-                    f"| {b['mean_inference_batch']:.1f} | {copied} |",
+                    f"| {b['mean_inference_batch']:.1f} "
+                    f"| {b['client_threads']:.0f} | {copied} |",
                     flush=True,
                 )
                 cell = {"socket": socket, "streams": streams, "envs": envs}
