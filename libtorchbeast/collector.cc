@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "shared_pages.h"
+#include "thread.h"
 
 namespace torchbeast {
 
@@ -124,6 +125,12 @@ struct Collector::Running : std::enable_shared_from_this<Running> {
   bool abandoned TB_GUARDED_BY(mutex) = false;  // nobody may work on it any more
 };
 
+Collector& Collector::instance() {
+  // Never destroyed: its thread may still be there while the process ends.
+  static Collector* const collector = new Collector;
+  return *collector;
+}
+
 void Collector::run(EnvSession* session, Unroll* unroll, const OnStep& on_step) {
   const auto running = std::make_shared<Running>(session, unroll, on_step);
   bool is_ours = true;  // this thread works on it
@@ -163,13 +170,11 @@ void Collector::run(EnvSession* session, Unroll* unroll, const OnStep& on_step) 
 }
 
 void Collector::add(const std::shared_ptr<Running>& running) {
-  {
-    MutexLock lock(mutex_);
-    if (!has_thread_) thread_ = Thread([this] { collect(); });
-    has_thread_ = true;
-    running_.push_back(running);
-    ++version_;
-  }
+  MutexLock lock(mutex_);
+  if (!has_thread_) Thread([this] { collect(); }).detach();
+  has_thread_ = true;
+  running_.push_back(running);
+  ++version_;
   bell_in(*doorbell_pages()).ring();
 }
 
@@ -177,6 +182,7 @@ void Collector::remove(const std::shared_ptr<Running>& running) {
   MutexLock lock(mutex_);
   running_.erase(std::find(running_.begin(), running_.end(), running));
   ++version_;
+  bell_in(*doorbell_pages()).ring();
 }
 
 void Collector::collect() {
@@ -184,12 +190,14 @@ void Collector::collect() {
   RunningList list;
   uint64_t version = 0;
   auto look_at = Clock::now() + kInterruptPeriod;
-  while (!stopping_) {
+  while (true) {
     const uint32_t count = bell.count();
     if (version != version_) {
       MutexLock lock(mutex_);
       list = running_;
       version = version_;
+      has_thread_ = !list.empty();
+      if (!has_thread_) return;
     }
     for (const auto& running : list) running->look();
     if (Clock::now() >= look_at) {
@@ -198,12 +206,6 @@ void Collector::collect() {
     }
     bell.wait(count, kInterruptPeriod);
   }
-}
-
-Collector::~Collector() {
-  stopping_ = true;
-  MutexLock lock(mutex_);
-  if (has_thread_) bell_in(*doorbell_pages()).ring();
 }
 
 }  // namespace torchbeast

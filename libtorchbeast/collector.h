@@ -1,4 +1,5 @@
-// Runs sessions whose messages go through shared memory: all of a pool in one thread.
+// Runs sessions whose messages go through shared memory: all of this process in one
+// thread.
 //
 //   env --step--> the collector's thread: Unroll --question--> DynamicBatcher
 //   env <-action- the inference thread:   Unroll <--answer----'
@@ -16,20 +17,18 @@
 
 #include "env_session.h"
 #include "sync.h"
-#include "thread.h"
 #include "unroll.h"
 
 namespace torchbeast {
 
-// Thread-safe. Owns its thread.
+// The one of this process, which has a thread while there are sessions. Thread-safe.
 class Collector {
  public:
   // Called after each step, in any thread, but one at a time for each session; with
   // whether a rollout is finished.
   using OnStep = std::function<void(bool)>;
 
-  Collector() = default;
-  ~Collector();  // REQUIRES: no run() is in progress
+  static Collector& instance();
   Collector(const Collector&) = delete;
 
   // Steps the environments of a session, whose connection has a lane, until it ends.
@@ -41,6 +40,7 @@ class Collector {
   struct Running;
   using RunningList = std::vector<std::shared_ptr<Running>>;
 
+  Collector() = default;
   void add(const std::shared_ptr<Running>& running) TB_EXCLUDES(mutex_);
   void remove(const std::shared_ptr<Running>& running) TB_EXCLUDES(mutex_);
   void collect() TB_EXCLUDES(mutex_);
@@ -49,8 +49,6 @@ class Collector {
   // Copied by the collector's thread if its version has changed.
   RunningList running_ TB_GUARDED_BY(mutex_);
   std::atomic<uint64_t> version_{0};
-  std::atomic<bool> stopping_{false};
-  Thread thread_ TB_GUARDED_BY(mutex_);
   bool has_thread_ TB_GUARDED_BY(mutex_) = false;
 };
 

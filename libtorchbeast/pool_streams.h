@@ -112,7 +112,9 @@ struct PoolStreams : StreamHost {
   void run_session(EnvSession& session, Unroll& unroll,
                    const Collector::OnStep& on_step) {
     session.act(&unroll);
-    if (session.connection().has_lane()) collector.run(&session, &unroll, on_step);
+    if (session.connection().has_lane()) {
+      Collector::instance().run(&session, &unroll, on_step);
+    }
     while (true) {
       session.send_action(&unroll);
       session.receive(&unroll);
@@ -126,7 +128,6 @@ struct PoolStreams : StreamHost {
 
   const ActorPoolOptions options;
   SessionContext sessions;
-  Collector collector;
   HelloCheck hellos;
   std::optional<UnrollSlots> slots;  // with a listener
 
