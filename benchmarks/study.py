@@ -11,15 +11,19 @@ and its flags. # begins a comment.
     adam: --optimizer adam --learning_rate 0.001
 
 The runs come one after the other: all settings with the first seed, then the next seed.
-Started again with the same --out, finished runs are kept and an unfinished one goes on.
 FOLDER gets the runs, `curves/NAME-SEED.csv` (100 points of each) and `table.md`: the
 return (mean of the last 100 games) at a quarter, a half and all of the steps, and the
 largest fall of each seed's return below its highest so far.
+
+Started again with the same --out, an unfinished run goes on, and one whose curve is
+there counts as finished, also if its folder is gone. So a study can go on elsewhere
+with its curves only. If you change the flags of a setting, remove its curves.
 """
 
 import argparse
 import csv
 import dataclasses
+import itertools
 import shlex
 import statistics
 import subprocess
@@ -30,7 +34,7 @@ from pathlib import Path
 from torchbeast.records.saved_runs import read_run
 
 POINTS = 100  # of a curve
-COLUMNS = ("step", "_time", "mean_game_return_100", "entropy", "sps")
+COLUMNS = ("step", "_time", "mean_game_return_100", "entropy", "sps", "largest_fall")
 
 
 class StudyError(Exception):
@@ -84,14 +88,35 @@ def train(study: Study, name: str, seed: int, savedir: Path) -> Path:
 
 
 def read_curve(folder: Path) -> list[dict[str, float]]:
-    """POINTS rows of logs.csv, evenly spread, of updates after the first game."""
+    """POINTS rows of logs.csv, evenly spread, of updates after the first game.
+
+    `largest_fall` is that of the whole run.
+    """
     with (folder / "logs.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["mean_game_return_100"]]
     if not rows:
         raise StudyError(f"no game ended in {folder}: raise --total_steps")
     last = len(rows) - 1
     places = sorted({round(i * last / (POINTS - 1)) for i in range(POINTS)})
-    return [{name: float(rows[i][name] or "nan") for name in COLUMNS} for i in places]
+    fall = {"largest_fall": str(read_run(folder).largest_fall())}
+    return [as_numbers({**rows[i], **fall}) for i in places]
+
+
+def as_numbers(row: dict[str, str]) -> dict[str, float]:
+    return {name: float(row.get(name) or "nan") for name in COLUMNS}
+
+
+def kept_curve(path: Path, flags: Sequence[str]) -> list[dict[str, float]] | None:
+    """What write_curve wrote; None: there is none. Raises StudyError if it is short."""
+    if not path.exists():
+        return None
+    with path.open() as file:
+        curve = [as_numbers(row) for row in csv.DictReader(file)]
+    for flag, value in itertools.pairwise(flags):
+        if flag == "--total_steps" and curve[-1]["step"] < int(value):
+            step = f"{curve[-1]['step']:.0f}"
+            raise StudyError(f"{path} ends at step {step}, not {value}: remove it")
+    return curve
 
 
 def return_at(curve: list[dict[str, float]], share: float) -> float:
@@ -100,11 +125,7 @@ def return_at(curve: list[dict[str, float]], share: float) -> float:
     return min(curve, key=lambda row: abs(row["step"] - step))["mean_game_return_100"]
 
 
-def table(
-    study: Study,
-    curves: dict[str, dict[int, list[dict[str, float]]]],
-    falls: dict[str, dict[int, float]],
-) -> str:
+def table(study: Study, curves: dict[str, dict[int, list[dict[str, float]]]]) -> str:
     """A Markdown table, a line per setting: means over seeds, and values per seed."""
     lines = [
         f"`{study.script} {shlex.join(study.flags)}` and:",
@@ -124,7 +145,7 @@ def table(
                 for share in (0.25, 0.5, 1.0)
             ),
             ", ".join(f"{x:.2f}" for x in ends),
-            ", ".join(f"{x:.0%}" for x in falls[name].values()),
+            ", ".join(f"{curve[-1]['largest_fall']:.0%}" for curve in runs),
             f"{statistics.fmean(curve[-1]['entropy'] for curve in runs):.2f}",
             f"{statistics.median(row['sps'] for c in runs for row in c[1:] or c):,.0f}",
         ]
@@ -152,19 +173,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         study = read_study(args.study)
         (args.out / "curves").mkdir(parents=True, exist_ok=True)
         curves: dict[str, dict[int, list[dict[str, float]]]] = {}
-        falls: dict[str, dict[int, float]] = {}
         for seed in args.seeds:
             for name in study.settings:
-                folder = train(study, name, seed, args.out)
-                curve = read_curve(folder)
+                file = args.out / "curves" / f"{name}-{seed}.csv"
+                flags = [*study.flags, *study.settings[name]]
+                curve = kept_curve(file, flags)
+                if curve is None:
+                    curve = read_curve(train(study, name, seed, args.out))
+                    write_curve(file, curve)
                 curves.setdefault(name, {})[seed] = curve
-                falls.setdefault(name, {})[seed] = read_run(folder).largest_fall()
-                write_curve(args.out / "curves" / f"{name}-{seed}.csv", curve)
-                (args.out / "table.md").write_text(table(study, curves, falls))
+                (args.out / "table.md").write_text(table(study, curves))
     except (StudyError, OSError) as error:
         print(f"study.py: {error}", file=sys.stderr)
         return 1
-    print(table(study, curves, falls))
+    print(table(study, curves))
     return 0
 
 

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -180,6 +181,14 @@ def test_study_compares_settings_and_keeps_finished_runs(tmp_path, capsys):
         assert (
             curve[-1]["mean_game_return_100"] > 5
         )  # steps a random policy keeps it up
+    shutil.rmtree(out / "slow-1")  # its curve is enough
+    table = (out / "table.md").read_text()
+    assert study.main([str(file), "--out", str(out)]) == 0
+    assert (out / "table.md").read_text() == table
+    assert not (out / "slow-1").exists()
+    file.write_text(slow.replace("2560", "2561"))
+    assert study.main([str(file), "--out", str(out)]) == 1
+    assert "slow-1.csv ends at step 2560, not 2561" in capsys.readouterr().err
     file.write_text("monobeast\nslow --learning_rate 0\n")
     assert study.main([str(file), "--out", str(out)]) == 1
     assert "expected 'NAME: FLAGS', got 'slow --learning_rate 0'" in (
