@@ -5,6 +5,7 @@
 #include <cstring>
 #include <random>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #if defined(__linux__)
@@ -86,10 +87,15 @@ std::unique_ptr<SharedPages> SharedPages::open(const wire::SharedMemory& descrip
   // In another container, there may be another process of this number, or none.
   const std::string path = "/proc/" + std::to_string(description.process()) + "/fd/" +
                            std::to_string(description.file());
-  // Only regular files are opened: others could wait or act.
-  struct stat about {};
-  if (stat(path.c_str(), &about) != 0 || !S_ISREG(about.st_mode)) return nullptr;
-  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+  // No other file is touched: it could wait, as on a network, or act. Reading the link
+  // asks no file system.
+  constexpr std::string_view kMemory = "/memfd:";
+  char target[kMemory.size()];
+  const ssize_t size = readlink(path.c_str(), target, sizeof(target));
+  if (size < 0 || std::string_view(target, static_cast<size_t>(size)) != kMemory) {
+    return nullptr;
+  }
+  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) return nullptr;
   uint8_t* const memory = is_sound(file, num_bytes) ? map(file, num_bytes) : nullptr;
   ::close(file);
