@@ -10,7 +10,7 @@
 
 #include "codec.h"
 #include "connection.h"
-#include "stepper.h"
+#include "env_runner.h"
 #include "thread.h"
 
 namespace torchbeast {
@@ -48,9 +48,9 @@ struct EnvClient::State {
   void work(std::optional<uint64_t> num_episodes);
   // From dialling until the stream ends: kLeft if the episodes are done. The learner
   // gets what the environment raises.
-  End run_stream(Stepper& stepper, const std::string& stream_id,
+  End run_stream(EnvRunner& runner, const std::string& stream_id,
                  std::optional<uint64_t> num_episodes);
-  void play(DialledConnection& connection, Stepper& stepper,
+  void play(DialledConnection& connection, EnvRunner& runner,
             const std::string& stream_id, std::optional<uint64_t> num_episodes);
   // Whether to dial again, after a pause. Throws if there is no sense in it.
   bool goes_on(const End& end);
@@ -102,9 +102,9 @@ struct EnvClient::State {
 void EnvClient::State::work(std::optional<uint64_t> num_episodes) {
   const End end = end_of([&] {
     const std::string stream_id = random_id();
-    Stepper stepper(factory, &activity);
+    EnvRunner runner(factory, &activity);
     down_since = Clock::now();
-    while (goes_on(run_stream(stepper, stream_id, num_episodes))) {
+    while (goes_on(run_stream(runner, stream_id, num_episodes))) {
     }
   });
   {
@@ -115,7 +115,7 @@ void EnvClient::State::work(std::optional<uint64_t> num_episodes) {
   changed.notify_all();
 }
 
-End EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id,
+End EnvClient::State::run_stream(EnvRunner& runner, const std::string& stream_id,
                                  std::optional<uint64_t> num_episodes) {
   DialledConnection connection(address, options.security, kJoinMethod, "the learner");
   {
@@ -128,24 +128,24 @@ End EnvClient::State::run_stream(Stepper& stepper, const std::string& stream_id,
     MutexLock lock(mutex);
     this->connection = nullptr;
   });
-  End end = end_of([&] { play(connection, stepper, stream_id, num_episodes); });
+  End end = end_of([&] { play(connection, runner, stream_id, num_episodes); });
   if (end.is_own() || end.kind == End::kUnusable) connection.leave_with_error(end.text);
   return end;
 }
 
-void EnvClient::State::play(DialledConnection& connection, Stepper& stepper,
+void EnvClient::State::play(DialledConnection& connection, EnvRunner& runner,
                             const std::string& stream_id,
                             std::optional<uint64_t> num_episodes) {
   connection.open();
   const wire::AgentHello agent = connection.expect_agent_hello();
   downtime += Clock::now() - down_since;
   connected = true;
-  if (!stepper.has_begun()) stepper.begin(agent);
-  wire::EnvHello hello = stepper.hello();
+  if (!runner.has_begun()) runner.begin(agent);
+  wire::EnvHello hello = runner.hello();
   hello.set_stream_id(stream_id);
   hello.set_first_step(newest_number);
   connection.introduce(std::move(hello), options.offers_memory);
-  stepper.send_to(connection);
+  runner.send_to(connection);
   grpc::ByteBuffer action;
   uint64_t number = 0;
   while (!num_episodes || this->num_episodes < *num_episodes) {
@@ -154,11 +154,11 @@ void EnvClient::State::play(DialledConnection& connection, Stepper& stepper,
     lost_before = false;
     downtime = {};
     backoff.reset();
-    stepper.step(&action, &number);
+    runner.step(&action, &number);
     ++newest_number;
-    num_steps += static_cast<uint64_t>(stepper.num_envs());
-    if (stepper.is_between_episodes()) ++this->num_episodes;
-    stepper.send_to(connection);
+    num_steps += static_cast<uint64_t>(runner.num_envs());
+    if (runner.is_between_episodes()) ++this->num_episodes;
+    runner.send_to(connection);
   }
   connection.leave();
 }

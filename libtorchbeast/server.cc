@@ -7,7 +7,7 @@
 
 #include "codec.h"
 #include "connection.h"
-#include "stepper.h"
+#include "env_runner.h"
 
 namespace torchbeast {
 
@@ -65,21 +65,21 @@ End EnvServer::State::serve(ServedConnection& connection) {
 
 void EnvServer::State::run_stream(ServedConnection& connection, Guest* guest) {
   const wire::AgentHello agent = connection.expect_agent_hello();
-  Stepper stepper(factory, &connection.activity);
-  stepper.begin(agent);
+  EnvRunner runner(factory, &connection.activity);
+  runner.begin(agent);
   const auto write_step = [&] {
-    bytes_copied += stepper.step_bytes();
-    stepper.send_to(connection);
+    bytes_copied += runner.step_bytes();
+    runner.send_to(connection);
   };
-  connection.introduce(stepper.hello());
+  connection.introduce(runner.hello());
   write_step();
   grpc::ByteBuffer action;
   uint64_t number = 0;
   while (true) {
     connection.read(&action);
     if (guest != nullptr && !guest->plays.exchange(true)) changed.notify_all();
-    stepper.step(&action, &number);
-    num_steps += static_cast<uint64_t>(stepper.num_envs());
+    runner.step(&action, &number);
+    num_steps += static_cast<uint64_t>(runner.num_envs());
     write_step();
   }
 }

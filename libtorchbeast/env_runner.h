@@ -17,12 +17,12 @@ namespace torchbeast {
 
 // Owns the environment, whose exceptions pass through. One thread at a time, but for
 // the activity.
-class Stepper {
+class EnvRunner {
  public:
   // Makes an environment. Keeps `activity` up to date until it is destroyed.
-  Stepper(const EnvironmentFactory& factory, Activity* activity);
-  ~Stepper();  // destroys the environment
-  Stepper(const Stepper&) = delete;
+  EnvRunner(const EnvironmentFactory& factory, Activity* activity);
+  ~EnvRunner();  // destroys the environment
+  EnvRunner(const EnvRunner&) = delete;
 
   // Seeds the environment, if `agent` says how, and resets it.
   void begin(const wire::AgentHello& agent);

@@ -1,4 +1,4 @@
-#include "stepper.h"
+#include "env_runner.h"
 
 #include <stdexcept>
 #include <string>
@@ -17,18 +17,18 @@ auto during(Activity* activity, const char* method) {
 
 }  // namespace
 
-Stepper::Stepper(const EnvironmentFactory& factory, Activity* activity)
+EnvRunner::EnvRunner(const EnvironmentFactory& factory, Activity* activity)
     : activity_(*activity) {
   const auto making = during(&activity_, "env_class()");
   environment_ = factory();
 }
 
-Stepper::~Stepper() {
+EnvRunner::~EnvRunner() {
   const auto closing = during(&activity_, "close()");
   environment_ = nullptr;
 }
 
-void Stepper::begin(const wire::AgentHello& agent) {
+void EnvRunner::begin(const wire::AgentHello& agent) {
   const auto resetting = during(&activity_, "reset()");
   if (agent.has_seeding()) environment_->seed(agent.seeding());
   const auto start = Clock::now();
@@ -44,7 +44,7 @@ void Stepper::begin(const wire::AgentHello& agent) {
       [this](const ArraySpec& spec) { action_.push_back(pool_.allocate(spec)); });
 }
 
-void Stepper::step(grpc::ByteBuffer* action, uint64_t* number) {
+void EnvRunner::step(grpc::ByteBuffer* action, uint64_t* number) {
   const uint64_t next =
       spec_.has_action_space
           ? decode_action(action, action_)
@@ -64,7 +64,7 @@ void Stepper::step(grpc::ByteBuffer* action, uint64_t* number) {
 }
 
 // Throws unless these are the first `count` arrays of a row.
-void Stepper::check(const std::vector<Array>& arrays, size_t count) const {
+void EnvRunner::check(const std::vector<Array>& arrays, size_t count) const {
   const auto changed = [](const std::string& how) {
     throw std::runtime_error("the environment's rows have changed: " + how);
   };
@@ -78,7 +78,7 @@ void Stepper::check(const std::vector<Array>& arrays, size_t count) const {
   }
 }
 
-void Stepper::finish_row(Clock::time_point start) {
+void EnvRunner::finish_row(Clock::time_point start) {
   const std::chrono::nanoseconds duration = Clock::now() - start;
   check(row_.arrays, spec_.arrays.size());
   if (!row_.final_observation.empty()) {
