@@ -42,6 +42,7 @@ except ImportError as error:
         "test_server_addresses.py",
         "test_vector_servers.py",
         "test_pauses.py",
+        "test_run_limits.py",
         "test_peer_numbers.py",
         "test_peers.py",
         "test_polybeast_spaces.py",

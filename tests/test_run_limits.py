@@ -3,8 +3,6 @@
 from math import inf
 
 import pytest
-
-pytest.importorskip("libtorchbeast")
 from libtorchbeast_limits import RunLimits
 
 from libtorchbeast import RefusedError, TransportError
