@@ -271,11 +271,10 @@ class OneSide : public Connection {
  public:
   using Answer = std::function<std::string(const std::string& sent)>;
   explicit OneSide(Answer answer)
-      : Connection("the fuzzer", "here"), answer_(std::move(answer)) {}
+      : Connection("the fuzzer", "unix:"), answer_(std::move(answer)) {}
   void hang_up() { answer_ = nullptr; }
 
  private:
-  bool is_local() const override { return true; }
   bool is_gone() const override { return true; }
   bool do_write(const grpc::ByteBuffer& message) override {
     sent_ = bytes_of(message);
@@ -288,7 +287,7 @@ class OneSide : public Connection {
   void do_cancel() override {}
   [[noreturn]] void throw_reason(bool reading) override {
     CHECK(reading);  // there is room for all that this side writes
-    throw Left();
+    throw Ended(End::kLeft, "the fuzzer has left");
   }
 
   Answer answer_;
@@ -372,9 +371,10 @@ void check_lane(const std::string& program, bool is_learner) {
         try {
           side.read(&message);
           (is_learner ? check_step : check_action)(bytes_of(message), message);
-        } catch (const Connection::Left&) {
-          CHECK(!has_message);  // a collector would have waited
-        } catch (const WireError&) {
+        } catch (const Ended& ended) {
+          CHECK(ended.kind == End::kLeft || ended.kind == End::kBrokeRules);
+          // A collector would have waited.
+          CHECK(ended.kind != End::kLeft || !has_message);
         }
         break;
       }
