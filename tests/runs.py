@@ -33,6 +33,10 @@ SMALL = {
     "reward_clipping": "none",
 }
 
+needs_proc = pytest.mark.skipif(
+    not os.path.exists("/proc/self/stat"), reason="reads /proc, which is Linux's"
+)
+
 
 def skip(reason: str) -> NoReturn:
     """Skips a test if a tool is missing; in CI, where no tool may be missing, fails it.

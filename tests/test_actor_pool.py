@@ -1,13 +1,11 @@
 """libtorchbeast.ActorPool against real servers in processes of their own."""
 
 import itertools
-import os
 import re
-import socket
 import threading
-import time
 
 import pytest
+import runs
 import servers
 import torch
 from servers import CodedVector, Run, ServerProcess
@@ -17,7 +15,6 @@ from libtorchbeast import (
     AsyncError,
     BatchingQueue,
     DynamicBatcher,
-    RefusedError,
     Security,
     Server,
     TransportError,
@@ -305,33 +302,6 @@ def test_an_environment_that_cannot_be_made(address):
     assert "FileNotFoundError: no ROM here" in str(error)
 
 
-def test_environments_that_raise_too_often(address):
-    with (
-        ServerProcess("FailingToStart", address),
-        Run([address], act, initial_state(), max_env_failures=2) as run,
-    ):
-        error = run.error()
-    assert type(error) is RuntimeError
-    assert "more than 2 environments have raised within a minute" in str(error)
-    assert "FileNotFoundError: no ROM here" in str(error)
-    assert run.pool.stats()["num_env_failures"] == 3
-
-
-def test_one_server_that_raises_again_and_again_ends_nobodys_run(tmp_path):
-    addresses = [f"unix:{tmp_path}/{i}" for i in range(2)]
-    with (
-        ServerProcess("Failing", addresses[0]),
-        ServerProcess("Coded", addresses[1]) as good,
-        Run(addresses, act, initial_state(), max_env_failures=1) as run,
-    ):
-        while run.pool.stats()["num_env_failures"] < 4:
-            next(iter(run.queue))
-        good.kill()
-        error = run.error()
-    assert type(error) is RuntimeError
-    assert "more than 1 environments have raised within a minute" in str(error)
-
-
 def test_an_environment_whose_shapes_change(address):
     with ServerProcess("Shifty", address), Run([address], act, initial_state()) as run:
         error = run.error()
@@ -359,37 +329,6 @@ def test_a_killed_server_comes_back(address):
     server.stop()
 
 
-def test_a_server_that_does_not_come_back(address):
-    with (
-        ServerProcess("Dying", address),
-        Run([address], act, initial_state(), maximum_downtime_s=0.5) as run,
-    ):
-        error = run.error()
-    assert type(error) is TransportError
-    assert re.search(rf"no connection for 0.5 s.*{address}", str(error))
-
-
-def test_a_server_that_was_never_there(address):
-    start = time.monotonic()
-    with Run([address], act, maximum_downtime_s=0.3) as run:
-        error = run.error()
-    assert type(error) is TransportError
-    assert re.search(rf"no connection for 0.3 s.*{address}", str(error))
-    assert 0.3 <= time.monotonic() - start < 20
-
-
-def test_a_server_that_says_nothing(tmp_path):
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(f"{tmp_path}/silent")
-        silent.listen()
-        addresses = [f"unix:{tmp_path}/silent"]
-        limits = {"step_timeout_s": 0.3, "maximum_downtime_s": 0.5}
-        with Run(addresses, act, **limits) as run:
-            error = run.error()
-    assert type(error) is TransportError
-    assert re.search("no connection for 0.5 s.*within the step timeout", str(error))
-
-
 def test_an_environment_that_hangs(address):
     release = threading.Event()
 
@@ -409,52 +348,6 @@ def test_an_environment_that_hangs(address):
         assert run.pool.stats()["num_rollouts"] == 2
     finally:
         release.set()
-        server.stop()
-
-
-def test_a_server_that_always_hangs_does_not_keep_the_run_alive(address):
-    release = threading.Event()
-
-    class Hanging(servers.Counting):
-        def step(self, action):
-            release.wait(timeout=60)
-            return super().step(action)
-
-    server = Server(Hanging, address)
-    server.start()
-    limits = {"step_timeout_s": 0.3, "maximum_downtime_s": 0.7}
-    try:
-        with Run([address], zeros, **limits) as run:
-            error = run.error()
-        assert type(error) is TransportError
-        assert re.search("no connection for 0.7 s.*within the step timeout", str(error))
-    finally:
-        release.set()
-        server.stop()
-
-
-def test_all_servers_refuse(tmp_path):
-    addresses = [f"unix:{tmp_path}/{i}" for i in range(2)]
-    with (
-        ServerProcess("Counting", addresses[0]),
-        ServerProcess("Counting", addresses[1]),
-        Run(addresses, zeros, expected={"num_envs": 7}) as run,
-    ):
-        error = run.error()
-    assert type(error) is RefusedError
-    assert "7" in str(error)
-
-
-def test_a_wrong_token_ends_the_run_at_once(address):
-    server = Server(servers.Counting, address, security=Security(token="a-secret"))
-    server.start()
-    try:
-        with Run([address], zeros) as run:
-            error = run.error()
-        assert type(error) is RefusedError
-        assert "token is missing or wrong" in str(error)
-        assert server.stats()["num_refused"] == 1
-    finally:
         server.stop()
 
 
@@ -642,9 +535,7 @@ def test_bad_arguments(change, error, match):
         ActorPool(**{**arguments, **change})
 
 
-@pytest.mark.skipif(
-    not os.path.exists("/proc/self/status"), reason="reads /proc, which is Linux's"
-)
+@runs.needs_proc
 def test_memory_is_flat(address):
     def resident(pid):
         with open(f"/proc/{pid}/status") as file:

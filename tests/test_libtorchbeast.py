@@ -1,7 +1,6 @@
 """The module libtorchbeast: arrays in and out, importing, threads."""
 
 import gc
-import os
 import random
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import runs
 import torch
 
 import libtorchbeast
@@ -21,11 +21,6 @@ DTYPES = [
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64"),
     *("int64", "float16", "float32", "float64"),
 ]
-
-
-needs_proc = pytest.mark.skipif(
-    not os.path.exists("/proc/self/stat"), reason="reads /proc, which is Linux's"
-)
 
 
 def through(*items, batch_dim=0):
@@ -237,7 +232,7 @@ def test_errors_keep_no_references():
     assert sys.getrefcount(item) == references
 
 
-@needs_proc
+@runs.needs_proc
 def test_resident_memory_is_flat():
     done = run_python(
         """
@@ -284,7 +279,7 @@ def test_resident_memory_is_flat():
 # --- Importing ------------------------------------------------------------------------
 
 
-@needs_proc
+@runs.needs_proc
 def test_importing_does_little():
     done = run_python(
         """

@@ -1,6 +1,5 @@
 """libtorchbeast in processes that are interrupted, end or fork."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -8,10 +7,7 @@ import threading
 import time
 
 import pytest
-
-needs_proc = pytest.mark.skipif(
-    not os.path.exists("/proc/self/stat"), reason="reads /proc, which is Linux's"
-)
+import runs
 
 PREPARE = """
 import contextlib, sys, threading
@@ -90,7 +86,7 @@ def start():
         process.communicate()
 
 
-@needs_proc
+@runs.needs_proc
 @pytest.mark.parametrize("call", BLOCKING)
 def test_ctrl_c_ends_a_blocking_call(call, start, tmp_path):
     code = BLOCKING[call].strip().splitlines()
