@@ -5,9 +5,11 @@
 #endif
 
 #include <future>
+#include <list>
 #include <string>
 #include <utility>
 
+#include "dialled_streams.h"
 #include "pool_streams.h"
 #include "thread.h"
 
@@ -139,13 +141,12 @@ void ActorPool::run() {
     throw std::runtime_error("an ActorPool runs once");
   }
   Listener* const listener = shared.options.listener.get();
-  std::vector<Thread> threads;
-  threads.reserve(shared.options.addresses.size());
+  std::list<DialledStreams> dialled;
   std::exception_ptr error;
   bool attached = false;
   try {
     for (size_t i = 0; i < shared.options.addresses.size(); ++i) {
-      threads.emplace_back([&shared, i] { run_dialled(&shared, i); });
+      dialled.emplace_back(&shared, i).go_on();
     }
     if (listener != nullptr) {
       listener->attach(&shared);
@@ -157,6 +158,7 @@ void ActorPool::run() {
       const PoolFacts facts =
           shared.look(now - std::exchange(looked_at, now) > kLongestGap);
       if (shared.options.check) shared.options.check(facts);
+      for (DialledStreams& streams : dialled) streams.go_on();
       shared.wait_for_news();
       if (shared.sessions.learner_queue->is_closed() ||
           shared.sessions.inference_batcher->is_closed()) {
@@ -168,7 +170,7 @@ void ActorPool::run() {
   }
   shared.close();
   shared.cancel_all();
-  threads.clear();
+  dialled.clear();
   {
     MutexLock lock(shared.mutex);
     if (error == nullptr) error = shared.first_error;

@@ -110,8 +110,8 @@ struct ActorPoolStats {
 
 struct PoolStreams;  // see pool_streams.h
 
-// Thread-safe. Owns the threads of the streams that it dials; those of joined streams
-// are the listener's.
+// Thread-safe. Owns the threads of the streams that it dials: one for each that goes
+// through gRPC alone. Those of joined streams are the listener's.
 class ActorPool {
  public:
   // `initial_agent_state`: nest of [layers, n, ...], n = 1 (the same for every

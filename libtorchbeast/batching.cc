@@ -18,11 +18,20 @@ BatchingStats BatchingBase::stats() const { return queue_->stats(); }
 // --- BatchingQueue
 
 void BatchingQueue::enqueue(ArrayNest item, const Interrupt& interrupt) {
-  queue_->push(std::move(item), nullptr, interrupt);
+  const auto is_open = std::make_shared<Awaited<bool>>();
+  const auto pushed = queue_->push(std::move(item), nullptr,
+                                   [is_open](bool value) { is_open->set(value); });
+  if (pushed.has_room) return;
+  try {
+    if (!is_open->wait(interrupt)) throw_closed();
+  } catch (...) {
+    queue_->withdraw(pushed.number);
+    throw;
+  }
 }
 
-bool BatchingQueue::try_enqueue(ArrayNest& item) {
-  return queue_->try_push(item, nullptr);
+bool BatchingQueue::offer(ArrayNest item, OnRoom on_room) {
+  return queue_->push(std::move(item), nullptr, std::move(on_room)).has_room;
 }
 
 std::optional<ArrayNest> BatchingQueue::dequeue(const Interrupt& interrupt) {
@@ -34,36 +43,21 @@ std::optional<ArrayNest> BatchingQueue::dequeue(const Interrupt& interrupt) {
 // --- DynamicBatcher
 
 ArrayNest DynamicBatcher::compute(ArrayNest inputs, const Interrupt& interrupt) {
-  struct Waiter {
-    Mutex mutex;
-    CondVar done;
-    Answer answer TB_GUARDED_BY(mutex);
-  };
-  const auto waiter =
-      std::make_shared<Waiter>();  // the caller may leave before the end
-  const auto on_done = [waiter](Answer& answer) {
-    {
-      MutexLock lock(waiter->mutex);
-      waiter->answer = std::move(answer);
-    }
-    waiter->done.notify_one();
-  };
-  const uint64_t number = queue_->push(std::move(inputs), on_done, interrupt);
-  Stopwatch stopwatch(queue_->producer_wait());
+  const auto answer = std::make_shared<Awaited<Answer>>();
+  const auto pushed = queue_->push(
+      std::move(inputs), [answer](Answer& value) { answer->set(std::move(value)); },
+      nullptr);
+  const Stopwatch stopwatch(queue_->producer_wait());
   try {
-    MutexLock lock(waiter->mutex);
-    while (!waiter->answer) {
-      waiter->done.wait_until(waiter->mutex, Clock::time_point::max(), interrupt);
-    }
-    return waiter->answer();
+    return answer->wait(interrupt)();
   } catch (...) {
-    queue_->withdraw(number);
+    queue_->withdraw(pushed.number);
     throw;
   }
 }
 
 void DynamicBatcher::ask(ArrayNest inputs, std::function<void(Answer&)> on_done) {
-  queue_->try_push(inputs, std::move(on_done));
+  queue_->push(std::move(inputs), std::move(on_done), nullptr);
 }
 
 std::shared_ptr<DynamicBatcher::Batch> DynamicBatcher::next(

@@ -113,8 +113,13 @@ class BatchingQueue : public BatchingBase {
   // batch_dim differ or are 0, an item wider than the maximum, or one that can't be
   // joined with those waiting.
   void enqueue(ArrayNest item, const Interrupt& interrupt = nullptr);
-  // The same without blocking. False, and the item is as before, if the queue is full.
-  bool try_enqueue(ArrayNest& item);
+
+  // The same without blocking: takes the item, and returns whether there is room for
+  // it. If not, its producer should bring no more until `on_room` is called, once: with
+  // true, or with false if the queue was closed before; in the thread that takes a
+  // batch or closes the queue. It must not block, nor throw, and no lock is held.
+  using OnRoom = std::function<void(bool)>;
+  bool offer(ArrayNest item, OnRoom on_room);
 
   // Blocks until a batch is complete; nothing once the queue is closed. With check off,
   // std::invalid_argument if there is a faulty item in the batch, which is dropped.

@@ -5,124 +5,163 @@
 #include <optional>
 #include <utility>
 
+#include "end.h"
 #include "shared_pages.h"
 #include "thread.h"
 
 namespace torchbeast {
 
-// A session in the hands of the collector. At each time one thread works on it.
-struct Collector::Running : std::enable_shared_from_this<Running> {
+// A session in the hands of the collector. At each time one thread works on it: who has
+// claimed it.
+class Collector::Running : public std::enable_shared_from_this<Running> {
+ public:
+  Running(EnvSession* session, Unroll* unroll, OnStep on_step, OnBack on_back)
+      : session_(*session),
+        unroll_(*unroll),
+        on_step_(std::move(on_step)),
+        on_back_(std::move(on_back)) {}
+
+  // The first action.
+  void begin() {
+    work([this] { step(); });
+  }
+  // In the collector's thread.
+  void look() {
+    if (!claim(kStepping, [this] { return session_.connection().is_ready(); })) return;
+    work([this] {
+      if (!session_.connection().has_message()) return come_back(nullptr);
+      session_.receive(&unroll_);
+      go_on();
+    });
+  }
+  // The same, every kInterruptPeriod.
+  void look_for_end() {
+    if (claim(kStepping, [this] { return session_.connection().needs_look(); })) {
+      return come_back(nullptr);
+    }
+    std::exception_ptr error;
+    const auto is_over = [&] {
+      try {
+        session_.interrupt()();
+      } catch (...) {
+        error = std::current_exception();
+      }
+      return error != nullptr;
+    };
+    if (claim(kStepping, is_over) || claim(kWaiting, is_over)) come_back(error);
+  }
+
+ private:
   enum Phase {
     kStepping,  // the environment has its action
-    kAsking,    // the agent has the question
-    kWorking,   // a thread has taken it
-    kBack,      // the stream's thread may have it: see `rollout` and `error`
+    kWaiting,   // the agent has a question, or the learner has no room
+    kWorking,   // a thread has claimed it
+    kBack,      // it belongs to who has started it
   };
-
-  Running(EnvSession* session, Unroll* unroll, const OnStep& on_step)
-      : session(*session), unroll(*unroll), on_step(on_step) {}
 
   // Whether the caller works on it from here on.
   template <typename F>
-  bool claim(Phase from, const F& is_due) TB_EXCLUDES(mutex) {
-    MutexLock lock(mutex);
-    if (abandoned || phase != from || !is_due()) return false;
-    phase = kWorking;
+  bool claim(Phase from, const F& is_due) TB_EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    if (phase_ != from || !is_due()) return false;
+    phase_ = kWorking;
     return true;
   }
-  void set(Phase next) TB_EXCLUDES(mutex) {
-    {
-      MutexLock lock(mutex);
-      phase = next;
-    }
-    if (next == kBack) changed.notify_one();
+  void set(Phase next) TB_EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    phase_ = next;
   }
-  void step() TB_EXCLUDES(mutex) {
-    session.send_action(&unroll);
-    session.connection().start_waiting();
-    bool is_here;
-    {
-      MutexLock lock(mutex);
-      phase = kStepping;
-      is_here = session.connection().is_ready();
-    }
-    // The collector may have looked too early.
-    if (is_here) bell_in(*doorbell_pages()).ring();
-  }
-  // Runs f(), which ends with set(). What it throws is for the stream's thread.
+  // Runs f(), which ends with the claim. What it throws comes back.
   template <typename F>
   void work(F&& f) {
     try {
       f();
     } catch (...) {
-      error = std::current_exception();
-      set(kBack);
+      come_back(std::current_exception());
     }
   }
-
-  // In the collector's thread.
-  void look() {
-    if (!claim(kStepping, [this] { return session.connection().is_ready(); })) return;
-    work([this] {
-      if (!session.connection().has_message()) {
-        return set(kBack);  // the stream says why
-      }
-      session.receive(&unroll);
-      go_on();
-    });
-  }
-  void look_for_end() {
-    if (claim(kStepping, [this] { return session.connection().needs_look(); })) {
-      set(kBack);
+  // The same, but while it asks, the claim may be another thread's.
+  template <typename F>
+  void wait_for(F&& ask) {
+    waiting_since_ = Clock::now();
+    set(kWaiting);
+    try {
+      ask();
+    } catch (...) {
+      if (claim(kWaiting, [] { return true; })) come_back(std::current_exception());
     }
   }
-  // In the thread that answers.
-  void on_answer(const DynamicBatcher::Answer& answer) {
-    if (!claim(kAsking, [] { return true; })) return;
-    work([&] {
-      SessionContext& context = session.context();
-      context.inference_wait_ns +=
-          std::chrono::nanoseconds(Clock::now() - asked_at).count();
-      unroll.answer(answer());
-      go_on();
-    });
+  void come_back(const std::exception_ptr& error) {
+    set(kBack);
+    instance().remove(this);
+    on_back_(error);
+  }
+  void step() {
+    session_.send_action(&unroll_);
+    session_.connection().start_waiting();
+    bool is_here;
+    {
+      MutexLock lock(mutex_);
+      phase_ = kStepping;
+      is_here = session_.connection().is_ready();
+    }
+    // The collector may have looked too early.
+    if (is_here) bell_in(*doorbell_pages()).ring();
   }
   // Until something is to be waited for.
   void go_on() {
-    SessionContext& context = session.context();
-    if (std::optional<ArrayNest> question = unroll.question()) {
-      asked_at = Clock::now();
-      // Once it is asking, the session may end, and the pool with it.
-      const std::shared_ptr<DynamicBatcher> batcher = context.inference_batcher;
-      set(kAsking);
-      batcher->ask(
-          std::move(*question),
-          [self = shared_from_this()](const auto& answer) { self->on_answer(answer); });
-      return;
+    // Once it waits, the session may come back, and the pool end.
+    const auto batcher = session_.context().inference_batcher;
+    const auto queue = session_.context().learner_queue;
+    const auto self = shared_from_this();
+    if (std::optional<ArrayNest> question = unroll_.question()) {
+      return wait_for([&] {
+        batcher->ask(std::move(*question),
+                     [self](const auto& answer) { self->on_answer(answer); });
+      });
     }
-    std::optional<ArrayNest> finished = unroll.take_rollout();
-    if (finished && !context.learner_queue->try_enqueue(*finished)) {
-      rollout = std::move(finished);
-      return set(kBack);
+    if (std::optional<ArrayNest> rollout = unroll_.take_rollout()) {
+      return wait_for([&] {
+        const bool has_room = queue->offer(
+            std::move(*rollout), [self](bool is_open) { self->on_room(is_open); });
+        if (has_room) on_room(true);
+      });
     }
-    if (finished) ++context.num_rollouts;
-    on_step(finished.has_value());
+    on_step_(false);
     step();
   }
+  // In the thread that answers.
+  void on_answer(const DynamicBatcher::Answer& answer) {
+    if (!claim(kWaiting, [] { return true; })) return;
+    work([&] {
+      add_wait(session_.context().inference_wait_ns);
+      unroll_.answer(answer());
+      go_on();
+    });
+  }
+  // In the thread that makes room.
+  void on_room(bool is_open) {
+    if (!claim(kWaiting, [] { return true; })) return;
+    work([&] {
+      if (!is_open) throw_over();
+      add_wait(session_.context().queue_wait_ns);
+      ++session_.context().num_rollouts;
+      on_step_(true);
+      step();
+    });
+  }
+  void add_wait(std::atomic<int64_t>& sum) const {
+    sum += std::chrono::nanoseconds(Clock::now() - waiting_since_).count();
+  }
 
-  // These three are gone once it is abandoned: only who has claimed it may use them.
-  EnvSession& session;
-  Unroll& unroll;
-  const OnStep& on_step;
-  Clock::time_point asked_at;
-  // What has brought it back: a rollout for which there was no room, an error, or
-  // neither: then no step comes.
-  std::optional<ArrayNest> rollout;
-  std::exception_ptr error;
-  Mutex mutex;
-  CondVar changed;
-  Phase phase TB_GUARDED_BY(mutex) = kWorking;
-  bool abandoned TB_GUARDED_BY(mutex) = false;  // nobody may work on it any more
+  // The two are gone once it is back: only who has claimed it may use them.
+  EnvSession& session_;
+  Unroll& unroll_;
+  const OnStep on_step_;
+  const OnBack on_back_;
+  Clock::time_point waiting_since_;
+  Mutex mutex_;
+  Phase phase_ TB_GUARDED_BY(mutex_) = kWorking;
 };
 
 Collector& Collector::instance() {
@@ -131,56 +170,35 @@ Collector& Collector::instance() {
   return *collector;
 }
 
-void Collector::run(EnvSession* session, Unroll* unroll, const OnStep& on_step) {
-  const auto running = std::make_shared<Running>(session, unroll, on_step);
-  bool is_ours = true;  // this thread works on it
+void Collector::start(EnvSession* session, Unroll* unroll, OnStep on_step,
+                      OnBack on_back) {
+  const auto running = std::make_shared<Running>(session, unroll, std::move(on_step),
+                                                 std::move(on_back));
   add(running);
-  // Before the session and the unroll are gone, also if `interrupt` throws.
-  const AtEnd removal([&] {
-    remove(running);
-    MutexLock lock(running->mutex);
-    running->abandoned = true;
-    while (!is_ours && running->phase == Running::kWorking) {
-      running->changed.wait_until(running->mutex, Clock::now() + kInterruptPeriod,
-                                  nullptr);
-    }
-  });
-  running->step();
-  while (true) {
-    is_ours = false;
-    {
-      MutexLock lock(running->mutex);
-      while (running->phase != Running::kBack) {
-        running->changed.wait_until(running->mutex, Clock::time_point::max(),
-                                    session->interrupt());
-      }
-      running->phase = Running::kWorking;
-    }
-    is_ours = true;
-    if (running->error != nullptr) std::rethrow_exception(running->error);
-    if (running->rollout) {
-      session->deliver(std::move(*std::exchange(running->rollout, std::nullopt)));
-      on_step(true);
-      running->step();
-    } else {
-      session->receive(unroll);  // throws why, or there is a step after all
-      running->go_on();
-    }
-  }
+  running->begin();
 }
 
 void Collector::add(const std::shared_ptr<Running>& running) {
   MutexLock lock(mutex_);
-  if (!has_thread_) Thread([this] { collect(); }).detach();
-  has_thread_ = true;
   running_.push_back(running);
+  if (!has_thread_) {
+    try {
+      Thread([this] { collect(); }).detach();
+    } catch (...) {
+      running_.pop_back();
+      throw;
+    }
+  }
+  has_thread_ = true;
   ++version_;
   bell_in(*doorbell_pages()).ring();
 }
 
-void Collector::remove(const std::shared_ptr<Running>& running) {
+void Collector::remove(const Running* running) {
   MutexLock lock(mutex_);
-  running_.erase(std::find(running_.begin(), running_.end(), running));
+  running_.erase(std::find_if(running_.begin(), running_.end(), [&](const auto& other) {
+    return other.get() == running;
+  }));
   ++version_;
   bell_in(*doorbell_pages()).ring();
 }

@@ -3,14 +3,16 @@
 //
 //   env --step--> the collector's thread: Unroll --question--> DynamicBatcher
 //   env <-action- the inference thread:   Unroll <--answer----'
+//   (after T steps the learner's thread sends it, once there is room for the rollout)
 //
 // The collector takes the steps that are there and asks the agent about them. Who
-// answers, sends the actions. What may block stays in the thread of the stream: the
-// first step, a learner that has no room for a rollout, and the end.
+// answers, or makes room, sends the actions. What may block comes back: the first step,
+// and the end.
 
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -27,22 +29,29 @@ class Collector {
   // Called after each step, in any thread, but one at a time for each session; with
   // whether a rollout is finished.
   using OnStep = std::function<void(bool)>;
+  // Called once, in any thread, when the session comes back, after which nobody here
+  // touches it or the unroll: with an error of this side, what its `interrupt` has
+  // thrown, or null: then EnvSession::receive() says why no step comes, or there is one
+  // after all. Must neither block nor throw.
+  using OnBack = std::function<void(std::exception_ptr)>;
 
   static Collector& instance();
   Collector(const Collector&) = delete;
 
-  // Steps the environments of a session, whose connection has a lane, until it ends.
-  // Blocks. Throws why, as EnvSession does. REQUIRES: the newest row has its action.
-  void run(EnvSession* session, Unroll* unroll, const OnStep& on_step)
+  // Steps the environments of a session, whose connection has a lane, until it comes
+  // back. Looks every kInterruptPeriod whether `interrupt` of the session throws.
+  // Throws std::runtime_error if the system refuses a thread; then on_back is not
+  // called. REQUIRES: the newest row has its action.
+  void start(EnvSession* session, Unroll* unroll, OnStep on_step, OnBack on_back)
       TB_EXCLUDES(mutex_);
 
  private:
-  struct Running;
+  class Running;
   using RunningList = std::vector<std::shared_ptr<Running>>;
 
   Collector() = default;
   void add(const std::shared_ptr<Running>& running) TB_EXCLUDES(mutex_);
-  void remove(const std::shared_ptr<Running>& running) TB_EXCLUDES(mutex_);
+  void remove(const Running* running) TB_EXCLUDES(mutex_);
   void collect() TB_EXCLUDES(mutex_);
 
   Mutex mutex_;

@@ -89,14 +89,10 @@ bool EnvSession::act(Unroll* unroll) {
   }
   std::optional<ArrayNest> rollout = unroll->take_rollout();
   if (!rollout) return false;
-  deliver(std::move(*rollout));
-  return true;
-}
-
-void EnvSession::deliver(ArrayNest rollout) {
-  Stopwatch stopwatch(context_.queue_wait_ns);
-  context_.learner_queue->enqueue(std::move(rollout), interrupt_);
+  const Stopwatch stopwatch(context_.queue_wait_ns);
+  context_.learner_queue->enqueue(std::move(*rollout), interrupt_);
   ++context_.num_rollouts;
+  return true;
 }
 
 void EnvSession::send_action(Unroll* unroll) {

@@ -60,7 +60,6 @@ class EnvSession {
   // Asks the agent about the newest row, if there is a question, and hands a finished
   // rollout to the learner. Returns whether there was one.
   bool act(Unroll* unroll);
-  void deliver(ArrayNest rollout);
   // Sends the action for the newest row.
   void send_action(Unroll* unroll);
   // Takes the next step.

@@ -10,10 +10,6 @@ namespace {
 
 // Errors
 
-[[noreturn]] ArrayNest throw_closed() {
-  throw ClosedBatchingQueue("the queue is closed");
-}
-
 // "at [0]["reward"]: int32 [5, 0] has 0 entries along dimension 1: ...".
 [[noreturn]] void bad_array(const Array& array, const nest::Place& place,
                             const std::string& why) {
@@ -117,6 +113,8 @@ BatchingOptions check_options(BatchingOptions options) {
 
 }  // namespace
 
+ArrayNest throw_closed() { throw ClosedBatchingQueue("the queue is closed"); }
+
 void check_outputs(const ArrayNest& outputs, int64_t width,
                    const BatchingOptions& options) {
   const size_t dim = options.batch_dim;
@@ -151,50 +149,40 @@ Item ItemQueue::make_item(ArrayNest nest) const {
   return item;
 }
 
-uint64_t ItemQueue::add(Item& item, OnDone on_done, WakeUps& wake) {
+ItemQueue::Pushed ItemQueue::push(ArrayNest nest, OnDone on_done, OnRoom on_room) {
+  Item item = make_item(std::move(nest));
+  std::list<InLine> own;  // takes memory before the lock
+  if (on_room) own.push_back({std::move(on_room)});
+  WakeUps wake(*this);
+  MutexLock lock(mutex_);
   if (closed_) throw_closed();
   if (options_.check && !items_.empty()) {
     check_joinable(item.nest, items_.back().nest, options_.batch_dim);
   }
+  const Pushed pushed{num_added_ + 1, has_room()};
   items_.push_back(std::move(item));
   Item& added = items_.back();
   added.number = ++num_added_;
   added.arrival = Clock::now();
   added.call = Call(std::move(on_done));
   num_entries_ += added.width;
+  if (!pushed.has_room && !own.empty()) {
+    own.front().number = added.number;
+    own.front().since = added.arrival;
+    line_.splice(line_.end(), own);
+  }
   // An item that only joins an incomplete batch changes nothing for consumers.
   if (is_complete() || items_.size() == 1) wake.consumer = needs_consumer();
-  return added.number;
+  return pushed;
 }
 
-uint64_t ItemQueue::push(ArrayNest nest, OnDone on_done, const Interrupt& interrupt) {
-  Item item = make_item(std::move(nest));
-  Stopwatch stopwatch(producer_wait_, false);
-  WakeUps wake(*this);
-  MutexLock lock(mutex_);
-  try {
-    while (!closed_ && !has_room()) {
-      stopwatch.start();
-      const Counted blocked(&blocked_producers_);
-      room_.wait_until(mutex_, Clock::time_point::max(), interrupt);
-    }
-    return add(item, std::move(on_done), wake);
-  } catch (...) {
-    if (has_room()) wake.producers = std::min<size_t>(1, blocked_producers_);
-    throw;
+void ItemQueue::admit(WakeUps& wake) {
+  if (line_.empty()) return;
+  const size_t most = *options_.maximum_queue_size;
+  const size_t stays = items_.size() > most ? items_.size() - most : 0;
+  while (line_.size() > stays) {
+    wake.producers.splice(wake.producers.end(), line_, line_.begin());
   }
-}
-
-bool ItemQueue::try_push(ArrayNest& nest, OnDone on_done) {
-  Item item = make_item(std::move(nest));
-  WakeUps wake(*this);
-  MutexLock lock(mutex_);
-  if (!on_done && !closed_ && !has_room()) {
-    nest = std::move(item.nest);
-    return false;
-  }
-  add(item, std::move(on_done), wake);
-  return true;
 }
 
 std::vector<Item> ItemQueue::take(const Interrupt& interrupt, uint64_t* in_flight) {
@@ -241,7 +229,7 @@ std::vector<Item> ItemQueue::take(const Interrupt& interrupt, uint64_t* in_fligh
     throw;
   }
   wake.consumer = needs_consumer();
-  wake.producers = std::min(batch.size(), blocked_producers_);
+  admit(wake);
   return batch;
 }
 
@@ -253,6 +241,7 @@ Calls ItemQueue::claim(uint64_t batch) {
 
 void ItemQueue::withdraw(uint64_t number) {
   Item withdrawn;
+  std::list<InLine> left;
   WakeUps wake(*this);
   MutexLock lock(mutex_);
   const auto item = std::find_if(items_.begin(), items_.end(), [&](const Item& item) {
@@ -262,7 +251,11 @@ void ItemQueue::withdraw(uint64_t number) {
   withdrawn = std::move(*item);
   items_.erase(item);
   num_entries_ -= withdrawn.width;
-  wake.producers = std::min<size_t>(1, blocked_producers_);
+  const auto place = std::find_if(line_.begin(), line_.end(), [&](const InLine& other) {
+    return other.number == number;
+  });
+  if (place != line_.end()) left.splice(left.end(), line_, place);
+  admit(wake);
 }
 
 ArrayNest ItemQueue::join(std::vector<Item>& items) {
@@ -312,16 +305,18 @@ ArrayNest ItemQueue::part(const ArrayNest& outputs, int64_t begin, int64_t width
 bool ItemQueue::close() {
   std::deque<Item> dropped;
   decltype(in_flight_) in_flight;
+  WakeUps wake(*this);
+  wake.is_open = false;
   {
     MutexLock lock(mutex_);
     if (closed_) return false;
     closed_ = true;
     dropped.swap(items_);
     in_flight.swap(in_flight_);
+    wake.producers.swap(line_);
     num_entries_ = 0;
   }
   consumers_.notify_all();
-  room_.notify_all();
   for (Item& item : dropped) item.call.finish(throw_closed);
   for (auto& [number, calls] : in_flight) {
     for (Call& call : calls) call.finish(throw_closed);
@@ -336,7 +331,7 @@ bool ItemQueue::is_closed() const {
 
 size_t ItemQueue::size() const {
   MutexLock lock(mutex_);
-  return items_.size();
+  return std::min(items_.size(), options_.maximum_queue_size.value_or(items_.size()));
 }
 
 BatchingStats ItemQueue::stats() const {

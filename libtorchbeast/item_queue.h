@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <optional>
@@ -23,6 +24,7 @@ namespace torchbeast {
 
 using Answer = DynamicBatcher::Answer;
 using OnDone = std::function<void(Answer&)>;
+using OnRoom = BatchingQueue::OnRoom;
 
 // A caller of DynamicBatcher. It belongs to its item, then to the batch, then to who
 // answers. The first end counts; if there is none, its destruction is one, for which it
@@ -58,11 +60,14 @@ struct Item {
   Call call{};  // of nobody in a BatchingQueue
 };
 
-// Thread-safe. What is inside its lock, and what is outside:
-// - Threads are woken after unlocking, one for each thing there is to do. At most one
-//   consumer is on its way at a time; it takes all that fits into its batch, and wakes
-//   the next if there is more. So items that arrive close together share a batch, and
-//   one item wakes one thread only.
+// Thread-safe. Nobody waits for room in it: an item that comes while it is full is
+// taken in, and stands in the line, until who brought it is told that there is room.
+//
+// What is inside its lock, and what is outside:
+// - Threads are woken, and producers told, after unlocking. At most one consumer is on
+//   its way at a time; it takes all that fits into its batch, and wakes the next if
+//   there is more. So items that arrive close together share a batch, and one item
+//   wakes one thread only.
 // - A consumer that leaves without its item (an interrupt, a faulty item) wakes
 //   the next.
 // - Items move in and out under the lock; arrays are copied and destroyed outside.
@@ -72,13 +77,13 @@ class ItemQueue {
 
   const BatchingOptions& options() const { return options_; }
 
-  // Both add an item, and call on_done once unless they throw. push() returns the
-  // item's number.
-  uint64_t push(ArrayNest nest, OnDone on_done, const Interrupt& interrupt)
-      TB_EXCLUDES(mutex_);
-  // Never blocks. False, and `nest` is as before, if there is no room. A caller needs
-  // none.
-  bool try_push(ArrayNest& nest, OnDone on_done) TB_EXCLUDES(mutex_);
+  // Adds an item. on_done is called once unless this throws; on_room unless there is
+  // room at once. Either may be null. Throws as BatchingQueue::offer().
+  struct Pushed {
+    uint64_t number;  // of the item
+    bool has_room;
+  };
+  Pushed push(ArrayNest nest, OnDone on_done, OnRoom on_room) TB_EXCLUDES(mutex_);
 
   // The items of the next batch; none once it is closed. A DynamicBatcher's calls stay
   // in flight, for claim(*in_flight). If there is no memory for this, the items go on
@@ -104,18 +109,30 @@ class ItemQueue {
   std::atomic<int64_t>& producer_wait() { return producer_wait_; }
 
  private:
-  // Wakes when it ends: declared before the lock is taken, that is after unlocking.
+  // A producer whose item has no room yet.
+  struct InLine {
+    OnRoom on_room;
+    uint64_t number = 0;  // of the item
+    Clock::time_point since{};
+  };
+  // Wakes and tells when it ends: declared before the lock is taken, that is after
+  // unlocking.
   struct WakeUps {
     explicit WakeUps(ItemQueue& q) : queue(q) {}
     ~WakeUps() {
       if (consumer) queue.consumers_.notify_one();
-      for (; producers > 0; --producers) queue.room_.notify_one();
+      for (const InLine& producer : producers) {
+        queue.producer_wait_ +=
+            std::chrono::nanoseconds(Clock::now() - producer.since).count();
+        producer.on_room(is_open);
+      }
     }
     WakeUps(const WakeUps&) = delete;
 
     ItemQueue& queue;
     bool consumer = false;
-    size_t producers = 0;
+    std::list<InLine> producers{};
+    bool is_open = true;
   };
 
   // Until the end of the scope, one more waits.
@@ -128,7 +145,8 @@ class ItemQueue {
   };
 
   Item make_item(ArrayNest nest) const;
-  uint64_t add(Item& item, OnDone on_done, WakeUps& wake) TB_REQUIRES(mutex_);
+  // Takes out of the line those who have room now.
+  void admit(WakeUps& wake) TB_REQUIRES(mutex_);
   bool has_room() const TB_REQUIRES(mutex_) {
     return !options_.maximum_queue_size || items_.size() < *options_.maximum_queue_size;
   }
@@ -157,14 +175,14 @@ class ItemQueue {
 
   mutable Mutex mutex_;
   CondVar consumers_;
-  CondVar room_;
   bool closed_ TB_GUARDED_BY(mutex_) = false;
   std::deque<Item> items_ TB_GUARDED_BY(mutex_);
   int64_t num_entries_ TB_GUARDED_BY(mutex_) = 0;
   size_t idle_consumers_ TB_GUARDED_BY(mutex_) = 0;
   // A consumer was woken and none has looked at the items since.
   bool consumer_called_ TB_GUARDED_BY(mutex_) = false;
-  size_t blocked_producers_ TB_GUARDED_BY(mutex_) = 0;
+  // Of the newest items: those beyond the maximum, unless nobody asks about their room.
+  std::list<InLine> line_ TB_GUARDED_BY(mutex_);
   uint64_t num_added_ TB_GUARDED_BY(mutex_) = 0;
   // The batches that wait for an answer, by the number of their first item.
   std::map<uint64_t, Calls> in_flight_ TB_GUARDED_BY(mutex_);
@@ -177,6 +195,8 @@ class ItemQueue {
   std::atomic<int64_t> producer_wait_{0};
 };
 
+// Throws ClosedBatchingQueue.
+[[noreturn]] ArrayNest throw_closed();
 // Throws std::invalid_argument, which names the place, if an answer does not fit a
 // batch of this many entries.
 void check_outputs(const ArrayNest& outputs, int64_t width,

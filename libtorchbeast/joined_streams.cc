@@ -1,10 +1,35 @@
 // Streams of environments that have joined at the pool's listener.
 
+#include <exception>
+#include <memory>
 #include <string>
 
+#include "collector.h"
 #include "pool_streams.h"
 
 namespace torchbeast {
+
+namespace {
+
+// Steps the environments of a session; throws how that ends.
+void run_session(EnvSession& session, Unroll& unroll,
+                 const Collector::OnStep& on_step) {
+  session.act(&unroll);
+  while (true) {
+    if (session.connection().has_lane()) {
+      const auto back = std::make_shared<Awaited<std::exception_ptr>>();
+      Collector::instance().start(&session, &unroll, on_step,
+                                  [back](auto error) { back->set(error); });
+      if (const auto error = back->wait(nullptr)) std::rethrow_exception(error);
+    } else {
+      session.send_action(&unroll);
+    }
+    session.receive(&unroll);
+    on_step(session.act(&unroll));
+  }
+}
+
+}  // namespace
 
 // In the stream's thread. The listener notes refusals.
 End PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {

@@ -14,7 +14,6 @@
 #include <utility>
 
 #include "actor_pool.h"
-#include "collector.h"
 #include "connection.h"
 #include "env_session.h"
 #include "events.h"
@@ -108,20 +107,6 @@ struct PoolStreams : StreamHost {
   bool wants(const wire::EnvHello& hello) override {
     return !options.is_provisional || hellos.is_alike(hello);
   }
-  // Steps the environments of a session; throws how that ends.
-  void run_session(EnvSession& session, Unroll& unroll,
-                   const Collector::OnStep& on_step) {
-    session.act(&unroll);
-    if (session.connection().has_lane()) {
-      Collector::instance().run(&session, &unroll, on_step);
-    }
-    while (true) {
-      session.send_action(&unroll);
-      session.receive(&unroll);
-      on_step(session.act(&unroll));
-    }
-  }
-
   // An environment that has joined, in its stream's thread.
   End serve(Connection& connection, const wire::EnvHello& hello) override;
   End unroll_joined(Connection& connection, const wire::EnvHello& hello);
@@ -212,9 +197,5 @@ class PoolStreams::Presence {
   std::atomic<bool> is_proven_{false};
   std::atomic<bool> has_delivered_{false};
 };
-
-// Runs the streams of one server, one after the other, until the pool ends. Blocks;
-// throws nothing.
-void run_dialled(PoolStreams* shared, size_t index);
 
 }  // namespace torchbeast

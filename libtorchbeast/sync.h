@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -139,6 +140,33 @@ class CondVar {
 
  private:
   std::condition_variable condition_;
+};
+
+// A value that another thread brings. Shared with it, since who waits may leave before.
+// Thread-safe.
+template <typename T>
+class Awaited {
+ public:
+  void set(T value) TB_EXCLUDES(mutex_) {
+    {
+      MutexLock lock(mutex_);
+      value_ = std::move(value);
+    }
+    changed_.notify_one();
+  }
+  // To be called once. Throws what `interrupt` throws.
+  T wait(const Interrupt& interrupt) TB_EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    while (!value_) {
+      changed_.wait_until(mutex_, Clock::time_point::max(), interrupt);
+    }
+    return std::move(*value_);
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar changed_;
+  std::optional<T> value_ TB_GUARDED_BY(mutex_);
 };
 
 // Adds the time from start() to its end, if it was started, to a sum over threads. One

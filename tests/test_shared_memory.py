@@ -159,6 +159,20 @@ def test_a_learner_that_is_slow_gets_all_rollouts(address):
         assert np.all(np.diff(frames) % 256 == 1), frames
 
 
+def threads_with(number, address):
+    """How many threads this process has while it plays so many streams."""
+    with ServerProcess("Counting", address), Run([address] * number, zeros) as run:
+        take(run, 3 * number)
+        wait_until(lambda: run.pool.stats()["num_connected"] == number, "all")
+        time.sleep(0.3)  # those that have dialled are gone
+        return len(os.listdir("/proc/self/task"))
+
+
+def test_streams_take_no_thread_each(address):
+    few, many = threads_with(4, address), threads_with(36, address)
+    assert many <= few + 2, (few, many)
+
+
 def test_a_faulty_answer_ends_the_run(address):
     def wrong(inputs):
         return (torch.zeros(1, 1, 3, dtype=torch.int64),), (torch.zeros(1),)

@@ -6,6 +6,10 @@
 #include <atomic>
 #include <future>
 #include <limits>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "batching.h"
 #include "batching_test_util.h"
@@ -236,22 +240,73 @@ TEST_F(BatchingQueueTest, RefusesFaultyItems) {
   EXPECT_EQ(queue.dequeue()->num_leaves(), 2u);
 }
 
-TEST_F(BatchingQueueTest, TryEnqueueNeverWaits) {
-  BatchingOptions options = batch_sizes(1, 2);
+// A queue with room for one item, in batches of one.
+BatchingOptions room_for_one() {
+  BatchingOptions options = batch_sizes(1, 1);
   options.maximum_queue_size = 1;
-  BatchingQueue queue(options);
-  ArrayNest one = numbered({1, 1}, 1), two = numbered({1, 1}, 2);
-  EXPECT_TRUE(queue.try_enqueue(one));
-  EXPECT_FALSE(queue.try_enqueue(two));
-  expect_same(two.leaf(), numbered({1, 1}, 2));  // as it was
+  return options;
+}
+
+TEST_F(BatchingQueueTest, OfferNeverWaitsAndTellsOfRoom) {
+  BatchingQueue queue(room_for_one());
+  using Texts = std::vector<std::string>;
+  Texts told;
+  const auto offer = [&](int64_t number) {
+    return queue.offer(numbered({1, 1}, number), [&told, number](bool is_open) {
+      told.push_back(std::to_string(number) + (is_open ? " has room" : " is too late"));
+    });
+  };
+  EXPECT_TRUE(offer(1));
+  EXPECT_FALSE(offer(2));
+  EXPECT_FALSE(offer(3));
+  EXPECT_EQ(queue.size(), 1u);
+  EXPECT_TRUE(told.empty());
   expect_same(queue.dequeue()->leaf(), numbered({1, 1}, 1));
-  EXPECT_TRUE(queue.try_enqueue(two));
+  EXPECT_EQ(told, Texts{"2 has room"});
+  EXPECT_THROW(queue.offer(numbered({1, 3}), nullptr), std::invalid_argument);
   expect_same(queue.dequeue()->leaf(), numbered({1, 1}, 2));
-  ArrayNest wide = numbered({1, 3});
-  EXPECT_THROW(queue.try_enqueue(wide), std::invalid_argument);
+  EXPECT_FALSE(offer(4));
   queue.close();
-  ArrayNest late = numbered({1, 1});
-  EXPECT_THROW(queue.try_enqueue(late), ClosedBatchingQueue);
+  EXPECT_EQ(told, (Texts{"2 has room", "3 has room", "4 is too late"}));
+  EXPECT_THROW(offer(5), ClosedBatchingQueue);
+  EXPECT_EQ(told.size(), 3u);
+}
+
+// Neither those who wait nor those who are told push the others back.
+TEST_F(BatchingQueueTest, RoomGoesToWhoCameFirst) {
+  BatchingQueue queue(room_for_one());
+  std::atomic<int> num_told{0};
+  const auto tell = [&](bool) { ++num_told; };
+  EXPECT_TRUE(queue.offer(numbered({1, 1}, 0), tell));
+  EXPECT_FALSE(queue.offer(numbered({1, 1}, 1), tell));
+  std::atomic<bool> has_waited{false};
+  Interrupt note = [&] { has_waited = true; };
+  auto waiting = std::async(std::launch::async, [&] {
+    queue.enqueue(numbered({1, 1}, 2), note);
+    return num_told.load();
+  });
+  while (!has_waited) std::this_thread::yield();
+  EXPECT_FALSE(queue.offer(numbered({1, 1}, 3), tell));
+  expect_same(queue.dequeue()->leaf(), numbered({1, 1}, 0));
+  EXPECT_EQ(num_told, 1);
+  expect_same(queue.dequeue()->leaf(), numbered({1, 1}, 1));
+  EXPECT_EQ(waiting.get(), 1);  // before the last one is told
+  expect_same(queue.dequeue()->leaf(), numbered({1, 1}, 2));
+  EXPECT_EQ(num_told, 2);
+  expect_same(queue.dequeue()->leaf(), numbered({1, 1}, 3));
+}
+
+TEST_F(BatchingQueueTest, WhoLeavesTheLineTakesItsItemAlong) {
+  BatchingQueue queue(room_for_one());
+  queue.enqueue(numbered({1, 1}, 0));
+  const Interrupt leave = [] { throw std::overflow_error("enough"); };
+  EXPECT_THROW(queue.enqueue(numbered({1, 1}, 1), leave), std::overflow_error);
+  bool has_room = false;
+  EXPECT_FALSE(queue.offer(numbered({1, 1}, 2), [&](bool) { has_room = true; }));
+  expect_same(queue.dequeue()->leaf(), numbered({1, 1}, 0));
+  EXPECT_TRUE(has_room);
+  expect_same(queue.dequeue()->leaf(), numbered({1, 1}, 2));
+  EXPECT_EQ(queue.size(), 0u);
 }
 
 TEST_F(BatchingQueueTest, FindsFaultyItemsLater) {
