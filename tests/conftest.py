@@ -1,3 +1,5 @@
+import ast
+import functools
 import os
 import pathlib
 import signal
@@ -28,37 +30,39 @@ except ImportError as error:
     if os.environ.get("TORCHBEAST_NATIVE") == "require":
         raise
     NATIVE_ERROR: str | None = str(error)
-    collect_ignore += [
-        "test_actor_pool.py",
-        "test_attacks.py",
-        "test_batching_queue.py",
+    collect_ignore += [  # they start programs that import it
         "test_build_on_demand.py",
-        "test_durations.py",
-        "test_dynamic_batcher.py",
-        "test_env_connection.py",
-        "test_env_process.py",
         "test_evaluate_on_servers.py",
-        "test_env_server.py",
-        "test_server_addresses.py",
-        "test_vector_servers.py",
-        "test_pauses.py",
-        "test_run_limits.py",
-        "test_peer_numbers.py",
-        "test_peers.py",
-        "test_polybeast_spaces.py",
-        "test_shared_memory.py",
-        "test_join.py",
-        "test_peer_log.py",
-        "test_libtorchbeast.py",
         "test_native_ends.py",
+        "test_peers.py",
         "test_polybeast.py",
-        "test_polybeast_faults.py",
+        "test_polybeast_spaces.py",
         "test_polybeast_sync.py",
-        "test_stop.py",
         "test_two_hosts.py",
     ]
 else:
     NATIVE_ERROR = None
+
+
+@functools.cache
+def imports_native(path: pathlib.Path) -> bool:
+    """Whether it, or what it imports of this folder, imports libtorchbeast."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+    helpers = [path.with_name(f"{name}.py") for name in names]
+    return "libtorchbeast" in names or any(
+        imports_native(helper) for helper in helpers if helper.exists()
+    )
+
+
+def pytest_ignore_collect(collection_path):
+    is_test = collection_path.match("test_*.py")
+    ignored = NATIVE_ERROR and is_test and imports_native(collection_path)
+    return True if ignored else None  # None: as usual
 
 
 def pytest_report_header():
