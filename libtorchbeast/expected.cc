@@ -1,17 +1,24 @@
 #include "expected.h"
 
+#include <google/protobuf/util/message_differencer.h>
+
+#include <algorithm>
+
+#include "text.h"
 #include "transport.h"
 
 namespace torchbeast {
+
+using google::protobuf::util::MessageDifferencer;
 
 namespace {
 
 // The one setting that the hello says twice.
 constexpr char kEnv[] = "env";
 
-// What is different in `hello`; empty if nothing is.
-std::string differences(const ExpectedEnvironment& expected,
-                        const wire::EnvHello& hello) {
+// What in `hello` is not as expected; empty if nothing is.
+std::string unexpected(const ExpectedEnvironment& expected,
+                       const wire::EnvHello& hello) {
   const auto& [name, num_envs, settings] = expected;
   std::string text;
   const auto add = [&text](const std::string& what) {
@@ -55,10 +62,64 @@ std::string differences(const ExpectedEnvironment& expected,
 
 void ExpectedEnvironment::check(const wire::EnvHello& hello,
                                 const std::string& peer) const {
-  const std::string text = differences(*this, hello);
+  const std::string text = unexpected(*this, hello);
   if (!text.empty()) {
     throw RefusedError(peer + " has " + text + "; give both sides the same flags");
   }
+}
+
+// --- Hellos
+
+wire::EnvHello without_identity(wire::EnvHello hello) {
+  hello.clear_settings();
+  hello.clear_stream_id();
+  hello.clear_first_step();
+  return hello;
+}
+
+std::string differences(const wire::EnvHello& first, const wire::EnvHello& hello) {
+  wire::EnvHello a = without_identity(first), b = without_identity(hello);
+  if (a.environment().empty() || b.environment().empty()) {
+    a.clear_environment();
+    b.clear_environment();
+  }
+  std::string text;
+  MessageDifferencer differencer;
+  differencer.ReportDifferencesToString(&text);
+  differencer.Compare(a, b);
+  if (!text.empty()) text.pop_back();  // the last end of a line
+  std::replace(text.begin(), text.end(), '\n', ';');
+  return shortened(text, 2000);
+}
+
+void refuse_other(const std::string& first_peer, const std::string& peer,
+                  const std::string& text) {
+  throw RefusedError(peer + " differs from " + first_peer +
+                     ", and the environments of one run must not: " + text);
+}
+
+void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
+  expected_.check(hello, peer);
+  const auto own = std::make_shared<const First>(First{hello, peer});
+  const auto first = first_or(own);
+  const std::string text = differences(first->hello, hello);
+  if (!text.empty()) refuse_other(first->peer, peer, text);
+  if (!first->hello.environment().empty()) return;
+  // They are alike but for the name, which the first had left out.
+  MutexLock lock(mutex_);
+  if (first_ == first) first_ = own;
+}
+
+std::shared_ptr<const HelloCheck::First> HelloCheck::first_or(
+    const std::shared_ptr<const First>& own) {
+  MutexLock lock(mutex_);
+  if (!first_) first_ = own;
+  return first_;
+}
+
+bool HelloCheck::is_alike(const wire::EnvHello& hello) {
+  const auto first = first_or(nullptr);
+  return !first || differences(first->hello, hello).empty();
 }
 
 }  // namespace torchbeast

@@ -23,37 +23,6 @@ namespace {
 
 constexpr Milliseconds kLongestEnd = std::chrono::seconds(5);
 
-// The hello without what is the environment's own: equal for environments of one kind.
-wire::EnvHello without_identity(wire::EnvHello hello) {
-  hello.clear_settings();
-  hello.clear_stream_id();
-  hello.clear_first_step();
-  return hello;
-}
-
-// What is different in `hello`; empty if they are of one kind. The name may be left
-// out.
-std::string differences(const wire::EnvHello& first, const wire::EnvHello& hello) {
-  wire::EnvHello a = without_identity(first), b = without_identity(hello);
-  if (a.environment().empty() || b.environment().empty()) {
-    a.clear_environment();
-    b.clear_environment();
-  }
-  std::string text;
-  MessageDifferencer differencer;
-  differencer.ReportDifferencesToString(&text);
-  differencer.Compare(a, b);
-  if (!text.empty()) text.pop_back();  // the last end of a line
-  std::replace(text.begin(), text.end(), '\n', ';');
-  return shortened(text, 2000);
-}
-
-[[noreturn]] void refuse_other(const std::string& first_peer, const std::string& peer,
-                               const std::string& text) {
-  throw RefusedError(peer + " differs from " + first_peer +
-                     ", and the environments of one run must not: " + text);
-}
-
 }  // namespace
 
 struct Listener::State {
@@ -364,32 +333,6 @@ void Listener::detach(bool has_failed) {
   while (state.num_hosted > 0) {
     state.changed.wait_until(state.mutex, Clock::now() + kLookPeriod, nullptr);
   }
-}
-
-// --- Hellos
-
-void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
-  expected_.check(hello, peer);
-  const auto own = std::make_shared<const First>(First{hello, peer});
-  const auto first = first_or(own);
-  const std::string text = differences(first->hello, hello);
-  if (!text.empty()) refuse_other(first->peer, peer, text);
-  if (!first->hello.environment().empty()) return;
-  // They are alike but for the name, which the first had left out.
-  MutexLock lock(mutex_);
-  if (first_ == first) first_ = own;
-}
-
-std::shared_ptr<const HelloCheck::First> HelloCheck::first_or(
-    const std::shared_ptr<const First>& own) {
-  MutexLock lock(mutex_);
-  if (!first_) first_ = own;
-  return first_;
-}
-
-bool HelloCheck::is_alike(const wire::EnvHello& hello) {
-  const auto first = first_or(nullptr);
-  return !first || differences(first->hello, hello).empty();
 }
 
 }  // namespace torchbeast

@@ -10,7 +10,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "connection.h"
 #include "events.h"
@@ -101,32 +100,6 @@ class Listener {
  private:
   struct State;
   const std::shared_ptr<State> state_;
-};
-
-// All environments of a run are as expected, and alike: they have the spaces and fields
-// of the first. Thread-safe.
-class HelloCheck {
- public:
-  explicit HelloCheck(ExpectedEnvironment expected) : expected_(std::move(expected)) {}
-
-  // Throws RefusedError, which says what differs. `peer` goes into messages.
-  void check(const wire::EnvHello& hello, const std::string& peer) TB_EXCLUDES(mutex_);
-  // Whether the spaces and fields are those of the first.
-  bool is_alike(const wire::EnvHello& hello) TB_EXCLUDES(mutex_);
-
- private:
-  struct First {
-    wire::EnvHello hello;
-    std::string peer;
-  };
-  // The first, which `own` becomes if there is none. Large hellos are compared with no
-  // lock held.
-  std::shared_ptr<const First> first_or(const std::shared_ptr<const First>& own)
-      TB_EXCLUDES(mutex_);
-
-  const ExpectedEnvironment expected_;
-  Mutex mutex_;
-  std::shared_ptr<const First> first_ TB_GUARDED_BY(mutex_);
 };
 
 }  // namespace torchbeast
