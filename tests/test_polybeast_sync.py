@@ -28,7 +28,7 @@ WITH_STATE = {
 }
 
 
-def assert_logs_agree(mono, poly):
+def assert_logs_agree(mono, poly, tolerance=1e-5):
     """Steps, episodes and games are equal, floats nearly.
 
     Sums may be added up in another order if threads or the alignment of memory
@@ -42,7 +42,7 @@ def assert_logs_agree(mono, poly):
             if value == other[name]:
                 continue
             assert float(other[name]) == pytest.approx(
-                float(value), rel=1e-3, abs=1e-5
+                float(value), rel=1e-3, abs=tolerance
             ), (name, row["step"])
 
 

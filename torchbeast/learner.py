@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchbeast.base import devices
+from torchbeast.base import devices, ranks
 from torchbeast.base.nested import Nested
 from torchbeast.core import rollout, vtrace
 from torchbeast.core.acting import row_spec
@@ -27,7 +27,7 @@ from torchbeast.core.replay_memory import make_replay
 from torchbeast.core.rollout import State
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.model import make_model
-from torchbeast.optimizer import advance, make_optimizer
+from torchbeast.optimizer import advance, make_optimizer, steps_per_batch
 from torchbeast.records.logs_csv import join_columns, spread
 from torchbeast.runs import checkpoint, flagset
 from torchbeast.runs.flagset import Flags
@@ -137,13 +137,16 @@ def impala_loss(
     }
     total_loss, columns = add_up(join_columns(losses, auxiliary), values.device)
 
+    number = ranks.total(valid.sum())
+
     def mean(x: torch.Tensor) -> torch.Tensor:
         """The mean over the steps that count: [T, B, ...] -> [...]."""
         counts = valid.reshape(*valid.shape, *[1] * (x.dim() - 2))
-        return (x.detach() * counts).sum((0, 1)) / valid.sum()
+        return ranks.total((x.detach() * counts).sum((0, 1))) / number
 
     about = {
-        "entropy": entropy.detach().sum() / online.sum(),  # nats per step
+        # nats per step
+        "entropy": ranks.total(entropy.sum().detach()) / ranks.total(online.sum()),
         "mean_value": mean(values),
         "frac_rho_above_1": mean(log_rhos > 0),
         "frac_clipped": mean(clipped),
@@ -162,7 +165,7 @@ def reject(
     """
     replayed = valid & replayed
     rejected = replayed & (kl > flags.kl_threshold)
-    share = rejected.sum() / replayed.sum()
+    share = ranks.total(rejected.sum()) / ranks.total(replayed.sum())
     return valid & ~rejected, valid & ~replayed, {"frac_rejected": share}
 
 
@@ -183,14 +186,19 @@ def add_up(
     tensors = {name: torch.as_tensor(x, device=device) for name, x in losses.items()}
     total: Any = sum(x.sum() for x in tensors.values())
     columns = {
-        name: (x.sum() if x.dim() > 1 else x).detach() for name, x in tensors.items()
+        name: ranks.total((x.sum() if x.dim() > 1 else x).detach())
+        for name, x in tensors.items()
     }
-    return total, join_columns({"total_loss": total.detach()}, columns)
+    return total, join_columns({"total_loss": ranks.total(total.detach())}, columns)
 
 
 # --- The learner ----------------------------------------------------------------------
 
 GAMES_LOGGED = 100  # in the column mean_game_return_100
+COUNTED = (  # the fields of rows that count_batch needs, of all ranks
+    *("done", "episode_return", "episode_step", "policy_version", "env_warnings"),
+    *("game_over", "game_return", "game_step"),
+)
 
 
 class Learner:
@@ -276,8 +284,7 @@ class Learner:
         self.step, self.num_updates = stats["step"], stats["num_updates"]
         if flagset.changed(state["flags"], self.flags):
             # Take the optimizer's moments only, and the new schedule at this step.
-            batches = self.step // (self.flags.batch_size * self.flags.unroll_length)
-            advance(self.scheduler, batches)
+            advance(self.scheduler, self.step // steps_per_batch(self.flags))
             self._tell_of_a_higher_rate(state["scheduler_state_dict"]["_last_lr"][0])
             groups = self.optimizer.state_dict()["param_groups"]
             moments = {**state["optimizer_state_dict"], "param_groups": groups}
@@ -333,6 +340,7 @@ def update(
     loss, columns = impala_loss(batch, outputs, model.distribution, *arguments)
     learner.optimizer.zero_grad()
     loss.backward()
+    ranks.add_gradients(model.parameters())
     grad_norm = torch.nn.utils.clip_grad_norm_(
         model.parameters(), flags.grad_norm_clipping
     )
@@ -379,6 +387,7 @@ def learn(
     learning_rate = learner.scheduler.get_last_lr()[0]
     flags, mixer = learner.flags, learner.mixer
     ready = mixer.add(batch, learner.step) if mixer else True
+    ready = not ranks.highest(not ready)  # in all ranks
     scalars: dict[str, float] = {}
     if ready:
         learner.input_check.see(batch, learner.model.distribution)
@@ -404,11 +413,12 @@ def count_batch(
     """Adds a batch to the learner's counters. Returns columns for logs.csv."""
     # Updates between the weights that acted and the weights before the last update.
     newest = learner.num_updates - 1 if updated else learner.num_updates
-    acted_with = batch["policy_version"][:-1].double().mean().item()
+    counted = {name: ranks.joined_batch(batch[name]) for name in COUNTED}
+    acted_with = counted["policy_version"][:-1].double().mean().item()
     learner.policy_lag = newest - acted_with
-    learner.step += batch["reward"][1:].numel()
+    learner.step += counted["done"][1:].numel()
     learner.ticks.append((time.perf_counter(), learner.step))
-    ends = rollout.episode_ends(batch)
+    ends = rollout.episode_ends(counted)
     learner.episodes += len(ends["episode_return"])
     learner.games += len(ends["game_return"])
     learner.game_returns.extend(ends["game_return"])
@@ -420,7 +430,7 @@ def count_batch(
         "frames": learner.step * learner.env_spec.frames_per_step,
         "sps": learner.sps(),
         "policy_lag": learner.policy_lag,
-        "env_warnings": batch["env_warnings"][1:].sum().item(),
+        "env_warnings": counted["env_warnings"][1:].sum().item(),
         **(learner.mixer.columns(learner.step) if learner.mixer else {}),
         **means,
         "mean_game_return_100": learner.mean_return(GAMES_LOGGED),

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from torchbeast import flags as declared_flags
+from torchbeast.base import ranks
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
@@ -303,12 +304,13 @@ def in_rounds(
             run.show(0, actors.num_steps())
 
     def save() -> None:
-        run.save(lambda: {"actors": actors.save()})
+        games = ranks.joined_list(actors.save())
+        run.save(lambda: {"actors": games})
 
     learning = LearnerThreads(run, 1, learn_from_batch)
     while run.going():
         evaluator.poll()
-        if run.save_is_due():
+        if ranks.of_first(run.save_is_due):
             save()
         for i in range(A):
             actors.start_unroll(i, list(range(i * E, (i + 1) * E)))
@@ -377,6 +379,8 @@ def make_parser() -> FlagParser:
 
 def actors_class(flags: Flags) -> Any:
     """Actors, or with --launcher ray RayActors."""
+    if flags.launcher == "ray" and ranks.size() > 1:
+        raise FlagError("--launcher ray has one learner: start it without torchrun")
     if flags.launcher == "ray":
         from torchbeast.on_ray.actors import RayActors  # optional
 

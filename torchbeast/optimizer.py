@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from torchbeast.base import ranks
 from torchbeast.runs.flagset import Flags
 
 
@@ -34,11 +35,16 @@ def make_optimizer(
         optimizer = RMSProp(weights, **more, outside=flags.epsilon_outside_root)
 
     def factor(batch: int) -> float:
-        step = batch * flags.batch_size * flags.unroll_length
+        step = batch * steps_per_batch(flags)
         progress = min(step, flags.total_steps) / flags.total_steps
         return schedule(progress, flags.learning_rate_schedule)
 
     return optimizer, LambdaLR(optimizer, factor)
+
+
+def steps_per_batch(flags: Flags) -> int:
+    """Those of all learners together."""
+    return flags.batch_size * flags.unroll_length * ranks.size()
 
 
 def advance(scheduler: LambdaLR, batches: int) -> None:

@@ -89,7 +89,11 @@ def resolve_layout(flags: Flags) -> Flags:
 def train(start: resume.Start) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status."""
     from torchbeast import polybeast_learner
+    from torchbeast.base import ranks
 
+    if ranks.rank():  # each learner has servers of its own
+        name = f"{start.flags.pipes_basename}-{ranks.rank()}"
+        start = start._replace(flags=start.flags.replace(pipes_basename=name))
     flags = start.flags
     if flags.launcher == "ray":
         return train_with_ray(start)

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from torchbeast import flags as declared_flags
-from torchbeast.base import devices
+from torchbeast.base import devices, ranks
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
@@ -113,7 +113,8 @@ def start_acting(run: Run, envs: RemoteEnvs) -> tuple[Streams, ActingModels]:
         run.start_thread(f"pool-{i}", group.pool.run)
     for i in range(len(groups) if streams.in_turns else flags.num_inference_threads):
         generator = torch.Generator(device)
-        generator.manual_seed(derive_seed(envs.seed, i))
+        number = ranks.rank() * flags.num_actors + i
+        generator.manual_seed(derive_seed(envs.seed, number))
         group = groups[i % len(groups)]
         work = functools.partial(infer, group, streams, models, generator)
         run.start_thread(f"inference-{i}", work)
@@ -209,7 +210,10 @@ def train(
     # Before any other thread starts, so that threads share one memory arena.
     keep_freed_memory(devices.learner_device(flags))
     listening = flags.replace(listen=flags.listen or listen)
-    envs = RemoteEnvs(listening, start.env_seed())
+    seed = start.env_seed()
+    if listening.listen and ranks.rank():  # the listener numbers its own streams
+        seed = derive_seed(seed, ranks.rank())
+    envs = RemoteEnvs(listening, seed)
     run, streams, models = connect(start, envs, check_servers)
     loop = in_rounds if streams.in_turns else at_once
     with run:
@@ -248,8 +252,11 @@ def make_parser() -> FlagParser:
     )
 
 
-def resolve_layout(flags: Flags) -> Flags:
+def resolve_layout(flags: Flags, learners: int = 1) -> Flags:
     """Fills in the flags that depend on others, and checks them.
+
+    Args:
+      learners: how many share the servers, see share_servers.
 
     Raises:
       FlagError: a value is not allowed.
@@ -257,13 +264,15 @@ def resolve_layout(flags: Flags) -> Flags:
     choose_side(flags)
     if flags.num_actors is None:
         flags.num_actors = (
-            LISTENING_STREAMS if flags.listen else len(server_addresses(flags))
+            LISTENING_STREAMS
+            if flags.listen
+            else len(server_addresses(flags)) // learners
         )
     if flags.max_learner_queue_size is None:
         flags.max_learner_queue_size = flags.batch_size
     devices.actor_device(flags)  # raises if it does not exist
     if flags.sync and (
-        flags.listen or len(set(server_addresses(flags))) != flags.num_actors
+        flags.listen or len(set(server_addresses(flags))) != flags.num_actors * learners
     ):
         raise FlagError(
             "--sync needs one server per actor, so that each environment gets a known "
@@ -278,10 +287,32 @@ def resolve_layout(flags: Flags) -> Flags:
     return flags
 
 
+def share_servers(start: resume.Start) -> resume.Start:
+    """Gives each learner an equal part of the servers, see base/ranks.py."""
+    flags = start.flags
+    if ranks.size() == 1 or flags.listen:
+        return start
+    addresses = server_addresses(flags)
+    number, left = divmod(len(addresses), ranks.size())
+    if left or not number:
+        raise FlagError(
+            f"{ranks.size()} learners can't share {len(addresses)} servers equally: "
+            "give a multiple with --num_servers or --server_addresses"
+        )
+    own = ",".join(addresses[ranks.rank() * number :][:number])
+    return start._replace(flags=flags.replace(server_addresses=own))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
     test = functools.partial(evaluate, play_on_servers=play_on_servers)
-    return resume.run_script(make_parser(), argv, resolve_layout, train, test)
+    return resume.run_script(
+        make_parser(),
+        argv,
+        lambda flags: resolve_layout(flags, ranks.size()),
+        lambda start: train(share_servers(start)),
+        test,
+    )
 
 
 if __name__ == "__main__":

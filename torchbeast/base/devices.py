@@ -32,9 +32,13 @@ def actor_device(flags: argparse.Namespace) -> torch.device:
 def _device(flags: argparse.Namespace, name: str, gpu: int) -> torch.device:
     import torch
 
+    from torchbeast.base import ranks
+
     given = getattr(flags, name, None)
     gpus = 0 if flags.disable_cuda else torch.cuda.device_count()
     if not given:
+        if (own := ranks.local_gpu(gpus)) is not None:
+            return torch.device("cuda", own)
         if name == "actor_device" and (gpus < 2 or flags.learner_device):
             return learner_device(flags)
         return torch.device("cuda", gpu) if gpus else torch.device("cpu")

@@ -7,6 +7,7 @@ weights. Only the learner updates them.
 import torch
 from torch import nn
 
+from torchbeast.base import ranks
 from torchbeast.core.finite import TOO_LARGE
 
 CLIP = 10.0  # normalized values, as in PPO's implementations
@@ -42,9 +43,14 @@ class RunningMoments(nn.Module):
         """
         values = values.float()
         values = torch.where(values.abs() <= TOO_LARGE, values, self.mean)
-        total = self.count + len(values)
-        new, old = len(values) / total.double(), self.count / total.double()  # shares
+        number = len(values) * ranks.size()
+        total = self.count + number
+        new, old = number / total.double(), self.count / total.double()  # shares
         variance, mean = torch.var_mean(values, dim=0, correction=0)
+        if ranks.size() > 1:  # those of the values of all ranks, which have as many
+            own = mean
+            mean = ranks.total(own) / ranks.size()
+            variance = ranks.total(variance + (own - mean).square()) / ranks.size()
         # Both variances, and the squared distance of the means.
         distance = (new * old).float() * (mean - self.mean).square()
         self.mean.lerp_(mean, new.float())

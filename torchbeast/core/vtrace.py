@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from torchbeast.base import ranks
+
 
 class VTraceReturns(NamedTuple):
     vs: torch.Tensor  # [T, B, C...] float: regression targets of the values
@@ -225,8 +227,9 @@ def normalize(
     They contain the weights min(rho, clip_pg_rho), so the mean gets these, too. Without
     them, advantages that are all equal would change the policy.
     """
-    centred = advantages - weights * advantages.sum() / (weights.sum() + 1e-8)
-    deviation = (centred.pow(2).sum() / valid.sum()).sqrt()
+    mean = ranks.total(advantages.sum()) / (ranks.total(weights.sum()) + 1e-8)
+    centred = advantages - weights * mean
+    deviation = (ranks.total(centred.pow(2).sum()) / ranks.total(valid.sum())).sqrt()
     return centred / (deviation + 1e-8)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.multiprocessing as mp
 from numpy.random import mtrand
 
+from torchbeast.base import ranks
 from torchbeast.base.errors import UserError
 from torchbeast.base.nested import Nested
 from torchbeast.base.seeds import derive_seed
@@ -145,7 +146,8 @@ class Actors:
     Each actor has its own pipe. Commands to an actor, and its replies:
 
         ("unroll", index, slots, bank, policy_version)   ("loaded", bank),
-                                                         ("done", index, slots, timings)
+                                                         ("done", number, slots,
+                                                          timings)
         ("save",)                                        ("saved", state)
 
     An actor also sends ("warning", key, message), ("log", level, message), and what it
@@ -187,11 +189,12 @@ class Actors:
         saved: Sequence[dict[str, Any]] | None,
     ) -> None:
         """Starts the processes: fills `children`."""
+        first = ranks.rank() * self.flags.num_actors  # each rank plays other games
         for index, steps in enumerate(self.steps):
             state = pickle.dumps(saved[index]) if saved else None
-            memory = self.weights.memory
-            arguments = actor_class, self.flags, index, buffers, memory, state, steps
-            child = self._group.start(f"actor {index}", run_actor, *arguments)
+            memory, number = self.weights.memory, first + index
+            arguments = actor_class, self.flags, number, buffers, memory, state, steps
+            child = self._group.start(f"actor {number}", run_actor, *arguments)
             child.steps = steps
             self.children.append(child)
 
@@ -225,7 +228,8 @@ class Actors:
           UserError: what an actor raised.
         """
         for child in children.wait(self._group.alive, timeout, [wake_up]):
-            for _, index, slots, timings in self._receive(child):
+            for _, number, slots, timings in self._receive(child):
+                index = number % self.flags.num_actors
                 self.idle.append(index)
                 self.timings[index] = timings
                 yield index, slots

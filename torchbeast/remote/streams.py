@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 import libtorchbeast
+from torchbeast.base import ranks
 from torchbeast.base.errors import FlagError
 from torchbeast.base.hardware import memory_limit
 from torchbeast.base.nested import Nested, map_nested
@@ -156,8 +157,9 @@ class Streams:
             StreamGroup(
                 *(flags, part, envs, spec),
                 initial_state=tuple(learner.model.initial_state(1)),
-                first_stream=i,
-                stream_stride=len(parts),
+                # No two streams of all learners play the same games.
+                first_stream=ranks.rank() * len(parts) + i,
+                stream_stride=ranks.size() * len(parts),
                 acting_device=device,
                 learning_device=learner.device,
             )

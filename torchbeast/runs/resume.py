@@ -13,10 +13,11 @@ import difflib
 import logging
 import pathlib
 import shlex
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torchbeast.base import devices
+from torchbeast.base import devices, ranks
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.seeds import derive_seed
@@ -62,7 +63,15 @@ class Start(NamedTuple):
 
     def games(self) -> list[Any] | None:
         """The saved states of the actors, with their games in progress; see --sync."""
-        return self.saved["actors"] if self.saved and self.flags.sync else None
+        if not (self.saved and self.flags.sync):
+            return None
+        games, A = self.saved["actors"], self.flags.num_actors
+        if len(games) != A * ranks.size():
+            raise FlagError(
+                f"--sync goes on with the games of {len(games)} actors, and "
+                f"{ranks.size()} learners of --num_actors {A} have another number"
+            )
+        return games[ranks.rank() * A :][:A]
 
     def is_finished(self) -> bool:
         """Whether nothing is left to do; if so, logs it.
@@ -110,10 +119,50 @@ def run_script(
         if flagset.merge(typed).mode != "train":
             test(typed)
             return 0
-        with begin(typed, resolve_layout) as start:
-            return 0 if start.is_finished() else train(start)
+        with (
+            ranks.joined(2 * flagset.merge(typed).actor_timeout),
+            begin_all(typed, resolve_layout) as start,
+        ):
+            return 0 if ranks.of_first(start.is_finished) else train(start)
 
     return script.run(run)
+
+
+# What only rank 0 does.
+NOT_IN_OTHER_RANKS = {
+    "disable_checkpoint": True,
+    "eval_interval": 0,
+    "init_from": None,
+    "tensorboard": False,
+    "wandb": None,
+    "write_profiler_trace": False,
+}
+
+
+@contextlib.contextmanager
+def begin_all(
+    typed: flagset.Typed, resolve_layout: Callable[[Flags], Flags]
+) -> Iterator[Start]:
+    """`begin` in rank 0, see base/ranks.py; all ranks start from what it has found.
+
+    The others write their files into folders that are removed at the end.
+    """
+    with contextlib.ExitStack() as stack:
+        own: list[Start] = []
+
+        def first() -> Start:
+            own.append(stack.enter_context(begin(typed, resolve_layout)))
+            return own[0]._replace(folder=None)  # type: ignore[arg-type] # stays here
+
+        start = ranks.of_first(first)
+        if own:
+            yield own[0]
+            return
+        script.print_warnings_only()
+        savedir = stack.enter_context(tempfile.TemporaryDirectory())
+        flags = start.flags.replace(savedir=savedir, **NOT_IN_OTHER_RANKS)
+        folder = stack.enter_context(RunFolder(savedir, flags.xpid))
+        yield start._replace(flags=flags, folder=folder)
 
 
 @contextlib.contextmanager
@@ -199,6 +248,17 @@ def merge(
                     notes.append(f"Using another device: {error}.")
                     outdated.add(name)
     kept = {k: v for k, v in saved["flags"].items() if k not in outdated}
+    learners = saved.get("ranks", 1)
+    if learners != ranks.size():  # all together act and learn as before
+        for name in ("num_actors", "batch_size"):
+            kept[name], left = divmod(kept[name] * learners, ranks.size())
+            if left and name not in flags.typed:
+                raise FlagError(
+                    f"{ranks.size()} learners can't share the --{name} of {learners} "
+                    f"equally, which was {saved['flags'][name]} each: give --{name}"
+                )
+        kept.pop("num_buffers", None)
+        kept.pop("max_learner_queue_size", None)
     return flagset.merge(typed, kept, signed, str(path))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from torchbeast.base import errors
+from torchbeast.base import errors, ranks
 from torchbeast.core import finite, replay_memory, rollout
 from torchbeast.core.observations import log_encoders
 from torchbeast.procs import processes
@@ -76,6 +76,7 @@ class Run:
         saved_replay = start.folder.path / replay_memory.FILE
         if start.saved and learner.mixer and saved_replay.exists():
             replay_memory.load(learner.mixer.replay, saved_replay, learner.step)
+        ranks.copy_first(learner.model.state_dict().values())
         if learner.device.type == "cpu":
             torch.set_num_threads(self.flags.torch_threads)
         log_encoders(learner.model, self.flags.model)
@@ -90,6 +91,7 @@ class Run:
         self._error: str | None = None  # what ended the run, for meta.json
         self._signal, self._signalled_at, self._signal_logged = 0, 0.0, False
         self._saving = False  # if so, a second signal is ignored
+        self._all_stop = False  # all ranks end after the same update
         self._lock = threading.Lock()  # protects the learner
         self._longest_update = 0.0  # seconds
         self._began_at = self._saved_at = self._progress()
@@ -151,7 +153,7 @@ class Run:
         Raises:
           BaseException: the first exception of a thread.
         """
-        stop_requested = self.stop_requested()
+        stop_requested = self.stop_requested() and (self._all_stop or ranks.size() == 1)
         self._profile.update(self.learner.num_updates, self._writer.path)
         finished = self.learner.step >= self.flags.total_steps
         return not (finished or stop_requested)
@@ -218,10 +220,12 @@ class Run:
         learner = self.learner
         with self._lock:
             # With --sync the last round is learned from completely.
-            finished = learner.step >= self.flags.total_steps and not self.flags.sync
-            if finished or learner.diverged:
+            finished = learner.step >= self.flags.total_steps or self._all_stop
+            if (finished and not self.flags.sync) or learner.diverged:
                 yield False
                 return
+            self._signal = ranks.highest(self._signal)
+            self._all_stop = bool(self._signal)
             if not self.timings.seconds:
                 self.timings.reset()  # don't count the start of the actors
             self.timings.time("wait")
@@ -301,6 +305,7 @@ class Run:
             self._saving = True
             state |= {
                 "flags": flags.as_dict(),
+                "ranks": ranks.size(),
                 "flags_signature": trust.sign(flags.as_dict()),
                 "flags_left_open": self.start.left_open,
             }
