@@ -162,6 +162,7 @@ void ActorPool::run() {
       shared.wait_for_news();
       if (shared.sessions.learner_queue->is_closed() ||
           shared.sessions.inference_batcher->is_closed()) {
+        for (DialledStreams& streams : dialled) streams.throw_own_error();
         shared.close();
       }
     }

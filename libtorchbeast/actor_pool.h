@@ -1,8 +1,8 @@
 // Runs environments against batched inference, and makes rollouts.
 //
 // Environments are dialled at their servers, or have joined at a Listener. Each stream
-// of E environments has a thread and a session (env_session.h), which asks the batcher
-// about every row and gives every T steps to the queue:
+// of E environments has a session (env_session.h), which asks the batcher about every
+// row and gives every T steps to the queue:
 //
 //   batcher: (row, agent_state)              [1, E, ...]
 //   answer:  (outputs, new_agent_state)      [1, E, ...]; outputs have the action
@@ -126,9 +126,10 @@ class ActorPool {
   // Runs until close() is called or the queue or the batcher is closed. To be called
   // once. Whatever goes wrong with one peer costs its stream only. The batcher's inputs
   // share memory with the rollout: inference must not write into them. Who answers a
-  // batch may send its actions, and put a rollout into the queue, in that call; it
-  // never waits there. Throws the first error that ends the run, after it has closed
-  // the queue and the batcher: what options.check throws, and
+  // batch may send its actions, and put a rollout into the queue, in that call; who
+  // makes room in the queue may send actions, too. They never wait there. Throws the
+  // first error that ends the run, after it has closed the queue and the batcher: what
+  // options.check throws, and
   //   std::invalid_argument  the agent's outputs or the state don't fit; says where
   //   AsyncError             inference failed
   void run();

@@ -55,7 +55,8 @@ struct BatchingOptions {
   int64_t maximum_batch_size = 1024;
   // How long an incomplete batch waits, from its oldest item's arrival; none: for ever.
   std::optional<Milliseconds> timeout;
-  // Items: how many may wait before enqueue (or compute) blocks; none: any number.
+  // Items: how many may wait before enqueue blocks; none: any number. compute waits for
+  // its answer in any case, and ask does not wait.
   std::optional<size_t> maximum_queue_size;
   // If true, a faulty item is refused when it comes in, and its caller gets the error.
   // If false, it is found when its batch is made, and the whole batch fails. Then
@@ -88,7 +89,7 @@ class BatchingBase {
  public:
   BatchingBase(const BatchingBase&) = delete;
 
-  size_t size() const;  // items waiting
+  size_t size() const;  // items waiting, at most the maximum
   bool is_closed() const;
   // Wakes everybody and drops what waits. Returns false if it was closed already.
   bool close();
@@ -111,13 +112,15 @@ class BatchingQueue : public BatchingBase {
   // there is room; std::invalid_argument, naming the place in the nest, on a nest
   // without arrays, an array with too few dimensions, arrays whose sizes along
   // batch_dim differ or are 0, an item wider than the maximum, or one that can't be
-  // joined with those waiting.
+  // joined with those waiting. If `interrupt` throws, the item is withdrawn, unless a
+  // batch has it already.
   void enqueue(ArrayNest item, const Interrupt& interrupt = nullptr);
 
   // The same without blocking: takes the item, and returns whether there is room for
   // it. If not, its producer should bring no more until `on_room` is called, once: with
   // true, or with false if the queue was closed before; in the thread that takes a
-  // batch or closes the queue. It must not block, nor throw, and no lock is held.
+  // batch, closes the queue or leaves the line. It must not block, nor throw, and no
+  // lock is held.
   using OnRoom = std::function<void(bool)>;
   bool offer(ArrayNest item, OnRoom on_room);
 

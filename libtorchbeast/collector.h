@@ -3,7 +3,7 @@
 //
 //   env --step--> the collector's thread: Unroll --question--> DynamicBatcher
 //   env <-action- the inference thread:   Unroll <--answer----'
-//   (after T steps the learner's thread sends it, once there is room for the rollout)
+//   (if there is no room for a rollout: the thread that makes room sends it)
 //
 // The collector takes the steps that are there and asks the agent about them. Who
 // answers, or makes room, sends the actions. What may block comes back: the first step,
@@ -39,7 +39,9 @@ class Collector {
   Collector(const Collector&) = delete;
 
   // Steps the environments of a session, whose connection has a lane, until it comes
-  // back. Looks every kInterruptPeriod whether `interrupt` of the session throws.
+  // back. Calls `interrupt` of the session every kInterruptPeriod, with a lock held: it
+  // must be there, and must not wait. A rollout that has no room when the session comes
+  // back may still reach the learner.
   // Throws std::runtime_error if the system refuses a thread; then on_back is not
   // called. REQUIRES: the newest row has its action.
   void start(EnvSession* session, Unroll* unroll, OnStep on_step, OnBack on_back)

@@ -28,23 +28,36 @@ DialledStreams::~DialledStreams() {
 
 void DialledStreams::go_on() {
   std::optional<std::exception_ptr> back;
+  Place place;
   {
     MutexLock lock(shared_.mutex);
-    if (place_ != kIdle) return;
+    place = place_;
     back = back_;
-    place_ = kHere;
+    if (place_ == kIdle) place_ = kHere;
   }
+  if (place == kAway) thread_.join();  // it has nothing to do any more
+  if (place != kIdle) return;
   try {
     thread_ = Thread([this, back] { run(back); });
     has_begun_ = true;
-  } catch (const std::runtime_error& error) {
+  } catch (const std::exception& error) {
     {
       MutexLock lock(shared_.mutex);
       place_ = kIdle;
     }
     if (!has_begun_) throw;
+    if (stream_) stream_->presence.rest();
     shared_.note(error.what());
   }
+}
+
+void DialledStreams::throw_own_error() {
+  std::exception_ptr error;
+  {
+    MutexLock lock(shared_.mutex);
+    if (back_) error = *back_;
+  }
+  if (error && end_of(error).kind == End::kFailed) std::rethrow_exception(error);
 }
 
 // --- The thread
@@ -128,6 +141,7 @@ void DialledStreams::hand_over() {
           MutexLock lock(shared_.mutex);
           back_ = std::move(error);
           place_ = kIdle;
+          ++shared_.num_news;
           shared_.changed.notify_all();
           shared_.has_news.notify_all();
         });

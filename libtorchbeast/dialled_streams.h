@@ -27,8 +27,11 @@ class DialledStreams {
   DialledStreams(const DialledStreams&) = delete;
 
   // If there is something to do, begins to do it in a thread. Throws std::runtime_error
-  // if the system refuses the first thread; the next ones are asked for again.
+  // if the system refuses the first thread. The next ones are asked for in the next
+  // call, and meanwhile the stream counts as gone.
   void go_on();
+  // Throws what the collector has given back, if it is an error of this side.
+  void throw_own_error();
 
  private:
   struct Stream {

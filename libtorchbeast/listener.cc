@@ -13,7 +13,6 @@
 #include <utility>
 
 #include "stream_spec.h"
-#include "text.h"
 
 namespace torchbeast {
 

@@ -1,5 +1,4 @@
-// What the streams of an ActorPool share, and the threads that it dials from. Only the
-// pool's own .cc files include this.
+// What the streams of an ActorPool share. Only the pool's own files include this.
 
 #pragma once
 
@@ -119,7 +118,7 @@ struct PoolStreams : StreamHost {
   std::atomic<bool> closing{false};  // written under the mutex, for sleepers
   std::atomic<bool> started{false};
   Mutex mutex;
-  CondVar changed;   // wakes those that pause
+  CondVar changed;   // wakes those that pause, and who waits for a stream to be back
   CondVar has_news;  // wakes run()
   std::exception_ptr first_error TB_GUARDED_BY(mutex);
   std::string last_error TB_GUARDED_BY(mutex);
@@ -129,7 +128,7 @@ struct PoolStreams : StreamHost {
   // Since the last look: streams that have ended, and failures.
   Peers peers TB_GUARDED_BY(mutex);
   std::string last_failure TB_GUARDED_BY(mutex);
-  uint64_t num_news TB_GUARDED_BY(mutex) = 0;    // ends of dialled streams
+  uint64_t num_news TB_GUARDED_BY(mutex) = 0;    // dialled streams that end or are back
   uint64_t num_looked TB_GUARDED_BY(mutex) = 0;  // of these, before the last look
   uint64_t num_seen TB_GUARDED_BY(mutex) = 0;    // of these, known to the check
   EventLog events;
@@ -179,6 +178,8 @@ class PoolStreams::Presence {
   bool is_proven() const { return is_proven_; }
   // It ends by a fault of its own: its rollouts no longer speak for it.
   void fail() { has_delivered_ = false; }
+  // It has ended, and nobody has time for it.
+  void rest() { is_present_ = is_proven_ = has_delivered_ = false; }
 
   Connection& connection() { return connection_; }
   // Adds what is so at this time. Thread-safe.

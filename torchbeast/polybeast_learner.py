@@ -1,7 +1,7 @@
 """PolyBeast's learner: batched inference for environment servers, and learning.
 
     environment servers          this process
-      E environments per stream <-> actor pool (C++): one thread per stream
+      E environments per stream <-> actor pool (C++)
                                     -> DynamicBatcher -> inference threads: one forward
                                        for all waiting streams, on --actor_device
                                     -> BatchingQueue, rollouts [T + 1, B, ...]
