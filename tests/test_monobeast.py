@@ -363,3 +363,11 @@ def test_render_shows_a_window(savedir, pong, tmp_path, monkeypatch):
             display.terminate()
     assert process.returncode == 0, output
     assert len(colours) >= 4, "nothing was drawn"
+
+
+def test_sync_without_checkpoints_needs_no_state_of_games(tmp_path):
+    """Native Atari environments can't save theirs."""
+    flags = {**runs.SMALL, "env": "PongNoFrameskip-v4", "envs_per_actor": 2}
+    flags |= {"sync": True, "disable_checkpoint": True, "total_steps": 40}
+    runs.run(tmp_path, "sync", **flags)
+    assert len(runs.read_logs(tmp_path, "sync")) == 4

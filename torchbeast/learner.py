@@ -386,8 +386,8 @@ def learn(
     """
     learning_rate = learner.scheduler.get_last_lr()[0]
     flags, mixer = learner.flags, learner.mixer
-    ready = mixer.add(batch, learner.step) if mixer else True
-    ready = not ranks.highest(not ready)  # in all ranks
+    # With a replay: once all ranks are.
+    ready = not ranks.highest(not mixer.add(batch, learner.step)) if mixer else True
     scalars: dict[str, float] = {}
     if ready:
         learner.input_check.see(batch, learner.model.distribution)

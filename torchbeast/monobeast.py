@@ -304,8 +304,9 @@ def in_rounds(
             run.show(0, actors.num_steps())
 
     def save() -> None:
-        games = ranks.joined_list(actors.save())
-        run.save(lambda: {"actors": games})
+        if ranks.of_first(run.has_news):
+            games = ranks.joined_list(actors.save())
+            run.save(lambda: {"actors": games})
 
     learning = LearnerThreads(run, 1, learn_from_batch)
     while run.going():
@@ -379,8 +380,6 @@ def make_parser() -> FlagParser:
 
 def actors_class(flags: Flags) -> Any:
     """Actors, or with --launcher ray RayActors."""
-    if flags.launcher == "ray" and ranks.size() > 1:
-        raise FlagError("--launcher ray has one learner: start it without torchrun")
     if flags.launcher == "ray":
         from torchbeast.on_ray.actors import RayActors  # optional
 

@@ -135,6 +135,8 @@ def run_for_learner(flags: Flags) -> None:
     reacts to it.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT, signal.SIGHUP])
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun signals whole process groups
+        os.setpgid(0, 0)
     learner = mp.parent_process()
     assert learner is not None
 

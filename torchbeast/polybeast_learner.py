@@ -182,7 +182,7 @@ def at_once(run: Run, streams: Streams, models: ActingModels) -> None:
 
 def in_rounds(run: Run, streams: Streams, models: ActingModels) -> None:
     """The learner thread with --sync: a round has one item of each stream."""
-    while run.learner.step < run.flags.total_steps:
+    while run.learner.step < run.flags.total_steps and not run.all_stop:
         try:
             items = [next(group.queue) for group in streams.groups]
         except StopIteration:
@@ -197,6 +197,7 @@ def train(
     start: resume.Start,
     check_servers: Callable[[], None] = lambda: None,
     listen: str | None = None,
+    servers: str | None = None,
 ) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status.
 
@@ -205,15 +206,15 @@ def train(
         its spaces; may raise to end the run.
       listen: listens here if --listen is not given. It is not saved, so a resumed run
         may listen elsewhere.
+      servers: those of this learner, if there are several; not saved, either.
     """
     flags = start.flags
     # Before any other thread starts, so that threads share one memory arena.
     keep_freed_memory(devices.learner_device(flags))
-    listening = flags.replace(listen=flags.listen or listen)
-    seed = start.env_seed()
-    if listening.listen and ranks.rank():  # the listener numbers its own streams
-        seed = derive_seed(seed, ranks.rank())
-    envs = RemoteEnvs(listening, seed)
+    own = {"server_addresses": servers or flags.server_addresses}
+    envs = RemoteEnvs(
+        flags.replace(listen=flags.listen or listen, **own), start.env_seed()
+    )
     run, streams, models = connect(start, envs, check_servers)
     loop = in_rounds if streams.in_turns else at_once
     with run:
@@ -256,12 +257,17 @@ def resolve_layout(flags: Flags, learners: int = 1) -> Flags:
     """Fills in the flags that depend on others, and checks them.
 
     Args:
-      learners: how many share the servers, see share_servers.
+      learners: how many share the servers, see own_servers.
 
     Raises:
       FlagError: a value is not allowed.
     """
     choose_side(flags)
+    if flags.listen and ranks.size() > 1:
+        raise FlagError(
+            "--listen has one learner: start it without torchrun, or serve the "
+            "environments and give --server_addresses"
+        )
     if flags.num_actors is None:
         flags.num_actors = (
             LISTENING_STREAMS
@@ -287,11 +293,10 @@ def resolve_layout(flags: Flags, learners: int = 1) -> Flags:
     return flags
 
 
-def share_servers(start: resume.Start) -> resume.Start:
-    """Gives each learner an equal part of the servers, see base/ranks.py."""
-    flags = start.flags
-    if ranks.size() == 1 or flags.listen:
-        return start
+def own_servers(flags: Flags) -> str | None:
+    """This learner's part of the servers, see base/ranks.py; None if it has all."""
+    if ranks.size() == 1:
+        return None
     addresses = server_addresses(flags)
     number, left = divmod(len(addresses), ranks.size())
     if left or not number:
@@ -299,8 +304,7 @@ def share_servers(start: resume.Start) -> resume.Start:
             f"{ranks.size()} learners can't share {len(addresses)} servers equally: "
             "give a multiple with --num_servers or --server_addresses"
         )
-    own = ",".join(addresses[ranks.rank() * number :][:number])
-    return start._replace(flags=flags.replace(server_addresses=own))
+    return ",".join(addresses[ranks.rank() * number :][:number])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -310,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_parser(),
         argv,
         lambda flags: resolve_layout(flags, ranks.size()),
-        lambda start: train(share_servers(start)),
+        lambda start: train(start, servers=own_servers(start.flags)),
         test,
     )
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def learner_device(flags: argparse.Namespace) -> torch.device:
-    """--learner_device; by default the first GPU, or else the CPU.
+    """--learner_device; by default the first GPU, or this rank's, or else the CPU.
 
     Raises:
       FlagError: there is no such device.
@@ -37,10 +37,10 @@ def _device(flags: argparse.Namespace, name: str, gpu: int) -> torch.device:
     given = getattr(flags, name, None)
     gpus = 0 if flags.disable_cuda else torch.cuda.device_count()
     if not given:
-        if (own := ranks.local_gpu(gpus)) is not None:
-            return torch.device("cuda", own)
         if name == "actor_device" and (gpus < 2 or flags.learner_device):
             return learner_device(flags)
+        if (own := ranks.local_gpu(gpus)) is not None:
+            return torch.device("cuda", own)
         return torch.device("cuda", gpu) if gpus else torch.device("cpu")
     try:
         device = torch.device(given)

@@ -8,6 +8,7 @@ make the update that one learner would make from the whole batch. All ranks call
 functions in the same order; without torchrun they return what they get.
 """
 
+import argparse
 import contextlib
 import datetime
 import os
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchbeast.base.errors import UserError
+from torchbeast.base.errors import FlagError, UserError
 
 T = TypeVar("T")
 
@@ -27,17 +28,18 @@ class RankError(UserError, RuntimeError):
 
 
 @contextlib.contextmanager
-def joined(seconds: float) -> Iterator[None]:
+def joined(flags: argparse.Namespace) -> Iterator[None]:
     """Inside, this process is one of the ranks that torchrun has started.
 
-    Args:
-      seconds: time limit of a wait for the other ranks.
+    A wait for the other ranks ends after twice the longest time that one may wait for
+    its environments.
     """
     if not (dist.is_available() and dist.is_torchelastic_launched()):
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    limit = datetime.timedelta(seconds=seconds)
+    seconds = max(flags.actor_timeout, getattr(flags, "connect_timeout", 0))
+    limit = datetime.timedelta(seconds=2 * seconds)
     store, number, count = next(dist.rendezvous("env://", timeout=limit))
     # After a restart by torchrun, the store still has the addresses of before.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -54,19 +56,34 @@ def joined(seconds: float) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def _is_one() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def rank() -> int:
     """The number of this rank. Rank 0 writes the run's files."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank() if _is_one() else 0
 
 
 def size() -> int:
     """The number of ranks."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size() if _is_one() else 1
 
 
 def local_gpu(count: int) -> int | None:
-    """The GPU of this rank, of `count` in this machine; None if there is one rank."""
-    return int(os.environ["LOCAL_RANK"]) % count if size() > 1 and count else None
+    """The GPU of this rank, of `count` in this machine; None if there is one rank.
+
+    Raises:
+      FlagError: there are more ranks in this machine than GPUs.
+    """
+    if size() == 1 or not count:
+        return None
+    if (number := int(os.environ["LOCAL_WORLD_SIZE"])) > count:
+        raise FlagError(
+            f"{number} learners can't share {count} GPUs: start as many with torchrun, "
+            "or give --disable_cuda"
+        )
+    return int(os.environ["LOCAL_RANK"])
 
 
 @contextlib.contextmanager

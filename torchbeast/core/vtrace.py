@@ -227,8 +227,8 @@ def normalize(
     They contain the weights min(rho, clip_pg_rho), so the mean gets these, too. Without
     them, advantages that are all equal would change the policy.
     """
-    mean = ranks.total(advantages.sum()) / (ranks.total(weights.sum()) + 1e-8)
-    centred = advantages - weights * mean
+    total, total_weight = ranks.total(advantages.sum()), ranks.total(weights.sum())
+    centred = advantages - weights * total / (total_weight + 1e-8)
     deviation = (ranks.total(centred.pow(2).sum()) / ranks.total(valid.sum())).sqrt()
     return centred / (deviation + 1e-8)
 

@@ -248,6 +248,11 @@ def check_launcher(flags: Flags) -> None:
         raise FlagError("--sync needs --launcher processes")
     elif importlib.util.find_spec("ray") is None:
         raise FlagError("--launcher ray needs Ray: pip install '.[ray]'")
+    else:
+        from torchbeast.base import ranks
+
+        if ranks.size() > 1:
+            raise FlagError("--launcher ray has one learner: start it without torchrun")
 
 
 def check_effects(flags: Flags) -> None:
@@ -310,7 +315,9 @@ def resolve(flags: Flags) -> Flags:
             f"--video {flags.video} records a test, not training: add --mode test"
         )
     if flags.torch_threads is None:
-        flags.torch_threads = max(1, processes.num_cpus() // 2)  # half: for the actors
+        learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's
+        # Half of the cores are for the actors.
+        flags.torch_threads = max(1, processes.num_cpus() // 2 // learners)
     check_effects(flags)
     if flags.learn_start is None:
         flags.learn_start = min(10_000, flags.replay_size // 2)

@@ -120,7 +120,7 @@ def run_script(
             test(typed)
             return 0
         with (
-            ranks.joined(2 * flagset.merge(typed).actor_timeout),
+            ranks.joined(flagset.merge(typed)),
             begin_all(typed, resolve_layout) as start,
         ):
             return 0 if ranks.of_first(start.is_finished) else train(start)
@@ -132,7 +132,6 @@ def run_script(
 NOT_IN_OTHER_RANKS = {
     "disable_checkpoint": True,
     "eval_interval": 0,
-    "init_from": None,
     "tensorboard": False,
     "wandb": None,
     "write_profiler_trace": False,
@@ -231,6 +230,8 @@ def merge(
       UntrustedError: the checkpoint names code or files, and nobody typed it.
     """
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
+    if (learners := saved.get("ranks", 1)) != ranks.size():
+        share_out(saved["flags"], learners, set(typed.here))
     # Nothing is used yet: outdated values, such as addresses, need no trust.
     flags = flagset.merge(typed, saved["flags"], signed=True)
     outdated: set[str] = set()
@@ -248,18 +249,27 @@ def merge(
                     notes.append(f"Using another device: {error}.")
                     outdated.add(name)
     kept = {k: v for k, v in saved["flags"].items() if k not in outdated}
-    learners = saved.get("ranks", 1)
-    if learners != ranks.size():  # all together act and learn as before
-        for name in ("num_actors", "batch_size"):
-            kept[name], left = divmod(kept[name] * learners, ranks.size())
-            if left and name not in flags.typed:
-                raise FlagError(
-                    f"{ranks.size()} learners can't share the --{name} of {learners} "
-                    f"equally, which was {saved['flags'][name]} each: give --{name}"
-                )
-        kept.pop("num_buffers", None)
-        kept.pop("max_learner_queue_size", None)
     return flagset.merge(typed, kept, signed, str(path))
+
+
+def share_out(flags: dict[str, Any], learners: int, typed: set[str]) -> None:
+    """Changes the flags so that all ranks together act and learn as `learners` did.
+
+    Raises:
+      FlagError: they can't share something equally, and it was not typed.
+    """
+    for name in ("num_actors", "batch_size", "num_servers"):
+        if flags.get(name) is None:
+            continue
+        own, left = divmod(flags[name] * learners, ranks.size())
+        if left and name not in typed:
+            raise FlagError(
+                f"{ranks.size()} learners can't share the --{name} of {learners} "
+                f"equally, which was {flags[name]} each: give --{name}"
+            )
+        flags[name] = max(1, own)
+    for name in {"num_buffers", "max_learner_queue_size"} & flags.keys():
+        flags[name] = None  # chosen again
 
 
 def check_new_start(folder: RunFolder, flags: Flags) -> None:

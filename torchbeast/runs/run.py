@@ -69,7 +69,7 @@ class Run:
         rollout.check_batch(self.flags, learner.row_spec)
         if start.saved:
             learner.load_state_dict(start.saved)
-        elif self.flags.init_from:
+        elif self.flags.init_from and not ranks.rank():
             checkpoint.take_over(
                 self.flags.init_from, self.flags.savedir, learner.model
             )
@@ -91,7 +91,8 @@ class Run:
         self._error: str | None = None  # what ended the run, for meta.json
         self._signal, self._signalled_at, self._signal_logged = 0, 0.0, False
         self._saving = False  # if so, a second signal is ignored
-        self._all_stop = False  # all ranks end after the same update
+        self.all_stop = False  # all ranks end after the same update
+        self._turn = threading.Lock()  # the updates of all ranks have one order
         self._lock = threading.Lock()  # protects the learner
         self._longest_update = 0.0  # seconds
         self._began_at = self._saved_at = self._progress()
@@ -123,6 +124,7 @@ class Run:
                 "flags_signature": trust.sign(flags.as_dict()),
                 "preset_changes": flagset.differences(flags.as_dict()),
                 "optimizer": type(self.learner.optimizer).__name__,
+                "ranks": ranks.size(),
                 **code,
             },
         )
@@ -153,7 +155,7 @@ class Run:
         Raises:
           BaseException: the first exception of a thread.
         """
-        stop_requested = self.stop_requested() and (self._all_stop or ranks.size() == 1)
+        stop_requested = self.stop_requested() and (self.all_stop or ranks.size() == 1)
         self._profile.update(self.learner.num_updates, self._writer.path)
         finished = self.learner.step >= self.flags.total_steps
         return not (finished or stop_requested)
@@ -171,13 +173,7 @@ class Run:
         return bool(self._signal)
 
     def show(self, queued: int, acted: int, streams: str | None = None) -> None:
-        """Updates the live line, see Status.show.
-
-        Args:
-          queued: rollouts that wait for the learner.
-          acted: environment steps taken since the start.
-          streams: connected and expected streams, such as "3/4"; None in MonoBeast.
-        """
+        """Updates the live line, see Status.show."""
         learner = self.learner
         mean_return = learner.mean_return(self.flags.episodes_for_avg)
         self._status_line.show(
@@ -188,10 +184,7 @@ class Run:
     # --- Threads and updates
 
     def on_stop(self, stop: Callable[[], None]) -> None:
-        """Registers a function that the run calls at its end.
-
-        It asks threads to return, and does not wait for them.
-        """
+        """Registers a function that asks threads to return, and does not wait."""
         self._stop_threads.append(stop)
 
     def start_thread(self, name: str, work: Callable[[], None]) -> None:
@@ -214,26 +207,27 @@ class Run:
         """Surrounds the learning from a batch; only one thread at a time can be inside.
 
         Yields True: then the caller learns, publishes the weights and calls `log`. Or
-        False, if the run is complete or the weights are not finite: then it drops the
-        batch.
+        False, if the run is complete or about to end, or the weights are not finite:
+        then it drops the batch.
         """
         learner = self.learner
-        with self._lock:
+        with self._turn:
             # With --sync the last round is learned from completely.
-            finished = learner.step >= self.flags.total_steps or self._all_stop
+            finished = learner.step >= self.flags.total_steps or self.all_stop
             if (finished and not self.flags.sync) or learner.diverged:
                 yield False
                 return
-            self._signal = ranks.highest(self._signal)
-            self._all_stop = bool(self._signal)
-            if not self.timings.seconds:
-                self.timings.reset()  # don't count the start of the actors
-            self.timings.time("wait")
-            started = time.monotonic()
-            yield True
-            seconds = time.monotonic() - started
-            self._longest_update = max(self._longest_update, seconds)
-            self.timings.time("learn")
+            if number := ranks.highest(self._signal):
+                self._signal, self.all_stop = self._signal or number, True
+            with self._lock:
+                if not self.timings.seconds:
+                    self.timings.reset()  # don't count the start of the actors
+                self.timings.time("wait")
+                started = time.monotonic()
+                yield True
+                seconds = time.monotonic() - started
+                self._longest_update = max(self._longest_update, seconds)
+                self.timings.time("learn")
 
     def add_columns(self, columns: dict[str, Any]) -> None:
         """Adds columns to the next row. In later rows they are empty. Thread-safe."""
@@ -259,6 +253,10 @@ class Run:
         flags, seconds = self.flags, time.monotonic() - self._last_save
         is_due = seconds > flags.checkpoint_interval or self._milestone() > self._kept
         return is_due and not flags.disable_checkpoint
+
+    def has_news(self) -> bool:
+        """Whether there is something to save since the last checkpoint."""
+        return not self.flags.disable_checkpoint and self._progress() != self._saved_at
 
     def _progress(self) -> tuple[int, int]:
         """What a checkpoint is worth saving for: steps, and updates of the weights.
@@ -292,7 +290,7 @@ class Run:
           more: returns additional entries of the checkpoint.
         """
         learner, flags = self.learner, self.flags
-        if flags.disable_checkpoint or self._progress() == self._saved_at:
+        if not self.has_news():
             self._last_save = time.monotonic()
             return
         while not self._lock.acquire(timeout=1.0):
@@ -331,6 +329,8 @@ class Run:
     def _on_signal(self, number: int, frame: Any) -> None:
         now = time.monotonic()
         same = now - self._signalled_at < processes.SAME_REQUEST_SECONDS
+        if self._signal and not self._signalled_at:  # so far another rank's
+            self._signalled_at, same = now, True
         if self._signal and (same or self._saving):
             return
         if self._signal:
