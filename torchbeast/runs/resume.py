@@ -252,24 +252,24 @@ def merge(
     return flagset.merge(typed, kept, signed, str(path))
 
 
-def share_out(flags: dict[str, Any], learners: int, typed: set[str]) -> None:
+def share_out(saved: dict[str, Any], learners: int, typed: set[str]) -> None:
     """Changes the flags so that all ranks together act and learn as `learners` did.
 
     Raises:
       FlagError: they can't share something equally, and it was not typed.
     """
     for name in ("num_actors", "batch_size", "num_servers"):
-        if flags.get(name) is None:
+        if saved.get(name) is None:
             continue
-        own, left = divmod(flags[name] * learners, ranks.size())
+        own, left = divmod(saved[name] * learners, ranks.size())
         if left and name not in typed:
             raise FlagError(
                 f"{ranks.size()} learners can't share the --{name} of {learners} "
-                f"equally, which was {flags[name]} each: give --{name}"
+                f"equally, which was {saved[name]} each: give --{name}"
             )
-        flags[name] = max(1, own)
-    for name in {"num_buffers", "max_learner_queue_size"} & flags.keys():
-        flags[name] = None  # chosen again
+        saved[name] = max(1, own)
+    for name in {"num_buffers", "max_learner_queue_size"} & saved.keys():
+        saved[name] = None  # chosen again
 
 
 def check_new_start(folder: RunFolder, flags: Flags) -> None:
