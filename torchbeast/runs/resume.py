@@ -149,19 +149,21 @@ def begin_all(
     with contextlib.ExitStack() as stack:
         own: list[Start] = []
 
-        def first() -> Start:
+        def first() -> dict[str, Any]:
             own.append(stack.enter_context(begin(typed, resolve_layout)))
-            return own[0]._replace(folder=None)  # type: ignore[arg-type] # stays here
+            found = own[0]._asdict()
+            del found["folder"]  # its lock stays here
+            return found
 
-        start = ranks.of_first(first)
+        found = ranks.of_first(first)
         if own:
             yield own[0]
             return
         script.print_warnings_only()
         savedir = stack.enter_context(tempfile.TemporaryDirectory())
-        flags = start.flags.replace(savedir=savedir, **NOT_IN_OTHER_RANKS)
+        flags = found["flags"].replace(savedir=savedir, **NOT_IN_OTHER_RANKS)
         folder = stack.enter_context(RunFolder(savedir, flags.xpid))
-        yield start._replace(flags=flags, folder=folder)
+        yield Start(**found | {"flags": flags, "folder": folder})
 
 
 @contextlib.contextmanager
