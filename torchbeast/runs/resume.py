@@ -260,7 +260,7 @@ def share_out(saved: dict[str, Any], learners: int, typed: set[str]) -> None:
     Raises:
       FlagError: they can't share something equally, and it was not typed.
     """
-    for name in ("num_actors", "batch_size", "num_servers"):
+    for name in ("num_actors", "batch_size"):
         if saved.get(name) is None:
             continue
         own, left = divmod(saved[name] * learners, ranks.size())
