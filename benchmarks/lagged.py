@@ -10,6 +10,7 @@ resumed run begins without one.
 import collections
 import copy
 import sys
+from collections.abc import Mapping
 from unittest import mock
 
 import torch
@@ -22,11 +23,13 @@ def delay(lag: int) -> type[SharedWeights]:
     """SharedWeights that publish the weights of `lag` publications ago."""
 
     class LaggedWeights(SharedWeights):
-        def publish(self, model: torch.nn.Module, policy_version: int) -> None:
+        def publish(
+            self, weights: Mapping[str, torch.Tensor], policy_version: int
+        ) -> bool:
             if not hasattr(self, "kept"):
                 self.kept: collections.deque = collections.deque(maxlen=lag + 1)
-            self.kept.append((copy.deepcopy(model), policy_version))
-            super().publish(*self.kept[0])
+            self.kept.append((copy.deepcopy(weights), policy_version))
+            return super().publish(*self.kept[0])
 
     return LaggedWeights
 

@@ -31,7 +31,7 @@ def parts():
         spec = EnvSpec(env.observation_space, env.action_space, 1)
     learner = Learner(flags, spec)
     weights = SharedWeights(learner.model)
-    weights.publish(learner.model, 4)
+    weights.publish(learner.model.state_dict(), 4)
     return flags, learner, weights, monobeast.make_buffers(flags, learner)
 
 

@@ -227,23 +227,24 @@ def test_columns_about_games():
         batch["game_over"].copy_(torch.tensor(over))
         batch["done"].copy_(torch.tensor(over | (rng.random((T + 1, B)) < 0.3)))
         batch["game_return"].copy_(torch.tensor(rng.normal(size=(T + 1, B))))
-        row = torchbeast.learner.count_batch(learner, batch, updated=True)
+        row = torchbeast.learner.count_batch(learner, batch, step=0, newest=0)
         returns += batch["game_return"][1:][over[1:]].tolist()
         assert row["games"] == len(returns)
         last = np.mean(returns[-100:])
         assert row["mean_game_return_100"] == pytest.approx(last)
-        assert learner.mean_return(150) == pytest.approx(np.mean(returns[-150:]))
+        assert learner.counters.mean_return(150) == pytest.approx(
+            np.mean(returns[-150:])
+        )
     assert len(returns) > 150
 
 
 def test_the_policy_lag_of_a_long_run():
     """Also where float32 can't tell one update from the next."""
     learner = make_learner()
-    learner.num_updates = 50_000_001
     batch, _ = make_batch(learner)
     batch["policy_version"][:] = 50_000_000 - 3
     batch["policy_version"][T] = 0  # acts in the next rollout
-    row = torchbeast.learner.count_batch(learner, batch, updated=True)
+    row = torchbeast.learner.count_batch(learner, batch, step=0, newest=50_000_000)
     assert row["policy_lag"] == 3
 
 

@@ -501,7 +501,7 @@ def test_acting_weights_are_the_learners():
         for x in learner.model.parameters():
             x += 1
     bank, version = models.acquire()
-    assert models.publish(learner.model, 7)
+    assert models.publish(learner.model.state_dict(), 7)
     changed = dict(models.nets[bank].named_parameters())
     newest, version = models.acquire()
     assert version == 7

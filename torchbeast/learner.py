@@ -1,17 +1,13 @@
 """Learning: the loss and one update.
 
 Both variants use this file. Read it top to bottom: rewards_and_discounts, impala_loss,
-Learner, update, learn, count_batch. V-trace is in core/vtrace.py, the model in
+Learner, update, learn, begin, count_batch. V-trace is in core/vtrace.py, the model in
 model.py, the optimizer and its schedule in optimizer.py.
 """
 
-import collections
 import logging
-import math
-import statistics
-import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +15,9 @@ from torchbeast.base import devices, ranks
 from torchbeast.base.nested import Nested
 from torchbeast.core import rollout, vtrace
 from torchbeast.core.acting import row_spec
+from torchbeast.core.counters import Counters
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.core.finite import all_finite, explain_loss, explain_weights
+from torchbeast.core.finite import check_loss, check_weights, sum_of_weights
 from torchbeast.core.mixer import Mixer
 from torchbeast.core.observations import InputCheck
 from torchbeast.core.replay_memory import make_replay
@@ -194,11 +191,7 @@ def add_up(
 
 # --- The learner ----------------------------------------------------------------------
 
-GAMES_LOGGED = 100  # in the column mean_game_return_100
-COUNTED = (  # the fields of rows that count_batch needs, of all ranks
-    *("done", "episode_return", "episode_step", "policy_version", "env_warnings"),
-    *("game_over", "game_return", "game_step"),
-)
+COUNTED = (*Counters.FIELDS, "env_warnings")  # the fields of rows for count_batch
 
 
 class Learner:
@@ -211,6 +204,8 @@ class Learner:
         torch.manual_seed(flags.seed)
         self.flags, self.env_spec = flags, env_spec
         self.device = devices.learner_device(flags)
+        # A GPU may still make an update while the next one is prepared.
+        self.is_ahead = devices.works_ahead(self.device)
         self.model = make_model(
             flags, env_spec.observation_space, env_spec.action_space, self.device
         )
@@ -233,14 +228,7 @@ class Learner:
         self.diverged = False  # the weights are not finite
         self.step = 0  # environment steps learned from
         self.num_updates = 0  # of the weights: the number of the newest policy
-        self.episodes = 0
-        self.games = 0
-        self.game_returns: collections.deque[float] = collections.deque(
-            maxlen=max(GAMES_LOGGED, flags.episodes_for_avg)
-        )
-        # (time, step) of the last batches, for sps().
-        self.ticks: collections.deque = collections.deque(maxlen=50)
-        self.policy_lag = 0.0
+        self.counters = Counters(flags.episodes_for_avg)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -249,9 +237,7 @@ class Learner:
             "stats": {
                 "step": self.step,
                 "num_updates": self.num_updates,
-                "episodes": self.episodes,
-                "games": self.games,
-                "game_returns": list(self.game_returns),
+                **self.counters.state_dict(),
                 "replayed_steps": self.mixer.replayed_steps if self.mixer else 0,
             },
         }
@@ -292,8 +278,7 @@ class Learner:
             state = {**state, **{f"{k}_state_dict": x for k, x in new.items()}}
         for name, part in self.parts.items():
             part.load_state_dict(state[f"{name}_state_dict"])
-        self.episodes, self.games = stats["episodes"], stats["games"]
-        self.game_returns.extend(stats["game_returns"])
+        self.counters.load_state_dict(stats)
         if self.mixer:
             self.mixer.replayed_steps = stats["replayed_steps"]
 
@@ -312,27 +297,26 @@ class Learner:
         """The share of the run that has been learned from, from 0 to 1."""
         return min(1.0, self.step / self.flags.total_steps)
 
-    def sps(self) -> float | None:
-        """Steps per second over the last batches; None before the second."""
-        if len(self.ticks) < 2:
-            return None
-        (t0, step0), (t1, step1) = self.ticks[0], self.ticks[-1]
-        return (step1 - step0) / (t1 - t0)
 
-    def mean_return(self, games: int) -> float | None:
-        """Mean return of the last games; None before the first."""
-        last = list(self.game_returns)[-games:]
-        return statistics.fmean(last) if last else None
+class Update(NamedTuple):
+    """What was learned from a batch. A GPU may still be working on it."""
+
+    finish: Callable[[], dict[str, Any]]  # waits; returns columns, or raises: see learn
+    weights: dict[str, torch.Tensor]  # the model's state dict; of a GPU, a copy
+    policy_version: int  # number of updates of these weights
+    inputs: Any  # whose memory the GPU still reads
 
 
 def update(
     learner: Learner, batch: dict[str, Nested], initial_state: State
-) -> dict[str, float]:
-    """One step of the optimizer. Returns columns about the loss and the gradient.
+) -> Callable[[], dict[str, Any]]:
+    """One step of the optimizer.
 
-    Raises:
-      FloatingPointError: the loss or the gradient is not finite: then the model is
-        unchanged. Or the new weights are not finite: then the learner is unusable.
+    Returns:
+      A function that waits for a GPU, and returns columns about the loss and the
+      gradient. It raises FloatingPointError if they or the new weights are not finite.
+      On the CPU `update` itself raises: for the loss and the gradient, before it
+      changes the model.
     """
     flags, model = learner.flags, learner.model
     outputs, _ = model(batch, initial_state)
@@ -344,26 +328,26 @@ def update(
     grad_norm = torch.nn.utils.clip_grad_norm_(
         model.parameters(), flags.grad_norm_clipping
     )
-    columns = to_numbers(join_columns(columns, {"grad_norm": grad_norm}))
-    if not all(math.isfinite(columns[name]) for name in ("total_loss", "grad_norm")):
-        raise FloatingPointError(explain_loss(batch, columns, flags, learner.step))
+    numbers = devices.fetch(join_columns(columns, {"grad_norm": grad_norm}))
+    about = batch, flags, learner.step
+    if not learner.is_ahead:
+        check_loss(spread(numbers()), *about)
+    learning_rate = float(learner.scheduler.get_last_lr()[0])
     learner.optimizer.step()
-    learner.diverged = not all_finite(model)
-    if learner.diverged:
-        learning_rate = float(learner.scheduler.get_last_lr()[0])
-        raise FloatingPointError(explain_weights(learner.step, learning_rate, flags))
+    total = devices.fetch({"weights": sum_of_weights(model)})
+
+    def check() -> dict[str, Any]:
+        learner.diverged = True  # unless all is finite
+        found = spread(numbers())
+        check_loss(found, *about)
+        check_weights(total()["weights"], learning_rate, flags, learner.step)
+        learner.diverged = False
+        return found
+
+    if not learner.is_ahead:
+        check()
     learner.num_updates += 1
-    return columns
-
-
-def to_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a row, see logs_csv.spread, with one transfer from a GPU."""
-    tensors = {k: x.detach() for k, x in row.items() if isinstance(x, torch.Tensor)}
-    flat = torch.cat([x.double().flatten() for x in tensors.values()]).cpu()
-    parts = flat.split([x.numel() for x in tensors.values()])
-    pairs = zip(tensors.items(), parts, strict=True)
-    found = {k: part.to(x.dtype).view(x.shape) for (k, x), part in pairs}
-    return spread({**row, **found})
+    return check
 
 
 def learn(
@@ -382,16 +366,22 @@ def learn(
     learn_start steps, it only stores the batch.
 
     Raises:
-      FloatingPointError: as update().
+      FloatingPointError: the loss, the gradient or the new weights are not finite. On
+        the CPU the model is unchanged, unless it is the weights.
     """
-    learning_rate = learner.scheduler.get_last_lr()[0]
-    flags, mixer = learner.flags, learner.mixer
+    return begin(learner, batch, initial_state).finish()
+
+
+def begin(learner: Learner, batch: dict[str, Nested], initial_state: State) -> Update:
+    """The same as `learn`, but does not wait for a GPU."""
+    flags, mixer, model = learner.flags, learner.mixer, learner.model
+    rate = {"learning_rate": learner.scheduler.get_last_lr()[0]}
     # With a replay: once all ranks are.
     ready = not ranks.highest(not mixer.add(batch, learner.step)) if mixer else True
-    scalars: dict[str, float] = {}
+    checks = []
     if ready:
-        learner.input_check.see(batch, learner.model.distribution)
-        learner.model.update_moments(batch, initial_state)
+        learner.input_check.see(batch, model.distribution)
+        model.update_moments(batch, initial_state)
         rows, state = batch, initial_state
         if mixer:
             rows, state = mixer.mix(rows, state)
@@ -399,41 +389,41 @@ def learn(
             rows, state = rollout.cut_at_episodes(rows, state)
         for _ in range(flags.updates_per_batch // flags.minibatches):
             for part in rollout.minibatches(rows, state, flags.minibatches):
-                scalars = update(learner, *part)
+                checks.append(update(learner, *part))
         if mixer:
-            mixer.carry_states(learner.model)
+            mixer.carry_states(model)
     advance(learner.scheduler, 1)
-    columns = count_batch(learner, batch, updated=ready)
-    return spread(join_columns(columns, scalars, {"learning_rate": learning_rate}))
+    counted = devices.fetch({name: ranks.joined_batch(batch[name]) for name in COUNTED})
+    learner.step += batch["done"][1:].numel() * ranks.size()
+    # The lag counts up to the weights before the last update.
+    step, newest = learner.step, learner.num_updates - ready
+    of_replay = mixer.columns(step) if mixer else {}
+
+    def finish() -> dict[str, Any]:
+        scalars: dict[str, Any] = {}
+        for check in checks:
+            scalars = check()
+        columns = count_batch(learner, counted(), step, newest)
+        return spread(join_columns(columns, of_replay, scalars, rate))
+
+    weights = model.state_dict()
+    if learner.is_ahead:
+        weights = {name: x.clone() for name, x in weights.items()}
+    return Update(finish, weights, learner.num_updates, (batch, initial_state))
 
 
 def count_batch(
-    learner: Learner, batch: dict[str, Nested], updated: bool
+    learner: Learner, batch: dict[str, torch.Tensor], step: int, newest: int
 ) -> dict[str, Any]:
-    """Adds a batch to the learner's counters. Returns columns for logs.csv."""
-    # Updates between the weights that acted and the weights before the last update.
-    newest = learner.num_updates - 1 if updated else learner.num_updates
-    counted = {name: ranks.joined_batch(batch[name]) for name in COUNTED}
-    acted_with = counted["policy_version"][:-1].double().mean().item()
-    learner.policy_lag = newest - acted_with
-    learner.step += counted["done"][1:].numel()
-    learner.ticks.append((time.perf_counter(), learner.step))
-    ends = rollout.episode_ends(counted)
-    learner.episodes += len(ends["episode_return"])
-    learner.games += len(ends["game_return"])
-    learner.game_returns.extend(ends["game_return"])
-    means = {
-        f"mean_{name}": statistics.fmean(x) if x else None for name, x in ends.items()
-    }
+    """Counts what a batch contains. Returns columns for logs.csv.
+
+    Args:
+      batch: the fields COUNTED [T + 1, B], of all ranks, in the CPU's memory.
+      step, newest: see Counters.add.
+    """
     return {
-        "step": learner.step,
-        "frames": learner.step * learner.env_spec.frames_per_step,
-        "sps": learner.sps(),
-        "policy_lag": learner.policy_lag,
-        "env_warnings": counted["env_warnings"][1:].sum().item(),
-        **(learner.mixer.columns(learner.step) if learner.mixer else {}),
-        **means,
-        "mean_game_return_100": learner.mean_return(GAMES_LOGGED),
-        "episodes": learner.episodes,
-        "games": learner.games,
+        "step": step,
+        "frames": step * learner.env_spec.frames_per_step,
+        **learner.counters.add(batch, step, newest),
+        "env_warnings": batch["env_warnings"][1:].sum(),
     }

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from torchbeast import flags as declared_flags
-from torchbeast.base import ranks
+from torchbeast.base import devices, ranks
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
@@ -47,7 +47,7 @@ from torchbeast.core.acting import (
 from torchbeast.core.rollout import State
 from torchbeast.encoders import TORSOS
 from torchbeast.envs.environment import Environment
-from torchbeast.learner import Learner, learn
+from torchbeast.learner import Learner, Update, begin
 from torchbeast.local.actors import Actors, actor_context
 from torchbeast.local.env_spec import find_env_spec
 from torchbeast.model import make_model
@@ -215,7 +215,7 @@ def get_batch(
 
     def gather(buffer: torch.Tensor) -> torch.Tensor:
         # [slots, n, ...] -> [n, B, ...], where n is T + 1, or layers for the state
-        return torch.stack([buffer[i] for i in slots], dim=1).to(device)
+        return devices.move(torch.stack([buffer[i] for i in slots], dim=1), device)
 
     batch = map_nested(gather, buffers["rows"])
     return batch, map_nested(gather, buffers["initial_state"])
@@ -228,7 +228,7 @@ class LearnerThreads:
         self, run: Run, count: int, learn_from: Callable[[list[int]], None]
     ) -> None:
         self.waiting: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
-        self._learn_from, self._count = learn_from, count
+        self._run, self._learn_from, self._count = run, learn_from, count
         run.on_stop(self._stop)
         for i in range(count):
             run.start_thread(f"learner-{i}", self._work)
@@ -239,6 +239,8 @@ class LearnerThreads:
     def _work(self) -> None:
         while (slots := self.waiting.get()) is not None:
             self._learn_from(slots)
+            if self.waiting.empty():
+                self._run.finish_updates()
 
     def _stop(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -294,6 +296,7 @@ def in_rounds(
 
     def learn_from_batch(slots: list[int]) -> None:
         learn_from(slots)
+        run.finish_updates()  # before the actors go on
         learned.append(slots)
         run.wake()
 
@@ -332,21 +335,27 @@ def train(start: resume.Start) -> int:
     keep_freed_memory(learner.device)
     run = Run(start, learner)
     weights = SharedWeights(learner.model)
-    weights.publish(learner.model, learner.num_updates)
+    weights.publish(learner.model.state_dict(), learner.num_updates)
     buffers = make_buffers(flags, learner)
 
     def learn_from(
         slots: list[int], copied: Callable[[list[int]], None] = lambda slots: None
     ) -> None:
         """Several threads may copy batches, but one at a time learns."""
-        batch, initial_state = get_batch(buffers, slots, learner.device)
+        with devices.copying(learner.device):
+            batch, initial_state = get_batch(buffers, slots, learner.device)
         copied(slots)  # the actors may fill them from now on
         with run.updating() as wanted:
             if wanted:
-                columns = learn(learner, batch, initial_state)
-                weights.publish(learner.model, learner.num_updates)
-                run.log(columns)
+                run.add(begin(learner, batch, initial_state))
 
+    def finish(update: Update) -> None:
+        """Called when the update is made; with a GPU, that is later."""
+        columns = update.finish()
+        weights.publish(update.weights, update.policy_version)
+        run.log(columns)
+
+    run.on_update = finish
     with run:
         acting_flags = flags.replace(seed=start.env_seed())
         actors = actors_class(flags)(

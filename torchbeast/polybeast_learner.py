@@ -42,7 +42,7 @@ from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core.acting import ActingModels, act_step
 from torchbeast.encoders import TORSOS
-from torchbeast.learner import Learner, learn
+from torchbeast.learner import Learner, Update, begin
 from torchbeast.play.evaluate import evaluate
 from torchbeast.play.evaluate_on_servers import fits, play_on_servers
 from torchbeast.play.evaluator import Evaluator
@@ -105,7 +105,7 @@ def start_acting(run: Run, envs: RemoteEnvs) -> tuple[Streams, ActingModels]:
     flags, learner = run.flags, run.learner
     device = devices.actor_device(flags)
     models = ActingModels(learner.model, device)
-    models.publish(learner.model, learner.num_updates)
+    models.publish(learner.model.state_dict(), learner.num_updates)
     streams = Streams(run, envs, device)
     groups = streams.groups
     run.on_stop(streams.close)
@@ -117,7 +117,7 @@ def start_acting(run: Run, envs: RemoteEnvs) -> tuple[Streams, ActingModels]:
         generator.manual_seed(derive_seed(envs.seed, number))
         group = groups[i % len(groups)]
         work = functools.partial(infer, group, streams, models, generator)
-        run.start_thread(f"inference-{i}", work)
+        run.start_thread(f"inference-{i}", devices.on_own_stream(device, work))
     return streams, models
 
 
@@ -144,9 +144,7 @@ def connect(
 # --- Learning -------------------------------------------------------------------------
 
 
-def learn_from(
-    run: Run, streams: Streams, models: ActingModels, rollouts: Nested
-) -> bool:
+def learn_from(run: Run, streams: Streams, rollouts: Nested) -> bool:
     """Learns from rollouts [T + 1, n, ...]; False if no more updates are wanted.
 
     If a stream has more than B environments, n is a multiple of B and gives several
@@ -156,31 +154,32 @@ def learn_from(
     rows, initial_state = rollouts
     rows = as_stored(rows, streams.env_fields)
     for first in range(0, rows["done"].shape[1], B):
-        batch, state = map_nested(
-            lambda x, part=slice(first, first + B): (
-                x[:, part].contiguous().to(learner.device, non_blocking=True)
-            ),
-            (rows, initial_state),
-        )
+        with devices.copying(learner.device):
+            batch, state = map_nested(
+                lambda x, part=slice(first, first + B): devices.move(
+                    x[:, part].contiguous(), learner.device
+                ),
+                (rows, initial_state),
+            )
         with run.updating() as wanted:
             if not wanted:
                 return False
-            columns = learn(learner, batch, state)
-            models.publish(learner.model, learner.num_updates)
-            run.log(columns, streams.columns())
+            run.add(begin(learner, batch, state))
     run.wake()
     return True
 
 
-def at_once(run: Run, streams: Streams, models: ActingModels) -> None:
+def at_once(run: Run, streams: Streams) -> None:
     """A learner thread: learns from each batch in the queue, while all streams act."""
     (group,) = streams.groups
     for rollouts in group.queue:
-        if not learn_from(run, streams, models, rollouts):
+        if not learn_from(run, streams, rollouts):
             break
+        if group.queue.size() < run.flags.batch_size:  # nothing waits
+            run.finish_updates()
 
 
-def in_rounds(run: Run, streams: Streams, models: ActingModels) -> None:
+def in_rounds(run: Run, streams: Streams) -> None:
     """The learner thread with --sync: a round has one item of each stream."""
     while run.learner.step < run.flags.total_steps and not run.all_stop:
         try:
@@ -188,7 +187,8 @@ def in_rounds(run: Run, streams: Streams, models: ActingModels) -> None:
         except StopIteration:
             break
         rollouts = map_nested(lambda *x: torch.cat(x, dim=1), *items)
-        learn_from(run, streams, models, rollouts)
+        learn_from(run, streams, rollouts)
+        run.finish_updates()  # before the streams go on
         for group in streams.groups:
             group.turns.release()
 
@@ -217,6 +217,14 @@ def train(
     )
     run, streams, models = connect(start, envs, check_servers)
     loop = in_rounds if streams.in_turns else at_once
+
+    def finish(update: Update) -> None:
+        """Called when the update is made; with a GPU, that is later."""
+        columns = update.finish()
+        models.publish(update.weights, update.policy_version)
+        run.log(columns, streams.columns())
+
+    run.on_update = finish
     with run:
         log.info(
             "%d streams of %d environments; inference on %s, learning on %s",
@@ -225,7 +233,7 @@ def train(
         )
         run.stack.callback(streams.end)
         for i in range(1 if streams.in_turns else flags.num_learner_threads):
-            work = functools.partial(loop, run, streams, models)
+            work = functools.partial(loop, run, streams)
             run.start_thread(f"learner-{i}", work)
         evaluator = Evaluator(run)
         while run.going():

@@ -1,8 +1,13 @@
-"""The devices that the flags select. Importing this module does not load torch."""
+"""Devices: those that the flags select, and work on them that nobody waits for.
+
+Importing this module does not load torch.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchbeast.base.errors import FlagError
@@ -64,3 +69,81 @@ def fast_bf16(device: torch.device) -> bool:
         return torch.cuda.get_device_capability(device) >= (8, 0)
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
+
+
+# --- Work that the CPU does not wait for ----------------------------------------------
+
+
+def works_ahead(device: torch.device) -> bool:
+    """Whether the device computes while Python goes on, and copies beside that."""
+    return device.type in ("cuda", "xpu")
+
+
+def fetch(row: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Begins to copy the tensors of a row to the CPU's memory, all at once.
+
+    Args:
+      row: tensors of one device, and other values. Numbers must fit into float64.
+
+    Returns:
+      A function that waits for the copy, and returns the row with tensors of the CPU.
+    """
+    import torch
+
+    tensors = {k: x.detach() for k, x in row.items() if isinstance(x, torch.Tensor)}
+    device = next((x.device for x in tensors.values()), torch.device("cpu"))
+    if device.type == "cpu":
+        return lambda: {**row, **tensors}
+    # MPS has no float64.
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    flat = torch.cat([x.to(dtype).flatten() for x in tensors.values()])
+    flat = flat.to("cpu", non_blocking=True)  # into pinned memory
+    arrived = torch.Event(device)
+    arrived.record()
+
+    def wait() -> dict[str, Any]:
+        arrived.synchronize()
+        parts = flat.split([x.numel() for x in tensors.values()])
+        pairs = zip(tensors.items(), parts, strict=True)
+        return {**row, **{k: y.to(x.dtype).view(x.shape) for (k, x), y in pairs}}
+
+    return wait
+
+
+@contextlib.contextmanager
+def copying(device: torch.device) -> Iterator[None]:
+    """Inside, copies from and to a GPU run beside its computations. Waits for them.
+
+    Memory that is allocated inside must live until the GPU has used it.
+    """
+    import torch
+
+    if not works_ahead(device) or device.type == "cpu":
+        yield
+        return
+    with torch.Stream(device) as stream:
+        yield
+    stream.synchronize()
+
+
+def on_own_stream(
+    device: torch.device, work: Callable[[], None]
+) -> Callable[[], None]:
+    """Makes `work` compute on a GPU before what other threads have queued there."""
+    import torch
+
+    if not works_ahead(device) or device.type == "cpu":
+        return work
+
+    def on_stream() -> None:
+        with torch.Stream(device, priority=-1):
+            work()
+
+    return on_stream
+
+
+def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies a tensor of the CPU to the device; see copying."""
+    if not works_ahead(device) or device.type == "cpu":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)

@@ -7,7 +7,7 @@ import collections
 import copy
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -135,13 +135,15 @@ class Weights:
         self._readers: collections.Counter[int] = collections.Counter()
         self._lock = threading.Lock()  # between threads of this process
 
-    def publish(self, model: torch.nn.Module, policy_version: int) -> bool:
-        """Publishes the model's weights; False if all other banks are in use."""
+    def publish(self, weights: Mapping[str, torch.Tensor], policy_version: int) -> bool:
+        """Publishes a model's state dict; False if all other banks are in use."""
+        device = next((x.device for x in weights.values()), torch.device("cpu"))
         with self._lock:
             for bank in range(self.NUM_BANKS):
                 if bank != self._newest[0] and not self._readers[bank]:
-                    for name, x in model.state_dict().items():
-                        self.banks[bank][name].copy_(x)
+                    with devices.copying(device):
+                        for name, x in weights.items():
+                            self.banks[bank][name].copy_(x)
                     self._newest = bank, policy_version
                     return True
         return False

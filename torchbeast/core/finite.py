@@ -11,15 +11,15 @@ TOO_LARGE = 1e15  # its square nearly overflows float32
 ENVIRONMENT_IS_THE_CAUSE = "The cause is the environment"
 
 
-def all_finite(model: torch.nn.Module) -> bool:
-    """Whether all weights are finite. Takes far less than 1 % of an update."""
+def sum_of_weights(model: torch.nn.Module) -> torch.Tensor:
+    """A scalar that is finite if all weights are. Takes far less than an update."""
     sums = [
         x.detach().sum()
         for tensors in (model.parameters(), model.buffers())
         for x in tensors
         if x.is_floating_point()
     ]
-    return not sums or math.isfinite(torch.stack(sums).sum().item())
+    return torch.stack(sums).sum() if sums else torch.zeros(())
 
 
 def find_not_finite(nested: Any, name: str) -> str | None:
@@ -69,19 +69,23 @@ def find_cause(batch: dict[str, Any], reward_is_clipped: bool) -> str:
     )
 
 
-def explain_loss(
-    batch: dict[str, Any], columns: dict[str, float], flags: Any, step: int
-) -> str:
-    """The message about a loss or a gradient that is not finite."""
-    return (
+def check_loss(
+    columns: dict[str, Any], batch: dict[str, Any], flags: Any, step: int
+) -> None:
+    """Raises FloatingPointError if the loss or the gradient are not finite."""
+    if all(math.isfinite(columns[name]) for name in ("total_loss", "grad_norm")):
+        return
+    raise FloatingPointError(
         f"loss or gradient are not finite at step {step}: {columns}. "
         f"{find_cause(batch, bounds_rewards(flags))}"
     )
 
 
-def explain_weights(step: int, learning_rate: float, flags: Any) -> str:
-    """The message about weights that are not finite, after a finite gradient."""
-    return (
+def check_weights(total: Any, learning_rate: float, flags: Any, step: int) -> None:
+    """Raises FloatingPointError if the new weights, or their sum, are not finite."""
+    if math.isfinite(total):
+        return
+    raise FloatingPointError(
         f"the update at step {step} made weights that are not finite, from a finite "
         "loss and gradient. They are neither saved nor used: the same command resumes "
         "from the last checkpoint, if there is one. Lower --learning_rate (now "

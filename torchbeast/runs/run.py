@@ -12,6 +12,7 @@ The script owns the loop. Its body may raise any exception.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import os
@@ -27,6 +28,7 @@ from torchbeast.base import errors, ranks
 from torchbeast.core import finite, replay_memory, rollout
 from torchbeast.core.observations import log_encoders
 from torchbeast.procs import processes
+from torchbeast.procs.threads import Threads
 from torchbeast.records import code_record
 from torchbeast.records.logs_csv import join_columns, spread
 from torchbeast.records.meta import FileWriter
@@ -57,6 +59,8 @@ class Run:
     Attributes:
       stack: an ExitStack, closed after the last checkpoint.
       timings: of the learner threads; use it only inside `updating`.
+      on_update: called to wait for an update, to publish and log it.
+      start_thread, on_stop: see Threads. An exception in a thread ends the run.
       wake: wakes the main thread.
       wake_reader: a file descriptor that is readable when the main thread should wake.
       interrupted: a stop signal has cut off the work after the last update.
@@ -85,24 +89,24 @@ class Run:
         self.interrupted, self.exit_status = False, 1
         self._next_columns: dict[str, Any] = {}
         self._columns_lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._stop_threads: list[Callable[[], None]] = []
-        self._thread_errors: list[BaseException] = []
         self._error: str | None = None  # what ended the run, for meta.json
         self._signal, self._signalled_at, self._signal_logged = 0, 0.0, False
         self._saving = False  # if so, a second signal is ignored
         self.all_stop = False  # all ranks end after the same update
+        self.on_update: Callable[[Any], None] = lambda update: None
+        self._begun: collections.deque[Any] = collections.deque()  # not yet finished
         self._turn = threading.Lock()  # the updates of all ranks have one order
         self._lock = threading.Lock()  # protects the learner
         self._longest_update = 0.0  # seconds
         self._began_at = self._saved_at = self._progress()
-        self._last_save = time.monotonic()
-        self._kept = self._milestone()
+        self._last_save, self._kept = time.monotonic(), self._milestone()
         self._profile = Profile(self.flags, learner.num_updates)
         self._status_line = Status(learner.step, self.flags.total_steps)
         self._trackers: list[Tracker] = []
         self._wake_pipe = processes.WakePipe()
         self.wake, self.wake_reader = self._wake_pipe.wake, self._wake_pipe.reader
+        self._threads = Threads(self.wake)
+        self.start_thread, self.on_stop = self._threads.start, self._threads.on_stop
 
     def __enter__(self) -> Run:
         start, flags = self.start, self.flags
@@ -157,8 +161,7 @@ class Run:
         """
         stop_requested = self.stop_requested() and (self.all_stop or ranks.size() == 1)
         self._profile.update(self.learner.num_updates, self._writer.path)
-        finished = self.learner.step >= self.flags.total_steps
-        return not (finished or stop_requested)
+        return self.learner.step < self.flags.total_steps and not stop_requested
 
     def stop_requested(self) -> bool:
         """Returns whether a stop signal has come. Logs it and empties the wake-up pipe.
@@ -168,47 +171,26 @@ class Run:
         """
         self._log_signal()
         self._wake_pipe.drain()
-        if self._thread_errors:
-            raise self._thread_errors[0]
+        if self._threads.errors:
+            raise self._threads.errors[0]
         return bool(self._signal)
 
     def show(self, queued: int, acted: int, streams: str | None = None) -> None:
         """Updates the live line, see Status.show."""
-        learner = self.learner
-        mean_return = learner.mean_return(self.flags.episodes_for_avg)
-        self._status_line.show(
-            *(learner.step, learner.sps(), mean_return, learner.games),
-            *(learner.policy_lag, queued, acted, streams),
-        )
+        counters = self.learner.counters
+        mean_return = counters.mean_return(self.flags.episodes_for_avg)
+        about = counters.sps(), mean_return, counters.games, counters.policy_lag
+        self._status_line.show(self.learner.step, *about, queued, acted, streams)
 
     # --- Threads and updates
-
-    def on_stop(self, stop: Callable[[], None]) -> None:
-        """Registers a function that asks threads to return, and does not wait."""
-        self._stop_threads.append(stop)
-
-    def start_thread(self, name: str, work: Callable[[], None]) -> None:
-        """Starts a thread. An exception in it ends the run."""
-
-        def guarded() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._thread_errors.append(error)
-            finally:
-                self.wake()
-
-        thread = threading.Thread(target=guarded, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[bool]:
         """Surrounds the learning from a batch; only one thread at a time can be inside.
 
-        Yields True: then the caller learns, publishes the weights and calls `log`. Or
-        False, if the run is complete or about to end, or the weights are not finite:
-        then it drops the batch.
+        Yields True: then the caller begins an update and calls `add`. Or False, if the
+        run is complete or about to end, or the weights are not finite: then it drops
+        the batch.
         """
         learner = self.learner
         with self._turn:
@@ -225,9 +207,30 @@ class Run:
                 self.timings.time("wait")
                 started = time.monotonic()
                 yield True
+                self._finish(all_but=1 if learner.is_ahead else 0)
                 seconds = time.monotonic() - started
                 self._longest_update = max(self._longest_update, seconds)
                 self.timings.time("learn")
+
+    def add(self, update: Any) -> None:
+        """Takes an update that has begun, inside `updating`."""
+        self._begun.append(update)
+
+    def finish_updates(self) -> None:
+        """Finishes the newest update, too, which is otherwise done after the next one.
+
+        Call it if no batch waits.
+        """
+        with self._lock:
+            self._finish()
+
+    def _finish(self, all_but: int = 0) -> None:
+        try:
+            while len(self._begun) > all_but:
+                self.on_update(self._begun.popleft())
+        except BaseException:
+            self._begun.clear()  # they go on from a bad update
+            raise
 
     def add_columns(self, columns: dict[str, Any]) -> None:
         """Adds columns to the next row. In later rows they are empty. Thread-safe."""
@@ -297,6 +300,7 @@ class Run:
             if self._signal:
                 return
         try:
+            self._finish()
             if learner.diverged:
                 return  # keep the last checkpoint, whose weights are finite
             state = learner.state_dict() | more()
@@ -364,9 +368,10 @@ class Run:
             else:
                 self._fail(error)
                 # With --sync only complete rounds can be resumed.
-                cannot_save = isinstance(error, checkpoint.CheckpointError)
-                interrupted = isinstance(error, KeyboardInterrupt)
-                worth_saving = not (self.flags.sync or cannot_save or interrupted)
+                final = isinstance(
+                    error, checkpoint.CheckpointError | KeyboardInterrupt
+                )
+                worth_saving = not (self.flags.sync or final)
             try:
                 self._end(worth_saving and bool(self._threads))
             except checkpoint.CheckpointError as failed_save:
@@ -386,20 +391,14 @@ class Run:
 
     def end_threads(self) -> list[str]:
         """Stops the threads. Returns the names of those that are still busy."""
-        for stop in self._stop_threads:
-            stop()
         # Wait for an update in progress, even if updates take long.
-        seconds = max(STOP_SECONDS, 2 * self._longest_update)
-        deadline = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return [thread.name for thread in self._threads if thread.is_alive()]
+        return self._threads.end(max(STOP_SECONDS, 2 * self._longest_update))
 
     def _end(self, worth_saving: bool) -> None:
         """Stops the threads and saves the last checkpoint."""
         busy = self.end_threads()
-        if self._thread_errors and self.exit_status != 1:  # raised after the loop
-            self._fail(self._thread_errors[0])
+        if self._threads.errors and self.exit_status != 1:  # raised after the loop
+            self._fail(self._threads.errors[0])
             worth_saving = worth_saving and not self.flags.sync
         late = f"{', '.join(busy)} did not stop in time"
         if busy and self._lock.locked():  # an update hangs
@@ -409,11 +408,13 @@ class Run:
             return
         if busy:
             log.warning("%s.", late)
+        self.finish_updates()
         if worth_saving:
             self.save()
 
     def _close(self) -> None:
         learner, status = self.learner, self.exit_status
+        counters, last = learner.counters, self.flags.episodes_for_avg
         self._status_line.close()
         try:
             self.stack.close()
@@ -427,10 +428,10 @@ class Run:
             "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
             "Failed" if status == 1 else "Stopped" if status else "Finished",
             learner.step,
-            learner.sps() or 0,
-            learner.games,
-            min(len(learner.game_returns), self.flags.episodes_for_avg),
-            format_return(learner.mean_return(self.flags.episodes_for_avg)),
+            counters.sps() or 0,
+            counters.games,
+            min(len(counters.game_returns), last),
+            format_return(counters.mean_return(last)),
         )
         self._writer.close(
             status == 0,
@@ -442,7 +443,7 @@ class Run:
         for tracker in self._trackers:
             tracker.close(status)
         self._wake_pipe.stop_waking_on_signals(self._old_wakeup)
-        if any(thread.is_alive() for thread in self._threads):
+        if self._threads.busy():
             # Python can't exit cleanly while a thread is inside torch.
             logging.shutdown()
             os._exit(status)
