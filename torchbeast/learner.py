@@ -375,7 +375,7 @@ def learn(
 def begin(learner: Learner, batch: dict[str, Nested], initial_state: State) -> Update:
     """The same as `learn`, but does not wait for a GPU."""
     flags, mixer, model = learner.flags, learner.mixer, learner.model
-    rate = {"learning_rate": learner.scheduler.get_last_lr()[0]}
+    known: dict[str, Any] = {"learning_rate": learner.scheduler.get_last_lr()[0]}
     # With a replay: once all ranks are.
     ready = not ranks.highest(not mixer.add(batch, learner.step)) if mixer else True
     checks = []
@@ -397,14 +397,14 @@ def begin(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
     learner.step += batch["done"][1:].numel() * ranks.size()
     # The lag counts up to the weights before the last update.
     step, newest = learner.step, learner.num_updates - ready
-    of_replay = mixer.columns(step) if mixer else {}
+    known |= mixer.columns(step) if mixer else {}
 
     def finish() -> dict[str, Any]:
         scalars: dict[str, Any] = {}
         for check in checks:
             scalars = check()
         columns = count_batch(learner, counted(), step, newest)
-        return spread(join_columns(columns, of_replay, scalars, rate))
+        return spread(join_columns(columns, known, scalars))
 
     weights = model.state_dict()
     if learner.is_ahead:

@@ -126,9 +126,7 @@ def copying(device: torch.device) -> Iterator[None]:
     stream.synchronize()
 
 
-def on_own_stream(
-    device: torch.device, work: Callable[[], None]
-) -> Callable[[], None]:
+def on_own_stream(device: torch.device, work: Callable[[], None]) -> Callable[[], None]:
     """Makes `work` compute on a GPU before what other threads have queued there."""
     import torch
 
