@@ -48,9 +48,10 @@ import torch
 
 from torchbeast import monobeast
 from torchbeast.base import devices
-from torchbeast.base.hardware import cpu_model, keep_freed_memory
+from torchbeast.base.hardware import cpu_model, gpus, keep_freed_memory
 from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
+from torchbeast.core.acting import prepare_to_act
 from torchbeast.envs.environment import Environment
 from torchbeast.learner import Learner, learn
 from torchbeast.model import make_model
@@ -129,8 +130,8 @@ def time_acting(flags: Flags, seconds: float) -> float:
     model = make_model(
         flags, env.observation_space, env.action_space, torch.device("cpu")
     )
-    if flags.precision == "bf16":
-        model.encoders_to(torch.bfloat16)  # as actors do
+    model.bf16 = flags.precision == "bf16"
+    prepare_to_act(model, flags.compile)
     rows = map_nested(lambda x: torch.from_numpy(x).unsqueeze(0), env.initial())
     state = model.initial_state(E)
     result = milliseconds(lambda: model(rows, state), E, seconds)
@@ -193,7 +194,7 @@ def time_parts(flags: Flags, seconds: float) -> dict[str, float]:
         parts |= learning.result()
     cores = len(os.sched_getaffinity(0))
     on_cores = parts["environment"] + parts["acting"]
-    if devices.learner_device(flags).type == "cuda":
+    if devices.learner_device(flags).type != "cpu":
         bound = min(cores / on_cores, 1 / parts["learning"])
     else:
         bound = cores / (on_cores + parts["learning"])
@@ -420,11 +421,10 @@ def describe_machine() -> dict[str, Any]:
         text=True,
         check=False,
     )
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "gpu": gpu,
+        "gpu": gpus() or None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": git.stdout.strip() or "unknown",

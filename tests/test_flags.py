@@ -487,13 +487,21 @@ def test_values_at_the_edge(line):
     resolve(line)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def machine_with(monkeypatch, count, kind="cuda"):
+    """A machine with so many GPUs."""
+    device = torch.device(kind) if count else None
+    accelerator = torch.accelerator
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda **_: device)
+    monkeypatch.setattr(accelerator, "device_count", lambda: count)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
 def test_the_learner_runs_on_the_cpu_where_there_is_no_gpu():
     assert devices.learner_device(parse()) == torch.device("cpu")
 
 
 def test_disable_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    machine_with(monkeypatch, 2)
     assert devices.learner_device(parse()) == torch.device("cuda:0")
     assert devices.actor_device(parse()) == torch.device("cuda:1")
     assert devices.learner_device(parse("--disable_cuda")) == torch.device("cpu")
@@ -501,7 +509,7 @@ def test_disable_cuda(monkeypatch):
 
 
 def test_devices(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    machine_with(monkeypatch, 2)
     flags = parse("--learner_device cuda:1")
     assert devices.learner_device(flags) == torch.device("cuda:1")
     assert devices.actor_device(flags) == torch.device("cuda:1"), "the learner's"
@@ -513,10 +521,24 @@ def test_devices(monkeypatch):
     ):
         with pytest.raises(FlagError, match=words):
             devices.learner_device(parse(f"--learner_device {given}"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    machine_with(monkeypatch, 1)
     assert devices.actor_device(parse()) == torch.device("cuda:0")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    machine_with(monkeypatch, 0)
     assert devices.learner_device(parse()) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_other_kinds_of_gpus(monkeypatch, kind):
+    machine_with(monkeypatch, 1, kind)
+    assert devices.learner_device(parse()) == torch.device(kind, 0)
+    assert devices.actor_device(parse()) == torch.device(kind, 0)
+    assert devices.learner_device(parse("--disable_cuda")) == torch.device("cpu")
+    for given, words in (
+        ("cuda:0", f"must be cpu, {kind} or {kind}:N, got cuda:0"),
+        (f"{kind}:1", "there are 1 GPUs"),
+    ):
+        with pytest.raises(FlagError, match=words):
+            devices.learner_device(parse(f"--learner_device {given}"))
 
 
 def test_every_number_has_a_range():

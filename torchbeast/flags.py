@@ -172,7 +172,11 @@ class Layout(Group):
         COUNT)
     disable_cuda: bool = flag(False, "use no GPU", FREE)
     learner_device: str | None = flag(None,
-        "for example cuda:1; default: the first GPU, if any", FREE)
+        "for example cuda:1, xpu or mps; default: the first GPU, if any", FREE)
+    compile: str | None = flag(None,
+        "compile the update and acting with torch.compile in this mode; "
+        "reduce-overhead has CUDA graphs",
+        FREE, choices=["default", "reduce-overhead", "max-autotune"])
 
 
 class Loss(Group):

@@ -217,6 +217,9 @@ class Learner:
             "scheduler": self.scheduler,
         }
         self.row_spec = row_spec(self.model)
+        self.loss: Callable[..., tuple] = model_loss
+        if flags.compile:
+            self.loss = torch.compile(model_loss, mode=flags.compile)
         self.input_check = InputCheck(
             env_spec.observation_space, flags.normalize_observations
         )
@@ -298,6 +301,15 @@ class Learner:
         return min(1.0, self.step / self.flags.total_steps)
 
 
+def model_loss(
+    model: Any, batch: dict[str, Nested], state: State, flags: Flags, progress: Any
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Runs the model over a batch; returns the loss and columns, see impala_loss."""
+    outputs, _ = model(batch, state)
+    arguments = flags, model.auxiliary_losses, progress
+    return impala_loss(batch, outputs, model.distribution, *arguments)
+
+
 class Update(NamedTuple):
     """What was learned from a batch. A GPU may still be working on it."""
 
@@ -319,9 +331,9 @@ def update(
       changes the model.
     """
     flags, model = learner.flags, learner.model
-    outputs, _ = model(batch, initial_state)
-    arguments = flags, model.auxiliary_losses, learner.progress
-    loss, columns = impala_loss(batch, outputs, model.distribution, *arguments)
+    # A tensor, because compiled code would have a float as a constant.
+    progress = torch.tensor(learner.progress) if flags.compile else learner.progress
+    loss, columns = learner.loss(model, batch, initial_state, flags, progress)
     learner.optimizer.zero_grad()
     loss.backward()
     ranks.add_gradients(model.parameters())

@@ -101,7 +101,7 @@ class Actor:
         )
         # Before prepare_to_act, whose casts change the layout.
         self.weights = SharedWeights(self.model, weights_memory)
-        prepare_to_act(self.model)
+        prepare_to_act(self.model, flags.compile)
         self.policy_version = 0  # number of updates of the weights
         self.generator = torch.Generator()
         self.generator.manual_seed(derive_seed(flags.seed, index))

@@ -40,7 +40,7 @@ from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
-from torchbeast.core.acting import ActingModels, act_step
+from torchbeast.core.acting import ActingModels, act_step, pad
 from torchbeast.encoders import TORSOS
 from torchbeast.learner import Learner, Update, begin
 from torchbeast.play.evaluate import evaluate
@@ -67,7 +67,7 @@ def infer(
     group: StreamGroup, streams: Streams, models: ActingModels, random: torch.Generator
 ) -> None:
     """An inference thread: answers batches [1, n, ...] until the batcher is closed."""
-    device, T = random.device, streams.run.flags.unroll_length
+    device, flags = random.device, streams.run.flags
     if sys.platform == "linux":  # per thread: the learner thread has priority
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.nice(0) + 5)
     timings = Timings()
@@ -79,8 +79,11 @@ def infer(
         if device.type != "cpu":
             inputs = map_nested(lambda x: x.to(device, non_blocking=True), inputs)
         row, state = as_stored(inputs[0], streams.env_fields), inputs[1]
+        count = row["done"].shape[1]
+        if flags.compile and not streams.in_turns:  # code for few sizes
+            row, state = pad((row, state), 1 << (count - 1).bit_length())
         # As in MonoBeast, the agent acts on an unroll's last row before learning.
-        if streams.in_turns and row_number > (num_turns + 1) * T:
+        if streams.in_turns and row_number > (num_turns + 1) * flags.unroll_length:
             timings.time("infer")
             group.turns.acquire()
             num_turns += 1
@@ -95,7 +98,10 @@ def infer(
         else:
             row_number += 1
         outputs, state = act_step(net, row, state, choose, policy_version)
-        batch.set_outputs(map_nested(torch.Tensor.cpu, (outputs, tuple(state))))
+        answers = map_nested(
+            lambda x, count=count: x[:, :count].cpu(), (outputs, tuple(state))
+        )
+        batch.set_outputs(answers)
         models.release(bank)
         timings.time("infer")
 
@@ -104,7 +110,7 @@ def start_acting(run: Run, envs: RemoteEnvs) -> tuple[Streams, ActingModels]:
     """Starts the pools and the inference threads."""
     flags, learner = run.flags, run.learner
     device = devices.actor_device(flags)
-    models = ActingModels(learner.model, device)
+    models = ActingModels(learner.model, device, flags.compile)
     models.publish(learner.model.state_dict(), learner.num_updates)
     streams = Streams(run, envs, device)
     groups = streams.groups

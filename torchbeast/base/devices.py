@@ -40,25 +40,36 @@ def _device(flags: argparse.Namespace, name: str, gpu: int) -> torch.device:
     from torchbeast.base import ranks
 
     given = getattr(flags, name, None)
-    gpus = 0 if flags.disable_cuda else torch.cuda.device_count()
+    kind, gpus = accelerators()
+    if flags.disable_cuda:
+        gpus = 0
     if not given:
         if name == "actor_device" and (gpus < 2 or flags.learner_device):
             return learner_device(flags)
         if (own := ranks.local_gpu(gpus)) is not None:
-            return torch.device("cuda", own)
-        return torch.device("cuda", gpu) if gpus else torch.device("cpu")
+            return torch.device(kind, own)
+        return torch.device(kind, gpu) if gpus else torch.device("cpu")
     try:
         device = torch.device(given)
     except RuntimeError as error:
         raise FlagError(f"--{name} {given}: {error}") from error
-    if device.type == "cuda" and (device.index or 0) >= gpus:
+    if device.type not in (kind, "cpu"):
+        raise FlagError(f"--{name} must be cpu, {kind} or {kind}:N, got {given}")
+    if device.type == kind and (device.index or 0) >= gpus:
         raise FlagError(
             f"--{name} {given}: there are {gpus} GPUs"
             + (" with --disable_cuda" if flags.disable_cuda else "")
         )
-    if device.type not in ("cuda", "cpu"):
-        raise FlagError(f"--{name} must be cpu, cuda or cuda:N, got {given}")
     return device
+
+
+def accelerators() -> tuple[str, int]:
+    """The kind of this machine's GPUs, such as cuda, xpu or mps, and their number."""
+    import torch
+
+    if kind := torch.accelerator.current_accelerator(check_available=True):
+        return kind.type, torch.accelerator.device_count()
+    return "cuda", 0
 
 
 def fast_bf16(device: torch.device) -> bool:
@@ -94,9 +105,8 @@ def fetch(row: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     device = next((x.device for x in tensors.values()), torch.device("cpu"))
     if device.type == "cpu":
         return lambda: {**row, **tensors}
-    # MPS has no float64.
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    flat = torch.cat([x.to(dtype).flatten() for x in tensors.values()])
+    wide = torch.float32 if device.type == "mps" else torch.float64  # MPS lacks it
+    flat = torch.cat([x.to(wide).flatten() for x in tensors.values()])
     flat = flat.to("cpu", non_blocking=True)  # into pinned memory
     arrived = torch.Event(device)
     arrived.record()

@@ -38,7 +38,7 @@ def hardware() -> dict[str, Any]:
         "cpu": cpu_model(),
         "cpus": num_cpus(),
         "memory_gib": memory and round(memory / 2**30, 1),
-        "gpus": _gpus(),
+        "gpus": gpus(),
     }
 
 
@@ -166,12 +166,15 @@ def cpu_model(file: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
-def _gpus() -> list[str]:
+def gpus() -> list[str]:
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
+    if torch is None or not torch.accelerator.is_available():
         return []
-    count = torch.cuda.device_count()
-    return [torch.cuda.get_device_name(i) for i in range(count)]
+    kind = torch.accelerator.current_accelerator()
+    name = getattr(
+        torch.get_device_module(kind), "get_device_name", lambda i: str(kind)
+    )
+    return [name(i) for i in range(torch.accelerator.device_count())]
 
 
 def keep_freed_memory(device: Any) -> None:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from torchbeast.base import devices
 from torchbeast.base.errors import FlagError, UserError
 
 T = TypeVar("T")
@@ -37,7 +38,9 @@ def joined(flags: argparse.Namespace) -> Iterator[None]:
     if not (dist.is_available() and dist.is_torchelastic_launched()):
         yield
         return
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    kind, gpus = devices.accelerators()
+    own = dist.get_default_backend_for_device(kind)  # of CUDA's GPUs: nccl
+    backend = f"cpu:gloo,{kind}:{own}" if gpus else "gloo"
     seconds = max(flags.actor_timeout, getattr(flags, "connect_timeout", 0))
     limit = datetime.timedelta(seconds=2 * seconds)
     store, number, count = next(dist.rendezvous("env://", timeout=limit))

@@ -16,6 +16,7 @@ import torch
 from torchbeast.base import devices
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.core import rollout
+from torchbeast.core.observations import iterate_space
 from torchbeast.core.rollout import STORED_AS, State
 
 # A torchbeast.model.Net. Nothing in core imports it, so that a fork can replace it.
@@ -26,12 +27,32 @@ Choose = Callable[[torch.Tensor], torch.Tensor]
 _STORED_AS = {getattr(torch, x): getattr(torch, y) for x, y in STORED_AS.items()}
 
 
-def prepare_to_act(model: Net) -> Net:
-    """Prepares a model to act on the CPU: eval mode, dtype of the encoders."""
+def prepare_to_act(model: Net, compiler: str | None = None) -> Net:
+    """Prepares a model to act on the CPU: eval mode, dtype of the encoders.
+
+    Args:
+      compiler: a mode of torch.compile, see --compile.
+    """
     model.eval()
     bf16 = model.bf16 and devices.fast_bf16(torch.device("cpu"))
     model.encoders_to(torch.bfloat16 if bf16 else torch.float32)
+    if compiler:
+        model.compile(mode=compiler)
     return model
+
+
+def pad(nested: Nested, count: int) -> Nested:
+    """Repeats the first environment of tensors [..., n, ...], until there are `count`.
+
+    Args:
+      nested: rows [1, n, ...] and states [layers, n, ...].
+    """
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        more = x[:, :1].expand(-1, count - x.shape[1], *[-1] * (x.dim() - 2))
+        return torch.cat([x, more], dim=1)
+
+    return map_nested(padded, nested)
 
 
 def to_tensors(row: Nested) -> Nested:
@@ -204,12 +225,25 @@ class SharedWeights(Weights):
 
 
 class ActingModels(Weights):
-    """Weights as complete models, for the inference threads of one process."""
+    """Weights as complete models, for the inference threads of one process.
 
-    def __init__(self, model: Net, device: torch.device) -> None:
-        self.nets = [copy.deepcopy(model).to(device) for _ in range(self.NUM_BANKS)]
+    Args:
+      compiler: a mode of torch.compile, see --compile.
+    """
+
+    def __init__(
+        self, model: Net, device: torch.device, compiler: str | None = None
+    ) -> None:
+        space = model.observation_space
+        # With them in common, all nets can run the same compiled code.
+        common = {id(x): x for x in (space, *iterate_space(space), model.distribution)}
+        self.nets = [
+            copy.deepcopy(model, dict(common)).to(device) for _ in range(self.NUM_BANKS)
+        ]
         for net in self.nets:
             net.eval()
             if device.type == "cpu":
-                prepare_to_act(net)
+                prepare_to_act(net, compiler)
+            elif compiler:
+                net.compile(mode=compiler)
         super().__init__([net.state_dict() for net in self.nets])

@@ -45,7 +45,9 @@ class RunningMoments(nn.Module):
         values = torch.where(values.abs() <= TOO_LARGE, values, self.mean)
         number = len(values) * ranks.size()
         total = self.count + number
-        new, old = number / total.double(), self.count / total.double()  # shares
+        # Shares; MPS lacks float64.
+        wide = total.float() if total.device.type == "mps" else total.double()
+        new, old = number / wide, self.count / wide
         variance, mean = torch.var_mean(values, dim=0, correction=0)
         if ranks.size() > 1:  # those of the values of all ranks, which have as many
             own = mean

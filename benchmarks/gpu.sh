@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Measures training on a machine with a GPU, in about ten minutes, alone on the machine.
+#
+#     bash benchmarks/gpu.sh FOLDER
+#
+# FOLDER gets NAME.json and NAME.txt of each measurement, see throughput.py, and
+# table.txt. PYTHON names the Python, SECONDS_EACH is the time of each measurement.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${1:?name a folder for the results}
+python=${PYTHON:-python}
+mkdir -p "$out"
+actors=$(($(nproc) > 3 ? $(nproc) - 2 : 2)) # two cores are for the learner's threads
+each=${SECONDS_EACH:-15}
+
+# measure NAME VARIANT MODEL FLAG...
+measure() {
+    local name=$1 variant=$2 model=$3
+    shift 3
+    echo "== $name"
+    if timeout $((each + 150)) "$python" benchmarks/throughput.py --variants "$variant" \
+        --model "$model" --seconds "$each" --warm_up 10 --part_seconds 0 \
+        --precisions bf16 --json "$out/$name.json" -- --num_actors "$actors" \
+        --envs_per_actor 16 --batch_size 32 "$@" \
+        >"$out/$name.txt" 2>&1; then
+        grep -E '^(SPS|learner, CPU|cores used)' "$out/$name.txt" |
+            sed "s/^/$name: /" | tee -a "$out/table.txt"
+    else
+        tail -n 3 "$out/$name.txt" | sed "s/^/$name: /" | tee -a "$out/table.txt"
+    fi
+}
+
+: >"$out/table.txt"
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>&1 |
+    tee -a "$out/table.txt" || true
+measure mono_shallow monobeast shallow
+measure mono_shallow_two_threads monobeast shallow --num_learner_threads 2
+measure mono_shallow_compile monobeast shallow --compile default
+measure mono_shallow_graphs monobeast shallow --compile reduce-overhead
+measure mono_deep monobeast deep
+measure poly_shallow polybeast shallow
+measure poly_shallow_compile polybeast shallow --compile default
+measure poly_deep polybeast deep
+measure poly_deep_graphs polybeast deep --compile reduce-overhead
+measure poly_lstm polybeast deep --use_lstm
+cat "$out/table.txt"

@@ -1,0 +1,82 @@
+"""--compile: torch.compile for the update and for acting learns the same."""
+
+import pytest
+import runs
+import test_learner
+import torch
+from test_polybeast import POLYBEAST
+from test_polybeast_sync import SYNC
+from torch._dynamo.utils import counters
+
+from torchbeast.core.acting import pad
+from torchbeast.learner import learn
+
+pytestmark = pytest.mark.timeout(900)  # compiling takes a minute on a busy machine
+
+ARGV = (
+    *("--clip_ratio", "0.2", "--normalize_advantages", "--trace_decay", "0.95"),
+    *("--final_entropy_cost", "0.001", "--normalize_observations"),
+)
+
+
+@pytest.mark.xdist_group("compile")
+def test_the_compiled_update_equals_the_other():
+    """It is one piece of code, made once, though the progress of the run is new."""
+    learner = test_learner.make_learner(*ARGV)
+    compiled = test_learner.make_learner("--compile", "default", *ARGV)
+    batch, state = test_learner.make_batch(learner)
+    counters.clear()
+    for _ in range(4):
+        row, other = learn(learner, batch, state), learn(compiled, batch, state)
+        for name, value in row.items():
+            if name != "sps":
+                assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+    for x, y in zip(
+        learner.model.parameters(), compiled.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_padding_repeats_the_first_environment():
+    rows = {"done": torch.tensor([[True, False, False]]), "x": torch.rand(1, 3, 2)}
+    state = (torch.rand(2, 3, 5),)
+    padded, (padded_state,) = pad((rows, state), 4)
+    assert padded["done"].tolist() == [[True, False, False, True]]
+    for x, y in ((rows["x"], padded["x"]), (state[0], padded_state)):
+        assert torch.equal(y[:, :3], x)
+        assert torch.equal(y[:, 3], x[:, 0])
+    assert torch.equal(pad(rows, 3)["x"], rows["x"])
+
+
+@pytest.mark.xdist_group("compile")
+@pytest.mark.parametrize("variant", ["torchbeast.monobeast", POLYBEAST])
+def test_runs_compile(tmp_path, variant):
+    """PolyBeast's batches have one to three streams; two environments are no stream."""
+    flags = {**runs.SMALL, "compile": "default", "num_actors": 1, "module": variant}
+    if variant == POLYBEAST:
+        flags |= {"num_actors": 3, "num_servers": 3, "envs_per_actor": 1}
+        flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "use_lstm": True}
+    flags["actor_timeout"] = 600
+    output = runs.run(tmp_path, "a", timeout=800, **flags)
+    assert "Finished at step 600" in output
+    rows = runs.read_logs(tmp_path, "a")
+    assert len(rows) == 60
+    # The compiled policy that acts is that of the learner.
+    assert all(float(row["policy_lag"]) >= 0 for row in rows)
+
+
+@pytest.mark.xdist_group("compile")
+def test_compiled_actors_with_sync_act_as_the_others(tmp_path):
+    flags = {**SYNC, "env": "CartPole-v1", "num_actors": 1, "envs_per_actor": 2}
+    flags |= {"total_steps": 14 * 5, "actor_timeout": 600}
+    runs.run(tmp_path, "plain", **flags)
+    runs.run(tmp_path, "compiled", timeout=800, compile="default", **flags)
+    plain, compiled = (runs.read_logs(tmp_path, name) for name in ("plain", "compiled"))
+    assert len(plain) == len(compiled) == 5
+    for row, other in zip(plain, compiled, strict=True):
+        for name in ("episodes", "mean_episode_return", "step", "games"):
+            assert row[name] == other[name], (name, row["step"])
+        for name in ("entropy", "baseline_loss", "mean_value"):
+            assert float(other[name]) == pytest.approx(float(row[name]), abs=1e-3)
