@@ -37,10 +37,10 @@ def actor_device(flags: argparse.Namespace) -> torch.device:
 def _device(flags: argparse.Namespace, name: str, gpu: int) -> torch.device:
     import torch
 
-    from torchbeast.base import ranks
+    from torchbeast.base import hardware, ranks
 
     given = getattr(flags, name, None)
-    kind, gpus = accelerators()
+    kind, gpus = hardware.accelerators()
     if flags.disable_cuda:
         gpus = 0
     if not given:
@@ -61,15 +61,6 @@ def _device(flags: argparse.Namespace, name: str, gpu: int) -> torch.device:
             + (" with --disable_cuda" if flags.disable_cuda else "")
         )
     return device
-
-
-def accelerators() -> tuple[str, int]:
-    """The kind of this machine's GPUs, such as cuda, xpu or mps, and their number."""
-    import torch
-
-    if kind := torch.accelerator.current_accelerator(check_available=True):
-        return kind.type, torch.accelerator.device_count()
-    return "cuda", 0
 
 
 def fast_bf16(device: torch.device) -> bool:

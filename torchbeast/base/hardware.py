@@ -166,7 +166,17 @@ def cpu_model(file: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
+def accelerators() -> tuple[str, int]:
+    """The kind of this machine's GPUs, such as cuda, xpu or mps, and their number."""
+    import torch
+
+    if kind := torch.accelerator.current_accelerator(check_available=True):
+        return kind.type, torch.accelerator.device_count()
+    return "cuda", 0
+
+
 def gpus() -> list[str]:
+    """Their names, if torch is loaded."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.accelerator.is_available():
         return []

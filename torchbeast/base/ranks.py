@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchbeast.base import devices
+from torchbeast.base import hardware
 from torchbeast.base.errors import FlagError, UserError
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def joined(flags: argparse.Namespace) -> Iterator[None]:
     if not (dist.is_available() and dist.is_torchelastic_launched()):
         yield
         return
-    kind, gpus = devices.accelerators()
+    kind, gpus = hardware.accelerators()
     own = dist.get_default_backend_for_device(kind)  # of CUDA's GPUs: nccl
     backend = f"cpu:gloo,{kind}:{own}" if gpus else "gloo"
     seconds = max(flags.actor_timeout, getattr(flags, "connect_timeout", 0))
