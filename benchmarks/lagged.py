@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from torchbeast import monobeast
-from torchbeast.core.acting import SharedWeights
+from torchbeast.core.weights import SharedWeights
 
 
 def delay(lag: int) -> type[SharedWeights]:

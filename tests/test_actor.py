@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchbeast import monobeast
-from torchbeast.core.acting import SharedWeights
+from torchbeast.core.weights import SharedWeights
 from torchbeast.envs.environment import Environment
 from torchbeast.learner import Learner
 from torchbeast.local.actors import make_envs

@@ -18,7 +18,7 @@ from watched_runs import processes_of_session, wait_until
 
 from torchbeast import polybeast, polybeast_env
 from torchbeast.base.errors import FlagError
-from torchbeast.core.acting import ActingModels
+from torchbeast.core.weights import ActingModels
 from torchbeast.learner import Learner
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.procs import processes

@@ -217,9 +217,6 @@ class Learner:
             "scheduler": self.scheduler,
         }
         self.row_spec = row_spec(self.model)
-        self.loss: Callable[..., tuple] = model_loss
-        if flags.compile:
-            self.loss = torch.compile(model_loss, mode=flags.compile)
         self.input_check = InputCheck(
             env_spec.observation_space, flags.normalize_observations
         )
@@ -228,6 +225,9 @@ class Learner:
             replay = make_replay(flags, self.row_spec)
             state = self.model.initial_state(1)
             self.mixer = Mixer(replay, flags, state, self.device)
+        self.loss: Callable[..., tuple] = model_loss
+        if flags.compile:
+            self.loss = torch.compile(model_loss, mode=flags.compile)
         self.diverged = False  # the weights are not finite
         self.step = 0  # environment steps learned from
         self.num_updates = 0  # of the weights: the number of the newest policy

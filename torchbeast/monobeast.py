@@ -38,13 +38,9 @@ from torchbeast.base.hardware import keep_freed_memory
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core import rollout
-from torchbeast.core.acting import (
-    SharedWeights,
-    act_step,
-    prepare_to_act,
-    to_tensors,
-)
+from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.rollout import State
+from torchbeast.core.weights import SharedWeights
 from torchbeast.encoders import TORSOS
 from torchbeast.envs.environment import Environment
 from torchbeast.learner import Learner, Update, begin

@@ -40,7 +40,8 @@ from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
-from torchbeast.core.acting import ActingModels, act_step, pad
+from torchbeast.core.acting import act_step, pad
+from torchbeast.core.weights import ActingModels
 from torchbeast.encoders import TORSOS
 from torchbeast.learner import Learner, Update, begin
 from torchbeast.play.evaluate import evaluate

@@ -22,7 +22,7 @@ from torchbeast.base.nested import Nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.base.seldom import Seldom
 from torchbeast.core import rollout
-from torchbeast.core.acting import SharedWeights
+from torchbeast.core.weights import SharedWeights
 from torchbeast.envs import checks
 from torchbeast.envs.environment import Environment
 from torchbeast.procs import children
