@@ -47,6 +47,7 @@ from torchbeast.presets import PRESETS, preset_name
 PRIVATE_FOLDER = f"/tmp/torchbeast-{os.getuid()}"
 PIPES_BASENAME = f"unix:{PRIVATE_FOLDER}/polybeast"
 WIDTH = Range(math.ulp(0), 64, "above 0 and at most 64")
+PORT = Range(0, 65535, "at least 0 and at most 65535")
 SEED = Range(0, 2**64 - 1, f"at least 0 and below {2**64}")  # for torch.manual_seed
 
 
@@ -88,6 +89,15 @@ class Run(Group):
     tensorboard: bool = flag(False, "also write TensorBoard event files", FREE)
     wandb: str | None = flag(None, "also log to Weights & Biases", FREE,
         metavar="PROJECT")
+    metrics_port: int = flag(0,
+        "answer Prometheus and probes of liveness and readiness at this port; 0: not",
+        PORT, START)
+    metrics_host: str = flag("127.0.0.1",
+        "address of --metrics_port; 0.0.0.0 lets other machines read the numbers",
+        START)
+    mirror: str | None = flag(None,
+        "copy the run's folder to URL/XPID after each checkpoint; resume from there",
+        FREE, metavar="URL")
     write_profiler_trace: bool = flag(False,
         "profile some updates of the learner process; writes trace.json", START)
     suppress_logs: bool = flag(False, "print warnings and errors only", START)
@@ -329,6 +339,8 @@ class OfServers(Group):
     """What polybeast_env takes of the group Run."""
 
     preset: str | None = Run.preset
+    metrics_port: int = Run.metrics_port
+    metrics_host: str = Run.metrics_host
     seed: int = flag(1,
         "seed of the environments, if the learner sends none (older versions)", SEED)
 

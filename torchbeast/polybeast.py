@@ -100,7 +100,9 @@ def train(start: resume.Start) -> int:
     # Not forked, because gRPC does not work in a forked process.
     context = mp.get_context("spawn")
     servers = context.Process(
-        target=polybeast_env.run_for_learner, args=(flags,), name="servers"
+        target=polybeast_env.run_for_learner,
+        args=(flags.replace(metrics_port=0),),  # the learner's
+        name="servers",
     )
     try:
         with children.starting_children():

@@ -277,6 +277,8 @@ def check_effects(flags: Flags) -> None:
         "without evaluations: add --eval_interval, for example 500000",
         "eval_episodes",
     )
+    refuse(flags.disable_checkpoint, "without checkpoints", "mirror")
+    refuse(not flags.metrics_port, "without --metrics_port", "metrics_host")
     refuse(
         flags.mode == "train",
         "in training, which resumes from model.tar: add --mode test, or start another "

@@ -27,7 +27,7 @@ from torchbeast.presets import RENAMED
 from torchbeast.records.folder import RunExistsError, RunFolder, has_content
 from torchbeast.records.logs_csv import is_evaluated
 from torchbeast.records.meta import complete_meta, read_meta
-from torchbeast.runs import checkpoint, flagset, script, trust
+from torchbeast.runs import checkpoint, flagset, mirror, script, trust
 from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,8 @@ class Start(NamedTuple):
                 log.info("What is left is the evaluation of the final weights.")
                 return False
             complete_meta(path, step)
+        if flags.mirror:
+            mirror.Mirror(flags.mirror, path).close(0)
         log.info(
             "The run %s is at step %d of --total_steps %d already. To continue it, "
             "raise --total_steps.",
@@ -134,6 +136,8 @@ NOT_IN_OTHER_RANKS = {
     "eval_interval": 0,
     "tensorboard": False,
     "wandb": None,
+    "metrics_port": 0,
+    "mirror": None,
     "write_profiler_trace": False,
 }
 
@@ -198,10 +202,19 @@ def _begin(
     saved, start_over = None, False
     notes: list[str] = []
     path = folder.path / "model.tar"
-    if not flags.disable_checkpoint and path.exists():
+
+    def load() -> tuple[dict[str, Any], Flags]:
         saved = checkpoint.load(path)
         checkpoint.check(saved, path)
-        flags = merge(typed, saved, path, notes)
+        return saved, merge(typed, saved, path, notes)
+
+    if not flags.disable_checkpoint:
+        saved, flags = load() if path.exists() else (None, flags)
+        step = saved["stats"]["step"] if saved else None
+        if flags.mirror and mirror.fetch(flags.mirror, folder.path, step):
+            notes.clear()
+            saved, flags = load()
+    if saved:
         if flags.sync:
             check_sync(flags, saved)
         check_init_from(flags, saved)
@@ -324,6 +337,21 @@ def new_run_warning(start: Start) -> str | None:
             f"{', '.join(similar) or 'none'}."
         )
     return None
+
+
+def announce(start: Start) -> None:
+    """Logs how the run starts."""
+    is_new = start.saved is None and not start.start_over
+    name, path = start.flags.xpid, start.folder.path
+    log.info("%s %s in %s", "New run" if is_new else "Run", name, path)
+    if is_new and (warning := new_run_warning(start)):
+        log.warning("%s", warning)
+    if start.saved:
+        log.info("Resuming at step %d.", start.saved["stats"]["step"])
+    elif start.start_over:
+        log.warning("%s died before its first checkpoint.", name)
+    for note in start.notes:
+        log.info("%s", note)
 
 
 def check_sync(flags: Flags, saved: dict[str, Any]) -> None:

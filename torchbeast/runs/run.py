@@ -40,6 +40,7 @@ from torchbeast.runs.trackers import Tracker, make_trackers
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0  # least time limit for threads to end
+ROUND_SECONDS = 600.0  # least time in which the main loop goes round, while it lives
 
 
 class Run:
@@ -99,7 +100,8 @@ class Run:
         self._lock = threading.Lock()  # protects the learner
         self._longest_update = 0.0  # seconds
         self._began_at = self._saved_at = self._progress()
-        self._last_save, self._kept = time.monotonic(), self._milestone()
+        self._last_save = self._round_at = time.monotonic()
+        self._kept = self._milestone()
         self._profile = Profile(self.flags, learner.num_updates)
         self._status_line = Status(learner.step, self.flags.total_steps)
         self._trackers: list[Tracker] = []
@@ -111,7 +113,7 @@ class Run:
     def __enter__(self) -> Run:
         start, flags = self.start, self.flags
         step = self.learner.step if self.resumed else None
-        self._trackers = make_trackers(flags, start.folder.path, step)
+        self._trackers = make_trackers(flags, start.folder.path, step, self.liveness)
         # From now on signals are only noted, so that meta.json gets the end of the run.
         for number in processes.handled_signals():
             signal.signal(number, self._on_signal)
@@ -137,16 +139,7 @@ class Run:
             checkpoint.remove_later(path / "model.tar", self.learner.step)
         self.stack.callback(lambda: self._profile.close(path))
         self._old_wakeup = self._wake_pipe.wake_on_signals()
-        is_new = not (self.resumed or start.start_over)
-        log.info("%s %s in %s", "New run" if is_new else "Run", flags.xpid, path)
-        if is_new and (warning := resume.new_run_warning(start)):
-            log.warning("%s", warning)
-        if self.resumed:
-            log.info("Resuming at step %d.", self.learner.step)
-        elif start.start_over:
-            log.warning("%s died before its first checkpoint.", flags.xpid)
-        for note in start.notes:
-            log.info("%s", note)
+        resume.announce(start)
         if self.learner.mixer:
             self.learner.mixer.check_steps(flags.total_steps - self.learner.step)
         return self
@@ -169,11 +162,18 @@ class Run:
         Raises:
           BaseException: the first exception of a thread.
         """
+        self._round_at = time.monotonic()
         self._log_signal()
         self._wake_pipe.drain()
         if self._threads.errors:
             raise self._threads.errors[0]
         return bool(self._signal)
+
+    def liveness(self) -> str | None:
+        """What is wrong if the main loop hangs, else None. Thread-safe."""
+        seconds = 0.0 if self._saving else time.monotonic() - self._round_at
+        limit = max(ROUND_SECONDS, 3 * self.flags.actor_timeout)  # as ranks may wait
+        return f"the main loop hangs for {seconds:.0f} s" if seconds > limit else None
 
     def show(self, queued: int, acted: int, streams: str | None = None) -> None:
         """Updates the live line, see Status.show."""
@@ -297,7 +297,7 @@ class Run:
             self._last_save = time.monotonic()
             return
         while not self._lock.acquire(timeout=1.0):
-            if self._signal:
+            if self.stop_requested():
                 return
         try:
             self._finish()

@@ -1,4 +1,4 @@
-"""Where the columns of logs.csv also go: TensorBoard, Weights & Biases; and videos.
+"""What else a run feeds: TensorBoard, Weights & Biases, metrics, a mirror; and videos.
 
 To add another tracker, write a class with `log` and `close` and add it to
 `make_trackers`.
@@ -16,6 +16,8 @@ from torchbeast.base.errors import FlagError
 from torchbeast.records.folder import atomic_write, writing
 from torchbeast.records.logs_csv import EVAL_COLUMNS
 from torchbeast.runs.flagset import Flags
+from torchbeast.runs.metrics import Metrics, Probe
+from torchbeast.runs.mirror import Mirror
 
 log = logging.getLogger(__name__)
 
@@ -29,24 +31,32 @@ class Tracker(Protocol):
         """Takes the columns of one update; row["step"] never falls. None: no value."""
 
     def close(self, exit_status: int) -> None:
-        """Writes what is left, within a minute. Does not raise."""
+        """Writes what is left, within a bounded time. Does not raise."""
 
 
-def make_trackers(flags: Flags, path: Path, step: int | None) -> list[Tracker]:
+def make_trackers(
+    flags: Flags, path: Path, step: int | None, liveness: Probe
+) -> list[Tracker]:
     """The trackers that the flags ask for.
 
     Args:
       path: the folder of the run.
       step: that of the checkpoint; None if the run does not resume.
+      liveness: what is wrong with the run's process, or None.
 
     Raises:
-      FlagError: a package is missing.
+      FlagError: a package is missing, or a place can't be used.
     """
     trackers: list[Tracker] = []
     if flags.tensorboard:
         trackers.append(TensorBoard(path, step or 0))
     if flags.wandb:
         trackers.append(WeightsAndBiases(flags, path, step is not None))
+    mirror = Mirror(flags.mirror, path) if flags.mirror else None
+    if mirror:  # after those that write into the folder
+        trackers.append(mirror)
+    if flags.metrics_port:
+        trackers.append(Metrics(flags, liveness, mirror))
     return trackers
 
 
