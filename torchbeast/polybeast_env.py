@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
     processes.exit_on_stop_signals()  # the imports below take a moment
 
+import contextlib
 import logging
 import multiprocessing as mp
 import os
@@ -41,6 +42,7 @@ from torchbeast.remote.serving import serve
 from torchbeast.remote.supervisor import Servers
 from torchbeast.runs import flagset, script
 from torchbeast.runs.flagset import Flags
+from torchbeast.runs.metrics import Endpoint
 
 log = logging.getLogger("torchbeast.polybeast_env")
 
@@ -111,17 +113,16 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
     warn_of_exposed_token(flags, addresses(flags))
     if not (flags.bind or flags.join):
         make_private_folder(flags.pipes_basename)
-    with processes.StopSignals() as signals:
+    with processes.StopSignals() as signals, contextlib.ExitStack() as stack:
         servers = Servers(serve, flags, addresses(flags))
-
-        def should_stop() -> bool:
-            return bool(signals.number or connection.wait(until, 0))
-
-        try:
-            while not should_stop():
-                servers.watch(1.0, [signals.wake_pipe.reader, *until])
-        finally:
-            servers.stop()
+        stack.callback(servers.stop)
+        if flags.metrics_port:
+            endpoint = Endpoint(
+                flags, servers.collect, servers.liveness, servers.readiness
+            )
+            stack.callback(endpoint.close)
+        while not (signals.number or connection.wait(until, 0)):
+            servers.watch(1.0, [signals.wake_pipe.reader, *until])
     if not signals.number:
         return 0
     log.info("%s: all servers have ended.", signal.Signals(signals.number).name)

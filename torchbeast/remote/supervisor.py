@@ -7,7 +7,7 @@ import multiprocessing as mp
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection
 from typing import Any
 
@@ -15,6 +15,7 @@ from torchbeast.base.errors import UserError
 from torchbeast.base.seldom import Seldom
 from torchbeast.procs import children
 from torchbeast.remote.security import ServerError
+from torchbeast.runs import metrics
 from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger(__name__)
@@ -155,6 +156,22 @@ class Servers:
             log.info("Server %d at %s: %s", server.index, *rest)
         elif kind == "log" and self.is_new(*rest):
             log.info("%s", *rest)
+
+    # For --metrics_port, in its thread:
+
+    def liveness(self) -> str | None:
+        seconds = time.monotonic() - self.watched
+        hangs = seconds > SILENT_SECONDS
+        return f"the supervisor hangs for {seconds:.0f} s" if hangs else None
+
+    def readiness(self) -> str | None:
+        down = [str(x.index) for x in self.servers if not (x.child and x.ready)]
+        return f"not ready: server {', '.join(down)}" if down else None
+
+    def collect(self) -> Iterable[Any]:
+        ready = sum(bool(x.child and x.ready) for x in self.servers)
+        yield metrics.family("servers_ready", ready)
+        yield metrics.family("server_starts", sum(x.starts for x in self.servers))
 
     def stop(self) -> None:
         """Ends all processes and their children, and removes their sockets."""

@@ -19,21 +19,26 @@ from typing import Any
 from torchbeast.base.errors import FlagError, using
 from torchbeast.runs.flagset import Flags
 
-REQUEST_SECONDS = 1.0  # for which a client may say nothing, while others wait
+REQUEST_SECONDS = 5.0  # for which a client may say nothing
+MOST_THREADS = 256  # of the process; beyond it connections are closed
 # A learner is ready if its last batch is not older than this, and than ten times the
 # usual time from one to the next.
 READY_SECONDS = 300.0
-# Columns of logs.csv that count from the start of the process on.
+# These count from the start of the process on.
 COUNTERS = {
     *("env_warnings", "reconnects", "dropped_steps", "refused", "env_failures"),
-    "mirror_failures",
+    *("mirror_failures", "server_starts"),
 }
 
 Probe = Callable[[], str | None]  # what is wrong, or None
 
 
-class _Server(socketserver.TCPServer):
-    allow_reuse_address, request_queue_size = True, 64
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = daemon_threads = True
+    request_queue_size = 64
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return threading.active_count() < MOST_THREADS
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away is no news."""
@@ -43,8 +48,8 @@ class Endpoint:
     """Answers in a thread until it is closed.
 
     Args:
-      collect: returns Prometheus' metric families. It is called in the thread, and so
-        are the probes.
+      collect: returns Prometheus' metric families. It is called in other threads, and
+        so are the probes.
 
     Raises:
       FlagError: the package is missing, or the port can't be used.
@@ -106,10 +111,9 @@ class Metrics:
         self._endpoint = Endpoint(flags, self._collect, liveness, self._readiness)
 
     def log(self, row: dict[str, Any]) -> None:
+        row = {k: x for k, x in row.items() if x is not None}
         # A column of a fork may have any name.
-        known = {
-            re.sub("[^a-zA-Z0-9_]", "_", k): x for k, x in row.items() if x is not None
-        }
+        known = {re.sub("[^a-zA-Z0-9_]", "_", k): x for k, x in row.items()}
         self._row = self._row | known | {"last_batch_timestamp_seconds": time.time()}
         self._batches, self._learned = self._batches + 1, time.monotonic()
 

@@ -207,7 +207,9 @@ class Mirror:
                 continue
             try:
                 marker = self._place.marker()
-                if marker.writer != self._writer:
+                if marker == Marker():
+                    self._copied = {}  # somebody has emptied it
+                elif marker.writer != self._writer:
                     self.failures += 1
                     log.error(
                         "--mirror %s: %.200r writes there now. This run goes on, but "
