@@ -195,7 +195,7 @@ class Mirror:
         self._closing.set()
         self._thread.join(max(CLOSE_SECONDS, 2 * self._longest))
         self._late.set()
-        if missing := ", ".join(self._changed()):
+        if missing := ", ".join(sorted(self._changed())):
             log.error("The mirror %s lacks the newest %s.", self.url, missing)
 
     def _work(self) -> None:
