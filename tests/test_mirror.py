@@ -224,7 +224,7 @@ def test_the_server_dies_while_a_run_learns(tmp_path, s3, kill_later):
 
 
 def test_wrong_credentials(tmp_path, s3, monkeypatch):
-    s3(INITIAL_NO_AUTH_ACTION_COUNT="1")
+    s3(INITIAL_NO_AUTH_ACTION_COUNT="3")  # enough to make the bucket
     output = runs.run(tmp_path, "a", **runs.SMALL, mirror="s3://bucket", status=1)
     assert "FileError: --mirror s3://bucket: " in output
     assert "Access Key Id" in output
@@ -261,7 +261,7 @@ def test_the_disk_of_a_mirror_is_full(tmp_path, kill_later):
         tmp_path,
         prefix=watched_runs.small_disk(disk, "64k"),
         mirror=disk,
-        **runs.SMALL | {"core_size": 7, "use_lstm": True},
+        **ENDLESS,
     )
     kill_later(run.process)
     run.wait_for(lambda: "a copy failed" in run.console, "a failure")
