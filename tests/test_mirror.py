@@ -269,7 +269,7 @@ def test_the_disk_of_a_mirror_is_full(tmp_path, kill_later):
     mirror = run.see_small_disk(disk)
     assert not (mirror / "run" / "model.tar").exists()
     run.signal_group(signal.SIGINT)
-    run.wait_for_end(130, 100)
+    assert run.process.wait(watched_runs.patience(100)) == 130
     assert "No space left on device" in run.console
     assert "lacks the newest" in run.console
     assert run.checkpoint.exists()
@@ -388,6 +388,17 @@ def test_a_server_that_hangs_at_the_end(tmp_path, s3, soon, monkeypatch, caplog)
     assert 1 <= time.monotonic() - begun < 5
     assert "lacks the newest logs.csv, meta.json, model.tar" in caplog.text
     os.kill(server.pid, signal.SIGCONT)
+
+
+def test_a_replay_that_is_saved_after_its_checkpoint_is_copied(tmp_path, soon):
+    (tmp_path / "mirror").mkdir()
+    save(tmp_path / "a", 1)
+    copier = mirror.Mirror(str(tmp_path / "mirror"), tmp_path / "a")
+    watched_runs.wait_until(lambda: copier.copied_at, "the first copy")
+    (tmp_path / "a" / "replay.zip").write_text("replay")
+    copy = tmp_path / "mirror" / "a" / "replay.zip"
+    watched_runs.wait_until(copy.exists, "the next copy")
+    copier.close(0)
 
 
 def test_a_mirror_that_was_emptied_is_filled_again(tmp_path, soon):

@@ -24,6 +24,7 @@ import torch
 
 from torchbeast.base.errors import FlagError, using
 from torchbeast.base.seldom import Seldom
+from torchbeast.core import replay_memory
 from torchbeast.records.folder import atomic_write, writing
 from torchbeast.records.meta import now, read_meta
 
@@ -199,10 +200,13 @@ class Mirror:
             log.error("The mirror %s lacks the newest %s.", self.url, missing)
 
     def _work(self) -> None:
-        copied, due = None, 0.0
+        copied: list[Any] = [None, None]
+        due = 0.0
         while not self._late.is_set():
             is_last = self._closing.wait(POLL_SECONDS)
-            newest, begun = state_of(self.folder / MODEL), time.monotonic()
+            # A large replay is saved some time after its checkpoint.
+            newest = [state_of(self.folder / x) for x in (MODEL, replay_memory.FILE)]
+            begun = time.monotonic()
             if not is_last and (newest == copied or begun < due):
                 continue
             try:
