@@ -64,8 +64,7 @@ def test_a_run_has_the_numbers_of_its_logs(tmp_path, port, module):
     more = {"metrics_port": port, "mirror": tmp_path / "mirror"}
     with killed(runs.start(tmp_path, "a", **flags, **more)) as run:
         runs.wait_for_rows(run, tmp_path, "a", 60, 150)
-        begun = time.time()
-        found = scrape(port)
+        found, scraped = scrape(port), time.time()
         assert get(port, "/livez") == get(port, "/readyz") == (200, "ok\n")
         runs.wait_for_rows(run, tmp_path, "a", 100, 150)
         with killed(runs.start(tmp_path, "b", **flags, metrics_port=port)) as other:
@@ -89,7 +88,7 @@ def test_a_run_has_the_numbers_of_its_logs(tmp_path, port, module):
         assert found["torchbeast_reconnects_total"] == 0
     learned = found["torchbeast_last_batch_timestamp_seconds"]
     assert learned == pytest.approx(float(row["_time"]), abs=1)
-    assert learned <= begun
+    assert learned <= scraped
     assert found["torchbeast_run_info"] == 1
     assert found["process_resident_memory_bytes"] > 1e7
     assert found["torchbeast_mirror_failures_total"] == 0
