@@ -170,7 +170,7 @@ class Mirror:
         host, token = socket.gethostname(), secrets.token_hex(4)
         self._writer = f"process {os.getpid()} of {host} since {now()} ({token})"
         self._copied: dict[str, tuple[int, ...]] = {}  # states of files
-        self._longest = 0.0  # seconds of a copy
+        self._longest = 0.0  # seconds of a complete copy
         self._is_due = Seldom(REPEAT_SECONDS)
         self._closing, self._late = threading.Event(), threading.Event()
         with using(f"--mirror {url}"):
@@ -223,6 +223,7 @@ class Mirror:
                     return
                 self._copy(marker, is_last)
                 copied, self.copied_at = newest, time.time()
+                self._longest = max(self._longest, time.monotonic() - begun)
                 if is_last:
                     return
             except Exception as error:  # of many types
@@ -230,7 +231,6 @@ class Mirror:
                 if self._is_due():
                     log.warning("--mirror %s: a copy failed: %r", self.url, error)
                 self._late.wait(POLL_SECONDS)
-            self._longest = max(self._longest, time.monotonic() - begun)
             due = time.monotonic() + RETRY_SECONDS
 
     def _copy(self, marker: Marker, is_last: bool) -> None:
