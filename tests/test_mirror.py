@@ -467,7 +467,9 @@ def test_of_two_processes_that_write_the_later_one_goes_on(tmp_path, soon, caplo
     assert "writes there now. This run goes on, but copies nothing more" in caplog.text
     assert first.failures == 1
     first.close(0)
+    assert marker_of(copy)["writer"] == second._writer
     second.close(0)
+    assert marker_of(copy)["writer"] is None
     assert step_of((copy / "model.tar").read_bytes()) == marker_of(copy)["step"] == 6
 
 
