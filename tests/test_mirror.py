@@ -404,15 +404,16 @@ def test_a_replay_that_is_saved_after_its_checkpoint_is_copied(tmp_path, soon):
 def test_a_mirror_that_was_emptied_is_filled_again(tmp_path, soon):
     (tmp_path / "mirror").mkdir()
     save(tmp_path / "a", 1)
+    (tmp_path / "a" / "model.best.tar").write_text("the best")
     copier = mirror.Mirror(str(tmp_path / "mirror"), tmp_path / "a")
     copy = tmp_path / "mirror" / "a"
-    watched_runs.wait_until(lambda: marker_of(copy)["step"] == 1, "the first copy")
+    watched_runs.wait_until(lambda: copier.copied_at, "the first copy")
     for file in copy.iterdir():
         file.unlink()
     save(tmp_path / "a", 2)
     watched_runs.wait_until(lambda: marker_of(copy)["step"] == 2, "the next copy")
     copier.close(0)
-    assert (copy / "meta.json").exists()
+    assert (copy / "model.best.tar").exists()
 
 
 # --- Which one wins
