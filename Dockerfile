@@ -6,6 +6,9 @@
 # The container runs PolyBeast with the given arguments. If the first argument is the name
 # of a module, it runs that module:
 # `docker run ... --shm-size 2g torchbeast torchbeast.monobeast --env ...`.
+#
+# `--target environments` makes an image for machines that only step environments. It has
+# no PyTorch, and its container runs polybeast_env with the given arguments.
 
 # --- Build: the compiler and headers stay in this stage ---
 FROM debian:bookworm-slim AS build
@@ -22,6 +25,8 @@ ARG PIP_EXTRA_INDEX_URL
 WORKDIR /source
 COPY constraints.txt requirements.txt ./
 RUN pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
+RUN python3 -m venv /opt/environments && grep -v '^torch' requirements.txt >environments.txt && \
+    /opt/environments/bin/pip install --no-cache-dir --constraint constraints.txt --requirement environments.txt
 
 COPY CMakeLists.txt LICENSE README.md pyproject.toml setup.py ./
 COPY libtorchbeast libtorchbeast/
@@ -30,11 +35,28 @@ COPY torchbeast torchbeast/
 # Extras of pyproject.toml, such as minatar,plot.
 ARG EXTRAS=
 RUN TORCHBEAST_NATIVE=require pip install --no-cache-dir --constraint constraints.txt ".${EXTRAS:+[$EXTRAS]}"
+# Packages of your environments, such as MinAtar.
+ARG PACKAGES=
+RUN TORCHBEAST_NATIVE=require /opt/environments/bin/pip install --no-cache-dir --constraint constraints.txt --no-deps . && \
+    if [ "$PACKAGES" ]; then /opt/environments/bin/pip install --no-cache-dir --constraint constraints.txt $PACKAGES; fi
 
 # Remove files that only serve to build against PyTorch or to test it: 180 MB.
 RUN cd /opt/torchbeast/lib/python3*/site-packages/torch && \
     find bin -type f ! -name torch_shm_manager -delete && \
     rm -rf include test
+
+# --- Environments ---
+FROM debian:bookworm-slim AS environments
+# tini is process 1: it forwards signals and reaps servers that lost their parent.
+RUN apt-get update && apt-get install --yes --no-install-recommends \
+        python3 libgrpc++1.51 libprotobuf32 tini && \
+    rm -rf /var/lib/apt/lists/*
+RUN useradd --create-home --uid 1000 torchbeast
+COPY --from=build /opt/environments /opt/environments
+ENV PATH=/opt/environments/bin:$PATH HOME=/home/torchbeast
+USER 1000
+WORKDIR /home/torchbeast
+ENTRYPOINT ["tini", "--", "python", "-m", "torchbeast.polybeast_env"]
 
 # --- Run ---
 FROM debian:bookworm-slim

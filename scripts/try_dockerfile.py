@@ -2,13 +2,14 @@
 
     python3 scripts/try_dockerfile.py stages
     python3 scripts/try_dockerfile.py build CONTEXT ROOT...   one root folder per stage
-    python3 scripts/try_dockerfile.py run [--stop-at TEXT] ROOT [ARGUMENT...]
+    python3 scripts/try_dockerfile.py run [--stage NAME] [--stop-at TEXT] ROOT [ARGUMENT...]
 
 `build` runs each instruction with chroot, as root, with the variables that Docker would
-set. It also passes on pip's settings and the proxies of this process. `run` starts the
-last stage as `docker run IMAGE ARGUMENT...` does: with its user, in its folder, as
-process 1. With --stop-at, process 1 gets SIGTERM, as from `docker stop`, as soon as a
-line of output contains TEXT. scripts/bare_system_trial makes the root folders. The
+set. It also passes on pip's settings and the proxies of this process. `run` starts a
+stage, by default the last one, as `docker run IMAGE ARGUMENT...` does: with its user,
+in its folder, as process 1. With --stop-at, process 1 gets SIGTERM, as from `docker
+stop`, as soon as a line of output contains TEXT. SIGTERM for this program kills
+everything at once. scripts/bare_system_trial makes the root folders. The
 program handles only the kinds of instructions that the Dockerfile uses; others are
 errors.
 """
@@ -141,7 +142,7 @@ def build(stages: list[Stage], context: str, roots: dict[str, str]) -> None:
 
 
 def run(stage: Stage, root: str, stop_at: str | None, arguments: list[str]) -> int:
-    """Run the last stage's entry point; returns its exit status."""
+    """Run a stage's entry point; returns its exit status."""
     for word, rest in stage.instructions:
         setting(stage, {}, word, rest)
     own_processes = ["unshare", "--pid", "--fork", "--kill-child"]
@@ -157,6 +158,7 @@ def run(stage: Stage, root: str, stop_at: str | None, arguments: list[str]) -> i
         text=True,
         errors="replace",
     )
+    signal.signal(signal.SIGTERM, lambda *_: process.kill())
     assert process.stdout is not None
     for line in process.stdout:
         print(line, end="", flush=True)
@@ -178,11 +180,14 @@ def main() -> int:
         names = [stage.name for stage in stages]
         build(stages, context, dict(zip(names, roots, strict=True)))
     elif what == "run":
-        stop_at = None
+        stage, stop_at = stages[-1], None
+        if words[0] == "--stage":
+            (stage,) = (x for x in stages if x.name == words[1])
+            words = words[2:]
         if words[0] == "--stop-at":
             _, stop_at, *words = words
         root, *arguments = words
-        return run(stages[-1], root, stop_at, arguments)
+        return run(stage, root, stop_at, arguments)
     return 0
 
 

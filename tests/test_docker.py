@@ -27,8 +27,8 @@ def docker(monkeypatch):
 
 @pytest.fixture
 def stages(docker):
-    build, run = docker.parse(DOCKERFILE)
-    return build, run
+    build, environments, run = docker.parse(DOCKERFILE)
+    return build, environments, run
 
 
 def instructions(stage, word):
@@ -76,8 +76,10 @@ def test_installs_what_the_guide_and_the_set_up_do(stages):
         assert ("pip install" in command) == ("--constraint constraints.txt" in command)
 
 
-def test_image_has_no_compiler_and_runs_as_an_ordinary_user(stages):
-    run = stages[1]
+@pytest.mark.parametrize("image", [1, 2])
+def test_image_has_no_compiler_and_runs_as_an_ordinary_user(stages, image):
+    run = stages[image]
+    assert installed(run) == installed(stages[1])
     assert not any(p.endswith("-dev") or p in ("g++", "gcc") for p in installed(run))
     assert instructions(run, "USER")[-1] not in ("0", "root")
 
@@ -93,7 +95,7 @@ def test_image_has_no_compiler_and_runs_as_an_ordinary_user(stages):
 def test_arguments_go_to_polybeast_or_to_the_module_named(
     arguments, expected, stages, tmp_path
 ):
-    (entrypoint,) = map(json.loads, instructions(stages[1], "ENTRYPOINT"))
+    (entrypoint,) = map(json.loads, instructions(stages[2], "ENTRYPOINT"))
     assert entrypoint[:2] == ["tini", "--"]
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
