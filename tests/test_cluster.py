@@ -1,0 +1,606 @@
+"""examples/cluster and docs/cluster.md, tried: a Slurm of three nodes on this machine.
+
+It needs Debian's packages slurmctld, slurmd, slurm-client and munge. There is no Docker
+and no Kubernetes here: the commands of their files run as processes.
+"""
+
+import contextlib
+import getpass
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+import runs
+import watched_runs
+import yaml
+
+from torchbeast import monobeast, polybeast, polybeast_env, polybeast_learner
+
+EXAMPLES = runs.ROOT / "examples" / "cluster"
+DAEMONS = ("munged", "slurmctld", "slurmd")
+NODES = ("n0", "n1", "n2")
+OPENSSL = """
+    openssl req -x509 -newkey rsa:2048 -nodes -days 365 -keyout key.pem -out cert.pem
+    -subj /CN=torchbeast -addext subjectAltName=DNS:torchbeast
+"""  # of docs/operations.md
+PATIENT = 60.0  # seconds; Slurm starts jobs once per second
+CONF = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=bf_interval=1
+MpiDefault=none
+ReturnToService=2
+PartitionName=all Nodes=ALL Default=YES
+"""
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("slurm"),
+    runs.needs_proc,
+]
+
+
+def wait_until(condition, what, seconds=PATIENT):
+    def met():
+        return condition() or time.sleep(0.2)  # a call of Slurm takes its time
+
+    watched_runs.wait_until(met, what, seconds)
+
+
+def free_ports(number):
+    with contextlib.ExitStack() as stack:
+        found = [
+            stack.enter_context(socket.create_server(("", 0))) for _ in range(number)
+        ]
+        return [x.getsockname()[1] for x in found]
+
+
+class Slurm:
+    """Its daemons, as processes of this user, with all of their files in a folder."""
+
+    def __init__(self, folder):
+        self.folder, self.daemons = folder, []
+        self.savedir = folder / "runs"
+        conf = folder / "slurm.conf"
+        self.environment = {**runs.environment(), "SLURM_CONF": str(conf)}
+        host = socket.gethostname().partition(".")[0]
+        port, *ports = free_ports(1 + len(NODES))
+        conf.write_text(
+            CONF.format(host=host, port=port, user=getpass.getuser(), folder=folder)
+            + "".join(
+                f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
+                "CPUs=4\n"
+                for name, port in zip(NODES, ports, strict=True)
+            )
+        )
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        files = ("pid", "seed", "log")
+        self.start(
+            *("munged", "--foreground", "--force", f"--key-file={key}"),
+            f"--socket={folder}/munge.sock",
+            *(f"--{name}-file={folder}/munged.{name}" for name in files),
+        )
+        self.wait_for((folder / "munge.sock").exists, "munged listens")
+        self.start("slurmctld", "-D", "-i")
+        for name in NODES:
+            self.start("slurmd", "-D", "-N", name)
+        self.wait_for(lambda: self.idle() == len(NODES), "all nodes are idle")
+
+    def wait_for(self, condition, what):
+        def condition_or_end():
+            for daemon in self.daemons:
+                assert daemon.poll() is None, daemon.args
+            return condition()
+
+        wait_until(condition_or_end, what)
+
+    def start(self, *words):
+        log = self.folder / f"daemon-{len(self.daemons)}-{words[0]}.log"
+        path = shutil.which(words[0], path=f"{os.environ['PATH']}:/usr/sbin")
+        with log.open("wb") as output:
+            self.daemons.append(
+                subprocess.Popen(
+                    [path, *words[1:]],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=self.environment,
+                    start_new_session=True,
+                )
+            )
+
+    def call(self, *words, check=True):
+        done = subprocess.run(
+            words,
+            env=self.environment,
+            cwd=runs.ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert not check or done.returncode == 0, (words, done.stdout, done.stderr)
+        return done.stdout
+
+    def idle(self):
+        return len(self.call("sinfo", "-Nh", "-t", "idle", check=False).splitlines())
+
+    def submit(self, name, *options, edits, **lines):
+        """Submits an example after a user's edits. Returns the job's id.
+
+        Args:
+          edits: {text: its replacement}.
+          lines: values of the part "Your run".
+        """
+        text = (EXAMPLES / name).read_text()
+        try:
+            socket.getaddrinfo(socket.gethostname(), None)
+        except OSError:  # in some containers
+            edits = {"host=$(hostname)": "host=localhost", **edits}
+        for key, value in {"savedir": self.savedir, **lines}.items():
+            text, number = re.subn(rf"(?m)^{key}=.*$", f"{key}={value}", text)
+            assert number == 1, key
+        for old, new in edits.items():
+            assert old in text, old
+            text = text.replace(old, new)
+        script = self.folder / name
+        script.write_text(text)
+        output = f"--output={self.folder}/%j.log"
+        job = self.call("sbatch", "--parsable", output, *options, str(script))
+        return int(job)
+
+    def log(self, job):
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / f"{job}.log").read_text(errors="replace")
+        return ""
+
+    def state(self, job):
+        text = self.call("scontrol", "show", "job", "--oneliner", str(job))
+        return re.search(r"JobState=(\w+)", text)[1]
+
+    def wait_for_state(self, job, *states):
+        wait_until(lambda: self.state(job) in states, f"{states}")
+
+    def wait_for_log(self, job, text, number=1):
+        def found():
+            log = self.log(job)
+            assert log.count(text) >= number or self.state(job) in (
+                *("PENDING", "RUNNING", "COMPLETING"),
+            ), log
+            return log.count(text) >= number
+
+        wait_until(found, f"{text} in the log of job {job}")
+
+    def run_now(self, job):
+        """Starts a requeued job now; Slurm waits two minutes."""
+        self.wait_for_state(job, "PENDING")
+        wait_until(
+            lambda: (
+                self.call(
+                    "scontrol", "update", f"job={job}", "StartTime=now", check=False
+                )
+                or self.state(job) == "RUNNING"
+            ),
+            "the job runs again",
+        )
+
+    def signal(self, job):
+        """What Slurm does before the job's time limit (--signal)."""
+        self.call("scancel", "--batch", "--signal=USR2", str(job))
+
+    def processes(self, words="", **variables):
+        """Processes of jobs with `words` in their command line and these variables."""
+        variables["SLURM_CONF"] = self.environment["SLURM_CONF"]
+        wanted = {f"{name}={value}".encode() for name, value in variables.items()}
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{pid}/environ", "rb") as file:
+                    has = set(file.read().split(b"\0"))
+                with open(f"/proc/{pid}/cmdline", "rb") as file:
+                    command = file.read().replace(b"\0", b" ").decode(errors="replace")
+                is_job = any(x.startswith(b"SLURM_JOB_ID=") for x in has)
+                if is_job and wanted <= has and words in command:
+                    found.append(int(pid))
+        return sorted(found)
+
+    def rows(self, xpid):
+        with contextlib.suppress(FileNotFoundError):
+            return runs.read_logs(self.savedir, xpid)
+        return []
+
+    def wait_for_rows(self, xpid, number=20, **columns):
+        """Waits for more rows, and then for one with these columns."""
+        enough = len(self.rows(xpid)) + number
+
+        def found():
+            rows = self.rows(xpid)
+            return len(rows) >= enough and all(
+                rows[-1][name] == value for name, value in columns.items()
+            )
+
+        wait_until(found, f"{number} rows of {xpid}, {columns}")
+
+    def starts(self, xpid):
+        return json.loads((self.savedir / xpid / "meta.json").read_text())["starts"]
+
+    def assert_saved(self, xpid):
+        """The last start has saved after its last update."""
+        start = self.starts(xpid)[-1]
+        assert start["signal"] == "SIGTERM", start
+        assert start["last_step"] == int(self.rows(xpid)[-1]["step"])
+        return start["last_step"]
+
+    def close(self):
+        self.call("scancel", "--user", getpass.getuser(), check=False)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not self.processes(), "all jobs end", 40)
+        for daemon in reversed(self.daemons):
+            daemon.terminate()
+        for daemon in self.daemons:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(10)
+            daemon.kill()
+            daemon.wait()
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    for name in DAEMONS:
+        if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin"):
+            runs.skip(
+                f"{name} is not installed: apt-get install slurmctld slurmd munge"
+            )
+    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """A Python in which environment servers find no PyTorch."""
+    folder = tmp_path_factory.mktemp("python")
+    (folder / "torch.py").write_text('raise ImportError("there is no PyTorch here")')
+    path = folder / "python"
+    path.write_text(
+        '#!/bin/sh\ncase "$*" in *polybeast_env*)\n'
+        f'    export PYTHONPATH="{folder}:$PYTHONPATH" ;;\nesac\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def submit(slurm, python):
+    """Submits an example with small flags; ends its job after the test."""
+    jobs = []
+
+    def submit(name, *options, **lines):
+        jobs.append(slurm.submit(name, *options, python=python, **lines))
+        return jobs[-1]
+
+    yield submit
+    for job in jobs:
+        slurm.call("scancel", str(job), check=False)
+    wait_until(lambda: slurm.idle() == 3, "all nodes are idle")
+
+
+QUICK = "--unroll_length 5 --torch_threads 1 --disable_cuda --checkpoint_interval 5"
+
+
+def words(text):
+    return f"({text})"
+
+
+class OneLearner:
+    """learner_and_envs.sbatch with small flags."""
+
+    def __init__(self, submit):
+        self.submit = submit
+
+    def __call__(self, xpid, total_steps, *options, edits=(), env="CartPole-v1"):
+        return self.submit(
+            "learner_and_envs.sbatch",
+            *(options or ("--nodes=3",)),
+            "--time=30",
+            edits={"--cpus-per-task=32": "--cpus-per-task=1", "sleep 30": "sleep 1"}
+            | dict(edits),
+            xpid=xpid,
+            servers=1,
+            both=words(f"--env {env} --envs_per_actor 3"),
+            learner=words(f"--total_steps {total_steps} --batch_size 6 {QUICK}"),
+        )
+
+
+@pytest.fixture
+def one_learner(submit):
+    return OneLearner(submit)
+
+
+def test_one_learner_survives_what_a_cluster_does(slurm, one_learner):
+    # Another program listens at the port of this job.
+    following = one_learner("none", 100, "--nodes=3", "--hold") + 1
+    taken = 20000 + following % 10000
+    with socket.create_server(("", taken)):
+        job = one_learner("one", 10**8)
+        assert job == following
+        slurm.wait_for_rows("one", streams="2")
+    assert f"Listening at 0.0.0.0:{taken + 100}" in slurm.log(job)
+    (secrets,) = slurm.savedir.glob(".one.*")
+    assert stat.S_IMODE(secrets.stat().st_mode) == 0o700
+    assert stat.S_IMODE((secrets / "token").stat().st_mode) == 0o600
+    assert stat.S_IMODE((secrets / "key.pem").stat().st_mode) == 0o600
+    assert "in clear text" not in slurm.log(job)
+
+    # The environment servers of a node are killed.
+    for pid in slurm.processes("polybeast_env", SLURMD_NODENAME="n1"):
+        os.kill(pid, signal.SIGKILL)
+    slurm.wait_for_rows("one", 1, streams="1")
+    slurm.wait_for_rows("one", streams="2")
+
+    # A node dies.
+    slurm.call("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    slurm.wait_for_rows("one", streams="1")
+    assert slurm.state(job) == "RUNNING"
+    slurm.call("scontrol", "update", "nodename=n2", "state=resume", check=False)
+
+    # The time limit is near.
+    slurm.signal(job)
+    slurm.run_now(job)
+    step = slurm.assert_saved("one")
+    assert step > 0
+    slurm.wait_for_log(job, f"Resuming at step {step}.")
+    slurm.wait_for_rows("one", streams="2")
+
+    # scancel
+    slurm.call("scancel", str(job))
+    slurm.wait_for_state(job, "CANCELLED")
+    wait_until(lambda: not slurm.processes(), "all processes end")
+    step = slurm.assert_saved("one")
+    assert not list(slurm.savedir.glob(".one.*"))
+
+    # The same command resumes it; its end is the end of the servers.
+    job = one_learner("one", step + 3000)
+    slurm.wait_for_state(job, "COMPLETED")
+    assert f"Resuming at step {step}." in slurm.log(job)
+    wait_until(lambda: not slurm.processes(), "all processes end")
+    assert slurm.starts("one")[-1]["exit_status"] == 0
+
+
+def test_the_learner_has_a_partition_of_its_own(slurm, one_learner):
+    """The lines of a heterogeneous job, which the file has as comments."""
+    edits = {
+        "##SBATCH": "#SBATCH",
+        "#SBATCH --nodes=5\n": "",
+        "#SBATCH --no-kill": "#",
+        " --partition=gpu --gpus=1": "",
+        "--nodes=4 --partition=cpu": "--nodes=2",
+    }
+    job = one_learner("het", 10**8, "--job-name=het", edits=edits)
+    slurm.wait_for_rows("het", streams="2")
+    slurm.signal(job)
+    slurm.run_now(job)
+    slurm.wait_for_log(job, f"Resuming at step {slurm.assert_saved('het')}.")
+
+
+def test_an_error_of_the_run_ends_the_job(slurm, one_learner):
+    job = one_learner(
+        "wrong", 1000, env="NoSuchGame-v7", edits={"timeout 300": "timeout 5"}
+    )
+    slurm.wait_for_state(job, "FAILED")
+    assert "NoSuchGame-v7" in slurm.log(job)
+    assert not list(slurm.savedir.glob(".wrong.*"))
+
+
+@pytest.mark.parametrize("module", ["monobeast", "polybeast"])
+def test_learners_survive_what_a_cluster_does(slurm, submit, module):
+    def start(total_steps):
+        flags = "--env CartPole-v1 --envs_per_actor 3 --num_actors 1 --batch_size 3"
+        return submit(
+            "learners.sbatch",
+            *("--nodes=2", "--time=30"),
+            edits={
+                "--cpus-per-task=32": "--cpus-per-task=1",
+                "#SBATCH --gpus-per-node=1\n": "",
+                "SECONDS - began < 60": "SECONDS - began < 3",
+            },
+            xpid=module,
+            module=f"torchbeast.{module}",
+            flags=words(f"{flags} --total_steps {total_steps} {QUICK}"),
+        )
+
+    job = start(10**8)
+    slurm.wait_for_rows(module)
+    own = {"SLURM_JOB_ID": job, "SLURMD_NODENAME": "n1", "RANK": 1}
+    learner = slurm.processes(f"-m torchbeast.{module} ", **own)[0]
+    saved = slurm.savedir / module / "model.tar"
+    wait_until(saved.exists, "a checkpoint")
+
+    # A learner dies: all start again.
+    os.kill(learner, signal.SIGKILL)
+    slurm.wait_for_log(job, "all start again from the last checkpoint")
+    slurm.wait_for_log(job, "Resuming at step")
+    slurm.wait_for_rows(module)
+
+    # The time limit is near.
+    slurm.signal(job)
+    slurm.run_now(job)
+    step = slurm.assert_saved(module)
+    slurm.wait_for_log(job, f"Resuming at step {step}.")
+    slurm.wait_for_rows(module)
+
+    # scancel; PolyBeast's servers get the signal, too, so it may lack a last batch.
+    slurm.call("scancel", str(job))
+    slurm.wait_for_state(job, "CANCELLED")
+    wait_until(lambda: not slurm.processes(), "all processes end")
+    if module == "monobeast":
+        slurm.assert_saved(module)
+    job = start(int(slurm.rows(module)[-1]["step"]) + 3000)
+    slurm.wait_for_state(job, "COMPLETED")
+    assert "Resuming at step" in slurm.log(job)
+
+
+# --- Containers -----------------------------------------------------------------------
+
+
+def of_compose():
+    """Arguments of the learner's and of the environments' containers."""
+    services = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())["services"]
+    learner, environments = services["learner"], services["environments"]
+    assert environments["build"]["target"] == "environments"
+    probe = learner["healthcheck"]["test"][3]
+    replicas = environments["deploy"]["replicas"]
+    return learner["command"], environments["command"], replicas, probe
+
+
+def of_kubernetes():
+    resources = {
+        x["kind"]: x
+        for x in yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    }
+    values = resources["ConfigMap"]["data"]
+    (port,) = resources["Service"]["spec"]["ports"]
+    specs = [
+        resources[kind]["spec"]["template"]["spec"] for kind in ("Job", "Deployment")
+    ]
+    found = []
+    for spec in specs:
+        (container,) = spec["containers"]
+        assert container["envFrom"] == [{"configMapRef": {"name": "torchbeast"}}]
+        arguments = container["args"]
+        found.append(
+            [re.sub(r"\$\((\w+)\)", lambda m: values[m[1]], x) for x in arguments]
+        )
+    (learner,) = specs[0]["containers"]
+    assert learner["ports"][0]["containerPort"] == port["port"] == 5000
+    labels = resources["Job"]["spec"]["template"]["metadata"]["labels"]
+    assert resources["Service"]["spec"]["selector"] == labels
+    found[1] = [
+        x.replace(resources["Service"]["metadata"]["name"], "learner") for x in found[1]
+    ]
+    return *found, resources["Deployment"]["spec"]["replicas"], None
+
+
+def value(arguments, name):
+    (found,) = (x.partition("=")[2] for x in arguments if x.startswith(f"--{name}="))
+    return found
+
+
+@pytest.mark.parametrize("read", [of_compose, of_kubernetes])
+def test_the_containers_commands_learn(read, python, tmp_path):
+    learner, environments, replicas, probe = read()
+    assert value(learner, "env") == value(environments, "env")
+    streams = replicas * int(value(environments, "num_servers"))
+    assert int(value(learner, "num_actors")) == streams
+
+    subprocess.run(shlex.split(OPENSSL), cwd=tmp_path, check=True, capture_output=True)
+    (tmp_path / "token").write_text("between-us")
+    (tmp_path / "token").chmod(0o600)
+    (port,) = free_ports(1)
+
+    def here(arguments):
+        text = "\n".join(arguments)
+        for old, new in {
+            "0.0.0.0:5000": f"127.0.0.1:{port}",
+            "learner:5000": f"127.0.0.1:{port}",
+            "/secrets/": f"{tmp_path}/",
+            "PongNoFrameskip-v4": "CartPole-v1",
+            "--num_servers=4": "--num_servers=1",
+            f"--num_actors={streams}": "--num_actors=1",
+            "--total_steps=50000000": "--total_steps=3000",
+        }.items():
+            text = text.replace(old, new)
+        return text.splitlines()
+
+    words = [str(python), "-m", "torchbeast.polybeast_env", *here(environments)]
+    with (tmp_path / "log").open("w+") as log:
+        servers = subprocess.Popen(
+            words,
+            env=runs.environment(),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        run = runs.start_words(
+            [sys.executable, "-m", *here(learner), "--savedir", str(tmp_path)]
+        )
+        try:
+            if probe:
+                probe = [sys.executable, "-c", probe.replace("5000", str(port))]
+                wait_until(
+                    lambda: (
+                        subprocess.run(probe, stderr=subprocess.DEVNULL).returncode == 0
+                    ),
+                    "the learner listens",
+                )
+            output = runs.finish(run)
+            assert "Finished at step" in output, (
+                output,
+                (tmp_path / "log").read_text(),
+            )
+            assert "refused" not in output, output
+            servers.send_signal(signal.SIGTERM)
+            assert servers.wait(30) == 143, (tmp_path / "log").read_text()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(servers.pid, signal.SIGKILL)
+            servers.wait()
+
+
+def test_kubernetes_schema():
+    validate = pytest.importorskip("kubernetes_validate")
+    for resource in yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()):
+        validate.validate(resource, "1.30", strict=True)
+
+
+# --- The page -------------------------------------------------------------------------
+
+PARSERS = {
+    "torchbeast.monobeast": monobeast,
+    "torchbeast.polybeast": polybeast,
+    "torchbeast.polybeast_learner": polybeast_learner,
+    "torchbeast.polybeast_env": polybeast_env,
+}
+
+
+def test_the_pages_commands_have_flags_that_exist():
+    text = (runs.ROOT / "docs" / "cluster.md").read_text()
+    found = 0
+    for command in re.findall(r"`[^`\n]*-m (torchbeast\.\w+[^`]*)`", text):
+        module, *arguments = shlex.split(command)
+        PARSERS[module].make_parser().parse(arguments)
+        found += 1
+    assert found >= 5
+    for name in re.findall(r"examples/cluster/[\w.]+", text):
+        assert (runs.ROOT / name).exists(), name
