@@ -34,6 +34,7 @@ OPENSSL = """
     -subj /CN=torchbeast -addext subjectAltName=DNS:torchbeast
 """  # of docs/operations.md
 PATIENT = 60.0  # seconds; Slurm starts jobs once per second
+ENDED = ("CANCELLED", "COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT")
 CONF = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -187,28 +188,32 @@ class Slurm:
     def wait_for_state(self, job, *states):
         wait_until(lambda: self.state(job) in states, f"{states}")
 
-    def wait_for_log(self, job, text, number=1):
-        def found():
-            log = self.log(job)
-            assert log.count(text) >= number or self.state(job) in (
-                *("PENDING", "RUNNING", "COMPLETING"),
-            ), log
-            return log.count(text) >= number
+    def wait_while_it_runs(self, job, condition, what):
+        def met():
+            if condition():
+                return True
+            assert (state := self.state(job)) not in ENDED, (state, self.log(job))
+            return False
 
-        wait_until(found, f"{text} in the log of job {job}")
+        wait_until(met, what)
 
-    def run_now(self, job):
-        """Starts a requeued job now; Slurm waits two minutes."""
+    def wait_for_log(self, job, text):
+        self.wait_while_it_runs(job, lambda: text in self.log(job), text)
+
+    def run_again(self, job):
+        """Starts a requeued job soon; by itself, Slurm waits for two minutes.
+
+        Its nodes refuse it in the second in which it has ended.
+        """
         self.wait_for_state(job, "PENDING")
-        wait_until(
-            lambda: (
-                self.call(
-                    "scontrol", "update", f"job={job}", "StartTime=now", check=False
-                )
-                or self.state(job) == "RUNNING"
-            ),
-            "the job runs again",
-        )
+        self.call("scontrol", "update", f"job={job}", "StartTime=now+5")
+        self.wait_for_state(job, "RUNNING")
+
+    def node_dies(self, name):
+        """Slurm takes a node for dead, for an instant: its daemon is still there."""
+        update = ("scontrol", "update", f"nodename={name}")
+        self.call(*update, "state=down", "reason=test")
+        self.call(*update, "state=resume", check=False)
 
     def signal(self, job):
         """What Slurm does before the job's time limit (--signal)."""
@@ -235,7 +240,7 @@ class Slurm:
             return runs.read_logs(self.savedir, xpid)
         return []
 
-    def wait_for_rows(self, xpid, number=20, **columns):
+    def wait_for_rows(self, job, xpid, number=20, **columns):
         """Waits for more rows, and then for one with these columns."""
         enough = len(self.rows(xpid)) + number
 
@@ -245,7 +250,7 @@ class Slurm:
                 rows[-1][name] == value for name, value in columns.items()
             )
 
-        wait_until(found, f"{number} rows of {xpid}, {columns}")
+        self.wait_while_it_runs(job, found, f"{number} rows of {xpid}, {columns}")
 
     def starts(self, xpid):
         return json.loads((self.savedir / xpid / "meta.json").read_text())["starts"]
@@ -347,7 +352,7 @@ def test_one_learner_survives_what_a_cluster_does(slurm, one_learner):
     with socket.create_server(("", taken)):
         job = one_learner("one", 10**8)
         assert job == following
-        slurm.wait_for_rows("one", streams="2")
+        slurm.wait_for_rows(job, "one", streams="2")
     assert f"Listening at 0.0.0.0:{taken + 100}" in slurm.log(job)
     (secrets,) = slurm.savedir.glob(".one.*")
     assert stat.S_IMODE(secrets.stat().st_mode) == 0o700
@@ -358,22 +363,21 @@ def test_one_learner_survives_what_a_cluster_does(slurm, one_learner):
     # The environment servers of a node are killed.
     for pid in slurm.processes("polybeast_env", SLURMD_NODENAME="n1"):
         os.kill(pid, signal.SIGKILL)
-    slurm.wait_for_rows("one", 1, streams="1")
-    slurm.wait_for_rows("one", streams="2")
+    slurm.wait_for_rows(job, "one", 1, streams="1")
+    slurm.wait_for_rows(job, "one", streams="2")
 
     # A node dies.
-    slurm.call("scontrol", "update", "nodename=n2", "state=down", "reason=test")
-    slurm.wait_for_rows("one", streams="1")
+    slurm.node_dies("n2")
+    slurm.wait_for_rows(job, "one", streams="1")
     assert slurm.state(job) == "RUNNING"
-    slurm.call("scontrol", "update", "nodename=n2", "state=resume", check=False)
 
     # The time limit is near.
     slurm.signal(job)
-    slurm.run_now(job)
+    slurm.run_again(job)
     step = slurm.assert_saved("one")
     assert step > 0
     slurm.wait_for_log(job, f"Resuming at step {step}.")
-    slurm.wait_for_rows("one", streams="2")
+    slurm.wait_for_rows(job, "one", streams="2")
 
     # scancel
     slurm.call("scancel", str(job))
@@ -400,9 +404,9 @@ def test_the_learner_has_a_partition_of_its_own(slurm, one_learner):
         "--nodes=4 --partition=cpu": "--nodes=2",
     }
     job = one_learner("het", 10**8, "--job-name=het", edits=edits)
-    slurm.wait_for_rows("het", streams="2")
-    slurm.signal(job)
-    slurm.run_now(job)
+    slurm.wait_for_rows(job, "het", streams="2")
+    slurm.node_dies("n2")
+    slurm.run_again(job)
     slurm.wait_for_log(job, f"Resuming at step {slurm.assert_saved('het')}.")
 
 
@@ -413,9 +417,11 @@ def test_an_error_of_the_run_ends_the_job(slurm, one_learner):
     assert not list(slurm.savedir.glob(".wrong.*"))
 
 
-@pytest.mark.parametrize("module", ["monobeast", "polybeast"])
-def test_learners_survive_what_a_cluster_does(slurm, submit, module):
-    def start(total_steps):
+@pytest.fixture
+def learners(submit):
+    """Submits learners.sbatch with small flags, for two nodes."""
+
+    def start(module, total_steps):
         flags = "--env CartPole-v1 --envs_per_actor 3 --num_actors 1 --batch_size 3"
         return submit(
             "learners.sbatch",
@@ -430,35 +436,42 @@ def test_learners_survive_what_a_cluster_does(slurm, submit, module):
             flags=f"({flags} --total_steps {total_steps} {QUICK})",
         )
 
-    job = start(10**8)
-    slurm.wait_for_rows(module)
-    own = {"SLURM_JOB_ID": job, "RANK": 1}
-    learner = slurm.processes(f"-m torchbeast.{module} ", **own)[0]  # and its children
-    saved = slurm.savedir / module / "model.tar"
+    return start
+
+
+def test_learners_survive_what_a_cluster_does(slurm, learners):
+    job = learners("monobeast", 10**8)
+    slurm.wait_for_rows(job, "monobeast")
+    saved = slurm.savedir / "monobeast" / "model.tar"
     wait_until(saved.exists, "a checkpoint")
 
-    # A learner dies: all start again.
-    os.kill(learner, signal.SIGKILL)
+    # A learner dies: all start again. Its children have later numbers.
+    own = {"SLURM_JOB_ID": job, "RANK": 1}
+    os.kill(slurm.processes("-m torchbeast.monobeast ", **own)[0], signal.SIGKILL)
     slurm.wait_for_log(job, "all start again from the last checkpoint")
     slurm.wait_for_log(job, "Resuming at step")
-    slurm.wait_for_rows(module)
+    slurm.wait_for_rows(job, "monobeast")
 
-    # The time limit is near.
-    slurm.signal(job)
-    slurm.run_now(job)
-    step = slurm.assert_saved(module)
-    slurm.wait_for_log(job, f"Resuming at step {step}.")
-    slurm.wait_for_rows(module)
-
-    # scancel; PolyBeast's servers get the signal, too, so it may lack a last batch.
     slurm.call("scancel", str(job))
     slurm.wait_for_state(job, "CANCELLED")
     wait_until(lambda: not slurm.processes(), "all processes end")
-    if module == "monobeast":
-        slurm.assert_saved(module)
-    job = start(int(slurm.rows(module)[-1]["step"]) + 3000)
+    step = slurm.assert_saved("monobeast")
+
+    job = learners("monobeast", step + 3000)
     slurm.wait_for_state(job, "COMPLETED")
-    assert "Resuming at step" in slurm.log(job)
+    assert f"Resuming at step {step}." in slurm.log(job)
+
+
+def test_learners_save_before_the_time_limit(slurm, learners):
+    """PolyBeast's servers must work until the last batch is complete."""
+    job = learners("polybeast", 10**8)
+    slurm.wait_for_rows(job, "polybeast")
+    slurm.signal(job)
+    slurm.run_again(job)
+    step = slurm.assert_saved("polybeast")
+    assert "stream is lost" not in slurm.log(job)
+    slurm.wait_for_log(job, f"Resuming at step {step}.")
+    slurm.wait_for_rows(job, "polybeast")
 
 
 # --- Containers -----------------------------------------------------------------------
