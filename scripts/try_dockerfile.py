@@ -2,16 +2,15 @@
 
     python3 scripts/try_dockerfile.py stages
     python3 scripts/try_dockerfile.py build CONTEXT ROOT...   one root folder per stage
-    python3 scripts/try_dockerfile.py run [--stage NAME] [--stop-at TEXT] ROOT [ARGUMENT...]
+    python3 scripts/try_dockerfile.py run [--stage NAME] [--stop-at TEXT] ROOT [ARG...]
 
 `build` runs each instruction with chroot, as root, with the variables that Docker would
 set. It also passes on pip's settings and the proxies of this process. `run` starts a
 stage, by default the last one, as `docker run IMAGE ARGUMENT...` does: with its user,
-in its folder, as process 1. With --stop-at, process 1 gets SIGTERM, as from `docker
-stop`, as soon as a line of output contains TEXT. SIGTERM for this program kills
-everything at once. scripts/bare_system_trial makes the root folders. The
-program handles only the kinds of instructions that the Dockerfile uses; others are
-errors.
+in its folder, as process 1. Process 1 gets SIGTERM, as from `docker stop`, if this
+program gets it and, with --stop-at, as soon as a line of output contains TEXT.
+scripts/bare_system_trial makes the root folders. The program handles only the kinds of
+instructions that the Dockerfile uses; others are errors.
 """
 
 import fnmatch
@@ -158,15 +157,19 @@ def run(stage: Stage, root: str, stop_at: str | None, arguments: list[str]) -> i
         text=True,
         errors="replace",
     )
-    signal.signal(signal.SIGTERM, lambda *_: process.kill())
+
+    def stop(*_: object) -> None:
+        children = f"/proc/{process.pid}/task/{process.pid}/children"
+        (first,) = Path(children).read_text().split()
+        os.kill(int(first), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, stop)
     assert process.stdout is not None
     for line in process.stdout:
         print(line, end="", flush=True)
         if stop_at is not None and stop_at in line:
             stop_at = None
-            children = f"/proc/{process.pid}/task/{process.pid}/children"
-            (first,) = Path(children).read_text().split()
-            os.kill(int(first), signal.SIGTERM)
+            stop()
     return process.wait()
 
 
