@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Measures training on a machine with a GPU, in about ten minutes, alone on the machine.
+# Measures training on a machine with a GPU, in ten to fifteen minutes, alone on the
+# machine.
 #
 #     bash benchmarks/gpu.sh FOLDER
 #
@@ -17,14 +18,16 @@ each=${SECONDS_EACH:-15}
 measure() {
     local name=$1 variant=$2 model=$3
     shift 3
+    local warm_up=10
+    [[ $* != *--compile* ]] || warm_up=40 # inference compiles for each size of a batch
     echo "== $name"
     if timeout $((each + 150)) "$python" benchmarks/throughput.py --variants "$variant" \
-        --model "$model" --seconds "$each" --warm_up 10 --part_seconds 0 \
+        --model "$model" --seconds "$each" --warm_up "$warm_up" --part_seconds 0 \
         --precisions bf16 --json "$out/$name.json" -- --num_actors "$actors" \
         --envs_per_actor 16 --batch_size 32 "$@" \
         >"$out/$name.txt" 2>&1; then
-        grep -E '^(SPS|learner, CPU|cores used)' "$out/$name.txt" |
-            sed "s/^/$name: /" | tee -a "$out/table.txt"
+        sed -nE "s/^(SPS|learner, CPU|cores used)/$name: &/p" "$out/$name.txt" |
+            tee -a "$out/table.txt"
     else
         tail -n 3 "$out/$name.txt" | sed "s/^/$name: /" | tee -a "$out/table.txt"
     fi

@@ -5,17 +5,43 @@ the same, but for streams and pinned memory, which a CPU lacks. FAULT_FILE says 
 a loss becomes NaN, see faulty.py.
 """
 
+import contextlib
 import importlib
 import os
 import sys
+import time
 
 import torch
 
 from torchbeast import learner
 from torchbeast.base import devices
+from torchbeast.runs.run import Run
 
 devices.works_ahead = lambda device: True
-impala_loss = learner.impala_loss
+impala_loss, fetch, updating = learner.impala_loss, devices.fetch, Run.updating
+late = 0  # updates that were not finished when they had begun
+
+
+def slow_fetch(row):
+    """As with a GPU, whose results take some time."""
+    wait = fetch(row)
+
+    def wait_longer():
+        time.sleep(0.005)
+        return wait()
+
+    return wait_longer
+
+
+@contextlib.contextmanager
+def counted_updating(run):
+    global late
+    with updating(run) as wanted:
+        yield wanted
+    late += len(run._begun)
+
+
+devices.fetch, Run.updating = slow_fetch, counted_updating
 
 
 def loss_that_fails(*arguments):
@@ -32,4 +58,6 @@ learner.impala_loss = loss_that_fails
 
 if __name__ == "__main__":
     variant = importlib.import_module(os.environ.get("VARIANT", "torchbeast.monobeast"))
-    sys.exit(variant.main())
+    status = variant.main()
+    sys.stdout.write(f"{late} updates were finished late.\n")
+    sys.exit(status)

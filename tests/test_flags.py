@@ -530,8 +530,11 @@ def test_devices(monkeypatch):
 @pytest.mark.parametrize("kind", ["xpu", "mps"])
 def test_other_kinds_of_gpus(monkeypatch, kind):
     machine_with(monkeypatch, 1, kind)
-    assert devices.learner_device(parse()) == torch.device(kind, 0)
-    assert devices.actor_device(parse()) == torch.device(kind, 0)
+    usual = torch.device("cpu") if kind == "mps" else torch.device(kind, 0)
+    assert devices.learner_device(parse()) == devices.actor_device(parse()) == usual
+    given = parse(f"--learner_device {kind}")
+    assert devices.learner_device(given) == torch.device(kind)
+    assert devices.actor_device(given) == torch.device(kind)
     assert devices.learner_device(parse("--disable_cuda")) == torch.device("cpu")
     for given, words in (
         ("cuda:0", f"must be cpu, {kind} or {kind}:N, got cuda:0"),

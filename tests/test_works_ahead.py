@@ -4,6 +4,7 @@ Here a CPU stands in for it, see ahead.py.
 """
 
 import os
+import re
 import signal
 import traceback
 
@@ -60,9 +61,10 @@ def test_no_update_is_lost(tmp_path, monkeypatch, variant, threads, checkpoint):
     if variant == POLYBEAST:
         flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "num_servers": 2}
         flags["envs_per_actor"] = 2
-    flags["disable_checkpoint"] = None if checkpoint else True
+    flags |= {"checkpoint_interval": 0} if checkpoint else {"disable_checkpoint": True}
     output = runs.run(tmp_path, "a", module="ahead", **flags)
     assert "Finished at step 3000" in output
+    assert int(re.search(r"(\d+) updates were finished late", output)[1]) > 0
     steps = [int(row["step"]) for row in runs.read_logs(tmp_path, "a")]
     assert steps == list(range(10, 3001, 10))
     if checkpoint:

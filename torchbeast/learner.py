@@ -331,8 +331,9 @@ def update(
       changes the model.
     """
     flags, model = learner.flags, learner.model
-    # A tensor, because compiled code would have a float as a constant.
-    progress = torch.tensor(learner.progress) if flags.compile else learner.progress
+    progress: Any = learner.progress
+    if flags.compile:  # whose code would have a float as a constant
+        progress = torch.full((), progress, device=learner.device)
     loss, columns = learner.loss(model, batch, initial_state, flags, progress)
     learner.optimizer.zero_grad()
     loss.backward()
@@ -341,19 +342,21 @@ def update(
         model.parameters(), flags.grad_norm_clipping
     )
     numbers = devices.fetch(join_columns(columns, {"grad_norm": grad_norm}))
-    about = batch, flags, learner.step
+    step = learner.step
     if not learner.is_ahead:
-        check_loss(spread(numbers()), *about)
+        check_loss(spread(numbers()), batch, flags, step)
     learning_rate = float(learner.scheduler.get_last_lr()[0])
     learner.optimizer.step()
     total = devices.fetch({"weights": sum_of_weights(model)})
 
     def check() -> dict[str, Any]:
-        learner.diverged = True  # unless all is finite
-        found = spread(numbers())
-        check_loss(found, *about)
-        check_weights(total()["weights"], learning_rate, flags, learner.step)
-        learner.diverged = False
+        try:
+            found = spread(numbers())
+            check_loss(found, batch, flags, step)
+            check_weights(total()["weights"], learning_rate, flags, step)
+        except FloatingPointError:
+            learner.diverged = True
+            raise
         return found
 
     if not learner.is_ahead:
@@ -405,6 +408,9 @@ def begin(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
         if mixer:
             mixer.carry_states(model)
     advance(learner.scheduler, 1)
+    weights = model.state_dict()
+    if learner.is_ahead:  # a copy, made before `counted` has arrived
+        weights = {name: x.clone() for name, x in weights.items()}
     counted = devices.fetch({name: ranks.joined_batch(batch[name]) for name in COUNTED})
     learner.step += batch["done"][1:].numel() * ranks.size()
     # The lag counts up to the weights before the last update.
@@ -418,9 +424,6 @@ def begin(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
         columns = count_batch(learner, counted(), step, newest)
         return spread(join_columns(columns, known, scalars))
 
-    weights = model.state_dict()
-    if learner.is_ahead:
-        weights = {name: x.clone() for name, x in weights.items()}
     return Update(finish, weights, learner.num_updates, (batch, initial_state))
 
 

@@ -24,6 +24,7 @@ import contextlib
 import functools
 import logging
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -225,17 +226,23 @@ class LearnerThreads:
     ) -> None:
         self.waiting: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         self._run, self._learn_from, self._count = run, learn_from, count
+        self._in_hand, self._lock = 0, threading.Lock()  # batches not yet begun
         run.on_stop(self._stop)
         for i in range(count):
             run.start_thread(f"learner-{i}", self._work)
 
     def put(self, slots: list[int]) -> None:
+        with self._lock:
+            self._in_hand += 1
         self.waiting.put(slots)
 
     def _work(self) -> None:
         while (slots := self.waiting.get()) is not None:
             self._learn_from(slots)
-            if self.waiting.empty():
+            with self._lock:
+                self._in_hand -= 1
+                nothing_waits = not self._in_hand
+            if nothing_waits:
                 self._run.finish_updates()
 
     def _stop(self) -> None:
@@ -292,7 +299,8 @@ def in_rounds(
 
     def learn_from_batch(slots: list[int]) -> None:
         learn_from(slots)
-        run.finish_updates()  # before the actors go on
+        if learning.waiting.empty():  # the actors go on next
+            run.finish_updates()
         learned.append(slots)
         run.wake()
 

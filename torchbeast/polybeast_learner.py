@@ -182,8 +182,9 @@ def at_once(run: Run, streams: Streams) -> None:
     for rollouts in group.queue:
         if not learn_from(run, streams, rollouts):
             break
-        if group.queue.size() < run.flags.batch_size:  # nothing waits
+        if group.queue.size() < group.items_per_batch:  # nothing waits
             run.finish_updates()
+    run.finish_updates()
 
 
 def in_rounds(run: Run, streams: Streams) -> None:

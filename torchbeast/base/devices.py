@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -43,12 +44,13 @@ def _device(flags: argparse.Namespace, name: str, gpu: int) -> torch.device:
     kind, gpus = hardware.accelerators()
     if flags.disable_cuda:
         gpus = 0
+    usual = gpus if kind != "mps" else 0  # slower than the CPU for small networks
     if not given:
-        if name == "actor_device" and (gpus < 2 or flags.learner_device):
+        if name == "actor_device" and (usual < 2 or flags.learner_device):
             return learner_device(flags)
-        if (own := ranks.local_gpu(gpus)) is not None:
+        if (own := ranks.local_gpu(usual)) is not None:
             return torch.device(kind, own)
-        return torch.device(kind, gpu) if gpus else torch.device("cpu")
+        return torch.device(kind, gpu) if usual else torch.device("cpu")
     try:
         device = torch.device(given)
     except RuntimeError as error:
@@ -69,11 +71,16 @@ def fast_bf16(device: torch.device) -> bool:
 
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu":
+        return False
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
 # --- Work that the CPU does not wait for ----------------------------------------------
+
+
+_of_thread = threading.local()  # its stream for copies
 
 
 def works_ahead(device: torch.device) -> bool:
@@ -100,13 +107,17 @@ def fetch(row: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     flat = torch.cat([x.to(wide).flatten() for x in tensors.values()])
     flat = flat.to("cpu", non_blocking=True)  # into pinned memory
     arrived = torch.Event(device)
-    arrived.record()
+    arrived.record(torch.accelerator.current_stream(device))
+    kinds = {k: (x.dtype, x.shape) for k, x in tensors.items()}
 
     def wait() -> dict[str, Any]:
         arrived.synchronize()
-        parts = flat.split([x.numel() for x in tensors.values()])
-        pairs = zip(tensors.items(), parts, strict=True)
-        return {**row, **{k: y.to(x.dtype).view(x.shape) for (k, x), y in pairs}}
+        parts = flat.split([shape.numel() for _, shape in kinds.values()])
+        found = {
+            name: part.to(dtype).view(shape)
+            for (name, (dtype, shape)), part in zip(kinds.items(), parts, strict=True)
+        }
+        return {**row, **found}
 
     return wait
 
@@ -122,9 +133,12 @@ def copying(device: torch.device) -> Iterator[None]:
     if not works_ahead(device) or device.type == "cpu":
         yield
         return
-    with torch.Stream(device) as stream:
+    # One for each thread, because memory belongs to a stream.
+    if not hasattr(_of_thread, "stream"):
+        _of_thread.stream = torch.Stream(device)
+    with _of_thread.stream:
         yield
-    stream.synchronize()
+    _of_thread.stream.synchronize()
 
 
 def on_own_stream(device: torch.device, work: Callable[[], None]) -> Callable[[], None]:
@@ -146,3 +160,10 @@ def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not works_ahead(device) or device.type == "cpu":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
+
+
+def send(values: Any, device: torch.device) -> torch.Tensor:
+    """A small tensor or array on the device, where it arrives before it is used."""
+    import torch
+
+    return torch.as_tensor(values).to(device, non_blocking=True)

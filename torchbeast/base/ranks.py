@@ -40,7 +40,7 @@ def joined(flags: argparse.Namespace) -> Iterator[None]:
         return
     kind, gpus = hardware.accelerators()
     own = dist.get_default_backend_for_device(kind)  # of CUDA's GPUs: nccl
-    backend = f"cpu:gloo,{kind}:{own}" if gpus else "gloo"
+    backend = f"cpu:gloo,{kind}:{own}" if gpus and own != "gloo" else "gloo"
     seconds = max(flags.actor_timeout, getattr(flags, "connect_timeout", 0))
     limit = datetime.timedelta(seconds=2 * seconds)
     store, number, count = next(dist.rendezvous("env://", timeout=limit))
@@ -176,3 +176,5 @@ def copy_first(tensors: Iterable[torch.Tensor]) -> None:
     with _waiting():
         for x in tensors:
             dist.broadcast(x, 0)
+            if x.device.type != "cpu":  # other streams copy it next
+                torch.accelerator.synchronize(x.device)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from gymnasium import spaces
 
+from torchbeast.base import devices
 from torchbeast.core import vtrace
 
 NUM_SAMPLES = 64  # for the mean over a policy that has no sum
@@ -211,15 +212,17 @@ class DiagonalGaussian(ActionDistribution):
 
     def _normal(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mean, x = logits.chunk(2, dim=-1)
-        log_std = torch.where(self._bounded.to(x.device), F.logsigmoid(x), x)
+        log_std = torch.where(devices.send(self._bounded, x.device), F.logsigmoid(x), x)
         return mean, log_std.clamp(self.min_log_std, self.max_log_std)
 
     def _to_action(self, z: torch.Tensor) -> torch.Tensor:
         z = z.reshape(z.shape[:-1] + self.action_shape)
-        return self._center.to(z.device) + self._scale.to(z.device) * z
+        center, scale = (devices.send(x, z.device) for x in (self._center, self._scale))
+        return center + scale * z
 
     def _from_action(self, action: torch.Tensor) -> torch.Tensor:
-        center, scale = self._center.to(action.device), self._scale.to(action.device)
+        device = action.device
+        center, scale = (devices.send(x, device) for x in (self._center, self._scale))
         leading = action.shape[: action.dim() - len(self.action_shape)]
         return ((action - center) / scale).reshape(*leading, self.num_features)
 

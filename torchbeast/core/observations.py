@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
+from torchbeast.base import devices
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.envs.checks import leaves_of, parts_of
 
@@ -94,7 +95,7 @@ def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
     if isinstance(space, spaces.Discrete):
         return F.one_hot(x.long() - int(space.start), int(space.n)).float()
     if isinstance(space, spaces.MultiDiscrete):
-        start = torch.as_tensor(np.asarray(space.start, np.int64), device=x.device)
+        start = devices.send(np.asarray(space.start, np.int64), x.device)
         digits = (x.long() - start).flatten(1)
         sizes = space.nvec.flatten().tolist()
         parts = [F.one_hot(d, n) for d, n in zip(digits.unbind(1), sizes, strict=True)]
@@ -112,10 +113,10 @@ def _scale_integers(box: spaces.Box, x: torch.Tensor) -> torch.Tensor:
     values are.
     """
     ends = np.abs([box.low.astype(np.float64), box.high.astype(np.float64)])
-    bound = torch.as_tensor(ends.max(0).reshape(-1), device=x.device)
-    scaled = x / bound.clamp(min=1).float()
+    bound = ends.max(0).reshape(-1)
+    scaled = x / devices.send(np.maximum(bound, 1).astype(np.float32), x.device)
     logs = x.sign() * x.abs().log1p()
-    return torch.where(bound < NO_INTEGER_BOUND, scaled, logs)
+    return torch.where(devices.send(bound < NO_INTEGER_BOUND, x.device), scaled, logs)
 
 
 def has_numbers(leaf: spaces.Space) -> bool:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from torchbeast.base import devices
 from torchbeast.base.errors import FlagError, UserError
 from torchbeast.base.hardware import free_memory, memory_limit
 from torchbeast.base.nested import Nested, flatten, map_nested
@@ -253,7 +254,7 @@ def minibatches(
         yield batch, initial_state
         return
     for part in torch.randperm(batch["done"].shape[1]).tensor_split(count):
-        index = part.to(batch["done"].device)
+        index = devices.move(part, batch["done"].device)
         yield (
             map_nested(lambda x, index=index: x[:, index], batch),
             map_nested(lambda x, index=index: x[:, index], initial_state),

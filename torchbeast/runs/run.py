@@ -196,12 +196,15 @@ class Run:
         with self._turn:
             # With --sync the last round is learned from completely.
             finished = learner.step >= self.flags.total_steps or self.all_stop
-            if (finished and not self.flags.sync) or learner.diverged:
+            if finished and not self.flags.sync:
                 yield False
                 return
             if number := ranks.highest(self._signal):
                 self._signal, self.all_stop = self._signal or number, True
             with self._lock:
+                if learner.diverged:
+                    yield False
+                    return
                 if not self.timings.seconds:
                     self.timings.reset()  # don't count the start of the actors
                 self.timings.time("wait")
@@ -217,12 +220,11 @@ class Run:
         self._begun.append(update)
 
     def finish_updates(self) -> None:
-        """Finishes the newest update, too, which is otherwise done after the next one.
-
-        Call it if no batch waits.
-        """
+        """Finishes the newest update, too. Call it if no batch waits."""
         with self._lock:
+            self.timings.time("wait")
             self._finish()
+            self.timings.time("learn")
 
     def _finish(self, all_but: int = 0) -> None:
         try:
@@ -262,10 +264,7 @@ class Run:
         return not self.flags.disable_checkpoint and self._progress() != self._saved_at
 
     def _progress(self) -> tuple[int, int]:
-        """What a checkpoint is worth saving for: steps, and updates of the weights.
-
-        While a replay fills, there are steps without updates.
-        """
+        """Steps and updates. While a replay fills, there are steps without updates."""
         return self.learner.step, self.learner.num_updates
 
     def _milestone(self) -> int:
@@ -278,9 +277,9 @@ class Run:
         if not self._lock.acquire(timeout=1.0):
             return None
         try:
+            self._finish()
             weights = self.learner.model.state_dict()
-            copies = {k: x.detach().cpu().clone() for k, x in weights.items()}
-            return self.learner.step, copies
+            return self.learner.step, {k: x.cpu().clone() for k, x in weights.items()}
         finally:
             self._lock.release()
 
