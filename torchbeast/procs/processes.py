@@ -92,6 +92,15 @@ def _exit_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
+def name_thread(name: str) -> None:
+    """Names this thread for `top` and runs/trial.py, if the system is Linux.
+
+    Threads that it starts inherit the name.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/thread-self/comm").write_text(name)
+
+
 @contextlib.contextmanager
 def handling(
     handler: Callable[[int, FrameType | None], Any],

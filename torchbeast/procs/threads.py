@@ -4,6 +4,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from torchbeast.procs import processes
+
 
 class Threads:
     """Daemon threads whose errors a loop sees.
@@ -32,6 +34,7 @@ class Threads:
         """Starts a thread."""
 
         def guarded() -> None:
+            processes.name_thread(name)
             try:
                 work()
             except BaseException as error:

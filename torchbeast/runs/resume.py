@@ -27,7 +27,7 @@ from torchbeast.presets import RENAMED
 from torchbeast.records.folder import RunExistsError, RunFolder, has_content
 from torchbeast.records.logs_csv import is_evaluated
 from torchbeast.records.meta import complete_meta, read_meta
-from torchbeast.runs import checkpoint, flagset, mirror, script, trust
+from torchbeast.runs import autotune, checkpoint, flagset, mirror, script, trust
 from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger(__name__)
@@ -118,6 +118,8 @@ def run_script(
 
     def run() -> int:
         typed = flagset.read(parser, argv)
+        if vars(flagset.merge(typed)).get("autotune"):
+            return autotune.main(typed, resolve_layout)
         if flagset.merge(typed).mode != "train":
             test(typed)
             return 0
