@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from torchbeast.base.errors import UserError
+from torchbeast.base.hardware import num_cpus
 from torchbeast.procs.children import Guardian, how_it_ended
 
 if TYPE_CHECKING:
@@ -56,6 +57,14 @@ def process_tree(root: int) -> dict[int, float]:
     return {pid: stats[pid][1] for pid in tree if pid in stats}
 
 
+def machine_busy() -> float:
+    """CPU seconds for which cores were busy, or were taken away by the host."""
+    words = Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+    user, nice, system, _, _, irq, softirq, steal = map(int, words)
+    busy = user + nice + system + irq + softirq + steal
+    return busy / os.sysconf("SC_CLK_TCK")
+
+
 def threads(pid: int) -> dict[tuple[str, int], float]:
     """CPU seconds of a process's threads, by name and thread id."""
     found = {}
@@ -86,12 +95,14 @@ class Measured(NamedTuple):
       sps: environment steps per second that it learned from.
       cores: CPU seconds per second, by part: "environments" are all processes but the
         learner's, whose threads are in "learner", "inference" and "rest".
+      free_cores: those that other programs have left.
       learner_busy: share of the time in which the learner's own threads computed, one
         per batch; "learner" also has those that helped them.
     """
 
     sps: float
     cores: dict[str, float]
+    free_cores: float
     learner_busy: float
 
 
@@ -174,7 +185,7 @@ class Trial:
           TrialError: the run has ended, or made too few updates.
         """
         pid, start = self.process.pid, time.time()
-        tree, own = process_tree(pid), threads(pid)
+        tree, own, busy = process_tree(pid), threads(pid), machine_busy()
         while True:
             self.sleep(min(seconds, 0.5))
             wall = time.time() - start
@@ -184,6 +195,7 @@ class Trial:
                 break
             if wall > LONGEST * seconds:
                 raise self.fail(f"made only {len(ticks)} updates in {wall:.0f} s")
+        busy = machine_busy() - busy
         used = {k: x - tree.get(k, 0.0) for k, x in process_tree(pid).items()}
         by_thread = {k: x - own.get(k, 0.0) for k, x in threads(pid).items()}
 
@@ -198,10 +210,12 @@ class Trial:
         }
         cores["rest"] = used[pid] - cores["learner"] - cores["inference"]
         # A thread's helpers inherit its name, and compute at most as long as it does.
-        busy = {name: max(x for n, x in learner if n == name) for name, _ in learner}
-        seconds_between, steps = ticks[-1] - ticks[0]
+        alone = {name: max(x for n, x in learner if n == name) for name, _ in learner}
+        between, steps = ticks[-1] - ticks[0]
+        others = max(0.0, busy - sum(used.values())) / wall
         return Measured(
-            steps / seconds_between,
+            float(steps / between),
             {name: max(0.0, x) / wall for name, x in cores.items()},
-            min(1.0, sum(busy.values()) / wall),
+            max(0.1, min(num_cpus(), (os.cpu_count() or 1) - others)),
+            min(1.0, sum(alone.values()) / wall),
         )
