@@ -4,6 +4,7 @@
         --variants monobeast polybeast -- --env free_env:FreeEnv
 """
 
+import time
 from typing import Any
 
 import gymnasium as gym
@@ -27,3 +28,30 @@ class FreeEnv(gym.Env):
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         self.steps += 1
         return np.zeros(4, np.float32), 1.0, self.steps % 100 == 0, False, {}
+
+
+class WaitingEnv(gym.Env):
+    """Frames as large as Atari's, and steps that sleep: another machine computes them.
+
+    Args:
+      seconds: of a step.
+    """
+
+    observation_space = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    action_space = spaces.Discrete(6)
+
+    def __init__(self, seconds: float = 0.001) -> None:
+        self.seconds = seconds
+        self.frame = self.observation_space.sample()
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.frame, {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        time.sleep(self.seconds)
+        self.steps += 1
+        return self.frame, 1.0, self.steps % 100 == 0, False, {}

@@ -31,14 +31,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from throughput import (
+from throughput import describe_machine, proportional_set_size, start_run
+
+from torchbeast.runs.trial import (
     END_SECONDS,
     START_SECONDS,
-    describe_machine,
+    Trial,
     process_tree,
-    proportional_set_size,
     read_stat,
-    start_run,
 )
 
 COLUMNS = (
@@ -56,9 +56,7 @@ exec "$@"
 """
 
 
-def begin(
-    args: argparse.Namespace, folder: Path
-) -> tuple[subprocess.Popen, Path, Path]:
+def begin(args: argparse.Namespace, folder: Path) -> Trial:
     if args.tcp is None:
         return start_run("polybeast", args.flags, folder)
     unix, port = f"unix:{folder}/server", 20000 + os.getpid() % 10000
@@ -76,9 +74,10 @@ def server_pids(learner: int) -> list[int]:
     pids = []
     for pid in process_tree(learner):
         try:
-            parent = read_stat(pid)[0]
+            parent = read_stat(Path(f"/proc/{pid}/stat"))[0]
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            grandparent = read_stat(parent)[0] if parent > 1 else 0
+            above = Path(f"/proc/{parent}/stat")
+            grandparent = read_stat(above)[0] if parent > 1 else 0
         except (FileNotFoundError, ProcessLookupError):
             continue  # the process has ended
         if grandparent == learner and b"spawn_main" in command:
@@ -112,8 +111,8 @@ def growth(seconds: np.ndarray, memory: np.ndarray) -> float:
     return float(np.polyfit(seconds[late] / 3600, memory[late], 1)[0])
 
 
-def soak(args: argparse.Namespace, folder: Path) -> int:
-    run, logs, output = begin(args, folder)
+def soak(args: argparse.Namespace, trial: Trial) -> int:
+    run, logs = trial.process, trial.logs
     kills, samples = 0, []
     try:
         deadline = time.monotonic() + START_SECONDS
@@ -171,7 +170,7 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
     rows = read_rows(logs)
     if len(rows) < 2 or not any(s[1] == count for s in samples):
         print("The run ended before there was something to measure. Its last lines:")
-        print(*output.read_text().splitlines()[-20:], sep="\n")
+        print(*trial.output().splitlines()[-20:], sep="\n")
         return 1
     times = np.array([float(row["_time"]) for row in rows])
     whole = np.array([s[:4] for s in samples if s[1] == count], float)
@@ -195,7 +194,7 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
             f"Memory of {name}: first {memory[0]:.0f} MiB, last {memory[-1]:.0f}, "
             f"most {memory.max():.0f}; growth {growth(whole[:, 0], memory):+.1f} MiB/h"
         )
-    lines = output.read_text().splitlines()
+    lines = trial.output().splitlines()
     errors = [line for line in lines if "[ERROR " in line]
     print("Errors and last lines:", *errors, *lines[-4:], sep="\n")
     expected = 128 + signal.SIGINT
@@ -218,8 +217,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     print(", ".join(f"{k} {v}" for k, v in describe_machine().items() if v is not None))
     print("PolyBeast's flags:", *args.flags, flush=True)
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        return soak(args, Path(folder))
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-") as folder,
+        begin(args, Path(folder)) as trial,
+    ):
+        return soak(args, trial)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ cores other processes used during the run.
 
 import argparse
 import concurrent.futures
-import csv
 import json
 import multiprocessing
 import os
@@ -57,10 +56,9 @@ from torchbeast.learner import Learner, learn
 from torchbeast.model import make_model
 from torchbeast.runs import flagset
 from torchbeast.runs.flagset import Flags
+from torchbeast.runs.trial import Trial, machine_busy, process_tree, read_ticks
 
 ROOT = Path(__file__).resolve().parent.parent
-START_SECONDS = 120.0  # until the first update
-END_SECONDS = 30.0  # from SIGINT to the end
 CHUNK_SECONDS = 0.1
 MEMORY_SECONDS = 1.0  # between two samples
 
@@ -204,28 +202,6 @@ def time_parts(flags: Flags, seconds: float) -> dict[str, float]:
 # --- Figures from /proc ---------------------------------------------------------------
 
 
-def read_stat(pid: int) -> tuple[int, float]:
-    """Parent and CPU seconds of a process."""
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    ticks = int(words[11]) + int(words[12])  # in user and in kernel mode
-    return int(words[1]), ticks / os.sysconf("SC_CLK_TCK")
-
-
-def process_tree(root: int) -> dict[int, float]:
-    """CPU seconds of a process and all its descendants, by process id."""
-    stats = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            stats[int(path.name)] = read_stat(int(path.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # the process has ended
-    tree, size = {root}, 0
-    while len(tree) > size:
-        size = len(tree)
-        tree |= {pid for pid, (parent, _) in stats.items() if parent in tree}
-    return {pid: stats[pid][1] for pid in tree if pid in stats}
-
-
 def proportional_set_size(pids: Sequence[int]) -> float:
     """Sum in MiB; memory that n processes share counts 1/n in each."""
     total = 0
@@ -239,25 +215,7 @@ def proportional_set_size(pids: Sequence[int]) -> float:
     return total / 1024
 
 
-def machine_busy() -> float:
-    """CPU seconds for which cores were busy, or were taken away by the host."""
-    words = Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
-    user, nice, system, _, _, irq, softirq, steal = map(int, words)
-    busy = user + nice + system + irq + softirq + steal
-    return busy / os.sysconf("SC_CLK_TCK")
-
-
 # --- A run ----------------------------------------------------------------------------
-
-
-def read_ticks(path: Path) -> np.ndarray:
-    """Time in s and steps of every update so far, [updates, 2] float64."""
-    if not path.exists():
-        return np.empty((0, 2))
-    whole_lines = path.read_text().rpartition("\n")[0].splitlines()
-    rows = csv.DictReader(whole_lines)
-    ticks = [(float(row["_time"]), float(row["step"])) for row in rows]
-    return np.array(ticks).reshape(-1, 2)
 
 
 def windows_sps(
@@ -275,12 +233,8 @@ def windows_sps(
 
 def start_run(
     variant: str, argv: Sequence[str], folder: Path, before: Sequence[str] = ()
-) -> tuple[subprocess.Popen, Path, Path]:
-    """Starts an endless run in its own session: the command `before`, followed by it.
-
-    Returns:
-      The process, its logs.csv, and the file with its output.
-    """
+) -> Trial:
+    """Starts an endless run: the command `before`, followed by it."""
     command = [*before, sys.executable, "-m", f"torchbeast.{variant}", *argv]
     if variant == "polybeast":
         command += ["--pipes_basename", f"unix:{folder}/server"]
@@ -288,17 +242,7 @@ def start_run(
     command += ["--total_steps", str(10**12)]
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    output = folder / "output.txt"
-    with output.open("w") as file:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-    return process, folder / "run" / "logs.csv", output
+    return Trial(command, folder, environment)
 
 
 def run_variant(
@@ -307,60 +251,35 @@ def run_variant(
     """Runs MonoBeast or PolyBeast and measures it after the warm-up.
 
     Raises:
-      RuntimeError: the run ended by itself, or did not end within END_SECONDS after
-        SIGINT; the message ends with the end of its output.
+      TrialError: the run ended by itself, or did not end after SIGINT; the message ends
+        with the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
-        process, logs, output = start_run(
-            variant, [*argv, "--disable_checkpoint"], Path(folder)
-        )
-
-        def fail(what: str) -> RuntimeError:
-            return RuntimeError(
-                f"{' '.join(process.args)} {what}. The end of its output:\n"
-                + output.read_text()[-4000:]
-            )
-
-        try:
-            deadline = time.time() + START_SECONDS
-            while not len(read_ticks(logs)):
-                if process.poll() is not None:
-                    raise fail(f"ended with status {process.returncode}")
-                if time.time() > deadline:
-                    raise fail(f"made no update in {START_SECONDS:.0f} s")
-                time.sleep(0.2)
-            time.sleep(args.warm_up)
-            cpu_start, busy_start = process_tree(process.pid), machine_busy()
+        argv = [*argv, "--disable_checkpoint"]
+        with start_run(variant, argv, Path(folder)) as run:
+            run.wait_for_update()
+            run.sleep(args.warm_up)
+            pid = run.process.pid
+            cpu_start, busy_start = process_tree(pid), machine_busy()
             start = time.time()
             memory = []
             while (left := start + args.seconds - time.time()) > 0:
-                memory.append(proportional_set_size(list(process_tree(process.pid))))
+                memory.append(proportional_set_size(list(process_tree(pid))))
                 time.sleep(max(0.0, min(MEMORY_SECONDS, left)))
-            cpu_end, busy_end = process_tree(process.pid), machine_busy()
+            cpu_end, busy_end = process_tree(pid), machine_busy()
             end = time.time()
-            if process.poll() is not None:
-                raise fail(f"ended with status {process.returncode}")
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                raise fail(f"did not end within {END_SECONDS:.0f} s") from None
-            if process.returncode != 128 + signal.SIGINT:
-                print(fail(f"ended with status {process.returncode} after SIGINT"))
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-        ticks = read_ticks(logs)
-        waited = re.findall(
-            r"(?:Learner: .*Actors|The whole run: ).*", output.read_text()
-        )
+            run.check()
+            run.end(signal.SIGINT)
+            status = run.process.returncode
+            if status != 128 + signal.SIGINT:
+                print(run.fail(f"ended with status {status} after SIGINT"))
+        ticks = read_ticks(run.logs)
+        waited = re.findall(r"(?:Learner: .*Actors|The whole run: ).*", run.output())
     sps = windows_sps(ticks, start, end, args.window)
     low, median, high = np.percentile(sps, [25, 50, 75]).tolist()
     used = {pid: cpu_end[pid] - cpu_start.get(pid, 0.0) for pid in cpu_end}
     steps = (end - start) * sps.mean()
-    learner = used[process.pid]
+    learner = used[pid]
     return {
         "sps": median,
         "sps_low": low,
@@ -371,7 +290,7 @@ def run_variant(
         "others": max(0.0, busy_end - busy_start - sum(used.values())) / (end - start),
         "memory": max(memory),
         "waited": waited[-1] if waited else "unknown",
-        "status": process.returncode,
+        "status": status,
     }
 
 

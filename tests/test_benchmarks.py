@@ -25,6 +25,7 @@ from gymnasium.utils import env_checker
 
 from torchbeast.core import vtrace
 from torchbeast.records.saved_runs import read_run
+from torchbeast.runs import trial
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -45,9 +46,9 @@ def test_windows_sps_shows_a_pause():
 
 def test_read_ticks_leaves_out_an_unfinished_line(tmp_path):
     path = tmp_path / "logs.csv"
-    assert throughput.read_ticks(path).shape == (0, 2)
+    assert trial.read_ticks(path).shape == (0, 2)
     path.write_text("_tick,_time,step,total_loss\n0,10.5,640,1.0\n1,11.5,1280,")
-    np.testing.assert_array_equal(throughput.read_ticks(path), [[10.5, 640.0]])
+    np.testing.assert_array_equal(trial.read_ticks(path), [[10.5, 640.0]])
 
 
 def test_process_tree_and_memory_see_grandchildren():
@@ -63,7 +64,7 @@ def test_process_tree_and_memory_see_grandchildren():
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == f"{64 << 20}\n"
-        tree = throughput.process_tree(process.pid)
+        tree = trial.process_tree(process.pid)
         assert len(tree) == 2
         assert sum(tree.values()) > 0
         assert 64 < throughput.proportional_set_size(list(tree)) < 128

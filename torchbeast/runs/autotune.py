@@ -18,7 +18,7 @@ import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,24 +106,30 @@ def try_layout(script: str, flags: Flags, seconds: float = SECONDS) -> Tried:
     Raises:
       TrialError: the run failed or hung.
     """
+    others: dict[str, Any] = {"replay_file": None, "init_from": None, "wandb": None}
+    others |= {"tensorboard": False, "write_profiler_trace": False}
+    others |= {"eval_interval": 0, "total_steps": 10**15, "autotune": False}
+    others |= {"disable_checkpoint": True, "suppress_logs": False}
+    others["learn_start"] = min(flags.learn_start, flags.replay_size // 8)
     with tempfile.TemporaryDirectory(prefix="torchbeast-autotune-") as name:
-        folder = Path(name)
-        others: dict[str, Any] = {"replay_file": None, "init_from": None, "wandb": None}
-        others |= {"tensorboard": False, "write_profiler_trace": False}
-        others |= {"eval_interval": 0, "total_steps": 10**15, "autotune": False}
-        others |= {"disable_checkpoint": True, "suppress_logs": False}
-        others["learn_start"] = min(flags.learn_start, flags.replay_size // 8)
-        args = json.dumps({"args": flags.as_dict() | others})
-        (folder / "flags.json").write_text(args)
+        file = Path(name, "flags.json")
+        file.write_text(json.dumps({"args": flags.as_dict() | others}))
         command = [sys.executable, "-m", f"torchbeast.{script}"]
-        command += ["--config", str(folder / "flags.json"), "--trust_checkpoint_env"]
-        command += ["--savedir", name, "--xpid", "run"]
-        with Trial(command, folder, os.environ) as run:
-            run.wait_for_update()
-            run.sleep(WARM_UP * seconds)
-            measured = run.measure(seconds)
-        output = run.output()
-    layout = Layout(flags.num_actors, flags.envs_per_actor)
+        command += ["--config", str(file), "--trust_checkpoint_env"]
+        layout = Layout(flags.num_actors, flags.envs_per_actor)
+        return try_command(command, layout, file.parent, seconds)
+
+
+def try_command(
+    command: Sequence[str], layout: Layout, folder: Path, seconds: float
+) -> Tried:
+    """Measures a run that a command starts, see try_layout."""
+    command = [*command, "--savedir", str(folder), "--xpid", "run"]
+    with Trial(command, folder, os.environ) as run:
+        run.wait_for_update()
+        run.sleep(WARM_UP * seconds)
+        measured = run.measure(seconds)
+    output = run.output()
     batches = re.findall(r"Mean inference batch ([\d.]+)", output)
     times = re.findall(r"(?:Actors|Streams' time): (.*?)\.(?: |$)", output, re.M)
     shares = re.findall(r"([\w' ]+?) (\d+) %", times[-1]) if times else []

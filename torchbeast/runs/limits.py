@@ -85,10 +85,11 @@ def limits(
         cycle = E * (env + costs.pause)
         if infer:
             found["inference"] = num_inference_threads * n / infer
-            busy = min(1.0, *(x / found["inference"] for x in found.values()))
-            cycle += infer * (1 + busy / 2)  # half of the batch before, on average
+            cycle += infer
         found["actors"] = layout.num_envs / cycle
-        arrived = max(E, min(found.values()) * infer / num_inference_threads)
+        # While cores are short, a batch takes longer, and more arrive.
+        speed = min(x for name, x in found.items() if name != "cores")
+        arrived = max(E, speed * infer / num_inference_threads)
         if in_turns or not infer or arrived > 0.999 * n:
             break
         n = arrived

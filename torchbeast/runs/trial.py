@@ -138,16 +138,28 @@ class Trial:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Asks the run to end, and kills what does not."""
+        """Kills what does not end."""
+        try:
+            self.end()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self._guardian.release(self.process.pid)
+            self._guardian.close()
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """Asks the run to end, and waits for it.
+
+        Raises:
+          TrialError: it does not.
+        """
         if self.process.poll() is None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.send_signal(number)
+            try:
                 self.process.wait(END_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._guardian.release(self.process.pid)
-        self._guardian.close()
+            except subprocess.TimeoutExpired:
+                raise self.fail(f"did not end within {END_SECONDS:.0f} s") from None
 
     def output(self) -> str:
         return self._output.read_text(errors="replace")
