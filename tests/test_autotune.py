@@ -196,7 +196,7 @@ def test_a_pause_is_what_neither_waits_nor_computes():
     shares = {"wait": 0.0, "env": 0.9, "act": 0.1}
     (tried,) = [try_of(costs, layout, sps, 3, shares)]
     assert costs_of([tried]).pause == pytest.approx(9e-4)
-    busy = tried.measured._replace(free_cores=1.0)  # then it may wait for a core
+    busy = tried.measured._replace(free_cores=0.85)  # it may wait for a core
     assert costs_of([tried._replace(measured=busy)]).pause == 0
 
 
@@ -306,12 +306,16 @@ def tune(line, variant="monobeast", seconds=0.4):
 
 
 @runs.needs_proc
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("variant", ["monobeast", "polybeast"])
-def test_it_prints_flags_and_leaves_nothing(variant, tmp_path, capsys, monkeypatch):
+@pytest.mark.timeout(600)  # three starts of a run, and two
+@pytest.mark.parametrize(
+    ("variant", "more"), [("monobeast", ""), ("polybeast", "--envs_per_actor 2")]
+)
+def test_it_prints_flags_and_leaves_nothing(
+    variant, more, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    line = f"{SMALL} --num_actors 2 --savedir {tmp_path}/runs --autotune"
+    line = f"{SMALL} --num_actors 2 {more} --savedir {tmp_path}/runs --autotune"
     assert tune(line, variant) == 0
     out = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"--num_actors 2 --envs_per_actor \d+", out[-1])

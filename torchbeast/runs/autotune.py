@@ -41,13 +41,6 @@ SECONDS, WARM_UP = 7.0, 0.4  # seconds of a trial to measure; before that, a sha
 MOST_ENVS_PER_ROLLOUT = 8
 SAME = 0.97  # of the highest speed: then fewer environments are better
 ALL_BUSY = 0.9  # of the cores; else who uses none does not wait for one
-WORDS = {
-    "cores": "the cores, which are always busy",
-    "learner": "the learner, which computes one batch at a time",
-    "inference": "inference",
-    "actors": "the actors or streams, which wait for their environments and actions",
-    "turns": "--sync, with which actors and learner take turns",
-}
 
 
 # --- Service times --------------------------------------------------------------------
@@ -227,7 +220,7 @@ def report(tries: list[Tried], choices: dict[Layout, Flags]) -> str:
             how = "tried" if x in tried else "predicted from the others"
             lines.append(f"{speeds[x]:16,.0f}   {x}, {how}")
     parts = sorted(allowed[best].items(), key=lambda item: item[1])
-    lines.append(f"The bottleneck is {WORDS[parts[0][0]]}. Limits of each part:")
+    lines.append(f"Bottleneck: {parts[0][0]}. Limits of each part:")
     lines.append("  " + ", ".join(f"{name} {x:,.0f}" for name, x in parts))
     measured, shares = tried[best].measured, tried[best].shares
     used = [f"{k} {1e3 * x / measured.sps:.3f}" for k, x in measured.cores.items() if x]
