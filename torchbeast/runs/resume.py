@@ -118,13 +118,14 @@ def run_script(
 
     def run() -> int:
         typed = flagset.read(parser, argv)
-        if vars(flagset.merge(typed)).get("autotune"):
+        flags = flagset.merge(typed)
+        if "autotune" in typed.declared and flags.autotune:
             return autotune.main(typed, resolve_layout)
-        if flagset.merge(typed).mode != "train":
+        if flags.mode != "train":
             test(typed)
             return 0
         with (
-            ranks.joined(flagset.merge(typed)),
+            ranks.joined(flags),
             begin_all(typed, resolve_layout) as start,
         ):
             return 0 if ranks.of_first(start.is_finished) else train(start)
