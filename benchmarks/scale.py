@@ -7,7 +7,7 @@ that it measures here, and checks the model against real server processes.
 
 1. It measures a learner with one server by TCP, once with few and once with many
    environments: CPU time of a step in the server, of an inference batch, of a step in
-   the streams and in the learner, and the bytes of a step at the loopback interface.
+   the streams and in the learner. The bytes of a step are those of its arrays.
 2. It predicts --processes on this machine (all share its cores), and then runs them.
 3. It predicts 1 to 1,000 machines that have one stream per core, beside a learner on a
    machine like this one, and names what limits them.
@@ -18,6 +18,7 @@ Needs Linux, and a machine on which nothing else runs.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -29,6 +30,10 @@ from typing import Any
 
 from throughput import ROOT, describe_machine
 
+from torchbeast import polybeast_env
+from torchbeast.base.nested import flatten
+from torchbeast.envs.environment import Environment
+from torchbeast.runs import flagset
 from torchbeast.runs.autotune import Tried, costs_of, try_command
 from torchbeast.runs.limits import Costs, Layout, limits
 
@@ -40,14 +45,15 @@ exec "$@"
 """
 
 
-def loopback_bytes() -> int:
-    """Bytes that the loopback interface has carried."""
-    (line,) = [x for x in Path("/proc/net/dev").read_text().splitlines() if "lo:" in x]
-    return int(line.split()[1])
+def row_bytes(argv: Sequence[str]) -> float:
+    """Bytes of a step: what an environment says, and the action."""
+    flags = flagset.parse(polybeast_env.make_parser(), argv).freeze()
+    with contextlib.closing(Environment(flags, 1)) as env:
+        return sum(x.nbytes for x in flatten(env.initial())) + 8
 
 
-def measure(layout: Layout, args: argparse.Namespace) -> tuple[Tried, float]:
-    """A run with a server process per stream, and the bytes of a step."""
+def measure(layout: Layout, args: argparse.Namespace) -> Tried:
+    """Measures a run with a server process per stream, by TCP."""
     port = 20000 + os.getpid() % 10000
     envs = f"{' '.join(args.flags)} --envs_per_actor {layout.envs_per_actor}"
     script = START.format(
@@ -63,12 +69,8 @@ def measure(layout: Layout, args: argparse.Namespace) -> tuple[Tried, float]:
     command += ["--total_steps", str(10**12), "--disable_checkpoint"]
     paths = [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    before = loopback_bytes()
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
-        tried = try_command(command, layout, Path(folder), args.seconds)
-        rows = (Path(folder) / "run" / "logs.csv").read_text().splitlines()
-    steps = int(rows[-1].split(",")[rows[0].split(",").index("step")])
-    return tried, (loopback_bytes() - before) / steps
+        return try_command(command, layout, Path(folder), args.seconds)
 
 
 def show(name: str, found: dict[str, float], end: str = "") -> float:
@@ -86,7 +88,7 @@ def check(
     predicted = [show(str(x), limits(costs, x, cores)) for x in layouts]
     print("Measured:")
     for layout, expected in zip(layouts, predicted, strict=True):
-        tried, _ = measure(layout, args)
+        tried = measure(layout, args)
         ratio = tried.measured.sps / expected
         end = f", {ratio:.2f} of the prediction"
         show(str(layout), {"measured": tried.measured.sps}, end)
@@ -128,9 +130,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = describe_machine()
     print(", ".join(f"{k} {v}" for k, v in machine.items() if v is not None))
     few, many = max(1, args.envs // 2), 2 * args.envs
-    measured = [measure(Layout(1, E), args) for E in (few, many)]
-    tries = [tried for tried, _ in measured]
-    bytes_per_step = statistics.fmean(x for _, x in measured)
+    tries = [measure(Layout(1, E), args) for E in (few, many)]
+    bytes_per_step = row_bytes(args.flags)
     costs = costs_of(tries)
     cores = statistics.fmean(x.measured.free_cores for x in tries)
     print(f"Costs in seconds: {costs}\n{bytes_per_step:,.0f} bytes per step")
