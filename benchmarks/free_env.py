@@ -49,9 +49,9 @@ class WaitingEnv(gym.Env):
     ) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
         self.steps = 0
-        return self.frame, {}
+        return self.frame.copy(), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         time.sleep(self.seconds)
         self.steps += 1
-        return self.frame, 1.0, self.steps % 100 == 0, False, {}
+        return self.frame.copy(), 1.0, self.steps % 100 == 0, False, {}

@@ -1,5 +1,6 @@
 """The benchmarks, run for seconds: do they measure the right thing?"""
 
+import argparse
 import gzip
 import itertools
 import json
@@ -26,6 +27,7 @@ from gymnasium.utils import env_checker
 from torchbeast.core import vtrace
 from torchbeast.records.saved_runs import read_run
 from torchbeast.runs import trial
+from torchbeast.runs.limits import Costs, Line
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -275,6 +277,38 @@ def test_the_free_environment_is_one():
     assert env_checker.check_env(env, skip_render_check=True) is None
     env.reset()
     assert [env.step(0)[2] for _ in range(200)] == ([False] * 99 + [True]) * 2
+
+
+def test_the_waiting_environment_waits():
+    env = free_env.WaitingEnv(seconds=0.01)
+    assert env_checker.check_env(env, skip_render_check=True) is None
+    env.reset()
+    began, used = time.monotonic(), time.process_time()
+    for _ in range(20):
+        assert env.step(0)[0].nbytes == 4 * 84 * 84
+    assert time.monotonic() - began >= 0.2
+    assert time.process_time() - used < 0.1
+
+
+def test_scale_grows_until_a_part_of_the_learner_is_the_limit(capsys):
+    pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    import scale
+
+    costs = Costs(Line(1e-4, 1e-3), 0.0, Line(1e-3, 1e-5), 1e-5, 1e-5, 2e-6)
+    args = argparse.Namespace(machine_cores=4, envs=8, gbits=1.0)
+    found = list(scale.predict(costs, 2.0, 1e4, args))
+    speeds = [min(x["limits"].values()) for x in found]
+    # 4 cores with a stream each: 8 steps take 8.1 ms there, and 1.08 in inference.
+    assert speeds[0] == pytest.approx(4 * 8 / 9.18e-3, rel=1e-2)
+    assert speeds[1] == pytest.approx(2 * speeds[0], rel=0.1)
+    assert speeds[-2:] == [1e9 / 8 / 1e4] * 2  # the network
+    args.gbits = 1000.0
+    found = list(scale.predict(costs, 2.0, 1e4, args))[-1]["limits"]
+    assert min(found, key=found.get) == "cores"
+    assert found["cores"] < 2 / (1e-5 + 1e-5 + 2e-6)
+    assert "1,000 machines" in capsys.readouterr().out
+    cart_pole = scale.row_bytes(["--env", "CartPole-v1"])
+    assert 4 * 4 < cart_pole < 100 < 4 * 84 * 84 < scale.row_bytes([])
 
 
 def test_lagged_weights_are_exactly_so_old(tmp_path):
