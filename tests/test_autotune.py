@@ -250,7 +250,12 @@ def test_all_layouts_are_allowed(line, cores):
 
 
 @pytest.mark.parametrize(
-    "line", ["", "--sync --disable_checkpoint --batch_size 2", "--num_servers 1"]
+    "line",
+    [
+        "--batch_size 24",
+        "--sync --disable_checkpoint --batch_size 2",
+        "--num_servers 1",
+    ],
 )
 def test_all_layouts_of_polybeast_are_allowed(line):
     pytest.importorskip("libtorchbeast", exc_type=ImportError)

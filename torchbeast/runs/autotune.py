@@ -226,6 +226,7 @@ def report(tries: list[Tried], choices: dict[Layout, Flags]) -> str:
     used = [f"{k} {1e3 * x / measured.sps:.3f}" for k, x in measured.cores.items() if x]
     lines.append(f"  CPU milliseconds per step: {', '.join(used)}")
     lines.append(f"  time of actors or streams: {format_shares(shares)}")
+    lines.append(f"  cores that other programs left: {measured.free_cores:.2f}")
     lines.append(f"Predicted are {speeds[best]:,.0f} steps per second, with")
     return "\n".join([*lines, str(best)])
 

@@ -136,10 +136,13 @@ class Trial:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """Kills what does not end."""
         try:
             self.end()
+        except TrialError:
+            if error is None:  # else the first error says more
+                raise
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
