@@ -345,6 +345,7 @@ def test_the_runs_have_the_flags_of_the_command(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(autotune, "try_command", spy)
     line = "--preset minatar --learning_rate 0.003 --wandb x --init_from y --sync"
+    line += f" --mirror {tmp_path}/copy --metrics_port 1234"
     assert tune(f"{line} --savedir {tmp_path} --disable_checkpoint") == 0
     for flags in seen:
         assert (flags.preset, flags.env) == ("minatar", "MinAtar/Breakout-v1")
@@ -352,6 +353,7 @@ def test_the_runs_have_the_flags_of_the_command(monkeypatch, tmp_path, capsys):
         assert flags.learning_rate == 0.003
         assert flags.sync
         assert (flags.wandb, flags.init_from, flags.autotune) == (None, None, False)
+        assert (flags.mirror, flags.metrics_port) == (None, 0)
         assert flags.num_actors * flags.envs_per_actor == flags.num_buffers
     assert len({(x.num_actors, x.envs_per_actor) for x in seen}) > 2
     capsys.readouterr()

@@ -101,6 +101,7 @@ def try_layout(script: str, flags: Flags, seconds: float = SECONDS) -> Tried:
     """
     others: dict[str, Any] = {"replay_file": None, "init_from": None, "wandb": None}
     others |= {"tensorboard": False, "write_profiler_trace": False}
+    others |= {"mirror": None, "metrics_port": 0}
     others |= {"eval_interval": 0, "total_steps": 10**15, "autotune": False}
     others |= {"disable_checkpoint": True, "suppress_logs": False}
     others["learn_start"] = min(flags.learn_start, flags.replay_size // 8)
