@@ -346,7 +346,7 @@ def test_the_runs_have_the_flags_of_the_command(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(autotune, "try_command", spy)
     line = "--preset minatar --learning_rate 0.003 --wandb x --init_from y --sync"
     line += f" --mirror {tmp_path}/copy --metrics_port 1234"
-    assert tune(f"{line} --savedir {tmp_path} --disable_checkpoint") == 0
+    assert tune(f"{line} --savedir {tmp_path}") == 0
     for flags in seen:
         assert (flags.preset, flags.env) == ("minatar", "MinAtar/Breakout-v1")
         assert flags.batch_size == 16
