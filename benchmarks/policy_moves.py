@@ -37,15 +37,15 @@ TRIALS: dict[str, dict[str, Any]] = {
 
 
 class Moves:
-    """Wraps learn(); keeps the state before the batch that moved the policy most."""
+    """Wraps begin(); keeps the state before the batch that moved the policy most."""
 
     def __init__(self) -> None:
-        self.learn = monobeast.learn
+        self.begin = monobeast.begin
         self.largest = 0.0
         self.kept: dict[str, Any] = {}
         self.learner: Any = None
 
-    def __call__(self, learner: Any, batch: Any, state: Any) -> dict[str, Any]:
+    def __call__(self, learner: Any, batch: Any, state: Any) -> learning.Update:
         flags, self.learner = learner.flags, learner
         assert flags.minibatches == 1
         assert not learner.mixer
@@ -54,20 +54,22 @@ class Moves:
         parts = {"model": learner.model, "optimizer": learner.optimizer}
         saved = {k: copy.deepcopy(part.state_dict()) for k, part in parts.items()}
         step = learner.step
-        columns = self.learn(learner, batch, state)
+        update = self.begin(learner, batch, state)
         kl = mean_kl(before, policy(learner, batch, state))
         if kl > self.largest and step > flags.total_steps / 10:
             self.largest = kl
-            self.kept = {"batch": batch, "saved": saved, "columns": columns}
-        return {**columns, "kl_batch": kl}
+            lag = learner.num_updates - batch["policy_version"][:-1].double().mean() - 1
+            self.kept = {"batch": batch, "saved": saved, "step": learner.step}
+            self.kept["policy_lag"] = float(lag)
+        return update._replace(finish=lambda: {**update.finish(), "kl_batch": kl})
 
     def repeat(self) -> str:
         """A Markdown table of what each of TRIALS does to the policy."""
         learner, batch = self.learner, self.kept["batch"]
         flags = learner.flags
         lines = [
-            f"Step {self.kept['columns']['step']:,}, policy lag "
-            f"{self.kept['columns']['policy_lag']:.1f}. After each update:",
+            f"Step {self.kept['step']:,}, policy lag {self.kept['policy_lag']:.1f}. "
+            "After each update:",
             "",
             "| updates | KL | entropy (before: first) | gradient norm | value loss |",
             "|---|---|---|---|---|",
@@ -83,7 +85,7 @@ class Moves:
             before = policy(learner, batch, ())
             kls, norms, losses, entropies = [], [], [], [mean_entropy(before)]
             for _ in range(learner.flags.updates_per_batch):
-                columns = learning.update(learner, batch, ())
+                columns = learning.update(learner, batch, ())()
                 now = policy(learner, batch, ())
                 kls.append(f"{mean_kl(before, now):.3f}")
                 entropies.append(mean_entropy(now))
@@ -117,7 +119,7 @@ def main() -> int:
         )
         parser.parse_args(["--help"])
     moves = Moves()
-    with mock.patch.object(monobeast, "learn", moves):
+    with mock.patch.object(monobeast, "begin", moves):
         status = monobeast.main(sys.argv[1:])
     if math.isfinite(moves.largest) and moves.kept:
         print(moves.repeat(), flush=True)

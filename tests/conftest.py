@@ -32,6 +32,7 @@ except ImportError as error:
     NATIVE_ERROR: str | None = str(error)
     collect_ignore += [  # they start programs that import it
         "test_build_on_demand.py",
+        "test_cluster.py",
         "test_evaluate_on_servers.py",
         "test_native_ends.py",
         "test_peers.py",

@@ -43,9 +43,10 @@ class Told:
 
     def __init__(self):
         self.calls = []
+        self.stepped = set()  # those whose environment has taken a step
 
     def __call__(self):
-        calls = self.calls
+        calls, stepped = self.calls, self.stepped
 
         class Environment(Coded):
             told = None
@@ -59,6 +60,10 @@ class Told:
                 if self.episode == -1:
                     calls.append(self.told)
                 return super().reset()
+
+            def step(self, action):
+                stepped.add(self.told)
+                return super().step(action)
 
         return Environment()
 
@@ -104,7 +109,7 @@ def test_streams_are_numbered_and_a_new_one_is_never_an_old_one(tmp_path):
         learner = threading.Thread(target=lambda: collections.deque(run.queue, 0))
         learner.start()
         with serving(told, address):
-            wait_until(lambda: len(told.calls + others.calls) == 3, "all play")
+            wait_until(lambda: len(told.stepped | others.stepped) == 3, "all play")
         with serving(told, address):  # both streams of the first come back
             wait_until(lambda: len(told.calls) == 4, "they have begun again")
     learner.join()

@@ -273,7 +273,6 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
         ([], {"xpid": "x"}, 1, "give --seeds and --name in place of --xpid"),
         ([], {"mode": "test"}, 1, "a sweep trains; --mode test is not possible"),
         ([], {"variant": "impala"}, 2, "after -- comes monobeast or polybeast"),
-        (["--submit", "slurm"], {}, 1, "--submit"),
         (["--sbatch", "gres=gpu:1"], {}, 2, "add --submit slurm"),
         (["--minutes", "9"], {}, 2, "add --submit slurm"),
         (["--trials", "9"], {}, 2, "--trials is for a --search"),
@@ -281,6 +280,11 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
 )
 def test_what_can_not_work(refused, own, flags, status, message):
     assert message in refused(*own, status=status, **flags)
+
+
+def test_slurm_needs_sbatch(refused, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert "no sbatch" in refused("--submit", "slurm", status=1)
 
 
 def test_another_runs_flags_with_other_seeds(tmp_path):
