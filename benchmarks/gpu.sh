@@ -27,7 +27,7 @@ measure() {
         --envs_per_actor 16 --batch_size 32 "$@" \
         >"$out/$name.txt" 2>&1; then
         sed -nE "s/^(SPS|learner, CPU|cores used)/$name: &/p" "$out/$name.txt" |
-            tee -a "$out/table.txt"
+            tail -n 3 | tee -a "$out/table.txt"
     else
         tail -n 3 "$out/$name.txt" | sed "s/^/$name: /" | tee -a "$out/table.txt"
     fi
