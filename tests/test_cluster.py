@@ -23,9 +23,6 @@ import runs
 import watched_runs
 import yaml
 
-from torchbeast import monobeast, polybeast, polybeast_env, polybeast_learner
-from torchbeast.runs import flagset
-
 EXAMPLES = runs.ROOT / "examples" / "cluster"
 DAEMONS = ("munged", "slurmctld", "slurmd")
 NODES = ("n0", "n1", "n2")
@@ -587,25 +584,3 @@ def test_kubernetes_schema():
     validate = pytest.importorskip("kubernetes_validate")
     for resource in yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()):
         validate.validate(resource, "1.30", strict=True)
-
-
-# --- The page -------------------------------------------------------------------------
-
-PARSERS = {
-    "torchbeast.monobeast": monobeast,
-    "torchbeast.polybeast": polybeast,
-    "torchbeast.polybeast_learner": polybeast_learner,
-    "torchbeast.polybeast_env": polybeast_env,
-}
-
-
-def test_the_pages_commands_have_flags_that_exist():
-    text = (runs.ROOT / "docs" / "cluster.md").read_text()
-    names = "|".join(map(re.escape, PARSERS))
-    commands = re.findall(rf"`[^`\n]*-m ((?:{names}) [^`]*)`", text)
-    assert len(commands) >= 5
-    for command in commands:
-        module, *arguments = shlex.split(command)
-        flagset.parse(PARSERS[module].make_parser(), arguments)
-    for name in re.findall(r"examples/cluster/[\w.]+", text):
-        assert (runs.ROOT / name).exists(), name

@@ -1,0 +1,31 @@
+"""docs/cluster.md names flags and files that exist."""
+
+import re
+import shlex
+
+import pytest
+import runs
+
+pytest.importorskip("libtorchbeast", exc_type=ImportError)
+
+from torchbeast import monobeast, polybeast, polybeast_env, polybeast_learner
+from torchbeast.runs import flagset
+
+PARSERS = {
+    "torchbeast.monobeast": monobeast,
+    "torchbeast.polybeast": polybeast,
+    "torchbeast.polybeast_learner": polybeast_learner,
+    "torchbeast.polybeast_env": polybeast_env,
+}
+
+
+def test_the_pages_commands_have_flags_that_exist():
+    text = (runs.ROOT / "docs" / "cluster.md").read_text()
+    names = "|".join(map(re.escape, PARSERS))
+    commands = re.findall(rf"`[^`\n]*-m ((?:{names}) [^`]*)`", text)
+    assert len(commands) >= 5
+    for command in commands:
+        module, *arguments = shlex.split(command)
+        flagset.parse(PARSERS[module].make_parser(), arguments)
+    for name in re.findall(r"examples/cluster/[\w.]+", text):
+        assert (runs.ROOT / name).exists(), name
