@@ -2,13 +2,15 @@
 # Measures training on a machine with a GPU, in ten to fifteen minutes, alone on the
 # machine.
 #
-#     bash benchmarks/gpu.sh FOLDER
+#     bash benchmarks/gpu.sh FOLDER [NAME...]
 #
-# FOLDER gets NAME.json and NAME.txt of each measurement, see throughput.py, and
-# table.txt. PYTHON names the Python, SECONDS_EACH is the time of each measurement.
+# FOLDER gets NAME.json and NAME.txt of each measurement, or only of those named, see
+# throughput.py, and table.txt. PYTHON names the Python, SECONDS_EACH is the time of each
+# measurement.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:?name a folder for the results}
+only=" ${*:2} "
 python=${PYTHON:-python}
 mkdir -p "$out"
 actors=$(($(nproc) > 3 ? $(nproc) - 2 : 2)) # two cores are for the learner's threads
@@ -18,6 +20,7 @@ each=${SECONDS_EACH:-15}
 measure() {
     local name=$1 variant=$2 model=$3
     shift 3
+    [[ $only == "  " || $only == *" $name "* ]] || return 0
     local warm_up=10
     [[ $* != *--compile* ]] || warm_up=40 # inference compiles for each size of a batch
     echo "== $name"
