@@ -212,7 +212,7 @@ def get_batch(
 
     def gather(buffer: torch.Tensor) -> torch.Tensor:
         # [slots, n, ...] -> [n, B, ...], where n is T + 1, or layers for the state
-        return devices.move(torch.stack([buffer[i] for i in slots], dim=1), device)
+        return devices.stack([buffer[i] for i in slots], 1, device)
 
     batch = map_nested(gather, buffers["rows"])
     return batch, map_nested(gather, buffers["initial_state"])

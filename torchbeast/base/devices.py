@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchbeast.base.errors import FlagError
@@ -153,6 +153,21 @@ def on_own_stream(device: torch.device, work: Callable[[], None]) -> Callable[[]
             work()
 
     return on_stream
+
+
+def stack(
+    parts: Sequence[torch.Tensor], dim: int, device: torch.device
+) -> torch.Tensor:
+    """torch.stack of tensors of the CPU, on the device; see copying."""
+    import torch
+
+    if not works_ahead(device) or device.type == "cpu":
+        return torch.stack(parts, dim).to(device)
+    shape = list(parts[0].shape)
+    shape.insert(dim, len(parts))
+    # Into pinned memory at once: PyTorch keeps it, so its pages are not new each time.
+    pinned = torch.empty(shape, dtype=parts[0].dtype, pin_memory=True)
+    return torch.stack(parts, dim, out=pinned).to(device, non_blocking=True)
 
 
 def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
