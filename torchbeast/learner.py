@@ -227,6 +227,7 @@ class Learner:
             self.mixer = Mixer(replay, flags, state, self.device)
         self.loss: Callable[..., tuple] = model_loss
         if flags.compile:
+            devices.check_compiler(flags.compile, self.device)
             self.loss = torch.compile(model_loss, mode=flags.compile)
         self.diverged = False  # the weights are not finite
         self.step = 0  # environment steps learned from

@@ -88,6 +88,18 @@ def works_ahead(device: torch.device) -> bool:
     return device.type in ("cuda", "xpu")
 
 
+def check_compiler(mode: str, device: torch.device) -> None:
+    """Raises a FlagError if this PyTorch can't compile in the mode for the device."""
+    import torch
+
+    if mode != "default" and device.type == "cuda" and torch.__version__ < "2.13":
+        raise FlagError(
+            f"--compile {mode} makes CUDA graphs in threads, which PyTorch can from "
+            f"2.13 on; this is {torch.__version__}. Install a newer one, or use "
+            "--compile default"
+        )
+
+
 def fetch(row: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """Begins to copy the tensors of a row to the CPU's memory, all at once.
 

@@ -156,7 +156,7 @@ class Streams:
         self.groups = [
             StreamGroup(
                 *(flags, part, envs, spec),
-                initial_state=tuple(learner.model.initial_state(1)),
+                initial_state=tuple(x.cpu() for x in learner.model.initial_state(1)),
                 # No two streams of all learners play the same games.
                 first_stream=ranks.rank() * len(parts) + i,
                 stream_stride=ranks.size() * len(parts),
