@@ -33,6 +33,7 @@ except ImportError as error:
     collect_ignore += [  # they start programs that import it
         "test_build_on_demand.py",
         "test_cluster.py",
+        "test_cluster_page.py",
         "test_evaluate_on_servers.py",
         "test_native_ends.py",
         "test_peers.py",

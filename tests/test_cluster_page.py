@@ -3,10 +3,7 @@
 import re
 import shlex
 
-import pytest
 import runs
-
-pytest.importorskip("libtorchbeast", exc_type=ImportError)
 
 from torchbeast import monobeast, polybeast, polybeast_env, polybeast_learner
 from torchbeast.runs import flagset

@@ -36,13 +36,16 @@ def test_a_run(tmp_path, variant, kind):
     """It learns on the GPU, and a later start goes on from its checkpoint."""
     flags = {**runs.SMALL, "module": variant, **KINDS[kind]}
     if variant == POLYBEAST:
-        flags |= {"num_servers": 2, "pipes_basename": f"unix:{tmp_path}/pipe"}
+        flags |= {"num_servers": 2, "envs_per_actor": 2}  # batches of whole streams
+        flags |= {"pipes_basename": f"unix:{tmp_path}/pipe"}
     output = runs.run(tmp_path, "gpu", timeout=300, **flags)
     assert "Finished at step 600" in output
     runs.run(tmp_path, "gpu", timeout=300, **{**flags, "total_steps": 900})
     rows = runs.read_logs(tmp_path, "gpu")
     assert float(rows[-1]["step"]) == 900
-    assert all(abs(float(row["total_loss"])) < 1e6 for row in rows)
+    losses = [float(row["total_loss"]) for row in rows if row["total_loss"]]
+    assert losses
+    assert max(map(abs, losses)) < 1e6
     saved = torch.load(tmp_path / "gpu" / "model.tar", weights_only=True)
     devices = {x.device.type for x in saved["model_state_dict"].values()}
     assert devices == {"cuda"}
