@@ -65,11 +65,13 @@ def command(
 def environment() -> dict[str, str]:
     """The environment variables of a run: --env can name classes of the tests.
 
-    One thread, because threads that spin while they wait are slow on a busy machine.
+    One thread, because threads that spin while they wait are slow on a busy machine,
+    and one of torch.compile, which starts as many processes as there are cores.
     """
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, paths))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    one = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": path, **one}
 
 
 @functools.cache

@@ -176,6 +176,7 @@ def test_rewards_are_divided_by_the_deviation_of_their_discounted_sum():
 
 NORMALIZED = {
     "env": "MountainCarContinuous-v0",  # truncated, too
+    "env_kwargs": '{"max_episode_steps": 90}',
     "normalize_observations": True,
     "normalize_rewards": True,
     "eval_interval": 200,
