@@ -145,6 +145,10 @@ class Model(Group):
         "size of the encoders: the torso for images, the MLP for vectors. "
         "--use_resnet means --model deep",
     )
+    encoder: str | None = flag(None,
+        "a class that encodes the whole observation instead; it gets the space, "
+        "--encoder_width, --layer_norm and the JSON object",
+        metavar="MODULE:CLASS[JSON]")
     encoder_width: float = flag(1.0,
         "times as many channels and units in the encoders", WIDTH)
     layer_norm: bool = flag(False, "normalize each layer of the encoders")
@@ -191,6 +195,9 @@ class Layout(Group):
 
 class Loss(Group):
     title = "loss"
+    explorer: str | None = flag(None,
+        "a class that adds rewards for exploring, such as "
+        "examples.exploration.rnd:RND", metavar="MODULE:CLASS[JSON]")
     entropy_cost: float = flag(0.01, "weight of the entropy bonus", FINITE, TUNE)
     final_entropy_cost: float | None = flag(None,
         "its value at the end, if it changes (linearly) during the run", FINITE, TUNE)

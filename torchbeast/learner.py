@@ -5,7 +5,6 @@ Learner, update, learn, begin, count_batch. V-trace is in core/vtrace.py, the mo
 model.py, the optimizer and its schedule in optimizer.py.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,19 +16,23 @@ from torchbeast.core import rollout, vtrace
 from torchbeast.core.acting import row_spec
 from torchbeast.core.counters import Counters
 from torchbeast.core.distributions import ActionDistribution
+from torchbeast.core.exploration import Explorer, combine
 from torchbeast.core.finite import check_loss, check_weights, sum_of_weights
-from torchbeast.core.mixer import Mixer
+from torchbeast.core.mixer import Mixer, reject
 from torchbeast.core.observations import InputCheck
 from torchbeast.core.replay_memory import make_replay
 from torchbeast.core.rollout import State
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.model import make_model
-from torchbeast.optimizer import advance, make_optimizer, steps_per_batch
+from torchbeast.optimizer import (
+    advance,
+    make_optimizer,
+    steps_per_batch,
+    tell_of_a_higher_rate,
+)
 from torchbeast.records.logs_csv import join_columns, spread
 from torchbeast.runs import checkpoint, flagset
 from torchbeast.runs.flagset import Flags
-
-log = logging.getLogger(__name__)
 
 # --- The loss -------------------------------------------------------------------------
 
@@ -91,6 +94,7 @@ def impala_loss(
     target_logits = outputs["policy_logits"][:-1]
     values, bootstrap_value = outputs["baseline"][:-1], outputs["baseline"][-1]
     rewards, discounts = rewards_and_discounts(batch, outputs, flags)
+    rewards, discounts = combine(batch, rewards, discounts)  # with --explorer's
 
     log_probs = distribution.log_prob(target_logits, actions)  # [T, B]
     log_rhos = (log_probs - distribution.log_prob(behavior_logits, actions)).detach()
@@ -152,20 +156,6 @@ def impala_loss(
     return total_loss, join_columns(columns, about)
 
 
-def reject(
-    valid: torch.Tensor, replayed: torch.Tensor, kl: torch.Tensor, flags: Flags
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """LASER (Schmitt et al. 2019): replayed steps too far off policy don't count.
-
-    Returns:
-      The steps that count and those that are not replayed, both [T, B] bool; columns.
-    """
-    replayed = valid & replayed
-    rejected = replayed & (kl > flags.kl_threshold)
-    share = ranks.total(rejected.sum()) / ranks.total(replayed.sum())
-    return valid & ~rejected, valid & ~replayed, {"frac_rejected": share}
-
-
 def has_left(
     rhos: torch.Tensor, advantages: torch.Tensor, clip_ratio: float
 ) -> torch.Tensor:
@@ -216,6 +206,10 @@ class Learner:
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
         }
+        self.explorer: Explorer | None = None
+        if flags.explorer:
+            self.explorer = Explorer(flags, self.model, self.device)
+            self.parts["explorer"] = self.explorer
         self.row_spec = row_spec(self.model)
         self.input_check = InputCheck(
             env_spec.observation_space, flags.normalize_observations
@@ -275,7 +269,8 @@ class Learner:
         if flagset.changed(state["flags"], self.flags):
             # Take the optimizer's moments only, and the new schedule at this step.
             advance(self.scheduler, self.step // steps_per_batch(self.flags))
-            self._tell_of_a_higher_rate(state["scheduler_state_dict"]["_last_lr"][0])
+            before = state["scheduler_state_dict"]["_last_lr"][0]
+            tell_of_a_higher_rate(self.scheduler, before, self.flags)
             groups = self.optimizer.state_dict()["param_groups"]
             moments = {**state["optimizer_state_dict"], "param_groups": groups}
             new = {"optimizer": moments, "scheduler": self.scheduler.state_dict()}
@@ -285,16 +280,6 @@ class Learner:
         self.counters.load_state_dict(stats)
         if self.mixer:
             self.mixer.replayed_steps = stats["replayed_steps"]
-
-    def _tell_of_a_higher_rate(self, before: float) -> None:
-        if (now := self.scheduler.get_last_lr()[0]) > before * (1 + 1e-6):
-            log.warning(
-                "The learning rate rises from %.3g to %.3g, because flags of this "
-                "start differ from those of the checkpoint: the schedule follows from "
-                "--learning_rate %g, --learning_rate_schedule %s and --total_steps %d.",
-                *(before, now, self.flags.learning_rate),
-                *(self.flags.learning_rate_schedule, self.flags.total_steps),
-            )
 
     @property
     def progress(self) -> float:
@@ -403,6 +388,9 @@ def begin(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
             rows, state = mixer.mix(rows, state)
         if flags.rollouts == "episode":
             rows, state = rollout.cut_at_episodes(rows, state)
+        if learner.explorer:
+            rows, explored = learner.explorer.explore(rows)
+            checks.append(explored)
         for _ in range(flags.updates_per_batch // flags.minibatches):
             for part in rollout.minibatches(rows, state, flags.minibatches):
                 checks.append(update(learner, *part))
@@ -421,7 +409,7 @@ def begin(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
     def finish() -> dict[str, Any]:
         scalars: dict[str, Any] = {}
         for check in checks:
-            scalars = check()
+            scalars |= check()
         columns = count_batch(learner, counted(), step, newest)
         return spread(join_columns(columns, known, scalars))
 

@@ -2,8 +2,9 @@
 
 `Net` follows from the observation and action spaces. Images go through a convolutional
 torso, shallow or deep. All else is flattened and goes through a small MLP; both are in
-encoders.py. The core gets their features, the clipped last reward and the last action.
-If there are neither images nor a core, the value has an MLP of its own.
+encoders.py. The core, see recurrent.py, gets their features, the clipped last reward
+and the last action. If there are neither images nor a core, the value has an MLP of its
+own. --encoder and --explorer name modules that are no part of this package.
 """
 
 import itertools
@@ -16,6 +17,7 @@ from torch import nn
 from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
+from torchbeast.core.exploration import ExplorerActor, make_method
 from torchbeast.core.moments import CLIP, RunningMoments
 from torchbeast.core.observations import (
     is_image,
@@ -31,61 +33,9 @@ from torchbeast.encoders import (
     output_size,
 )
 from torchbeast.envs import action_masks
+from torchbeast.envs.make_env import make_named
+from torchbeast.recurrent import CORES
 from torchbeast.runs.flagset import Flags
-
-
-class RecurrentCore:
-    """What the cores of Net share. Another core needs hidden_size and these methods."""
-
-    num_states = 1  # tensors in the state
-
-    def state_sizes(self: Any, batch_size: int) -> list[tuple[int, ...]]:
-        """Of the state before an episode: [layers, B, size] per tensor."""
-        size = (self.num_layers, batch_size, self.hidden_size)
-        return [size] * self.num_states
-
-    def unroll(
-        self: Any, x: torch.Tensor, done: torch.Tensor, state: State
-    ) -> tuple[torch.Tensor, State]:
-        """Runs over x [T, B, D]; zeroes the state where an episode begins.
-
-        It cuts the rows at those where any episode begins. Within a piece no state is
-        reset, so that one call processes a piece.
-
-        Returns:
-          features [T, B, hidden_size], and the last state.
-        """
-        begins = [0, *(done[1:].any(dim=1).nonzero().flatten() + 1).tolist(), len(x)]
-        outputs = []
-        for first, last in itertools.pairwise(begins):
-            keep = (~done[first]).to(x.dtype).view(1, -1, 1)
-            state = tuple(keep * tensor for tensor in state)
-            y, after = self(x[first:last], state if len(state) > 1 else state[0])
-            state = after if isinstance(after, tuple) else (after,)
-            outputs.append(y)
-        return torch.cat(outputs), state
-
-    @torch.no_grad()
-    def remember(self: Any, forget_bias: float) -> None:
-        """Adds to the bias of the gate that keeps the state, as new weights need it.
-
-        It is the second gate: the LSTM's forget gate (Gers et al. 2000), the GRU's
-        update gate.
-        """
-        gate = slice(self.hidden_size, 2 * self.hidden_size)
-        for layer in range(self.num_layers):
-            getattr(self, f"bias_ih_l{layer}")[gate] += forget_bias
-
-
-class LSTMCore(RecurrentCore, nn.LSTM):
-    num_states = 2
-
-
-class GRUCore(RecurrentCore, nn.GRU):
-    pass
-
-
-CORES: dict[str, Any] = {"lstm": LSTMCore, "gru": GRUCore}
 
 
 class Net(nn.Module):
@@ -107,6 +57,10 @@ class Net(nn.Module):
       layer_norm: normalize each layer of the encoders.
       core, core_size, core_layers: its kind, a name in CORES, and its sizes.
       forget_bias: see RecurrentCore.remember.
+      encoder: encodes the whole observation [N, ...] to features [N, D] float32, in
+        place of the torso and the MLP.
+      explorer: see ExplorerActor.
+      num_values: K outputs of the value.
     """
 
     def __init__(
@@ -124,12 +78,16 @@ class Net(nn.Module):
         core_size: int = 256,
         core_layers: int = 1,
         forget_bias: float = 0.0,
+        encoder: nn.Module | None = None,
+        explorer: ExplorerActor | None = None,
+        num_values: int = 1,
     ) -> None:
         super().__init__()
         self.bf16 = bf16
         self.observation_space = observation_space
         self.distribution = make_distribution(action_space)
-        leaves = list(iterate_space(observation_space))
+        self.encoder, self.explorer = encoder, explorer
+        leaves = [] if encoder else list(iterate_space(observation_space))
         self.is_image = [is_image(space) for space in leaves]
         images = [
             ImageEncoder(space, torso, encoder_width, layer_norm)
@@ -146,6 +104,8 @@ class Net(nn.Module):
             self.reward_discounting = reward_discounting
 
         rows = rollout.example_rows(observation_space, self.distribution)
+        if explorer is not None:
+            rows |= explorer.act(rows, explorer.initial_state(1))[0]
         size = output_size(self.encode, rows)
         self.core: Any = None
         if use_lstm:
@@ -160,7 +120,7 @@ class Net(nn.Module):
             self.value_vector = VectorEncoder(*settings)
             self.value_vector.apply(initialize)
             self.value_vector.moments = self.vector.moments
-        self.baseline = nn.Linear(size, 1)
+        self.baseline = nn.Linear(size, num_values)
         self.images.apply(initialize)
         if self.vector:
             self.vector.apply(initialize)
@@ -177,7 +137,7 @@ class Net(nn.Module):
         """The state of new episodes: tensors [layers, B, size] float32.
 
         The core's state, if there is a core; then, if rewards are normalized, the
-        discounted sum of the rewards so far [1, B, 1].
+        discounted sum of the rewards so far [1, B, 1]; then the explorer's state.
         """
         device = self.policy.weight.device
         sizes = []
@@ -185,7 +145,10 @@ class Net(nn.Module):
             sizes += self.core.state_sizes(batch_size)
         if self.return_moments is not None:
             sizes.append((1, batch_size, 1))
-        return tuple(torch.zeros(size, device=device) for size in sizes)
+        state = tuple(torch.zeros(size, device=device) for size in sizes)
+        if self.explorer is not None:
+            state += self.explorer.initial_state(batch_size)
+        return state
 
     def forward(
         self, rows: dict[str, Any], state: State = (), acting: bool = False
@@ -201,11 +164,20 @@ class Net(nn.Module):
             out what only a loss needs.
 
         Returns:
-          policy_logits [T, B, P] and baseline [T, B], float32; if rewards are
-          normalized and not acting, also reward [T, B], to learn from instead of the
-          environment's. And the last state.
+          policy_logits [T, B, P] and baseline [T, B], or [T, B, K] if there are K
+          values, float32; if rewards are normalized and not acting, also reward [T, B],
+          to learn from instead of the environment's; if acting, also the explorer's
+          fields. And the last state.
         """
         T, B = rows["reward"].shape
+        fields: dict[str, torch.Tensor] = {}
+        explorer_state: State = ()
+        if self.explorer is not None:
+            n = len(state) - len(self.explorer.initial_state(1))
+            state, explorer_state = state[:n], state[n:]
+            if acting:
+                fields, explorer_state = self.explorer.act(rows, explorer_state)
+                rows = rows | fields
         x = self.encode(rows)  # [T * B, D]
         if self.core is not None:
             n = len(self.core.state_sizes(B))
@@ -216,15 +188,17 @@ class Net(nn.Module):
             allowed = rows["observation"][action_masks.NAME].flatten(2) != 0
             logits = self.distribution.mask(logits, allowed)
         value_x = self.encode(rows, self.value_vector) if self.value_vector else x
-        baseline = self.baseline(value_x).view(T, B)
-        outputs = {"policy_logits": logits, "baseline": baseline}
+        baseline = self.baseline(value_x).view(T, B, -1)
+        if baseline.shape[-1] == 1:
+            baseline = baseline.squeeze(-1)
+        outputs = {"policy_logits": logits, "baseline": baseline, **fields}
         if self.return_moments is not None:
             returns = self._running_returns(rows, state[-1])
             last_return = returns[-1].masked_fill(rows["done"][-1], 0)
             state = (*state[:-1], last_return.view(1, B, 1))
             if not acting:
                 outputs["reward"] = self._scale(rows["reward"])
-        return outputs, state
+        return outputs, (*state, *explorer_state)
 
     def encode(
         self, rows: dict[str, Any], vector: VectorEncoder | None = None
@@ -240,9 +214,15 @@ class Net(nn.Module):
         """
         T, B = rows["reward"].shape
         images, vectors = self._leaves(rows)
+        features = []
+        if self.encoder is not None:
+            observation = map_nested(lambda x: x.flatten(0, 1), rows["observation"])
+            features.append(self.encoder(observation))
+        if self.explorer is not None:
+            features.append(self.explorer.features(rows))
         device = rows["reward"].device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
-            features = [
+            features += [
                 encode(x) for encode, x in zip(self.images, images, strict=True)
             ]
         if vector := vector or self.vector:
@@ -330,6 +310,11 @@ def make_model(
     device: torch.device,
 ) -> Net:
     """Makes the model of the flags. docs/forking.md lists what another model needs."""
+    encoder = None
+    if flags.encoder:
+        settings = observation_space, flags.encoder_width, flags.layer_norm
+        encoder = make_named("--encoder", flags.encoder, *settings)
+    method = make_method(flags, observation_space, make_distribution(action_space))
     model = Net(
         observation_space,
         action_space,
@@ -344,5 +329,8 @@ def make_model(
         bf16=flags.precision == "bf16",
         normalize_observations=flags.normalize_observations,
         reward_discounting=flags.discounting if flags.normalize_rewards else None,
+        encoder=encoder,
+        explorer=method and method.actor,
+        num_values=2 if method and method.value_head else 1,
     )
     return model.to(device)

@@ -1,5 +1,6 @@
 """The optimizer and the schedule of its learning rate."""
 
+import logging
 import math
 import warnings
 from collections.abc import Iterable
@@ -10,6 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchbeast.base import ranks
 from torchbeast.runs.flagset import Flags
+
+log = logging.getLogger(__name__)
 
 
 def schedule(progress: float, kind: str) -> float:
@@ -53,6 +56,18 @@ def advance(scheduler: LambdaLR, batches: int) -> None:
         warnings.simplefilter("ignore", UserWarning)
         for _ in range(batches):
             scheduler.step()
+
+
+def tell_of_a_higher_rate(scheduler: LambdaLR, before: float, flags: Flags) -> None:
+    """Warns if the learning rate rises at a resume."""
+    if (now := scheduler.get_last_lr()[0]) > before * (1 + 1e-6):
+        log.warning(
+            "The learning rate rises from %.3g to %.3g, because flags of this "
+            "start differ from those of the checkpoint: the schedule follows from "
+            "--learning_rate %g, --learning_rate_schedule %s and --total_steps %d.",
+            *(before, now, flags.learning_rate),
+            *(flags.learning_rate_schedule, flags.total_steps),
+        )
 
 
 class RMSProp(torch.optim.Optimizer):

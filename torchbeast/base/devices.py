@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchbeast.base.errors import FlagError
@@ -167,9 +167,7 @@ def on_own_stream(device: torch.device, work: Callable[[], None]) -> Callable[[]
     return on_stream
 
 
-def stack(
-    parts: Sequence[torch.Tensor], dim: int, device: torch.device
-) -> torch.Tensor:
+def stack(parts: list[torch.Tensor], dim: int, device: torch.device) -> torch.Tensor:
     """torch.stack of tensors of the CPU, on the device; see copying."""
     import torch
 

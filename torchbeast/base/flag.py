@@ -26,6 +26,8 @@ class Resume(enum.Enum):
 
 START, FREE, TUNE = Resume
 
+CODE_FLAGS = ("env", "wrapper", "encoder", "explorer")  # they name code as MODULE:NAME
+
 
 class Range(NamedTuple):
     """A closed interval, and its description in words."""

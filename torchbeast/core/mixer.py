@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchbeast.base import ranks
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core.finite import bounds_rewards, find_cause
 from torchbeast.core.replay import Reader, Replay
@@ -153,3 +154,17 @@ class Mixer:
             "replay_age": sum(ages) / len(ages) if ages else None,
             "replay_lost": self.replay.num_lost,
         }
+
+
+def reject(
+    valid: torch.Tensor, replayed: torch.Tensor, kl: torch.Tensor, flags: Any
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """LASER (Schmitt et al. 2019): replayed steps too far off policy don't count.
+
+    Returns:
+      The steps that count and those that are not replayed, both [T, B] bool; columns.
+    """
+    replayed = valid & replayed
+    rejected = replayed & (kl > flags.kl_threshold)
+    share = ranks.total(rejected.sum()) / ranks.total(replayed.sum())
+    return valid & ~rejected, valid & ~replayed, {"frac_rejected": share}

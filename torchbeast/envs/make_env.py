@@ -49,7 +49,7 @@ def create_env(
                                has that parameter
 
     It gets the arguments in `flags.env_kwargs`, a JSON object or None. The functions or
-    classes in `flags.wrapper`, see parse_wrappers, wrap it one after the other. With
+    classes in `flags.wrapper`, see parse_paths, wrap it one after the other. With
     `flags.mask_actions` the observation gets info["action_mask"].
     Environments of the old Gym API are adapted.
 
@@ -81,7 +81,7 @@ def create_env(
         )
     declare_stack(env)
     try:
-        for path, wrapper_arguments in parse_wrappers(flags.wrapper or ""):
+        for path, wrapper_arguments in parse_paths("--wrapper", flags.wrapper or ""):
             flag = f"--wrapper {path}"
             env = call_named(flag, find_object(flag, path), env, **wrapper_arguments)
             check_interface(flag, env)
@@ -100,8 +100,8 @@ def create_env(
     return env
 
 
-def parse_wrappers(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """The paths of --wrapper and the arguments of each.
+def parse_paths(flag: str, text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The paths that a flag such as --wrapper has, and the arguments of each.
 
     Such as a:F,b:C{"size": [4, 5]}. Commas separate them; a JSON object may follow.
 
@@ -118,12 +118,28 @@ def parse_wrappers(text: str) -> list[tuple[str, dict[str, Any]]]:
                 arguments, end = json.JSONDecoder().raw_decode(text)
             except (ValueError, RecursionError) as error:
                 raise FlagError(
-                    f"--wrapper {path} is followed by {text}, which is not a JSON "
+                    f"{flag} {path} is followed by {text}, which is not a JSON "
                     f"object: {error}"
                 ) from None
             text = text[end:]
         found.append((path.strip(), arguments))
     return found
+
+
+def make_named(flag: str, text: str, /, *args: Any) -> Any:
+    """Calls the one class or function of text, MODULE:CLASS[JSON].
+
+    Raises:
+      FlagError: there are several, or what follows the path is not a JSON object.
+      UnknownEnvironmentError, MissingPackageError: there is no such object.
+      InvalidEnvironmentError: it can't be called with the arguments of the JSON.
+    """
+    paths = parse_paths(flag, text)
+    if len(paths) != 1:
+        raise FlagError(f"{flag} {text}: it may name one MODULE:CLASS[JSON]")
+    ((path, arguments),) = paths
+    flag = f"{flag} {path}"
+    return call_named(flag, find_object(flag, path), *args, **arguments)
 
 
 def call_named(flag: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,8 @@
 
 code.patch  changes of the checkout that torchbeast is imported from, against the commit
             in meta.json, with new Python files; `git apply` restores them
-sources/    files outside the checkout that --env and --wrapper import, except packages
-            of site-packages
+sources/    files outside the checkout that --env, --wrapper, --encoder and --explorer
+            import, except packages of site-packages
 
 If a resumed run has other code, it adds code.2.patch and sources.2. Each entry in
 `starts` of meta.json names those of its start.
@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from torchbeast.base.flag import CODE_FLAGS
 from torchbeast.records.folder import writing
 from torchbeast.records.meta import run_git
 
@@ -44,7 +45,8 @@ def record(folder: pathlib.Path, flags: Any) -> dict[str, str | None]:
       RunFileError: a file can't be written.
     """
     patch, checkout = _changes()
-    sources = _sources(f"{flags.env},{flags.wrapper or ''}", checkout)
+    named = ",".join(getattr(flags, name) or "" for name in CODE_FLAGS)
+    sources = _sources(named, checkout)
     with writing(folder):
         return {
             "code_patch": _keep(folder, "code{}.patch", {"": patch} if patch else {}),

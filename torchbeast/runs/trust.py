@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchbeast.base.errors import FlagError
-from torchbeast.base.flag import Flag
+from torchbeast.base.flag import CODE_FLAGS, Flag
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def check(place: str, values: Mapping[str, Any]) -> None:
     if not values:
         return
     named = " ".join(f"--{name} {value}" for name, value in sorted(values.items()))
-    code = f"{values.get('env')},{values.get('wrapper')}"
+    code = ",".join(str(values.get(name)) for name in CODE_FLAGS)
     modules = sorted(set(re.findall(r"(?:^|,)\s*([\w.]+):", code)))
     effect = f", which imports the code of {', '.join(modules)}" if modules else ""
     if values.get("env_kwargs"):

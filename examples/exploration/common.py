@@ -1,0 +1,123 @@
+"""What the methods share: an encoder for any observation, hashes, counts of an episode."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from torchbeast.core.exploration import ExplorerActor
+from torchbeast.core.observations import (
+    is_image,
+    iterate_observation,
+    iterate_space,
+)
+from torchbeast.encoders import ImageEncoder, VectorEncoder, initialize
+
+
+class Encoder(nn.Module):
+    """Observations [..., *shape] -> features [..., size] float32.
+
+    It has the layers of the policy's encoders, and one more that makes the size.
+    """
+
+    def __init__(self, space: spaces.Space, size: int) -> None:
+        super().__init__()
+        self.space = space
+        leaves = iterate_space(space)
+        self.is_image = [is_image(leaf) for leaf in leaves]
+        images = [x for x in leaves if is_image(x)]
+        self.images = nn.ModuleList(ImageEncoder(x, "shallow") for x in images)
+        others = [x for x in leaves if not is_image(x)]
+        self.vector = VectorEncoder(others, "shallow") if others else None
+        self.apply(initialize)
+        self.last = nn.LazyLinear(size)
+        self(observation_of(space, (1,)))  # finds the size of the last layer's input
+
+    def forward(self, observation: Any) -> torch.Tensor:
+        leaves = iterate_observation(self.space, observation)
+        first = iterate_space(self.space)[0]
+        lead = leaves[0].shape[: leaves[0].dim() - len(first.shape or ())]
+        flat = [x.flatten(0, len(lead) - 1) for x in leaves]
+        images = [x for x, image in zip(flat, self.is_image, strict=True) if image]
+        others = [x for x, image in zip(flat, self.is_image, strict=True) if not image]
+        features = [f(x) for f, x in zip(self.images, images, strict=True)]
+        if self.vector is not None:
+            features.append(self.vector(others))
+        return self.last(torch.cat(features, -1)).unflatten(0, lead)
+
+
+def observation_of(space: spaces.Space, lead: tuple[int, ...]) -> Any:
+    """Zeros, nested as observations of the space."""
+    from torchbeast.base.nested import map_nested
+    from torchbeast.core.observations import map_space
+
+    def zeros(leaf: spaces.Space) -> torch.Tensor:
+        x = np.zeros((*lead, *(leaf.shape or ())), leaf.dtype)
+        return torch.from_numpy(x)
+
+    return map_nested(lambda x: x, map_space(zeros, space))
+
+
+class Hash(nn.Module):
+    """Observations [..., *shape] -> numbers of buckets [...], in [0, buckets).
+
+    Equal observations have the same number. Others can have it, too: with n different
+    ones, about n² / (2 buckets) pairs.
+    """
+
+    factors: torch.Tensor  # [D] int64
+
+    def __init__(self, space: spaces.Space, buckets: int) -> None:
+        super().__init__()
+        self.space, self.buckets = space, buckets
+        size = sum(int(np.prod(x.shape or ())) for x in iterate_space(space))
+        # The same in all processes and at a resume.
+        factors = np.random.default_rng(0).integers(1, 2**62, size) | 1
+        self.register_buffer("factors", torch.from_numpy(factors), persistent=False)
+
+    def forward(self, observation: Any) -> torch.Tensor:
+        leaves = iterate_observation(self.space, observation)
+        parts = []
+        for leaf, x in zip(iterate_space(self.space), leaves, strict=True):
+            if x.is_floating_point():
+                x = x.float().view(torch.int32)  # its bits
+            n = len(leaf.shape or ())
+            parts.append(x.reshape(*x.shape[: x.dim() - n], -1).long())
+        x = torch.cat(parts, -1) * self.factors
+        x = x.sum(-1)  # wraps around
+        return ((x ^ (x >> 29)) * -7046029254386353131 >> 20) % self.buckets
+
+
+class EpisodicCounts(ExplorerActor):
+    """Counts how often the observation was seen in this episode.
+
+    The field `episodic_count` [T, B] float32 is at least 1. The state is a table of
+    counts by hash.
+    """
+
+    def __init__(self, space: spaces.Space, buckets: int = 4096) -> None:
+        super().__init__()
+        self.hash = Hash(space, buckets)
+
+    def initial_state(self, batch_size: int) -> tuple[torch.Tensor, ...]:
+        device = self.hash.factors.device
+        return (torch.zeros(1, batch_size, self.hash.buckets, device=device),)
+
+    def act(
+        self, rows: dict[str, Any], state: tuple[torch.Tensor, ...]
+    ) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+        counts = state[0] * ~rows["done"].unsqueeze(-1)  # a new tensor
+        bucket = self.hash(rows["observation"]).unsqueeze(-1)  # [1, B, 1]
+        counts.scatter_add_(-1, bucket, torch.ones_like(bucket, dtype=counts.dtype))
+        return {"episodic_count": counts.gather(-1, bucket).squeeze(-1)}, (counts,)
+
+
+def ends(rows: dict[str, Any]) -> torch.Tensor:
+    """[T, B] bool: row t + 1 has the first observation of another episode.
+
+    The last observation of an episode is in no row, so that nothing can be said about
+    the step to it.
+    """
+    return rows["done"][1:]

@@ -1,0 +1,47 @@
+"""Counts of observations: the reward is scale / √N(s') (Bellemare et al. 2016, Tang et al. 2017).
+
+Differences: observations are told apart by a hash of all their numbers, not by a density
+model or a learned code. So it fits small worlds, such as MiniGrid's.
+"""
+
+from typing import Any
+
+import torch
+from gymnasium import spaces
+
+from examples.exploration.common import Hash, ends
+from torchbeast.base import ranks
+from torchbeast.core.exploration import Explored, Method
+
+
+class Counts(Method):
+    """
+    Args:
+      scale: of the reward.
+      buckets: size of the table of counts.
+    """
+
+    counts: torch.Tensor  # [buckets] float32
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        distribution: Any,
+        scale: float = 0.1,
+        buckets: int = 2**20,
+    ) -> None:
+        super().__init__()
+        self.scale, self.hash = scale, Hash(observation_space, buckets)
+        self.register_buffer("counts", torch.zeros(buckets))
+
+    def make_optimizer(self) -> None:
+        return None
+
+    @torch.no_grad()
+    def explore(self, rows: dict[str, Any], valid: torch.Tensor) -> Explored:
+        bucket = self.hash(rows["observation"])[1:]  # [T, B]
+        new = torch.zeros_like(self.counts)
+        new.index_add_(0, bucket[valid], torch.ones_like(bucket[valid], dtype=new.dtype))
+        self.counts += ranks.total(new)
+        reward = self.scale / self.counts[bucket].clamp(min=1).sqrt()
+        return Explored(reward * valid * ~ends(rows), None, None, {})

@@ -1,0 +1,57 @@
+"""Random network distillation (Burda et al. 2018).
+
+The reward is the error of a network that predicts the output of a random one. It has a
+value head of its own, which does not end with episodes (section 2.3).
+
+Differences: rewards are divided by the standard deviation of the errors, not of their
+discounted returns; the predictor learns from each batch once, with all of its steps.
+"""
+
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from examples.exploration.common import Encoder
+from torchbeast.core.exploration import Explored, Method
+from torchbeast.core.moments import RunningMoments
+
+
+class RND(Method):
+    """
+    Args:
+      scale: of the reward.
+      discounting: of its value.
+      size: of the networks' outputs.
+    """
+
+    value_head = True
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        distribution: Any,
+        scale: float = 0.1,
+        discounting: float = 0.99,
+        size: int = 128,
+    ) -> None:
+        super().__init__()
+        self.scale, self.discounting = scale, discounting
+        self.target = Encoder(observation_space, size).requires_grad_(False)
+        self.predictor = nn.Sequential(
+            *(Encoder(observation_space, size), nn.ReLU(), nn.Linear(size, size))
+        )
+        self.errors = RunningMoments(())
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.predictor.parameters(), lr=1e-4)
+
+    def explore(self, rows: dict[str, Any], valid: torch.Tensor) -> Explored:
+        with torch.no_grad():
+            target = self.target(rows["observation"])
+        error = (self.predictor(rows["observation"]) - target).square().mean(-1)[1:]
+        self.errors.update(error.detach().flatten())
+        reward = self.scale * error.detach() / self.errors.std
+        discount = torch.full_like(reward, self.discounting)
+        return Explored(reward * valid, discount, (error * valid).sum(), {})
