@@ -1,4 +1,4 @@
-"""What the methods share: an encoder for any observation, hashes, counts of an episode."""
+"""What the methods share: encoders, hashes and counts of observations."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from torchbeast.core.observations import (
     is_image,
     iterate_observation,
     iterate_space,
+    map_space,
 )
 from torchbeast.encoders import ImageEncoder, VectorEncoder, initialize
 
@@ -37,8 +38,7 @@ class Encoder(nn.Module):
 
     def forward(self, observation: Any) -> torch.Tensor:
         leaves = iterate_observation(self.space, observation)
-        first = iterate_space(self.space)[0]
-        lead = leaves[0].shape[: leaves[0].dim() - len(first.shape or ())]
+        lead = leading(self.space, leaves)
         flat = [x.flatten(0, len(lead) - 1) for x in leaves]
         images = [x for x, image in zip(flat, self.is_image, strict=True) if image]
         others = [x for x, image in zip(flat, self.is_image, strict=True) if not image]
@@ -48,16 +48,17 @@ class Encoder(nn.Module):
         return self.last(torch.cat(features, -1)).unflatten(0, lead)
 
 
+def leading(space: spaces.Space, leaves: list[torch.Tensor]) -> torch.Size:
+    """The sizes [...] before the shape of an observation."""
+    own = len(iterate_space(space)[0].shape or ())
+    return leaves[0].shape[: leaves[0].dim() - own]
+
+
 def observation_of(space: spaces.Space, lead: tuple[int, ...]) -> Any:
-    """Zeros, nested as observations of the space."""
-    from torchbeast.base.nested import map_nested
-    from torchbeast.core.observations import map_space
-
-    def zeros(leaf: spaces.Space) -> torch.Tensor:
-        x = np.zeros((*lead, *(leaf.shape or ())), leaf.dtype)
-        return torch.from_numpy(x)
-
-    return map_nested(lambda x: x, map_space(zeros, space))
+    """Zeros [*lead, *shape], nested as observations of the space."""
+    return map_space(
+        lambda x: torch.from_numpy(np.zeros((*lead, *(x.shape or ())), x.dtype)), space
+    )
 
 
 class Hash(nn.Module):
@@ -83,10 +84,8 @@ class Hash(nn.Module):
         for leaf, x in zip(iterate_space(self.space), leaves, strict=True):
             if x.is_floating_point():
                 x = x.float().view(torch.int32)  # its bits
-            n = len(leaf.shape or ())
-            parts.append(x.reshape(*x.shape[: x.dim() - n], -1).long())
-        x = torch.cat(parts, -1) * self.factors
-        x = x.sum(-1)  # wraps around
+            parts.append(x.reshape(*leading(leaf, [x]), -1).long())
+        x = (torch.cat(parts, -1) * self.factors).sum(-1)  # wraps around
         return ((x ^ (x >> 29)) * -7046029254386353131 >> 20) % self.buckets
 
 

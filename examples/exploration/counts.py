@@ -1,7 +1,9 @@
-"""Counts of observations: the reward is scale / √N(s') (Bellemare et al. 2016, Tang et al. 2017).
+"""Counts of observations (Bellemare et al. 2016, Tang et al. 2017).
 
-Differences: observations are told apart by a hash of all their numbers, not by a density
-model or a learned code. So it fits small worlds, such as MiniGrid's.
+The reward of a step to s' is scale / √N(s').
+
+Differences: observations are told apart by a hash of all their numbers, not by a
+density model or a learned code. So it fits small worlds, such as MiniGrid's.
 """
 
 from typing import Any
@@ -41,7 +43,9 @@ class Counts(Method):
     def explore(self, rows: dict[str, Any], valid: torch.Tensor) -> Explored:
         bucket = self.hash(rows["observation"])[1:]  # [T, B]
         new = torch.zeros_like(self.counts)
-        new.index_add_(0, bucket[valid], torch.ones_like(bucket[valid], dtype=new.dtype))
+        new.index_add_(
+            0, bucket[valid], torch.ones_like(bucket[valid], dtype=new.dtype)
+        )
         self.counts += ranks.total(new)
         reward = self.scale / self.counts[bucket].clamp(min=1).sqrt()
         return Explored(reward * valid * ~ends(rows), None, None, {})

@@ -5,6 +5,7 @@ each batch, before it learns from it, and adds what it returns to the rewards. T
 says what a method has; those of examples/exploration are six.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.rollout import State
 from torchbeast.envs.make_env import make_named
 from torchbeast.records.logs_csv import join_columns, spread
+
+CHECKED = {"mean_intrinsic_reward", "explorer_loss"}  # columns that must be finite
 
 
 class ExplorerActor(torch.nn.Module):
@@ -128,23 +131,41 @@ class Explorer:
         valid = rows.get("step_counts", torch.ones_like(rows["done"]))[:-1]
         found = self.method.explore(rows, valid)
         columns = {"mean_intrinsic_reward": mean(found.reward, valid), **found.columns}
-        if self.optimizer and found.loss is not None:
+        learns = self.optimizer is not None and found.loss is not None
+        if learns:
             columns["explorer_loss"] = ranks.total(found.loss.detach())
-            self.optimizer.zero_grad()
-            found.loss.backward()
-            weights = [x for g in self.optimizer.param_groups for x in g["params"]]
-            ranks.add_gradients(weights)
-            torch.nn.utils.clip_grad_norm_(weights, self.max_norm)
-            self.optimizer.step()
-            self.optimizer.zero_grad()  # the policy's update must not see them
         numbers = devices.fetch(join_columns(columns, {}))
+
+        def check() -> dict[str, Any]:
+            columns = spread(numbers())
+            if not all(
+                map(math.isfinite, (columns[x] for x in CHECKED & columns.keys()))
+            ):
+                raise FloatingPointError(
+                    f"the rewards or the loss of --explorer are not finite: {columns}"
+                )
+            return columns
+
+        if not devices.works_ahead(found.reward.device):
+            check()  # before the method changes
+        if learns:
+            self._step(found.loss)
         rows = rows | {"intrinsic_reward": pad(found.reward)}
         if self.method.value_head:
             assert found.discount is not None, "a value head needs a discount"
             rows["intrinsic_discount"] = pad(found.discount)
             # The method's value of a truncated episode's last observation is not used.
             rows["truncation_value"] = rows["truncation_value"][..., 0]
-        return rows, lambda: spread(numbers())
+        return rows, check
+
+    def _step(self, loss: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()
+        weights = [x for group in self.optimizer.param_groups for x in group["params"]]
+        ranks.add_gradients(weights)
+        torch.nn.utils.clip_grad_norm_(weights, self.max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()  # the policy's update must not see them
 
 
 def pad(x: torch.Tensor) -> torch.Tensor:
