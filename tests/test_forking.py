@@ -11,7 +11,7 @@ import sys
 import pytest
 import runs
 import torch
-from environments import CombinationLock, SignsInNetHack
+from environments import SignsInNetHack
 
 DOCUMENT = runs.ROOT / "docs" / "forking.md"
 PATCHES = runs.ROOT / "docs" / "forking"
@@ -235,28 +235,6 @@ def test_lines_for_a_loss_a_column_a_schedule_a_coefficient_and_a_field(tmp_path
         assert cost == pytest.approx(0.02 * (1 - progress) ** 2, rel=1e-4)
 
 
-def test_a_second_network_with_its_own_optimizer_and_batches(tmp_path):
-    fork = Fork(tmp_path, "curiosity")
-    changed = ("curiosity", "learner")
-    assert fork.files == {f"torchbeast/{name}.py" for name in changed}
-    assert fork.lines["torchbeast/learner.py"] == 8  # beside the network's own file
-    rows = fork.train(sync=True)  # the same on each run
-    losses = column(rows, "curiosity_loss")
-    assert mean(losses[-10:]) < 0.7 * mean(losses[:10])
-    resumed = fork.train(sync=True, total_steps=750)[len(rows) :]
-    assert mean(column(resumed, "curiosity_loss")) < 0.7 * mean(losses[:10])
-    saved = fork.checkpoint()
-    weights = {"agent": "model_state_dict", "own": "curiosity_state_dict"}
-    names = {who: saved[key].keys() for who, key in weights.items()}
-    assert not any("network" in name for name in names["agent"])
-    moments = saved["curiosity_optimizer_state_dict"]["state"]
-    trained = [name for name in names["own"] if name.startswith("network")]
-    assert len(moments) == len(trained) == 6
-    # Four batches of its own for each of the agent's, also after the resume.
-    (batches,) = {int(x["step"]) for x in moments.values()}
-    assert batches == 4 * len([*rows, *resumed]) == 4 * 75
-
-
 def test_a_teacher_with_its_own_optimizer(tmp_path):
     fork = Fork(tmp_path, "teacher")
     assert fork.lines == {LOSS_FILE: 21}
@@ -276,61 +254,6 @@ def test_a_teacher_with_its_own_optimizer(tmp_path):
     (batches,) = {int(x["step"]) for x in moments.values()}
     assert batches == len([*rows, *resumed])
     assert len(moments) < len(teacher)
-
-
-# Random play opens the lock in one of 65,536 episodes. These runs have about 12,000.
-LOCK = {
-    **QUICK_LEARNING,
-    "env": "environments:CombinationLock",
-    "unroll_length": CombinationLock.LENGTH,
-    "total_steps": 24_000,
-}
-
-
-def open_lock(folder, patch, module):
-    """Trains the patched tree until the lock is opened; returns fork and rows."""
-    fork = Fork(folder, patch)
-    assert fork.files == {"torchbeast/model.py", "torchbeast/learner.py"}
-    rows = fork.train(module, timeout=380, **LOCK)
-    assert mean(column(rows, "mean_game_return")[-10:]) > 0.3
-    return fork, rows
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("module", VARIANTS)
-def test_random_network_distillation(tmp_path, module):
-    fork, rows = open_lock(tmp_path, "rnd", module)
-    # What was seen often is not new.
-    for name in ("rnd_loss", "mean_novelty"):
-        values = column(rows, name)
-        assert mean(values[-10:]) < 0.1 * mean(values[:10])
-    # The random network has had no gradients, and only it.
-    saved = fork.checkpoint()
-    fixed = [name for name in saved["model_state_dict"] if "target" in name]
-    optimizer = saved["optimizer_state_dict"]
-    weights = optimizer["param_groups"][0]["params"]
-    assert len(weights) - len(optimizer["state"]) == len(fixed) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("module", VARIANTS)
-def test_a_bonus_for_observations_that_are_rare(tmp_path, module):
-    fork, rows = open_lock(tmp_path, "count", module)
-    # All actors' steps are counted once. Each place is an observation.
-    table = fork.checkpoint()["model_state_dict"]["counts.table"]
-    assert table.sum() == int(rows[-1]["step"])
-    assert (table > 0).sum() == CombinationLock.LENGTH
-
-
-def test_the_bonus_is_one_by_the_root_of_the_count(tmp_path, monkeypatch):
-    monkeypatch.setenv("SEED_FILE", str(tmp_path / "seeds"))
-    fork = Fork(tmp_path, "count")
-    # One observation, in episodes of three steps; the last of them gets no bonus.
-    for row in fork.train(env="environments:SeedLog", unroll_length=6, total_steps=120):
-        expected = 2 / 3 / math.sqrt(int(row["step"]))
-        assert float(row["mean_bonus"]) == pytest.approx(expected)
 
 
 @pytest.mark.slow

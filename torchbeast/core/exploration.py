@@ -73,7 +73,10 @@ class Method(torch.nn.Module):
     """
 
     value_head = False
-    actor: ExplorerActor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor: ExplorerActor | None = None  # a class attribute would hide it
 
     def make_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of its networks, those of `actor` included; None: none."""

@@ -1,0 +1,317 @@
+"""--explorer: rewards that the learner makes itself; the examples RND and counts."""
+
+import math
+
+import pytest
+import runs
+import torch
+from environments import CombinationLock
+from gymnasium import spaces
+from test_learner import make_batch, make_learner
+from test_polybeast_sync import SYNC
+from test_ranks import finish, torchrun
+
+from examples.exploration.common import EpisodicCounts, Hash
+from examples.exploration.counts import Counts
+from examples.exploration.rnd import RND
+from torchbeast.core.distributions import make_distribution
+from torchbeast.learner import learn
+
+pytestmark = pytest.mark.timeout(300)
+
+VARIANTS = MONOBEAST, POLYBEAST = "torchbeast.monobeast", "torchbeast.polybeast"
+COUNTS, RANDOM = "examples.exploration.counts:Counts", "examples.exploration.rnd:RND"
+LOCK = "environments:CombinationLock"
+QUICK = {
+    **{"preset": "classic-control", "num_actors": 2, "envs_per_actor": 4},
+    **{"batch_size": 8, "precision": "fp32", "torch_threads": 1},
+    **{"unroll_length": CombinationLock.LENGTH, "env": LOCK},
+}
+
+
+def column(rows, name):
+    return [float(row[name]) for row in rows if row[name]]
+
+
+def mean(numbers):
+    return sum(numbers) / len(numbers)
+
+
+def saved(folder, xpid):
+    return torch.load(folder / xpid / "model.tar", weights_only=True)
+
+
+# --- Methods --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("module", VARIANTS)
+@pytest.mark.parametrize("method", [COUNTS, RANDOM])
+def test_it_opens_a_lock_that_random_play_does_not(tmp_path, module, method):
+    """Random play opens it in one of 65,536 episodes. These runs have about 12,000."""
+    flags = {**QUICK, "total_steps": 24_000, "module": module, "explorer": method}
+    runs.run(tmp_path, "lock", timeout=400, **flags)
+    rows = runs.read_logs(tmp_path, "lock")
+    assert mean(column(rows, "mean_game_return")[-10:]) > 0.3
+    rewards = column(rows, "mean_intrinsic_reward")
+    assert mean(rewards[-10:]) < 0.3 * mean(rewards[:10])
+
+
+def rows_of(observations, done):
+    return {
+        "observation": torch.tensor(observations),
+        "done": torch.tensor(done),
+        "reward": torch.zeros(len(done), len(done[0])),
+    }
+
+
+def test_counts_are_those_of_a_dict():
+    space = spaces.Discrete(5)
+    method = Counts(space, make_distribution(spaces.Discrete(2)), scale=2.0)
+    seen = {}
+    for start in range(4):
+        shown = [[(start + 2 * t) % 5, (t * t) % 5, 1] for t in range(6)]
+        done = [[t == 3, False, t == 1] for t in range(6)]
+        valid = torch.tensor([[True, t != 2, True] for t in range(5)])
+        for t in range(1, 6):
+            for b in range(3):
+                if valid[t - 1, b]:
+                    seen[shown[t][b]] = seen.get(shown[t][b], 0) + 1
+        found = method.explore(rows_of(shown, done), valid)
+        for t in range(1, 6):
+            for b in range(3):
+                counts = valid[t - 1, b] and not done[t][b]
+                expected = 2.0 / math.sqrt(seen[shown[t][b]]) if counts else 0.0
+                assert found.reward[t - 1, b] == pytest.approx(expected), (t, b)
+
+
+def test_rnd_learns_what_it_sees():
+    torch.manual_seed(3)
+    space = spaces.Discrete(6)
+    method = RND(space, make_distribution(spaces.Discrete(2)), scale=1.0)
+    target = [x.clone() for x in method.target.parameters()]
+    optimizer = method.make_optimizer()
+    rows = rows_of([[0, 1]] * 5, [[False, False]] * 5)
+    valid = torch.ones(4, 2, dtype=torch.bool)
+    valid[:, 1] = False  # 1 does not count: it stays new
+    for _ in range(300):
+        found = method.explore(rows, valid)
+        assert not found.reward.requires_grad
+        assert (found.reward[:, 1] == 0).all()
+        optimizer.zero_grad()
+        found.loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        novelty = method.explore(rows, torch.ones_like(valid)).reward[0]
+    assert 10 * novelty[0] < novelty[1]
+    for x, y in zip(target, method.target.parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_equal_observations_have_equal_hashes_and_others_differ():
+    space = spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Discrete(4)})
+    buckets = Hash(space, 2**20)
+    a, b = torch.rand(50, 2, 3), torch.randint(4, (50, 2))
+    first = buckets({"a": a, "b": b})
+    assert first.shape == (50, 2)
+    assert torch.equal(first, buckets({"a": a.clone(), "b": b.clone()}))
+    assert len(first.unique()) >= 99
+    assert not torch.equal(first, buckets({"a": a, "b": (b + 1) % 4}))
+    moved = a + torch.tensor([0, 1e-6, 0])
+    assert (first != buckets({"a": moved, "b": b})).float().mean() > 0.9
+
+
+def test_counts_of_an_episode():
+    counts = EpisodicCounts(spaces.Discrete(7), 512)
+    state = counts.initial_state(2)
+    first = [[2, 1], [2, 3], [2, 1], [5, 1], [2, 1]]
+    done = [[False, False]] * 3 + [[True, False], [False, False]]
+    found = []
+    for observation, over in zip(first, done, strict=True):
+        fields, state = counts.act(rows_of([observation], [over]), state)
+        found.append(fields["episodic_count"][0].tolist())
+    assert found == [[1, 1], [2, 1], [3, 2], [1, 3], [1, 4]]
+
+
+# --- The seam -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", VARIANTS)
+def test_actors_keep_the_state_of_an_episode(tmp_path, module):
+    flags = {**runs.SMALL, "env": "environments:SeedLog", "module": module}
+    flags |= {"explorer": "exploring:Watcher", "envs_per_actor": 2, "total_steps": 300}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SEED_FILE", str(tmp_path / "seeds"))
+        process = runs.start_words(runs.command(tmp_path, "run", **flags), fresh=True)
+        output = runs.finish(process)
+    assert "Finished at step 300" in output
+    rows = runs.read_logs(tmp_path, "run")
+    # Unrolls of 5 steps, episodes of 3: the count at step t of an episode is t + 1.
+    seen = [[float(row[f"counts_{i}"]) for i in range(10)] for row in rows]
+    for row in seen:
+        for b in (0, 1):
+            own = row[b::2]
+            steps = [(own[0] - 1 + i) % 3 + 1 for i in range(5)]
+            assert own == steps
+    assert {row[0] for row in seen} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("module", VARIANTS)
+def test_a_method_with_all_parts(tmp_path, module):
+    """Its actor's weights reach the actors; a resume has its networks and optimizer."""
+    flags = {**runs.SMALL, "env": LOCK, "module": module, "envs_per_actor": 2}
+    flags |= {"explorer": 'exploring:Teacher{"discount": 0.25}', "use_lstm": True}
+    runs.run(tmp_path, "run", **flags)
+    rows = runs.read_logs(tmp_path, "run")
+    hints = column(rows, "hint")
+    assert hints[0] == 0
+    assert hints[-1] == pytest.approx(3, abs=0.3)
+    assert {"mean_value_0", "mean_value_1", "explorer_loss"} <= rows[0].keys()
+    losses = column(rows, "explorer_loss")
+    assert losses[-1] < 0.01 * losses[0]
+    # The policy's optimizer has not moved what the method's own has learned.
+    before = saved(tmp_path, "run")
+    right = before["model_state_dict"]["explorer.right"]
+    assert torch.equal(right, before["explorer_state_dict"]["method"]["actor.right"])
+    (state,) = before["explorer_state_dict"]["optimizer"]["state"].values()
+    assert state["step"] == len(rows)
+    runs.run(tmp_path, "run", **{**flags, "total_steps": 900})
+    (state,) = saved(tmp_path, "run")["explorer_state_dict"]["optimizer"][
+        "state"
+    ].values()
+    assert state["step"] == len(runs.read_logs(tmp_path, "run"))
+    assert column(runs.read_logs(tmp_path, "run"), "hint")[len(rows)] > 2.5
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_the_loss_has_both_rewards(head):
+    """Without a value head the sum is learned from, with one each on its own."""
+    learner = make_learner("--explorer", RANDOM if head else COUNTS)
+    batch, state = make_batch(learner)
+    rows, columns = learner.explorer.explore(batch)
+    assert columns()["mean_intrinsic_reward"] > 0
+    more = rows["intrinsic_reward"]
+    assert more.shape == batch["reward"].shape
+    assert (more[0] == 0).all()
+    assert ("intrinsic_discount" in rows) == head
+    outputs, _ = learner.model(rows, state)
+    assert outputs["baseline"].shape[2:] == ((2,) if head else ())
+    row = learn(learner, batch, state)
+    assert ("mean_value_1" in row) == head
+
+
+def test_rewards_are_added_or_stacked():
+    from torchbeast.core.exploration import combine
+
+    rewards, discounts = torch.rand(5, 3), torch.rand(5, 3)
+    more, ends = torch.rand(6, 3), torch.rand(6, 3)
+    assert combine({}, rewards, discounts) == (rewards, discounts)
+    added, same = combine({"intrinsic_reward": more}, rewards, discounts)
+    assert torch.equal(added, rewards + more[1:])
+    assert torch.equal(same, discounts)
+    both = {"intrinsic_reward": more, "intrinsic_discount": ends}
+    stacked, two = combine(both, rewards, discounts)
+    assert torch.equal(stacked[..., 0], rewards)
+    assert torch.equal(stacked[..., 1], more[1:])
+    assert torch.equal(two[..., 0], discounts)
+    assert torch.equal(two[..., 1], ends[1:])
+
+
+@pytest.mark.parametrize("method", [COUNTS, RANDOM])
+def test_sync_is_the_same_each_time_and_in_both_variants(tmp_path, method):
+    flags = {**SYNC, "env": "CartPole-v1", "explorer": method, "total_steps": 42 * 8}
+    logs = []
+    for xpid, module in (("a", MONOBEAST), ("b", MONOBEAST), ("c", POLYBEAST)):
+        runs.run(tmp_path, xpid, module=module, **flags)
+        logs.append(runs.without_time(runs.read_logs(tmp_path, xpid)))
+    assert logs[0] == logs[1]
+    for row, other in zip(logs[0], logs[2], strict=True):
+        for name in ("mean_intrinsic_reward", "total_loss", "step"):
+            assert float(other[name]) == pytest.approx(float(row[name]), rel=1e-4)
+
+
+@pytest.mark.parametrize("method", [COUNTS, RANDOM])
+def test_a_resume_goes_on_where_it_was(tmp_path, method):
+    flags = {**SYNC, "env": LOCK, "explorer": method, "disable_checkpoint": None}
+    flags |= {"learning_rate_schedule": "constant"}
+    runs.run(tmp_path, "whole", **{**flags, "total_steps": 42 * 12})
+    for updates in (6, 12):
+        runs.run(tmp_path, "parts", **{**flags, "total_steps": 42 * updates})
+    whole, parts = (runs.read_logs(tmp_path, name) for name in ("whole", "parts"))
+    rewards = [column(rows, "mean_intrinsic_reward") for rows in (whole, parts)]
+    assert rewards[0] == rewards[1]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"replay_size": 500, "replay_ratio": 1.5, "learn_start": 50},
+        {"updates_per_batch": 2, "minibatches": 2, "normalize_rewards": True},
+    ],
+    ids=["replay", "minibatches"],
+)
+@pytest.mark.parametrize("method", [COUNTS, RANDOM])
+def test_with_what_changes_a_batch(tmp_path, method, more):
+    flags = {**runs.SMALL, "explorer": method, "rollouts": "episode", **more}
+    output = runs.run(tmp_path, "run", **flags)
+    assert "Finished at step 600" in output
+    assert column(runs.read_logs(tmp_path, "run"), "mean_intrinsic_reward")
+
+
+@pytest.mark.parametrize("method", [COUNTS, RANDOM])
+def test_two_learners_equal_one(tmp_path, method):
+    flags = {**SYNC, "env": "CartPole-v1", "explorer": method, "batch_size": 4}
+    flags |= {"num_actors": 4, "envs_per_actor": 1, "total_steps": 28 * 15}
+    runs.run(tmp_path, "one", **flags)
+    flags |= {"num_actors": 2, "batch_size": 2}
+    process = torchrun(2, tmp_path, "two", **flags)
+    output = finish(process)
+    assert process.returncode == 0, output
+    one, two = (runs.read_logs(tmp_path, name) for name in ("one", "two"))
+    for row, other in zip(one, two, strict=True):
+        for name in ("mean_intrinsic_reward", "total_loss"):
+            assert float(other[name]) == pytest.approx(float(row[name]), rel=1e-3)
+
+
+def test_a_reward_that_is_not_finite_ends_the_run(tmp_path):
+    words = runs.command(tmp_path, "run", explorer="exploring:Broken", **runs.SMALL)
+    process = runs.start_words(words)
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert "rewards or the loss of --explorer are not finite" in output
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("explorer", "no_such_module:A", "no_such_module"),
+        ("explorer", "exploring:Wacher", "Did you mean Watcher"),
+        ("explorer", 'exploring:Teacher{"speed": 1}', "speed"),
+        ("explorer", "exploring:Teacher{1}", "not a JSON object"),
+        ("explorer", "exploring:Teacher,exploring:Watcher", "one MODULE:CLASS"),
+        ("encoder", "exploring:Nothing", "has no Nothing"),
+    ],
+)
+def test_a_wrong_name_is_named(tmp_path, flag, value, message):
+    process = runs.start_words(
+        runs.command(tmp_path, "run", **{**runs.SMALL, flag: value})
+    )
+    output = runs.finish(process)
+    assert process.returncode in (1, 2)
+    assert message in output
+    assert f"--{flag}" in output
+    assert not (tmp_path / "run" / "model.tar").exists()
+
+
+@pytest.mark.parametrize("flag", ["explorer", "encoder"])
+def test_a_checkpoint_may_not_name_code(tmp_path, flag):
+    from torchbeast import flags as declared
+    from torchbeast.base.flag import CODE_FLAGS
+    from torchbeast.runs import trust
+
+    assert flag in CODE_FLAGS
+    values = {flag: "evil:Class"}
+    assert trust.risky(declared.DECLARED, values) == values
+    with pytest.raises(trust.UntrustedError, match="imports the code of evil"):
+        trust.check("meta.json", values)
