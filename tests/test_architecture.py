@@ -37,7 +37,8 @@ TOP = {
     "presets": "",
     "flags": "presets",
     "encoders": "",
-    "model": "encoders",
+    "recurrent": "",
+    "model": "encoders recurrent",
     "learner": "model optimizer",
 }
 
@@ -112,7 +113,7 @@ def num_lines(path):
 
 
 FORKED = """
-    monobeast polybeast_learner learner optimizer model encoders flags presets
+    monobeast polybeast_learner learner optimizer model encoders recurrent flags presets
     local/actors envs/extra_fields
     core/acting core/rollout core/vtrace core/distributions
 """

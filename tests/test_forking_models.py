@@ -14,6 +14,8 @@ from test_model import make_rows, map_leaves
 
 from torchbeast.core.rollout import cut_at_episodes
 from torchbeast.envs.checks import InvalidEnvironmentError
+from torchbeast.model import Net
+from torchbeast.recurrent import CORES
 
 
 def import_forked(fork, name):
@@ -178,9 +180,11 @@ BEGINS = [(0, 0), (5, 1), (6, 1), (40, 0), (50, 2), (79, 2)]
 def transformer(tmp_path_factory):
     """A net with a transformer, none of whose layers is the identity."""
     fork = Fork(tmp_path_factory.mktemp("transformer"), "transformer")
-    model = import_forked(fork, "model")
+    transformer = import_forked(fork, "recurrent").CORES["transformer"]
     torch.manual_seed(1)
-    net = model.Net(SPACE, spaces.Discrete(A), use_lstm=True, core="transformer")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CORES, "transformer", transformer)
+        net = Net(SPACE, spaces.Discrete(A), use_lstm=True, core="transformer")
     with torch.no_grad():
         for p in net.core.parameters():
             p.add_(0.2 * torch.randn_like(p))

@@ -17,7 +17,7 @@ from torch import nn
 from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
-from torchbeast.core.exploration import ExplorerActor, make_method
+from torchbeast.core.exploration import ExplorerActor
 from torchbeast.core.moments import CLIP, RunningMoments
 from torchbeast.core.observations import (
     is_image,
@@ -188,10 +188,9 @@ class Net(nn.Module):
             allowed = rows["observation"][action_masks.NAME].flatten(2) != 0
             logits = self.distribution.mask(logits, allowed)
         value_x = self.encode(rows, self.value_vector) if self.value_vector else x
-        baseline = self.baseline(value_x).view(T, B, -1)
-        if baseline.shape[-1] == 1:
-            baseline = baseline.squeeze(-1)
-        outputs = {"policy_logits": logits, "baseline": baseline, **fields}
+        baseline = self.baseline(value_x).view(T, B, -1).squeeze(-1)
+        outputs = {"policy_logits": logits, "baseline": baseline}
+        outputs |= fields
         if self.return_moments is not None:
             returns = self._running_returns(rows, state[-1])
             last_return = returns[-1].masked_fill(rows["done"][-1], 0)
@@ -310,11 +309,9 @@ def make_model(
     device: torch.device,
 ) -> Net:
     """Makes the model of the flags. docs/forking.md lists what another model needs."""
-    encoder = None
-    if flags.encoder:
-        settings = observation_space, flags.encoder_width, flags.layer_norm
-        encoder = make_named("--encoder", flags.encoder, *settings)
-    method = make_method(flags, observation_space, make_distribution(action_space))
+    settings = observation_space, flags.encoder_width, flags.layer_norm
+    distribution = make_distribution(action_space)
+    method = make_named("--explorer", flags.explorer, settings[0], distribution)
     model = Net(
         observation_space,
         action_space,
@@ -329,7 +326,7 @@ def make_model(
         bf16=flags.precision == "bf16",
         normalize_observations=flags.normalize_observations,
         reward_discounting=flags.discounting if flags.normalize_rewards else None,
-        encoder=encoder,
+        encoder=make_named("--encoder", flags.encoder, *settings),
         explorer=method and method.actor,
         num_values=2 if method and method.value_head else 1,
     )

@@ -10,11 +10,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from gymnasium import spaces
 
 from torchbeast.base import devices, ranks
 from torchbeast.base.nested import Nested
-from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.rollout import State
 from torchbeast.envs.make_env import make_named
 from torchbeast.records.logs_csv import join_columns, spread
@@ -92,22 +90,12 @@ class Method(torch.nn.Module):
         raise NotImplementedError
 
 
-def make_method(
-    flags: Any, observation_space: spaces.Space, distribution: ActionDistribution
-) -> Any:
-    """The Method of --explorer, or None."""
-    if not flags.explorer:
-        return None
-    arguments = observation_space, distribution
-    return make_named("--explorer", flags.explorer, *arguments)
-
-
 class Explorer:
     """The learner's half: the method, whose actor is the model's, and its optimizer."""
 
     def __init__(self, flags: Any, model: Any, device: torch.device) -> None:
-        spaces_of = model.observation_space, model.distribution
-        self.method = make_method(flags, *spaces_of).to(device)
+        about = model.observation_space, model.distribution
+        self.method = make_named("--explorer", flags.explorer, *about).to(device)
         self.method.actor = model.explorer
         self.optimizer = self.method.make_optimizer()
         self.max_norm = flags.grad_norm_clipping

@@ -126,14 +126,16 @@ def parse_paths(flag: str, text: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def make_named(flag: str, text: str, /, *args: Any) -> Any:
-    """Calls the one class or function of text, MODULE:CLASS[JSON].
+def make_named(flag: str, text: str | None, /, *args: Any) -> Any:
+    """Calls the one class or function of text, MODULE:CLASS[JSON]; None without text.
 
     Raises:
       FlagError: there are several, or what follows the path is not a JSON object.
       UnknownEnvironmentError, MissingPackageError: there is no such object.
       InvalidEnvironmentError: it can't be called with the arguments of the JSON.
     """
+    if not text:
+        return None
     paths = parse_paths(flag, text)
     if len(paths) != 1:
         raise FlagError(f"{flag} {text}: it may name one MODULE:CLASS[JSON]")

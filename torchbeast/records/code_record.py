@@ -45,7 +45,7 @@ def record(folder: pathlib.Path, flags: Any) -> dict[str, str | None]:
       RunFileError: a file can't be written.
     """
     patch, checkout = _changes()
-    named = ",".join(getattr(flags, name) or "" for name in CODE_FLAGS)
+    named = ",".join(getattr(flags, name, None) or "" for name in CODE_FLAGS)
     sources = _sources(named, checkout)
     with writing(folder):
         return {
