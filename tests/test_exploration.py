@@ -47,7 +47,7 @@ def saved(folder, xpid):
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("module", VARIANTS)
-@pytest.mark.parametrize("method", [COUNTS, RANDOM])
+@pytest.mark.parametrize("method", [COUNTS, RANDOM + '{"learning_rate": 0.001}'])
 def test_it_opens_a_lock_that_random_play_does_not(tmp_path, module, method):
     """Random play opens it in one of 65,536 episodes. These runs have about 12,000."""
     flags = {**QUICK, "total_steps": 24_000, "module": module, "explorer": method}

@@ -24,6 +24,7 @@ class RND(Method):
       scale: of the reward.
       discounting: of its value.
       size: of the networks' outputs.
+      learning_rate: of the predictor.
     """
 
     value_head = True
@@ -35,9 +36,11 @@ class RND(Method):
         scale: float = 0.1,
         discounting: float = 0.99,
         size: int = 128,
+        learning_rate: float = 1e-4,
     ) -> None:
         super().__init__()
         self.scale, self.discounting = scale, discounting
+        self.learning_rate = learning_rate
         self.target = Encoder(observation_space, size).requires_grad_(False)
         self.predictor = nn.Sequential(
             *(Encoder(observation_space, size), nn.ReLU(), nn.Linear(size, size))
@@ -45,7 +48,7 @@ class RND(Method):
         self.errors = RunningMoments(())
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.predictor.parameters(), lr=1e-4)
+        return torch.optim.Adam(self.predictor.parameters(), self.learning_rate)
 
     def explore(self, rows: dict[str, Any], valid: torch.Tensor) -> Explored:
         with torch.no_grad():
