@@ -1,0 +1,78 @@
+"""The environments of gymnax, which are written in JAX, as vector environments.
+
+README.md says how to train on them.
+"""
+
+import functools
+import json
+import os
+
+import gymnasium
+import gymnax
+import jax
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from gymnax.environments.spaces import gymnax_space_to_gym_space
+
+
+class GymnaxGames(gymnasium.vector.VectorEnv):
+    """E games of one id.
+
+    Args:
+      game: an id such as "Breakout-MinAtar"; gymnax.registered_envs has all.
+      params: changes of its default parameters, {"max_steps_in_episode": 500}.
+      arguments: of gymnax.make.
+    """
+
+    # gymnax's step() starts the next game itself.
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(self, num_envs, game="Breakout-MinAtar", params=None, **arguments):
+        # Each actor has a core, not more. Without threads small programs run faster.
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        os.environ["NPROC"] = "1"  # read when JAX starts: the size of its thread pool
+        self.num_envs = num_envs
+        self.env, default_params = make(game, json.dumps(arguments))
+        self.params = default_params.replace(**(params or {}))
+        observation_space = self.env.observation_space(self.params)
+        action_space = self.env.action_space(self.params)
+        self.single_observation_space = gymnax_space_to_gym_space(observation_space)
+        self.single_action_space = gymnax_space_to_gym_space(action_space)
+        self.key = jax.random.key(0)
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.key = jax.random.key(seed)
+        self.key, key = jax.random.split(self.key)
+        observation, self.state = reset(self.env, self.num_envs, key, self.params)
+        return self.to_numpy(observation), {}
+
+    def step(self, actions):
+        self.key, key = jax.random.split(self.key)
+        outputs = step(self.env, key, self.state, actions, self.params)
+        observation, self.state, reward, terminated, truncated, info = outputs
+        final = {"final_obs": self.to_numpy(info["final_observation"])}
+        ends = np.asarray(terminated), np.asarray(truncated)
+        return self.to_numpy(observation), np.asarray(reward), *ends, final
+
+    def to_numpy(self, observation):
+        # Some games return another dtype than they declare.
+        dtype = self.single_observation_space.dtype  # None: keep the dtypes of a Dict
+        return jax.tree.map(lambda x: np.asarray(x, dtype), observation)
+
+
+@functools.cache  # one object per process, so that its games are compiled once
+def make(game, arguments):
+    return gymnax.make(game, **json.loads(arguments))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def reset(env, num_envs, key, params):
+    return jax.vmap(env.reset, (0, None))(jax.random.split(key, num_envs), params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def step(env, key, state, actions, params):
+    keys = jax.random.split(key, len(actions))
+    return jax.vmap(env.step, (0, 0, 0, None))(keys, state, actions, params)
