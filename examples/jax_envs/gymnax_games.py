@@ -6,6 +6,7 @@ README.md says how to train on them.
 import functools
 import json
 import os
+from typing import ClassVar
 
 import gymnasium
 import gymnax
@@ -25,7 +26,7 @@ class GymnaxGames(gymnasium.vector.VectorEnv):
     """
 
     # gymnax's step() starts the next game itself.
-    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    metadata: ClassVar = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
     def __init__(self, num_envs, game="Breakout-MinAtar", params=None, **arguments):
         # Each actor has a core, not more. Without threads small programs run faster.
@@ -57,9 +58,10 @@ class GymnaxGames(gymnasium.vector.VectorEnv):
         return self.to_numpy(observation), np.asarray(reward), *ends, final
 
     def to_numpy(self, observation):
-        # Some games return another dtype than they declare.
-        dtype = self.single_observation_space.dtype  # None: keep the dtypes of a Dict
-        return jax.tree.map(lambda x: np.asarray(x, dtype), observation)
+        # Copies, because JAX's arrays are read-only. Some games return another dtype
+        # than they declare. (A Dict has None, which keeps the dtypes.)
+        dtype = self.single_observation_space.dtype
+        return jax.tree.map(lambda x: np.array(x, dtype), observation)
 
 
 @functools.cache  # one object per process, so that its games are compiled once
