@@ -81,7 +81,7 @@ def test_every_number_of_minigrids_image_counts():
             for kind, count in enumerate(COUNTS):
 
                 def change(x, place=(row, column, kind), count=count):
-                    numbers = x["image"][:, *place]
+                    numbers = x["image"].permute(1, 2, 3, 0)[place]
                     numbers.copy_((numbers + 1) % count)
 
                 assert changes(encoder, observation, change).any()
@@ -104,15 +104,15 @@ def test_every_part_of_nethacks_observation_counts():
     torch.manual_seed(1)
     encoder = NetHack(NETHACK)
     observation = nethack_observation()
-    far = torch.tensor([10, 40, 3, 40, 10])  # columns that are not around the hero
-    far = (observation["blstats"][:, NetHack.X] + 39) % 79
+    width = observation["glyphs"].shape[-1]
+    far = (observation["blstats"][:, NetHack.X] + width // 2) % width  # from the hero
 
     def other_glyph(x):
         x["glyphs"][torch.arange(N), 10, far] ^= 1
 
     def beside_the_hero(x):
-        hero = x["blstats"][:, NetHack.Y], x["blstats"][:, NetHack.X]
-        x["glyphs"][torch.arange(N), *hero] ^= 1
+        row, column = x["blstats"][:, NetHack.Y], x["blstats"][:, NetHack.X]
+        x["glyphs"][torch.arange(N), row, column] ^= 1
 
     assert changes(encoder, observation, other_glyph).all()
     assert changes(encoder, observation, beside_the_hero).all()
@@ -179,25 +179,25 @@ def variant_flags(tmp_path, module):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("module", ["monobeast", "polybeast"])
 def test_the_policy_reads_all_parts(tmp_path, module):
     """Without one of the parts, 8.75 of 10 is possible."""
     flags = {
-        **runs.SMALL,
         **variant_flags(tmp_path, module),
+        "preset": "classic-control",
+        "envs_per_actor": 4,
+        "batch_size": 8,
         "env": "environments:SignsInNetHack",
         "encoder": "examples.exploration.encoders.nethack_encoder:NetHack",
         "unroll_length": SignsInNetHack.LENGTH,
-        "envs_per_actor": 8,
-        "batch_size": 8,
-        "learning_rate": 0.001,
-        "optimizer": "adam",
-        "epsilon": 0.00001,
+        "updates_per_batch": 1,
+        "discounting": 0,
         "total_steps": 8000,
     }
-    runs.run(tmp_path, "run", **flags)
-    rows = runs.read_logs(tmp_path, "run")
-    assert float(rows[-1]["mean_episode_return"]) > 9
+    runs.run(tmp_path, "run", timeout=380, **flags)
+    returns = [row["mean_game_return"] for row in runs.read_logs(tmp_path, "run")]
+    assert np.mean([float(x) for x in returns if x][-20:]) > 9
     output = runs.run(tmp_path, "run", mode="test", num_test_episodes=5)
     assert "5 games: mean return" in output
 

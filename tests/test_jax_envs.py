@@ -1,0 +1,147 @@
+"""examples/jax_envs: gymnax through the adapter, against gymnax called by hand."""
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+from test_environment import env_flags
+
+from torchbeast.envs.environment import Environment
+from torchbeast.envs.seeded_games import game_seed
+
+gymnax = pytest.importorskip("gymnax")
+jax = pytest.importorskip("jax")
+from examples.jax_envs.gymnax_games import GymnaxGames  # noqa: E402 - needs gymnax
+
+E = 3
+NAME = "examples.jax_envs.gymnax_games:GymnaxGames"
+
+
+def make(**arguments):
+    flags = env_flags(NAME, env_kwargs=json.dumps(arguments), seed=5)
+    return Environment(flags, E, first_index=4)
+
+
+class ByHand:
+    """E games of gymnax, one after the other, without its own resets."""
+
+    def __init__(self, game, params):
+        self.env, default = gymnax.make(game)
+        self.params = default.replace(**params)
+        self.key = jax.random.key(game_seed(5, 4, 0))
+
+    def keys(self):
+        self.key, key = jax.random.split(self.key)
+        return jax.random.split(key, E)
+
+    def reset(self):
+        first = [self.env.reset_env(key, self.params) for key in self.keys()]
+        self.states = [state for _, state in first]
+        return [np.asarray(observation) for observation, _ in first]
+
+    def step(self, actions):
+        """Per game: observation, reward, terminated, truncated, last observation."""
+        rows = []
+        for e, key in enumerate(self.keys()):
+            step_key, reset_key = jax.random.split(key)
+            last, state, reward, terminated, _ = self.env.step_env(
+                step_key, self.states[e], actions[e], self.params
+            )
+            truncated = int(state.time) >= self.params.max_steps_in_episode
+            observation = last
+            if terminated or truncated:
+                observation, state = self.env.reset_env(reset_key, self.params)
+            self.states[e] = state
+            row = observation, reward, terminated, truncated, last
+            rows.append([np.asarray(x) for x in row])
+        return [np.stack(x) for x in zip(*rows, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("game", "params"),
+    [
+        ("Breakout-MinAtar", {}),
+        ("Breakout-MinAtar", {"max_steps_in_episode": 7}),
+        ("CartPole-v1", {"max_steps_in_episode": 12}),
+        ("Pendulum-v1", {"max_steps_in_episode": 9}),
+    ],
+    ids=str,
+)
+def test_rows_are_those_of_gymnax(game, params):
+    envs, twin = make(game=game, params=params), ByHand(game, params)
+    rng = np.random.default_rng(1)
+    continuous = game.startswith("Pendulum")
+    # The compiler may round a product and a sum at once.
+    tolerance = {"rtol": 0, "atol": 0} if "MinAtar" in game else {"rtol": 1e-4}
+    row = envs.initial()
+    np.testing.assert_allclose(row["observation"], twin.reset(), **tolerance)
+    ends = {"terminated": 0, "truncated": 0}
+    for _ in range(60):
+        actions = (
+            rng.uniform(-2, 2, (E, 1)).astype(np.float32)
+            if continuous
+            else rng.integers(2, size=E)
+        )
+        row = envs.step(actions)
+        observation, reward, terminated, truncated, last = twin.step(actions)
+        cut = truncated & ~terminated
+        np.testing.assert_allclose(row["observation"], observation, **tolerance)
+        np.testing.assert_allclose(row["reward"], reward, **tolerance)
+        np.testing.assert_array_equal(row["done"], terminated | truncated)
+        np.testing.assert_array_equal(row["truncated"], cut)
+        if cut.any():
+            final = envs.final_observation
+            np.testing.assert_allclose(final[cut], last[cut], **tolerance)
+        ends["terminated"] += terminated.sum()
+        ends["truncated"] += cut.sum()
+    assert ends["truncated"] > 3 or not params
+    assert ends["terminated"] > 3 or continuous
+    envs.close()
+
+
+def test_a_game_with_another_dtype_than_it_declares():
+    envs = make(game="Catch-bsuite")
+    row = envs.initial()
+    assert row["observation"].dtype == envs.observation_space.dtype == np.int32
+    row["observation"][:] = 0  # a row's arrays may be changed
+    envs.close()
+
+
+def test_arguments_of_gymnax():
+    envs = make(game="Breakout-MinAtar", use_minimal_action_set=False)
+    assert envs.action_space.n == 6
+    envs.close()
+
+
+def checked(num_envs, **arguments):
+    """Not in the learner's process, and with one thread that computes."""
+    assert multiprocessing.parent_process()
+    games = GymnaxGames(num_envs, **arguments)
+    games.reset(seed=1)
+    tasks = Path("/proc/self/task").iterdir()
+    names = [(task / "comm").read_text().strip() for task in tasks]
+    assert names.count("tf_XLAEigen") == 1, names
+    assert jax.devices()[0].platform == "cpu"
+    return games
+
+
+@runs.needs_proc
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="JAX has one thread anyway")
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("module", ["monobeast", "polybeast"])
+def test_both_variants_train_and_test_on_it(tmp_path, module):
+    flags = {**runs.SMALL, "env": "test_jax_envs:checked", "batch_size": 3}
+    if module == "polybeast":
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+        flags["module"] = "torchbeast.polybeast"
+        flags |= {"num_servers": 1, "pipes_basename": f"unix:{tmp_path}/pipe"}
+    runs.run(tmp_path, "run", **flags)
+    rows = runs.read_logs(tmp_path, "run")
+    assert int(rows[-1]["step"]) >= 600
+    assert int(rows[-1]["games"]) > 5
+    output = runs.run(tmp_path, "run", mode="test", num_test_episodes=5)
+    assert "5 games: mean return" in output
