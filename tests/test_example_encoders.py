@@ -226,7 +226,8 @@ PACKAGES = {
 @pytest.mark.parametrize("module", ["monobeast", "polybeast"])
 def test_with_the_package(tmp_path, module, package):
     pytest.importorskip(package)
-    flags = {**runs.SMALL, **variant_flags(tmp_path, module), **PACKAGES[package]}
+    flags = {**runs.SMALL, **PACKAGES[package], "batch_size": 3}
+    flags |= variant_flags(tmp_path, module)
     runs.run(tmp_path, "run", **flags)
     rows = runs.read_logs(tmp_path, "run")
     assert int(rows[-1]["step"]) >= 600

@@ -35,8 +35,8 @@ class ByHand:
         self.key = jax.random.key(game_seed(5, 4, 0))
 
     def keys(self):
-        self.key, key = jax.random.split(self.key)
-        return jax.random.split(key, E)
+        self.key, *keys = jax.random.split(self.key, 1 + E)
+        return keys
 
     def reset(self):
         first = [self.env.reset_env(key, self.params) for key in self.keys()]
@@ -80,7 +80,7 @@ def test_rows_are_those_of_gymnax(game, params):
     row = envs.initial()
     np.testing.assert_allclose(row["observation"], twin.reset(), **tolerance)
     ends = {"terminated": 0, "truncated": 0}
-    for _ in range(60):
+    for _ in range(150):
         actions = (
             rng.uniform(-2, 2, (E, 1)).astype(np.float32)
             if continuous

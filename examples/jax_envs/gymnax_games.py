@@ -45,13 +45,12 @@ class GymnaxGames(gymnasium.vector.VectorEnv):
     def reset(self, *, seed=None, options=None):
         if seed is not None:
             self.key = jax.random.key(seed)
-        self.key, key = jax.random.split(self.key)
-        observation, self.state = reset(self.env, self.num_envs, key, self.params)
+        outputs = reset(self.env, self.num_envs, self.key, self.params)
+        self.key, (observation, self.state) = outputs
         return self.to_numpy(observation), {}
 
     def step(self, actions):
-        self.key, key = jax.random.split(self.key)
-        outputs = step(self.env, key, self.state, actions, self.params)
+        self.key, outputs = step(self.env, self.key, self.state, actions, self.params)
         observation, self.state, reward, terminated, truncated, info = outputs
         final = {"final_obs": self.to_numpy(info["final_observation"])}
         ends = np.asarray(terminated), np.asarray(truncated)
@@ -71,10 +70,12 @@ def make(game, arguments):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def reset(env, num_envs, key, params):
-    return jax.vmap(env.reset, (0, None))(jax.random.split(key, num_envs), params)
+    keys = jax.random.split(key, num_envs + 1)
+    return keys[0], jax.vmap(env.reset, (0, None))(keys[1:], params)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def step(env, key, state, actions, params):
-    keys = jax.random.split(key, len(actions))
-    return jax.vmap(env.step, (0, 0, 0, None))(keys, state, actions, params)
+    keys = jax.random.split(key, len(actions) + 1)
+    step_all = jax.vmap(env.step, (0, 0, 0, None))
+    return keys[0], step_all(keys[1:], state, actions, params)
