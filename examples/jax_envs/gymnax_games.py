@@ -9,11 +9,9 @@ import os
 from typing import ClassVar
 
 import gymnasium
-import gymnax
 import jax
 import numpy as np
 from gymnasium.vector import AutoresetMode
-from gymnax.environments.spaces import gymnax_space_to_gym_space
 
 
 class GymnaxGames(gymnasium.vector.VectorEnv):
@@ -29,17 +27,21 @@ class GymnaxGames(gymnasium.vector.VectorEnv):
     metadata: ClassVar = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
     def __init__(self, num_envs, game="Breakout-MinAtar", params=None, **arguments):
-        # Each actor has a core, not more. Without threads small programs run faster.
+        # JAX reads these when it starts. An actor has one core, and without threads small
+        # programs run faster.
+        os.environ["NPROC"] = "1"
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-        os.environ["NPROC"] = "1"  # read when JAX starts: the size of its thread pool
+        from gymnax.environments import spaces  # this import starts JAX
+
         self.num_envs = num_envs
         self.env, default_params = make(game, json.dumps(arguments))
         self.params = default_params.replace(**(params or {}))
         observation_space = self.env.observation_space(self.params)
         action_space = self.env.action_space(self.params)
-        self.single_observation_space = gymnax_space_to_gym_space(observation_space)
-        self.single_action_space = gymnax_space_to_gym_space(action_space)
+        convert = spaces.gymnax_space_to_gym_space
+        self.single_observation_space = convert(observation_space)
+        self.single_action_space = convert(action_space)
         self.key = jax.random.key(0)
 
     def reset(self, *, seed=None, options=None):
@@ -65,6 +67,8 @@ class GymnaxGames(gymnasium.vector.VectorEnv):
 
 @functools.cache  # one object per process, so that its games are compiled once
 def make(game, arguments):
+    import gymnax
+
     return gymnax.make(game, **json.loads(arguments))
 
 
