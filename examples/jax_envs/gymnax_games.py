@@ -28,11 +28,11 @@ class GymnaxGames(gymnasium.vector.VectorEnv):
 
     def __init__(self, num_envs, game="Breakout-MinAtar", params=None, **arguments):
         # JAX reads these when it starts. An actor has one core, and without threads small
-        # programs run faster.
+        # An actor has one core. JAX reads these when it starts, which is in the import.
         os.environ["NPROC"] = "1"
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-        from gymnax.environments import spaces  # this import starts JAX
+        from gymnax.environments import spaces
 
         self.num_envs = num_envs
         self.env, default_params = make(game, json.dumps(arguments))
@@ -72,13 +72,17 @@ def make(game, arguments):
     return gymnax.make(game, **json.loads(arguments))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+# Programs so small are faster in one thread.
+ONE_THREAD = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=ONE_THREAD)
 def reset(env, num_envs, key, params):
     keys = jax.random.split(key, num_envs + 1)
     return keys[0], jax.vmap(env.reset, (0, None))(keys[1:], params)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=ONE_THREAD)
 def step(env, key, state, actions, params):
     keys = jax.random.split(key, len(actions) + 1)
     step_all = jax.vmap(env.step, (0, 0, 0, None))
