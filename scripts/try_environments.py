@@ -21,6 +21,7 @@ import csv
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,6 +141,13 @@ TRIALS = {
         4000,
         ("--env_kwargs", '{"game": "bigfish"}'),
         alone=("procgen-mirror==0.10.7", "gym3==0.3.3"),
+    ),
+    # Vector environments in JAX. It pins an older Gymnasium.
+    "gymnax": Trial(
+        ("jax==0.10.2", "flax==0.12.8", "matplotlib", "seaborn"),
+        "gymnax_games:GymnaxGames",
+        3000,
+        alone=("gymnax==1.0.1",),
     ),
 }
 
@@ -338,6 +346,7 @@ def main() -> int:
         python = install(folder, packages, alone)
         for module in ("my_wrappers.py", "my_envs.py"):
             (folder / module).write_text(documented_module(module))
+        shutil.copy(REPOSITORY / "examples/jax_envs/gymnax_games.py", folder)
         print("\n| `--env` | variant | steps | games | SPS | seconds | result |")
         print("|---|---|---|---|---|---|---|", flush=True)
         passed = [
