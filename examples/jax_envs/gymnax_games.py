@@ -13,6 +13,9 @@ import jax
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+# Programs so small are faster in one thread.
+ONE_THREAD = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+
 
 class GymnaxGames(gymnasium.vector.VectorEnv):
     """E games of one id.
@@ -27,9 +30,9 @@ class GymnaxGames(gymnasium.vector.VectorEnv):
     metadata: ClassVar = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
     def __init__(self, num_envs, game="Breakout-MinAtar", params=None, **arguments):
-        # JAX reads these when it starts. An actor has one core, and without threads small
         # An actor has one core. JAX reads these when it starts, which is in the import.
         os.environ["NPROC"] = "1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}"
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         from gymnax.environments import spaces
@@ -72,17 +75,13 @@ def make(game, arguments):
     return gymnax.make(game, **json.loads(arguments))
 
 
-# Programs so small are faster in one thread.
-ONE_THREAD = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=ONE_THREAD)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def reset(env, num_envs, key, params):
     keys = jax.random.split(key, num_envs + 1)
     return keys[0], jax.vmap(env.reset, (0, None))(keys[1:], params)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=ONE_THREAD)
+@functools.partial(jax.jit, static_argnums=0)
 def step(env, key, state, actions, params):
     keys = jax.random.split(key, len(actions) + 1)
     step_all = jax.vmap(env.step, (0, 0, 0, None))
