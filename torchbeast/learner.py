@@ -100,7 +100,7 @@ def impala_loss(
     log_rhos = (log_probs - distribution.log_prob(behavior_logits, actions)).detach()
     rhos = log_rhos.exp()
     # [T, B] bool: the steps that count, and those of them that are not replayed.
-    valid = online = batch.get("step_counts", torch.ones_like(batch["done"]))[:-1]
+    valid = online = rollout.steps_that_count(batch)[:-1]
     of_replay: dict[str, torch.Tensor] = {}
     if "replayed" in batch:
         logits = target_logits.detach(), behavior_logits

@@ -33,6 +33,7 @@ from torchbeast.base.hardware import free_memory, memory_limit
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.observations import map_space
+from torchbeast.envs.action_masks import agent_is_present
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, final_name
 from torchbeast.envs.space_checks import FrameStack
 
@@ -229,12 +230,19 @@ def check_batch(flags: Any, spec: dict[str, Nested]) -> None:
         )
 
 
+def steps_that_count(batch: dict[str, Nested]) -> torch.Tensor:
+    """From which rows [T + 1, B] the steps count for the loss."""
+    counts = batch.get("step_counts", torch.ones_like(batch["done"]))
+    return counts & agent_is_present(batch["observation"])
+
+
 def episode_ends(batch: dict[str, Nested]) -> dict[str, list]:
     """Returns and lengths of the episodes and games that ended in rows 1 to T.
 
     The previous rollout has counted row 0 already, as its row T.
     """
     done, game_over = batch["done"][1:], batch["game_over"][1:]
+    done = done & (batch["episode_step"][1:] > 0)  # not if none of its steps counts
     return {
         "episode_return": batch["episode_return"][1:][done].tolist(),
         "episode_step": batch["episode_step"][1:][done].tolist(),

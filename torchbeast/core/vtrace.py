@@ -229,7 +229,8 @@ def normalize(
     """
     total, total_weight = ranks.total(advantages.sum()), ranks.total(weights.sum())
     centred = advantages - weights * total / (total_weight + 1e-8)
-    deviation = (ranks.total(centred.pow(2).sum()) / ranks.total(valid.sum())).sqrt()
+    number = ranks.total(valid.sum()).clamp(min=1)
+    deviation = (ranks.total(centred.pow(2).sum()) / number).sqrt()
     return centred / (deviation + 1e-8)
 
 

@@ -1,7 +1,10 @@
-"""Action masks: which actions are possible now.
+"""Masks in observations: which actions are possible now, and which steps count.
 
-A mask is the part "action_mask" of a Dict observation, so every row has one. model.py
-gives the actions that it forbids the probability 0.
+An action mask is the part "action_mask" of a Dict observation, so every row has one.
+model.py gives the actions that it forbids the probability 0.
+
+The part "agent_one_hot" says which agent of a game the row is of. The steps of a row
+whose agent is absent do not count: there the part is zero.
 """
 
 import math
@@ -14,6 +17,14 @@ from gymnasium import spaces
 from torchbeast.envs.checks import InvalidEnvironmentError, describe
 
 NAME = "action_mask"
+AGENT = "agent_one_hot"
+
+
+def agent_is_present(observation: Any) -> Any:
+    """Whether rows [...] are of an agent: [...] bool, NumPy or torch; True: all are."""
+    if isinstance(observation, dict) and AGENT in observation:
+        return (observation[AGENT] != 0).any(-1)
+    return True
 
 
 def mask_space(observation_space: spaces.Space) -> spaces.Space | None:
@@ -112,7 +123,8 @@ class MaskFromInfo(gymnasium.Wrapper):
         mask = spaces.MultiBinary(self.size)
         self.observation_space = spaces.Dict({**parts, NAME: mask})
 
-    def _add_mask(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
+    def add_mask(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
+        """The observation with the mask."""
         given = info.get(NAME)
         several = given if isinstance(given, tuple | list) else [given]
         try:
@@ -132,9 +144,9 @@ class MaskFromInfo(gymnasium.Wrapper):
 
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         observation, info = self.env.reset(**arguments)
-        return self._add_mask(observation, info), info
+        return self.add_mask(observation, info), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)
-        masked = self._add_mask(observation, info)
+        masked = self.add_mask(observation, info)
         return masked, reward, terminated, truncated, info

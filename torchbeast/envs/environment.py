@@ -22,8 +22,15 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from torchbeast.base.nested import flatten, map_nested
 from torchbeast.base.seldom import Seldom
 from torchbeast.envs import atari
-from torchbeast.envs.action_masks import NAME, check_masks, first_allowed, mask_space
+from torchbeast.envs.action_masks import (
+    NAME,
+    agent_is_present,
+    check_masks,
+    first_allowed,
+    mask_space,
+)
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, make_fields
+from torchbeast.envs.parallel_envs import ParallelGames
 from torchbeast.envs.seeded_games import SeededGames, game_seed
 from torchbeast.envs.space_checks import plain_space, policy_space
 from torchbeast.envs.vector_envs import find_vector_env
@@ -47,7 +54,7 @@ def example_environment(flags: argparse.Namespace) -> "Environment":
     """
     is_atari = atari.atari_game(flags.env) is not None
     is_vector = not is_atari and find_vector_env(flags) is not None
-    E = getattr(flags, "envs_per_actor", None) or 1
+    E = getattr(flags, "envs_per_actor", None)
     return Environment(flags, E if is_vector else 1)
 
 
@@ -66,9 +73,9 @@ class Totals(NamedTuple):
     def zeros(cls, num_envs: int) -> "Totals":
         return cls(*(np.zeros(num_envs, dtype) for dtype in (np.float64, np.int64) * 2))
 
-    def add(self, reward: np.ndarray) -> "Totals":
-        """Counts a step with rewards [E]."""
-        return Totals(*(x + y for x, y in zip(self, (reward, 1) * 2, strict=True)))
+    def add(self, reward: np.ndarray, counts: Any = 1) -> "Totals":
+        """Adds a step with rewards [E], where it counts: bool [E], or for all."""
+        return Totals(*(x + y for x, y in zip(self, (reward, counts) * 2, strict=True)))
 
     def restart(self, done: np.ndarray, game_over: np.ndarray) -> "Totals":
         """Begins new episodes where done [E], and new games where game_over [E]."""
@@ -128,7 +135,7 @@ class Environment:
     def __init__(
         self,
         flags: argparse.Namespace,
-        num_envs: int,
+        num_envs: int | None,
         first_index: int = 0,
         render_mode: str | None = None,
         around: AbstractContextManager | None = None,
@@ -138,17 +145,15 @@ class Environment:
         Each environment gets a different seed. Raises what `create_env` raises.
 
         Args:
+          num_envs: None: one, or as many as a game has agents.
           around: surrounds all calls of environments; can be entered again and again.
         """
         check_names()
         self._around = around or contextlib.nullcontext()
         self.flags = flags
-        self.num_envs = num_envs
         self.seed = flags.seed
-        self._warnings = np.zeros(num_envs, np.int64)  # since the last row
         self._is_new = Seldom()  # warnings, by key
         self.on_warning: Callable[[str, str], None] = log_warning
-        self.indices = range(first_index, first_index + num_envs)
         is_atari = atari.atari_game(flags.env) is not None
         self.frames_per_step: int = flags.frame_skip if is_atari else 1
         self.envs: Any
@@ -158,19 +163,22 @@ class Environment:
                 self.envs = make_vector(num_envs, self._warn)
             else:
                 makers = [
-                    partial(SeededGames, flags, i, render_mode, partial(self._warn, e))
-                    for e, i in enumerate(self.indices)
+                    partial(SeededGames, flags, e, render_mode, partial(self._warn, e))
+                    for e in range(num_envs or 1)
                 ]
                 self.envs = gymnasium.vector.SyncVectorEnv(
                     makers, autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP
                 )
-        self.exact_resume = make_vector is None
+        self.num_envs: int = self.envs.num_envs
+        self._warnings = np.zeros(self.num_envs, np.int64)  # since the last row
+        is_parallel = isinstance(self.envs, ParallelGames)
+        self.exact_resume = is_parallel or make_vector is None
         self.observation_space = plain_space(self.envs.single_observation_space)
         self.action_space = policy_space(self.envs.single_action_space)
         self._has_mask = mask_space(self.observation_space) is not None
         self.final_observation: Any = None
-        self._initial_calls = 0
         self._row: dict[str, Any] = {}
+        self.set_seed(flags.seed, first_index)
 
     def set_seed(self, seed: int, first_index: int) -> None:
         """Changes the seed and the numbers. `initial()` has to follow.
@@ -181,7 +189,8 @@ class Environment:
         self.indices = range(first_index, first_index + self.num_envs)
         self._initial_calls = 0
         if self.exact_resume:
-            for env, index in zip(self.envs.envs, self.indices, strict=True):
+            each = self.num_envs // len(self.envs.envs)  # agents per game, or 1
+            for env, index in zip(self.envs.envs, self.indices[::each], strict=True):
                 env.set_seed(seed, index)
 
     def _warn(self, e: int, key: str, message: str) -> None:
@@ -192,7 +201,7 @@ class Environment:
     @np.errstate(all="ignore")  # or warnings, which environments may make errors
     def initial(self) -> dict[str, Any]:
         """Starts new games and returns the first row."""
-        # SeededGames computes its own seeds; the native path uses these.
+        # Games that can be resumed compute their own seeds; the others use these.
         seeds = [game_seed(self.seed, i, self._initial_calls) for i in self.indices]
         self._initial_calls += 1
         with self._around:
@@ -223,7 +232,8 @@ class Environment:
         observation, reward, terminated, truncated, infos = result
         done = terminated | truncated
         truncated = truncated & ~terminated
-        self._totals = self._totals.add(reward)
+        counts = agent_is_present(self._row["observation"])
+        self._totals = self._totals.add(reward, counts)
         reward = reward.astype(np.float32)
         if not math.isfinite(sum(reward.tolist())):
             for e in np.flatnonzero(~np.isfinite(reward)):
@@ -357,7 +367,7 @@ class Environment:
         Raises:
           ValueError: the state has another environment or number of environments.
         """
-        found = (state["env"], len(state["games"]))
+        found = (state["env"], len(state["row"]["done"]))
         if found != (self.flags.env, self.num_envs):
             raise ValueError(
                 f"the saved state is of {found[1]} x {found[0]}, but this run has "
@@ -368,7 +378,7 @@ class Environment:
             lambda x: x.numpy().copy() if hasattr(x, "numpy") else x, state
         )
         replays = zip(self.envs.envs, state["games"], state["actions"], strict=True)
-        observation = self._stack([env.replay(*replay) for env, *replay in replays])
+        observation = self._stack([x for env, *y in replays for x in env.replay(*y)])
         pairs = zip(
             flatten(observation), flatten(state["row"]["observation"]), strict=True
         )

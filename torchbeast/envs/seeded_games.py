@@ -95,8 +95,11 @@ class SeededGames(gymnasium.Wrapper):
     def close(self) -> None:
         self.checker.close(functools.partial(self._run, self.env.close))
 
-    def replay(self, game: int, actions: Sequence[Any]) -> Any:
-        """Plays the actions in game number `game`; returns the last observation."""
+    def replay(self, game: int, actions: Sequence[Any]) -> list[Any]:
+        """Plays the actions in game number `game`; returns the last observation.
+
+        A list, because other games have several agents.
+        """
         self.game = game - 1
         self.game_goes_on = False
         observation, _ = self.reset()
@@ -104,4 +107,4 @@ class SeededGames(gymnasium.Wrapper):
             observation, _, terminated, truncated, _ = self.step(action)
             if terminated or truncated:
                 observation, _ = self.reset()
-        return observation
+        return [observation]

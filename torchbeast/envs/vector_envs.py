@@ -33,6 +33,7 @@ from torchbeast.envs.make_env import (
     names_python,
 )
 from torchbeast.envs.old_gym import takes
+from torchbeast.envs.parallel_envs import ParallelGames, makes_parallel
 from torchbeast.envs.space_checks import check_action_space, check_observation_space
 
 ENVPOOL = "envpool:"
@@ -43,14 +44,17 @@ Warn = Callable[[int, str, str], None]
 
 def find_vector_env(
     flags: argparse.Namespace, render_mode: str | None = None
-) -> Callable[[int, Warn], Any] | None:
+) -> Callable[[int | None, Warn], Any] | None:
     """How to make E environments in one object; None if --env is a single one.
+
+    Without E it makes one, or the agents of one game.
 
     These are:
 
         "PongNoFrameskip-v4"      with --atari_backend native, if it is not rendered
         "envpool:Id"              a task of EnvPool
-        "package.module:name"     a function with a parameter num_envs
+        "package.module:name"     a function with a parameter num_envs, or what makes a
+                                  game of several agents, see parallel_envs.py
 
     Raises:
       FlagError: a flag that needs single environments.
@@ -68,12 +72,14 @@ def find_vector_env(
                 f"for {name}, --wrapper, --mask_actions and --env_kwargs need "
                 "--atari_backend python"
             )
-        return lambda num_envs, warn: atari.make_atari_vec(flags, num_envs)
+        return lambda num_envs, warn: atari.make_atari_vec(flags, num_envs or 1)
     if name.startswith(ENVPOOL):
         make = functools.partial(_envpool, name.removeprefix(ENVPOOL), arguments)
     elif names_python(name):
         function = find_object(f"--env {name}", name)
         if not takes(function, "num_envs"):
+            if makes_parallel(name, function):
+                return functools.partial(ParallelGames, flags, render_mode)
             return None
 
         def make(num_envs: int, seed: int) -> Any:
@@ -128,9 +134,10 @@ class VectorGames:
         self,
         name: str,
         make: Callable[[int, int], Any],
-        num_envs: int,
+        num_envs: int | None,
         warn: Warn,
     ) -> None:
+        num_envs = num_envs or 1
         self.name, self.num_envs = name, num_envs
         self._run = own_context()
         self._make = functools.partial(self._run, make, num_envs)

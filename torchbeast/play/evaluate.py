@@ -53,7 +53,10 @@ BATCH = 8
 
 
 class Game(NamedTuple):
-    """A finished game: its number from 0 on, return, and number of steps."""
+    """A finished game: its number from 0 on, return, and number of steps.
+
+    Of several agents: the mean of their returns, and the steps of the last.
+    """
 
     number: int
     game_return: float
@@ -278,32 +281,34 @@ def play(
     waiting: dict[int, collections.deque[int]] = collections.defaultdict(
         collections.deque
     )
-    for number in numbers:  # by the row of the batch in which the game is played
+    for number in numbers:  # by the place in the batch in which the game is played
         waiting[0 if render else number % BATCH].append(number)
     flags = flags.replace(seed=derive_seed(flags.seed, stream))
     with contextlib.ExitStack() as stack:
         envs: dict[int, Environment] = {}
         settings = TorchSettings()
         for i in waiting:
-            envs[i] = Environment(flags, 1, i, render_mode=render, around=settings)
+            envs[i] = Environment(flags, None, i, render_mode=render, around=settings)
             stack.callback(envs[i].close)
             on_step()
         first = next(iter(envs.values()))
+        N = first.num_envs  # agents of a game: rows of the batch for each
         spaces = first.observation_space, first.action_space
         model = load_model(flags, *spaces, model_state)
         generators = [torch.Generator() for _ in range(BATCH)]
-        playing: dict[int, int] = {}  # row of the batch: number of the game
+        playing: dict[int, int] = {}  # place in the batch: number of the game
+        ended: dict[int, list[tuple[float, int]]] = {}  # of its agents so far
 
-        def choose(logits: torch.Tensor) -> torch.Tensor:  # [1, BATCH, P]
+        def choose(logits: torch.Tensor) -> torch.Tensor:  # [1, BATCH * N, P]
             if flags.greedy:
                 return model.distribution.mode(logits)
-            each = zip(logits.split(1, dim=1), generators, strict=True)
+            each = zip(logits.split(N, dim=1), generators, strict=True)
             sample = model.distribution.sample
             return torch.cat([sample(x, generator=g) for x, g in each], dim=1)
 
         def start(i: int) -> dict[str, Any]:
-            """Starts the next game of row i; returns its first environment row."""
-            playing[i] = waiting[i].popleft()
+            """Starts the next game of place i; returns its first environment row."""
+            playing[i], ended[i] = waiting[i].popleft(), []
             generators[i].manual_seed(derive_seed(flags.seed, playing[i]))
             envs[i].set_seed(flags.seed, playing[i])
             on_step()
@@ -312,20 +317,22 @@ def play(
         rows: list[dict[str, Any]] = [first.initial()] * BATCH  # to fill the batch
         for i in envs:
             rows[i] = start(i)
-        state = model.initial_state(BATCH)
+        state = model.initial_state(BATCH * N)
         while playing:
             if video:
                 video.add(picture(first.render(), flags.env))
-            batch = map_nested(lambda *x: np.concatenate(x), *rows)  # [BATCH, ...]
+            batch = map_nested(lambda *x: np.concatenate(x), *rows)  # [BATCH * N, ...]
             outputs, state = act_step(model, to_tensors(batch), state, choose)
             actions = outputs["action"].squeeze(0).numpy()
             for i, number in list(playing.items()):
-                rows[i] = row = envs[i].step(actions[i : i + 1])
+                rows[i] = row = envs[i].step(actions[i * N : (i + 1) * N])
                 on_step()
-                if row["game_over"][0]:
-                    yield Game(
-                        number, row["game_return"].item(), row["game_step"].item()
-                    )
+                over = row["game_over"]
+                results = row["game_return"][over], row["game_step"][over]
+                ended[i] += zip(*(x.tolist() for x in results), strict=True)
+                if over.any() and row["done"].all():
+                    returns, lengths = zip(*ended[i], strict=True)
+                    yield Game(number, statistics.fmean(returns), max(lengths))
                     if waiting[i]:
                         rows[i] = start(i)
                     else:
