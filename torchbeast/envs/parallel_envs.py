@@ -274,44 +274,37 @@ class ParallelGames:
         check_mask(game.observation_space, game.action_space)
         self.envs = [game, *map(make, range(N, self.num_envs, N))]
 
-    def _join(self, observations: Iterable[Any]) -> Any:
+    def _join(self, rows: Iterable[Row]) -> tuple[Any, dict[str, Any]]:
+        """Observations [G * N, ...] and the EXTRA_FIELDS of infos, as arrays."""
+        observations, infos = zip(*(row[:2] for row in rows), strict=True)
         out: Any = create_empty_array(self.single_observation_space, self.num_envs)
-        return concatenate(self.single_observation_space, observations, out)
+        fields = {
+            name: np.array([x.get(name, np.zeros(y.shape)) for x in infos], y.dtype)
+            for name, y in EXTRA_FIELDS.items()
+        }
+        return concatenate(self.single_observation_space, observations, out), fields
 
     def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
-        rows = [row for game in self.envs for row in game.reset()]
-        return self._join(x.observation for x in rows), join_infos(x.info for x in rows)
+        return self._join(row for game in self.envs for row in game.reset())
 
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
         """As Gymnasium's SAME_STEP mode, with final_info["game_over"]."""
         parts = zip(self.envs, np.split(actions, len(self.envs)), strict=True)
         rows = [row for game, part in parts for row in game.step(part)]
-        reward = np.array([float(row.reward) for row in rows])
-        terminated, truncated, game_over = (
-            np.array([getattr(row, name) for row in rows])
-            for name in ("terminated", "truncated", "game_over")
+        observation, info = self._join(rows)
+        final_obs, final_info = self._join(row.last for row in rows)
+        final_info["game_over"] = np.array([row.game_over for row in rows])
+        return (
+            observation,
+            np.array([float(row.reward) for row in rows]),
+            np.array([row.terminated for row in rows]),
+            np.array([row.truncated for row in rows]),
+            {**info, "final_obs": final_obs, "final_info": final_info},
         )
-        last_infos = join_infos(row.last.info for row in rows)
-        info = join_infos(row.info for row in rows) | {
-            "final_obs": self._join(row.last.observation for row in rows),
-            "final_info": {**last_infos, "game_over": game_over},
-        }
-        observation = self._join(row.observation for row in rows)
-        return observation, reward, terminated, truncated, info
 
     def render(self) -> list[Any]:
         return [self.envs[0].run(self.envs[0].env.render)]
 
     def close(self) -> None:
         for game in self.envs:
-            close = functools.partial(game.run, game.env.close)
-            game.checkers[0].close(close)
-
-
-def join_infos(infos: Iterable[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """The EXTRA_FIELDS [E, ...] in the infos of E environments."""
-    infos = list(infos)
-    return {
-        name: np.array([x.get(name, np.zeros(field.shape)) for x in infos], field.dtype)
-        for name, field in EXTRA_FIELDS.items()
-    }
+            game.checkers[0].close(functools.partial(game.run, game.env.close))
