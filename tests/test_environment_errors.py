@@ -231,6 +231,35 @@ class DeepMind:
     action_spec = reset = step = observation_spec
 
 
+class Gymnax:
+    """As gymnax has it: all state is an argument."""
+
+    default_params = None
+
+    def observation_space(self, params):
+        return spaces.Discrete(2)
+
+    action_space = observation_space
+
+    def reset(self, key, params=None):
+        return 0, None
+
+    def step(self, key, state, action, params=None):
+        return 0, state, 0.0, False, {}
+
+
+class Brax:
+    """As brax has it."""
+
+    observation_size = action_size = 3
+
+    def reset(self, rng):
+        return None
+
+    def step(self, state, action):
+        return state
+
+
 class NoSpace(Counter):
     observation_space = (3,)
 
@@ -238,9 +267,11 @@ class NoSpace(Counter):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (Parallel, "PettingZoo environment of the parallel API.*one agent"),
+        (Parallel, "PettingZoo environment of the parallel API.*one agent.*derived"),
         (InTurn, "PettingZoo environment of the AEC API"),
         (DeepMind, "an environment of the dm_env API.*shimmy"),
+        (Gymnax, "environment of gymnax.*GymnaxToGymWrapper"),
+        (Brax, "environment of brax.*GymWrapper"),
         (NoSpace, "its observation_space is a tuple of 1 values"),
     ],
 )

@@ -27,7 +27,7 @@ def make_flags(*words):
 def make_weights(flags):
     """Random weights. With these, actions have different probabilities."""
     torch.manual_seed(3)
-    env = Environment(flags, 1)
+    env = Environment(flags, None)
     spaces = env.observation_space, env.action_space
     env.close()
     model = make_model(flags, *spaces, torch.device("cpu"))

@@ -42,9 +42,10 @@ def makes_parallel(name: str, function: Any) -> bool:
         kind = None
         with contextlib.suppress(Exception):  # no annotations, or of unknown names
             kind = typing.get_type_hints(function).get("return")
-    bases = getattr(typing.get_origin(kind) or kind, "__mro__", ())
+    kinds = (kind, *typing.get_args(kind))  # of a union, all
+    bases = [getattr(typing.get_origin(x) or x, "__mro__", ()) for x in kinds]
     is_named = name.endswith((":parallel_env", ".parallel_env"))
-    return is_named or any(base.__name__ == "ParallelEnv" for base in bases)
+    return is_named or any(x.__name__ == "ParallelEnv" for x in sum(bases, ()))
 
 
 def make_parallel(flags: argparse.Namespace, render_mode: str | None) -> Any:

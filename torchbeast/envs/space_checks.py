@@ -26,13 +26,35 @@ _DTYPES = {"bool", "float16", "float32", "float64"} | {
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
 
-# Attributes of what is not a single environment of Gymnasium.
+# Attributes of what is not a single environment of Gymnasium: what it is, what to do.
 _OTHERS = {
-    "single_observation_space": "a vector environment, which a function with a "
-    "parameter num_envs has to make; --envs_per_actor makes several of a single one",
-    "agent_iter": "a PettingZoo environment of the AEC API",
-    "possible_agents": "a PettingZoo environment of the parallel API",
-    "observation_spec": "an environment of the dm_env API",
+    "single_observation_space": (
+        "a vector environment",
+        "a function with a parameter num_envs has to make it; --envs_per_actor makes "
+        "several of a single one",
+    ),
+    "agent_iter": (
+        "a PettingZoo environment of the AEC API",
+        "name parallel_env of its module, or your own function, annotated "
+        "-> ParallelEnv, that returns pettingzoo.utils.aec_to_parallel(env)",
+    ),
+    "possible_agents": (
+        "a PettingZoo environment of the parallel API",
+        "name its class, derived from ParallelEnv, or a function annotated "
+        "-> ParallelEnv",
+    ),
+    "observation_spec": (
+        "an environment of the dm_env API",
+        "return shimmy.DmControlCompatibilityV0(env)",
+    ),
+    "default_params": (
+        "a functional environment of gymnax",
+        "return gymnax.wrappers.GymnaxToGymWrapper(env)",
+    ),
+    "observation_size": (
+        "a functional environment of brax",
+        "return brax.envs.wrappers.gym.GymWrapper(env)",
+    ),
 }
 
 
@@ -212,11 +234,12 @@ def check_interface(flag: str, env: Any) -> None:
         if not any(kind.__name__ == "Space" for kind in type(space).__mro__)
     ]
     wrong += [f"it has no {x}" for x in ("reset", "step") if not hasattr(env, x)]
-    others = [what for x, what in _OTHERS.items() if hasattr(env, x)]
+    others = [x for name, x in _OTHERS.items() if hasattr(env, name)]
     if wrong or hasattr(env, "single_observation_space"):
-        what = others[0] if others else f"no environment: {', '.join(wrong)}"
+        what, advice = f"no environment: {', '.join(wrong)}", ""
+        if others:
+            what, advice = others[0][0], f": {others[0][1]}"
         raise InvalidEnvironmentError(
             f"{flag} made {describe(env)}, which is {what}. TorchBeast needs a "
-            "gymnasium.Env with one agent: convert others, for example by the packages "
-            "shimmy (dm_env) or supersuit (PettingZoo)"
+            f"gymnasium.Env with one agent{advice}"
         )
