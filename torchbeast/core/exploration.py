@@ -13,7 +13,7 @@ import torch
 
 from torchbeast.base import devices, ranks
 from torchbeast.base.nested import Nested
-from torchbeast.core.rollout import State
+from torchbeast.core.rollout import State, steps_that_count
 from torchbeast.envs.make_env import make_named
 from torchbeast.records.logs_csv import join_columns, spread
 
@@ -119,7 +119,7 @@ class Explorer:
           `intrinsic_discount`, [T + 1, B]; row 0 is unused. And a function that waits
           for a GPU and returns columns.
         """
-        valid = rows.get("step_counts", torch.ones_like(rows["done"]))[:-1]
+        valid = steps_that_count(rows)[:-1]
         found = self.method.explore(rows, valid)
         columns = {"mean_intrinsic_reward": mean(found.reward, valid), **found.columns}
         learns = self.optimizer is not None and found.loss is not None
@@ -166,7 +166,7 @@ def pad(x: torch.Tensor) -> torch.Tensor:
 
 def mean(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """The mean over the steps that count, of all ranks."""
-    return ranks.total((x * valid).sum()) / ranks.total(valid.sum())
+    return ranks.total((x * valid).sum()) / ranks.total(valid.sum()).clamp(min=1)
 
 
 def combine(

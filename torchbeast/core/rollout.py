@@ -233,7 +233,7 @@ def check_batch(flags: Any, spec: dict[str, Nested]) -> None:
 def steps_that_count(batch: dict[str, Nested]) -> torch.Tensor:
     """From which rows [T + 1, B] the steps count for the loss."""
     counts = batch.get("step_counts", torch.ones_like(batch["done"]))
-    return counts & agent_is_present(batch["observation"])
+    return counts & agent_is_present(batch.get("observation"))
 
 
 def episode_ends(batch: dict[str, Nested]) -> dict[str, list]:

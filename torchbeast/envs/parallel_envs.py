@@ -26,7 +26,7 @@ from torchbeast.envs.checks import (
     own_context,
 )
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, select
-from torchbeast.envs.make_env import call_named, find_object, parse_wrappers
+from torchbeast.envs.make_env import call_named, find_object, parse_paths
 from torchbeast.envs.seeded_games import game_seed
 from torchbeast.envs.space_checks import check_action_space, check_observation_space
 
@@ -54,7 +54,7 @@ def make_parallel(flags: argparse.Namespace, render_mode: str | None) -> Any:
     if render_mode:
         arguments = {"render_mode": render_mode, **arguments}
     env = call_named(flag, find_object(flag, flags.env), **arguments)
-    for path, wrapper_arguments in parse_wrappers(flags.wrapper or ""):
+    for path, wrapper_arguments in parse_paths("--wrapper", flags.wrapper or ""):
         flag = f"--wrapper {path}"
         env = call_named(flag, find_object(flag, path), env, **wrapper_arguments)
     if not getattr(env, "possible_agents", None) or hasattr(env, "agent_iter"):
