@@ -11,7 +11,6 @@ import sys
 import pytest
 import runs
 import torch
-from environments import SignsInNetHack
 
 DOCUMENT = runs.ROOT / "docs" / "forking.md"
 PATCHES = runs.ROOT / "docs" / "forking"
@@ -254,26 +253,6 @@ def test_a_teacher_with_its_own_optimizer(tmp_path):
     (batches,) = {int(x["step"]) for x in moments.values()}
     assert batches == len([*rows, *resumed])
     assert len(moments) < len(teacher)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("module", VARIANTS)
-def test_the_parts_of_nethacks_observation(tmp_path, module):
-    """All four signs have to be read: without one, the mean return is 8.75 at most."""
-    fork = Fork(tmp_path, "nethack")
-    assert fork.files == {"torchbeast/model.py"}
-    rows = fork.train(
-        module,
-        timeout=380,
-        **QUICK_LEARNING,
-        env="environments:SignsInNetHack",
-        unroll_length=SignsInNetHack.LENGTH,
-        updates_per_batch=1,
-        discounting=0,
-        total_steps=8000,
-    )
-    assert mean(column(rows, "mean_game_return")[-20:]) > 9
 
 
 def test_the_document_shows_the_patches():
