@@ -1,4 +1,4 @@
-"""What the methods share: encoders, hashes and counts of observations."""
+"""What the methods share: encoders, hashes and counts of observations, dynamics."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from torchbeast.base import ranks
+from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.exploration import ExplorerActor
 from torchbeast.core.observations import (
     is_image,
@@ -120,3 +122,48 @@ def ends(rows: dict[str, Any]) -> torch.Tensor:
     the step to it.
     """
     return rows["done"][1:]
+
+
+class InverseDynamics(nn.Module):
+    """Predicts the action between two observations from their embeddings.
+
+    So the embeddings learn what the agent can change.
+    """
+
+    def __init__(self, size: int, distribution: ActionDistribution) -> None:
+        super().__init__()
+        self.distribution = distribution
+        layers = nn.Linear(2 * size, 256), nn.ReLU()
+        self.layers = nn.Sequential(*layers, nn.Linear(256, distribution.num_logits))
+
+    def forward(self, embedded: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """Losses [T, B], in nats, of embeddings [T + 1, B, D] and actions [T, B, ...].
+
+        A step across an episode's end has a number that says nothing.
+        """
+        logits = self.layers(torch.cat([embedded[:-1], embedded[1:]], -1))
+        return -self.distribution.log_prob(logits, action)
+
+
+class Deviation(nn.Module):
+    """The standard deviation of all values so far, of those that count."""
+
+    mean: torch.Tensor  # float32
+    square: torch.Tensor  # float32, the mean of the squares
+    count: torch.Tensor  # int64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("square", torch.zeros(()))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    @torch.no_grad()
+    def update(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Adds values [T, B], of those that counts [T, B]; returns the deviation."""
+        number = ranks.total(counts.sum())
+        self.count += number
+        x, share = x * counts, 1 / self.count.clamp(min=1)
+        self.mean += share * (ranks.total(x.sum()) - number * self.mean)
+        self.square += share * (ranks.total(x.square().sum()) - number * self.square)
+        return (self.square - self.mean.square()).clamp(min=1e-8).sqrt()
