@@ -274,6 +274,44 @@ class CombinationLock(gym.Env):
         return self.place % self.LENGTH, float(over and right), over, False, {}
 
 
+class Corridor(gym.Env):
+    """Press the right one of two buttons at each cell; a grid [1, length, 3] of codes.
+
+    A wrong one leads back to the begin. Reward 1 for the last cell, which ends the
+    episode; it is truncated after 2 * length steps. Random play reaches the last of 16
+    cells in one of 3,000 episodes.
+    """
+
+    FLOOR, END, AGENT = 1, 8, 10  # MiniGrid's objects
+
+    def __init__(self, length: int = 16) -> None:
+        self.length = length
+        self.observation_space = spaces.Box(0, 255, (1, length, 3), np.uint8)
+        self.action_space = spaces.Discrete(2)
+        self.buttons = np.random.default_rng(1).integers(2, size=length)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.place = self.steps = 0
+        return self._observation(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        right = action == self.buttons[self.place]
+        self.place = self.place + 1 if right else 0
+        self.steps += 1
+        over, truncated = self.place == self.length - 1, self.steps == 2 * self.length
+        return self._observation(), float(over), over, truncated, {}
+
+    def _observation(self) -> np.ndarray:
+        grid = np.zeros(self.observation_space.shape, np.uint8)
+        grid[0, :, 0] = self.FLOOR
+        grid[0, -1, 0] = self.END
+        grid[0, self.place, 0] = self.AGENT
+        return grid
+
+
 class Blank(gym.Env):
     """Observations that say nothing; only rewards and lengths differ."""
 

@@ -1,0 +1,533 @@
+"""RIDE, NovelD, E3B and AMIGo of examples/exploration."""
+
+import collections
+import math
+import re
+from types import SimpleNamespace
+
+import gymnasium
+import numpy as np
+import pytest
+import runs
+import torch
+from environments import CombinationLock
+from gymnasium import spaces
+from test_polybeast_sync import assert_logs_agree
+from test_ranks import finish, logs, torchrun
+
+from examples.exploration.amigo import AMIGo
+from examples.exploration.common import Deviation
+from examples.exploration.e3b import E3B
+from examples.exploration.noveld import NovelD
+from examples.exploration.ride import RIDE
+from torchbeast.core import rollout
+from torchbeast.core.distributions import make_distribution
+from torchbeast.core.exploration import Explorer
+from torchbeast.envs.checks import UnsupportedSpaceError
+
+T, B = 11, 3
+SPACE = spaces.MultiDiscrete([3, 2])
+ACTIONS = spaces.Discrete(4)
+JSON = {"amigo": '{"batch_size": 16, "least_steps": 3}'}  # for short runs
+METHODS = {"ride": RIDE, "noveld": NovelD, "e3b": E3B, "amigo": AMIGo}
+NAMES = {
+    name: f"examples.exploration.{name}:{x.__name__}{JSON.get(name, '')}"
+    for name, x in METHODS.items()
+}
+
+
+def make_rows(seed=0, steps=T):
+    """Rows [T + 1, B] of random observations, of which there are six."""
+    random = np.random.default_rng(seed)
+    shape = steps + 1, B
+    done = random.random(shape) < 0.2
+    done[0] = True
+    return {
+        "observation": torch.from_numpy(random.integers((3, 2), size=(*shape, 2))),
+        "done": torch.from_numpy(done),
+        "reward": torch.zeros(shape),
+        "action": torch.from_numpy(random.integers(4, size=shape)),
+    }
+
+
+def make_valid(seed=1):
+    return torch.from_numpy(np.random.default_rng(seed).random((T, B)) < 0.8)
+
+
+def act(actor, rows, state=None):
+    """The rows with the actor's fields, which sees one after the other."""
+    state = actor.initial_state(rows["done"].shape[1]) if state is None else state
+    fields = []
+    for t in range(len(rows["done"])):
+        made, state = actor.act({k: x[t : t + 1] for k, x in rows.items()}, state)
+        fields.append(made)
+    joined = {name: torch.cat([made[name] for made in fields]) for name in fields[0]}
+    return {**rows, **joined}
+
+
+def counts_in_episodes(rows):
+    """How often each observation was seen in its episode: [T + 1, B]."""
+    counts = np.zeros(rows["done"].shape)
+    for b in range(B):
+        seen = collections.Counter()
+        for t in range(len(counts)):
+            if rows["done"][t, b]:
+                seen.clear()
+            seen[tuple(rows["observation"][t, b].tolist())] += 1
+            counts[t, b] = seen[tuple(rows["observation"][t, b].tolist())]
+    return counts
+
+
+def numbers(x):
+    return x.detach().double().numpy()
+
+
+def test_ride_rewards_impact_by_the_root_of_the_count():
+    torch.manual_seed(0)
+    ride = RIDE(SPACE, make_distribution(ACTIONS), scale=0.3)
+    rows, valid = act(ride.actor, make_rows()), make_valid()
+    found = ride.explore(rows, valid)
+    embedded = numbers(ride.embed(rows["observation"]))
+    counts = counts_in_episodes(rows)
+    assert counts.max() > 2
+    for t, b in np.ndindex(T, B):
+        impact = math.dist(embedded[t + 1, b], embedded[t, b])
+        expected = 0.3 * impact / math.sqrt(counts[t + 1, b])
+        if rows["done"][t + 1, b] or not valid[t, b]:
+            expected = 0
+        assert float(found.reward[t, b]) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert not found.reward.requires_grad
+    assert found.discount is None
+
+
+def test_the_losses_of_ride():
+    torch.manual_seed(0)
+    distribution = make_distribution(ACTIONS)
+    costs = {"forward_cost": 3.0, "inverse_cost": 0.7}
+    ride = RIDE(SPACE, distribution, **costs)
+    rows, valid = act(ride.actor, make_rows()), make_valid()
+    embedded = ride.embed(rows["observation"])
+    expected = 0.0
+    for t, b in np.ndindex(T, B):
+        if rows["done"][t + 1, b] or not valid[t, b]:
+            continue
+        now, after = embedded[t, b], embedded[t + 1, b]
+        action = rows["action"][t, b]
+        taken = torch.eye(4)[action]
+        error = (ride.predict(torch.cat([now, taken])) - after).square().sum()
+        logits = ride.inverse.layers(torch.cat([now, after]))
+        expected += 3.0 * 0.5 * error - 0.7 * logits.log_softmax(-1)[action]
+    loss = ride.explore(rows, valid).loss
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_noveld_rewards_the_way_out_of_the_known():
+    torch.manual_seed(0)
+    noveld = NovelD(SPACE, make_distribution(ACTIONS), scale=0.3, alpha=0.6)
+    rows, valid = act(noveld.actor, make_rows()), make_valid()
+    novelty = numbers(
+        noveld.predictor(rows["observation"]) - noveld.target(rows["observation"])
+    )
+    novelty = np.sqrt((novelty**2).sum(-1))  # [T + 1, B]
+    counted = (valid & ~rows["done"][1:]).numpy()
+    deviation = novelty[1:][counted].std()
+    counts = counts_in_episodes(rows)
+    found = noveld.explore(rows, valid)
+    for t, b in np.ndindex(T, B):
+        expected = max(novelty[t + 1, b] - 0.6 * novelty[t, b], 0)
+        expected *= 0.3 / deviation * counted[t, b] * (counts[t + 1, b] == 1)
+        assert float(found.reward[t, b]) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert 3 < np.count_nonzero(found.reward) < counted.sum() - 3
+    assert not found.reward.requires_grad
+    # The random network learns nothing.
+    trained = {id(x) for x in noveld.make_optimizer().param_groups[0]["params"]}
+    assert not trained & {id(x) for x in noveld.target.parameters()}
+
+
+def test_e3b_keeps_the_inverse_of_its_episode():
+    torch.manual_seed(0)
+    e3b = E3B(SPACE, make_distribution(ACTIONS), scale=0.3, size=5, ridge=0.2)
+    rows, valid = act(e3b.actor, make_rows()), make_valid()
+    embedded = numbers(e3b.actor.embed(rows["observation"]))
+    bonus = np.zeros((T + 1, B))
+    for t, b in np.ndindex(T + 1, B):
+        begin = max(i for i in range(t + 1) if rows["done"][i, b])
+        before = embedded[begin:t, b]  # [n, 5]
+        inverse = np.linalg.inv(0.2 * np.eye(5) + before.T @ before)
+        bonus[t, b] = embedded[t, b] @ inverse @ embedded[t, b]
+    assert numbers(rows["elliptical_bonus"]) == pytest.approx(bonus, rel=1e-3)
+    found = e3b.explore(rows, valid)
+    counted = (valid & ~rows["done"][1:]).numpy()
+    expected = 0.3 * bonus[1:] / bonus[1:][counted].std() * counted
+    assert numbers(found.reward) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert not found.reward.requires_grad
+
+
+def test_the_deviation_is_that_of_all_values_that_count():
+    random = np.random.default_rng(0)
+    deviation, seen = Deviation(), []
+    for _ in range(5):
+        x, counts = random.normal(4, 3, (T, B)), random.random((T, B)) < 0.5
+        seen.append(x[counts])
+        found = deviation.update(torch.tensor(x).float(), torch.from_numpy(counts))
+        assert float(found) == pytest.approx(np.concatenate(seen).std(), rel=1e-3)
+    # Without a value it stays.
+    none = torch.zeros(T, B, dtype=torch.bool)
+    assert float(deviation.update(torch.ones(T, B), none)) == float(found)
+
+
+GRID = spaces.Box(0, 255, (3, 5, 3), np.uint8)
+CELLS = 3 * 5
+
+
+def grid_rows(*agents):
+    """Rows [n, 1] of an agent that stands in these cells; None: an episode begins."""
+    cells, done = [], []
+    for agent in agents:
+        if agent is None:
+            done.append(True)
+            continue
+        grid = np.ones((CELLS, 3), np.uint8)
+        grid[agent] = 10, 0, 2
+        cells.append(grid.reshape(GRID.shape))
+        done += [False] * (len(cells) - len(done))
+    observation = torch.from_numpy(np.stack(cells)).unsqueeze(1)
+    return {
+        "observation": observation,
+        "done": torch.tensor(done).unsqueeze(1),
+        "reward": torch.zeros(len(cells), 1),
+    }
+
+
+def only(teacher, cell):
+    """Makes the teacher propose this cell."""
+
+    def propose(grid):
+        logits = torch.full((len(grid), CELLS), -1e9)
+        logits[:, cell] = 0
+        return logits, torch.zeros(len(grid))
+
+    teacher.forward = propose
+
+
+def test_amigo_keeps_a_goal_until_its_cell_changes():
+    amigo = AMIGo(GRID, make_distribution(ACTIONS), scale=0.3)
+    only(amigo.actor.teacher, 3)
+    # From 0 over 3, so that 3 is the goal again, which is reached by leaving it. Then
+    # another episode, which begins in the goal.
+    rows = act(amigo.actor, grid_rows(None, 0, 1, 2, 3, 4, 4, None, 3, 3))
+    assert (rows["goal"] == 3).all()
+    reached = [0, 0, 0, 1, 1, 0, 0, 0]
+    assert rows["goal_reached"].flatten().int().tolist() == reached
+    assert rows["goal_steps"].flatten().tolist() == [0, 1, 2, 0, 0, 1, 0, 1]
+    # The grid of the goal is the one for which it was proposed.
+    agent = (rows["goal_grid"][:, 0].flatten(1, 2)[..., 0] == 10).int().argmax(-1)
+    assert agent.tolist() == [0, 0, 0, 3, 4, 4, 3, 3]
+    valid = torch.ones(7, 1, dtype=torch.bool)
+    found = amigo.explore(rows, valid)
+    assert found.reward.flatten().tolist() == pytest.approx([0, 0, 0.3, 0.3, 0, 0, 0])
+    assert found.loss is None  # three goals of 32 have ended
+    waiting = amigo.waiting
+    assert waiting["steps"].tolist() == [2, 0, 1]
+    assert waiting["reached"].tolist() == [True, True, False]
+    assert waiting["goal"].tolist() == [3, 3, 3]
+    # Steps that don't count, and replayed ones.
+    amigo.waiting = {}
+    assert not amigo.explore(rows, ~valid).reward.any()
+    amigo.explore({**rows, "replayed": torch.tensor([True])}, valid)
+    assert len(amigo.waiting["steps"]) == 0
+
+
+def test_amigo_says_which_wrapper_it_needs():
+    with pytest.raises(UnsupportedSpaceError, match="FullyObsWrapper"):
+        AMIGo(SPACE, make_distribution(ACTIONS))
+
+
+def test_amigo_draws_as_its_teacher_says():
+    torch.manual_seed(0)
+    actor = AMIGo(GRID, make_distribution(ACTIONS)).actor
+    logits = torch.linspace(0, 3, CELLS)
+    actor.teacher.forward = lambda grid: (logits.expand(len(grid), -1), None)
+    # All goals end at once, and the agent wanders.
+    random = np.random.default_rng(0)
+    rows = grid_rows(None, *random.integers(CELLS, size=20_000))
+    rows["done"][:] = True
+    rows = {name: x.view(10, 2_000, *x.shape[2:]) for name, x in rows.items()}
+    goals = act(actor, rows)["goal"][5:]  # before, many have seen the same
+    n = goals.numel()
+    share = torch.bincount(goals.flatten(), minlength=CELLS) / n
+    expected = logits.softmax(-1)
+    error = (expected * (1 - expected) / n).sqrt()
+    assert ((share - expected).abs() < 4 * error).all()
+    # One draw says nothing about the next.
+    same = (goals[1:] == goals[:-1]).float().mean()
+    assert float(same) == pytest.approx(float(expected.square().sum()), abs=0.02)
+
+
+def teach(amigo, updates):
+    """Goals in cell 7 take 9 steps, in others 2; returns how likely cell 7 is."""
+    random = np.random.default_rng(0)
+    grid = grid_rows(None, 0)["observation"][0]
+    optimizer = amigo.make_optimizer()
+    for _ in range(updates):
+        with torch.no_grad():
+            chances = amigo.actor.teacher(grid)[0].softmax(-1)[0].numpy()
+        goal = torch.from_numpy(random.choice(CELLS, 32, p=chances / chances.sum()))
+        amigo.waiting = {
+            "grid": grid.expand(32, -1, -1, -1),
+            "goal": goal,
+            "steps": torch.where(goal == 7, 8, 1),
+            "reached": torch.ones(32, dtype=torch.bool),
+            "won": torch.zeros(32, dtype=torch.bool),
+        }
+        loss = amigo.teach()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(amigo.actor.teacher.parameters(), 40.0)
+        optimizer.step()
+    return amigo.actor.teacher(grid)[0].softmax(-1)[0, 7].item()
+
+
+@pytest.mark.timeout(60)
+def test_amigos_teacher_proposes_what_is_far():
+    torch.manual_seed(0)
+    amigo = AMIGo(GRID, make_distribution(ACTIONS), least_steps=9, good=2)
+    before = teach(amigo, updates=1)
+    assert teach(amigo, updates=150) > 0.5 > 5 * before
+
+
+def test_amigos_threshold_rises_after_ten_good_batches():
+    amigo = AMIGo(GRID, make_distribution(ACTIONS), batch_size=2)
+
+    def learn(steps, reached=True):
+        amigo.waiting = {
+            "grid": torch.zeros(2, *GRID.shape, dtype=torch.uint8),
+            "goal": torch.tensor([0, 1]),
+            "steps": torch.tensor([steps - 1, 0]),
+            "reached": torch.tensor([reached, True]),
+            "won": torch.zeros(2, dtype=torch.bool),
+        }
+        assert amigo.teach() is not None
+        assert amigo.waiting == {}
+        return float(amigo.least_steps)
+
+    assert [learn(7) for _ in range(9)] == [7] * 9
+    assert learn(6) == 7  # too near: the count begins anew
+    assert [learn(7) for _ in range(10)] == [7] * 9 + [8]
+    assert [learn(8) for _ in range(9)] == [8] * 9
+    assert learn(8, reached=False) == 8
+    assert [learn(8) for _ in range(10)] == [8] * 9 + [9]
+    assert [learn(9) for _ in range(10)] == [9] * 9 + [10]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_padding_has_no_reward_and_no_loss(name):
+    """--rollouts episode cuts at episodes: the rows after one are zeros."""
+    torch.manual_seed(0)
+    space = GRID if name == "amigo" else SPACE
+    more = {"batch_size": 1000} if name == "amigo" else {}
+    method = METHODS[name](space, make_distribution(ACTIONS), **more)
+    rows = make_rows()
+    if name == "amigo":
+        x = torch.from_numpy(np.random.default_rng(0).integers(3, size=(T + 1, B, 45)))
+        rows["observation"] = x.byte().reshape(T + 1, B, *GRID.shape)
+    rows = act(method.actor, rows)
+    every = torch.ones(T, B, dtype=torch.bool)
+    whole = method.explore(rows, every)
+    method.waiting = {}
+    cut, _ = rollout.cut_at_episodes(rows, ())
+    parts = method.explore(cut, cut["step_counts"][:-1])
+    assert parts.reward.isfinite().all()
+    assert not parts.reward[~cut["step_counts"][:-1]].any()
+    rewarded = int((whole.reward > 0).sum())
+    assert int((parts.reward > 0).sum()) == pytest.approx(rewarded, abs=rewarded // 2)
+    if name == "amigo":
+        assert float(parts.reward.sum()) == float(whole.reward.sum())
+        assert len(method.waiting["goal"]) == int(whole.columns["goals"])
+
+
+@pytest.mark.filterwarnings("ignore")  # of Gymnasium, about an older version
+def test_the_planes_of_minigrid():
+    pytest.importorskip("minigrid")
+    from examples.exploration.grids import planes
+
+    env = planes(gymnasium.make("minigrid:MiniGrid-KeyCorridorS3R3-v0"))
+    observation, _ = env.reset(seed=1)
+    assert observation in env.observation_space
+    assert (env.observation_space.high == 1).all()
+    # An object, a colour and a state per cell.
+    assert (observation.sum(-1) == 3).all()
+
+
+def test_the_table_counts_the_lines_of_each_file():
+    folder = runs.ROOT / "examples" / "exploration"
+    table = re.findall(
+        r"\]\((\w+\.py)\) .*\b(\d+)\b", (folder / "README.md").read_text()
+    )
+    assert {f"{name}.py" for name in METHODS} < {file for file, _ in table}
+    for file, lines in table:
+        assert len((folder / file).read_text().splitlines()) == int(lines), file
+
+
+RING = 7
+
+
+def ring_rows(seed):
+    """Rows [T + 1, B] of a walk around a ring: by -1, by 1, or none."""
+    random = np.random.default_rng(seed)
+    action = random.integers(3, size=(T + 1, B))
+    start = random.integers(RING, size=B)
+    place = (start + np.cumsum(np.array([-1, 1, 0])[action], 0)) % RING
+    place = np.concatenate([start[None], place[:-1]]).astype(np.int64)
+    done = np.zeros((T + 1, B), bool)
+    done[0] = True
+    return {
+        "observation": torch.from_numpy(place),
+        "done": torch.from_numpy(done),
+        "reward": torch.zeros(T + 1, B),
+        "action": torch.from_numpy(action),
+    }
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("name", ["ride", "noveld", "e3b"])
+def test_what_is_learned_goes_down(name):
+    """Also with steps across episodes, which say nothing, and are not counted."""
+    torch.manual_seed(0)
+    space, distribution = spaces.Discrete(RING), make_distribution(spaces.Discrete(3))
+    actor = METHODS[name](space, distribution).actor
+    flags = SimpleNamespace(explorer=NAMES[name], grad_norm_clipping=40.0)
+    about = {"observation_space": space, "distribution": distribution}
+    model = SimpleNamespace(**about, explorer=actor)
+    explorer = Explorer(flags, model, torch.device("cpu"))
+    losses, before = [], [x.clone() for x in actor.parameters()]
+    for i in range(400):
+        rows = ring_rows(i)
+        rows["done"][4] = True
+        rows["observation"][4:] = (rows["observation"][4:] + 3) % RING
+        losses.append(explorer.explore(act(actor, rows))[1]()["explorer_loss"])
+    assert np.mean(losses[-20:]) < 0.25 * np.mean(losses[:20])
+    # The φ that acts is the one that learns.
+    pairs = zip(before, actor.parameters(), strict=True)
+    assert any(not torch.equal(x, y) for x, y in pairs) == (name == "e3b")
+
+
+SYNC = {
+    **runs.SMALL,
+    "env": "environments:GridWorld",
+    "sync": True,
+    "unroll_length": 20,
+    "learning_rate_schedule": "constant",
+    "total_steps": 6 * 20 * 8,
+}
+# Here goals are reached by chance.
+SHORT = {"env": "environments:Corridor", "env_kwargs": '{"length": 5}'}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", METHODS)
+def test_runs_are_equal_and_go_on(tmp_path, name):
+    """In both variants. What waits for the teacher is in the checkpoint, too."""
+    flags = {**SYNC, "explorer": NAMES[name]}
+    if name == "amigo":
+        flags |= SHORT
+    runs.run(tmp_path, "whole", **flags)
+    whole = runs.without_time(runs.read_logs(tmp_path, "whole"))
+    assert len(whole) == 24
+    rewards = [float(row["mean_intrinsic_reward"]) for row in whole]
+    assert sum(x > 0 for x in rewards) > 4
+    losses = [float(row["explorer_loss"]) for row in whole if row["explorer_loss"]]
+    assert len(losses) > 4
+    half = flags | {"total_steps": flags["total_steps"] // 2}
+    runs.run(tmp_path, "parts", **half)
+    assert "Resuming" in runs.run(tmp_path, "parts", **flags)
+    assert runs.without_time(runs.read_logs(tmp_path, "parts")) == whole
+    saved = torch.load(tmp_path / "whole" / "model.tar", weights_only=True)
+    steps = {
+        int(x["step"])
+        for x in saved["explorer_state_dict"]["optimizer"]["state"].values()
+    }
+    assert steps == {len(losses)}
+    pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    flags |= {"module": "torchbeast.polybeast", "num_servers": 2}
+    flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "disable_checkpoint": True}
+    runs.run(tmp_path, "poly", **flags)
+    poly = runs.without_time(runs.read_logs(tmp_path, "poly"))
+    assert_logs_agree(whole, poly)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_with_replay_of_episodes(tmp_path, name):
+    flags = {**runs.SMALL, "env": SYNC["env"], "rollouts": "episode", "use_lstm": True}
+    flags |= {"replay_size": 500, "replay_ratio": 1.5, "learn_start": 100}
+    runs.run(tmp_path, "a", **flags, explorer=NAMES[name])
+    rows = [x for x in runs.read_logs(tmp_path, "a") if x.get("total_loss")]
+    assert len(rows) > 20
+    assert any(float(row["mean_intrinsic_reward"]) > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", METHODS)
+def test_two_learners_make_the_updates_of_one(tmp_path, name):
+    flags = {**SYNC, "explorer": NAMES[name], "disable_checkpoint": True}
+    if name == "amigo":
+        flags |= SHORT
+    flags |= {"num_actors": 2, "total_steps": 6 * 20 * 12}
+    runs.run(tmp_path, "one", **flags | {"batch_size": 6})
+    part = {"num_actors": 1, "batch_size": 3}
+    output = finish(torchrun(2, tmp_path, "all", **flags | part))
+    together = logs(tmp_path, "all")
+    assert len(together) == 12, output
+    assert_logs_agree(logs(tmp_path, "one"), together, 1e-4)
+
+
+QUICK_LEARNING = {
+    "preset": "classic-control",
+    "num_actors": 2,
+    "envs_per_actor": 4,
+    "batch_size": 8,
+    "reward_clipping": "none",
+}
+# Random play opens the lock in one of 65,536 episodes. These runs have about 12,000.
+LOCK = {
+    **QUICK_LEARNING,
+    "env": "environments:CombinationLock",
+    "unroll_length": CombinationLock.LENGTH,
+    "total_steps": 24_000,
+}
+VARIANTS = ["torchbeast.monobeast", "torchbeast.polybeast"]
+
+
+def train(folder, module, name, **flags):
+    if module == "torchbeast.polybeast":
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    runs.run(folder, "a", 380, module=module, explorer=NAMES[name], **flags)
+    return runs.read_logs(folder, "a")
+
+
+def mean(rows, name):
+    return np.mean([float(row[name] or 0) for row in rows])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("module", VARIANTS)
+@pytest.mark.parametrize("name", ["ride", "noveld", "e3b"])
+def test_what_random_play_does_not_find(tmp_path, name, module):
+    rows = train(tmp_path, module, name, **LOCK)
+    assert mean(rows[-10:], "mean_game_return") > 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("module", VARIANTS)
+def test_amigos_goals_get_farther_and_are_reached(tmp_path, module):
+    """t* is 3 at first. With a policy that does not learn it ends at about 6."""
+    flags = {**QUICK_LEARNING, "env": "environments:Corridor", "total_steps": 48_000}
+    rows = train(tmp_path, module, "amigo", env_kwargs='{"length": 13}', **flags)
+    begin, end = rows[:30], rows[-30:]
+    reached = [mean(x, "goals_reached") / mean(x, "goals") for x in (begin, end)]
+    assert reached[0] + 0.1 < reached[1]
+    assert mean(end, "goal_least_steps") >= 8
