@@ -71,3 +71,10 @@ class Broken(Method):
         self.asked += 1
         reward = torch.zeros_like(rows["reward"][1:])
         return Explored(reward / (0 if self.asked > 3 else 1), None, None, {})
+
+
+class Unfinished(Method):
+    """It has no method explore()."""
+
+    def __init__(self, observation_space, distribution):
+        super().__init__()

@@ -294,6 +294,7 @@ def test_a_reward_that_is_not_finite_ends_the_run(tmp_path):
         ("explorer", 'exploring:Teacher{"speed": 1}', "speed"),
         ("explorer", "exploring:Teacher{1}", "not a JSON object"),
         ("explorer", "exploring:Teacher,exploring:Watcher", "one MODULE:CLASS"),
+        ("explorer", "exploring:Unfinished", "explore"),
         ("encoder", "exploring:Nothing", "has no Nothing"),
     ],
 )

@@ -227,10 +227,14 @@ def test_action_masks(masked):
 )
 def test_what_is_refused(env, arguments, words):
     flags = env_flags(f"agent_games:{env}", env_kwargs=json.dumps(arguments))
-    with pytest.raises(InvalidEnvironmentError, match=words):  # noqa: PT012
+
+    def play():
         envs = Environment(flags, None)
         envs.initial()
         envs.step(np.zeros(2, int))
+
+    with pytest.raises(InvalidEnvironmentError, match=words):
+        play()
 
 
 @pytest.mark.parametrize(("number", "words"), [(8, "6 or 9"), (2, "3 or 6")])

@@ -14,6 +14,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from torchbeast.base.errors import FlagError
 from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
@@ -309,6 +310,8 @@ def make_model(
     device: torch.device,
 ) -> Net:
     """Makes the model of the flags. docs/forking.md lists what another model needs."""
+    if flags.encoder and flags.normalize_observations:
+        raise FlagError("--normalize_observations has no effect with --encoder")
     settings = observation_space, flags.encoder_width, flags.layer_norm
     distribution = make_distribution(action_space)
     method = make_named("--explorer", flags.explorer, settings[0], distribution)

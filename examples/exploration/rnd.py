@@ -13,9 +13,8 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from examples.exploration.common import Encoder
+from examples.exploration.common import Deviation, Encoder, ends
 from torchbeast.core.exploration import Explored, Method
-from torchbeast.core.moments import RunningMoments
 
 
 class RND(Method):
@@ -45,7 +44,7 @@ class RND(Method):
         self.predictor = nn.Sequential(
             *(Encoder(observation_space, size), nn.ReLU(), nn.Linear(size, size))
         )
-        self.errors = RunningMoments(())
+        self.deviation = Deviation()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.predictor.parameters(), self.learning_rate)
@@ -54,7 +53,8 @@ class RND(Method):
         with torch.no_grad():
             target = self.target(rows["observation"])
         error = (self.predictor(rows["observation"]) - target).square().mean(-1)[1:]
-        self.errors.update(error.detach().flatten())
-        reward = self.scale * error.detach() / self.errors.std
+        counted = valid & ~ends(rows)
+        reward = self.scale * error.detach()
+        reward = counted * reward / self.deviation.update(error.detach(), counted)
         discount = torch.full_like(reward, self.discounting)
-        return Explored(reward * valid, discount, (error * valid).sum(), {})
+        return Explored(reward, discount, (error * valid).sum(), {})

@@ -5,6 +5,7 @@ each batch, before it learns from it, and adds what it returns to the rewards. T
 says what a method has; those of examples/exploration are six.
 """
 
+import abc
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -61,7 +62,7 @@ class Explored(NamedTuple):
     columns: dict[str, Any]  # of logs.csv, see impala_loss
 
 
-class Method(torch.nn.Module):
+class Method(torch.nn.Module, abc.ABC):
     """What a method has. It is made with (observation_space, distribution, **JSON).
 
     Attributes:
@@ -80,6 +81,7 @@ class Method(torch.nn.Module):
         """The optimizer of its networks, those of `actor` included; None: none."""
         return torch.optim.Adam(self.parameters(), lr=1e-4)
 
+    @abc.abstractmethod
     def explore(self, rows: dict[str, Nested], valid: torch.Tensor) -> Explored:
         """Rewards, and what to learn, of rows [T + 1, B, ...].
 
@@ -87,7 +89,6 @@ class Method(torch.nn.Module):
           rows: the batch, with replayed columns if there is a replay.
           valid: [T, B] bool, the steps that count.
         """
-        raise NotImplementedError
 
 
 class Explorer:
@@ -129,9 +130,8 @@ class Explorer:
 
         def check() -> dict[str, Any]:
             columns = spread(numbers())
-            if not all(
-                map(math.isfinite, (columns[x] for x in CHECKED & columns.keys()))
-            ):
+            checked = CHECKED & columns.keys()
+            if not all(math.isfinite(columns[name]) for name in checked):
                 raise FloatingPointError(
                     f"the rewards or the loss of --explorer are not finite: {columns}"
                 )
@@ -143,7 +143,10 @@ class Explorer:
             self._step(found.loss)
         rows = rows | {"intrinsic_reward": pad(found.reward)}
         if self.method.value_head:
-            assert found.discount is not None, "a value head needs a discount"
+            if found.discount is None:
+                raise ValueError(
+                    "--explorer: a method with a value_head has a discount"
+                )
             rows["intrinsic_discount"] = pad(found.discount)
             # The method's value of a truncated episode's last observation is not used.
             rows["truncation_value"] = rows["truncation_value"][..., 0]
