@@ -37,6 +37,7 @@ def make_batch(learner: Learner) -> tuple[dict, tuple]:
     for name in ("action", "last_action"):
         batch[name].copy_(torch.tensor(rng.integers(A, size=(T + 1, B))))
     batch["policy_logits"].copy_(torch.tensor(rng.normal(size=(T + 1, B, A))))
+    batch["episode_step"].fill_(5)
     for place in BEGINS:
         batch["done"][place] = True
     batch["truncated"][4, 0] = True
