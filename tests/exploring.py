@@ -11,7 +11,7 @@ class Watcher(Method):
 
     def __init__(self, observation_space, distribution):
         super().__init__()
-        self.actor = EpisodicCounts(observation_space, 64)
+        self.actor = EpisodicCounts(observation_space, buckets=64)
 
     def make_optimizer(self):
         return None

@@ -1,6 +1,7 @@
 """The encoders of examples/exploration/encoders, and the runs that name them."""
 
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -202,6 +203,31 @@ def test_the_policy_reads_all_parts(tmp_path, module):
     assert "5 games: mean return" in output
 
 
+PARTS = {"encoder": f"{NetHack.__module__}:NetHack", "part": "glyphs"}
+EXPLORERS = {
+    "counts": ("counts:Counts", ["part"]),
+    "rnd": ("rnd:RND", ["encoder"]),
+    "ride": ("ride:RIDE", ["encoder", "part"]),
+    "noveld": ("noveld:NovelD", ["encoder", "part"]),
+    "e3b": ("e3b:E3B", ["encoder"]),
+}
+
+
+@pytest.mark.parametrize("name", EXPLORERS)
+def test_methods_explore_nethack(tmp_path, name):
+    path, arguments = EXPLORERS[name]
+    arguments = json.dumps({key: PARTS[key] for key in arguments})
+    flags = {**runs.SMALL, "env": "environments:SignsInNetHack", "batch_size": 3}
+    flags |= {"encoder": PARTS["encoder"], "total_steps": 400}
+    explorer = f"examples.exploration.{path}{arguments}"
+    runs.run(tmp_path, "run", **flags, explorer=explorer)
+    rows = runs.read_logs(tmp_path, "run")
+    assert float(rows[-1]["mean_intrinsic_reward"]) > 0
+    saved = torch.load(tmp_path / "run" / "model.tar", weights_only=True)
+    state = saved["explorer_state_dict"]["method"]
+    assert any("glyph" in x for x in state) == ("encoder" in arguments)
+
+
 ENCODERS = "examples.exploration.encoders"
 PACKAGES = {
     "minigrid": {
@@ -220,6 +246,17 @@ PACKAGES = {
         "encoder": f"{ENCODERS}.nethack_encoder:NetHack",
     },
 }
+
+
+def test_the_agent_for_minihack(tmp_path):
+    pytest.importorskip("minihack")
+    file = pathlib.Path(__file__).parents[1] / "examples/exploration/minihack.toml"
+    flags = {"config": file, "trust_checkpoint_env": True, "total_steps": 700}
+    runs.run(tmp_path, "run", **flags)
+    rows = runs.read_logs(tmp_path, "run")
+    assert int(rows[-1]["step"]) >= 700
+    meta = json.loads((tmp_path / "run" / "meta.json").read_text())["args"]
+    assert (meta["discounting"], meta["epsilon"]) == (0.999, 1e-6)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -14,6 +14,7 @@ from test_ranks import finish, torchrun
 from examples.exploration.common import EpisodicCounts, Hash
 from examples.exploration.counts import Counts
 from examples.exploration.rnd import RND
+from torchbeast.base.errors import FlagError
 from torchbeast.core.distributions import make_distribution
 from torchbeast.learner import learn
 
@@ -126,8 +127,21 @@ def test_equal_observations_have_equal_hashes_and_others_differ():
     assert (first != buckets({"a": moved, "b": b})).float().mean() > 0.9
 
 
+def test_a_part_is_counted_alone():
+    space = spaces.Dict({"map": spaces.Box(-1, 1, (3,)), "clock": spaces.Discrete(4)})
+    buckets = Hash(space, 2**20, "map")
+    x = {"map": torch.rand(5, 2, 3), "clock": torch.randint(4, (5, 2))}
+    later = {**x, "clock": (x["clock"] + 1) % 4}
+    assert torch.equal(buckets(x), buckets(later))
+    assert not torch.equal(buckets(x), buckets({**x, "map": x["map"] + 0.1}))
+    with pytest.raises(FlagError, match=r"'maps' is none of \['clock', 'map'\]"):
+        Hash(space, 2**20, "maps")
+    with pytest.raises(FlagError, match="'map' is none of"):
+        Hash(spaces.Discrete(3), 2**20, "map")
+
+
 def test_counts_of_an_episode():
-    counts = EpisodicCounts(spaces.Discrete(7), 512)
+    counts = EpisodicCounts(spaces.Discrete(7), buckets=512)
     state = counts.initial_state(2)
     first = [[2, 1], [2, 3], [2, 1], [5, 1], [2, 1]]
     done = [[False, False]] * 3 + [[True, False], [False, False]]

@@ -8,6 +8,8 @@ from gymnasium import spaces
 from torch import nn
 
 from torchbeast.base import ranks
+from torchbeast.base.errors import FlagError
+from torchbeast.base.nested import map_nested
 from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.exploration import ExplorerActor
 from torchbeast.core.observations import (
@@ -17,15 +19,13 @@ from torchbeast.core.observations import (
     map_space,
 )
 from torchbeast.encoders import ImageEncoder, VectorEncoder, initialize
+from torchbeast.envs.make_env import make_named
 
 
-class Encoder(nn.Module):
-    """Observations [..., *shape] -> features [..., size] float32.
+class Layers(nn.Module):
+    """Observations [N, *shape] -> features [N, D], by the layers of the policy."""
 
-    It has the layers of the policy's encoders, and one more that makes the size.
-    """
-
-    def __init__(self, space: spaces.Space, size: int) -> None:
+    def __init__(self, space: spaces.Space) -> None:
         super().__init__()
         self.space = space
         leaves = iterate_space(space)
@@ -35,19 +35,40 @@ class Encoder(nn.Module):
         others = [x for x in leaves if not is_image(x)]
         self.vector = VectorEncoder(others, "shallow") if others else None
         self.apply(initialize)
+
+    def forward(self, observation: Any) -> torch.Tensor:
+        leaves = iterate_observation(self.space, observation)
+        images = [x for x, image in zip(leaves, self.is_image, strict=True) if image]
+        others = [
+            x for x, image in zip(leaves, self.is_image, strict=True) if not image
+        ]
+        features = [f(x) for f, x in zip(self.images, images, strict=True)]
+        if self.vector is not None:
+            features.append(self.vector(others))
+        return torch.cat(features, -1)
+
+
+class Encoder(nn.Module):
+    """Observations [..., *shape] -> features [..., size] float32.
+
+    Args:
+      encoder: MODULE:CLASS[JSON], as in --encoder; by default the policy's layers.
+
+    It has one more layer that makes the size.
+    """
+
+    def __init__(self, space: spaces.Space, size: int, encoder: str = "") -> None:
+        super().__init__()
+        self.space = space
+        named = make_named("--explorer, encoder", encoder, space)
+        self.encoder = named or Layers(space)
         self.last = nn.LazyLinear(size)
         self(observation_of(space, (1,)))  # finds the size of the last layer's input
 
     def forward(self, observation: Any) -> torch.Tensor:
-        leaves = iterate_observation(self.space, observation)
-        lead = leading(self.space, leaves)
-        flat = [x.flatten(0, len(lead) - 1) for x in leaves]
-        images = [x for x, image in zip(flat, self.is_image, strict=True) if image]
-        others = [x for x, image in zip(flat, self.is_image, strict=True) if not image]
-        features = [f(x) for f, x in zip(self.images, images, strict=True)]
-        if self.vector is not None:
-            features.append(self.vector(others))
-        return self.last(torch.cat(features, -1)).unflatten(0, lead)
+        lead = leading(self.space, iterate_observation(self.space, observation))
+        flat = map_nested(lambda x: x.flatten(0, len(lead) - 1), observation)
+        return self.last(self.encoder(flat)).unflatten(0, lead)
 
 
 def leading(space: spaces.Space, leaves: list[torch.Tensor]) -> torch.Size:
@@ -66,14 +87,24 @@ def observation_of(space: spaces.Space, lead: tuple[int, ...]) -> Any:
 class Hash(nn.Module):
     """Observations [..., *shape] -> numbers of buckets [...], in [0, buckets).
 
+    Args:
+      part: of a Dict, the key of what is told apart. A part that counts steps, such as
+        NetHack's blstats, would make all observations differ.
+
     Equal observations have the same number. Others can have it, too: with n different
     ones, about n² / (2 buckets) pairs.
     """
 
     factors: torch.Tensor  # [D] int64
 
-    def __init__(self, space: spaces.Space, buckets: int) -> None:
+    def __init__(self, space: spaces.Space, buckets: int, part: str = "") -> None:
         super().__init__()
+        self.part = part
+        if part:
+            keys = list(space) if isinstance(space, spaces.Dict) else []
+            if part not in keys:
+                raise FlagError(f"--explorer: part {part!r} is none of {keys}")
+            space = space[part]
         self.space, self.buckets = space, buckets
         size = sum(int(np.prod(x.shape or ())) for x in iterate_space(space))
         # The same in all processes and at a resume.
@@ -81,6 +112,8 @@ class Hash(nn.Module):
         self.register_buffer("factors", torch.from_numpy(factors), persistent=False)
 
     def forward(self, observation: Any) -> torch.Tensor:
+        if self.part:
+            observation = observation[self.part]
         leaves = iterate_observation(self.space, observation)
         parts = []
         for leaf, x in zip(iterate_space(self.space), leaves, strict=True):
@@ -98,9 +131,9 @@ class EpisodicCounts(ExplorerActor):
     counts by hash.
     """
 
-    def __init__(self, space: spaces.Space, buckets: int = 4096) -> None:
+    def __init__(self, space: spaces.Space, part: str = "", buckets: int = 4096):
         super().__init__()
-        self.hash = Hash(space, buckets)
+        self.hash = Hash(space, buckets, part)
 
     def initial_state(self, batch_size: int) -> tuple[torch.Tensor, ...]:
         device = self.hash.factors.device

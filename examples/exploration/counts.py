@@ -21,6 +21,7 @@ class Counts(Method):
     Args:
       scale: of the reward.
       buckets: size of the table of counts.
+      part: what is counted, see common.Hash.
     """
 
     counts: torch.Tensor  # [buckets] float32
@@ -31,9 +32,10 @@ class Counts(Method):
         distribution: Any,
         scale: float = 0.1,
         buckets: int = 2**20,
+        part: str = "",
     ) -> None:
         super().__init__()
-        self.scale, self.hash = scale, Hash(observation_space, buckets)
+        self.scale, self.hash = scale, Hash(observation_space, buckets, part)
         self.register_buffer("counts", torch.zeros(buckets))
 
     def make_optimizer(self) -> None:

@@ -25,10 +25,12 @@ from torchbeast.core.exploration import Explored, ExplorerActor, Method
 class EllipticalBonus(ExplorerActor):
     """The field `elliptical_bonus` [T, B] float32; the state is C⁻¹."""
 
-    def __init__(self, space: spaces.Space, size: int, ridge: float) -> None:
+    def __init__(
+        self, space: spaces.Space, size: int, ridge: float, encoder: str
+    ) -> None:
         super().__init__()
         self.ridge = ridge
-        self.embed = Encoder(space, size)
+        self.embed = Encoder(space, size, encoder)
 
     def initial_state(self, batch_size: int) -> tuple[torch.Tensor, ...]:
         weight = self.embed.last.weight
@@ -55,6 +57,7 @@ class E3B(Method):
       scale: of the reward.
       size: of φ.
       ridge: λ.
+      encoder: see common.Encoder.
     """
 
     actor: EllipticalBonus
@@ -66,10 +69,11 @@ class E3B(Method):
         scale: float = 0.1,
         size: int = 32,
         ridge: float = 0.1,
+        encoder: str = "",
     ) -> None:
         super().__init__()
         self.scale = scale
-        self.actor = EllipticalBonus(observation_space, size, ridge)
+        self.actor = EllipticalBonus(observation_space, size, ridge, encoder)
         self.inverse = InverseDynamics(size, distribution)
         self.deviation = Deviation()
 

@@ -25,6 +25,8 @@ class NovelD(Method):
       scale: of the reward.
       alpha: the weight of the novelty of s.
       size: of the networks' outputs.
+      encoder: see common.Encoder.
+      part: what is counted, see common.Hash.
     """
 
     def __init__(
@@ -34,14 +36,16 @@ class NovelD(Method):
         scale: float = 0.05,
         alpha: float = 0.5,
         size: int = 128,
+        encoder: str = "",
+        part: str = "",
     ) -> None:
         super().__init__()
         self.scale, self.alpha = scale, alpha
-        self.actor = EpisodicCounts(observation_space)
-        self.target = Encoder(observation_space, size).requires_grad_(False)
-        self.predictor = nn.Sequential(
-            Encoder(observation_space, size), nn.ReLU(), nn.Linear(size, size)
-        )
+        self.actor = EpisodicCounts(observation_space, part)
+        about = observation_space, size, encoder
+        self.target = Encoder(*about).requires_grad_(False)
+        layers = nn.ReLU(), nn.Linear(size, size)
+        self.predictor = nn.Sequential(Encoder(*about), *layers)
         self.deviation = Deviation()
 
     def make_optimizer(self) -> torch.optim.Optimizer:

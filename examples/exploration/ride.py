@@ -26,6 +26,8 @@ class RIDE(Method):
       scale: of the reward.
       size: of the embedding.
       forward_cost, inverse_cost: weights of the two losses.
+      encoder: see common.Encoder.
+      part: what is counted, see common.Hash.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class RIDE(Method):
         size: int = 128,
         forward_cost: float = 10.0,
         inverse_cost: float = 0.1,
+        encoder: str = "",
+        part: str = "",
     ) -> None:
         super().__init__()
         self.scale, self.distribution = scale, distribution
         self.forward_cost, self.inverse_cost = forward_cost, inverse_cost
-        self.actor = EpisodicCounts(observation_space)
-        self.embed = Encoder(observation_space, size)
+        self.actor = EpisodicCounts(observation_space, part)
+        self.embed = Encoder(observation_space, size, encoder)
         self.inverse = InverseDynamics(size, distribution)
         inputs = size + distribution.num_features
         self.predict = nn.Sequential(

@@ -24,6 +24,7 @@ class RND(Method):
       discounting: of its value.
       size: of the networks' outputs.
       learning_rate: of the predictor.
+      encoder: see common.Encoder.
     """
 
     value_head = True
@@ -36,14 +37,15 @@ class RND(Method):
         discounting: float = 0.99,
         size: int = 128,
         learning_rate: float = 1e-4,
+        encoder: str = "",
     ) -> None:
         super().__init__()
         self.scale, self.discounting = scale, discounting
         self.learning_rate = learning_rate
-        self.target = Encoder(observation_space, size).requires_grad_(False)
-        self.predictor = nn.Sequential(
-            *(Encoder(observation_space, size), nn.ReLU(), nn.Linear(size, size))
-        )
+        about = observation_space, size, encoder
+        self.target = Encoder(*about).requires_grad_(False)
+        layers = nn.ReLU(), nn.Linear(size, size)
+        self.predictor = nn.Sequential(Encoder(*about), *layers)
         self.deviation = Deviation()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
