@@ -4,9 +4,10 @@ The reward of a step is its impact on an embedding φ, ‖φ(s') - φ(s)‖₂ /
 counts how often s' was seen in this episode. φ learns from two tasks: to predict the
 action from φ(s) and φ(s'), and φ(s') from φ(s) and the action.
 
-Differences: N counts a hash of the observation, so that two can share a count; the
-networks have an optimizer of their own, Adam; the last step of an episode has no
-reward, because its s' is in no rollout.
+Differences: impact is divided by its mean in the batch, because φ shrinks while it
+learns; N counts a hash of the observation, so that two can share a count; the networks
+have an optimizer of their own, Adam; the last step of an episode has no reward, because
+its s' is in no rollout.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 
 from examples.exploration.common import Encoder, EpisodicCounts, InverseDynamics, ends
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.core.exploration import Explored, Method
+from torchbeast.core.exploration import Explored, Method, mean
 
 
 class RIDE(Method):
@@ -62,8 +63,10 @@ class RIDE(Method):
         predicted = self.predict(torch.cat([now, features], -1))
         forward = 0.5 * (predicted - after).square().sum(-1) * counted
         inverse = self.inverse(embedded, action) * counted
+        impact = (after - now).detach().norm(dim=-1)
+        impact = impact / mean(impact, counted).clamp(min=1e-8)
         # A row that is padding has a count of 0.
         counts = rows["episodic_count"][1:].clamp(min=1)
-        reward = self.scale * (after - now).detach().norm(dim=-1) / counts.sqrt()
+        reward = self.scale * impact / counts.sqrt()
         loss = self.forward_cost * forward.sum() + self.inverse_cost * inverse.sum()
         return Explored(reward * counted, None, loss, {})
