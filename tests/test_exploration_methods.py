@@ -20,6 +20,7 @@ from examples.exploration.common import Deviation
 from examples.exploration.e3b import E3B
 from examples.exploration.noveld import NovelD
 from examples.exploration.ride import RIDE
+from examples.exploration.staggered import Staggered
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.exploration import Explorer
@@ -535,3 +536,24 @@ def test_amigos_goals_get_farther_and_are_reached(tmp_path, module):
     reached = [mean(x, "goals_reached") / mean(x, "goals") for x in (begin, end)]
     assert reached[0] + 0.1 < reached[1]
     assert mean(end, "goal_least_steps") >= 8
+
+
+def test_staggered_environments_differ_in_their_first_episode_alone():
+    limit, firsts = 20, []
+    for seed in range(12):
+        env = Staggered(gymnasium.make("MountainCar-v0", max_episode_steps=30), limit)
+        plain = gymnasium.make("MountainCar-v0", max_episode_steps=30)
+        lengths = []
+        for game in range(3):
+            first, _ = env.reset(seed=seed + game)
+            assert np.array_equal(first, plain.reset(seed=seed + game)[0])
+            over, steps = False, 0
+            while not over:
+                found, expected = env.step(1), plain.step(1)
+                assert np.array_equal(found[0], expected[0])
+                steps, over = steps + 1, found[3]
+            lengths.append(steps)
+        firsts.append(lengths[0])
+        assert lengths[1:] == [30, 30]
+    assert set(firsts) <= set(range(1, limit + 1))
+    assert len(set(firsts)) > 5
