@@ -1,0 +1,146 @@
+"""A game of two players for one learner: the opponent moves inside of step().
+
+README.md says how to train with it.
+"""
+
+import importlib
+import logging
+import os
+import pathlib
+import re
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from examples.self_play import players
+
+log = logging.getLogger(__name__)
+
+KEPT = re.compile(r"model\.(\d+)\.tar")  # what --checkpoint_history writes
+
+
+class SelfPlay(gymnasium.Env):
+    """A game of PettingZoo's AEC API for two agents, whose observations have a mask.
+
+    The seat of the learner is drawn for each game, and so is the opponent: the newest
+    checkpoint that the run has kept, or one of the older ones. It plays the whole game,
+    whatever happens to the files. Without a checkpoint it takes any legal action.
+
+    The part "opponent" of the observation is for scores.py, not for the policy: 0 is
+    the player without a checkpoint, k the k-th oldest checkpoint.
+
+    Args:
+      folder: of the run, --savedir/--xpid.
+      history: the run's --checkpoint_history. Further checkpoints count as the last.
+      newest: probability of the newest checkpoint.
+      game: a module of PettingZoo with a function raw_env.
+      trust: see load_agent's trust_env. Needed where the user has another key.
+      against: "random", "scripted" or a checkpoint: always this opponent.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        history: int = 20,
+        newest: float = 0.5,
+        game: str = "pettingzoo.classic.connect_four_v3",
+        trust: bool = False,
+        against: str | None = None,
+    ) -> None:
+        self.folder, self.history = pathlib.Path(folder).expanduser(), history
+        self.newest, self.trust, self.against = newest, trust, against
+        self.game = importlib.import_module(game).raw_env()
+        self.seats = list(self.game.possible_agents)
+        parts = self.game.observation_space(self.seats[0]).spaces
+        number = spaces.Discrete(history + 1)
+        self.observation_space = spaces.Dict({**parts, "opponent": number})
+        self.action_space = self.game.action_space(self.seats[0])
+        self.broken: set[tuple[Any, ...]] = set()  # files, as they were
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Starts a game. options["seat"], 0 or 1, chooses the learner's seat."""
+        super().reset(seed=seed)
+        seat = int(self.np_random.integers(2))
+        self.me = self.seats[(options or {}).get("seat", seat)]
+        self.number, self.opponent = self.draw_opponent()
+        self.game.reset(seed=int(self.np_random.integers(2**31)))
+        self.reward = 0.0
+        self.let_opponent_move()
+        return self.observe(self.me, self.number), {}
+
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict]:
+        self.reward = 0.0
+        self.move(int(action))
+        self.let_opponent_move()
+        ends = [
+            any(x.values()) for x in (self.game.terminations, self.game.truncations)
+        ]
+        return self.observe(self.me, self.number), self.reward, *ends, {}
+
+    def close(self) -> None:
+        self.game.close()
+
+    def move(self, action: int) -> None:
+        self.game.step(action)
+        self.reward += self.game.rewards[self.me]
+
+    def let_opponent_move(self) -> None:
+        game = self.game
+        while (now := game.agent_selection) != self.me:
+            if any(game.terminations.values()) or any(game.truncations.values()):
+                return
+            self.move(self.opponent.move(self.observe(now, 0)))
+
+    def observe(self, agent: str, number: int) -> dict[str, Any]:
+        return {**self.game.observe(agent), "opponent": np.int64(number)}
+
+    def draw_opponent(self) -> tuple[int, players.Player]:
+        """Draws the opponent of a game, and its number."""
+        rng = self.np_random
+        if self.against == "scripted":
+            return 0, players.Scripted(rng)
+        if self.against not in (None, "random"):
+            return 0, self.load(pathlib.Path(str(self.against)).expanduser())
+        files = {}
+        if not self.against and not players.loading.get():
+            files = dict(enumerate(kept(self.folder), 1))
+        while files:
+            number = max(files)
+            if rng.random() >= self.newest:
+                number = int(rng.choice(sorted(files)))
+            path = files.pop(number)
+            state = state_of(path)
+            if (path, state) in self.broken:
+                continue
+            try:
+                return min(number, self.history), self.load(path)
+            except Exception as error:  # of many types: the file may hold anything
+                self.broken.add((path, state))
+                log.warning(
+                    "Self-play goes on without the opponent %s: %s", path, error
+                )
+        return 0, players.Random(rng)
+
+    def load(self, path: pathlib.Path) -> players.Player:
+        agent = players.load(path, state_of(path), self.trust)
+        return players.Saved(agent, self.np_random)
+
+
+def kept(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The checkpoints that stay in the folder of a run, the oldest first."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    steps = sorted(int(found[1]) for found in map(KEPT.fullmatch, names) if found)
+    return [folder / f"model.{step}.tar" for step in steps]
+
+
+def state_of(path: pathlib.Path) -> tuple[int, ...]:
+    """Differs if another file has the name."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return ()
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,119 @@
+"""Who may sit on the other side: one object per game."""
+
+import contextvars
+import functools
+import itertools
+import pathlib
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from torchbeast import load_agent
+from torchbeast.play.agent import Agent
+
+
+class Player(Protocol):
+    def move(self, observation: dict[str, Any]) -> int:
+        """The action for an observation with a mask."""
+
+
+class Random:
+    """Takes any legal action."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+
+    def move(self, observation: dict[str, Any]) -> int:
+        return int(self.rng.choice(np.flatnonzero(observation["action_mask"])))
+
+
+class Scripted:
+    """Plays Connect Four: wins if it can, else blocks if it must, else any column."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+
+    def move(self, observation: dict[str, Any]) -> int:
+        mine, theirs = np.moveaxis(observation["observation"], -1, 0)  # [6, 7] each
+        free = (mine + theirs) == 0
+        columns = self.rng.permutation(np.flatnonzero(observation["action_mask"]))
+        for pieces in (mine, theirs):
+            for column in columns:
+                after = pieces.copy()
+                after[np.flatnonzero(free[:, column])[-1], column] = 1
+                if has_four(after):
+                    return int(column)
+        return int(columns[0])
+
+
+def lines(height: int = 6, width: int = 7) -> np.ndarray:
+    """The cells of all fours in a row: [69, 4] for the usual board."""
+    found = []
+    for row, column in itertools.product(range(height), range(width)):
+        for down, right in ((0, 1), (1, 0), (1, 1), (1, -1)):
+            cells = [(row + i * down, column + i * right) for i in range(4)]
+            if all(r < height and 0 <= c < width for r, c in cells):
+                found.append([r * width + c for r, c in cells])
+    return np.array(found)
+
+
+LINES = lines()
+
+
+def has_four(pieces: np.ndarray) -> bool:
+    """Whether a player's pieces [6, 7] have four in a row."""
+    return bool((pieces.reshape(-1)[LINES] != 0).all(1).any())
+
+
+class Saved:
+    """An agent with the weights of a checkpoint. Agent.act takes twice as long.
+
+    Args:
+      greedy: take the most likely action; otherwise sample.
+    """
+
+    def __init__(
+        self, agent: Agent, rng: np.random.Generator, greedy: bool = False
+    ) -> None:
+        self.model, kind = agent.model, agent.model.distribution
+        self.state = self.model.initial_state(1)
+        self.last_action = torch.zeros(1, 1, dtype=kind.action_dtype)
+        self.done, self.reward = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1)
+        generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
+        self.choose: Any = kind.mode
+        if not greedy:
+            self.choose = functools.partial(kind.sample, generator=generator)
+
+    @torch.inference_mode()
+    def move(self, observation: dict[str, Any]) -> int:
+        parts = {k: torch.as_tensor(x)[None, None] for k, x in observation.items()}
+        rows = {"observation": parts, "reward": self.reward, "done": self.done}
+        rows["last_action"] = self.last_action
+        outputs, self.state = self.model(rows, self.state, acting=True)
+        self.last_action = self.choose(outputs["policy_logits"])
+        self.done = torch.zeros_like(self.done)
+        return int(self.last_action)
+
+
+# load_agent makes an environment, to read its spaces. It must not load opponents, too.
+loading = contextvars.ContextVar("loading", default=False)
+
+
+@functools.lru_cache(maxsize=64)  # the environments of a process share the models
+def load(path: pathlib.Path, state: tuple[int, ...], trust: bool) -> Agent:
+    """The agent of a checkpoint.
+
+    Args:
+      state: differs if another file has this name now.
+      trust: see load_agent.
+
+    Raises:
+      CheckpointError, UntrustedError: see load_agent.
+    """
+    torch.set_num_threads(1)  # a process that steps environments has one core
+    token = loading.set(True)
+    try:
+        return load_agent(path, trust_env=trust)
+    finally:
+        loading.reset(token)
