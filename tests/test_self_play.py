@@ -266,8 +266,8 @@ def test_scores_of_a_batch_by_hand():
     score = explored.columns["opponent_score"]
     assert score[1:].tolist() == [1, -1, -1]
     assert score[0].isnan()
-    # Another game against 1 is lost: 0.5 * 1 - 1 of a weight of 1.5.
-    rows["reward"] = torch.where(opponent == 3, 0, -reward.abs())
+    # The next game against 1 is lost: 0.5 * 1 - 1, of a weight of 1.5.
+    rows["reward"] = -reward.abs()
     valid[1:, 1] = False
     columns = scores.explore(rows, valid).columns
     assert columns["opponent_games"].tolist() == [0, 1, 0, 1]
@@ -286,7 +286,7 @@ def test_both_variants_play_against_their_older_weights(tmp_path, module):
     wrapper = f"self_games:Told{json.dumps({'folder': str(told)})}"
     flags = {**runs.SMALL, "env": NAME, "env_kwargs": arguments, "wrapper": wrapper}
     flags |= {"encoder": BOARD, "explorer": SCORES, "checkpoint_history": 4}
-    flags |= {"total_steps": 3000}
+    flags |= {"total_steps": 3000, "batch_size": 3}
     if module == "polybeast":
         pytest.importorskip("libtorchbeast", exc_type=ImportError)
         flags["module"] = "torchbeast.polybeast"
