@@ -18,6 +18,7 @@ from torchbeast.runs import checkpoint
 connect_four = pytest.importorskip("pettingzoo.classic.connect_four_v3")
 
 from examples.self_play import players  # noqa: E402 # after the skip
+from examples.self_play.board import NumpyPolicy  # noqa: E402
 from examples.self_play.games import SelfPlay, kept  # noqa: E402
 from examples.self_play.scores import Scores  # noqa: E402
 
@@ -214,6 +215,53 @@ def test_a_saved_player_acts_as_the_agent(tmp_path, words, greedy):
         moves.append(move)
         observation, _, over, _, _ = env.step(move)
     assert len(moves) > 3
+
+
+def test_the_fast_player_has_the_logits_of_the_model(tmp_path, monkeypatch):
+    path, seen = tmp_path / "model.1.tar", []
+    save(path, edit=lambda weights: weights["policy.weight"].mul_(100))
+    agent = load_agent(path, trust_env=True)
+    policy = NumpyPolicy.__call__
+
+    def spy(*args):
+        logits = policy(*args)
+        seen.append(logits.copy())
+        return logits
+
+    monkeypatch.setattr(NumpyPolicy, "__call__", spy)
+    env = make(tmp_path, against="random")
+    for seed, greedy in ((1, False), (2, True)):
+        observation, over, state = env.reset(seed=seed)[0], False, None
+        player = players.saved(agent, np.random.default_rng(1), greedy)
+        assert isinstance(player, players.SavedBoard)
+        while not over:
+            legal = observation["action_mask"] != 0
+            logits = agent.act(observation, state, outputs=True)[2]["policy_logits"]
+            move = player.move(observation)
+            np.testing.assert_allclose(seen[-1][legal], logits[legal], 1e-4, 1e-5)
+            assert not greedy or move == logits.argmax()
+            # The state of an agent that has moved like the player.
+            state = agent.act(observation, state)[1]._replace(
+                last_action=torch.tensor([[move]])
+            )
+            observation, _, over, _, _ = env.step(move)
+
+
+def test_the_fast_player_samples_as_the_model(tmp_path):
+    path = tmp_path / "model.1.tar"
+    save(path, edit=lambda weights: weights["policy.weight"].mul_(100))
+    agent = load_agent(path, trust_env=True)
+    env = make(tmp_path, against="random")
+    observation = env.reset(seed=1, options={"seat": 1})[0]
+    observation["action_mask"][2] = 0
+    logits = agent.act(observation, outputs=True)[2]["policy_logits"]
+    rng = np.random.default_rng(1)
+    moves = [players.SavedBoard(agent, rng).move(observation) for _ in range(2000)]
+    found = np.bincount(moves, minlength=COLUMNS) / 2000
+    wanted = torch.tensor(logits).softmax(0).numpy()
+    np.testing.assert_allclose(found, wanted, atol=0.04)  # 3.5 standard deviations
+    assert found[2] == 0
+    assert found.max() < 0.9
 
 
 def test_the_scripted_player_against_pettingzoos_rules():

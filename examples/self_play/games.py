@@ -127,7 +127,7 @@ class SelfPlay(gymnasium.Env):
 
     def load(self, path: pathlib.Path) -> players.Player:
         agent = players.load(path, state_of(path), self.trust)
-        return players.Saved(agent, self.np_random)
+        return players.saved(agent, self.np_random)
 
 
 def kept(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -9,7 +9,7 @@ import json
 import numpy as np
 
 from examples.self_play.games import SelfPlay
-from examples.self_play.players import Saved
+from examples.self_play.players import saved
 from torchbeast import load_agent
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     for game in range(args.games):
         seat, over = game % 2, False
         observation, _ = env.reset(seed=args.seed + game, options={"seat": seat})
-        player = Saved(agent, env.np_random, args.greedy)
+        player = saved(agent, env.np_random, args.greedy)
         while not over:
             observation, reward, *ends, _ = env.step(player.move(observation))
             over = any(ends)

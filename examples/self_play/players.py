@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from examples.self_play.board import NumpyPolicy
 from torchbeast import load_agent
 from torchbeast.play.agent import Agent
 
@@ -94,6 +95,29 @@ class Saved:
         self.last_action = self.choose(outputs["policy_logits"])
         self.done = torch.zeros_like(self.done)
         return int(self.last_action)
+
+
+class SavedBoard:
+    """The same for the model of board.py, several times as fast."""
+
+    def __init__(
+        self, agent: Agent, rng: np.random.Generator, greedy: bool = False
+    ) -> None:
+        self.policy, self.rng, self.greedy = NumpyPolicy(agent.model), rng, greedy
+        self.last_action: int | None = None
+
+    def move(self, observation: dict[str, Any]) -> int:
+        logits = self.policy(observation["observation"], self.last_action)
+        logits[observation["action_mask"] == 0] = -np.inf
+        if not self.greedy:
+            logits += self.rng.gumbel(size=len(logits))
+        self.last_action = int(logits.argmax())
+        return self.last_action
+
+
+def saved(agent: Agent, rng: np.random.Generator, greedy: bool = False) -> Player:
+    kind = SavedBoard if NumpyPolicy.fits(agent.model) else Saved
+    return kind(agent, rng, greedy)
 
 
 # load_agent makes an environment, to read its spaces. It must not load opponents, too.
