@@ -101,13 +101,13 @@ class SelfPlay(gymnasium.Env):
     def draw_opponent(self) -> tuple[int, players.Player]:
         """Draws the opponent of a game, and its number."""
         rng = self.np_random
+        if self.against == "random" or players.loading.get():
+            return 0, players.Random(rng)
         if self.against == "scripted":
             return 0, players.Scripted(rng)
-        if self.against not in (None, "random"):
-            return 0, self.load(pathlib.Path(str(self.against)).expanduser())
-        files = {}
-        if not self.against and not players.loading.get():
-            files = dict(enumerate(kept(self.folder), 1))
+        if self.against:
+            return 0, self.load(pathlib.Path(self.against).expanduser())
+        files = dict(enumerate(kept(self.folder), 1))
         while files:
             number = max(files)
             if rng.random() >= self.newest:
