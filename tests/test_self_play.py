@@ -249,7 +249,7 @@ def test_the_fast_player_has_the_logits_of_the_model(tmp_path, monkeypatch):
 
 def test_the_fast_player_samples_as_the_model(tmp_path):
     path = tmp_path / "model.1.tar"
-    save(path, edit=lambda weights: weights["policy.weight"].mul_(100))
+    save(path, edit=lambda weights: weights["policy.weight"].mul_(30))
     agent = load_agent(path, trust_env=True)
     env = make(tmp_path, against="random")
     observation = env.reset(seed=1, options={"seat": 1})[0]

@@ -35,6 +35,8 @@ class SelfPlay(gymnasium.Env):
       folder: of the run, --savedir/--xpid.
       history: the run's --checkpoint_history. Further checkpoints count as the last.
       newest: probability of the newest checkpoint.
+      greedy: probability that the opponent takes its most likely actions in a game,
+        because samples of them miss what a good player sees.
       game: a module of PettingZoo with a function raw_env.
       trust: see load_agent's trust_env. Needed where the user has another key.
       against: "random", "scripted" or a checkpoint: always this opponent.
@@ -45,12 +47,14 @@ class SelfPlay(gymnasium.Env):
         folder: str,
         history: int = 20,
         newest: float = 0.5,
+        greedy: float = 0.5,
         game: str = "pettingzoo.classic.connect_four_v3",
         trust: bool = False,
         against: str | None = None,
     ) -> None:
         self.folder, self.history = pathlib.Path(folder).expanduser(), history
-        self.newest, self.trust, self.against = newest, trust, against
+        self.newest, self.greedy = newest, greedy
+        self.trust, self.against = trust, against
         self.game = importlib.import_module(game).raw_env()
         self.seats = list(self.game.possible_agents)
         parts = self.game.observation_space(self.seats[0]).spaces
@@ -127,7 +131,8 @@ class SelfPlay(gymnasium.Env):
 
     def load(self, path: pathlib.Path) -> players.Player:
         agent = players.load(path, state_of(path), self.trust)
-        return players.saved(agent, self.np_random)
+        greedy = bool(self.np_random.random() < self.greedy)
+        return players.saved(agent, self.np_random, greedy)
 
 
 def kept(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -2,14 +2,13 @@
 
 import contextvars
 import functools
-import itertools
 import pathlib
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from examples.self_play.board import NumpyPolicy
+from examples.self_play.board import NumpyPolicy, lines
 from torchbeast import load_agent
 from torchbeast.play.agent import Agent
 
@@ -48,18 +47,7 @@ class Scripted:
         return int(columns[0])
 
 
-def lines(height: int = 6, width: int = 7) -> np.ndarray:
-    """The cells of all fours in a row: [69, 4] for the usual board."""
-    found = []
-    for row, column in itertools.product(range(height), range(width)):
-        for down, right in ((0, 1), (1, 0), (1, 1), (1, -1)):
-            cells = [(row + i * down, column + i * right) for i in range(4)]
-            if all(r < height and 0 <= c < width for r, c in cells):
-                found.append([r * width + c for r, c in cells])
-    return np.array(found)
-
-
-LINES = lines()
+LINES = lines(6, 7, 4)  # [69, 4]
 
 
 def has_four(pieces: np.ndarray) -> bool:
