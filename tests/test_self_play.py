@@ -18,12 +18,12 @@ from torchbeast.runs import checkpoint
 connect_four = pytest.importorskip("pettingzoo.classic.connect_four_v3")
 
 from examples.self_play import players  # noqa: E402 # after the skip
-from examples.self_play.board import NumpyPolicy  # noqa: E402
+from examples.self_play.columns import LINES, NumpyPolicy  # noqa: E402
 from examples.self_play.games import SelfPlay, kept  # noqa: E402
 from examples.self_play.scores import Scores  # noqa: E402
 
 NAME = "examples.self_play.games:SelfPlay"
-BOARD = "examples.self_play.board:Board"
+BOARD = "examples.self_play.columns:Columns"
 SCORES = "examples.self_play.scores:Scores"
 COLUMNS = 7
 
@@ -296,7 +296,7 @@ def test_the_scripted_player_against_pettingzoos_rules():
             game.step(int(rng.choice(legal)))
     assert found["wins"] > 20
     assert found["blocks"] > 20
-    assert players.LINES.shape == (69, 4)
+    assert LINES.shape == (69, 4)
 
 
 def test_scores_of_a_batch_by_hand():

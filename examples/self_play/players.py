@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from examples.self_play.board import NumpyPolicy, lines
+from examples.self_play.columns import LINES, NumpyPolicy
 from torchbeast import load_agent
 from torchbeast.play.agent import Agent
 
@@ -47,9 +47,6 @@ class Scripted:
         return int(columns[0])
 
 
-LINES = lines(6, 7, 4)  # [69, 4]
-
-
 def has_four(pieces: np.ndarray) -> bool:
     """Whether a player's pieces [6, 7] have four in a row."""
     return bool((pieces.reshape(-1)[LINES] != 0).all(1).any())
@@ -86,7 +83,7 @@ class Saved:
 
 
 class SavedBoard:
-    """The same for the model of board.py, several times as fast."""
+    """The same for the model of columns.py, several times as fast."""
 
     def __init__(
         self, agent: Agent, rng: np.random.Generator, greedy: bool = False
