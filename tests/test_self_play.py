@@ -18,7 +18,7 @@ from torchbeast.runs import checkpoint
 connect_four = pytest.importorskip("pettingzoo.classic.connect_four_v3")
 
 from examples.self_play import players  # noqa: E402 # after the skip
-from examples.self_play.columns import LINES, NumpyPolicy  # noqa: E402
+from examples.self_play.columns import Columns, NumpyPolicy  # noqa: E402
 from examples.self_play.games import SelfPlay, kept  # noqa: E402
 from examples.self_play.scores import Scores  # noqa: E402
 
@@ -161,6 +161,23 @@ def test_a_game_follows_from_its_seed_and_the_actions(tmp_path):
     assert boards[0] == boards[1]
 
 
+def test_another_game_without_an_encoder(tmp_path):
+    arguments = {"folder": str(tmp_path), "game": "pettingzoo.classic.tictactoe_v3"}
+    flags = make_flags("--env", NAME, "--env_kwargs", json.dumps(arguments))
+    state = {"flags": flags.as_dict(), "model_state_dict": make_weights(flags)}
+    checkpoint.save(tmp_path / "model.1.tar", state)
+    env, returns = SelfPlay(**arguments, trust=True), collections.Counter()
+    for seed in range(60):
+        observation, over = env.reset(seed=seed)[0], False
+        assert observation["opponent"] == 1
+        while not over:
+            legal = np.flatnonzero(observation["action_mask"])
+            observation, reward, over, _, _ = env.step(legal[0])
+        returns[int(reward)] += 1
+    assert isinstance(env.opponent, players.Saved)
+    assert sorted(returns) == [-1, 0, 1]
+
+
 class Evil:
     def __reduce__(self):
         return os.system, ("touch evil",)
@@ -264,39 +281,65 @@ def test_the_fast_player_samples_as_the_model(tmp_path):
     assert found.max() < 0.9
 
 
-def test_the_scripted_player_against_pettingzoos_rules():
-    rng = np.random.default_rng(3)
-    player, found = players.Scripted(rng), collections.Counter()
-    for _ in range(60):
+def wins(game, who, column):
+    """Whether this agent would win with a piece in the column, by PettingZoo."""
+    other = connect_four.raw_env()
+    other.reset()
+    other.board, other.agent_selection = list(game.board), who
+    other.step(column)
+    other.agent_selection = who
+    return other.check_for_winner()
+
+
+def random_positions(games, rng):
+    """Games of random moves. Yields them before each move."""
+    for _ in range(games):
         game = connect_four.raw_env()
         game.reset()
         while not any(game.terminations.values()):
-            agent = game.agent_selection
-            observation = game.observe(agent)
-            legal = np.flatnonzero(observation["action_mask"])
+            yield game
+            mask = game.observe(game.agent_selection)["action_mask"]
+            game.step(int(rng.choice(np.flatnonzero(mask))))
 
-            def wins(who, column, game=game):
-                """Whether this agent would win with a piece there, by PettingZoo."""
-                other = connect_four.raw_env()
-                other.reset()
-                other.board, other.agent_selection = list(game.board), who
-                other.step(column)
-                other.agent_selection = who
-                return other.check_for_winner()
 
-            rival = game.possible_agents[agent == "player_0"]
-            winning = {x for x in legal if wins(agent, x)}
-            blocking = {x for x in legal if wins(rival, x)}
-            move = player.move(observation)
-            if winning or blocking:
-                assert move in (winning or blocking)
-                found["wins" if winning else "blocks"] += 1
-            assert move in legal
-            # Random moves lead to more different boards.
-            game.step(int(rng.choice(legal)))
+def test_the_scripted_player_against_pettingzoos_rules():
+    rng = np.random.default_rng(3)
+    player, found = players.Scripted(rng), collections.Counter()
+    for game in random_positions(60, rng):
+        agent = game.agent_selection
+        rival = game.possible_agents[agent == "player_0"]
+        observation = game.observe(agent)
+        legal = np.flatnonzero(observation["action_mask"])
+        winning = {x for x in legal if wins(game, agent, x)}
+        blocking = {x for x in legal if wins(game, rival, x)}
+        move = player.move(observation)
+        assert move in (winning or blocking or legal)
+        found["wins"] += bool(winning)
+        found["blocks"] += bool(blocking) and not winning
     assert found["wins"] > 20
     assert found["blocks"] > 20
-    assert LINES.shape == (69, 4)
+
+
+@torch.no_grad()
+def test_the_encoder_sees_each_four():
+    """With filters made by hand its features say which columns win."""
+    encoder = Columns(SelfPlay("nowhere").observation_space)
+    for layer in (encoder.line, encoder.column):
+        layer.weight.zero_()
+        layer.bias.zero_()
+    # The first filter counts a player's pieces in a line without the other's.
+    encoder.line.weight[0] = torch.tensor([1.0, -3, 1, -3, 1, -3])
+    encoder.column.weight[0, 0] = 1  # the most in any line where the piece would land
+    units, found = encoder.column.out_features, 0
+    for game in random_positions(40, np.random.default_rng(4)):
+        agent = game.agent_selection
+        observation = game.observe(agent)
+        board = torch.from_numpy(observation["observation"])[None]
+        most = encoder({"observation": board})[0, : COLUMNS * units : units]
+        for column in np.flatnonzero(observation["action_mask"]):
+            assert (most[column] == 3) == wins(game, agent, column)
+            found += bool(most[column] == 3)
+    assert found > 20
 
 
 def test_scores_of_a_batch_by_hand():

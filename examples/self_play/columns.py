@@ -42,8 +42,8 @@ class Columns(nn.Module):
     """Boards [N, 6, 7, 2] of bits -> features [N, D].
 
     For each column it sees the cell where a piece would land, and the cell above. A
-    filter sees the other three cells of a line through a cell, and all lines of all
-    columns have the same filters. So what it learns of one place it knows of all.
+    filter sees the other three cells of a line through a cell. All lines of all columns
+    have the same filters, so what they learn in one place they know in all.
     """
 
     others: torch.Tensor  # see make_others
