@@ -21,8 +21,8 @@ class Scores(Method):
       decay: the weight of a game after another one against the same opponent.
     """
 
-    games: torch.Tensor  # [K] float64, their weights
-    rewards: torch.Tensor  # [K] float64, of these games, weighted
+    games: torch.Tensor  # [K], the sum of their weights
+    rewards: torch.Tensor  # [K], the sum with these weights
 
     def __init__(
         self, observation_space: spaces.Dict, distribution: Any, decay: float = 0.99
@@ -30,8 +30,7 @@ class Scores(Method):
         super().__init__()
         self.decay, self.number = decay, int(observation_space["opponent"].n)
         for name in ("games", "rewards"):
-            zeros = torch.zeros(self.number, dtype=torch.float64)
-            self.register_buffer(name, zeros)
+            self.register_buffer(name, torch.zeros(self.number))
 
     def make_optimizer(self) -> None:
         return None
@@ -41,11 +40,11 @@ class Scores(Method):
         # A row with done has the reward of a game, and the opponent of the next one.
         opponent, reward = rows["observation"]["opponent"][:-1], rows["reward"][1:]
         over = rows["done"][1:] & valid & ~rows.get("replayed", torch.zeros_like(valid))
-        each = F.one_hot(opponent[over].long(), self.number).double()  # [games, K]
+        each = F.one_hot(opponent[over].long(), self.number).float()  # [games, K]
         new = ranks.total(each.sum(0))
         fades = self.decay**new
         self.games.mul_(fades).add_(new)
-        self.rewards.mul_(fades).add_(ranks.total(each.T @ reward[over].double()))
+        self.rewards.mul_(fades).add_(ranks.total(each.T @ reward[over]))
         columns = {
             "opponent_games": new.long(),
             "opponent_score": self.rewards / self.games,  # NaN: an empty cell
