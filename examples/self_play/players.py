@@ -53,7 +53,7 @@ def has_four(pieces: np.ndarray) -> bool:
 
 
 class Saved:
-    """An agent with the weights of a checkpoint. Agent.act takes twice as long.
+    """An agent with the weights of a checkpoint. It is faster than Agent.act.
 
     Args:
       greedy: take the most likely action; otherwise sample.
