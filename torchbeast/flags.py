@@ -274,6 +274,16 @@ class MonoBeast(Group):
     num_buffers: int = flag(None,
         "slots for rollouts in shared memory (default: one per environment, plus "
         "the larger of --batch_size and --envs_per_actor)", COUNT)
+    record: bool = flag(False, "record the order of the run, so that --repeat can "
+        "make it again", FREE)
+    repeat: str | None = flag(None,
+        "make a run with --record again, as a new run; compare the two", START,
+        metavar="XPID|FOLDER")
+    until: int | None = flag(None,
+        "end the repetition after the batch that reaches this step; save a checkpoint",
+        STEPS, START)
+    interactive: bool = flag(False,
+        "then open a Python prompt with learner, batch and actors", START)
 
 
 class Launcher(Group):

@@ -51,7 +51,7 @@ from torchbeast.model import make_model
 from torchbeast.play.evaluate import evaluate
 from torchbeast.play.evaluator import Evaluator
 from torchbeast.procs import processes
-from torchbeast.runs import checkpoint, flagset, resume
+from torchbeast.runs import checkpoint, flagset, order, resume
 from torchbeast.runs.flagset import Flags
 from torchbeast.runs.prof import Timings, format_shares
 from torchbeast.runs.run import Run
@@ -219,12 +219,15 @@ def get_batch(
 
 
 class LearnerThreads:
-    """Threads that call learn_from(slots) for each batch of slots, in their order."""
+    """Threads that call learn_from(slots, wait_for_turn) for each batch of slots.
 
-    def __init__(
-        self, run: Run, count: int, learn_from: Callable[[list[int]], None]
-    ) -> None:
-        self.waiting: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+    wait_for_turn returns when learn_from has returned for all earlier batches.
+    """
+
+    def __init__(self, run: Run, count: int, learn_from: Callable[..., None]) -> None:
+        self.waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._last = threading.Event()  # whether the newest batch is learned from
+        self._last.set()
         self._run, self._learn_from, self._count = run, learn_from, count
         self._in_hand, self._lock = 0, threading.Lock()  # batches not yet begun
         run.on_stop(self._stop)
@@ -234,11 +237,16 @@ class LearnerThreads:
     def put(self, slots: list[int]) -> None:
         with self._lock:
             self._in_hand += 1
-        self.waiting.put(slots)
+        before, self._last = self._last, threading.Event()
+        self.waiting.put((slots, before, self._last))
 
     def _work(self) -> None:
-        while (slots := self.waiting.get()) is not None:
-            self._learn_from(slots)
+        while (batch := self.waiting.get()) is not None:
+            slots, before, learned = batch
+            try:
+                self._learn_from(slots, before.wait)
+            finally:
+                learned.set()
             with self._lock:
                 self._in_hand -= 1
                 nothing_waits = not self._in_hand
@@ -265,20 +273,21 @@ def at_once(
     free = collections.deque(range(flags.num_buffers))
     filled: collections.deque[int] = collections.deque()
 
-    def give_back(slots: list[int]) -> None:
-        free.extend(slots)
-        run.wake()
+    def learn(slots: list[int], wait_for_turn: Callable[[], Any]) -> None:
+        def copied() -> None:
+            free.extend(slots)
+            run.wake()
+            wait_for_turn()
 
-    learning = LearnerThreads(
-        run, flags.num_learner_threads, lambda slots: learn_from(slots, give_back)
-    )
+        learn_from(slots, copied)
+
+    learning = LearnerThreads(run, flags.num_learner_threads, learn)
     while run.going():
         evaluator.poll()
         if run.save_is_due():
             run.save()
-        for index in actors.idle[:]:
-            if len(free) >= E:
-                actors.start_unroll(index, [free.popleft() for _ in range(E)])
+        while actors.idle and len(free) >= E:
+            actors.start_unroll(actors.idle[0], [free.popleft() for _ in range(E)])
         for _, slots in actors.finished(1.0, run.wake_reader):
             filled.extend(slots)
         while len(filled) >= B:
@@ -297,7 +306,7 @@ def in_rounds(
     A, B, E = flags.num_actors, flags.batch_size, flags.envs_per_actor
     learned: list[list[int]] = []  # the batches of this round
 
-    def learn_from_batch(slots: list[int]) -> None:
+    def learn_from_batch(slots: list[int], wait_for_turn: Callable[[], Any]) -> None:
         learn_from(slots)
         if learning.waiting.empty():  # the actors go on next
             run.finish_updates()
@@ -342,13 +351,11 @@ def train(start: resume.Start) -> int:
     weights.publish(learner.model.state_dict(), learner.num_updates)
     buffers = make_buffers(flags, learner)
 
-    def learn_from(
-        slots: list[int], copied: Callable[[list[int]], None] = lambda slots: None
-    ) -> None:
+    def learn_from(slots: list[int], copied: Callable[[], None] = lambda: None) -> None:
         """Several threads may copy batches, but one at a time learns."""
         with devices.copying(learner.device):
             batch, initial_state = get_batch(buffers, slots, learner.device)
-        copied(slots)  # the actors may fill them from now on
+        copied()  # the actors may fill the slots from now on
         with run.updating() as wanted:
             if wanted:
                 run.add(begin(learner, batch, initial_state))
@@ -356,7 +363,7 @@ def train(start: resume.Start) -> int:
     def finish(update: Update) -> None:
         """Called when the update is made; with a GPU, that is later."""
         columns = update.finish()
-        weights.publish(update.weights, update.policy_version)
+        publish(update.weights, update.policy_version)
         run.log(columns)
 
     run.on_update = finish
@@ -367,6 +374,8 @@ def train(start: resume.Start) -> int:
         )
         run.stack.callback(log_timings, run, actors)  # at the end, after close
         run.stack.callback(actors.close)
+        # With --record or --repeat these are wrapped.
+        actors, publish = order.keep(run, actors, buffers, weights)
         evaluator = Evaluator(run)
         loop = in_rounds if flags.sync else at_once
         loop(run, actors, evaluator, learn_from)

@@ -209,12 +209,17 @@ class Actors:
         if self._is_new(key):
             log.warning("%s%s", message, "" if key == checks.CLOSE else COUNTED)
 
-    def start_unroll(self, index: int, slots: list[int]) -> None:
-        """Makes an idle actor fill the slots with the newest weights."""
+    def start_unroll(self, index: int, slots: list[int]) -> int:
+        """Makes an idle actor fill the slots with the newest weights.
+
+        Returns:
+          The number of updates of these weights.
+        """
         self.idle.remove(index)
         self.watch.restart(self.children[index])
-        unroll = "unroll", index, slots, *self.weights.acquire()
-        self.children[index].send(unroll)
+        bank, policy_version = self.weights.acquire()
+        self.children[index].send(("unroll", index, slots, bank, policy_version))
+        return policy_version
 
     def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:
         """Waits for actors and yields (index, slots) of each complete unroll.

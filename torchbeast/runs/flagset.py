@@ -48,7 +48,7 @@ FREE_TO_CHANGE_IN_SYNC = of_resume(START, FREE, TUNE)
 NOT_IN_TESTS = FREE_TO_CHANGE | {"init_from"}
 # Flags of a meta.json that name a place, and not what the run does.
 OF_ITS_RUN = {
-    *("mode", "savedir", "xpid", "config", "video", "checkpoint"),
+    *("mode", "savedir", "xpid", "config", "video", "checkpoint", "repeat", "until"),
     *("pipes_basename", "listen", "bind", "join", "server_addresses", "ray_address"),
 }
 # Only the command line says whether a file is trusted.
@@ -115,11 +115,11 @@ def _read_config(declared: dict[str, Flag], path: Path) -> tuple[dict[str, Any],
             close = difflib.get_close_matches(name, allowed, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise FlagError(f"--config {path}: there is no flag {name}.{hint}")
-    found = _values_of_file(declared, values, f"--config {path}")
+    found = values_of_file(declared, values, f"--config {path}")
     return {k: v for k, v in found.items() if v is not None}, signed
 
 
-def _values_of_file(
+def values_of_file(
     declared: dict[str, Flag], values: Mapping[str, Any], place: str
 ) -> dict[str, Any]:
     """Those values that are of declared flags; raises FlagError for a wrong one."""
@@ -171,7 +171,7 @@ def merge(
     if saved:
         saved = {**BEFORE_THE_FLAG_EXISTED, **saved}
         saved["preset"] = current_name(saved.get("preset"))
-        saved = _values_of_file(declared, saved, place)
+        saved = values_of_file(declared, saved, place)
         if "preset" not in given:
             preset = preset_flags(saved["preset"])
         elif given["preset"] != saved["preset"]:
@@ -278,6 +278,14 @@ def check_effects(flags: Flags) -> None:
         "eval_episodes",
     )
     refuse(flags.disable_checkpoint, "without checkpoints", "mirror")
+    refuse(
+        flags.sync or getattr(flags, "launcher", "processes") == "ray",
+        "with --sync, which repeats itself, nor with --launcher ray, whose actors may "
+        "be replaced",
+        "record",
+    )
+    repeats = getattr(flags, "repeat", None)
+    refuse(not repeats, "without --repeat XPID", "until", "interactive")
     refuse(not flags.metrics_port, "without --metrics_port", "metrics_host")
     refuse(
         flags.mode == "train",

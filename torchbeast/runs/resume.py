@@ -27,7 +27,15 @@ from torchbeast.presets import RENAMED
 from torchbeast.records.folder import RunExistsError, RunFolder, has_content
 from torchbeast.records.logs_csv import is_evaluated
 from torchbeast.records.meta import complete_meta, read_meta
-from torchbeast.runs import autotune, checkpoint, flagset, mirror, script, trust
+from torchbeast.runs import (
+    autotune,
+    checkpoint,
+    flagset,
+    mirror,
+    order,
+    script,
+    trust,
+)
 from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger(__name__)
@@ -124,11 +132,16 @@ def run_script(
         if flags.mode != "train":
             test(typed)
             return 0
-        with (
-            ranks.joined(flags),
-            begin_all(typed, resolve_layout) as start,
-        ):
-            return 0 if ranks.of_first(start.is_finished) else train(start)
+        status = 0
+        for part in order.parts(typed):  # one, but for --repeat
+            if not status:
+                with (
+                    ranks.joined(flags),
+                    begin_all(part, resolve_layout) as start,
+                ):
+                    done = ranks.of_first(start.is_finished)
+                    status = 0 if done else train(start)
+        return status
 
     return script.run(run)
 

@@ -64,6 +64,7 @@ class Run:
       start_thread, on_stop: see Threads. An exception in a thread ends the run.
       wake: wakes the main thread.
       wake_reader: a file descriptor that is readable when the main thread should wake.
+      last_step: at which the run ends: --total_steps, or see order.py.
       interrupted: a stop signal has cut off the work after the last update.
       exit_status: 0 finished, 1 failed, 128 + n ended by signal n. Valid after exit.
     """
@@ -87,6 +88,8 @@ class Run:
         log_encoders(learner.model, self.flags.model)
         self.stack = contextlib.ExitStack()
         self.timings = Timings()
+        self.last_step: float = self.flags.total_steps
+        self.last_words: Callable[[], None] = lambda: None  # after all log lines
         self.interrupted, self.exit_status = False, 1
         self._next_columns: dict[str, Any] = {}
         self._columns_lock = threading.Lock()
@@ -154,7 +157,7 @@ class Run:
         """
         stop_requested = self.stop_requested() and (self.all_stop or ranks.size() == 1)
         self._profile.update(self.learner.num_updates, self._writer.path)
-        return self.learner.step < self.flags.total_steps and not stop_requested
+        return self.learner.step < self.last_step and not stop_requested
 
     def stop_requested(self) -> bool:
         """Returns whether a stop signal has come. Logs it and empties the wake-up pipe.
@@ -195,7 +198,7 @@ class Run:
         learner = self.learner
         with self._turn:
             # With --sync the last round is learned from completely.
-            finished = learner.step >= self.flags.total_steps or self.all_stop
+            finished = learner.step >= self.last_step or self.all_stop
             if finished and not self.flags.sync:
                 yield False
                 return
@@ -361,7 +364,7 @@ class Run:
         self._log_signal()
         try:
             if error is None:
-                left = self.learner.step < self.flags.total_steps or self.interrupted
+                left = self.learner.step < self.last_step or self.interrupted
                 self.exit_status = 128 + self._signal if left else 0
                 worth_saving = True
             else:
@@ -426,12 +429,11 @@ class Run:
         log.info(
             "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
             "Failed" if status == 1 else "Stopped" if status else "Finished",
-            learner.step,
-            counters.sps() or 0,
-            counters.games,
+            *(learner.step, counters.sps() or 0, counters.games),
             min(len(counters.game_returns), last),
             format_return(counters.mean_return(last)),
         )
+        self.last_words()
         self._writer.close(
             status == 0,
             last_step=learner.step,
