@@ -273,15 +273,13 @@ def at_once(
     free = collections.deque(range(flags.num_buffers))
     filled: collections.deque[int] = collections.deque()
 
-    def learn(slots: list[int], wait_for_turn: Callable[[], Any]) -> None:
-        def copied() -> None:
-            free.extend(slots)
-            run.wake()
-            wait_for_turn()
+    def give_back(slots: list[int]) -> None:
+        free.extend(slots)
+        run.wake()
 
-        learn_from(slots, copied)
-
-    learning = LearnerThreads(run, flags.num_learner_threads, learn)
+    learning = LearnerThreads(
+        run, flags.num_learner_threads, lambda *x: learn_from(*x, give_back)
+    )
     while run.going():
         evaluator.poll()
         if run.save_is_due():
@@ -307,7 +305,7 @@ def in_rounds(
     learned: list[list[int]] = []  # the batches of this round
 
     def learn_from_batch(slots: list[int], wait_for_turn: Callable[[], Any]) -> None:
-        learn_from(slots)
+        learn_from(slots, wait_for_turn, lambda slots: None)
         if learning.waiting.empty():  # the actors go on next
             run.finish_updates()
         learned.append(slots)
@@ -351,11 +349,12 @@ def train(start: resume.Start) -> int:
     weights.publish(learner.model.state_dict(), learner.num_updates)
     buffers = make_buffers(flags, learner)
 
-    def learn_from(slots: list[int], copied: Callable[[], None] = lambda: None) -> None:
-        """Several threads may copy batches, but one at a time learns."""
+    def learn_from(slots: list[int], wait_for_turn: Any, copied: Any) -> None:
+        """Several threads may copy batches, but one at a time learns, in order."""
         with devices.copying(learner.device):
             batch, initial_state = get_batch(buffers, slots, learner.device)
-        copied()  # the actors may fill the slots from now on
+        copied(slots)  # the actors may fill them from now on
+        wait_for_turn()
         with run.updating() as wanted:
             if wanted:
                 run.add(begin(learner, batch, initial_state))
@@ -374,8 +373,9 @@ def train(start: resume.Start) -> int:
         )
         run.stack.callback(log_timings, run, actors)  # at the end, after close
         run.stack.callback(actors.close)
-        # With --record or --repeat these are wrapped.
-        actors, publish = order.keep(run, actors, buffers, weights)
+        actors, publish = order.keep(
+            run, actors, buffers, weights
+        )  # --record, --repeat
         evaluator = Evaluator(run)
         loop = in_rounds if flags.sync else at_once
         loop(run, actors, evaluator, learn_from)

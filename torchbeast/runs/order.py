@@ -21,12 +21,14 @@ leaves at most an unfinished last one, which is not read.
 from __future__ import annotations
 
 import bisect
+import code
 import json
 import logging
 import math
 import os
 import pathlib
 import shlex
+import signal
 import threading
 import time
 import zlib
@@ -272,6 +274,7 @@ class Repeated:
         # The places of the events at which unrolls begin, and their versions.
         self._begins = [i for i, (who, _) in enumerate(self._events) if not who % 2]
         self._versions = [self._events[i][1] for i in self._begins]
+        self._batch: Any = None  # of the newest update: rows and initial state
         self._arrived: dict[int, list[int]] = {}  # held back: slots by actor
         self._at = self._num_finished = 0  # the next event; unrolls before it
         self._published, self._first_step = run.learner.num_updates, run.learner.step
@@ -281,6 +284,9 @@ class Repeated:
         run.last_step = run.flags.until
         run.on_stop(self._stop)
         run.stack.callback(self._compare_logs)
+        if run.flags.interactive:
+            self._learn, run.on_update = run.on_update, self._keep_batch
+            run.stack.callback(self._open_prompt)
 
     @property
     def idle(self) -> list[int]:
@@ -324,6 +330,30 @@ class Repeated:
                 self._moved.wait(1.0)
         self._published = version
         self._run.wake()
+
+    def _keep_batch(self, update: Any) -> None:
+        self._batch = update.inputs
+        self._learn(update)
+
+    def _open_prompt(self) -> None:
+        """--interactive: a Python prompt after the last update, or after a failure."""
+        run = self._run
+        old = signal.signal(signal.SIGINT, signal.default_int_handler)
+        names = {
+            "run": run,
+            "learner": run.learner,
+            "batch": self._batch and self._batch[0],
+            "initial_state": self._batch and self._batch[1],
+            "actor": lambda index: self._actors.copy(index, run.wake_reader),
+        }
+        code.interact(
+            f"Step {run.learner.step}. batch is what the last update learned from. "
+            "actor(0), actor(1), ... are copies of the actors: actor(0).env is its "
+            f"environments, actor(0).row their last row. Names: {', '.join(names)}.",
+            local={**names, "np": np, "torch": torch},
+            exitmsg="",
+        )
+        signal.signal(signal.SIGINT, old)
 
     def _advance(self) -> None:
         with self._moved:
