@@ -1,0 +1,311 @@
+"""--record and --repeat: an asynchronous run that is made again.
+
+Each test starts real runs, whose actors and learner do not wait for each other. What is
+equal is decided by logs.csv as the csv module reads it, not by what --repeat says.
+"""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+import runs
+import torch
+from gymnasium import spaces
+
+from torchbeast.runs import order
+
+# More actors than cores, a batch that is no multiple of an actor's rollouts, and no
+# more slots than needed.
+SMALL = {
+    **runs.SMALL,
+    "num_actors": 3,
+    "envs_per_actor": 3,
+    "batch_size": 4,
+    "num_buffers": 9,
+    "total_steps": 3000,
+    "record": True,
+}
+LASER = {"replay_ratio": 1, "replay_size": 600, "learn_start": 100}
+SETTINGS = {
+    "threads": {
+        **{"num_learner_threads": 3, "minibatches": 2, "updates_per_batch": 4},
+        **{"use_lstm": True, "normalize_observations": True},
+        **{"normalize_rewards": True, "num_buffers": 20, "total_steps": 2000},
+    },
+    "laser": {**LASER, "use_lstm": True, "rollouts": "episode"},
+    "pong": {
+        **{"env": "PongNoFrameskip-v4", "num_actors": 2, "envs_per_actor": 2},
+        **{"batch_size": 2, "num_buffers": 5, "total_steps": 400},
+    },
+    "continuous": {"env": "Pendulum-v1", "envs_per_actor": 1, "num_buffers": None},
+}
+
+
+class Counts(gymnasium.Env):
+    """Episodes of 7 steps. The observation is random, and all steps are counted."""
+
+    observation_space = spaces.Box(-1, 1, (3,), np.float32)
+    action_space = spaces.Discrete(5)
+    all_steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.steps, self.all_steps = self.steps + 1, self.all_steps + 1
+        return self.observe(), float(action), self.steps == 7, False, {}
+
+    def observe(self):
+        return self.np_random.uniform(-1, 1, 3).astype(np.float32)
+
+
+class Drifts(Counts):
+    """Its 18th observation, and no other, is another one in each process."""
+
+    def observe(self):
+        drawn = super().observe()
+        if self.all_steps == 18:
+            drawn[1] = int.from_bytes(os.urandom(2), "big") / 2**16
+        return drawn
+
+
+class Breaks(Counts):
+    def step(self, action):
+        if self.all_steps == 150:
+            raise ValueError(f"the {self.all_steps}th ball is flat")
+        return super().step(action)
+
+
+def logs(savedir, xpid):
+    return runs.without_time(runs.read_logs(savedir, xpid))
+
+
+def events(savedir, xpid, step=0):
+    return order.read(savedir / xpid / f"record.{step}")[1]
+
+
+def repeat(savedir, xpid, **flags):
+    """Makes a run again, as XPID-repeated; returns the output."""
+    words = runs.command(savedir, f"{xpid}-repeated", repeat=xpid, **flags)
+    return runs.run_words(words)
+
+
+def check_repetition(savedir, xpid, **flags):
+    output = repeat(savedir, xpid, **flags)
+    again = logs(savedir, f"{xpid}-repeated")
+    assert again == logs(savedir, xpid)
+    assert f"Equal to the recorded run: {len(again)} rows of logs.csv" in output
+    return output
+
+
+@pytest.fixture
+def load():
+    """A process that keeps a core busy."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    yield
+    process.kill()
+    process.wait()
+
+
+def test_two_runs_differ_and_each_can_be_repeated(tmp_path, load):
+    for xpid in "ab":
+        runs.run(tmp_path, xpid, **SMALL)
+    assert events(tmp_path, "a") != events(tmp_path, "b")
+    assert logs(tmp_path, "a") != logs(tmp_path, "b")
+    check_repetition(tmp_path, "a")
+    # On one core, where all is late.
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
+    words = runs.command(tmp_path, "b-repeated", repeat="b")
+    one = ["taskset", "-c", str(min(cores)), *words]
+    process = runs.start_words(one if len(cores) > 1 else words)
+    output = runs.finish(process)
+    assert process.returncode == 0, output
+    assert logs(tmp_path, "b-repeated") == logs(tmp_path, "b")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_drawn_follows_from_the_order(tmp_path, load, name):
+    runs.run(tmp_path, "a", **{**SMALL, **SETTINGS[name]})
+    check_repetition(tmp_path, "a")
+    bytes_of_unrolls = 12 * sum(who % 2 for who, _ in events(tmp_path, "a"))
+    size = (tmp_path / "a" / "record.0").stat().st_size
+    assert bytes_of_unrolls < size < bytes_of_unrolls + 20_000
+
+
+def test_a_run_that_was_killed_and_resumed(tmp_path):
+    """Three starts: the first is killed, the second is stopped, the third finishes."""
+    flags = {**SMALL, "checkpoint_interval": 0.3, "total_steps": 4000}
+    for number, rows in (signal.SIGKILL, 60), (signal.SIGTERM, 120):
+        process = runs.start(tmp_path, "a", **flags)
+        runs.wait_for_rows(process, tmp_path, "a", rows)
+        while not (tmp_path / "a" / "model.tar").exists():
+            assert process.poll() is None
+        process.send_signal(number)
+        runs.finish(process)
+    # As a power failure leaves it: the last event is not complete.
+    (torn,) = [x for k, x in order.steps_of(tmp_path / "a").items() if k == 0]
+    torn.write_bytes(torn.read_bytes() + b"\1\2\3")
+    runs.run(tmp_path, "a", **flags)
+    assert len(order.steps_of(tmp_path / "a")) == 3
+    meta = json.loads((tmp_path / "a" / "meta.json").read_text())
+    assert meta["starts"][1]["first_step"] > 0
+    output = repeat(tmp_path, "a")
+    assert output.count("Equal to the recorded run") == 3
+    assert logs(tmp_path, "a-repeated") == logs(tmp_path, "a")
+
+
+def test_until_saves_the_checkpoint_of_that_moment(tmp_path):
+    runs.run(tmp_path, "a", **{**SMALL, "checkpoint_history": 4})
+    kept = sorted((tmp_path / "a").glob("model.[0-9]*.tar"))
+    saved = torch.load(kept[0], weights_only=True)
+    step = saved["stats"]["step"]
+    assert 0 < step < SMALL["total_steps"]
+    repeat(tmp_path, "a", until=step)
+    again = torch.load(tmp_path / "a-repeated" / "model.tar", weights_only=True)
+    assert again["stats"] == saved["stats"]
+    for name, x in saved["model_state_dict"].items():
+        assert torch.equal(x, again["model_state_dict"][name])
+    # Beyond the end: a warning, and the whole run.
+    words = runs.command(tmp_path, "b", repeat="a", until=10**6)
+    output = runs.run_words(words)
+    assert "--until 1000000: the recorded run ends at 3000" in output
+    assert logs(tmp_path, "b") == logs(tmp_path, "a")
+
+
+def test_a_prompt_has_learner_batch_and_environments(tmp_path):
+    runs.run(tmp_path, "a", **SMALL)
+    lines = """
+print("step", learner.step, "batch", list(batch["reward"].shape))
+last = actor(2)
+state = np.float32(last.env.envs.envs[1].unwrapped.state)
+print("game", state == last.row["observation"][1])
+"""
+    words = runs.command(tmp_path, "b", repeat="a", until=600, interactive=True)
+    done = subprocess.run(
+        words,
+        input=lines,
+        capture_output=True,
+        text=True,
+        env=runs.environment(),
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 600 batch [6, 4]" in done.stdout
+    assert "game [ True  True  True  True]" in done.stdout
+    assert len(logs(tmp_path, "b")) == 30
+
+
+# --- Differences ---
+
+
+def repeat_and_fail(savedir, xpid, **flags):
+    words = runs.command(savedir, f"{xpid}-repeated", repeat=xpid, **flags)
+    return runs.run_words(words, status=1)
+
+
+def test_an_environment_that_is_not_deterministic_is_named(tmp_path):
+    runs.run(tmp_path, "a", **{**SMALL, "env": "test_order:Drifts"})
+    output = repeat_and_fail(tmp_path, "a")
+    assert "in steps 16 to 20 of actor" in output
+    assert "they do not follow from seed and actions" in output
+    assert "Packages and machine are the recorded ones" in output
+
+
+def test_other_packages_are_named(tmp_path):
+    runs.run(tmp_path, "a", **SMALL)
+    path = tmp_path / "a" / "record.0"
+    header, _, data = path.read_bytes().partition(b"\n")
+    version = json.loads(header)["versions"]["torch"]
+    path.write_bytes(header.replace(version.encode(), b"1.2.3") + b"\n" + data)
+    output = check_repetition(tmp_path, "a")
+    assert f"another: torch 1.2.3 -> {version}." in output
+    # The model of this one computes something else: the lower half of a checksum.
+    first = next(i for i, (who, _) in enumerate(events(tmp_path, "a")) if who % 2)
+    changed = bytearray(data)
+    changed[order.EVENTS.itemsize * first + 2] ^= 1
+    path.write_bytes(header.replace(version.encode(), b"1.2.3") + b"\n" + changed)
+    words = runs.command(tmp_path, "c", repeat="a")
+    output = runs.run_words(words, status=1)
+    assert "in steps 1 to 5 of actor" in output
+    assert "the same observations gave other outputs of the model" in output
+    assert f"The cause may be: torch 1.2.3 -> {version}" in output
+
+
+def test_a_learner_that_computes_something_else_is_named_by_its_first_row(tmp_path):
+    """As if the last update had been another one, which no unroll shows."""
+    runs.run(tmp_path, "a", **SMALL)
+    path = tmp_path / "a" / "logs.csv"
+    lines = path.read_text().splitlines()
+    column = lines[0].split(",").index("grad_norm")
+    cells = lines[-1].split(",")
+    cells[column] = "0.5"
+    path.write_text("\n".join([*lines[:-1], ",".join(cells), ""]))
+    output = repeat_and_fail(tmp_path, "a")
+    assert "logs.csv differs first at step 3000: grad_norm was 0.5" in output
+
+
+# --- Failures ---
+
+
+def test_a_failure_of_an_environment_comes_again(tmp_path):
+    process = runs.start(tmp_path, "a", **{**SMALL, "env": "test_order:Breaks"})
+    output = runs.finish(process)
+    assert process.returncode == 1
+    last = output.strip().splitlines()[-1]
+    command, _, more = last.partition("To repeat this run: ")[2].partition(". ")
+    assert command == (
+        f"python -m torchbeast.monobeast --repeat a --savedir {tmp_path}"
+    )
+    more = shlex.split(more.partition(" add ")[2])
+    # All of it is the last minute.
+    assert more == ["--until", "1", "--interactive"]
+    output = repeat_and_fail(tmp_path, "a")
+    assert "the 150th ball is flat" in output
+    assert logs(tmp_path, "a-repeated") == logs(tmp_path, "a")
+
+
+def test_a_failure_of_the_learner_comes_again(tmp_path):
+    flags = {**SMALL, "learning_rate": 1e30, "env": "test_order:Counts"}
+    process = runs.start(tmp_path, "a", **flags)
+    assert "not finite" in runs.finish(process)
+    assert "not finite" in repeat_and_fail(tmp_path, "a")
+    assert logs(tmp_path, "a-repeated") == logs(tmp_path, "a")
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"repeat": "a"}, "has no record of a run's first batch"),
+        ({"repeat": "nothing"}, "has no record of a run's first batch"),
+        ({"repeat": "a", "learning_rate": 1}, "leave out --learning_rate"),
+        ({"until": 100}, "--until 100 has no effect without --repeat"),
+        ({"record": True, "sync": True}, "--record True has no effect with --sync"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_repeated(tmp_path, flags, text):
+    runs.run(tmp_path, "a", **runs.SMALL)
+    assert text in runs.run_words(runs.command(tmp_path, "b", **flags), status=1)
+
+
+def test_a_start_that_was_not_recorded(tmp_path):
+    runs.run(tmp_path, "a", **{**SMALL, "total_steps": 1000})
+    flags = {k: v for k, v in SMALL.items() if k != "record"}
+    runs.run(tmp_path, "a", **{**flags, "no-record": True, "total_steps": 2000})
+    words = runs.command(tmp_path, "b", repeat="a")
+    assert "the start at step 1000 was not recorded" in runs.run_words(words, status=1)
+    assert logs(tmp_path, "b") == logs(tmp_path, "a")[:50]
+
+
+def test_polybeast_does_not_ignore_it(tmp_path):
+    pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    words = runs.command(tmp_path, "a", module="torchbeast.polybeast", record=True)
+    assert "unrecognized arguments: --record" in runs.run_words(words, status=2)
