@@ -269,7 +269,10 @@ def test_a_failure_of_an_environment_comes_again(tmp_path):
     assert more == ["--until", "1", "--interactive"]
     output = repeat_and_fail(tmp_path, "a")
     assert "the 150th ball is flat" in output
-    assert logs(tmp_path, "a-repeated") == logs(tmp_path, "a")
+    # Batches that wait when the environment fails are dropped.
+    pairs = list(zip(logs(tmp_path, "a-repeated"), logs(tmp_path, "a"), strict=False))
+    assert len(pairs) > 50
+    assert all(now == then for now, then in pairs)
 
 
 def test_a_failure_of_the_learner_comes_again(tmp_path):
