@@ -280,8 +280,7 @@ def check_effects(flags: Flags) -> None:
     refuse(flags.disable_checkpoint, "without checkpoints", "mirror")
     refuse(
         flags.sync or getattr(flags, "launcher", "processes") == "ray",
-        "with --sync, which repeats itself, nor with --launcher ray, whose actors may "
-        "be replaced",
+        "with --sync, which repeats itself, or with --launcher ray",
         "record",
     )
     repeats = getattr(flags, "repeat", None)
