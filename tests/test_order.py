@@ -102,7 +102,7 @@ def check_repetition(savedir, xpid, **flags):
     output = repeat(savedir, xpid, **flags)
     again = logs(savedir, f"{xpid}-repeated")
     assert again == logs(savedir, xpid)
-    assert f"Equal to the recorded run: {len(again)} rows of logs.csv" in output
+    assert f"Equal to the recorded run: {len(again)} rows." in output
     return output
 
 
@@ -173,6 +173,8 @@ def test_until_saves_the_checkpoint_of_that_moment(tmp_path):
     assert again["stats"] == saved["stats"]
     for name, x in saved["model_state_dict"].items():
         assert torch.equal(x, again["model_state_dict"][name])
+    words = runs.command(tmp_path, "a-repeated", repeat="a")
+    assert "a-repeated exists: choose --xpid" in runs.run_words(words, status=1)
     # Beyond the end: a warning, and the whole run.
     words = runs.command(tmp_path, "b", repeat="a", until=10**6)
     output = runs.run_words(words)
@@ -215,18 +217,17 @@ def test_an_environment_that_is_not_deterministic_is_named(tmp_path):
     runs.run(tmp_path, "a", **{**SMALL, "env": "test_order:Drifts"})
     output = repeat_and_fail(tmp_path, "a")
     assert "in steps 16 to 20 of actor" in output
-    assert "they do not follow from seed and actions" in output
-    assert "Packages and machine are the recorded ones" in output
+    assert "do not follow from their seeds and actions. No package has" in output
 
 
 def test_other_packages_are_named(tmp_path):
     runs.run(tmp_path, "a", **SMALL)
     path = tmp_path / "a" / "record.0"
     header, _, data = path.read_bytes().partition(b"\n")
-    version = json.loads(header)["versions"]["torch"]
+    version = json.loads(header)["about"]["torch"]
     path.write_bytes(header.replace(version.encode(), b"1.2.3") + b"\n" + data)
     output = check_repetition(tmp_path, "a")
-    assert f"another: torch 1.2.3 -> {version}." in output
+    assert f"Changed since: torch 1.2.3 -> {version}" in output
     # The model of this one computes something else: the lower half of a checksum.
     first = next(i for i, (who, _) in enumerate(events(tmp_path, "a")) if who % 2)
     changed = bytearray(data)
@@ -235,8 +236,8 @@ def test_other_packages_are_named(tmp_path):
     words = runs.command(tmp_path, "c", repeat="a")
     output = runs.run_words(words, status=1)
     assert "in steps 1 to 5 of actor" in output
-    assert "the same observations gave other outputs of the model" in output
-    assert f"The cause may be: torch 1.2.3 -> {version}" in output
+    assert "the model gave other outputs for the same observations" in output
+    assert f"observations. Changed since: torch 1.2.3 -> {version}" in output
 
 
 def test_a_learner_that_computes_something_else_is_named_by_its_first_row(tmp_path):

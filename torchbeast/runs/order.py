@@ -178,13 +178,17 @@ def parts(typed: flagset.Typed) -> Iterator[flagset.Typed]:
         return
     if others := sorted(typed.here.keys() - flagset.FREE_TO_CHANGE):
         raise FlagError(f"--repeat takes the flags of its run: leave out --{others[0]}")
-    folder = pathlib.Path(os.path.expanduser(flags.savedir), name)
+    savedir = pathlib.Path(os.path.expanduser(flags.savedir))
+    folder = savedir / name
     records, rows = records_of(folder), read_rows(folder)
     if 0 not in records or not rows:
         raise FlagError(
             f"--repeat {name}: {folder} has no record of a run's first batch. --record "
             "writes one, from step 0 on"
         )
+    xpid = flags.xpid or f"{folder.name}-repeated"
+    if (savedir / xpid / "logs.csv").exists():
+        raise FlagError(f"--repeat makes a new run, and {xpid} exists: choose --xpid")
     starts, error = [0], None
     for start in read_meta(folder).get("starts", ()):
         # A start goes on from a checkpoint; what came later was dropped.
@@ -203,7 +207,7 @@ def parts(typed: flagset.Typed) -> Iterator[flagset.Typed]:
         recorded = {k: v for k, v in header["flags"].items() if k not in not_used}
         in_file = flagset.values_of_file(typed.declared, recorded, str(records[first]))
         own = {
-            "xpid": flags.xpid or f"{folder.name}-repeated",
+            "xpid": xpid,
             "repeat": str(records[first]),
             "until": min(end, until),
             "interactive": flags.interactive and until <= end,

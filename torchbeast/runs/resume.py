@@ -27,15 +27,7 @@ from torchbeast.presets import RENAMED
 from torchbeast.records.folder import RunExistsError, RunFolder, has_content
 from torchbeast.records.logs_csv import is_evaluated
 from torchbeast.records.meta import complete_meta, read_meta
-from torchbeast.runs import (
-    autotune,
-    checkpoint,
-    flagset,
-    mirror,
-    order,
-    script,
-    trust,
-)
+from torchbeast.runs import autotune, checkpoint, flagset, mirror, order, script, trust
 from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger(__name__)
@@ -132,16 +124,12 @@ def run_script(
         if flags.mode != "train":
             test(typed)
             return 0
-        status = 0
         for part in order.parts(typed):  # one, but for --repeat
-            if not status:
-                with (
-                    ranks.joined(flags),
-                    begin_all(part, resolve_layout) as start,
-                ):
-                    done = ranks.of_first(start.is_finished)
-                    status = 0 if done else train(start)
-        return status
+            with ranks.joined(flags), begin_all(part, resolve_layout) as start:
+                done = ranks.of_first(start.is_finished)
+                if not done and (status := train(start)):
+                    return status
+        return 0
 
     return script.run(run)
 

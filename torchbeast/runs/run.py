@@ -86,8 +86,7 @@ class Run:
         if learner.device.type == "cpu":
             torch.set_num_threads(self.flags.torch_threads)
         log_encoders(learner.model, self.flags.model)
-        self.stack = contextlib.ExitStack()
-        self.timings = Timings()
+        self.stack, self.timings = contextlib.ExitStack(), Timings()
         self.last_step: float = self.flags.total_steps
         self.last_words: Callable[[], None] = lambda: None  # after all log lines
         self.interrupted, self.exit_status = False, 1
