@@ -300,8 +300,25 @@ def test_what_cannot_be_repeated(tmp_path, flags, text):
     assert text in runs.run_words(runs.command(tmp_path, "b", **flags), status=1)
 
 
+def test_a_record_is_not_trusted_to_name_code(tmp_path):
+    runs.run(tmp_path, "a", **{**SMALL, "total_steps": 600})
+    path = tmp_path / "a" / "record.0"
+    header, _, data = path.read_bytes().partition(b"\n")
+    path.write_bytes(
+        header.replace(b"CartPole-v1", b"test_order:Counts") + b"\n" + data
+    )
+    output = repeat_and_fail(tmp_path, "a")
+    assert "UntrustedError" in output
+    assert "test_order:Counts" in output
+
+
 def test_a_start_that_was_not_recorded(tmp_path):
     runs.run(tmp_path, "a", **{**SMALL, "total_steps": 1000})
+    # A recorded start from the same step, whose work is lost.
+    process = runs.start(tmp_path, "a", **{**SMALL, "total_steps": 10**6})
+    runs.wait_for_rows(process, tmp_path, "a", 60)
+    process.kill()
+    runs.finish(process)
     flags = {k: v for k, v in SMALL.items() if k != "record"}
     runs.run(tmp_path, "a", **{**flags, "no-record": True, "total_steps": 2000})
     words = runs.command(tmp_path, "b", repeat="a")
