@@ -89,7 +89,7 @@ def logs(savedir, xpid):
 
 
 def events(savedir, xpid, step=0):
-    return order.read(savedir / xpid / f"record.{step}")[1]
+    return order.read(savedir / xpid / f"record.{step}")[1].tolist()
 
 
 def repeat(savedir, xpid, **flags):
