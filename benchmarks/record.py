@@ -5,10 +5,12 @@
 
 `equal` starts asynchronous runs, kills each one in the middle (SIGKILL), resumes it,
 repeats it and compares all columns of logs.csv but those of time. `cost` compares the
-steps per second of runs without and with --record, in turn: A B A B.
+steps per second of runs without and with --record, in turn: A B A B. Beside other work
+only the CPU time says something.
 """
 
 import argparse
+import contextlib
 import csv
 import os
 import pathlib
@@ -92,6 +94,23 @@ def events(record: pathlib.Path) -> bytes:
     return record.read_bytes().partition(b"\n")[2][:1200]
 
 
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and all below it that live."""
+    stats = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            words = path.read_text().rpartition(")")[2].split()
+            stats[int(path.parent.name)] = (
+                int(words[1]),
+                int(words[11]) + int(words[12]),
+            )
+    found = {pid}
+    while more := {p for p, (parent, _) in stats.items() if parent in found} - found:
+        found |= more
+    ticks = sum(stats[p][1] for p in found if p in stats)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def cost(args: argparse.Namespace) -> int:
     """Prints the steps per second of each run, after a warm-up."""
     flags = (
@@ -105,12 +124,15 @@ def cost(args: argparse.Namespace) -> int:
             while not logs.exists() or logs.read_text().count("\n") < 20:
                 time.sleep(0.1)
             time.sleep(args.warm_up)
+            used = cpu_seconds(process.pid)
             begun, first = time.monotonic(), int(rows(savedir, str(i))[-1]["step"])
             time.sleep(args.seconds)
             step, ended = int(rows(savedir, str(i))[-1]["step"]), time.monotonic()
+            used = cpu_seconds(process.pid) - used
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)
             line = f"{more or 'without':9} {(step - first) / (ended - begun):8.1f} SPS"
+            line += f", {1000 * used / (step - first):.3f} ms of CPU per step"
             if more:
                 size = os.path.getsize(pathlib.Path(savedir, str(i), "record.0"))
                 line += f", {size / step * 10:.2f} MB per 10M steps"

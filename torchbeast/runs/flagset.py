@@ -278,13 +278,14 @@ def check_effects(flags: Flags) -> None:
         "eval_episodes",
     )
     refuse(flags.disable_checkpoint, "without checkpoints", "mirror")
-    refuse(
-        flags.sync or getattr(flags, "launcher", "processes") == "ray",
-        "with --sync, which repeats itself, or with --launcher ray",
-        "record",
-    )
     repeats = getattr(flags, "repeat", None)
     refuse(not repeats, "without --repeat XPID", "until", "interactive")
+    is_ray = getattr(flags, "launcher", None) == "ray"
+    refuse(
+        bool(flags.sync or repeats or is_ray),
+        "with --sync, --repeat or --launcher ray",
+        "record",
+    )
     refuse(not flags.metrics_port, "without --metrics_port", "metrics_host")
     refuse(
         flags.mode == "train",
