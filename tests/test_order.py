@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 
 import gymnasium
 import numpy as np
@@ -148,13 +149,14 @@ def test_a_run_that_was_killed_and_resumed(tmp_path):
         runs.wait_for_rows(process, tmp_path, "a", rows)
         while not (tmp_path / "a" / "model.tar").exists():
             assert process.poll() is None
+            time.sleep(0.02)
         process.send_signal(number)
         runs.finish(process)
     # As a power failure leaves it: the last event is not complete.
-    (torn,) = [x for k, x in order.steps_of(tmp_path / "a").items() if k == 0]
+    torn = tmp_path / "a" / "record.0"
     torn.write_bytes(torn.read_bytes() + b"\1\2\3")
     runs.run(tmp_path, "a", **flags)
-    assert len(order.steps_of(tmp_path / "a")) == 3
+    assert len(order.records_of(tmp_path / "a")) == 3
     meta = json.loads((tmp_path / "a" / "meta.json").read_text())
     assert meta["starts"][1]["first_step"] > 0
     output = repeat(tmp_path, "a")
