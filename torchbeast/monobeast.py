@@ -373,9 +373,8 @@ def train(start: resume.Start) -> int:
         )
         run.stack.callback(log_timings, run, actors)  # at the end, after close
         run.stack.callback(actors.close)
-        actors, publish = order.keep(
-            run, actors, buffers, weights
-        )  # --record, --repeat
+        # --record writes the order of unrolls, --repeat keeps it.
+        actors, publish = order.keep(run, actors, buffers, weights)
         evaluator = Evaluator(run)
         loop = in_rounds if flags.sync else at_once
         loop(run, actors, evaluator, learn_from)
