@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import gymnasium
 import numpy as np
@@ -19,6 +20,7 @@ import runs
 import torch
 from gymnasium import spaces
 
+from torchbeast import monobeast
 from torchbeast.runs import order
 
 # More actors than cores, a batch that is no multiple of an actor's rollouts, and no
@@ -332,3 +334,18 @@ def test_polybeast_does_not_ignore_it(tmp_path):
     pytest.importorskip("libtorchbeast", exc_type=ImportError)
     words = runs.command(tmp_path, "a", module="torchbeast.polybeast", record=True)
     assert "unrecognized arguments: --record" in runs.run_words(words, status=2)
+
+
+def test_a_batch_that_comes_during_the_stop_waits_for_none_that_was_dropped():
+    stops, turns = [], []
+    run = types.SimpleNamespace(on_stop=stops.append, finish_updates=lambda: None)
+    learning = monobeast.LearnerThreads(
+        run, 0, lambda slots, wait_for_turn: turns.append(wait_for_turn(5))
+    )
+    learning.put([0])
+    (stop,) = stops
+    stop()
+    learning.put([1])
+    learning.waiting.put(None)
+    learning._work()
+    assert turns == [True]

@@ -12,15 +12,14 @@ import torch
 from gymnasium.utils.env_checker import check_env
 from test_evaluate import make_flags, make_weights
 
+from examples.self_play import players
+from examples.self_play.columns import Columns, NumpyPolicy
+from examples.self_play.games import SelfPlay, kept
+from examples.self_play.scores import Scores
 from torchbeast import load_agent
 from torchbeast.runs import checkpoint
 
 connect_four = pytest.importorskip("pettingzoo.classic.connect_four_v3")
-
-from examples.self_play import players  # noqa: E402 # after the skip
-from examples.self_play.columns import Columns, NumpyPolicy  # noqa: E402
-from examples.self_play.games import SelfPlay, kept  # noqa: E402
-from examples.self_play.scores import Scores  # noqa: E402
 
 NAME = "examples.self_play.games:SelfPlay"
 BOARD = "examples.self_play.columns:Columns"

@@ -255,8 +255,9 @@ class LearnerThreads:
 
     def _stop(self) -> None:
         with contextlib.suppress(queue.Empty):
-            while True:  # drop waiting batches
-                self.waiting.get_nowait()
+            while True:  # drop waiting batches; nobody waits for their turn
+                if batch := self.waiting.get_nowait():
+                    batch[-1].set()
         for _ in range(self._count):
             self.waiting.put(None)
 
