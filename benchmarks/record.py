@@ -2,6 +2,7 @@
 
     python benchmarks/record.py equal --runs 10
     python benchmarks/record.py cost --env PongNoFrameskip-v4 --seconds 60
+    python benchmarks/record.py cost --script polybeast --flags "--preset minatar"
 
 `equal` starts asynchronous runs, kills each one in the middle (SIGKILL), resumes it,
 repeats it and compares all columns of logs.csv but those of time. `cost` compares the
@@ -36,8 +37,10 @@ CASES = {
 OF_TIME = {"_time", "sps"}
 
 
-def start(savedir: str, xpid: str, flags: str) -> subprocess.Popen:
-    words = [sys.executable, "-m", "torchbeast.monobeast", *flags.split()]
+def start(
+    savedir: str, xpid: str, flags: str, script: str = "monobeast"
+) -> subprocess.Popen:
+    words = [sys.executable, "-m", f"torchbeast.{script}", *flags.split()]
     return subprocess.Popen(
         [*words, "--savedir", savedir, "--xpid", xpid],
         stdout=subprocess.DEVNULL,
@@ -119,7 +122,7 @@ def cost(args: argparse.Namespace) -> int:
     )
     with tempfile.TemporaryDirectory() as savedir:
         for i, more in enumerate(["", "--record", "", "--record"]):
-            process = start(savedir, str(i), f"{flags} {more}")
+            process = start(savedir, str(i), f"{flags} {more}", args.script)
             logs = pathlib.Path(savedir, str(i), "logs.csv")
             while not logs.exists() or logs.read_text().count("\n") < 20:
                 time.sleep(0.1)
@@ -145,6 +148,7 @@ def main() -> int:
     parser.add_argument("what", choices=["equal", "cost"])
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--env", default="MinAtar/Breakout-v1")
+    parser.add_argument("--script", default="monobeast", help="of cost: polybeast")
     parser.add_argument("--flags", default="", help="more flags of the runs")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--warm_up", type=float, default=5)

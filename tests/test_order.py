@@ -21,7 +21,7 @@ import torch
 from gymnasium import spaces
 
 from torchbeast import monobeast
-from torchbeast.runs import order
+from torchbeast.runs import order, record
 
 # More actors than cores, a batch that is no multiple of an actor's rollouts, and no
 # more slots than needed.
@@ -158,7 +158,7 @@ def test_a_run_that_was_killed_and_resumed(tmp_path):
     torn = tmp_path / "a" / "record.0"
     torn.write_bytes(torn.read_bytes() + b"\1\2\3")
     runs.run(tmp_path, "a", **flags)
-    assert len(order.records_of(tmp_path / "a")) == 3
+    assert len(record.records_of(tmp_path / "a")) == 3
     meta = json.loads((tmp_path / "a" / "meta.json").read_text())
     assert meta["starts"][1]["first_step"] > 0
     output = repeat(tmp_path, "a")
@@ -330,10 +330,58 @@ def test_a_start_that_was_not_recorded(tmp_path):
     assert logs(tmp_path, "b") == logs(tmp_path, "a")[:50]
 
 
-def test_polybeast_does_not_ignore_it(tmp_path):
+def test_polybeast_records_which_inference_made_each_step(tmp_path):
+    """Two starts, the first is killed. logs.csv says how old the weights were."""
     pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    words = runs.command(tmp_path, "a", module="torchbeast.polybeast", record=True)
-    assert "unrecognized arguments: --record" in runs.run_words(words, status=2)
+    flags = {
+        **{**runs.SMALL, "module": "torchbeast.polybeast", "record": True},
+        **{"num_servers": 3, "num_actors": 3, "envs_per_actor": 2, "batch_size": 4},
+        **{"num_learner_threads": 2, "num_inference_threads": 2},
+        **{"checkpoint_interval": 0.3, "use_lstm": True},
+    }
+    process = runs.start(tmp_path, "a", **{**flags, "total_steps": 10**6})
+    runs.wait_for_rows(process, tmp_path, "a", 60)
+    process.kill()
+    runs.finish(process)
+    runs.run(tmp_path, "a", **{**flags, "total_steps": 4000})
+    rows, path = logs(tmp_path, "a"), tmp_path / "a"
+    assert [int(row["step"]) for row in rows] == list(range(20, 4001, 20))
+    records = record.records_of(path)
+    resumed_at = max(records)
+    assert records.keys() == {0, resumed_at}
+    assert 0 < resumed_at < 4000
+    for first in records:
+        batches = list(record.read_batches(records[first]))
+        end = 4000 if first else resumed_at
+        # The batches that came after the last checkpoint are in the record, too.
+        assert len(batches) * 20 >= end - first
+        lags = [float(row["policy_lag"]) for row in rows[first // 20 : end // 20]]
+        versions = [batch[:-1, :, 0] for batch in batches[: len(lags)]]
+        updates = range(first // 20, end // 20)
+        found = [n - x.mean() for n, x in zip(updates, versions, strict=True)]
+        assert found == pytest.approx(lags)
+        check_streams(np.concatenate([x.swapaxes(0, 1) for x in batches]))
+    words = runs.command(tmp_path, "b", repeat="a")
+    assert "is PolyBeast's" in runs.run_words(words, status=1)
+    whole = records[0].read_bytes()
+    records[0].write_bytes(whole[:-1])  # as a kill may leave it
+    assert len(list(record.read_batches(records[0]))) >= resumed_at // 20 - 1
+
+
+def check_streams(rollouts):
+    """Joins rollouts [n, T + 1, 4] of 6 environments by the places of their rows."""
+    starts, ends = (set(map(tuple, rollouts[:, i, 1:3].tolist())) for i in (0, -1))
+    assert len(starts) == len(ends) == len(rollouts)
+    # The last batch of one learner thread may be missing.
+    assert 6 <= len(starts - ends) <= 6 + 4
+    rows = rollouts.reshape(-1, 4)
+    assert (rows[:, 2] < rows[:, 3]).all()
+    assert set(rows[:, 3]) <= {2, 4, 6}
+    complete = min(number for number, _ in ends - starts)
+    for number in range(complete):
+        batch = {tuple(row) for row in rows[rows[:, 1] == number].tolist()}
+        ((_, size),) = {(row[0], row[3]) for row in batch}
+        assert sorted(row[2] for row in batch) == list(range(size))
 
 
 def test_a_batch_that_comes_during_the_stop_waits_for_none_that_was_dropped():

@@ -72,6 +72,8 @@ class Run(Group):
         "environment steps to train; a step is an action of one environment",
         STEPS, TUNE)
     sync: bool = flag(False, "reproducible: actors and learner take turns", TUNE)
+    record: bool = flag(False, "record the order of the run; MonoBeast's --repeat "
+        "makes it again", FREE)
     allow_flag_changes: bool = flag(False,
         "has no effect: typed flags always win over those of the checkpoint", START)
     trust_checkpoint_env: bool = flag(False,
@@ -274,8 +276,6 @@ class MonoBeast(Group):
     num_buffers: int = flag(None,
         "slots for rollouts in shared memory (default: one per environment, plus "
         "the larger of --batch_size and --envs_per_actor)", COUNT)
-    record: bool = flag(False, "record the order of the run, so that --repeat can "
-        "make it again", FREE)
     repeat: str | None = flag(None,
         "make a run with --record again, as a new run; compare the two", START,
         metavar="XPID|FOLDER")

@@ -51,7 +51,7 @@ from torchbeast.procs import processes
 from torchbeast.remote.remote_envs import RemoteEnvs, server_addresses
 from torchbeast.remote.security import choose_side
 from torchbeast.remote.streams import StreamGroup, Streams, as_stored
-from torchbeast.runs import resume
+from torchbeast.runs import record, resume
 from torchbeast.runs.flagset import Flags
 from torchbeast.runs.prof import Timings
 from torchbeast.runs.run import Run
@@ -99,6 +99,8 @@ def infer(
         else:
             row_number += 1
         outputs, state = act_step(net, row, state, choose, policy_version)
+        if streams.order:
+            outputs["inference"] = streams.order.stamp(count)
         answers = map_nested(
             lambda x, count=count: x[:, :count].cpu(), (outputs, tuple(state))
         )
@@ -160,10 +162,12 @@ def learn_from(run: Run, streams: Streams, rollouts: Nested) -> bool:
     learner, B = run.learner, run.flags.batch_size
     rows, initial_state = rollouts
     rows = as_stored(rows, streams.env_fields)
+    stamps = rows.pop("inference", None)  # with --record
     for first in range(0, rows["done"].shape[1], B):
+        part = slice(first, first + B)
         with devices.copying(learner.device):
             batch, state = map_nested(
-                lambda x, part=slice(first, first + B): devices.move(
+                lambda x, part=part: devices.move(
                     x[:, part].contiguous(), learner.device
                 ),
                 (rows, initial_state),
@@ -171,6 +175,8 @@ def learn_from(run: Run, streams: Streams, rollouts: Nested) -> bool:
         with run.updating() as wanted:
             if not wanted:
                 return False
+            if streams.order:
+                streams.order.add(rows["policy_version"][:, part], stamps[:, part])
             run.add(begin(learner, batch, state))
     run.wake()
     return True
@@ -234,6 +240,7 @@ def train(
 
     run.on_update = finish
     with run:
+        record.begin(run, streams.order)
         log.info(
             "%d streams of %d environments; inference on %s, learning on %s",
             *(flags.num_actors, run.learner.env_spec.num_envs),

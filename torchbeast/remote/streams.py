@@ -21,6 +21,7 @@ from torchbeast.remote.remote_envs import RemoteEnvs
 from torchbeast.remote.security import ServerError
 from torchbeast.runs.flagset import Flags
 from torchbeast.runs.prof import Timings, bottleneck
+from torchbeast.runs.record import InferenceOrder
 from torchbeast.runs.run import Run
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,7 @@ class Streams:
     Attributes:
       env_fields: fields of a row from the environments, see core/rollout.py.
       in_turns: with --sync, acting and learning alternate.
+      order: with --record, else None.
     """
 
     def __init__(self, run: Run, envs: RemoteEnvs, device: torch.device) -> None:
@@ -152,6 +154,7 @@ class Streams:
             spec.observation_space, learner.model.distribution
         )
         self.in_turns = flags.sync
+        self.order = InferenceOrder() if flags.record and not flags.sync else None
         parts = [[x] for x in envs.addresses] if self.in_turns else [envs.addresses]
         self.groups = [
             StreamGroup(

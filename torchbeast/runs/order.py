@@ -15,13 +15,12 @@ than this. All else is fixed:
 
 record.STEP is the record of the start at STEP: a line of JSON (flags, versions), then
 EVENTS. Each is written at once, so a killed process leaves at most a torn last one,
-which is not read.
+which is not read. PolyBeast's record is another one, see record.py.
 """
 
 from __future__ import annotations
 
 import code
-import json
 import logging
 import math
 import os
@@ -37,16 +36,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchbeast.base import ranks
-from torchbeast.base.errors import FlagError, UserError, using
+from torchbeast.base.errors import FlagError, UserError
 from torchbeast.base.flag import LARGEST_STEP
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core import rollout
 from torchbeast.envs.extra_fields import EXTRA_FIELDS
-from torchbeast.records.folder import atomic_write, writing
 from torchbeast.records.logs_csv import EVAL_COLUMNS, read_csv
-from torchbeast.records.meta import provenance, read_meta
+from torchbeast.records.meta import read_meta
 from torchbeast.runs import flagset, trust
+from torchbeast.runs.record import (
+    about,
+    begin_record,
+    drop_later,
+    read_whole,
+    records_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -73,39 +77,19 @@ def keep(run: Any, actors: Any, buffers: dict[str, Nested], weights: Any) -> Any
     Raises:
       FlagError: the order of this run can't be recorded.
     """
-    for step, path in records_of(run.start.folder.path).items():
-        if step >= run.learner.step:  # like rows of logs.csv
-            path.unlink()
+    drop_later(run)
     if run.flags.repeat:
         repeated = Repeated(run, actors, buffers, weights)
         return repeated, repeated.publish
     if run.flags.record and not run.flags.sync:
-        if ranks.size() > 1:
-            raise FlagError("--record needs one learner: start it without torchrun")
         actors = Recorded(run, actors, buffers)
     return actors, weights.publish
 
 
-def records_of(folder: pathlib.Path) -> dict[int, pathlib.Path]:
-    """The records of a run by the step at which they begin."""
-    found = folder.glob("record.*")
-    return {int(x.suffix[1:]): x for x in found if x.suffix[1:].isdecimal()}
-
-
 def read(path: pathlib.Path) -> tuple[dict[str, Any], np.ndarray]:
     """The first line of a record, and its events. Raises FileError."""
-    with using(path, "is no record"):
-        line, _, data = path.read_bytes().partition(b"\n")
-        header = json.loads(line)
-        header |= {"flags": {**header["flags"]}, "about": {**header["about"]}}
-        return header, np.frombuffer(data, EVENTS, len(data) // EVENTS.itemsize)
-
-
-def about() -> dict[str, Any]:
-    """What beside flags and order a run may depend on."""
-    now = provenance()
-    commit, cpu = (now["git"] or {}).get("commit"), now["hardware"]["cpu"]
-    return {**now["versions"], "cpu": cpu, "commit": commit}
+    header, data = read_whole(path)
+    return header, np.frombuffer(data, EVENTS, len(data) // EVENTS.itemsize)
 
 
 def checksum(rows: dict[str, Nested], slots: list[int]) -> int:
@@ -133,13 +117,7 @@ class Recorded:
     def __init__(self, run: Any, actors: Any, buffers: dict[str, Nested]) -> None:
         self._run, self._actors = run, actors
         self._rows = map_nested(torch.Tensor.numpy, buffers["rows"])
-        self._path = run.start.folder.path / f"record.{run.learner.step}"
-        flags = run.flags.as_dict()
-        header = {"flags": flags, "flags_signature": trust.sign(flags)}
-        with writing(self._path):
-            with atomic_write(self._path) as file:
-                file.write(f"{json.dumps({**header, 'about': about()})}\n".encode())
-            self._file = run.stack.enter_context(self._path.open("ab", buffering=0))
+        self._append = begin_record(run)
         run.last_words = self._name_the_command
 
     def __getattr__(self, name: str) -> Any:
@@ -154,8 +132,7 @@ class Recorded:
             yield index, slots
 
     def _write(self, who: int, value: int) -> None:
-        with writing(self._path):
-            self._file.write(np.array((who, value), EVENTS).tobytes())
+        self._append(np.array((who, value), EVENTS).tobytes())
 
     def _name_the_command(self) -> None:
         """The last log line of a failed run."""
@@ -208,6 +185,11 @@ def parts(typed: flagset.Typed) -> Iterator[flagset.Typed]:
         if first not in records:
             raise RepeatError(f"the start at step {first} was not recorded")
         header, _ = read(records[first])
+        if "server_addresses" in header["flags"]:
+            raise FlagError(
+                f"--repeat {name}: {records[first]} is PolyBeast's and says what "
+                "happened, but not enough to repeat it; see docs/debugging.md"
+            )
         not_used = flagset.OF_ONE_START | OF_THE_RUN
         recorded = {k: v for k, v in header["flags"].items() if k not in not_used}
         in_file = flagset.values_of_file(typed.declared, recorded, str(records[first]))
