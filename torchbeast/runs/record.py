@@ -87,23 +87,22 @@ class InferenceOrder:
     """
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
+        self._numbers, self._places = itertools.count(), torch.arange(2**16) << 16
         self.append: Callable[[bytes], None]
 
     def stamp(self, count: int) -> torch.Tensor:
-        """int32 [1, count, 3]: the number of an inference batch, places in it, size."""
-        stamps = torch.full((1, count, 3), count, dtype=torch.int32)
-        stamps[..., 0], stamps[..., 1] = next(self._numbers), torch.arange(count)
-        return stamps
+        """int64 [1, count]: number of an inference batch, place in it, its size."""
+        return self._places[None, :count] + (next(self._numbers) << 32 | count)
 
     def add(self, versions: torch.Tensor, stamps: torch.Tensor) -> None:
         """Writes a learner batch. Call it in the order of updates.
 
         Args:
           versions: policy_version [T + 1, B].
-          stamps: of each row [T + 1, B, 3].
+          stamps: of each row [T + 1, B].
         """
-        x = torch.cat([versions.unsqueeze(-1).int(), stamps], -1).numpy()
+        parts = versions, stamps >> 32, stamps >> 16 & 0xFFFF, stamps & 0xFFFF
+        x = torch.stack(parts, -1).int().numpy()
         changes = np.diff(x, axis=0, prepend=np.int32(0))
         data = zlib.compress(changes.tobytes(), 1)
         self.append(len(data).to_bytes(4, "little") + data)
