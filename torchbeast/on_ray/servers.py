@@ -6,9 +6,11 @@ token and the certificates travel through Ray, so no machine needs these files.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
+import random
 import socket
 from collections.abc import Callable
 from multiprocessing import connection
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import ray
 
+from torchbeast.base.errors import FlagError
 from torchbeast.on_ray import cluster
 from torchbeast.procs import children
 from torchbeast.remote.security import make_private_folder, security
@@ -23,6 +26,9 @@ from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger(__name__)
 
+# The system gives others to Ray's processes, so that a port which is free now is still
+# free when the learner listens.
+PORTS = range(20_000, 32_768)
 FILES = ("tls_cert", "tls_key", "tls_ca", "token_file")
 
 
@@ -123,9 +129,11 @@ def listening_address(flags: Flags) -> str:
         make_private_folder(flags.pipes_basename)
         return f"{flags.pipes_basename}.ray"
     host = ray.util.get_node_ip_address()
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"{host}:{probe.getsockname()[1]}"
+    for port in random.SystemRandom().sample(PORTS, 1000):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((host, port))
+            return f"{host}:{port}"
+    raise FlagError(f"no port of {host} is free: give --listen {host}:PORT")
 
 
 def server_files(flags: Flags) -> dict[str, bytes]:
