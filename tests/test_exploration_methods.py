@@ -25,6 +25,7 @@ from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.exploration import Explorer
 from torchbeast.envs.checks import UnsupportedSpaceError
+from torchbeast.model import Net
 
 T, B = 11, 3
 SPACE = spaces.MultiDiscrete([3, 2])
@@ -427,6 +428,38 @@ SYNC = {
 }
 # Here goals are reached by chance.
 SHORT = {"env": "environments:Corridor", "env_kwargs": '{"length": 5}'}
+
+
+@pytest.mark.parametrize("use_lstm", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_normalized_rewards_have_a_sum_beside_the_methods_state(name, use_lstm):
+    """--normalize_rewards: the sum of an episode goes on in the next batch."""
+    torch.manual_seed(0)
+    space = GRID if name == "amigo" else SPACE
+    actor = METHODS[name](space, make_distribution(ACTIONS)).actor
+    about = {"use_lstm": use_lstm, "core_size": 7, "reward_discounting": 0.9}
+    net = Net(space, ACTIONS, explorer=actor, **about)
+    state = net.initial_state(B)
+    before = torch.tensor([5.0, -70.0, 300.0])
+    (place,) = [i for i, x in enumerate(state) if x.shape == (1, B, 1)]
+    state[place][:] = before.view(1, B, 1)
+    rows = {**make_rows(), "reward": torch.randn(T + 1, B)}
+    rows["done"][0] = False
+    rows["last_action"] = torch.zeros(T + 1, B, dtype=torch.int64)
+    if name == "amigo":
+        rows["observation"] = torch.zeros(T + 1, B, *GRID.shape, dtype=torch.uint8)
+    net.update_moments(rows, state)
+    sums, last = [], before.numpy()
+    for reward, done in zip(numbers(rows["reward"]), rows["done"].numpy(), strict=True):
+        sums.append(reward + 0.9 * last)
+        last = sums[-1] * ~done
+    variance = np.var(sums[1:])  # row 0 was in the batch before
+    assert net.return_moments.variance.item() == pytest.approx(variance, rel=1e-3)
+    first = {k: x[:1] for k, x in rows.items()}
+    _, after = net(first, state, acting=True)
+    torch.testing.assert_close(
+        after[place].flatten(), torch.from_numpy(sums[0]).float()
+    )
 
 
 @pytest.mark.timeout(200)

@@ -105,8 +105,11 @@ class Net(nn.Module):
             self.reward_discounting = reward_discounting
 
         rows = rollout.example_rows(observation_space, self.distribution)
+        self.explorer_states = 0
         if explorer is not None:
-            rows |= explorer.act(rows, explorer.initial_state(1))[0]
+            state = explorer.initial_state(1)
+            self.explorer_states = len(state)
+            rows |= explorer.act(rows, state)[0]
         size = output_size(self.encode, rows)
         self.core: Any = None
         if use_lstm:
@@ -172,13 +175,11 @@ class Net(nn.Module):
         """
         T, B = rows["reward"].shape
         fields: dict[str, torch.Tensor] = {}
-        explorer_state: State = ()
-        if self.explorer is not None:
-            n = len(state) - len(self.explorer.initial_state(1))
-            state, explorer_state = state[:n], state[n:]
-            if acting:
-                fields, explorer_state = self.explorer.act(rows, explorer_state)
-                rows = rows | fields
+        n = len(state) - self.explorer_states
+        state, explorer_state = state[:n], state[n:]
+        if self.explorer is not None and acting:
+            fields, explorer_state = self.explorer.act(rows, explorer_state)
+            rows = rows | fields
         x = self.encode(rows)  # [T * B, D]
         if self.core is not None:
             n = len(self.core.state_sizes(B))
@@ -269,7 +270,8 @@ class Net(nn.Module):
             rows = map_nested(lambda x: x[1:], batch)
             self.vector.moments.update(self.vector.join(self._leaves(rows)[1]))
         if self.return_moments is not None:
-            returns = self._running_returns(batch, state[-1])
+            before = state[-1 - self.explorer_states]
+            returns = self._running_returns(batch, before)
             self.return_moments.update(returns[1:].flatten())
 
     def _leaves(
