@@ -330,53 +330,62 @@ def test_a_start_that_was_not_recorded(tmp_path):
     assert logs(tmp_path, "b") == logs(tmp_path, "a")[:50]
 
 
-def test_polybeast_records_which_inference_made_each_step(tmp_path):
+@pytest.mark.parametrize(
+    ("servers", "environments", "batch_size"),
+    [(3, 2, 4), (2, 6, 3)],
+    ids=["several streams per batch", "several batches per stream"],
+)
+def test_polybeast_records_which_inference_made_each_step(
+    tmp_path, servers, environments, batch_size
+):
     """Two starts, the first is killed. logs.csv says how old the weights were."""
     pytest.importorskip("libtorchbeast", exc_type=ImportError)
     flags = {
         **{**runs.SMALL, "module": "torchbeast.polybeast", "record": True},
-        **{"num_servers": 3, "num_actors": 3, "envs_per_actor": 2, "batch_size": 4},
+        **{"num_servers": servers, "num_actors": servers, "use_lstm": True},
+        **{"envs_per_actor": environments, "batch_size": batch_size},
         **{"num_learner_threads": 2, "num_inference_threads": 2},
-        **{"checkpoint_interval": 0.3, "use_lstm": True},
+        "checkpoint_interval": 0.3,
     }
+    per_batch, model = 5 * batch_size, tmp_path / "a" / "model.tar"
     process = runs.start(tmp_path, "a", **{**flags, "total_steps": 10**6})
     runs.wait_for_rows(process, tmp_path, "a", 60)
+    while not model.exists() and process.poll() is None:
+        time.sleep(0.05)
     process.kill()
     runs.finish(process)
-    runs.run(tmp_path, "a", **{**flags, "total_steps": 4000})
-    rows, path = logs(tmp_path, "a"), tmp_path / "a"
-    assert [int(row["step"]) for row in rows] == list(range(20, 4001, 20))
-    records = record.records_of(path)
-    resumed_at = max(records)
-    assert records.keys() == {0, resumed_at}
-    assert 0 < resumed_at < 4000
-    for first in records:
-        batches = list(record.read_batches(records[first]))
-        end = 4000 if first else resumed_at
+    total = per_batch * (len(logs(tmp_path, "a")) + 120)
+    runs.run(tmp_path, "a", **{**flags, "total_steps": total})
+    rows, records = logs(tmp_path, "a"), record.records_of(model.parent)
+    assert len(rows) == total // per_batch
+    first, resumed = sorted(records)
+    assert first == 0 < resumed
+    for begin, end in (0, resumed), (resumed, total):
+        batches = list(record.read_batches(records[begin]))
+        updates = range(begin // per_batch, end // per_batch)
         # The batches that came after the last checkpoint are in the record, too.
-        assert len(batches) * 20 >= end - first
-        lags = [float(row["policy_lag"]) for row in rows[first // 20 : end // 20]]
-        versions = [batch[:-1, :, 0] for batch in batches[: len(lags)]]
-        updates = range(first // 20, end // 20)
-        found = [n - x.mean() for n, x in zip(updates, versions, strict=True)]
-        assert found == pytest.approx(lags)
-        check_streams(np.concatenate([x.swapaxes(0, 1) for x in batches]))
+        assert len(batches) >= len(updates)
+        lags = [float(rows[i]["policy_lag"]) for i in updates]
+        versions = [batch[:-1, :, 0].mean() for batch in batches]
+        assert np.subtract(updates, versions[: len(lags)]) == pytest.approx(lags)
+        rollouts = np.concatenate([x.swapaxes(0, 1) for x in batches])
+        check_streams(rollouts, servers, environments)
     words = runs.command(tmp_path, "b", repeat="a")
     assert "is PolyBeast's" in runs.run_words(words, status=1)
-    whole = records[0].read_bytes()
-    records[0].write_bytes(whole[:-1])  # as a kill may leave it
-    assert len(list(record.read_batches(records[0]))) >= resumed_at // 20 - 1
+    count = len(list(record.read_batches(records[0])))
+    records[0].write_bytes(records[0].read_bytes()[:-1])  # as a kill may leave it
+    assert len(list(record.read_batches(records[0]))) == count - 1
 
 
-def check_streams(rollouts):
-    """Joins rollouts [n, T + 1, 4] of 6 environments by the places of their rows."""
+def check_streams(rollouts, servers, environments):
+    """Joins rollouts [n, T + 1, 4] of all environments by the places of their rows."""
     starts, ends = (set(map(tuple, rollouts[:, i, 1:3].tolist())) for i in (0, -1))
     assert len(starts) == len(ends) == len(rollouts)
-    # The last batch of one learner thread may be missing.
-    assert 6 <= len(starts - ends) <= 6 + 4
+    # The last rollouts of one learner thread may be missing.
+    number = servers * environments
+    assert number <= len(starts - ends) <= number + 6
     rows = rollouts.reshape(-1, 4)
-    assert (rows[:, 2] < rows[:, 3]).all()
-    assert set(rows[:, 3]) <= {2, 4, 6}
+    assert set(rows[:, 3]) <= {n * environments for n in range(1, servers + 1)}
     complete = min(number for number, _ in ends - starts)
     for number in range(complete):
         batch = {tuple(row) for row in rows[rows[:, 1] == number].tolist()}
