@@ -347,7 +347,7 @@ def resolve(flags: Flags) -> Flags:
         )
     if flags.replay_ratio and flags.sync and not flags.disable_checkpoint:
         raise FlagError(
-            "--sync resumes exactly, but a checkpoint lacks the replay's contents: add "
+            "--sync resumes exactly, which a run with a replay can't: add "
             "--disable_checkpoint, or leave out --sync"
         )
     if flags.batch_size % flags.minibatches:

@@ -1,0 +1,97 @@
+"""Options that were each tested alone, together: every pair is in one of the runs.
+
+A run is trained, resumed and tested, as a user does it.
+"""
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+import runs
+
+REPLAY = {"replay_size": 300, "replay_ratio": 1.5, "learn_start": 60}
+METHODS = ["counts:Counts", "rnd:RND", "noveld:NovelD", "e3b:E3B"]
+OPTIONS = {
+    "environment": [
+        {"env": f"environments:{name}"}
+        for name in ("GridWorld", "Locks", "Steering", "Corridor")
+    ],
+    "core": [{}, {"use_lstm": True}, {"use_lstm": True, "core": "gru"}],
+    "explorer": [{}, *({"explorer": f"examples.exploration.{x}"} for x in METHODS)],
+    "rewards": [{}, {"normalize_rewards": True}],
+    "observations": [{}, {"normalize_observations": True}, {"layer_norm": True}],
+    "loss": [
+        {"trace_decay": 0.9, "final_entropy_cost": 0},
+        {"clip_ratio": 0.2, "normalize_advantages": True, "updates_per_batch": 3},
+        {"minibatches": 2, "updates_per_batch": 2, "optimizer": "adam"},
+    ],
+    "replay": [{}, REPLAY, {**REPLAY, "save_replay": True}],
+    "rollouts": [{}, {"rollouts": "episode"}],
+    "precision": [{"precision": "fp32"}, {"precision": "bf16"}],
+    "order": [{}, {"sync": True}, {"record": True, "num_learner_threads": 2}],
+    "variant": [{}, {"module": "torchbeast.polybeast", "num_servers": 2}],
+}
+
+
+def covering() -> list[dict[str, dict]]:
+    """Choices of one value per option, so that all pairs of values are in one."""
+    chance = random.Random(0)
+    values = [[(name, i) for i in range(len(x))] for name, x in OPTIONS.items()]
+    left = {
+        pair
+        for two in itertools.combinations(values, 2)
+        for pair in itertools.product(*two)
+    }
+    found = []
+    while left:
+        tried = [[chance.choice(x) for x in values] for _ in range(300)]
+        best = max(tried, key=lambda x: len(left & {*itertools.combinations(x, 2)}))
+        left -= {*itertools.combinations(best, 2)}
+        found.append({name: OPTIONS[name][i] for name, i in best})
+    return found
+
+
+def flags_of(choice):
+    """The flags of a choice, without those that are refused together."""
+    flags = {**runs.SMALL, "batch_size": 6, "checkpoint_interval": "inf"}
+    for part in choice.values():
+        flags |= part
+    if "num_servers" in flags:
+        del flags["num_actors"]
+    if "replay_size" in flags:
+        flags |= {"num_learner_threads": None, "minibatches": None}
+    if flags.get("sync") and ("replay_size" in flags or "num_servers" in flags):
+        flags |= {"disable_checkpoint": True, "save_replay": None}
+    return flags
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("choice", covering())
+def test_train_resume_and_test(tmp_path, choice):
+    flags = flags_of(choice)
+    module = flags.get("module", "torchbeast.monobeast")
+    if module == "torchbeast.polybeast":
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    runs.run(tmp_path, "a", **flags)
+    assert_learned(runs.read_logs(tmp_path, "a"), 600)
+    if flags.get("disable_checkpoint"):
+        return
+    runs.run(tmp_path, "a", module=module, total_steps=900)
+    assert_learned(runs.read_logs(tmp_path, "a"), 900)
+    again = {"mode": "test", "num_test_episodes": 2}
+    runs.run(tmp_path, "a", module=module, **again)
+    assert len(json.loads((tmp_path / "a" / "test.json").read_text())["returns"]) == 2
+    if flags.get("record") and "num_servers" not in flags:
+        output = runs.run(tmp_path, "again", module=module, repeat="a")
+        assert "Equal to the recorded run" in output
+
+
+def assert_learned(rows, steps):
+    """The rows are those of so many steps, and all losses are numbers."""
+    assert int(rows[-1]["step"]) >= steps
+    losses = [float(row["total_loss"]) for row in rows if row.get("total_loss")]
+    assert len(losses) > 3
+    assert all(map(math.isfinite, losses))
