@@ -109,12 +109,8 @@ class Video:
         else:
             self._write, self._close = frames.send, frames.close
             return
-        try:
-            import cv2
-        except ImportError as error:
-            raise FlagError(
-                "--video needs imageio-ffmpeg: pip install imageio-ffmpeg"
-            ) from error
+        import cv2  # slow
+
         codec = cv2.VideoWriter.fourcc(*"mp4v")
         file = cv2.VideoWriter(self.path, codec, rate, (width, height))
         if not file.isOpened():
