@@ -81,6 +81,6 @@ def reachable_first(addresses: Sequence[str]) -> list[str]:
     if len(addresses) < 2:
         return list(addresses)
     with ThreadPoolExecutor(len(addresses)) as threads:
-        reachable = list(threads.map(is_reachable, addresses))
-    order = sorted(range(len(addresses)), key=lambda i: not reachable[i])
-    return [addresses[i] for i in order]
+        answers = threads.map(is_reachable, addresses)
+        reachable = dict(zip(addresses, answers, strict=True))
+    return sorted(addresses, key=lambda address: not reachable[address])
