@@ -306,9 +306,5 @@ def cut_at_episodes(
     cut: dict[str, Nested] = {name: batch[name][columns] for name in per_column}
     for name in batch.keys() - REPLAY_FIELDS:
         cut[name] = map_nested(functools.partial(keep, name), batch[name])
-    mask = (
-        batch["step_counts"][:, columns]
-        if "step_counts" in batch
-        else torch.ones_like(inside)
-    )
-    return {**cut, "step_counts": mask & inside}, tuple(x[:, columns] for x in state)
+    counts = batch.get("step_counts", torch.ones_like(batch["done"]))[:, columns]
+    return {**cut, "step_counts": counts & inside}, tuple(x[:, columns] for x in state)
