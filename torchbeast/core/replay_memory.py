@@ -103,7 +103,7 @@ def save(replay: Replay, path: Path, step: int) -> None:
         with atomic_write(path) as file, zipfile.ZipFile(file, "w") as archive:
             for i, array in enumerate(replay.arrays()):
                 with archive.open(str(i), "w", force_zip64=True) as part:
-                    data = _bytes_of(array)
+                    data = array.reshape(-1).view(np.uint8).data
                     for begin in range(0, len(data), PIECE):
                         part.write(data[begin : begin + PIECE])
             content["digest"] = _digest(content, archive)
@@ -126,11 +126,6 @@ def _digest(content: dict[str, Any], archive: zipfile.ZipFile) -> str:
     checksums = [archive.getinfo(str(i)).CRC for i in range(len(content["arrays"]))]
     text = json.dumps([index, checksums])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    """The memory of an array. One without elements has none that can be cast."""
-    return array.data.cast("B") if array.size else memoryview(bytearray())
 
 
 def load(replay: Replay, path: Path, step: int) -> None:
@@ -160,7 +155,7 @@ def load(replay: Replay, path: Path, step: int) -> None:
                 raise ValueError("it is not as it was saved, or an older version did")
             for i, array in enumerate(replay.arrays()):
                 with archive.open(str(i)) as part:  # checks the checksum
-                    data, begin = _bytes_of(array), 0
+                    data, begin = array.reshape(-1).view(np.uint8).data, 0
                     while piece := part.read(PIECE):
                         data[begin : begin + len(piece)] = piece
                         begin += len(piece)
