@@ -12,6 +12,7 @@ import struct
 import subprocess
 import termios
 import time
+import types
 
 import pytest
 import runs
@@ -64,13 +65,19 @@ def test_until_the_first_update_it_shows_the_actors_steps(tmp_path, module):
 def test_without_a_terminal(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(status, "STATUS_SECONDS", 0.0)
-    line = status.Status(40, 1000)
-    line.show(40, None, None, 0, 0.0, 0, acted=1234)
+    flags = types.SimpleNamespace(total_steps=1000, episodes_for_avg=100)
+    counters = types.SimpleNamespace(games=3, policy_lag=1.5)
+    counters.sps, counters.mean_return = (lambda: None), (lambda games: 2.5)
+    learner = types.SimpleNamespace(step=40, counters=counters)
+    line = status.Status(flags, learner)
+    line.show(0, acted=1234)
     assert "of 1,000, actors' steps 1,234, waiting for an update" in caplog.text
     caplog.clear()
-    line.show(60, 50.0, 2.5, 3, 1.5, 4, acted=2345)
+    learner.step, counters.sps = 60, lambda: 50.0
+    line.show(4, acted=2345)
     assert "Step 60 of 1,000, SPS 50, return 2.50, games 3" in caplog.text
     assert "2,345" not in caplog.text
     line.close()
-    status.Status(0, 10**18).show(60, 50.0, 2.5, 3, 1.5, 4, acted=2345)
+    flags.total_steps = 10**18
+    status.Status(flags, learner).show(4, acted=2345)
     assert "Step 60 of 1,000,000,000,000,000,000" in caplog.text

@@ -34,7 +34,7 @@ from torchbeast.records.logs_csv import join_columns, spread
 from torchbeast.records.meta import FileWriter
 from torchbeast.runs import checkpoint, flagset, resume, trust
 from torchbeast.runs.prof import Profile, Timings
-from torchbeast.runs.status import Status, format_return
+from torchbeast.runs.status import Status, mean_return
 from torchbeast.runs.trackers import Tracker, make_trackers
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class Run:
       timings: of the learner threads; use it only inside `updating`.
       on_update: called to wait for an update, to publish and log it.
       start_thread, on_stop: see Threads. An exception in a thread ends the run.
+      show: updates the live line, see Status.show.
       wake: wakes the main thread.
       wake_reader: a file descriptor that is readable when the main thread should wake.
       last_step: at which the run ends: --total_steps, or see order.py.
@@ -105,7 +106,8 @@ class Run:
         self._last_save = self._round_at = time.monotonic()
         self._kept = self._milestone()
         self._profile = Profile(self.flags, learner.num_updates)
-        self._status_line = Status(learner.step, self.flags.total_steps)
+        self._status_line = Status(self.flags, learner)
+        self.show = self._status_line.show
         self._trackers: list[Tracker] = []
         self._wake_pipe = processes.WakePipe()
         self.wake, self.wake_reader = self._wake_pipe.wake, self._wake_pipe.reader
@@ -176,13 +178,6 @@ class Run:
         seconds = 0.0 if self._saving else time.monotonic() - self._round_at
         limit = max(ROUND_SECONDS, 3 * self.flags.actor_timeout)  # as ranks may wait
         return f"the main loop hangs for {seconds:.0f} s" if seconds > limit else None
-
-    def show(self, queued: int, acted: int, streams: str | None = None) -> None:
-        """Updates the live line, see Status.show."""
-        counters = self.learner.counters
-        mean_return = counters.mean_return(self.flags.episodes_for_avg)
-        about = counters.sps(), mean_return, counters.games, counters.policy_lag
-        self._status_line.show(self.learner.step, *about, queued, acted, streams)
 
     # --- Threads and updates
 
@@ -430,7 +425,7 @@ class Run:
             "Failed" if status == 1 else "Stopped" if status else "Finished",
             *(learner.step, counters.sps() or 0, counters.games),
             min(len(counters.game_returns), last),
-            format_return(counters.mean_return(last)),
+            mean_return(counters, self.flags),
         )
         self.last_words()
         self._writer.close(
