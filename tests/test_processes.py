@@ -1,5 +1,6 @@
 """What procs/processes.py starts; the tests of faults use the rest of it."""
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -45,7 +46,9 @@ def hear(child, found):
     ],
 )
 def test_a_child_sends_a_message_and_ends(kind, text):
-    with children.Children(multiprocessing.get_context("spawn")) as group:
+    with contextlib.closing(
+        children.Children(multiprocessing.get_context("spawn"))
+    ) as group:
         child = group.start("a child", ends, kind)
         found = []
         with pytest.raises(children.ProcessError, match=text):
@@ -56,7 +59,9 @@ def test_a_child_sends_a_message_and_ends(kind, text):
 
 
 def test_a_dead_child_and_one_that_takes_no_steps():
-    with children.Children(multiprocessing.get_context("spawn")) as group:
+    with contextlib.closing(
+        children.Children(multiprocessing.get_context("spawn"))
+    ) as group:
         child = group.start("a child", ends, "exits")
         child.process.join()
         child.send("what nobody reads")

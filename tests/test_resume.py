@@ -3,6 +3,7 @@
 MonoBeast's main() runs in this process and ends before it starts actors.
 """
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -276,7 +277,7 @@ def test_a_run_that_was_killed_at_its_end(savedir, main):
 
 def test_the_folder_is_locked_before_the_checkpoint_is_read(savedir, fails):
     (savedir / "a" / "model.tar").write_text("half of one")
-    with RunFolder(str(savedir), "a"):
+    with contextlib.closing(RunFolder(str(savedir), "a")):
         message = fails(savedir, "--xpid a --total_steps 40")
     assert "Another process writes to this run" in message
     message = fails(savedir, "--xpid a --total_steps 40")

@@ -1,5 +1,6 @@
 """--video: what Video writes, read back with OpenCV."""
 
+import contextlib
 import logging
 import sys
 
@@ -37,7 +38,7 @@ def codec(request, monkeypatch):
 def test_browsers_play_it(tmp_path, codec, caplog):
     caplog.set_level(logging.INFO)
     path = tmp_path / "a.mp4"
-    with Video(str(path)) as video:
+    with contextlib.closing(Video(str(path))) as video:
         for _ in range(20):
             video.add(plain(101, 103, (250, 20, 130)))  # H.264 needs even numbers
     browsers_play = b"avc1" in path.read_bytes()
@@ -55,7 +56,7 @@ def test_frames_that_change_their_size(tmp_path, codec, caplog):
     caplog.set_level(logging.WARNING)
     path = tmp_path / "a.mp4"
     sizes = [(120, 160)] * 3 + [(240, 130)] * 4 + [(20, 20)] * 2 + [(120, 160)]
-    with Video(str(path)) as video:
+    with contextlib.closing(Video(str(path))) as video:
         for i, (height, width) in enumerate(sizes):
             frame = plain(height, width, 20 * i)
             frame[: height // 2] += 40  # the upper half is brighter
@@ -74,6 +75,6 @@ def test_frames_that_change_their_size(tmp_path, codec, caplog):
 def test_a_file_that_can_not_be_written(tmp_path, codec):
     with (
         pytest.raises(FlagError, match=r"can't write .*gone/a\.mp4.*No such file"),
-        Video(str(tmp_path / "gone" / "a.mp4")) as video,
+        contextlib.closing(Video(str(tmp_path / "gone" / "a.mp4"))) as video,
     ):
         video.add(plain(100, 100, 0))

@@ -18,6 +18,7 @@ if __name__ == "__main__":
     processes.exit_on_stop_signals()  # the imports take seconds
 
 import argparse
+import contextlib
 import importlib.util
 import logging
 import os
@@ -207,7 +208,7 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
         )
     sweep = Sweep(options.name, command, options.seeds, elsewhere)
     statuses: dict[Job, int] = {}
-    with RunFolder(str(sweep.savedir), sweep.name) as own:
+    with contextlib.closing(RunFolder(str(sweep.savedir), sweep.name)) as own:
         folder = own.path  # for the files of the sweep itself
         search = make_search(sweep, options, folder) if options.search else None
         planned = (

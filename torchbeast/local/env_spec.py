@@ -54,7 +54,7 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
       UserError: the flags do not name a usable environment.
     """
     log.info("Making one environment of %s to read its spaces.", flags.env)
-    with children.Children(context) as group:
+    with contextlib.closing(children.Children(context)) as group:
         who = f"the process that made an environment of {flags.env}"
         child = group.start(who, _describe, flags)
         _receive(child, flags, START_SECONDS, begun=False)

@@ -173,7 +173,7 @@ def write_result(path: Path, flags: Flags, result: dict[str, Any]) -> None:
 def _view(flags: Flags) -> contextlib.AbstractContextManager[Video | None]:
     """The video; or None, if there is none."""
     if flags.video:
-        return Video(flags.video)
+        return contextlib.closing(Video(flags.video))
     if flags.mode == "test_render" and not has_display():
         raise FlagError(
             "--mode test_render needs a display, and neither DISPLAY nor "
@@ -201,7 +201,7 @@ def play_in_processes(
     weights = pickle.dumps(model_state)  # bytes: tensors would go through shared memory
     left: dict[children.Child, int] = {}  # games that have not ended
     who = f"a process that plays games of {flags.env}"
-    with children.Children(actor_context()) as group:
+    with contextlib.closing(children.Children(actor_context())) as group:
         for i in range(count):
             own = [n for n in numbers if n // BATCH % count == i]  # whole batches
             left[start_player(group, who, flags, own, TEST_STREAM)] = len(own)

@@ -54,13 +54,7 @@ class Video:
         self.size: tuple[int, int] | None = None  # height and width, of the first frame
         self._scaled = False
         self._write: Callable[[np.ndarray], Any]
-        self._close: Callable[[], Any] = lambda: None
-
-    def __enter__(self) -> "Video":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._close()
+        self.close: Callable[[], Any] = lambda: None  # completes the file
 
     def add(self, frame: np.ndarray) -> None:
         """Adds a frame [H, W, 3], RGB, from 0 to 255; or of floats from 0 to 1.
@@ -107,7 +101,7 @@ class Video:
                 error,
             )
         else:
-            self._write, self._close = frames.send, frames.close
+            self._write, self.close = frames.send, frames.close
             return
         import cv2  # slow
 
@@ -116,7 +110,7 @@ class Video:
         if not file.isOpened():
             raise OSError("OpenCV does not open it")
         self._write = lambda frame: file.write(cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))
-        self._close = file.release
+        self.close = file.release
 
     def _scale(self, frame: np.ndarray) -> np.ndarray:
         """Scales a frame to the size of the first one, by its nearest pixels."""

@@ -26,8 +26,6 @@ from torchbeast.procs import processes, standard_streams
 if TYPE_CHECKING:
     from multiprocessing import connection
 
-    from typing_extensions import Self  # Python 3.10 has none
-
 # Bytes of TMPDIR. A socket's path may have 103, and multiprocessing adds 32.
 LONGEST_TMPDIR = 70
 
@@ -100,8 +98,7 @@ class Guardian:
     """Kills processes and their groups if this process dies.
 
     It is a separate process, so it works even if this process gets SIGKILL while a
-    child's environment hangs and holds Python's lock. The end of a `with` block closes
-    it.
+    child's environment hangs and holds Python's lock. Somebody has to close it.
 
     Args:
       seconds: time for the processes to exit before they are killed.
@@ -117,12 +114,6 @@ class Guardian:
                 stdout=subprocess.DEVNULL,
                 bufsize=0,
             )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def guard(self, pid: int) -> None:
         self._write(pid)
@@ -200,7 +191,7 @@ class Child:
 
 
 class Children(Guardian):
-    """Child processes of multiprocessing. They end with this process, or with a block.
+    """Child processes of multiprocessing. They end with this process, or at `close`.
 
     Args:
       context: of multiprocessing.

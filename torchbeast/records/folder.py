@@ -141,12 +141,6 @@ class RunFolder:
                 if self._descriptor < 0:
                     os.close(descriptor)
 
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):  # it is not empty

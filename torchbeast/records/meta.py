@@ -102,7 +102,8 @@ class FileWriter:
         self._closed = False
         with contextlib.ExitStack() as stack:
             if folder is None:
-                folder = stack.enter_context(RunFolder(savedir, xpid))
+                folder = RunFolder(savedir, xpid)
+                stack.callback(folder.close)
             self.path = folder.path
             logs = self.path / "logs.csv"
             if has_content(logs) and resume_step is None and not start_over:

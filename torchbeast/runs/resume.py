@@ -170,7 +170,8 @@ def begin_all(
         script.print_warnings_only()
         savedir = stack.enter_context(tempfile.TemporaryDirectory())
         flags = found["flags"].replace(savedir=savedir, **NOT_IN_OTHER_RANKS)
-        folder = stack.enter_context(RunFolder(savedir, flags.xpid))
+        folder = RunFolder(savedir, flags.xpid)
+        stack.callback(folder.close)
         yield Start(**found | {"flags": flags, "folder": folder})
 
 

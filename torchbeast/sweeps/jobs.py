@@ -82,13 +82,6 @@ class Job(NamedTuple):
         return "\n".join(text.splitlines()[-TAIL:])
 
 
-def guardian(
-    number: signal.Signals = signal.SIGTERM,
-) -> children.Guardian:
-    """Ends runs if this process is killed: the signal, END_SECONDS later SIGKILL."""
-    return children.Guardian(END_SECONDS, number)
-
-
 def split_cores(num_jobs: int, cores_per_job: int | None) -> list[list[int]]:
     """The cores of each job; empty lists if processes are not to be limited to cores.
 
@@ -147,7 +140,8 @@ def run_here(
     """
     places = collections.deque(cores)
     running: dict[Job, tuple[subprocess.Popen, Sequence[int]]] = {}
-    with guardian() as guard, processes.StopSignals() as signals, ending(running):
+    guardian = contextlib.closing(children.Guardian(END_SECONDS, signal.SIGTERM))
+    with guardian as guard, processes.StopSignals() as signals, ending(running):
         while True:
             while places and not signals.number and (job := next(jobs, None)):
                 own_cores = places.popleft()

@@ -16,7 +16,7 @@ import submitit
 from submitit.core import utils
 
 from torchbeast.base.errors import FlagError
-from torchbeast.procs import processes
+from torchbeast.procs import children, processes
 from torchbeast.records.folder import RunBusyError, RunFolder
 from torchbeast.sweeps import jobs
 from torchbeast.sweeps.jobs import Job
@@ -34,7 +34,8 @@ class SlurmJob:
         self._process: subprocess.Popen | None = None
 
     def __call__(self) -> int:
-        with jobs.guardian() as guard:
+        guardian = children.Guardian(jobs.END_SECONDS, signal.SIGTERM)
+        with contextlib.closing(guardian) as guard:
             self._process = self.job.start()
             guard.guard(self._process.pid)
             while (status := self._process.poll()) is None:
@@ -82,7 +83,8 @@ def submit(
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(processes.StopSignals())
         # SIGINT: submitit ignores SIGTERM.
-        guard = stack.enter_context(jobs.guardian(signal.SIGINT))
+        guard = children.Guardian(jobs.END_SECONDS, signal.SIGINT)
+        stack.callback(guard.close)
         if here:
             stack.callback(_end_here, submitted)
         try:
@@ -131,6 +133,7 @@ def _end_here(submitted: Sequence[tuple[Job, Any]]) -> None:
 
 def _is_free(job: Job) -> bool:
     """Whether no process has the run's folder."""
-    with contextlib.suppress(RunBusyError), RunFolder(str(job.folder.parent), job.xpid):
+    with contextlib.suppress(RunBusyError):
+        RunFolder(str(job.folder.parent), job.xpid).close()
         return True
     return False
