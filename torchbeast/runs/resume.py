@@ -194,48 +194,40 @@ def begin(
     if flags.suppress_logs:
         script.print_warnings_only()
     flagset.resolve_folder(flags)
-    with RunFolder(flags.savedir, flags.xpid) as folder:
-        yield _begin(typed, flags, folder, resolve_layout)
-
-
-def _begin(
-    typed: flagset.Typed,
-    flags: Flags,
-    folder: RunFolder,
-    resolve_layout: Callable[[Flags], Flags],
-) -> Start:
     saved, start_over = None, False
     notes: list[str] = []
-    path = folder.path / "model.tar"
+    with contextlib.closing(RunFolder(flags.savedir, flags.xpid)) as folder:
+        path = folder.path / "model.tar"
 
-    def load() -> tuple[dict[str, Any], Flags]:
-        saved = checkpoint.load(path)
-        checkpoint.check(saved, path)
-        return saved, merge(typed, saved, path, notes)
+        def load() -> tuple[dict[str, Any], Flags]:
+            saved = checkpoint.load(path)
+            checkpoint.check(saved, path)
+            return saved, merge(typed, saved, path, notes)
 
-    if not flags.disable_checkpoint:
-        saved, flags = load() if path.exists() else (None, flags)
-        step = saved["stats"]["step"] if saved else None
-        if flags.mirror and mirror.fetch(flags.mirror, folder.path, step):
-            notes.clear()
-            saved, flags = load()
-    if saved:
-        if flags.sync:
-            check_sync(flags, saved)
-        check_init_from(flags, saved)
-    elif has_content(folder.path / "logs.csv"):
-        check_new_start(folder, flags)
-        start_over = True
-    flags.savedir, flags.xpid = str(folder.path.parent), folder.path.name
-    before = flags.as_dict()
-    flags = resolve_layout(flagset.resolve(flags))
-    notes += notes_on_unused_flags(flags)
-    left_open = set(flagset.left_open(before, flags))
-    if saved:
-        if flags.sync:
-            left_open |= set(saved.get("flags_left_open", ())) - flags.typed
-        notes += notes_on_changed_flags(flags, saved["flags"])
-    return Start(flags.freeze(), folder, saved, sorted(left_open), start_over, notes)
+        if not flags.disable_checkpoint:
+            saved, flags = load() if path.exists() else (None, flags)
+            step = saved["stats"]["step"] if saved else None
+            if flags.mirror and mirror.fetch(flags.mirror, folder.path, step):
+                notes.clear()
+                saved, flags = load()
+        if saved:
+            if flags.sync:
+                check_sync(flags, saved)
+            check_init_from(flags, saved)
+        elif has_content(folder.path / "logs.csv"):
+            check_new_start(folder, flags)
+            start_over = True
+        flags.savedir, flags.xpid = str(folder.path.parent), folder.path.name
+        before = flags.as_dict()
+        flags = resolve_layout(flagset.resolve(flags))
+        notes += notes_on_unused_flags(flags)
+        left_open = set(flagset.left_open(before, flags))
+        if saved:
+            if flags.sync:
+                left_open |= set(saved.get("flags_left_open", ())) - flags.typed
+            notes += notes_on_changed_flags(flags, saved["flags"])
+        left = sorted(left_open)
+        yield Start(flags.freeze(), folder, saved, left, start_over, notes)
 
 
 def merge(
