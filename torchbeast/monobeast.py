@@ -118,7 +118,7 @@ class Actor:
 
     def load_weights(self, bank: int, policy_version: int) -> None:
         """From now on acts with a bank's weights, which have had so many updates."""
-        self.weights.load_into(self.model, bank)
+        self.model.load_state_dict(self.weights.banks[bank])  # casts to its dtypes
         self.policy_version = policy_version
         self.timings.time("load")
 

@@ -97,10 +97,6 @@ class SharedWeights(Weights):
             ]
         )
 
-    def load_into(self, model: torch.nn.Module, bank: int) -> None:
-        """Loads a bank into an actor's model, cast to the model's dtypes."""
-        model.load_state_dict(self.banks[bank])
-
 
 class ActingModels(Weights):
     """Weights as complete models, for the inference threads of one process.
