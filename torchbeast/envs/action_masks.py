@@ -15,6 +15,11 @@ import numpy as np
 from gymnasium import spaces
 
 from torchbeast.envs.checks import InvalidEnvironmentError, describe
+from torchbeast.envs.space_checks import (
+    check_action_space,
+    check_observation_space,
+    num_options,
+)
 
 NAME = "action_mask"
 AGENT = "agent_one_hot"
@@ -34,18 +39,20 @@ def mask_space(observation_space: spaces.Space) -> spaces.Space | None:
     return None
 
 
-def mask_sizes(action_space: spaces.Space) -> list[int]:
-    """The number of options of each choice in the space; [] if it can't be masked."""
-    if isinstance(action_space, spaces.Discrete):
-        return [int(action_space.n)]
-    if isinstance(action_space, spaces.MultiDiscrete):
-        return action_space.nvec.ravel().tolist()
-    return []
+def check_spaces(observation_space: spaces.Space, action_space: spaces.Space) -> None:
+    """Checks that both variants can use the spaces, and the mask, if there is one.
+
+    Raises:
+      UnsupportedSpaceError, InvalidEnvironmentError: they can't; the message says why.
+    """
+    check_mask(observation_space, action_space)
+    check_observation_space(observation_space)
+    check_action_space(action_space)
 
 
 def check_mask(observation_space: spaces.Space, action_space: spaces.Space) -> None:
     """Raises InvalidEnvironmentError if the observation has an unusable mask."""
-    space, size = mask_space(observation_space), sum(mask_sizes(action_space))
+    space, size = mask_space(observation_space), sum(num_options(action_space))
     if space is None:
         return
     has_numbers = isinstance(space, spaces.Box | spaces.MultiBinary)
@@ -61,7 +68,7 @@ def check_mask(observation_space: spaces.Space, action_space: spaces.Space) -> N
 
 def _split(action_space: spaces.Space, masks: np.ndarray) -> list[np.ndarray]:
     """Masks [E, ...] as an array [E, n] for each choice of n options."""
-    ends = np.cumsum(mask_sizes(action_space))
+    ends = np.cumsum(num_options(action_space))
     return np.split(masks.reshape(len(masks), -1), ends[:-1], axis=1)
 
 
@@ -110,7 +117,7 @@ class MaskFromInfo(gymnasium.Wrapper):
     def __init__(self, env: gymnasium.Env, name: str = "") -> None:
         super().__init__(env)
         self.name = name or type(env.unwrapped).__name__
-        self.size = sum(mask_sizes(env.action_space))
+        self.size = sum(num_options(env.action_space))
         if not self.size:
             raise InvalidEnvironmentError(
                 "--mask_actions needs Discrete or MultiDiscrete actions, and these "

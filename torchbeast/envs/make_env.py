@@ -16,18 +16,13 @@ import gymnasium
 
 from torchbeast.base.errors import FlagError, UserError
 from torchbeast.envs import atari, old_gym
-from torchbeast.envs.action_masks import MaskFromInfo, check_mask
+from torchbeast.envs.action_masks import MaskFromInfo, check_spaces
 from torchbeast.envs.checks import (
     InvalidEnvironmentError,
     UnsupportedSpaceError,
     raised_by_call,
 )
-from torchbeast.envs.space_checks import (
-    check_action_space,
-    check_interface,
-    check_observation_space,
-    declare_stack,
-)
+from torchbeast.envs.space_checks import check_interface, declare_stack
 
 
 class UnknownEnvironmentError(UserError, ValueError):
@@ -88,9 +83,7 @@ def create_env(
             declare_stack(env)
         if flags.mask_actions:
             env = MaskFromInfo(env, name)
-        check_mask(env.observation_space, env.action_space)
-        check_observation_space(env.observation_space)
-        check_action_space(env.action_space)
+        check_spaces(env.observation_space, env.action_space)
     except BaseException as error:
         with contextlib.suppress(Exception):  # the first error counts
             env.close()

@@ -18,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.errors import FlagError
-from torchbeast.envs.action_masks import AGENT, MaskFromInfo, check_mask
+from torchbeast.envs.action_masks import AGENT, MaskFromInfo, check_spaces
 from torchbeast.envs.checks import (
     Checker,
     InvalidEnvironmentError,
@@ -28,7 +28,6 @@ from torchbeast.envs.checks import (
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, select
 from torchbeast.envs.make_env import call_named, find_object, parse_paths
 from torchbeast.envs.seeded_games import game_seed
-from torchbeast.envs.space_checks import check_action_space, check_observation_space
 
 
 def makes_parallel(name: str, function: Any) -> bool:
@@ -270,9 +269,7 @@ class ParallelGames:
             )
         self.single_observation_space = game.observation_space
         self.single_action_space = game.action_space
-        check_observation_space(game.observation_space)
-        check_action_space(game.action_space)
-        check_mask(game.observation_space, game.action_space)
+        check_spaces(game.observation_space, game.action_space)
         self.envs = [game, *map(make, range(N, self.num_envs, N))]
 
     def _join(self, rows: Iterable[Row]) -> tuple[Any, dict[str, Any]]:

@@ -87,7 +87,7 @@ def check_observation_space(space: spaces.Space) -> None:
     """Raises UnsupportedSpaceError unless both variants can hold observations."""
     leaves = _check_parts(space, "observation", 1)
     size = sum(math.prod(leaf.shape or ()) for leaf in leaves)
-    choices = sum(map(_num_choices, leaves))
+    choices = sum(sum(num_options(leaf)) for leaf in leaves)
     for count, what, most in (
         (len(leaves), "parts", 2**10),
         (size, "elements", 2**20),
@@ -152,16 +152,18 @@ def _leaf_fault(leaf: spaces.Space) -> str:
     if isinstance(leaf, spaces.MultiDiscrete) and (len(shape) != 1 or shape == (0,)):
         return "a MultiDiscrete needs one dimension, and at least one element"
     start = np.abs(np.asarray(getattr(leaf, "start", 0), np.float64))
-    if start.max(initial=0) + _num_choices(leaf) > 2**53:
+    if start.max(initial=0) + sum(num_options(leaf)) > 2**53:
         return "its start is too large: 2**53 is the largest number"
     return ""
 
 
-def _num_choices(space: spaces.Space) -> int:
-    """The sum of all n of a Discrete or MultiDiscrete; else 0."""
-    if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        return 0
-    return sum(map(int, np.ravel(getattr(space, "nvec", getattr(space, "n", 0)))))
+def num_options(space: spaces.Space) -> list[int]:
+    """The number of options of each choice in the space; [] if it has no choices."""
+    if isinstance(space, spaces.Discrete):
+        return [int(space.n)]
+    if isinstance(space, spaces.MultiDiscrete):
+        return space.nvec.ravel().tolist()
+    return []
 
 
 def check_action_space(space: spaces.Space) -> None:
@@ -169,7 +171,7 @@ def check_action_space(space: spaces.Space) -> None:
     fault = "it has no policy"
     has_integers = isinstance(space, spaces.Box) and space.dtype.kind != "f"
     if isinstance(space, _ELEMENTARY) and not has_integers:
-        count = max(_num_choices(space), math.prod(space.shape or ()))
+        count = max(sum(num_options(space)), math.prod(space.shape or ()))
         fault = _leaf_fault(space)
         if not fault and not 0 < count <= 2**16:
             fault = f"it has {count:,} numbers, at most {2**16:,}"

@@ -17,7 +17,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torchbeast.base.errors import FlagError
 from torchbeast.base.nested import map_nested
 from torchbeast.envs import atari
-from torchbeast.envs.action_masks import check_mask
+from torchbeast.envs.action_masks import check_spaces
 from torchbeast.envs.checks import (
     Checker,
     InvalidEnvironmentError,
@@ -34,7 +34,6 @@ from torchbeast.envs.make_env import (
 )
 from torchbeast.envs.old_gym import takes
 from torchbeast.envs.parallel_envs import ParallelGames, makes_parallel
-from torchbeast.envs.space_checks import check_action_space, check_observation_space
 
 ENVPOOL = "envpool:"
 
@@ -174,9 +173,7 @@ class VectorGames:
                 "(gymnasium.make_vec: in vector_kwargs)"
             )
         space, actions = self.env.single_observation_space, self.env.single_action_space
-        check_observation_space(space)
-        check_action_space(actions)
-        check_mask(space, actions)
+        check_spaces(space, actions)
         self.single_observation_space, self.single_action_space = space, actions
         self._checker = Checker(
             name,
