@@ -10,7 +10,6 @@ life_loss, max_episode_frames.
 
 import argparse
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import ale_py
@@ -251,15 +250,11 @@ class NativeAtari(gymnasium.vector.VectorWrapper):
         self.first_frame[new] = info["episode_frame_number"][new]
 
     def reset(
-        self,
-        *,
-        seed: int | np.ndarray | Sequence[int] | None = None,
-        options: dict[str, Any] | None = None,
+        self, *, seed: Any = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """Starts new games; `seed` holds one integer in [0, 2**31) per environment."""
-        if isinstance(seed, Sequence):
-            seed = np.asarray(seed, np.int64)
-        observation, info = self.env.reset(seed=seed, options=options)
+        seeds = np.asarray(seed, np.int64)
+        observation, info = self.env.reset(seed=seeds, options=options)
         self._note_new_games(info, np.ones(self.num_envs, np.bool_))
         return observation, info
 
