@@ -9,7 +9,6 @@ to bottom: evaluate, test, play_in_processes, play.
 import collections
 import contextlib
 import functools
-import json
 import logging
 import math
 import os
@@ -37,7 +36,6 @@ from torchbeast.play.agent import load_model
 from torchbeast.play.video import Video, has_display, picture
 from torchbeast.procs import children
 from torchbeast.records import meta, protocol
-from torchbeast.records.folder import atomic_write
 from torchbeast.remote.security import choose_side
 from torchbeast.runs import checkpoint, flagset, script, trackers, trust
 from torchbeast.runs.flagset import Flags
@@ -147,21 +145,17 @@ def test(
 def write_result(path: Path, flags: Flags, result: dict[str, Any]) -> None:
     """Writes test.json. If it can't be written, logs a warning."""
     rules = protocol.find_protocol(flags.as_dict())
-    content = meta.strict_json(
-        {
-            **result,
-            "seed": flags.seed,
-            "flags": flags.as_dict(),
-            "protocol": rules,
-            "protocol_text": protocol.describe(rules),
-            "date": meta.now(),
-            **meta.provenance(),
-        }
-    )
-    text = json.dumps(content, indent=2, default=str)
+    content = {
+        **result,
+        "seed": flags.seed,
+        "flags": flags.as_dict(),
+        "protocol": rules,
+        "protocol_text": protocol.describe(rules),
+        "date": meta.now(),
+        **meta.provenance(),
+    }
     try:
-        with atomic_write(path) as file:
-            file.write(f"{text}\n".encode())
+        meta.write_json(path, content)
         log.info("Wrote %s", path)
     except OSError as error:  # for example, somebody else's run
         log.warning("Can't write %s: %s. The result is only in this log.", path, error)

@@ -115,10 +115,8 @@ class FileWriter:
                 stack.callback(_detach, _attach(self.path / "out.log"))
                 self._logs = LogsCsv(self.path, resume_step)
                 stack.callback(self._logs.close)
-                self._meta = self._start_meta(
-                    xpid, args, resume_step, left_open, about or {}
-                )
-                write_meta(self.path, self._meta)
+                self._meta = self._start_meta(xpid, args, resume_step, about or {})
+                write_json(self.path / "meta.json", self._meta)
                 _link_latest(self.path.with_name("latest"), xpid)
             self._resources = stack.pop_all()
 
@@ -168,7 +166,7 @@ class FileWriter:
                 "error": error[:ERROR_LENGTH] if error else error,
             }
             try:
-                write_meta(self.path, self._meta)
+                write_json(self.path / "meta.json", self._meta)
             except OSError as failure:
                 log.warning("Cannot write the end of the run to meta.json: %s", failure)
             self._resources.close()
@@ -406,17 +404,17 @@ def complete_meta(folder: pathlib.Path, last_step: int) -> None:
     if starts := meta.get("starts"):
         starts[-1] |= end | {"last_step": last_step}
     with writing(folder / "meta.json"):
-        write_meta(folder, meta)
+        write_json(folder / "meta.json", meta)
 
 
-def write_meta(folder: pathlib.Path, meta: Mapping[str, Any]) -> None:
-    """Replaces meta.json in one step. Values that JSON lacks become str(value).
+def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+    """Replaces a file in one step. Values that JSON lacks become str(value).
 
     Raises:
       OSError: it can't be written; the file is unchanged.
     """
-    text = json.dumps(strict_json(meta), indent=2, default=str)
-    with atomic_write(folder / "meta.json") as file:
+    text = json.dumps(strict_json(content), indent=2, default=str)
+    with atomic_write(path) as file:
         file.write(f"{text}\n".encode())
 
 
