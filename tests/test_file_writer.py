@@ -82,7 +82,7 @@ def started(tmp_path):
     writer = FileWriter(str(tmp_path), "run", ARGS)
     for tick in range(7):
         writer.log({"step": 15 * tick, "total_loss": tick / 3})
-    writer.close(successful=False)
+    writer.close(exit_status=1)
     return writer.path
 
 
@@ -100,7 +100,7 @@ def test_files_of_a_run(tmp_path):
     assert [row["step"] for row in rows] == ["15", "30"]
     assert [float(row["total_loss"]) for row in rows] == [0.1 + 0.2, -1e-300]
     assert before <= float(rows[0]["_time"]) <= float(rows[1]["_time"]) <= after
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     assert names(writer.path) == ["fields.csv", "logs.csv", "meta.json", "out.log"]
     fields = (writer.path / "fields.csv").read_text()
     assert fields == "_tick,_time,step,total_loss\n"
@@ -134,7 +134,7 @@ def test_cells(tmp_path):
         "text": 'a "b", c\nd',
     }
     writer.log(values)
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     [row] = read_rows(writer.path)
     del row["_tick"], row["_time"]
     assert list(row.values()) == [
@@ -148,7 +148,7 @@ def test_new_and_missing_fields(tmp_path):
     writer.log({"step": 15})
     writer.log({"b": 1, "step": 30, "a": 2})
     writer.log({"a": 3})
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     rows = read_rows(writer.path)
     assert list(rows[0]) == ["_tick", "_time", "step", "b", "a"]
     cells = [(row["_tick"], row["step"], row["b"], row["a"]) for row in rows]
@@ -164,7 +164,7 @@ def test_reserved_fields(tmp_path, name):
     writer = FileWriter(str(tmp_path), "run", ARGS)
     with pytest.raises(ValueError, match=f"two columns named {name}"):
         writer.log({name: 1})
-    writer.close(successful=False)
+    writer.close(exit_status=1)
 
 
 def test_threads(tmp_path):
@@ -181,7 +181,7 @@ def test_threads(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     rows = read_rows(writer.path)
     assert [int(row["_tick"]) for row in rows] == list(range(200))
     for n in range(4):
@@ -206,9 +206,9 @@ def test_out_log(tmp_path, info_level):
 
 def test_close_twice_and_log_after_close(tmp_path):
     writer = FileWriter(str(tmp_path), "run", ARGS)
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     meta = read_meta(writer.path)
-    writer.close(successful=False)
+    writer.close(exit_status=1)
     assert read_meta(writer.path) == meta
     assert meta["successful"] is True
     with pytest.raises(RuntimeError, match=r"log\(\) after close\(\)"):
@@ -218,7 +218,7 @@ def test_close_twice_and_log_after_close(tmp_path):
 def test_latest(tmp_path):
     for xpid in ("first", "second"):
         writer = FileWriter(str(tmp_path), xpid, ARGS)
-        writer.close(successful=True)
+        writer.close(exit_status=0)
         assert os.readlink(tmp_path / "latest") == xpid
         assert (tmp_path / "latest").resolve() == writer.path
     assert names(tmp_path) == ["first", "latest", "second"]
@@ -226,11 +226,11 @@ def test_latest(tmp_path):
 
 def test_latest_replaces_a_dangling_link_and_no_folder(tmp_path, caplog):
     (tmp_path / "latest").symlink_to("gone")
-    FileWriter(str(tmp_path), "first", ARGS).close(successful=True)
+    FileWriter(str(tmp_path), "first", ARGS).close(exit_status=0)
     assert os.readlink(tmp_path / "latest") == "first"
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").mkdir()
-    FileWriter(str(tmp_path), "second", ARGS).close(successful=True)
+    FileWriter(str(tmp_path), "second", ARGS).close(exit_status=0)
     assert not (tmp_path / "latest").is_symlink()
     assert "is not a symbolic link, so it is not changed" in caplog.text
 
@@ -246,13 +246,13 @@ def test_one_process_at_a_time(tmp_path):
     writer = FileWriter(str(tmp_path), "run", ARGS)
     code = (
         "import sys; from torchbeast.records.meta import FileWriter\n"
-        "FileWriter(sys.argv[1], 'run', {}, resume_step=0).close(True)"
+        "FileWriter(sys.argv[1], 'run', {}, resume_step=0).close(0)"
     )
     second = run_python(code, tmp_path)
     assert "Another process writes to this run" in second.stderr
     assert second.returncode == 1
     assert read_meta(writer.path)["resumed"] == []
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     assert run_python(code, tmp_path).returncode == 0
 
 
@@ -264,13 +264,13 @@ def test_existing_run_without_resume(started):
     assert {name: (started / name).read_bytes() for name in names(started)} == before
     assert logging.getLogger().handlers == handlers
     resumed = FileWriter(str(started.parent), "run", ARGS, resume_step=90)
-    resumed.close(successful=True)  # The failure left no lock behind.
+    resumed.close(exit_status=0)  # The failure left no lock behind.
 
 
 def test_a_run_that_logged_nothing_can_start_anew(tmp_path):
     for _ in range(2):
         writer = FileWriter(str(tmp_path), "run", ARGS)
-        writer.close(successful=False)
+        writer.close(exit_status=1)
     assert read_meta(writer.path)["resumed"] == []
 
 
@@ -314,7 +314,7 @@ def test_resume_cuts_a_half_written_line(started):
                 rubbish,
             )
             writer.log({"step": 105, "total_loss": 1.0})
-            writer.close(successful=True)
+            writer.close(exit_status=0)
             assert [row["_tick"] for row in read_rows(started)] == list("0123456")
 
 
@@ -323,7 +323,7 @@ def test_resume_cuts_a_damaged_last_line(started, line):
     logs = started / "logs.csv"
     whole = logs.read_text()
     logs.write_text(whole + line)
-    FileWriter(str(started.parent), "run", ARGS, 1000).close(successful=True)
+    FileWriter(str(started.parent), "run", ARGS, 1000).close(exit_status=0)
     assert logs.read_text() == whole
 
 
@@ -331,16 +331,16 @@ def test_resume_with_half_a_header(started):
     (started / "logs.csv").write_bytes(b"_tick,_ti")
     writer = FileWriter(str(started.parent), "run", ARGS, resume_step=90)
     writer.log({"step": 105})
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     [row] = read_rows(started)
     assert (row["_tick"], row["step"]) == ("0", "105")
 
 
 def test_resume_before_the_first_row(tmp_path):
-    FileWriter(str(tmp_path), "run", ARGS).close(successful=False)
+    FileWriter(str(tmp_path), "run", ARGS).close(exit_status=1)
     writer = FileWriter(str(tmp_path), "run", ARGS, resume_step=0)
     writer.log({"step": 15})
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     assert read_rows(writer.path)[0]["_tick"] == "0"
 
 
@@ -348,8 +348,8 @@ def test_resume_keeps_rows_without_a_step(tmp_path):
     writer = FileWriter(str(tmp_path), "run", ARGS)
     for row in ({"step": 15}, {"note": 1}, {"step": 30}, {"note": 2}):
         writer.log(row)
-    writer.close(successful=False)
-    FileWriter(str(tmp_path), "run", ARGS, resume_step=15).close(successful=True)
+    writer.close(exit_status=1)
+    FileWriter(str(tmp_path), "run", ARGS, resume_step=15).close(exit_status=0)
     rows = read_rows(writer.path)
     assert [(row["step"], row["note"]) for row in rows] == [("15", ""), ("", "1")]
 
@@ -367,7 +367,7 @@ def test_resume_refuses_what_it_does_not_understand(started):
 def test_resume_completes_fields_csv(started):
     """After a crash between a new column in logs.csv and the line in fields.csv."""
     (started / "fields.csv").write_text("_tick,_time,step\n")
-    FileWriter(str(started.parent), "run", ARGS, 90).close(successful=True)
+    FileWriter(str(started.parent), "run", ARGS, 90).close(exit_status=0)
     fields = (started / "fields.csv").read_text()
     assert fields == "_tick,_time,step\n_tick,_time,step,total_loss\n"
 
@@ -379,7 +379,7 @@ def test_resume_completes_fields_csv(started):
 )
 def test_resume_with_a_damaged_meta(started, caplog, damaged):
     (started / "meta.json").write_text(damaged)
-    FileWriter(str(started.parent), "run", ARGS, 90).close(successful=True)
+    FileWriter(str(started.parent), "run", ARGS, 90).close(exit_status=0)
     assert read_meta(started)["successful"] is True
     assert "is damaged and is ignored" in caplog.text
 
@@ -388,12 +388,12 @@ def test_meta_tells_of_every_start(started):
     """Also of starts that were killed, and of one that starts over."""
     savedir = str(started.parent)
     FileWriter(savedir, "run", ARGS | {"seed": 4}, resume_step=90).close(
-        False, last_step=105, exit_status=130, signal="SIGINT"
+        exit_status=130, last_step=105
     )
     killed = FileWriter(savedir, "run", ARGS | {"seed": 5}, resume_step=105)
     killed._resources.close()  # without what close() would write
     FileWriter(savedir, "run", ARGS, start_over=True).close(
-        False, last_step=0, exit_status=1, error="ValueError: " + 5000 * "x"
+        exit_status=1, last_step=0, error="ValueError: " + 5000 * "x"
     )
     meta = read_meta(started)
     assert meta["args"] == ARGS
@@ -424,7 +424,7 @@ def test_a_locked_folder(tmp_path):
         for _ in range(2):
             with pytest.raises(BlockingIOError, match="Another process"):
                 FileWriter(str(tmp_path), "run", ARGS)
-        FileWriter(str(tmp_path), "run", ARGS, folder=folder).close(successful=True)
+        FileWriter(str(tmp_path), "run", ARGS, folder=folder).close(exit_status=0)
         with pytest.raises(BlockingIOError):
             RunFolder(str(tmp_path), "run")
     RunFolder(str(tmp_path), "run").close()
@@ -460,7 +460,7 @@ try:
 except OSError as error:
     print(rows, error)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), limit))
-writer.close(successful=False)
+writer.close(exit_status=1)
 """
 
 
@@ -536,7 +536,7 @@ except OSError as error:
     print(error)
 lines = (writer.path / "logs.csv").read_bytes()
 assert lines.startswith(before) and lines.endswith(b"\\n"), lines
-writer.close(successful=False)
+writer.close(exit_status=1)
 meta = json.loads((writer.path / "meta.json").read_text())
 assert meta["date_end"] is None
 assert sorted(path.name for path in writer.path.iterdir()) == [
@@ -572,7 +572,7 @@ from torchbeast.records.meta import FileWriter
 writer = FileWriter(sys.argv[1], "run", {})
 text = b"bad \\xff\\xfe".decode(errors="surrogateescape")
 logging.getLogger("x").error(text)
-writer.close(successful=False, error=text)
+writer.close(exit_status=1, error=text)
 """
     result = run_python(code, tmp_path)
     assert r"bad \udcff\udcfe" in (tmp_path / "run" / "out.log").read_text()

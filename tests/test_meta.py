@@ -34,11 +34,11 @@ def test_meta(tmp_path, monkeypatch):
     assert meta["env"]["OMP_NUM_THREADS"] == "1"
     assert set(meta["env"]) <= set(meta_file.ENVIRONMENT_VARIABLES)
     assert meta["versions"]["torch"].startswith(torch.__version__.split("+")[0])
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     ended = read_meta(writer.path)
     [entry] = meta["starts"]
     end = {"successful": True, "date_end": ended["date_end"]}
-    assert ended == meta | end | {"starts": [entry | end]}
+    assert ended == meta | end | {"starts": [entry | end | {"exit_status": 0}]}
     assert entry["flags"] == meta["args"]
     assert (entry["first_step"], entry["date_start"]) == (0, meta["date_start"])
     for name in ("git", "slurm", "env", "versions", "hardware", "protocol", "preset"):
@@ -58,7 +58,7 @@ def test_meta_has_preset_and_protocol(tmp_path):
     flags |= {"reward_clipping": "none"}
     about = {"preset_changes": differences(flags)}
     writer = FileWriter(str(tmp_path), "run", flags, about=about)
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     meta = read_meta(writer.path)
     assert meta["preset"] == "minatar"
     changes = {"env": "MinAtar/Freeway-v1", "entropy_cost": 0.05}
@@ -82,7 +82,7 @@ def test_meta_is_strict_json(tmp_path):
         raise AssertionError(constant)
 
     writer = FileWriter(str(tmp_path), "run", {"clip_ratio": math.inf})
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     text = (writer.path / "meta.json").read_text()
     assert json.loads(text, parse_constant=refuse)["args"]["clip_ratio"] == "inf"
     assert meta_file.read_meta(writer.path)["args"]["clip_ratio"] == math.inf
@@ -92,7 +92,7 @@ def test_slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "1234")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
     writer = FileWriter(str(tmp_path), "run", ARGS)
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     slurm = read_meta(writer.path)["slurm"]
     assert slurm["SLURM_JOB_ID"] == "1234"
     assert slurm["SLURM_ARRAY_TASK_ID"] == "7"

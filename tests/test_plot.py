@@ -24,7 +24,7 @@ def make_run(savedir, xpid, returns, flags=None, **columns):
     for tick, value in enumerate(returns):
         row = {"step": 15 * tick, "frames": 60 * tick, "mean_game_return": value}
         writer.log(row | {name: values[tick] for name, values in columns.items()})
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     return writer.path
 
 

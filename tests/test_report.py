@@ -34,7 +34,7 @@ def make_run(savedir, xpid="a", flags=FLAGS):
     writer = FileWriter(str(savedir), xpid, flags, about=about)
     for step, games, mean in ((1000, 0, None), (2000, 7, 0.5), (3000, 250, 1.25)):
         writer.log({"step": step, "games": games, "mean_game_return_100": mean})
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     return writer.path
 
 
@@ -281,7 +281,7 @@ def make_group(savedir, name, returns, **flags):
         writer = FileWriter(str(savedir), names[-1], FLAGS | flags | {"seed": seed})
         for step, mean in ((50, None), (100, value / 2), (200, value)):
             writer.log({"step": step, "mean_game_return_100": mean})
-        writer.close(successful=True)
+        writer.close(exit_status=0)
     return names
 
 

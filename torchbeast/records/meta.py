@@ -14,10 +14,11 @@ import math
 import os
 import pathlib
 import platform
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchbeast.base.hardware import hardware
@@ -73,7 +74,6 @@ class FileWriter:
         from the first larger step on are cut.
       folder: the run's folder, if the caller has locked it; the caller closes it.
       start_over: if the run was started before and resume_step is None, cut all rows.
-      left_open: the flags that were chosen for the machine or from other flags.
       about: more entries of this start for meta.json, such as the signature of the
         flags and their differences from the preset.
 
@@ -95,7 +95,6 @@ class FileWriter:
         resume_step: int | None = None,
         folder: RunFolder | None = None,
         start_over: bool = False,
-        left_open: Sequence[str] = (),
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self._lock = threading.Lock()
@@ -134,12 +133,7 @@ class FileWriter:
             self._logs.write(row)
 
     def close(
-        self,
-        successful: bool,
-        last_step: int | None = None,
-        exit_status: int | None = None,
-        signal: str | None = None,
-        error: str | None = None,
+        self, exit_status: int, last_step: int | None = None, error: str | None = None
     ) -> None:
         """Writes the end of the run to meta.json and closes the files.
 
@@ -147,22 +141,21 @@ class FileWriter:
         and does not raise, so that it hides no earlier error.
 
         Args:
-          successful: whether the run is finished.
-          last_step: the step that it reached.
-          exit_status: of the process.
-          signal: the name of the signal that ended it.
+          exit_status: 0 finished, 1 failed, 128 + n ended by signal n.
+          last_step: the step that the run reached.
           error: what ended it, if it failed.
         """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            end = {"successful": successful, "date_end": now()}
+            end = {"successful": exit_status == 0, "date_end": now()}
             self._meta |= end
+            by = signal.Signals(exit_status - 128).name if exit_status > 128 else None
             self._meta["starts"][-1] |= end | {
                 "last_step": last_step,
                 "exit_status": exit_status,
-                "signal": signal,
+                "signal": by,
                 "error": error[:ERROR_LENGTH] if error else error,
             }
             try:
@@ -176,7 +169,6 @@ class FileWriter:
         xpid: str,
         args: Mapping[str, Any],
         resume_step: int | None,
-        left_open: Sequence[str],
         about: Mapping[str, Any],
     ) -> dict[str, Any]:
         old = read_meta(self.path)
@@ -187,11 +179,11 @@ class FileWriter:
             "args": dict(args),
             "preset": args.get("preset"),
             "preset_changes": {},
+            "flags_left_open": [],
             "protocol": protocol,
             "protocol_text": describe(protocol),
             **provenance(),
             **about,
-            "flags_left_open": list(left_open),
             "slurm": _environment(SLURM_VARIABLES) or None,
             "env": _environment(ENVIRONMENT_VARIABLES),
         }

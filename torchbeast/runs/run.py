@@ -129,8 +129,8 @@ class Run:
             resume_step=step,
             folder=start.folder,
             start_over=start.start_over,
-            left_open=start.left_open,
             about={
+                "flags_left_open": start.left_open,
                 "flags_signature": trust.sign(flags.as_dict()),
                 "preset_changes": flagset.differences(flags.as_dict()),
                 "optimizer": type(self.learner.optimizer).__name__,
@@ -428,13 +428,8 @@ class Run:
             mean_return(counters, self.flags),
         )
         self.last_words()
-        self._writer.close(
-            status == 0,
-            last_step=learner.step,
-            exit_status=status,
-            signal=signal.Signals(status - 128).name if status > 128 else None,
-            error=self._error if status == 1 else None,
-        )
+        why = self._error if status == 1 else None
+        self._writer.close(status, learner.step, error=why)
         for tracker in self._trackers:
             tracker.close(status)
         self._wake_pipe.stop_waking_on_signals(self._old_wakeup)
