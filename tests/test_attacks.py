@@ -572,8 +572,8 @@ def test_the_default_sockets_lie_in_a_private_folder(tmp_path, monkeypatch):
 
 
 def test_both_sides_have_the_same_default_sockets():
-    env = polybeast_env.make_parser().get_default("pipes_basename")
-    assert polybeast_learner.make_parser().get_default("pipes_basename") == env
+    env = polybeast_env.make_parser().declared["pipes_basename"].default
+    assert polybeast_learner.make_parser().declared["pipes_basename"].default == env
     assert env.startswith(f"unix:{security.PRIVATE_FOLDER}/")
 
 

@@ -201,7 +201,7 @@ def test_what_a_file_names_is_used_only_with_trust(write, name, value, typed, ki
         config = write(json.dumps(meta), kind)
         if name in flagset.OF_ITS_RUN:
             flags = flagset.parse(parser, [config])
-            assert getattr(flags, name) == parser.get_default(name)
+            assert getattr(flags, name) == parser.declared[name].default
             return
     with pytest.raises(UntrustedError, match=f"{config[9:]} names --{name}"):
         flagset.parse(parser, [config])

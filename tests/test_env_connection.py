@@ -27,7 +27,7 @@ from watched_runs import wait_until
 from libtorchbeast import Client, Listener, RefusedError, Security, Server, probe
 from torchbeast import polybeast_env, polybeast_learner
 from torchbeast.base.flag import Flag
-from torchbeast.flags import Environment, environment_flags
+from torchbeast.flags import Atari, Environment
 from torchbeast.remote import env_connection, security
 from torchbeast.remote.remote_envs import expected_environment
 from torchbeast.runs import flagset
@@ -213,7 +213,7 @@ def test_settings_are_all_flags_that_shape_the_environments():
             "--mask_actions",
         )
     )
-    assert settings.keys() == environment_flags(is_atari=True).keys()
+    assert settings.keys() == (Environment.declared() | Atari.declared()).keys()
     assert settings["sticky_actions"] == "0.25"
     assert settings["life_loss"] == "False"
     # A preset and the command line may write a number in two ways.

@@ -26,7 +26,7 @@ from torchbeast.local.env_spec import find_env_spec
 
 
 def env_flags(env, **changes):
-    declared = declared_flags.environment_flags(is_atari=True)
+    declared = declared_flags.Environment.declared() | declared_flags.Atari.declared()
     defaults = {name: flag.default for name, flag in declared.items()}
     settings = {"env": env, "atari_backend": "python", "seed": 3, "sync": False}
     return argparse.Namespace(**{**defaults, **settings, **changes})

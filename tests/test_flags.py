@@ -55,7 +55,7 @@ def make_env_parser():
 
 def test_command_line_then_preset_then_default():
     assert "total_steps" in PRESETS["classic-control"]
-    assert parse().batch_size == monobeast.make_parser().get_default("batch_size")
+    assert parse().batch_size == monobeast.make_parser().declared["batch_size"].default
     assert parse("--preset minatar").batch_size == PRESETS["minatar"]["batch_size"]
     for line in ("--preset minatar --batch_size 5", "--batch_size=5 --preset=minatar"):
         flags = parse(line)
@@ -65,7 +65,7 @@ def test_command_line_then_preset_then_default():
 
 
 def test_an_explicit_default_wins_over_the_preset():
-    default = monobeast.make_parser().get_default("reward_clipping")
+    default = monobeast.make_parser().declared["reward_clipping"].default
     assert PRESETS["minatar"]["reward_clipping"] != default
     flags = parse(f"--preset minatar --reward_clipping {default}")
     assert flags.reward_clipping == default
@@ -95,7 +95,7 @@ def test_another_preset_counts_as_typed():
 
 
 def test_which_flags_were_typed():
-    default = monobeast.make_parser().get_default("batch_size")
+    default = monobeast.make_parser().declared["batch_size"].default
     assert parse().typed == frozenset()
     flags = parse(f"--num_threads 1 --batch_size={default} --no-life_loss --sync")
     assert flags.typed == {"num_learner_threads", "batch_size", "life_loss", "sync"}

@@ -413,8 +413,3 @@ def make_parser(
       defaults: those of this script, if they are others.
     """
     return FlagParser(description, groups, {"model": torsos}, defaults)
-
-
-def environment_flags(is_atari: bool) -> dict[str, Flag]:
-    """The flags of the environment that have an effect."""
-    return {**Environment.declared(), **(Atari.declared() if is_atari else {})}

@@ -224,9 +224,6 @@ class FlagParser(argparse.ArgumentParser):
                 )
                 self.declared[name].add_to(to)
 
-    def get_default(self, dest: str) -> Any:
-        return self.declared[dest].default
-
 
 Me = TypeVar("Me", bound="Values")
 _NO_FLAGS = ("_frozen", "typed", "on_command_line")

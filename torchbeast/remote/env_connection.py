@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchbeast.base.errors import FlagError, using
 from torchbeast.envs import atari
-from torchbeast.flags import environment_flags
+from torchbeast.flags import Atari, Environment
 
 CONNECT_SECONDS = 5.0  # time limit of a connection, and of each step of a handshake
 
@@ -24,9 +24,9 @@ def environment_settings(flags: argparse.Namespace) -> dict[str, str]:
     the environment is not an Atari game, and so are flags without a value, or with
     False where this means the same.
     """
-    is_atari = atari.atari_game(flags.env) is not None
+    of_atari = Atari.declared() if atari.atari_game(flags.env) else {}
     settings = {}
-    for name, declared in environment_flags(is_atari).items():
+    for name, declared in (Environment.declared() | of_atari).items():
         value = getattr(flags, name)
         if value is not None and not (value is False and declared.default is None):
             # A preset may give 0 if the command line gives 0.0.
