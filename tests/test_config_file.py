@@ -76,7 +76,7 @@ def test_a_typed_preset_wins_over_the_file(write):
 def test_a_checkpoint_loses(write):
     saved = parse("--seed=3", "--entropy_cost=0.2").as_dict()
     config = write("seed = 4")
-    flags = flagset.parse(monobeast.make_parser(), [config], saved)
+    flags = flagset.merge(flagset.read(monobeast.make_parser(), [config]), saved)
     assert (flags.seed, flags.entropy_cost) == (4, 0.2)
 
 

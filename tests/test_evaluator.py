@@ -56,7 +56,8 @@ def test_results_and_the_best_checkpoint(tmp_path, module):
     assert best["stats"]["eval_return"] >= max(value for _, value in found)
     # What another process says of these weights:
     argv = ["--xpid=a", "--mode=test"]
-    flags = flagset.parse(monobeast.make_parser(), argv, best["flags"])
+    typed = flagset.read(monobeast.make_parser(), argv)
+    flags = flagset.merge(typed, best["flags"])
     flags = flagset.resolve(flags).freeze()
     weights, stream = best["model_state_dict"], evaluate.EVAL_STREAM
     games = list(evaluate.play(flags, weights, range(3), stream=stream))

@@ -31,7 +31,7 @@ OLD_COMMAND_LINE = """
 
 def parse(command_line="", **options):
     argv = shlex.split(command_line)
-    return flagset.parse(monobeast.make_parser(), argv, **options)
+    return flagset.merge(flagset.read(monobeast.make_parser(), argv), **options)
 
 
 def resolve(command_line="", **options):

@@ -22,7 +22,7 @@ from torchbeast.runs import flagset
 parser = monobeast.make_parser()
 
 def parse(*words, **more):
-    return flagset.parse(parser, words, **more)
+    return flagset.merge(flagset.read(parser, words), **more)
 
 assert "--curiosity_cost CURIOSITY_COST" in parser.format_help()
 assert "its weight (default: 0.5)" in parser.format_help()

@@ -267,7 +267,8 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
     parser = declared_flags.make_parser("", TORSOS)
     words = ["--mode=test", *(["--trust_checkpoint_env"] if trust_env else [])]
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
-    flags = flagset.parse(parser, words, saved["flags"], signed, str(file))
+    typed = flagset.read(parser, words)
+    flags = flagset.merge(typed, saved["flags"], signed, str(file))
     flags = flagset.resolve(flags)
     for name in saved["flags"].keys() - flags.as_dict().keys():
         setattr(flags, name, saved["flags"][name])  # a flag of one variant's script

@@ -129,15 +129,9 @@ def values_of_file(
         raise FlagError(f"{place}: {error}") from None
 
 
-def parse(
-    parser: FlagParser,
-    argv: Sequence[str] | None = None,
-    saved: dict[str, Any] | None = None,
-    signed: bool = False,
-    place: str = "the checkpoint",
-) -> Flags:
-    """`merge` of what `read` finds."""
-    return merge(read(parser, argv), saved, signed, place)
+def parse(parser: FlagParser, argv: Sequence[str] | None = None) -> Flags:
+    """The flags of a command line, without a checkpoint; see `merge`."""
+    return merge(read(parser, argv))
 
 
 def merge(
