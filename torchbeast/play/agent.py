@@ -17,6 +17,7 @@ Without a state, an episode begins.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Mapping
@@ -55,24 +56,16 @@ class AgentState(NamedTuple):
     totals: Totals
 
 
+@dataclasses.dataclass(eq=False)
 class Agent:
-    """A model with its flags, for one environment or several.
+    """A model with its flags, for one environment or several."""
 
-    Attributes:
-      flags: of the run.
-      model: see model.py.
-      observation_space, action_space: of the environment.
-    """
+    flags: Flags  # of the run
+    model: Net
+    observation_space: gymnasium.Space
+    action_space: gymnasium.Space
 
-    def __init__(
-        self,
-        flags: Flags,
-        model: Net,
-        observation_space: gymnasium.Space,
-        action_space: gymnasium.Space,
-    ) -> None:
-        self.flags, self.model = flags, model
-        self.observation_space, self.action_space = observation_space, action_space
+    def __post_init__(self) -> None:
         self.generator = torch.Generator()
         self.generator.seed()
 
