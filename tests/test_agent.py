@@ -256,8 +256,8 @@ NAN = np.array([0.1, np.nan, 0])
     [
         ({"observation": NAN}, "Short: the logits are NaN.*observation is nan"),
         ({"observation": np.zeros((2, 3)), "reward": [0, np.nan]}, "reward is nan"),
-        ({"observation": np.zeros(4)}, r"observation is float64 \[4\].*batch"),
-        ({"observation": [0, None, 0]}, "observation is object"),
+        ({"observation": np.zeros(4)}, r"float64 \[4\] as observation, but.*batch"),
+        ({"observation": [0, None, 0]}, "list of 3 values as observation"),
         ({"observation": np.zeros((0, 3))}, "batch"),
         ({"observation": np.zeros(3), "reward": [0, 0]}, r"reward is .*\[2\]"),
         (

@@ -28,13 +28,13 @@ import numpy as np
 import torch
 
 from torchbeast import flags as declared_flags
-from torchbeast.base.nested import map_nested
+from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core.acting import Choose, act_step, prepare_to_act, to_tensors
 from torchbeast.core.finite import find_cause
 from torchbeast.core.rollout import State
 from torchbeast.encoders import TORSOS
 from torchbeast.envs.atari import atari_game
-from torchbeast.envs.checks import InvalidEnvironmentError, describe, parts_of
+from torchbeast.envs.checks import InvalidEnvironmentError, describe, parts_of, read
 from torchbeast.envs.environment import (
     Totals,
     example_environment,
@@ -176,35 +176,16 @@ def _stack(space: gymnasium.Space, observation: Any) -> tuple[Any, int, bool]:
     Returns:
       Arrays [n, ...] nested as the space, n, and whether it was only one.
     """
-    sizes: set[tuple[int, ...]] = set()  # (n,); () if there is only one
-
-    def read(part: Any, x: Any) -> np.ndarray:
-        try:
-            array = np.asarray(x)
-        except ValueError:  # rows of unequal length
-            array = np.empty((), object)
-        extra = max(0, array.ndim - len(part.shape))
-        fits = extra <= 1 and array.shape[extra:] == part.shape
-        if not fits or not np.can_cast(array.dtype, part.dtype, "same_kind"):
-            raise ValueError(
-                f"observation is {describe(array)}; it must be of {part}, or a batch "
-                "of such observations"
-            )
-        sizes.add(array.shape[:extra])
-        array = array.astype(part.dtype)
-        return array if extra else array[np.newaxis]
-
     try:
-        arrays = map_nested(read, parts_of(space), observation)
-    except (LookupError, TypeError) as error:
-        raise ValueError(
-            f"observation is {describe(observation)}; it must be of {space}"
-        ) from error
-    if len(sizes) != 1 or sizes == {(0,)}:
-        found = sorted(sizes)
-        raise ValueError(f"parts of the observation have the batch dimensions {found}")
-    (size,) = sizes
-    return arrays, size[0] if size else 1, not size
+        one = read(space, observation)
+        return map_nested(lambda x: np.array(x[np.newaxis]), one), 1, True
+    except ValueError as error:
+        why = error
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        leaves = map_nested(lambda _, x: np.asarray(x), parts_of(space), observation)
+        if n := len(flatten(leaves)[0]):
+            return map_nested(np.array, read(space, observation, (n,))), n, False
+    raise ValueError(f"{why}. A batch of such observations is possible, too")
 
 
 def _fill(
