@@ -176,7 +176,7 @@ class WakePipe:
         os.close(self._writer)
 
 
-class StopSignals:
+class StopSignals(contextlib.ExitStack):
     """Notes stop signals and wakes the main thread.
 
     Attributes:
@@ -184,23 +184,18 @@ class StopSignals:
       wake_pipe: its reader is readable after a signal.
     """
 
-    def __init__(self) -> None:
-        self.number = 0
+    number = 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number
 
     def __enter__(self) -> StopSignals:
         self.wake_pipe = WakePipe()
-        self._undo = contextlib.ExitStack()
-        self._undo.callback(self.wake_pipe.close)
+        self.callback(self.wake_pipe.close)
         old = self.wake_pipe.wake_on_signals()
-        self._undo.callback(self.wake_pipe.stop_waking_on_signals, old)
-        self._undo.enter_context(handling(self._note))
+        self.callback(self.wake_pipe.stop_waking_on_signals, old)
+        self.enter_context(handling(self._note))
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
 
 
 def run_script(main: Callable[[], int | None]) -> NoReturn:
