@@ -48,6 +48,18 @@ def using(name: object, problem: str = "") -> Iterator[None]:
         raise FileError(f"{f'{name} {problem}'.rstrip()}: {why}") from error
 
 
+@contextlib.contextmanager
+def needing(flag: str, package: str) -> Iterator[None]:
+    """Turns an ImportError into a FlagError that says what to install."""
+    try:
+        yield
+    except ImportError as error:  # maybe of a package that this one needs
+        raise FlagError(
+            f"{flag} needs the package {error.name or package}: pip install {package} "
+            f"({error})"
+        ) from error
+
+
 def is_user_error(error: BaseException) -> bool:
     # libtorchbeast's errors derive from RuntimeError, because it is plain C++.
     from_native = type(error).__module__ == "libtorchbeast"

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torchbeast.base.errors import FlagError, using
+from torchbeast.base.errors import needing, using
 from torchbeast.runs.flagset import Flags
 
 REQUEST_SECONDS = 5.0  # for which a client may say nothing
@@ -62,13 +62,8 @@ class Endpoint:
         liveness: Probe,
         readiness: Probe,
     ) -> None:
-        try:
+        with needing("--metrics_port", "prometheus-client"):
             import prometheus_client as prometheus
-        except ImportError as error:
-            raise FlagError(
-                "--metrics_port needs the package prometheus-client: pip install "
-                f"prometheus-client ({error})"
-            ) from error
         probes = {"/livez": liveness, "/readyz": readiness}
 
         class Handler(prometheus.MetricsHandler):

@@ -12,7 +12,7 @@ import secrets
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchbeast.base.errors import FlagError
+from torchbeast.base.errors import FlagError, needing
 from torchbeast.records.folder import atomic_write, writing
 from torchbeast.records.logs_csv import EVAL_COLUMNS
 from torchbeast.runs.flagset import Flags
@@ -72,13 +72,8 @@ class TensorBoard:
     """
 
     def __init__(self, path: Path, step: int) -> None:
-        try:
+        with needing("--tensorboard", "tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise FlagError(
-                "--tensorboard needs the package tensorboard: pip install tensorboard "
-                f"({error})"
-            ) from error
         self.path = path
         with writing(path):
             # TensorBoard also hides purge_step itself.
@@ -109,13 +104,8 @@ class WeightsAndBiases:
     """
 
     def __init__(self, flags: Flags, path: Path, resumes: bool) -> None:
-        try:
+        with needing("--wandb", "wandb"):
             import wandb
-        except ImportError as error:  # maybe of a package that wandb needs
-            raise FlagError(
-                f"--wandb needs the package {error.name or 'wandb'}: pip install wandb "
-                f"({error})"
-            ) from error
         identity = path / "wandb_id.txt"
         if not resumes or not identity.exists():
             with atomic_write(identity) as file:
