@@ -34,15 +34,11 @@ def as_stored(row: dict[str, Nested], spec: dict[str, Nested]) -> dict[str, Nest
 
     Environments in other languages may leave out fields of `spec`: these become zero.
     """
-
-    def cast(x: torch.Tensor, field: rollout.Spec) -> torch.Tensor:
-        return x if x.dtype == field.dtype else x.to(field.dtype)
-
     row = rollout.show_final_fields(row)
     leading = row["done"].shape
     for name, field in spec.items():
         if name in row:
-            row[name] = map_nested(cast, row[name], field)
+            row[name] = map_nested(lambda x, y: x.to(y.dtype), row[name], field)
         else:
             row[name] = row["done"].new_zeros(
                 (*leading, *field.shape), dtype=field.dtype
