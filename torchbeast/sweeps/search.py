@@ -111,13 +111,11 @@ class Search:
             )
             before = self.study.user_attrs.get("fixed", list(fixed))
             self.study.get_trials()
-        if before != list(fixed):
-            raise FlagError(
-                f"{path} has a search that was started with {' '.join(before)}. Give "
-                "the same values "
-                "and seeds again, or another --name"
-            )
-        with self._storage():
+            if before != list(fixed):
+                raise FlagError(
+                    f"{path} has a search that was started with {' '.join(before)}. "
+                    "Give the same values and seeds again, or another --name"
+                )
             self.study.set_user_attr("fixed", list(fixed))
         # The runs of each trial in progress, with their exit statuses.
         self._open: dict[int, dict[Job, int | None]] = {}
