@@ -326,15 +326,17 @@ def resident():
     )
 
 
-def test_a_replay_that_does_not_fit_is_refused(tmp_path):
+def test_a_replay_that_does_not_fit_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(replay_memory, "free_memory", lambda: 10**9)
+    monkeypatch.setattr(replay_memory, "free_disk", lambda path: 10**9)
     flags = argparse.Namespace(
         replay_size=10**7, unroll_length=T, seed=1, replay_file=None
     )
     with pytest.raises(ReplayError, match=r"needs .* GB, but only 1 GB of memory"):
-        replay_memory.make_replay(flags, SPEC, available=10**9)
+        replay_memory.make_replay(flags, SPEC)
     flags.replay_file = str(tmp_path / "file")
     with pytest.raises(ReplayError, match=r"only 1 GB of the file .*file"):
-        replay_memory.make_replay(flags, SPEC, available=10**9)
+        replay_memory.make_replay(flags, SPEC)
 
 
 def make_mixer(replay, model, ratio):

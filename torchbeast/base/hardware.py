@@ -31,13 +31,10 @@ def hardware() -> dict[str, Any]:
 
     GPUs are named only if the process has loaded torch.
     """
-    memory = None
-    with contextlib.suppress(ValueError, OSError, AttributeError):
-        memory = _physical_memory()
     return {
         "cpu": cpu_model(),
         "cpus": num_cpus(),
-        "memory_gib": memory and round(memory / 2**30, 1),
+        "memory_gib": round(_physical_memory() / 2**30, 1),
         "gpus": gpus(),
     }
 

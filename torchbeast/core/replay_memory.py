@@ -27,14 +27,11 @@ FILE = "replay.zip"  # beside model.tar
 PIECE = 2**26  # bytes to read or write at once
 
 
-def make_replay(
-    flags: Any, spec: dict[str, Nested], available: int | None = None
-) -> Replay:
+def make_replay(flags: Any, spec: dict[str, Nested]) -> Replay:
     """Makes the replay of the flags replay_size, replay_file and unroll_length.
 
     Args:
       spec: the fields of a row, see acting.row_spec.
-      available: bytes; default: what the machine has.
 
     Raises:
       FileError: the file can't be made.
@@ -50,8 +47,7 @@ def make_replay(
     arguments = spec, capacity, flags.unroll_length
     Replay(*arguments, measure, flags.seed)
     needed, place = sum(sizes), f"the file {path}" if path else "memory"
-    if available is None:
-        available = free_disk(path) if path else free_memory()
+    available = free_disk(path) if path else free_memory()
     if needed > available:
         raise ReplayError(
             f"--replay_size {capacity:,} needs {needed / 1e9:.3g} GB, but only "
