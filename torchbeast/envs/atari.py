@@ -18,10 +18,10 @@ import gymnasium
 import numpy as np
 from ale_py.env import AtariEnv
 from ale_py.vector_env import AtariVectorEnv
-from gymnasium.wrappers import ResizeObservation
+from gymnasium.wrappers import FrameStackObservation, ResizeObservation
 
 from torchbeast.envs.extra_fields import GAME_OVER
-from torchbeast.envs.space_checks import FrameStack, as_stack
+from torchbeast.envs.space_checks import as_stack
 
 FRAME_SIZE = 84  # height and width in pixels
 STACKED_FRAMES = 4
@@ -145,25 +145,6 @@ class SkipFrames(gymnasium.Wrapper):
         return frame, total_reward, terminated, truncated, info
 
 
-class StackFrames(gymnasium.ObservationWrapper):
-    """Returns the last 4 frames, oldest first, in a new array [4, 84, 84] uint8.
-
-    Before the first frame of a game there are three black ones.
-    """
-
-    def __init__(self, env: gymnasium.Env):
-        super().__init__(env)
-        self.observation_space = FrameStack(0, 255, STACK_SHAPE, np.uint8)
-
-    def reset(self, **arguments: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        self.stack = np.zeros(STACK_SHAPE, np.uint8)
-        return super().reset(**arguments)
-
-    def observation(self, observation: np.ndarray) -> np.ndarray:
-        self.stack = np.concatenate([self.stack[1:], observation[None]])
-        return self.stack
-
-
 class LifeLoss(gymnasium.Wrapper):
     """Ends the episode, but not the game, if a life is lost.
 
@@ -221,7 +202,8 @@ def make_atari(
     env = StartOfGame(env, flags.noop_max)
     env = SkipFrames(env, flags.frame_skip, flags.max_episode_frames)
     env = ResizeObservation(env, (FRAME_SIZE, FRAME_SIZE))  # by averages
-    env = StackFrames(env)
+    # The oldest first; before the first frame of a game there are three black ones.
+    env = FrameStackObservation(env, STACKED_FRAMES, padding_type="zero")
     if flags.life_loss:
         env = LifeLoss(env)
     return env
