@@ -23,6 +23,10 @@ class FileError(FlagError):
     """A file can't be used; the message names it. Mostly a flag has named it."""
 
 
+class MissingPackageError(FlagError, ImportError):
+    """A required package is missing; the message names it."""
+
+
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint can't be saved or loaded; the message says what to do."""
 
@@ -50,11 +54,11 @@ def using(name: object, problem: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def needing(flag: str, package: str) -> Iterator[None]:
-    """Turns an ImportError into a FlagError that says what to install."""
+    """Turns an ImportError into an error that says what to install."""
     try:
         yield
     except ImportError as error:  # maybe of a package that this one needs
-        raise FlagError(
+        raise MissingPackageError(
             f"{flag} needs the package {error.name or package}: pip install {package} "
             f"({error})"
         ) from error

@@ -14,7 +14,7 @@ from typing import Any
 
 import gymnasium
 
-from torchbeast.base.errors import FlagError, UserError
+from torchbeast.base.errors import FlagError, MissingPackageError, UserError
 from torchbeast.envs import atari, old_gym
 from torchbeast.envs.action_masks import MaskFromInfo, check_spaces
 from torchbeast.envs.checks import (
@@ -27,10 +27,6 @@ from torchbeast.envs.space_checks import check_interface, declare_stack
 
 class UnknownEnvironmentError(UserError, ValueError):
     """No environment has this name."""
-
-
-class MissingPackageError(UserError, ImportError):
-    """A required package is missing; the message names it."""
 
 
 def create_env(

@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from torchbeast.base.errors import FlagError
+from torchbeast.base.errors import FlagError, needing
 from torchbeast.base.nested import map_nested
 from torchbeast.envs import atari
 from torchbeast.envs.action_masks import check_spaces
@@ -26,7 +26,6 @@ from torchbeast.envs.checks import (
 )
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, gather
 from torchbeast.envs.make_env import (
-    MissingPackageError,
     UnknownEnvironmentError,
     call_named,
     find_object,
@@ -97,12 +96,8 @@ def find_vector_env(
 
 
 def _envpool(task: str, arguments: dict[str, Any], num_envs: int, seed: int) -> Any:
-    try:
+    with needing(f"--env {ENVPOOL}{task}", "envpool"):
         envpool = importlib.import_module("envpool")
-    except ImportError as error:
-        raise MissingPackageError(
-            f"--env {ENVPOOL}{task} needs EnvPool ({error}): pip install envpool"
-        ) from error
     if task not in envpool.list_all_envs():
         raise UnknownEnvironmentError(
             f"--env {ENVPOOL}{task}: EnvPool has no {task}; envpool.list_all_envs() "
