@@ -13,16 +13,13 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from torchbeast.base.errors import UserError
 from torchbeast.base.hardware import num_cpus
 from torchbeast.procs.children import Guardian, how_it_ended
-
-if TYPE_CHECKING:
-    from typing_extensions import Self  # Python 3.10 has none
 
 START_SECONDS = 120.0  # until the first update, and for FEWEST_UPDATES
 END_SECONDS = 30.0  # from SIGINT to the end
@@ -133,7 +130,7 @@ class Trial:
             )
         self._guardian.guard(self.process.pid)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Trial:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
