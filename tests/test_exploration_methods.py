@@ -30,10 +30,11 @@ from torchbeast.model import Net
 T, B = 11, 3
 SPACE = spaces.MultiDiscrete([3, 2])
 ACTIONS = spaces.Discrete(4)
-JSON = {"amigo": '{"batch_size": 16, "least_steps": 3}'}  # for short runs
+SCALE = '{"scale": 0.1}'  # for the short episodes of these runs
+JSON = {"amigo": '{"batch_size": 16, "least_steps": 3}'}
 METHODS = {"ride": RIDE, "noveld": NovelD, "e3b": E3B, "amigo": AMIGo}
 NAMES = {
-    name: f"examples.exploration.{name}:{x.__name__}{JSON.get(name, '')}"
+    name: f"examples.exploration.{name}:{x.__name__}{JSON.get(name, SCALE)}"
     for name, x in METHODS.items()
 }
 

@@ -30,7 +30,7 @@ class Counts(Method):
         self,
         observation_space: spaces.Space,
         distribution: Any,
-        scale: float = 0.1,
+        scale: float = 0.01,
         buckets: int = 2**20,
         part: str = "",
     ) -> None:

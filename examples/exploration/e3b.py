@@ -66,7 +66,7 @@ class E3B(Method):
         self,
         observation_space: spaces.Space,
         distribution: ActionDistribution,
-        scale: float = 0.1,
+        scale: float = 0.01,
         size: int = 32,
         ridge: float = 0.1,
         encoder: str = "",

@@ -33,7 +33,7 @@ class NovelD(Method):
         self,
         observation_space: spaces.Space,
         distribution: Any,
-        scale: float = 0.05,
+        scale: float = 0.005,
         alpha: float = 0.5,
         size: int = 128,
         encoder: str = "",

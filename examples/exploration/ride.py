@@ -35,7 +35,7 @@ class RIDE(Method):
         self,
         observation_space: spaces.Space,
         distribution: ActionDistribution,
-        scale: float = 0.1,
+        scale: float = 0.003,
         size: int = 128,
         forward_cost: float = 10.0,
         inverse_cost: float = 0.1,
