@@ -235,7 +235,7 @@ class NativeAtari(gymnasium.vector.VectorWrapper):
         self, *, seed: Any = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """Starts new games; `seed` holds one integer in [0, 2**31) per environment."""
-        seeds = np.asarray(seed, np.int64)
+        seeds = None if seed is None else np.asarray(seed, np.int64)
         observation, info = self.env.reset(seed=seeds, options=options)
         self._note_new_games(info, np.ones(self.num_envs, np.bool_))
         return observation, info
