@@ -113,7 +113,7 @@ def test_floats_round_trip_exactly(tmp_path):
     for value in values:
         row = {"float": value, "np": np.float64(value), "torch": torch.tensor(value)}
         writer.log(row)
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     rows = read_rows(writer.path)
     assert [float(row["float"]) for row in rows] == values
     assert [float(row["np"]) for row in rows] == values
@@ -194,7 +194,7 @@ def test_out_log(tmp_path, info_level):
     handlers = list(logging.getLogger().handlers)
     writer = FileWriter(str(tmp_path), "run", ARGS)
     logging.getLogger("torchbeast.monobeast").info("Return is %d.", 21)
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     logging.getLogger("torchbeast.monobeast").info("After the end.")
     assert logging.getLogger().handlers == handlers
     text = (writer.path / "out.log").read_text()
@@ -289,14 +289,14 @@ def test_resume_cuts_later_rows(started, info_level, resume_step, kept):
     assert (meta["successful"], meta["date_end"]) == (False, None)
     assert len(meta["resumed"]) == 1
     writer.log({"total_loss": 2.5, "step": 999})
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     rows = read_rows(started)
     assert [row["_tick"] for row in rows] == [str(tick) for tick in range(kept + 1)]
     assert rows[-1]["total_loss"] == "2.5"
     assert (started / "fields.csv").read_text() == "_tick,_time,step,total_loss\n"
     said = f"Resuming at step {resume_step}: {kept} of 7 lines"
     assert (said in (started / "out.log").read_text()) == (kept < 7)
-    FileWriter(str(started.parent), "run", ARGS, 999).close(successful=True)
+    FileWriter(str(started.parent), "run", ARGS, 999).close(exit_status=0)
     assert len(read_meta(started)["resumed"]) == 2
 
 
@@ -414,13 +414,13 @@ def test_meta_tells_of_every_start(started):
 def test_starting_over_cuts_all_lines(started, info_level):
     writer = FileWriter(str(started.parent), "run", ARGS, start_over=True)
     writer.log({"step": 5, "total_loss": 1.0})
-    writer.close(successful=True)
+    writer.close(exit_status=0)
     assert [(row["_tick"], row["step"]) for row in read_rows(started)] == [("0", "5")]
     assert "Starting over: 7 lines" in (started / "out.log").read_text()
 
 
 def test_a_locked_folder(tmp_path):
-    with RunFolder(str(tmp_path), "run") as folder:
+    with contextlib.closing(RunFolder(str(tmp_path), "run")) as folder:
         for _ in range(2):
             with pytest.raises(BlockingIOError, match="Another process"):
                 FileWriter(str(tmp_path), "run", ARGS)
