@@ -100,7 +100,7 @@ def infer(
             row_number += 1
         outputs, state = act_step(net, row, state, choose, policy_version)
         if streams.order:
-            outputs["inference"] = streams.order.stamp(count)
+            outputs["_inference"] = streams.order.stamp(count)
         answers = map_nested(
             lambda x, count=count: x[:, :count].cpu(), (outputs, tuple(state))
         )
@@ -162,7 +162,7 @@ def learn_from(run: Run, streams: Streams, rollouts: Nested) -> bool:
     learner, B = run.learner, run.flags.batch_size
     rows, initial_state = rollouts
     rows = as_stored(rows, streams.env_fields)
-    stamps = rows.pop("inference", None)  # with --record
+    stamps = rows.pop("_inference", None)  # with --record
     for first in range(0, rows["done"].shape[1], B):
         part = slice(first, first + B)
         with devices.copying(learner.device):
