@@ -1,0 +1,33 @@
+"""docs/results: each kept run can be made again."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from torchbeast import monobeast
+from torchbeast.presets import BEFORE_THE_FLAG_EXISTED
+from torchbeast.runs import flagset
+
+KEPT = sorted((Path(__file__).parents[1] / "docs/results").glob("*/meta.json"))
+
+
+def flags_of(meta):
+    return json.loads(meta.read_text())["args"]
+
+
+@pytest.mark.parametrize("meta", KEPT, ids=lambda path: path.parent.name)
+def test_config_has_the_flags_of_a_kept_run(meta):
+    kept = flags_of(meta)
+    parser = monobeast.make_parser()
+    if "pipes_basename" in kept:
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+        parser = importlib.import_module("torchbeast.polybeast").make_parser()
+    flags = flagset.parse(parser, ["--config", str(meta)])
+    before = {**flagset.parse(parser, []).as_dict(), **BEFORE_THE_FLAG_EXISTED}
+    for name, now in flags.as_dict().items():
+        if name in flagset.FREE_TO_CHANGE_IN_SYNC or now in (None, "auto"):
+            continue  # of one start, or chosen by the machine that it is made on
+        # A flag that is newer than the run must do nothing.
+        assert now == kept.get(name, before[name]), name
