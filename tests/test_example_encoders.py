@@ -11,7 +11,7 @@ from environments import SignsInNetHack
 from gymnasium import spaces
 
 from examples.exploration.encoders.minigrid_encoder import MiniGrid
-from examples.exploration.encoders.nethack_encoder import NetHack
+from examples.exploration.encoders.nethack_encoder import READS, NetHack
 from torchbeast.base.errors import UserError
 
 N = 5
@@ -101,6 +101,24 @@ def test_nethack(layer_norm):
     check_gradients(encoder, observation)
 
 
+@pytest.mark.parametrize(
+    ("parts", "size"),
+    [
+        (["map"], 64),
+        (["crop", "numbers"], 128 + 64),
+        (["numbers"], 64),
+        (["words", "map"], 64 + 32),
+    ],
+)
+def test_parts_of_nethack_need_only_what_they_read(parts, size):
+    names = {name for part in parts for name in READS[part]}
+    space = spaces.Dict({name: NETHACK[name] for name in names})
+    encoder = NetHack(space, 0.5, parts=parts)
+    observation = {name: nethack_observation()[name] for name in names}
+    assert encoder(observation).shape == (N, size)
+    check_gradients(encoder, observation)
+
+
 def test_every_part_of_nethacks_observation_counts():
     torch.manual_seed(1)
     encoder = NetHack(NETHACK)
@@ -169,6 +187,12 @@ def test_what_is_around_the_hero():
 def test_other_spaces_are_refused(encoder, space, words):
     with pytest.raises(UserError, match=words):
         encoder(space)
+
+
+@pytest.mark.parametrize("parts", [(), ("crop", "message"), "map"])
+def test_other_parts_are_refused(parts):
+    with pytest.raises(UserError, match="has the parts map, crop, numbers, words, got"):
+        NetHack(NETHACK, parts=parts)
 
 
 def variant_flags(tmp_path, module):
