@@ -30,7 +30,7 @@ class NetHack(nn.Module):
     """The whole map, what is around the hero, the hero's numbers and the message.
 
     Args:
-      parts: of these four. "crop" and "numbers" alone take a sixth of the time.
+      parts: of these four. "crop" and "numbers" alone take a tenth of the time.
     """
 
     CROP = 9  # rows and columns around the hero; odd
