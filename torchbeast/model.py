@@ -20,19 +20,10 @@ from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.exploration import ExplorerActor
 from torchbeast.core.moments import CLIP, RunningMoments
-from torchbeast.core.observations import (
-    is_image,
-    iterate_observation,
-    iterate_space,
-)
+from torchbeast.core.observations import is_image, iterate_observation, iterate_space
 from torchbeast.core.rollout import State
 from torchbeast.core.vtrace import VTraceReturns
-from torchbeast.encoders import (
-    ImageEncoder,
-    VectorEncoder,
-    initialize,
-    output_size,
-)
+from torchbeast.encoders import ImageEncoder, VectorEncoder, initialize, output_size
 from torchbeast.envs import action_masks
 from torchbeast.envs.make_env import make_named
 from torchbeast.recurrent import CORES

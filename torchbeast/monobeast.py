@@ -394,9 +394,7 @@ def log_timings(run: Run, actors: Any) -> None:
 def make_parser() -> FlagParser:
     groups = (*declared_flags.TRAINING, declared_flags.MonoBeast)
     return declared_flags.make_parser(
-        "MonoBeast: IMPALA on one machine.",
-        TORSOS,
-        (*groups, declared_flags.Launcher),
+        "MonoBeast: IMPALA on one machine.", TORSOS, (*groups, declared_flags.Launcher)
     )
 
 

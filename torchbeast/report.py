@@ -36,12 +36,7 @@ from torchbeast.records.groups import (
     interquartile_mean,
     iqm_interval,
 )
-from torchbeast.records.saved_runs import (
-    SavedRun,
-    find_run,
-    read_run,
-    read_runs,
-)
+from torchbeast.records.saved_runs import SavedRun, find_run, read_run, read_runs
 
 
 def table_row(folder: pathlib.Path) -> dict[str, str]:

@@ -90,11 +90,7 @@ def save(replay: Replay, path: Path, step: int) -> None:
       CheckpointError: the file can't be written, for example on a full disk. The old
         one, if any, is unchanged.
     """
-    content = {
-        "step": step,
-        "arrays": array_shapes(replay),
-        "episodes": replay.index(),
-    }
+    content = {"step": step, "arrays": array_shapes(replay), "episodes": replay.index()}
     try:
         with atomic_write(path) as file, zipfile.ZipFile(file, "w") as archive:
             for i, array in enumerate(replay.arrays()):

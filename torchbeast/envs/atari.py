@@ -180,9 +180,7 @@ class LifeLoss(gymnasium.Wrapper):
 
 
 def make_atari(
-    flags: argparse.Namespace,
-    render_mode: str | None = None,
-    **arguments: Any,
+    flags: argparse.Namespace, render_mode: str | None = None, **arguments: Any
 ) -> gymnasium.Env:
     """Makes one environment: observations [4, 84, 84] uint8, unclipped rewards.
 

@@ -35,11 +35,7 @@ from torchbeast.core.rollout import State
 from torchbeast.encoders import TORSOS
 from torchbeast.envs.atari import atari_game
 from torchbeast.envs.checks import InvalidEnvironmentError, describe, parts_of, read
-from torchbeast.envs.environment import (
-    Totals,
-    example_environment,
-    to_env_actions,
-)
+from torchbeast.envs.environment import Totals, example_environment, to_env_actions
 from torchbeast.envs.extra_fields import EXTRA_FIELDS
 from torchbeast.envs.make_env import create_env
 from torchbeast.envs.vector_envs import find_vector_env

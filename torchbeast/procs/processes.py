@@ -102,9 +102,7 @@ def name_thread(name: str) -> None:
 
 
 @contextlib.contextmanager
-def handling(
-    handler: Callable[[int, FrameType | None], Any],
-) -> Iterator[None]:
+def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     """Installs a handler for stop signals, and restores the old ones afterwards.
 
     Exception: after exit_on_stop_signals, signals are ignored afterwards, because the

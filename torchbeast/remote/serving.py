@@ -36,13 +36,7 @@ WATCH_SECONDS = 0.5  # between two checks of a client
 PAUSE_SECONDS = 1.0  # before others replace environments that have raised
 
 
-def serve(
-    flags: Flags,
-    index: int,
-    address: str,
-    first_stream: int,
-    pipe: Any,
-) -> None:
+def serve(flags: Flags, index: int, address: str, first_stream: int, pipe: Any) -> None:
     """The main function of a server process: serves until SIGTERM or its parent's end.
 
     If the learner does not number its streams, they are numbered from first_stream. No

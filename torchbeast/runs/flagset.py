@@ -26,15 +26,7 @@ from typing import Any, NamedTuple
 from torchbeast.base.devices import fast_bf16, learner_device
 from torchbeast.base.errors import FlagError, using
 from torchbeast.base.flag import FREE, START, TUNE, Flag, FlagParser
-from torchbeast.flags import (
-    DECLARED,
-    Atari,
-    Flags,
-    Loss,
-    Model,
-    Optimizer,
-    of_resume,
-)
+from torchbeast.flags import DECLARED, Atari, Flags, Loss, Model, Optimizer, of_resume
 from torchbeast.presets import BEFORE_THE_FLAG_EXISTED, PRESETS, current_name
 from torchbeast.procs import processes
 from torchbeast.records.folder import check_name

@@ -231,10 +231,7 @@ def begin(
 
 
 def merge(
-    typed: flagset.Typed,
-    saved: dict[str, Any],
-    path: pathlib.Path,
-    notes: list[str],
+    typed: flagset.Typed, saved: dict[str, Any], path: pathlib.Path, notes: list[str]
 ) -> Flags:
     """Returns the flags of a resumed run, not resolved yet.
 
