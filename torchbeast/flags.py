@@ -364,32 +364,15 @@ class OfServers(Group):
         "seed of the environments, if the learner sends none (older versions)", SEED)
 
 
+class Flags(Values, Run, Environment, Atari, Model, Layout, Loss, Optimizer, Replay,
+        Test, MonoBeast, PolyBeast, Connection, Servers, Launcher):
+    """The typed flags of a script, which has those of some groups only."""
+
+
 # fmt: on
 TRAINING = (Run, Environment, Atari, Model, Layout, Loss, Optimizer, Replay, Test)
 CONNECTED = (PolyBeast, Connection)
 GROUPS = (*TRAINING, MonoBeast, *CONNECTED, Servers, Launcher)
-
-
-class Flags(
-    Values,
-    Run,
-    Environment,
-    Atari,
-    Model,
-    Layout,
-    Loss,
-    Optimizer,
-    Replay,
-    Test,
-    MonoBeast,
-    PolyBeast,
-    Connection,
-    Servers,
-    Launcher,
-):
-    """The typed flags of a script, which has those of some groups only."""
-
-
 DECLARED: dict[str, Flag] = {
     name: declared for group in GROUPS for name, declared in group.declared().items()
 }
