@@ -22,14 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchbeast.procs import processes
-from torchbeast.records import protocol
-from torchbeast.records.groups import (
-    by_name,
-    check_protocols,
-    group_name,
-    interquartile_mean,
-    iqm_interval,
-)
+from torchbeast.records import groups, protocol
 from torchbeast.records.logs_csv import EVAL_COLUMNS
 from torchbeast.records.saved_runs import SavedRun, find_run, read_runs
 
@@ -98,11 +91,11 @@ def group_curves(curves: Sequence[Curve], iqm: bool = False) -> list[Curve]:
     interquartile mean with its 95 % interval. Values are interpolated linearly. If some
     runs are longer, this is printed.
     """
-    groups: dict[str, list[Curve]] = {}
+    found: dict[str, list[Curve]] = {}
     for one in curves:
-        groups.setdefault(group_name(one.label), []).append(one)
+        found.setdefault(groups.group_name(one.label), []).append(one)
     joined = []
-    for name, members in groups.items():
+    for name, members in found.items():
         first = max(member.x[0] for member in members)
         last = min(member.x[-1] for member in members)
         if len(members) == 1:
@@ -118,8 +111,8 @@ def group_curves(curves: Sequence[Curve], iqm: bool = False) -> list[Curve]:
         x = np.linspace(first, last, GRID_POINTS)
         y = np.stack([np.interp(x, m.x, m.y) for m in members])  # [runs, GRID_POINTS]
         if iqm:
-            center, what = interquartile_mean(y.T), "IQM, 95 % interval"
-            low, high = np.transpose([iqm_interval([scores]) for scores in y.T])
+            center, what = groups.interquartile_mean(y.T), "IQM, 95 % interval"
+            low, high = np.transpose([groups.iqm_interval([scores]) for scores in y.T])
         else:
             center, what = y.mean(axis=0), "mean ± std"
             low, high = center - y.std(axis=0), center + y.std(axis=0)
@@ -212,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         savedir = flags.savedir.expanduser()
         runs = read_runs(flags.xpids, savedir)
         if grouped := flags.group or flags.iqm:
-            check_protocols(by_name(runs))
+            groups.check_protocols(groups.by_name(runs))
         known = [run for run in runs if run.protocol() is not None]
         common, special = protocol.split_common(run.protocol() for run in known)
         notes = {

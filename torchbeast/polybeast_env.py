@@ -33,11 +33,7 @@ from torchbeast import flags as declared_flags
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.procs import processes
-from torchbeast.remote.security import (
-    make_private_folder,
-    security,
-    warn_of_exposed_token,
-)
+from torchbeast.remote import security
 from torchbeast.remote.serving import serve
 from torchbeast.remote.supervisor import Servers
 from torchbeast.runs import flagset, script
@@ -109,10 +105,10 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
       FlagError: a flag has a value that is not allowed.
       ServerError: a server can't start, or crashes again and again.
     """
-    security(flags)  # raises before a process is started
-    warn_of_exposed_token(flags, addresses(flags))
+    security.security(flags)  # raises before a process is started
+    security.warn_of_exposed_token(flags, addresses(flags))
     if not (flags.bind or flags.join):
-        make_private_folder(flags.pipes_basename)
+        security.make_private_folder(flags.pipes_basename)
     with processes.StopSignals() as signals, contextlib.ExitStack() as stack:
         servers = Servers(serve, flags, addresses(flags))
         stack.callback(servers.stop)

@@ -28,14 +28,8 @@ import numpy as np
 from torchbeast.base.errors import using
 from torchbeast.base.hardware import describe_hardware
 from torchbeast.procs import processes
-from torchbeast.records import protocol
+from torchbeast.records import groups, protocol
 from torchbeast.records.atari_scores import RANDOM_AND_HUMAN
-from torchbeast.records.groups import (
-    by_name,
-    check_protocols,
-    interquartile_mean,
-    iqm_interval,
-)
 from torchbeast.records.saved_runs import SavedRun, find_run, read_run, read_runs
 
 
@@ -143,7 +137,9 @@ def group_rows(
         if run in left_out:
             continue
         tasks.setdefault((run.protocol() or {}).get("env", "unknown"), []).append(run)
-    check_protocols({f"{name}, {task}": members for task, members in tasks.items()})
+    groups.check_protocols(
+        {f"{name}, {task}": members for task, members in tasks.items()}
+    )
     rows = [_group_row(name, task, {task: tasks[task]}, steps) for task in tasks]
     if references and len(tasks) > 1:
         if missing := [task for task in tasks if task not in references]:
@@ -177,8 +173,8 @@ def _group_row(
             zero, one = references[task] if references else (0.0, 1.0)
             returns = np.array([score(run) for run in members])
             scores.append((returns - zero) / (one - zero))
-        mean = interquartile_mean(np.concatenate(scores))
-        low, high = iqm_interval(scores)
+        mean = groups.interquartile_mean(np.concatenate(scores))
+        low, high = groups.iqm_interval(scores)
         # Single runs say nothing about the spread.
         spread = f" [{low:.2f}, {high:.2f}]" if len(runs) > len(tasks) else ""
         return f"{mean:.2f}{spread}"
@@ -270,13 +266,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             folders = [find_run(xpid, savedir) for xpid in arguments.xpids]
             rows = [table_row(folder) for folder in dict.fromkeys(folders)]
         else:
-            groups = by_name(read_runs(arguments.xpids, savedir))
+            named = groups.by_name(read_runs(arguments.xpids, savedir))
             for name, *xpids in arguments.method:
-                groups.setdefault(name, []).extend(read_runs(xpids, savedir))
+                named.setdefault(name, []).extend(read_runs(xpids, savedir))
             references = read_references(arguments.scores) if arguments.scores else {}
             rows = [
                 row
-                for name, runs in groups.items()
+                for name, runs in named.items()
                 for row in group_rows(
                     name, runs, arguments.at, references, arguments.tuned_on
                 )

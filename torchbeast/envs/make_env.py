@@ -15,13 +15,8 @@ from typing import Any
 import gymnasium
 
 from torchbeast.base.errors import FlagError, MissingPackageError, UserError
-from torchbeast.envs import atari, old_gym
+from torchbeast.envs import atari, checks, old_gym
 from torchbeast.envs.action_masks import MaskFromInfo, check_spaces
-from torchbeast.envs.checks import (
-    InvalidEnvironmentError,
-    UnsupportedSpaceError,
-    raised_by_call,
-)
 from torchbeast.envs.space_checks import check_interface, declare_stack
 
 
@@ -65,7 +60,7 @@ def create_env(
     if names_python(name):
         env = old_gym.adapt(env, render_mode)
     if render_mode and env.render_mode != render_mode:
-        raise InvalidEnvironmentError(
+        raise checks.InvalidEnvironmentError(
             f"--env {name} can't be rendered: its render_mode is {env.render_mode!r}. "
             "--video and --mode test_render need an environment with a parameter "
             "render_mode that returns frames"
@@ -83,8 +78,8 @@ def create_env(
     except BaseException as error:
         with contextlib.suppress(Exception):  # the first error counts
             env.close()
-        if isinstance(error, UnsupportedSpaceError):
-            raise UnsupportedSpaceError(f"--env {name}: {error}") from None
+        if isinstance(error, checks.UnsupportedSpaceError):
+            raise checks.UnsupportedSpaceError(f"--env {name}: {error}") from None
         raise
     return env
 
@@ -142,9 +137,9 @@ def call_named(flag: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     try:
         return function(*args, **kwargs)
     except TypeError as error:
-        if not raised_by_call(error):
+        if not checks.raised_by_call(error):
             raise
-        raise InvalidEnvironmentError(
+        raise checks.InvalidEnvironmentError(
             f"{flag} can't be made with the arguments {kwargs}: {error}. --env_kwargs "
             "passes arguments to --env, a JSON object after its name to a wrapper"
         ) from error
@@ -184,9 +179,9 @@ def _from_gymnasium(
     except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
         raise _missing_package(f"--env {name}", error) from error
     except (TypeError, gymnasium.error.Error) as error:
-        if not raised_by_call(error.__context__ or error):
+        if not checks.raised_by_call(error.__context__ or error):
             raise
-        raise InvalidEnvironmentError(
+        raise checks.InvalidEnvironmentError(
             f"--env {name} can't be made: {error}. --env_kwargs passes arguments, "
             "--video and --mode test_render pass render_mode"
         ) from error

@@ -18,13 +18,8 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.errors import FlagError
+from torchbeast.envs import checks
 from torchbeast.envs.action_masks import AGENT, MaskFromInfo, check_spaces
-from torchbeast.envs.checks import (
-    Checker,
-    InvalidEnvironmentError,
-    describe,
-    own_context,
-)
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, select
 from torchbeast.envs.make_env import call_named, find_object, parse_paths
 from torchbeast.envs.seeded_games import game_seed
@@ -57,9 +52,9 @@ def make_parallel(flags: argparse.Namespace, render_mode: str | None) -> Any:
         flag = f"--wrapper {path}"
         env = call_named(flag, find_object(flag, path), env, **wrapper_arguments)
     if not getattr(env, "possible_agents", None) or hasattr(env, "agent_iter"):
-        raise InvalidEnvironmentError(
-            f"{flag} made {describe(env)}, which is no environment of PettingZoo's "
-            "parallel API with a list possible_agents"
+        raise checks.InvalidEnvironmentError(
+            f"{flag} made {checks.describe(env)}, which is no environment of "
+            "PettingZoo's parallel API with a list possible_agents"
         )
     return env
 
@@ -93,13 +88,13 @@ class ParallelGame:
         warn: Callable[[int, str, str], None],
     ) -> None:
         self.name, self.log_actions = flags.env, getattr(flags, "sync", False)
-        self.run = own_context()
+        self.run = checks.own_context()
         self.env = self.run(make_parallel, flags, render_mode)
         self.agents = list(self.env.possible_agents)
         space = self._common("observation_space")
         self.action_space = self._common("action_space")
         self.checkers = [
-            Checker(f"{self.name}, {agent}", space, functools.partial(warn, i))
+            checks.Checker(f"{self.name}, {agent}", space, functools.partial(warn, i))
             for i, agent in enumerate(self.agents)
         ]
         self.add_mask: Any = lambda observation, info: observation
@@ -120,7 +115,7 @@ class ParallelGame:
         first = space_of(self.agents[0])
         for agent in self.agents[1:]:
             if (other := space_of(agent)) != first:
-                raise InvalidEnvironmentError(
+                raise checks.InvalidEnvironmentError(
                     f"--env {self.name}: the {kind} of {self.agents[0]!r} is {first}, "
                     f"and that of {agent!r} is {other}. One policy plays all agents, "
                     "so these must be equal: --wrapper takes wrappers that pad them, "
@@ -137,9 +132,9 @@ class ParallelGame:
         is_tuple = isinstance(result, tuple) and len(result) == count
         if not is_tuple or not all(isinstance(x, Mapping) for x in result):
             numbers = "rewards, terminations, truncations, " if count == 5 else ""
-            raise InvalidEnvironmentError(
-                f"--env {self.name}: {method}() returned {describe(result)}; it must "
-                f"be {count} dicts with a value for each agent: observations, "
+            raise checks.InvalidEnvironmentError(
+                f"--env {self.name}: {method}() returned {checks.describe(result)}; it "
+                f"must be {count} dicts with a value for each agent: observations, "
                 f"{numbers}infos"
             )
         return result
@@ -151,7 +146,7 @@ class ParallelGame:
         for i in agents:
             agent = self.agents[i]
             if any(agent not in x for x in values):
-                raise InvalidEnvironmentError(
+                raise checks.InvalidEnvironmentError(
                     f"--env {self.name}: {method}() returned no value for {agent!r} in "
                     "at least one dict, and the list `agents` has this agent"
                 )
@@ -183,7 +178,7 @@ class ParallelGame:
         result = self._call("reset", 2, seed=seed)
         self.present = self._present()
         if not self.present:
-            raise InvalidEnvironmentError(
+            raise checks.InvalidEnvironmentError(
                 f"--env {self.name}: after reset() the list `agents` is "
                 f"{self.env.agents}, without any of possible_agents"
             )

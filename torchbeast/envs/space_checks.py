@@ -11,11 +11,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.wrappers import FrameStackObservation
 
-from torchbeast.envs.checks import (
-    InvalidEnvironmentError,
-    UnsupportedSpaceError,
-    describe,
-)
+from torchbeast.envs import checks
 
 _ELEMENTARY = spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary
 
@@ -100,7 +96,7 @@ def check_observation_space(space: spaces.Space) -> None:
 
 
 def _refuse(fault: str) -> NoReturn:
-    raise UnsupportedSpaceError(
+    raise checks.UnsupportedSpaceError(
         f"{fault}. Wrap the environment in a gymnasium.ObservationWrapper; "
         "docs/environments.md shows how."
     )
@@ -176,7 +172,7 @@ def check_action_space(space: spaces.Space) -> None:
         if not fault and not 0 < count <= 2**16:
             fault = f"it has {count:,} numbers, at most {2**16:,}"
     if fault:
-        raise UnsupportedSpaceError(
+        raise checks.UnsupportedSpaceError(
             f"action has the unsupported space {space}: {fault}; allowed are Discrete, "
             "MultiDiscrete of one dimension, MultiBinary, and Box of floats, none of "
             "them empty. Wrap the environment in a gymnasium.ActionWrapper."
@@ -217,7 +213,7 @@ def plain_space(space: Any) -> spaces.Space:
         return spaces.Dict([(key, plain_space(part)) for key, part in parts])
     if "Tuple" in kinds:
         return spaces.Tuple([plain_space(part) for part in space.spaces])
-    raise UnsupportedSpaceError(
+    raise checks.UnsupportedSpaceError(
         f"{space!r} has the type {type(space)}; allowed are Box, Discrete, "
         "MultiDiscrete, MultiBinary, Dict, Tuple"
     )
@@ -231,7 +227,7 @@ def check_interface(flag: str, env: Any) -> None:
     """
     found = {x: getattr(env, x, None) for x in ("observation_space", "action_space")}
     wrong = [
-        f"its {x} is {describe(space)}"
+        f"its {x} is {checks.describe(space)}"
         for x, space in found.items()  # old Gym has a class of the same name
         if not any(kind.__name__ == "Space" for kind in type(space).__mro__)
     ]
@@ -241,7 +237,7 @@ def check_interface(flag: str, env: Any) -> None:
         what, advice = f"no environment: {', '.join(wrong)}", ""
         if others:
             what, advice = others[0][0], f": {others[0][1]}"
-        raise InvalidEnvironmentError(
-            f"{flag} made {describe(env)}, which is {what}. TorchBeast needs a "
+        raise checks.InvalidEnvironmentError(
+            f"{flag} made {checks.describe(env)}, which is {what}. TorchBeast needs a "
             f"gymnasium.Env with one agent{advice}"
         )

@@ -16,21 +16,9 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from torchbeast.base.errors import FlagError, needing
 from torchbeast.base.nested import map_nested
-from torchbeast.envs import atari
+from torchbeast.envs import atari, checks, make_env
 from torchbeast.envs.action_masks import check_spaces
-from torchbeast.envs.checks import (
-    Checker,
-    InvalidEnvironmentError,
-    describe,
-    own_context,
-)
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, gather
-from torchbeast.envs.make_env import (
-    UnknownEnvironmentError,
-    call_named,
-    find_object,
-    names_python,
-)
 from torchbeast.envs.old_gym import takes
 from torchbeast.envs.parallel_envs import ParallelGames, makes_parallel
 
@@ -73,21 +61,21 @@ def find_vector_env(
         return lambda num_envs, warn: atari.make_atari_vec(flags, num_envs or 1)
     if name.startswith(ENVPOOL):
         make = functools.partial(_envpool, name.removeprefix(ENVPOOL), arguments)
-    elif names_python(name):
-        function = find_object(f"--env {name}", name)
+    elif make_env.names_python(name):
+        function = make_env.find_object(f"--env {name}", name)
         if not takes(function, "num_envs"):
             if makes_parallel(name, function):
                 return functools.partial(ParallelGames, flags, render_mode)
             return None
 
         def make(num_envs: int, seed: int) -> Any:
-            return call_named(
+            return make_env.call_named(
                 f"--env {name}", function, **{"num_envs": num_envs, **arguments}
             )
     else:
         return None
     if wraps or render_mode:
-        error = FlagError if wraps else InvalidEnvironmentError
+        error = FlagError if wraps else checks.InvalidEnvironmentError
         raise error(
             f"--env {name} makes several environments at once, but --wrapper, "
             "--mask_actions, --video and test_render need single ones: leave them out"
@@ -99,7 +87,7 @@ def _envpool(task: str, arguments: dict[str, Any], num_envs: int, seed: int) -> 
     with needing(f"--env {ENVPOOL}{task}", "envpool"):
         envpool = importlib.import_module("envpool")
     if task not in envpool.list_all_envs():
-        raise UnknownEnvironmentError(
+        raise make_env.UnknownEnvironmentError(
             f"--env {ENVPOOL}{task}: EnvPool has no {task}; envpool.list_all_envs() "
             "has the names"
         )
@@ -133,16 +121,16 @@ class VectorGames:
     ) -> None:
         num_envs = num_envs or 1
         self.name, self.num_envs = name, num_envs
-        self._run = own_context()
+        self._run = checks.own_context()
         self._make = functools.partial(self._run, make, num_envs)
         self.env = self._make(0)
         if not isinstance(self.env, gymnasium.vector.VectorEnv):
-            raise InvalidEnvironmentError(
+            raise checks.InvalidEnvironmentError(
                 f"--env {name} was called with num_envs and returned "
-                f"{describe(self.env)}, not a gymnasium.vector.VectorEnv"
+                f"{checks.describe(self.env)}, not a gymnasium.vector.VectorEnv"
             )
         if self.env.num_envs != num_envs:
-            raise InvalidEnvironmentError(
+            raise checks.InvalidEnvironmentError(
                 f"--env {name} was asked for {num_envs} environments (num_envs) and "
                 f"made {self.env.num_envs}"
             )
@@ -159,7 +147,7 @@ class VectorGames:
         if (self.resets_itself and is_async) or not (
             usable or mode is AutoresetMode.DISABLED
         ):
-            raise InvalidEnvironmentError(
+            raise checks.InvalidEnvironmentError(
                 f"--env {name} has the autoreset mode {getattr(mode, 'value', mode)}. "
                 "The extra step of NextStep is not one of a game, and the last "
                 "observations of AsyncVectorEnv in SameStep may be those of the next "
@@ -170,7 +158,7 @@ class VectorGames:
         space, actions = self.env.single_observation_space, self.env.single_action_space
         check_spaces(space, actions)
         self.single_observation_space, self.single_action_space = space, actions
-        self._checker = Checker(
+        self._checker = checks.Checker(
             name,
             space,
             lambda key, message: warn(max(0, self._checker.number), key, message),
@@ -210,7 +198,7 @@ class VectorGames:
                 final_obs, ended = map_nested(np.copy, observation), info
                 observation, info = self._restart(observation, info, done)
             elif final_obs is None and (truncated & ~terminated).any():
-                raise InvalidEnvironmentError(
+                raise checks.InvalidEnvironmentError(
                     f"--env {self.name}: step() truncated an episode, but its info "
                     "lacks final_obs, the last observations. The learner needs "
                     "their values to bootstrap from"

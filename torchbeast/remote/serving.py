@@ -19,14 +19,9 @@ from torchbeast.base.errors import text_of
 from torchbeast.base.seldom import Seldom
 from torchbeast.envs.environment import Environment, example_environment
 from torchbeast.procs import children
+from torchbeast.remote import supervisor
 from torchbeast.remote.env_connection import environment_settings
 from torchbeast.remote.security import ServerError, security, tls_fault
-from torchbeast.remote.supervisor import (
-    REPEAT_SECONDS,
-    STOP_SECONDS,
-    RefusedForGood,
-    SharedPipe,
-)
 from torchbeast.runs import script
 from torchbeast.runs.flagset import Flags
 
@@ -44,12 +39,12 @@ def serve(flags: Flags, index: int, address: str, first_stream: int, pipe: Any) 
     """
     children.begin_child(ends_by=[signal.SIGTERM])
     os.nice(5)  # the learner has priority
-    pipe = SharedPipe(pipe)
+    pipe = supervisor.SharedPipe(pipe)
     try:
         server = make_server(flags, index, address, first_stream)
         # Before the supervisor kills the process, so that it can name what hangs.
-        stop = functools.partial(server.stop, STOP_SECONDS - 1)
-        children.end_on_request(stop, STOP_SECONDS, pipe.pipe)
+        stop = functools.partial(server.stop, supervisor.STOP_SECONDS - 1)
+        children.end_on_request(stop, supervisor.STOP_SECONDS, pipe.pipe)
         # Before the server listens, so that no learner gets a faulty environment.
         description = try_environment(flags)
         # Until now SIGTERM ended this process at once, even if an environment hangs.
@@ -88,7 +83,7 @@ def serve_under_ray(flags: Flags, index: int) -> None:
         client = make_server(flags, index, flags.join, 0)
         try:
             return run_client(flags, client, log.info)
-        except RefusedForGood:
+        except supervisor.RefusedForGood:
             raise
         except ServerError:
             time.sleep(PAUSE_SECONDS)  # the learner logs the reason
@@ -115,7 +110,7 @@ def run_client(
 
     def watch() -> None:
         """Logs why the client waits. Stops it if the connection can't work."""
-        is_new, steps, waits = Seldom(REPEAT_SECONDS), 0, False
+        is_new, steps, waits = Seldom(supervisor.REPEAT_SECONDS), 0, False
         while not over.wait(WATCH_SECONDS):
             stats = client.stats()
             if stats["num_steps"] > steps:
@@ -145,7 +140,7 @@ def run_client(
     finally:
         over.set()
     if faults:
-        raise RefusedForGood(f"can't join: {faults[0]}")
+        raise supervisor.RefusedForGood(f"can't join: {faults[0]}")
 
 
 def make_server(flags: Flags, index: int, address: str, first_stream: int) -> Any:

@@ -43,14 +43,7 @@ from torchbeast.core import rollout
 from torchbeast.envs.extra_fields import EXTRA_FIELDS
 from torchbeast.records.logs_csv import EVAL_COLUMNS, read_csv
 from torchbeast.records.meta import read_meta
-from torchbeast.runs import flagset, trust
-from torchbeast.runs.record import (
-    about,
-    begin_record,
-    drop_later,
-    read_whole,
-    records_of,
-)
+from torchbeast.runs import flagset, record, trust
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +70,7 @@ def keep(run: Any, actors: Any, buffers: dict[str, Nested], weights: Any) -> Any
     Raises:
       FlagError: the order of this run can't be recorded.
     """
-    drop_later(run)
+    record.drop_later(run)
     if run.flags.repeat:
         repeated = Repeated(run, actors, buffers, weights)
         return repeated, repeated.publish
@@ -88,7 +81,7 @@ def keep(run: Any, actors: Any, buffers: dict[str, Nested], weights: Any) -> Any
 
 def read(path: pathlib.Path) -> tuple[dict[str, Any], np.ndarray]:
     """The first line of a record, and its events. Raises FileError."""
-    header, data = read_whole(path)
+    header, data = record.read_whole(path)
     return header, np.frombuffer(data, EVENTS, len(data) // EVENTS.itemsize)
 
 
@@ -117,7 +110,7 @@ class Recorded:
     def __init__(self, run: Any, actors: Any, buffers: dict[str, Nested]) -> None:
         self._run, self._actors = run, actors
         self._rows = map_nested(torch.Tensor.numpy, buffers["rows"])
-        self._append = begin_record(run)
+        self._append = record.begin_record(run)
         run.last_words = self._name_the_command
 
     def __getattr__(self, name: str) -> Any:
@@ -162,7 +155,7 @@ def parts(typed: flagset.Typed) -> Iterator[flagset.Typed]:
         raise FlagError(f"--repeat takes the flags of its run: leave out --{others[0]}")
     savedir = pathlib.Path(os.path.expanduser(flags.savedir))
     folder = savedir / name
-    records, rows = records_of(folder), read_rows(folder)
+    records, rows = record.records_of(folder), read_rows(folder)
     if 0 not in records or not rows:
         raise FlagError(
             f"--repeat {name}: {folder} has no record of a run's first batch. --record "
@@ -235,7 +228,7 @@ class Repeated:
         self._rows = map_nested(torch.Tensor.numpy, buffers["rows"])
         self._path = pathlib.Path(run.flags.repeat)
         header, self._events = read(self._path)
-        then, now = header["about"], about()
+        then, now = header["about"], record.about()
         others = [k for k in then | now if then.get(k) != now.get(k)]
         changes = [f"{k} {then.get(k)} -> {now.get(k)}" for k in others]
         self._changes = f"Changed since: {', '.join(changes)}" if changes else ""
