@@ -13,7 +13,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchbeast.base.errors import UserError
@@ -189,14 +189,11 @@ class LogsCsv:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
-def is_evaluated(folder: pathlib.Path, step: int) -> bool:
-    """Whether the run's logs.csv has the evaluation of the weights of `step`."""
+def read_rows(folder: pathlib.Path) -> Iterator[dict[str, str]]:
+    """The rows of a run's logs.csv; none without the file."""
     path = folder / "logs.csv"
     columns, rows, _ = read_csv(path) if path.exists() else ([], [], True)
-    return any(
-        dict(zip(columns, row, strict=False)).get("eval_step") == str(step)
-        for row in reversed(rows)
-    )
+    return (dict(zip(columns, row, strict=False)) for row in rows)
 
 
 def _csv(rows: Iterable[Sequence[str]]) -> bytes:

@@ -41,7 +41,7 @@ from torchbeast.base.flag import LARGEST_STEP
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core import rollout
 from torchbeast.envs.extra_fields import EXTRA_FIELDS
-from torchbeast.records.logs_csv import EVAL_COLUMNS, read_csv
+from torchbeast.records import logs_csv
 from torchbeast.records.meta import read_meta
 from torchbeast.runs import flagset, record, trust
 
@@ -55,7 +55,7 @@ OF_ENVIRONMENTS = {"observation", *rollout.RESULTS, *EXTRA_FIELDS} - {
     *("last_action", "truncation_value")
 }
 LARGE = 2**16  # bytes of a rollout's field
-NOT_COMPARED = {"_tick", "_time", "sps", *EVAL_COLUMNS}  # columns of logs.csv
+NOT_COMPARED = {"_tick", "_time", "sps", *logs_csv.EVAL_COLUMNS}  # columns of logs.csv
 # Flags that name what the recorded run itself uses.
 OF_THE_RUN = {"record", "mirror", "wandb", "tensorboard", "replay_file"}
 
@@ -207,10 +207,8 @@ def parts(typed: flagset.Typed) -> Iterator[flagset.Typed]:
 
 def read_rows(folder: pathlib.Path, after: int = -1) -> list[dict[str, str]]:
     """The rows of logs.csv about batches after a step, without those of evaluations."""
-    path = folder / "logs.csv"
-    columns, rows, _ = read_csv(path) if path.exists() else ([], [], True)
-    found = [dict(zip(columns, row, strict=False)) for row in rows]
-    return [row for row in found if row.get("episodes") and int(row["step"]) > after]
+    rows = logs_csv.read_rows(folder)
+    return [row for row in rows if row.get("episodes") and int(row["step"]) > after]
 
 
 class Repeated:

@@ -25,7 +25,7 @@ from torchbeast.envs.atari import atari_game
 from torchbeast.flags import Atari
 from torchbeast.presets import RENAMED
 from torchbeast.records.folder import RunExistsError, RunFolder, has_content
-from torchbeast.records.logs_csv import is_evaluated
+from torchbeast.records.logs_csv import read_rows
 from torchbeast.records.meta import complete_meta, read_meta
 from torchbeast.runs import autotune, checkpoint, flagset, mirror, order, script, trust
 from torchbeast.runs.flagset import Flags
@@ -85,7 +85,9 @@ class Start(NamedTuple):
         if step < flags.total_steps:
             return False
         if not read_meta(path).get("successful"):
-            if flags.eval_interval and not is_evaluated(path, step):
+            if flags.eval_interval and not any(
+                row.get("eval_step") == str(step) for row in read_rows(path)
+            ):
                 log.info("What is left is the evaluation of the final weights.")
                 return False
             complete_meta(path, step)
