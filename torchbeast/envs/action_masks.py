@@ -8,6 +8,7 @@ whose agent is absent do not count: there the part is zero.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
@@ -23,6 +24,12 @@ from torchbeast.envs.space_checks import (
 
 NAME = "action_mask"
 AGENT = "agent_one_hot"
+
+
+def add_part(observation: Any, name: str, part: Any) -> dict[str, Any]:
+    """An observation, or its space, as a dict with a further part."""
+    is_dict = isinstance(observation, Mapping)
+    return {**(observation if is_dict else {"observation": observation}), name: part}
 
 
 def agent_is_present(observation: Any) -> Any:
@@ -123,12 +130,8 @@ class MaskFromInfo(gymnasium.Wrapper):
                 "--mask_actions needs Discrete or MultiDiscrete actions, and these "
                 f"are {env.action_space}"
             )
-        self.is_dict = isinstance(env.observation_space, spaces.Dict)
-        parts = {"observation": env.observation_space}
-        if isinstance(env.observation_space, spaces.Dict):
-            parts = env.observation_space.spaces
-        mask = spaces.MultiBinary(self.size)
-        self.observation_space = spaces.Dict({**parts, NAME: mask})
+        parts = add_part(env.observation_space, NAME, spaces.MultiBinary(self.size))
+        self.observation_space = spaces.Dict(parts)
 
     def add_mask(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
         """The observation with the mask."""
@@ -146,8 +149,7 @@ class MaskFromInfo(gymnasium.Wrapper):
                 f"{NAME}, and {self.env.action_space} needs {self.size} numbers, 0 for "
                 f"what is forbidden; the info is {describe(info)}"
             )
-        parts = observation if self.is_dict else {"observation": observation}
-        return {**parts, NAME: (mask != 0).astype(np.int8)}
+        return add_part(observation, NAME, (mask != 0).astype(np.int8))
 
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         observation, info = self.env.reset(**arguments)

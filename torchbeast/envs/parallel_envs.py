@@ -19,7 +19,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.errors import FlagError
 from torchbeast.envs import checks
-from torchbeast.envs.action_masks import AGENT, MaskFromInfo, check_spaces
+from torchbeast.envs.action_masks import AGENT, MaskFromInfo, add_part, check_spaces
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, select
 from torchbeast.envs.make_env import call_named, find_object, parse_paths
 from torchbeast.envs.seeded_games import game_seed
@@ -105,7 +105,7 @@ class ParallelGame:
             space, self.add_mask = masked.observation_space, masked.add_mask
         if len(self.agents) > 1:
             number = spaces.MultiBinary(len(self.agents))
-            space = spaces.Dict(add_number(space, number))
+            space = spaces.Dict(add_part(space, AGENT, number))
         self.observation_space = space
         self.set_seed(flags.seed, 0)
 
@@ -164,7 +164,7 @@ class ParallelGame:
             if N > 1:
                 number = np.zeros(N, np.int8)
                 number[i] = i in found
-                observation = add_number(observation, number)
+                observation = add_part(observation, AGENT, number)
             rows.append(Row(observation, info))
         return rows
 
@@ -220,12 +220,6 @@ class ParallelGame:
         for each in actions.reshape(-1, len(self.agents), *actions.shape[1:]):
             rows = self.step(each)
         return [row.observation for row in rows]
-
-
-def add_number(observation: Any, number: Any) -> dict[str, Any]:
-    """An observation, or its space, with a further part: the agent's number."""
-    is_dict = isinstance(observation, Mapping)
-    return {**(observation if is_dict else {"observation": observation}), AGENT: number}
 
 
 class ParallelGames:
