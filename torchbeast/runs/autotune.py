@@ -99,11 +99,8 @@ def try_layout(script: str, flags: Flags, seconds: float = SECONDS) -> Tried:
     Raises:
       TrialError: the run failed or hung.
     """
-    others: dict[str, Any] = {"replay_file": None, "init_from": None, "wandb": None}
-    others |= {"tensorboard": False, "write_profiler_trace": False}
-    others |= {"mirror": None, "metrics_port": 0}
-    others |= {"eval_interval": 0, "total_steps": 10**15, "autotune": False}
-    others |= {"disable_checkpoint": True, "suppress_logs": False}
+    others: dict[str, Any] = {"replay_file": None, "init_from": None, "autotune": False}
+    others |= {"suppress_logs": False, "total_steps": 10**15, **flagset.LEARNING_ONLY}
     others["learn_start"] = min(flags.learn_start, flags.replay_size // 8)
     with tempfile.TemporaryDirectory(prefix="torchbeast-autotune-") as name:
         file = Path(name, "flags.json")

@@ -43,6 +43,16 @@ OF_ITS_RUN = {
     *("mode", "savedir", "xpid", "config", "video", "checkpoint", "repeat", "until"),
     *("pipes_basename", "listen", "bind", "join", "server_addresses", "ray_address"),
 }
+# Of a run that learns and gives nothing else: of ranks after the first, of a trial.
+LEARNING_ONLY = {
+    "disable_checkpoint": True,
+    "eval_interval": 0,
+    "tensorboard": False,
+    "wandb": None,
+    "metrics_port": 0,
+    "mirror": None,
+    "write_profiler_trace": False,
+}
 # Only the command line says whether a file is trusted.
 NEVER_IN_A_FILE = ("config", "trust_checkpoint_env")
 

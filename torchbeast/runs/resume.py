@@ -136,18 +136,6 @@ def run_script(
     return script.run(run)
 
 
-# What only rank 0 does.
-NOT_IN_OTHER_RANKS = {
-    "disable_checkpoint": True,
-    "eval_interval": 0,
-    "tensorboard": False,
-    "wandb": None,
-    "metrics_port": 0,
-    "mirror": None,
-    "write_profiler_trace": False,
-}
-
-
 @contextlib.contextmanager
 def begin_all(
     typed: flagset.Typed, resolve_layout: Callable[[Flags], Flags]
@@ -171,7 +159,7 @@ def begin_all(
             return
         script.print_warnings_only()
         savedir = stack.enter_context(tempfile.TemporaryDirectory())
-        flags = found["flags"].replace(savedir=savedir, **NOT_IN_OTHER_RANKS)
+        flags = found["flags"].replace(savedir=savedir, **flagset.LEARNING_ONLY)
         folder = RunFolder(savedir, flags.xpid)
         stack.callback(folder.close)
         yield Start(**found | {"flags": flags, "folder": folder})
