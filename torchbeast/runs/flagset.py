@@ -196,9 +196,8 @@ def preset_flags(name: str | None) -> dict[str, Any]:
     declared = {k: x for group in groups for k, x in group.declared().items()}
     for of_machine in ("precision", "atari_backend"):
         declared.pop(of_machine, None)
-    for more in ("total_steps", "batch_size", "unroll_length", "rollouts"):
-        declared[more] = DECLARED[more]
-    declared["replay_ratio"] = DECLARED["replay_ratio"]
+    layout = ("total_steps", "batch_size", "unroll_length", "rollouts", "replay_ratio")
+    declared |= {name: DECLARED[name] for name in layout}
     return {k: x.default for k, x in declared.items()} | PRESETS[name]
 
 
