@@ -301,13 +301,12 @@ def _some(texts: list[str], shown: int = 6) -> str:
 def rng_state() -> dict[str, Any]:
     """The states of the global random generators of torch, CUDA, NumPy and Python."""
     name, keys, *rest = np.random.get_state()  # noqa: NPY002 # there is no other call
-    version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         # Not if this run uses no GPU: one that is there may not work.
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "numpy": (name, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
-        "python": (version, words, gauss),
+        "python": random.getstate(),
     }
 
 
@@ -324,9 +323,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
 
 
-def _read_file(path: pathlib.Path, map_location: str = "cpu") -> dict[str, Any]:
+def _read_file(path: pathlib.Path) -> dict[str, Any]:
     with path.open("rb") as file:
-        return _read(file, map_location)
+        return _read(file, "cpu")
 
 
 def _read(file: BinaryIO | io.BytesIO, map_location: str) -> dict[str, Any]:
