@@ -177,11 +177,9 @@ def gpus() -> list[str]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.accelerator.is_available():
         return []
-    kind = torch.accelerator.current_accelerator()
-    name = getattr(
-        torch.get_device_module(kind), "get_device_name", lambda i: str(kind)
-    )
-    return [name(i) for i in range(torch.accelerator.device_count())]
+    kind, count = accelerators()
+    name = getattr(torch.get_device_module(kind), "get_device_name", lambda i: kind)
+    return [name(i) for i in range(count)]
 
 
 def keep_freed_memory(device: Any) -> None:
