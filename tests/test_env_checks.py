@@ -74,7 +74,7 @@ AT_RESET = {
 }
 AT_STEP = {
     "WrongInStep": r"step\(\) returned float64 \[3\] as observation, but Dict\(",
-    "RewardInAList": r"float64 \[1\] as reward; it must be one number",
+    "RewardInAList": r"float64 \[1\] as reward; it must be one number \(a --wrapper",
     "RewardNone": r"None as reward; it must be one number",
     "TerminatedInAList": r"a list of 1 values as terminated; it must be one bool",
     "ThreeValues": r"a tuple of 3 values. step\(action\) must return five values",

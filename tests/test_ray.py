@@ -1,6 +1,6 @@
 """Both variants under Ray: real Ray processes, and clusters of two nodes.
 
-Skipped without Ray: pip install '.[ray]'.
+Skipped without Ray: pip install ray.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Searches with Optuna: real studies over real runs.
 
-Skipped without Optuna: pip install '.[optuna]'.
+Skipped without Optuna: pip install optuna.
 """
 
 import contextlib

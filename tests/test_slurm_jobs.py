@@ -1,6 +1,6 @@
 """The runs of a sweep as jobs of submitit's local executor: real processes.
 
-Skipped without submitit: pip install '.[slurm]'.
+Skipped without submitit: pip install submitit.
 """
 
 import os

@@ -277,7 +277,7 @@ def make_search(
       FlagError: a flag has a value that is not allowed.
     """
     if importlib.util.find_spec("optuna") is None:
-        raise FlagError("--search needs Optuna: pip install '.[optuna]'")
+        raise FlagError("--search needs Optuna: pip install optuna")
     from torchbeast.sweeps.search import Search, distribution, extremes  # optional
 
     space = {name: distribution(text) for name, text in options.search}
@@ -312,7 +312,7 @@ def submit(
     if not waiting:
         return 0
     if importlib.util.find_spec("submitit") is None:
-        raise FlagError("--submit needs submitit: pip install '.[slurm]'")
+        raise FlagError("--submit needs submitit: pip install submitit")
     if options.submit == "slurm" and not shutil.which("sbatch"):
         raise FlagError("--submit slurm needs a machine of a Slurm cluster: no sbatch")
     from torchbeast.sweeps import slurm_jobs  # optional

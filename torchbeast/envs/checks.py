@@ -122,7 +122,7 @@ class Checker:
             array = np.asarray(value)
         except Exception:  # as in `read`
             array = np.empty(0)
-        is_end, each = field != "reward", ""
+        is_end, each = field != "reward", " (a --wrapper can make it one)"
         if value is None and is_end and not self._leading:
             return  # _look warns
         if array.shape != self._leading or array.dtype.kind not in "biuf":

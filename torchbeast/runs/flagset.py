@@ -242,7 +242,7 @@ def check_launcher(flags: Flags) -> None:
     elif flags.sync:
         raise FlagError("--sync needs --launcher processes")
     elif importlib.util.find_spec("ray") is None:
-        raise FlagError("--launcher ray needs Ray: pip install '.[ray]'")
+        raise FlagError("--launcher ray needs Ray: pip install ray")
     else:
         from torchbeast.base import ranks
 
