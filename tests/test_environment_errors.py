@@ -33,7 +33,7 @@ from torchbeast.play import video
         ("cartpole-v7", "Did you mean: .CartPole"),
         ("ALE/Pongg-v5", "in namespace ALE. Did you mean: .Pong"),
         ("MinAtar/Brekout-v1", "in namespace MinAtar. Did you mean: .Breakout"),
-        ("Zzyzx/Qqq-v0", "Namespace Zzyzx not found.* Allowed are"),
+        ("Zzyzx/Qqq-v0", "Namespace Zzyzx not found.* Allowed are.* a function does"),
         (f"{__name__}:Countr", "has no Countr. Did you mean Counter"),
         (":Counter", "needs the full module name"),
         (".tests:Counter", "needs the full module name"),

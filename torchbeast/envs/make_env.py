@@ -172,9 +172,9 @@ def _from_gymnasium(
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
         raise UnknownEnvironmentError(
             f"--env {name}: no environment has this name. {error} Allowed are Atari "
-            "and other Gymnasium ids, package.module:Id-v0 for ids that a package "
-            "registers (such as minigrid:MiniGrid-Empty-5x5-v0), and "
-            "package.module:Class."
+            "and other Gymnasium ids, package.module:Id-v0 for ids that the import "
+            "registers (such as minigrid:MiniGrid-Empty-5x5-v0; if a function does it, "
+            "call it in a module of your own), and package.module:Class."
         ) from error
     except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
         raise _missing_package(f"--env {name}", error) from error
