@@ -151,6 +151,8 @@ class Faulty(Split):
             del results[1]["right"]
         if self.fault == "shape":
             results[0]["right"] = np.ones(4, np.float32)
+        if self.fault == "stays":
+            results[2]["left"] = True
         if self.fault == "list":
             return [*results, infos]
         return (*results, infos)

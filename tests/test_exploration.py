@@ -15,8 +15,9 @@ from examples.exploration.common import EpisodicCounts, Hash
 from examples.exploration.counts import Counts
 from examples.exploration.rnd import RND
 from torchbeast.base.errors import FlagError
+from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
-from torchbeast.learner import learn
+from torchbeast.learner import impala_loss, learn
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -89,6 +90,15 @@ def test_counts_are_those_of_a_dict():
                 counts = valid[t - 1, b] and not done[t][b]
                 expected = 2.0 / math.sqrt(seen[shown[t][b]]) if counts else 0.0
                 assert found.reward[t - 1, b] == pytest.approx(expected), (t, b)
+
+
+def test_counts_leave_out_what_a_replay_shows_again():
+    method = Counts(spaces.Discrete(5), make_distribution(spaces.Discrete(2)))
+    rows = rows_of([[0, 3], [1, 1], [2, 4]], [[False, False]] * 3)
+    rows["replayed"] = torch.tensor([False, True])
+    found = method.explore(rows, torch.ones(2, 2, dtype=torch.bool))
+    assert method.counts.sum() == 2
+    assert (found.reward > 0).all()
 
 
 def test_rnd_learns_what_it_sees():
@@ -217,6 +227,39 @@ def test_the_loss_has_both_rewards(head):
     assert outputs["baseline"].shape[2:] == ((2,) if head else ())
     row = learn(learner, batch, state)
     assert ("mean_value_1" in row) == head
+
+
+@pytest.mark.parametrize("more", [(), ("--use_lstm",)], ids=["", "lstm"])
+@pytest.mark.parametrize("method", [COUNTS, RANDOM])
+def test_cut_rollouts_have_the_rewards_and_values_of_whole_ones(method, more):
+    """With targets of one step. A longer trace of RND's value ends with a column."""
+    losses = []
+    for cut in (False, True):
+        learner = make_learner("--explorer", method, "--trace_decay", "0", *more)
+        rows, state = make_batch(learner)
+        if cut:
+            rows, state = rollout.cut_at_episodes(rows, state)
+        rows, columns = learner.explorer.explore(rows)
+        outputs, _ = learner.model(rows, state)
+        kind = learner.model.distribution
+        _, found = impala_loss(rows, outputs, kind, learner.flags)
+        found |= {"reward": columns()["mean_intrinsic_reward"]}
+        losses.append({k: torch.as_tensor(x).detach() for k, x in found.items()})
+    for name in ("baseline_loss", "mean_value", "reward"):
+        torch.testing.assert_close(losses[1][name], losses[0][name], msg=name)
+
+
+def test_a_resume_takes_the_settings_of_the_methods_optimizer():
+    learner = make_learner("--explorer", RANDOM)
+    learn(learner, *make_batch(learner))
+    saved = {**learner.state_dict(), "flags": learner.flags.as_dict()}
+    other = make_learner("--explorer", RANDOM + '{"learning_rate": 0.5}')
+    other.load_state_dict(saved)
+    optimizers = [x.explorer.optimizer.state_dict() for x in (learner, other)]
+    assert optimizers[1]["param_groups"][0]["lr"] == 0.5
+    moments = [x["state"][0]["exp_avg"] for x in optimizers]
+    assert moments[0].any()
+    assert torch.equal(*moments)
 
 
 def test_rewards_are_added_or_stacked():

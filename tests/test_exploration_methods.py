@@ -1,6 +1,7 @@
 """RIDE, NovelD, E3B and AMIGo of examples/exploration."""
 
 import collections
+import itertools
 import math
 import re
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from examples.exploration.e3b import E3B
 from examples.exploration.noveld import NovelD
 from examples.exploration.ride import RIDE
 from examples.exploration.staggered import Staggered
+from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.exploration import Explorer
@@ -66,6 +68,16 @@ def act(actor, rows, state=None):
         fields.append(made)
     joined = {name: torch.cat([made[name] for made in fields]) for name in fields[0]}
     return {**rows, **joined}
+
+
+def act_nested(actor, rows):
+    """The same for nested observations."""
+    state, fields = actor.initial_state(B), []
+    for t in range(T + 1):
+        row = map_nested(lambda x, t=t: x[t : t + 1], rows)
+        made, state = actor.act(row, state)
+        fields.append(made)
+    return {**rows, **map_nested(lambda *x: torch.cat(x), *fields)}
 
 
 def counts_in_episodes(rows):
@@ -168,6 +180,39 @@ def test_e3b_keeps_the_inverse_of_its_episode():
     expected = 0.3 * bonus[1:] / bonus[1:][counted].std() * counted
     assert numbers(found.reward) == pytest.approx(expected, rel=1e-3, abs=1e-6)
     assert not found.reward.requires_grad
+
+
+def test_e3b_of_long_embeddings():
+    """In float32, the inverse would lose its small eigenvalues: bonuses below 0."""
+    torch.manual_seed(0)
+    space = spaces.Box(-math.inf, math.inf, (6,))
+    actor = E3B(space, make_distribution(ACTIONS)).actor
+    rows = make_rows(steps=300)
+    rows["observation"] = torch.randn(301, B, 6) * 3000
+    rows["done"][1:] = False
+    bonus = numbers(act(actor, rows)["elliptical_bonus"])
+    embedded = numbers(actor.embed(rows["observation"]))
+    lengths = np.linalg.norm(embedded, axis=-1, keepdims=True)
+    assert lengths.mean() > 10 * actor.longest
+    embedded *= np.minimum(1, actor.longest / lengths)
+    for t, b in itertools.product((0, 1, 50, 299), range(B)):
+        matrix = 0.1 * np.eye(32) + embedded[:t, b].T @ embedded[:t, b]
+        x = embedded[t, b]
+        assert bonus[t, b] == pytest.approx(x @ np.linalg.solve(matrix, x), rel=0.02)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"amigo"}))
+def test_categories_that_do_not_begin_with_0(name):
+    starts = spaces.Discrete(3, start=5), spaces.MultiDiscrete([2, 3], start=[4, 1])
+    space = spaces.Tuple((*starts, spaces.Box(0, 1, (), np.uint16)))
+    method = METHODS[name](space, make_distribution(ACTIONS))
+    rows = make_rows()
+    shape = T + 1, B
+    categories = torch.randint(5, 8, shape), torch.randint(1, 3, (*shape, 2)) + 3
+    rows["observation"] = (*categories, torch.ones(shape, dtype=torch.int32))
+    rows["observation"][1][..., 1] -= 3
+    found = method.explore(act_nested(method.actor, rows), make_valid())
+    assert found.reward.isfinite().all()
 
 
 def test_the_deviation_is_that_of_all_values_that_count():
@@ -329,7 +374,7 @@ def test_amigos_threshold_rises_after_ten_good_batches():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_padding_has_no_reward_and_no_loss(name):
-    """--rollouts episode cuts at episodes: the rows after one are zeros."""
+    """--rollouts episode cuts at episodes: the rows around one do not count."""
     torch.manual_seed(0)
     space = GRID if name == "amigo" else SPACE
     more = {"batch_size": 1000} if name == "amigo" else {}

@@ -193,6 +193,7 @@ print("step", learner.step, "batch", list(batch["reward"].shape))
 last = actor(2)
 state = np.float32(last.env.envs.envs[1].unwrapped.state)
 print("game", state == last.row["observation"][1])
+exit()
 """
     words = runs.command(tmp_path, "b", repeat="a", until=600, interactive=True)
     done = subprocess.run(
@@ -206,6 +207,9 @@ print("game", state == last.row["observation"][1])
     assert done.returncode == 0, done.stderr
     assert "step 600 batch [6, 4]" in done.stdout
     assert "game [ True  True  True  True]" in done.stdout
+    meta = json.loads((tmp_path / "b" / "meta.json").read_text())
+    assert meta["successful"]
+    assert meta["date_end"]
     assert len(logs(tmp_path, "b")) == 30
 
 

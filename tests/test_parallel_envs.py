@@ -219,6 +219,7 @@ def test_action_masks(masked):
         ("Faulty", {"fault": "missing"}, r"step\(\) returned no value for 'right'"),
         ("Faulty", {"fault": "shape"}, r"Faulty, right: step\(\) returned float32 \[4"),
         ("Faulty", {"fault": "list"}, r"step\(\) returned a list.*5 dicts.*rewards"),
+        ("Faulty", {"fault": "stays"}, r"ended the game of 'left', but .*`agents`"),
         ("Faulty", {"faults": 1}, "can't be made with the arguments"),
         ("not_annotated", {}, r"parallel API.*one agent.*derived from.*-> ParallelEnv"),
         ("lying", {}, "AECEnv, which is no environment of PettingZoo's parallel API"),

@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import runs
+import torch
 from environments import GridWorld
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from test_agent import save
@@ -345,6 +346,10 @@ class Wrong(OneSeed):
         if self.fault == "NaN" and self.steps == 1:
             reward[1] = np.nan
         info = {} if self.fault == "no final_obs" else {"final_obs": self.observe()}
+        if self.fault == "final tensor":
+            info["final_obs"] = torch.from_numpy(info["final_obs"])
+        elif self.fault == "final shape":
+            info["final_obs"] = info["final_obs"][:, :1]
         return self.observe(), reward, ~ended & ended, ended, info
 
 
@@ -355,7 +360,8 @@ class Wrong(OneSeed):
         ("a list", r"reset\(\) returned a list of 3 values as observation"),
         ("too few", r"reset\(\) returned uint8 \[2, 2\] as observation.*each of 3 env"),
         ("rewards", r"step\(\) returned float64 \[3, 1\] as reward.* for each of 3"),
-        ("no final_obs", r"step\(\) truncated an episode, .* lacks final_obs"),
+        ("no final_obs", r"step\(\) truncated an episode.*\['final_obs'\] None as obs"),
+        ("final shape", r"info\['final_obs'\] uint8 \[3, 1\] as observation"),
     ],
 )
 def test_what_breaks_a_rule_ends_it(fault, words):
@@ -368,6 +374,15 @@ def test_what_breaks_a_rule_ends_it(fault, words):
 
     with pytest.raises(InvalidEnvironmentError, match=words):
         play()
+
+
+def test_last_observations_become_arrays_as_others_do():
+    env = make("Wrong", env_kwargs='{"fault": "final tensor"}')
+    env.initial()
+    for _ in range(2):
+        env.step(np.zeros(E, int))
+    assert env.final_observation.dtype == np.uint8
+    assert env.final_observation.tolist() == [[5, 5]] * E
 
 
 class Terminates(Wrong):

@@ -10,14 +10,14 @@ from torch import nn
 from torchbeast.base import ranks
 from torchbeast.base.errors import FlagError
 from torchbeast.base.nested import map_nested
-from torchbeast.core.distributions import ActionDistribution
+from torchbeast.core.distributions import ActionDistribution, make_distribution
 from torchbeast.core.exploration import ExplorerActor
 from torchbeast.core.observations import (
     is_image,
     iterate_observation,
     iterate_space,
-    map_space,
 )
+from torchbeast.core.rollout import example_rows
 from torchbeast.encoders import ImageEncoder, VectorEncoder, initialize
 from torchbeast.envs.make_env import make_named
 
@@ -78,10 +78,12 @@ def leading(space: spaces.Space, leaves: list[torch.Tensor]) -> torch.Size:
 
 
 def observation_of(space: spaces.Space, lead: tuple[int, ...]) -> Any:
-    """Zeros [*lead, *shape], nested as observations of the space."""
-    return map_space(
-        lambda x: torch.from_numpy(np.zeros((*lead, *(x.shape or ())), x.dtype)), space
-    )
+    """Observations [*lead, *shape], nested as the space: zeros, or the first category.
+
+    They are as a learner gets them, see rollout.STORED_AS.
+    """
+    row = example_rows(space, make_distribution(spaces.Discrete(1)))["observation"]
+    return map_nested(lambda x: x[0, 0].expand(*lead, *x.shape[2:]), row)
 
 
 class Hash(nn.Module):

@@ -44,10 +44,9 @@ class Counts(Method):
     @torch.no_grad()
     def explore(self, rows: dict[str, Any], valid: torch.Tensor) -> Explored:
         bucket = self.hash(rows["observation"])[1:]  # [T, B]
-        new = torch.zeros_like(self.counts)
-        new.index_add_(
-            0, bucket[valid], torch.ones_like(bucket[valid], dtype=new.dtype)
-        )
+        # A replay shows again what was counted.
+        new = valid & ~rows.get("replayed", torch.zeros_like(valid))
+        new = torch.bincount(bucket[new], minlength=len(self.counts))
         self.counts += ranks.total(new)
         reward = self.scale / self.counts[bucket].clamp(min=1).sqrt()
         return Explored(reward * valid * ~ends(rows), None, None, {})

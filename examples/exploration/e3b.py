@@ -7,9 +7,10 @@ predict the action from φ(s) and φ(s').
 The actor has φ and keeps C⁻¹ as its state. So the bonus is that of the φ that acted.
 
 Differences: φ has 32 numbers instead of 256 or more, because each rollout carries a
-matrix of their square; the sum of the bonus and the environment's reward is not clipped
-to [-1, 1]; the last step of an episode has no reward, because its s' is in no rollout.
-As in the authors' code, the bonus is divided by its standard deviation.
+matrix of their square, and is shortened if it is very long; the sum of the bonus and
+the environment's reward is not clipped to [-1, 1]; the last step of an episode has no
+reward, because its s' is in no rollout. As in the authors' code, the bonus is divided
+by its standard deviation.
 """
 
 from typing import Any
@@ -30,6 +31,8 @@ class EllipticalBonus(ExplorerActor):
     ) -> None:
         super().__init__()
         self.ridge = ridge
+        # With longer φ, C has eigenvalues too far apart for float32, and C⁻¹ is lost.
+        self.longest = 300 * ridge**0.5
         self.embed = Encoder(space, size, encoder)
 
     def initial_state(self, batch_size: int) -> tuple[torch.Tensor, ...]:
@@ -42,6 +45,7 @@ class EllipticalBonus(ExplorerActor):
     ) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
         with torch.no_grad():
             x = self.embed(rows["observation"]).unsqueeze(-1)  # [1, B, size, 1]
+            x = x * (self.longest / x.norm(dim=-2, keepdim=True)).clamp(max=1)
             begin = self.initial_state(1)[0]
             inverse = torch.where(rows["done"][..., None, None], begin, state[0])
             y = inverse @ x

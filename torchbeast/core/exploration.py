@@ -107,8 +107,10 @@ class Explorer:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.method.load_state_dict(saved["method"])
-        if self.optimizer:
-            self.optimizer.load_state_dict(saved["optimizer"])
+        if self.optimizer:  # its settings are those of --explorer now
+            groups = self.optimizer.state_dict()["param_groups"]
+            moments = {**saved["optimizer"], "param_groups": groups}
+            self.optimizer.load_state_dict(moments)
 
     def explore(
         self, rows: dict[str, Nested]
@@ -144,9 +146,7 @@ class Explorer:
         rows = rows | {"intrinsic_reward": pad(found.reward)}
         if self.method.value_head:
             if found.discount is None:
-                raise ValueError(
-                    "--explorer: a method with a value_head has a discount"
-                )
+                raise ValueError("--explorer: a value_head needs a discount")
             rows["intrinsic_discount"] = pad(found.discount)
             # The method's value of a truncated episode's last observation is not used.
             rows["truncation_value"] = rows["truncation_value"][..., 0]

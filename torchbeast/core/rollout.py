@@ -274,10 +274,10 @@ def cut_at_episodes(
 ) -> tuple[dict[str, Nested], State]:
     """Splits rollouts where episodes end, so that each part has steps of one episode.
 
-    Each part still has T + 1 rows, and its steps keep their t. All other rows are
-    padding: zeros, but the observation repeats the part's first one, because zero may
-    not be in the space. The row after an episode's last step keeps the results of this
-    step, such as reward and done.
+    Each part still has T + 1 rows, and its steps keep their t. The row after an
+    episode's last step is the first of the next episode, as in the rollout. All other
+    rows are padding: zeros, but the observation repeats the part's first one, because
+    zero may not be in the space.
 
     Args:
       batch: rollouts [T + 1, B, ...].
@@ -294,11 +294,10 @@ def cut_at_episodes(
     columns, begin = begins[:-1].T.nonzero().unbind(1)  # row T alone has no step
     inside = episode[:, columns] == episode[begin, columns]  # [T + 1, N]
     t = torch.arange(len(begins), device=begins.device).unsqueeze(1)
-    result = inside | (t == begin + inside.sum(0))
+    kept = inside | (t == begin + inside.sum(0))
 
     def keep(name: str, x: torch.Tensor) -> torch.Tensor:
-        rows = result if name in RESULTS else inside
-        rows = rows.reshape(*rows.shape, *[1] * (x.dim() - 2))
+        rows = kept.reshape(*kept.shape, *[1] * (x.dim() - 2))
         other = x[begin, columns] if name == "observation" else x.new_zeros(())
         return torch.where(rows, x[:, columns], other)
 

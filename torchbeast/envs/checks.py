@@ -88,10 +88,7 @@ class Checker:
         observation, *numbers, info = result
         if not isinstance(info, dict):
             self._fail(method, f"returned {describe(info)} as info; it must be a dict")
-        try:
-            arrays = read(self.space, observation, self._leading)
-        except ValueError as error:
-            self._fail(method, f"returned {error}")
+        arrays = self.read(method, observation)
         self._calls += 1
         is_sample = self._calls <= FIRST_CALLS or self._calls % CHECK_EVERY == 0
         if is_sample or self._leading or type(result[1]) not in _NUMBER_TYPES:
@@ -100,6 +97,13 @@ class Checker:
         if is_sample:
             self._look(method, observation, numbers)
         return arrays, *numbers, info
+
+    def read(self, method: str, observation: Any, how: str = "returned") -> Nested:
+        """An observation as arrays. Raises InvalidEnvironmentError, see `call`."""
+        try:
+            return read(self.space, observation, self._leading)
+        except ValueError as error:
+            self._fail(method, f"{how} {error}")
 
     def close(self, function: Callable[[], Any]) -> None:
         """Calls close(). An error is only a warning: the run is over."""

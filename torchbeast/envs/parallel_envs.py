@@ -194,8 +194,15 @@ class ParallelGame:
         chosen = {self.agents[i]: actions[i] for i in sorted(self.present)}
         result = self._call("step", 5, chosen)
         old = self._read("step", self.present, *result)
-        stay = {i for i in self._present() & old.keys() if not any(old[i][2:4])}
-        begin = self._present() - old.keys()
+        listed = self._present()
+        stay = {i for i in listed & old.keys() if not any(old[i][2:4])}
+        begin = listed - old.keys()
+        if (stay or begin) and (dead := listed - stay - begin):
+            raise checks.InvalidEnvironmentError(
+                f"--env {self.name}: step() ended the game of "
+                f"{self.agents[min(dead)]!r}, but the list `agents` still has it. It "
+                "may come back in a later step"
+            )
         new = {i: old[i] for i in stay} | self._read("reset", begin, *result[::4])
         self.present, last = set(new), self._rows(old)
         if not new:

@@ -194,15 +194,14 @@ class VectorGames:
         done = terminated | truncated
         if done.any():
             final_obs, ended = info.get("final_obs"), info.get("final_info", {})
+            is_each = isinstance(final_obs, np.ndarray) and final_obs.dtype.hasobject
             if not self.resets_itself:
                 final_obs, ended = map_nested(np.copy, observation), info
                 observation, info = self._restart(observation, info, done)
-            elif final_obs is None and (truncated & ~terminated).any():
-                raise checks.InvalidEnvironmentError(
-                    f"--env {self.name}: step() truncated an episode, but its info "
-                    "lacks final_obs, the last observations. The learner needs "
-                    "their values to bootstrap from"
-                )
+            elif not is_each and (truncated & ~terminated).any():
+                # The learner bootstraps from the values of the last observations.
+                how = "truncated an episode, and has in info['final_obs']"
+                final_obs = self._checker.read("step", final_obs, how)
             final = {"final_obs": final_obs, "final_info": {**ended, "game_over": done}}
             info = {**info, **final}
         return observation, reward, terminated, truncated, info

@@ -21,6 +21,7 @@ which is not read. PolyBeast's record is another one, see record.py.
 from __future__ import annotations
 
 import code
+import contextlib
 import logging
 import math
 import os
@@ -368,5 +369,6 @@ class Repeated:
         old = signal.signal(signal.SIGINT, signal.default_int_handler)
         about_them = "batch: of the last update. actor(0): a copy, with env and row."
         text = f"Step {self._run.learner.step}. Names: {', '.join(names)}. {about_them}"
-        code.interact(text, local={**names, "np": np, "torch": torch}, exitmsg="")
+        with contextlib.suppress(SystemExit):  # exit() ends the prompt alone
+            code.interact(text, local={**names, "np": np, "torch": torch}, exitmsg="")
         signal.signal(signal.SIGINT, old)
