@@ -4,8 +4,10 @@ Each test starts real runs, whose actors and learner do not wait for each other.
 equal is decided by logs.csv as the csv module reads it, not by what --repeat says.
 """
 
+import contextlib
 import json
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -21,6 +23,7 @@ import torch
 from gymnasium import spaces
 
 from torchbeast import monobeast
+from torchbeast.records.folder import RunFileError
 from torchbeast.runs import order, record
 
 # More actors than cores, a batch that is no multiple of an actor's rollouts, and no
@@ -318,6 +321,25 @@ def test_a_record_is_not_trusted_to_name_code(tmp_path):
     output = repeat_and_fail(tmp_path, "a")
     assert "UntrustedError" in output
     assert "test_order:Counts" in output
+
+
+def test_a_disk_that_takes_a_part_of_an_event_ends_the_run(tmp_path):
+    """If it went on, all later events would be read from the wrong place."""
+    flags = types.SimpleNamespace(as_dict=dict)
+    start = types.SimpleNamespace(folder=types.SimpleNamespace(path=tmp_path))
+    learner = types.SimpleNamespace(step=0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, before)
+        parts = {"flags": flags, "start": start, "learner": learner, "stack": stack}
+        append = record.begin_record(types.SimpleNamespace(**parts))
+        size = (tmp_path / "record.0").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 15, before[1]))
+        append(b"123456")
+        append(b"123456")
+        with pytest.raises(RunFileError, match=r"Cannot write .*record\.0"):
+            append(b"123456")
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_start_that_was_not_recorded(tmp_path):

@@ -46,11 +46,12 @@ def begin_record(run: Any) -> Callable[[bytes], None]:
     with writing(path):
         with atomic_write(path) as file:
             file.write(f"{json.dumps({**header, 'about': about()})}\n".encode())
-        file = run.stack.enter_context(path.open("ab", buffering=0))
+        file = run.stack.enter_context(path.open("ab"))
 
     def append(data: bytes) -> None:
         with writing(path):
             file.write(data)
+            file.flush()  # all of it, or an error
 
     return append
 
