@@ -244,8 +244,9 @@ def test_cut_rollouts_have_the_rewards_and_values_of_whole_ones(method, more):
         kind = learner.model.distribution
         _, found = impala_loss(rows, outputs, kind, learner.flags)
         found |= {"reward": columns()["mean_intrinsic_reward"]}
+        found |= {"counts": getattr(learner.explorer.method, "counts", 0)}
         losses.append({k: torch.as_tensor(x).detach() for k, x in found.items()})
-    for name in ("baseline_loss", "mean_value", "reward"):
+    for name in ("baseline_loss", "mean_value", "reward", "counts"):
         torch.testing.assert_close(losses[1][name], losses[0][name], msg=name)
 
 
