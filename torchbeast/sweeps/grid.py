@@ -19,7 +19,7 @@ MOST = 1_000_000  # of each other number
 def split_values(text: str) -> list[str]:
     """The values of --grid NAME=VALUE,VALUE...
 
-    A comma in JSON separates no values. A text in quotes may have commas, too.
+    A comma in JSON, also after MODULE:CLASS, or in a quoted text separates no values.
 
     Raises:
       FlagError: a value begins as JSON does, but is none.
@@ -28,9 +28,10 @@ def split_values(text: str) -> list[str]:
     while place <= len(text):
         end = (text + ",").index(",", place)
         value = text[place:end]
-        if value.startswith(("{", "[", '"')):
+        begin = place + len(re.split(r"[^\w.:]", value)[0])
+        if text.startswith("{", begin) or value.startswith(("[", '"')):
             try:
-                content, end = json.JSONDecoder().raw_decode(text, place)
+                content, end = json.JSONDecoder().raw_decode(text, begin)
             except (ValueError, RecursionError) as error:
                 raise FlagError(
                     f"--grid: the value {text[place:][:80]} is not JSON: {error}"
