@@ -336,12 +336,17 @@ def test_two_learners_equal_one(tmp_path, method):
             assert float(other[name]) == pytest.approx(float(row[name]), rel=1e-3)
 
 
-def test_a_reward_that_is_not_finite_ends_the_run(tmp_path):
-    words = runs.command(tmp_path, "run", explorer="exploring:Broken", **runs.SMALL)
+@pytest.mark.parametrize("method", ["Broken", "Steep"])
+def test_what_is_not_finite_ends_the_run(tmp_path, method):
+    explorer = f"exploring:{method}"
+    words = runs.command(tmp_path, "run", explorer=explorer, **runs.SMALL)
     process = runs.start_words(words)
     output = runs.finish(process)
     assert process.returncode == 1
-    assert "rewards or the loss of --explorer are not finite" in output
+    assert "loss or the gradient of --explorer are not finite" in output
+    # Before its first bad update.
+    if method == "Steep":
+        assert runs.read_logs(tmp_path, "run") == []
 
 
 @pytest.mark.parametrize(

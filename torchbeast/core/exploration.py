@@ -18,7 +18,8 @@ from torchbeast.core.rollout import State, steps_that_count
 from torchbeast.envs.make_env import make_named
 from torchbeast.records.logs_csv import join_columns, spread
 
-CHECKED = {"mean_intrinsic_reward", "explorer_loss"}  # columns that must be finite
+# Columns that must be finite.
+CHECKED = {"mean_intrinsic_reward", "explorer_loss", "explorer_grad_norm"}
 
 
 class ExplorerActor(torch.nn.Module):
@@ -128,6 +129,7 @@ class Explorer:
         learns = self.optimizer is not None and found.loss is not None
         if learns:
             columns["explorer_loss"] = ranks.total(found.loss.detach())
+            columns["explorer_grad_norm"] = self._gradient(found.loss)
         numbers = devices.fetch(join_columns(columns, {}))
 
         def check() -> dict[str, Any]:
@@ -135,14 +137,16 @@ class Explorer:
             checked = CHECKED & columns.keys()
             if not all(math.isfinite(columns[name]) for name in checked):
                 raise FloatingPointError(
-                    f"the rewards or the loss of --explorer are not finite: {columns}"
+                    "the rewards, the loss or the gradient of --explorer are not "
+                    f"finite: {columns}"
                 )
             return columns
 
         if not devices.works_ahead(found.reward.device):
             check()  # before the method changes
         if learns:
-            self._step(found.loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()  # the policy's update must not see them
         rows = rows | {"intrinsic_reward": pad(found.reward)}
         if self.method.value_head:
             if found.discount is None:
@@ -152,14 +156,13 @@ class Explorer:
             rows["truncation_value"] = rows["truncation_value"][..., 0]
         return rows, check
 
-    def _step(self, loss: torch.Tensor) -> None:
+    def _gradient(self, loss: torch.Tensor) -> torch.Tensor:
+        """The gradient of all ranks, clipped; returns its norm before."""
         self.optimizer.zero_grad()
         loss.backward()
         weights = [x for group in self.optimizer.param_groups for x in group["params"]]
         ranks.add_gradients(weights)
-        torch.nn.utils.clip_grad_norm_(weights, self.max_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()  # the policy's update must not see them
+        return torch.nn.utils.clip_grad_norm_(weights, self.max_norm)
 
 
 def pad(x: torch.Tensor) -> torch.Tensor:
