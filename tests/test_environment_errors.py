@@ -11,12 +11,11 @@ from gymnasium import spaces
 from test_environment import Counter, Echo, env_flags, here
 
 from torchbeast.base.errors import FlagError
-from torchbeast.envs.checks import InvalidEnvironmentError
+from torchbeast.envs.checks import InvalidEnvironmentError, UnsupportedSpaceError
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.make_env import (
     MissingPackageError,
     UnknownEnvironmentError,
-    UnsupportedSpaceError,
     create_env,
 )
 from torchbeast.envs.space_checks import check_action_space, check_observation_space
