@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 import runs
 import torch
-from environments import CombinationLock
 from gymnasium import spaces
-from test_polybeast_sync import assert_logs_agree
-from test_ranks import finish, logs, torchrun
 
 from examples.exploration.amigo import AMIGo
 from examples.exploration.common import Deviation
@@ -464,18 +461,6 @@ def test_what_is_learned_goes_down(name):
     assert any(not torch.equal(x, y) for x, y in pairs) == (name == "e3b")
 
 
-SYNC = {
-    **runs.SMALL,
-    "env": "environments:GridWorld",
-    "sync": True,
-    "unroll_length": 20,
-    "learning_rate_schedule": "constant",
-    "total_steps": 6 * 20 * 8,
-}
-# Here goals are reached by chance.
-SHORT = {"env": "environments:Corridor", "env_kwargs": '{"length": 5}'}
-
-
 @pytest.mark.parametrize("use_lstm", [False, True])
 @pytest.mark.parametrize("name", METHODS)
 def test_normalized_rewards_have_a_sum_beside_the_methods_state(name, use_lstm):
@@ -506,115 +491,6 @@ def test_normalized_rewards_have_a_sum_beside_the_methods_state(name, use_lstm):
     torch.testing.assert_close(
         after[place].flatten(), torch.from_numpy(sums[0]).float()
     )
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", METHODS)
-def test_runs_are_equal_and_go_on(tmp_path, name):
-    """In both variants. What waits for the teacher is in the checkpoint, too."""
-    flags = {**SYNC, "explorer": NAMES[name]}
-    if name == "amigo":
-        flags |= SHORT
-    runs.run(tmp_path, "whole", **flags)
-    whole = runs.without_time(runs.read_logs(tmp_path, "whole"))
-    assert len(whole) == 24
-    rewards = [float(row["mean_intrinsic_reward"]) for row in whole]
-    assert sum(x > 0 for x in rewards) > 4
-    losses = [float(row["explorer_loss"]) for row in whole if row["explorer_loss"]]
-    assert len(losses) > 4
-    half = flags | {"total_steps": flags["total_steps"] // 2}
-    runs.run(tmp_path, "parts", **half)
-    assert "Resuming" in runs.run(tmp_path, "parts", **flags)
-    assert runs.without_time(runs.read_logs(tmp_path, "parts")) == whole
-    saved = torch.load(tmp_path / "whole" / "model.tar", weights_only=True)
-    steps = {
-        int(x["step"])
-        for x in saved["explorer_state_dict"]["optimizer"]["state"].values()
-    }
-    assert steps == {len(losses)}
-    pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    flags |= {"module": "torchbeast.polybeast", "num_servers": 2}
-    flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "disable_checkpoint": True}
-    runs.run(tmp_path, "poly", **flags)
-    poly = runs.without_time(runs.read_logs(tmp_path, "poly"))
-    assert_logs_agree(whole, poly)
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", METHODS)
-def test_a_run_with_replay_of_episodes(tmp_path, name):
-    flags = {**runs.SMALL, "env": SYNC["env"], "rollouts": "episode", "use_lstm": True}
-    flags |= {"replay_size": 500, "replay_ratio": 1.5, "learn_start": 100}
-    runs.run(tmp_path, "a", **flags, explorer=NAMES[name])
-    rows = [x for x in runs.read_logs(tmp_path, "a") if x.get("total_loss")]
-    assert len(rows) > 20
-    assert any(float(row["mean_intrinsic_reward"]) > 0 for row in rows)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", METHODS)
-def test_two_learners_make_the_updates_of_one(tmp_path, name):
-    flags = {**SYNC, "explorer": NAMES[name], "disable_checkpoint": True}
-    if name == "amigo":
-        flags |= SHORT
-    flags |= {"num_actors": 2, "total_steps": 6 * 20 * 12}
-    runs.run(tmp_path, "one", **flags | {"batch_size": 6})
-    part = {"num_actors": 1, "batch_size": 3}
-    output = finish(torchrun(2, tmp_path, "all", **flags | part))
-    together = logs(tmp_path, "all")
-    assert len(together) == 12, output
-    assert_logs_agree(logs(tmp_path, "one"), together, 1e-4)
-
-
-QUICK_LEARNING = {
-    "preset": "classic-control",
-    "num_actors": 2,
-    "envs_per_actor": 4,
-    "batch_size": 8,
-    "reward_clipping": "none",
-}
-# Random play opens the lock in one of 65,536 episodes. These runs have about 12,000.
-LOCK = {
-    **QUICK_LEARNING,
-    "env": "environments:CombinationLock",
-    "unroll_length": CombinationLock.LENGTH,
-    "total_steps": 24_000,
-}
-VARIANTS = ["torchbeast.monobeast", "torchbeast.polybeast"]
-
-
-def train(folder, module, name, **flags):
-    if module == "torchbeast.polybeast":
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    runs.run(folder, "a", 380, module=module, explorer=NAMES[name], **flags)
-    return runs.read_logs(folder, "a")
-
-
-def mean(rows, name):
-    return np.mean([float(row[name] or 0) for row in rows])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("module", VARIANTS)
-@pytest.mark.parametrize("name", ["ride", "noveld", "e3b"])
-def test_what_random_play_does_not_find(tmp_path, name, module):
-    rows = train(tmp_path, module, name, **LOCK)
-    assert mean(rows[-10:], "mean_game_return") > 0.3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("module", VARIANTS)
-def test_amigos_goals_get_farther_and_are_reached(tmp_path, module):
-    """t* is 3 at first. With a policy that does not learn it ends at about 6."""
-    flags = {**QUICK_LEARNING, "env": "environments:Corridor", "total_steps": 48_000}
-    rows = train(tmp_path, module, "amigo", env_kwargs='{"length": 13}', **flags)
-    begin, end = rows[:30], rows[-30:]
-    reached = [mean(x, "goals_reached") / mean(x, "goals") for x in (begin, end)]
-    assert reached[0] + 0.1 < reached[1]
-    assert mean(end, "goal_least_steps") >= 8
 
 
 def test_staggered_environments_differ_in_their_first_episode_alone():
