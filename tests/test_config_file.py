@@ -162,12 +162,6 @@ def test_a_flag_without_effect_is_refused_beside_a_file(write):
         flagset.resolve(parse(config, "--eval_episodes=7"))
 
 
-def test_a_run_whose_preset_has_a_new_name(write):
-    text = json.dumps({"args": {"preset": "cartpole", "seed": 3}})
-    flags = parse(write(text, "meta.json"))
-    assert (flags.preset, flags.seed) == ("classic-control", 3)
-
-
 def test_a_list_is_joined(write):
     config = write('wrapper = ["a:b", "c:d"]')
     assert parse(config, "--trust_checkpoint_env").wrapper == "a:b,c:d"

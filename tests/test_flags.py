@@ -17,7 +17,7 @@ from torchbeast.base import devices
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import Values
 from torchbeast.flags import DECLARED, GROUPS
-from torchbeast.presets import PRESETS, RENAMED
+from torchbeast.presets import PRESETS
 from torchbeast.runs import flagset
 from torchbeast.runs.flagset import FREE_TO_CHANGE, differences, preset_flags
 
@@ -151,29 +151,6 @@ def test_an_unknown_preset_is_refused(capsys):
     message = capsys.readouterr().err
     assert "impala2017" in message
     assert all(name in message for name in PRESETS)
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-@pytest.mark.parametrize("make_parser", [monobeast.make_parser, make_env_parser])
-def test_an_old_name_of_a_preset_is_refused_with_the_new_one(
-    old, new, make_parser, capsys
-):
-    with pytest.raises(SystemExit) as error:
-        make_parser().parse_args(["--preset", old])
-    assert error.value.code == 2
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert f"argument --preset: '{old}' is now named '{new}'" in message
-    assert f"--preset {new}" in message
-
-
-def test_a_checkpoint_with_an_old_name_of_a_preset():
-    saved = {"preset": "cartpole", "batch_size": 6}
-    for line in ("", "--preset classic-control"):  # the same preset, so no change
-        flags = parse(line, saved=saved)
-        assert flags.preset == "classic-control"
-        assert flags.batch_size == 6
-        assert flags.env == PRESETS["classic-control"]["env"]
-    assert saved == {"preset": "cartpole", "batch_size": 6}
 
 
 def test_a_checkpoint_from_before_a_flag_keeps_learning_as_it_did(monkeypatch):

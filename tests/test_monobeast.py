@@ -185,25 +185,6 @@ def test_a_run_goes_on_where_it_was(savedir):
     assert second["signal"] is second["error"] is None
 
 
-def test_a_run_with_an_old_name_of_a_preset_goes_on(savedir):
-    runs.run(savedir, "a", **runs.SMALL, preset="classic-control", optimizer="rmsprop")
-    path = savedir / "a" / "model.tar"
-    saved = torch.load(path, weights_only=True)
-    saved["flags"]["preset"] = "cartpole"
-    del saved["flags"]["optimizer"]  # the name is older than the flag
-    torch.save(saved, path)
-    output = runs.run(savedir, "a", total_steps=700)
-    assert "The preset cartpole is now named classic-control." in output
-    assert "Chosen again" not in output
-    assert "Changed flags: --total_steps 600 -> 700." in output
-    assert runs.read_logs(savedir, "a")[-1]["step"] == "700"
-    assert "3 games: mean" in runs.run(
-        *(savedir, "a"), mode="test", num_test_episodes=3
-    )
-    saved = torch.load(path, weights_only=True)
-    assert saved["flags"]["preset"] == "classic-control"
-
-
 def edit_checkpoint(path, **changes):
     saved = torch.load(path, weights_only=True)
     for name, change in changes.items():

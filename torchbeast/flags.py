@@ -40,7 +40,7 @@ from torchbeast.base.flag import (
     flag,
     json_object,
 )
-from torchbeast.presets import PRESETS, preset_name
+from torchbeast.presets import PRESETS
 
 # Other users can't create sockets here. Not XDG_RUNTIME_DIR, because servers and
 # learner may be started in different sessions.
@@ -58,7 +58,7 @@ class Run(Group):
         "test: play games with a checkpoint; test_render: also show them", START,
         choices=["train", "test", "test_render"])
     preset: str | None = flag(None,
-        "a named set of flags", FREE, converter=preset_name, choices=sorted(PRESETS))
+        "a named set of flags", FREE, choices=sorted(PRESETS))
     config: str | None = flag(None,
         "flags from a .toml file or a run's meta.json; the command line wins",
         START, metavar="FILE")

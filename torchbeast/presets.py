@@ -5,7 +5,6 @@ flags that determine what a run learns, see flagset.preset_flags, but not those 
 the run to the machine, unless it depends on them. tests/presets.json has all values.
 """
 
-import argparse
 from typing import Any
 
 # Espeholt et al. 2018, appendix G, shallow model without LSTM.
@@ -119,19 +118,3 @@ BEFORE_THE_FLAG_EXISTED: dict[str, Any] = {
     "minibatches": 1,
     "epsilon_outside_root": False,
 }
-
-RENAMED = {"sticky": "sticky-atari", "cartpole": "classic-control"}
-
-
-def preset_name(name: str) -> str:
-    """Checks a value of --preset, for argparse."""
-    if name in RENAMED:
-        raise argparse.ArgumentTypeError(
-            f"{name!r} is now named {RENAMED[name]!r}: give --preset {RENAMED[name]}"
-        )
-    return name
-
-
-def current_name(name: Any) -> Any:
-    """The present name of a preset that a checkpoint names."""
-    return RENAMED.get(name, name) if isinstance(name, str) else name

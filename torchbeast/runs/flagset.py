@@ -27,7 +27,7 @@ from torchbeast.base.devices import fast_bf16, learner_device
 from torchbeast.base.errors import FlagError, using
 from torchbeast.base.flag import FREE, START, TUNE, Flag, FlagParser
 from torchbeast.flags import DECLARED, Atari, Flags, Loss, Model, Optimizer, of_resume
-from torchbeast.presets import BEFORE_THE_FLAG_EXISTED, PRESETS, current_name
+from torchbeast.presets import BEFORE_THE_FLAG_EXISTED, PRESETS
 from torchbeast.procs import processes
 from torchbeast.records.folder import check_name
 from torchbeast.runs import trust
@@ -103,7 +103,6 @@ def _read_config(declared: dict[str, Flag], path: Path) -> tuple[dict[str, Any],
             raise ValueError("this is not the meta.json of a run: it has no args")
         signed = trust.is_signed(meta["args"], meta.get("flags_signature"))
         values = {**BEFORE_THE_FLAG_EXISTED, **meta["args"]}
-        values["preset"] = current_name(values.get("preset"))
         chosen_there = {*OF_ITS_RUN, *meta.get("flags_left_open", ())}
         # It may be that of another variant.
         values = {k: values[k] for k in (values.keys() & allowed) - chosen_there}
@@ -166,11 +165,10 @@ def merge(
     saved = {k: v for k, v in (saved or {}).items() if k not in OF_ONE_START}
     if saved:
         saved = {**BEFORE_THE_FLAG_EXISTED, **saved}
-        saved["preset"] = current_name(saved.get("preset"))
         saved = values_of_file(declared, saved, place)
         if "preset" not in given:
-            preset = preset_flags(saved["preset"])
-        elif given["preset"] != saved["preset"]:
+            preset = preset_flags(saved.get("preset"))
+        elif given["preset"] != saved.get("preset"):
             given = preset | given  # a new preset counts as typed
     if not given.get("trust_checkpoint_env"):
         if not typed.signed:

@@ -23,7 +23,6 @@ from torchbeast.base.flag import FlagParser
 from torchbeast.base.seeds import derive_seed
 from torchbeast.envs.atari import atari_game
 from torchbeast.flags import Atari
-from torchbeast.presets import RENAMED
 from torchbeast.records.folder import RunExistsError, RunFolder, has_content
 from torchbeast.records.logs_csv import read_rows
 from torchbeast.records.meta import complete_meta, read_meta
@@ -372,11 +371,8 @@ def check_games_can_be_saved(flags: Flags, exact_resume: bool) -> None:
 
 def notes_on_changed_flags(flags: Flags, saved: dict[str, Any]) -> list[str]:
     """Describes the flags that differ from the saved ones, one line per reason."""
-    now, notes = flags.as_dict(), []
-    if saved.get("preset") in RENAMED:
-        name = saved["preset"]
-        notes.append(f"The preset {name} is now named {RENAMED[name]}.")
-        saved = saved | {"preset": RENAMED[name]}
+    now = flags.as_dict()
+    notes: list[str] = []
     reasons: dict[str, list[str]] = {}
     for name, (old, new) in flagset.changed(saved, flags, flagset.OF_ONE_START).items():
         if name in flags.typed:
