@@ -1,7 +1,4 @@
-"""logs.csv, one row per batch, and fields.csv, its columns.
-
-Importing this module does not load torch.
-"""
+"""logs.csv, one row per batch, and fields.csv, its columns."""
 
 from __future__ import annotations
 
