@@ -181,6 +181,15 @@ def test_the_missing_module_is_named(name, tmp_path, monkeypatch):
         create_env(env_flags(name))
 
 
+def test_a_module_that_an_installed_package_lacks():
+    with pytest.raises(MissingPackageError) as error:
+        create_env(env_flags("gymnasium.envs.toy_txt:TaxiEnv"))
+    message = str(error.value)
+    assert "no module gymnasium.envs.toy_txt. gymnasium.envs is installed" in message
+    assert "Did you mean toy_text?" in message
+    assert "pip install" not in message
+
+
 # --- Warnings -------------------------------------------------------------------------
 
 

@@ -108,6 +108,17 @@ def test_main_in_another_thread(tmp_path, caplog):
     assert float(runs.read_logs(tmp_path, "a")[-1]["step"]) == 100
 
 
+@pytest.mark.parametrize("module", ["torchbeast.monobeast", POLYBEAST])
+def test_a_script_that_calls_main_when_it_is_imported(tmp_path, module):
+    words = runs.command(tmp_path, "a", module=module, **TINY)
+    script = tmp_path / "script.py"
+    lines = "import sys", f"import {module}", f"sys.exit({module}.main(sys.argv[1:]))"
+    script.write_text("\n".join(lines))
+    output = runs.run_words([words[0], str(script), *words[3:]], status=1)
+    assert "put the call under `if __name__ == '__main__':`" in output
+    assert "Traceback" not in output
+
+
 # --- The main thread of a server ------------------------------------------------------
 
 

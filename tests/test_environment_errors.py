@@ -268,7 +268,7 @@ class NoSpace(Counter):
     [
         (Parallel, "PettingZoo environment of the parallel API.*one agent.*derived"),
         (InTurn, "PettingZoo environment of the AEC API"),
-        (DeepMind, "an environment of the dm_env API.*shimmy"),
+        (DeepMind, "environment of the dm_env API.*BSuiteCompat"),
         (Gymnax, "environment of gymnax.*GymnaxToGymWrapper"),
         (Brax, "environment of brax.*GymWrapper"),
         (NoSpace, "its observation_space is a tuple of 1 values"),

@@ -357,7 +357,10 @@ def test_resume_keeps_rows_without_a_step(tmp_path):
 def test_resume_refuses_what_it_does_not_understand(started):
     logs = started / "logs.csv"
     lines = logs.read_text().splitlines(keepends=True)
-    for damaged in ([lines[0], "1,2\n", *lines[1:]], ["a,b\n", "1,2\n"]):
+    quoted = [*lines[:2], '0,"' + "1" * 200_000 + "\n", *lines[2:]]
+    stray = [*lines[:2], '0,"1\n', *lines[2:]]  # not until the next quote, or the end
+    others = [lines[0], "1,2\n", *lines[1:]], ["a,b\n", "1,2\n"]
+    for damaged in (quoted, stray, *others):
         logs.write_text("".join(damaged))
         with pytest.raises(ValueError, match=r"away\."):
             FileWriter(str(started.parent), "run", ARGS, resume_step=90)

@@ -1,5 +1,8 @@
 """The old Gym API, and spaces and classes that look like it."""
 
+import contextlib
+import re
+import shlex
 from typing import NamedTuple
 
 import gymnasium
@@ -8,6 +11,7 @@ import pytest
 from gymnasium import spaces
 from test_environment import Counter, env_flags, here
 
+from torchbeast.base.errors import UserError
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.make_env import create_env
 from torchbeast.envs.old_gym import OldGymAdapter
@@ -51,6 +55,26 @@ def test_environment_of_the_gym_package():
             oracle.seed(game_seed(3, 0, game))
             observation = oracle.reset()
     assert endings == {True, False}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_id_of_the_gym_package(tmp_path, monkeypatch):
+    """A package registers it with the old gym: the message has flags that work."""
+    pytest.importorskip("gym")
+    text = "gym.register('Old-v0', entry_point='cart:Cart', kwargs={'size': 3})"
+    cart = "from gym.envs.classic_control import CartPoleEnv\nclass Cart(CartPoleEnv):"
+    cart += "\n    def __init__(self, size): super().__init__()\n"
+    (tmp_path / "cart.py").write_text(f"import gym\n{text}\n{cart}")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="the old gym has this id") as error:
+        create_env(env_flags("cart:Old-v0"))
+    command = re.search(
+        "give (--env.*)[.] In Gymnasium no environment has this name", str(error.value)
+    )
+    assert command
+    _, env, _, arguments = shlex.split(command[1])
+    with contextlib.closing(create_env(env_flags(env, env_kwargs=arguments))) as made:
+        assert isinstance(made, OldGymAdapter)
 
 
 class OldStyle:

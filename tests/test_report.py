@@ -181,7 +181,8 @@ def test_damaged_logs(tmp_path, capsys, damage):
         header, first, *others = logs.read_text().splitlines()
         logs.write_text("\n".join([header, first + ",1", *others]) + "\n")
     else:
-        logs.write_text(logs.read_text() + '"' + "1" * 200_000 + "\n")
+        *others, last = logs.read_text().splitlines()
+        logs.write_text("\n".join([*others, '"' + "1" * 200_000, last]) + "\n")
     with pytest.raises(SystemExit) as caught:
         report.main([str(path), "--savedir", str(tmp_path)])
     assert caught.value.code == 2

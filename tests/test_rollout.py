@@ -8,6 +8,7 @@ import torch
 import torch.multiprocessing as mp
 from gymnasium import spaces
 
+from torchbeast.base.errors import UserError
 from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core import rollout
 from torchbeast.core.acting import row_spec
@@ -104,6 +105,36 @@ def test_an_output_named_like_a_field_of_the_environment_is_refused():
 
     with pytest.raises(ValueError, match="outputs reward while acting"):
         row_spec(Twice(OBSERVATION_SPACE, spaces.Discrete(A)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, h: (x, h, 0), "a tuple of 3 values; it must be a tuple of two"),
+        (lambda x, h: x, "a dict of .*; it must be a tuple of two"),
+        (
+            lambda x, h: ({"policy_logits": x["policy_logits"]}, h),
+            "baseline None; its shape",
+        ),
+        (
+            lambda x, h: (x | {"baseline": x["baseline"].flatten()}, h),
+            r"baseline \[1\]",
+        ),
+        (
+            lambda x, h: (x | {"policy_logits": x["policy_logits"][..., 1:]}, h),
+            rf"policy_logits \[1, 1, {A - 1}\]; its shape must begin \[1, 1, {A}\]",
+        ),
+        (lambda x, h: (x | {"surprise": 3.0}, h), r"surprise 3.0; .* \[1, 1\]"),
+        (lambda x, h: (x, h[:1]), r"a state \[\[1, 1, 256\]\]; initial_state\(\)"),
+    ],
+)
+def test_a_model_that_returns_something_else_is_refused(change, message):
+    class Wrong(Net):
+        def forward(self, rows, state=(), acting=False):
+            return change(*super().forward(rows, state, acting))
+
+    with pytest.raises(UserError, match=message):
+        row_spec(Wrong(OBSERVATION_SPACE, spaces.Discrete(A), use_lstm=True))
 
 
 def test_extra_fields_are_part_of_a_row(monkeypatch):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,12 @@ class MissingPackageError(FlagError, ImportError):
 
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint can't be saved or loaded; the message says what to do."""
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a message: the names that are like `name`; "" if none is."""
+    close = " or ".join(difflib.get_close_matches(name, names))
+    return close and f" Did you mean {close}?"
 
 
 @contextlib.contextmanager

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from torchbeast.base import devices
-from torchbeast.base.nested import Nested, map_nested
+from torchbeast.base.errors import UserError
+from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core import rollout
 from torchbeast.core.rollout import STORED_AS, State
+from torchbeast.envs.checks import describe
 
 # A torchbeast.model.Net. Nothing in core imports it, so that a fork can replace it.
 Net = Any
@@ -20,6 +22,10 @@ Net = Any
 Choose = Callable[[torch.Tensor], torch.Tensor]
 
 _STORED_AS = {getattr(torch, x): getattr(torch, y) for x, y in STORED_AS.items()}
+
+
+class ModelError(UserError, ValueError):
+    """The model returns something else than docs/forking.md says."""
 
 
 def prepare_to_act(model: Net, compiler: str | None = None) -> Net:
@@ -102,6 +108,22 @@ def act_step(
     return outputs, next_state
 
 
+def _fault(result: Any, state: State, num_logits: int) -> str:
+    """What is wrong with a result of forward(); "" if nothing is."""
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not is_pair or not isinstance(result[0], dict):
+        return f"{describe(result)}; it must be a tuple of two: outputs (a dict), state"
+    outputs, after = result
+    for name in sorted({"policy_logits", "baseline", *outputs}):
+        wanted = [1, 1, *([num_logits] if name == "policy_logits" else [])]
+        for x in flatten(outputs.get(name)):
+            shape = list(getattr(x, "shape", ()))
+            if shape[: len(wanted)] != wanted:
+                return f"{name} {shape or describe(x)}; its shape must begin {wanted}"
+    old, new = ([list(x.shape) for x in flatten(y)] for y in (state, after))
+    return f"a state {new}; initial_state() has {old}" if old != new else ""
+
+
 @torch.inference_mode()
 def row_spec(model: Net) -> dict[str, Nested]:
     """Shape, without [T, B], and dtype of all fields of a row.
@@ -109,7 +131,8 @@ def row_spec(model: Net) -> dict[str, Nested]:
     The model acts once, so that whatever it outputs while acting is a field.
 
     Raises:
-      ValueError: an output of the model has the name of a field of the environment.
+      ModelError: an output has the name of a field of the environment or another shape
+        than docs/forking.md says, or the state changes its shape.
     """
     was_training = model.training
     model.eval()  # draw no random numbers
@@ -117,10 +140,14 @@ def row_spec(model: Net) -> dict[str, Nested]:
     environment = rollout.env_fields(*spaces)
     device = next(model.parameters()).device
     row = map_nested(lambda x: x.to(device), rollout.example_rows(*spaces))
-    outputs, _ = act_step(model, row, model.initial_state(1), model.distribution.mode)
+    state = model.initial_state(1)
+    result = model(rollout.show_final_fields(row), state, acting=True)
+    if fault := _fault(result, state, model.distribution.num_logits):
+        raise ModelError(f"for T = B = 1, forward() of the model returned {fault}")
+    outputs, _ = act_step(model, row, state, model.distribution.mode)
     model.train(was_training)
     if twice := sorted(environment.keys() & outputs.keys()):
-        raise ValueError(
+        raise ModelError(
             f"the model outputs {', '.join(twice)} while acting, and the environment "
             "has a field of this name: rename the output, or leave it out if acting"
         )

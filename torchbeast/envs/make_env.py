@@ -5,16 +5,22 @@ docs/environments.md is the manual.
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import json
 import operator
+import pkgutil
 import re
+import sys
 from typing import Any
 
 import gymnasium
 
-from torchbeast.base.errors import FlagError, MissingPackageError, UserError
+from torchbeast.base.errors import (
+    FlagError,
+    MissingPackageError,
+    UserError,
+    did_you_mean,
+)
 from torchbeast.envs import atari, checks, old_gym
 from torchbeast.envs.action_masks import MaskFromInfo, check_spaces
 from torchbeast.envs.space_checks import check_interface, declare_stack
@@ -171,10 +177,11 @@ def _from_gymnasium(
         return MinAtarGame(env) if is_minatar else env
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
         raise UnknownEnvironmentError(
-            f"--env {name}: no environment has this name. {error} Allowed are Atari "
-            "and other Gymnasium ids, package.module:Id-v0 for ids that the import "
-            "registers (such as minigrid:MiniGrid-Empty-5x5-v0; if a function does it, "
-            "call it in a module of your own), and package.module:Class."
+            f"--env {name}: {old_gym.advice(name)}no environment has this name. "
+            f"{error} Allowed are Atari and other Gymnasium ids, package.module:Id-v0 "
+            "for ids that the import registers (such as "
+            "minigrid:MiniGrid-Empty-5x5-v0; if a function does it, call it in a "
+            "module of your own), and package.module:Class."
         ) from error
     except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
         raise _missing_package(f"--env {name}", error) from error
@@ -195,11 +202,18 @@ def _missing_package(flag: str, error: BaseException) -> MissingPackageError:
         missing, cause = cause.name, cause.__cause__ or cause.__context__
     if not missing:
         return MissingPackageError(f"{flag}: {error}")
-    return MissingPackageError(
-        f"{flag}: there is no module {missing}. For a package: pip "
-        f"install {missing.partition('.')[0]}, or the package that has this module; "
+    advice = (
+        f"For a package: pip install {missing}, or the package that has this module; "
         "for your own file: run in its directory or set PYTHONPATH."
     )
+    package, _, part = missing.rpartition(".")
+    if package:  # its import has worked
+        parts = pkgutil.iter_modules(getattr(sys.modules.get(package), "__path__", ()))
+        advice = (
+            f"{package} is installed, so check the name, or whether another version "
+            f"has it.{did_you_mean(part, [x.name for x in parts])}"
+        )
+    return MissingPackageError(f"{flag}: there is no module {missing}. {advice}")
 
 
 def names_python(name: str) -> bool:
@@ -222,8 +236,7 @@ def find_object(flag: str, path: str) -> Any:
     try:
         return operator.attrgetter(attribute)(module)
     except AttributeError as error:
-        close = difflib.get_close_matches(attribute, dir(module))
-        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        hint = did_you_mean(attribute, dir(module))
         raise UnknownEnvironmentError(
             f"{flag}: module {module_name} has no {attribute}.{hint}"
         ) from error

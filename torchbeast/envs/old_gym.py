@@ -1,6 +1,9 @@
 """Environments of the old Gym API, adapted to Gymnasium."""
 
 import inspect
+import json
+import shlex
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +19,18 @@ def takes(function: Callable, parameter: str) -> bool:
         return parameter in inspect.signature(function).parameters
     except (TypeError, ValueError):  # written in C, has no signature
         return False
+
+
+def advice(name: str) -> str:
+    """How to name an id that its package registers with the old gym; else ""."""
+    try:
+        spec: Any = sys.modules["gym"].spec(name.rpartition(":")[2])
+        arguments = getattr(spec, "kwargs", None) or getattr(spec, "_kwargs", {})
+        words = ["--env", spec.entry_point, "--env_kwargs", json.dumps(arguments)]
+        command = shlex.join(words)
+    except Exception:  # no gym, no such id, or no MODULE:CLASS
+        return ""
+    return f"the old gym has this id; give {command}. In Gymnasium "
 
 
 def adapt(env: Any, render_mode: str | None = None) -> gymnasium.Env:

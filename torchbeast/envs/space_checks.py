@@ -41,7 +41,8 @@ _OTHERS = {
     ),
     "observation_spec": (
         "an environment of the dm_env API",
-        "return shimmy.DmControlCompatibilityV0(env)",
+        "return shimmy.DmControlCompatibilityV0(env) if it is one of dm_control, "
+        "shimmy.BSuiteCompatibilityV0(env) if of bsuite, else your own gymnasium.Env",
     ),
     "default_params": (
         "a functional environment of gymnax",

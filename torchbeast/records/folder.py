@@ -1,7 +1,4 @@
-"""The folder of a run, and how files in it are written.
-
-Importing this module does not load torch.
-"""
+"""The folder of a run, and how files in it are written."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""logs.csv, one row per batch, and fields.csv, its columns.
-
-Importing this module does not load torch.
-"""
+"""logs.csv, one row per batch, and fields.csv, its columns."""
 
 from __future__ import annotations
 
@@ -137,7 +134,7 @@ class LogsCsv:
                 if number < len(rows) - 1:
                     raise LogsError(
                         f"Row {number + 1} below the header of {self.path} is damaged "
-                        f"({row}: {error}). Repair it or move the file away."
+                        f"({row!s:.99}: {error}). Repair it or move the file away."
                     ) from error
                 break  # a power failure can damage only the last line
             if last_step is None or step > last_step:
@@ -213,8 +210,16 @@ def read_csv(path: pathlib.Path) -> tuple[list[str], list[list[str]], bool]:
     end = data.rfind(b"\n") + 1
     # A power failure can leave zeros, which csv refuses before Python 3.11.
     text = data[:end].decode("utf-8", errors="replace").replace("\0", "\ufffd")
-    lines = list(csv.reader(io.StringIO(text, newline="")))
+    lines = [_cells(line) for line in text.split("\n")[:-1]]
     return (lines[0] if lines else []), lines[1:], end == len(data)
+
+
+def _cells(line: str) -> list[str]:
+    """The cells of one line; none if csv can't read it. A quote ends with its line."""
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error:
+        return []
 
 
 def _cell(value: Any) -> str:

@@ -1,7 +1,4 @@
-"""meta.json, its writer and its reader; out.log and the link `latest`.
-
-Importing this module does not load torch.
-"""
+"""meta.json, its writer and its reader; out.log and the link `latest`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ Importing this module does not load torch, because environment servers parse fla
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import json
 import os
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchbeast.base.devices import fast_bf16, learner_device
-from torchbeast.base.errors import FlagError, using
+from torchbeast.base.errors import FlagError, did_you_mean, using
 from torchbeast.base.flag import FREE, START, TUNE, Flag, FlagParser
 from torchbeast.flags import DECLARED, Atari, Flags, Loss, Model, Optimizer, of_resume
 from torchbeast.presets import BEFORE_THE_FLAG_EXISTED, PRESETS
@@ -113,8 +112,7 @@ def _read_config(declared: dict[str, Flag], path: Path) -> tuple[dict[str, Any],
             raise FlagError("--config with a .toml file needs Python 3.11") from error
         values = tomllib.loads(text)
         for name in values.keys() - allowed:
-            close = difflib.get_close_matches(name, allowed, n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(name, allowed)
             raise FlagError(f"--config {path}: there is no flag {name}.{hint}")
     found = values_of_file(declared, values, f"--config {path}")
     return {k: v for k, v in found.items() if v is not None}, signed

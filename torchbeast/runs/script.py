@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from collections.abc import Callable
 
 from torchbeast.base import errors
@@ -37,6 +38,11 @@ def run(work: Callable[[], int]) -> int:
         )
     with processes.raise_on_stop_signals():
         try:
+            if getattr(multiprocessing.current_process(), "_inheriting", False):
+                raise errors.UserError(
+                    "a child process imports your script, which calls main() again: "
+                    "put the call under `if __name__ == '__main__':`"
+                )
             return work()
         except (Exception, KeyboardInterrupt) as error:
             return errors.report(error)
