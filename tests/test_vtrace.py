@@ -218,6 +218,48 @@ def test_no_gradient_flows_out():
     assert not returns.vs.requires_grad
     assert not returns.pg_advantages.requires_grad
 
+    inputs.pop("log_rhos")
+    logits = torch.randn(2, T, B, A, requires_grad=True)
+    actions = torch.zeros(T, B, dtype=torch.int64)
+    returns = vtrace.from_logits(logits[0], logits[1], actions, **inputs)
+    assert not returns.vs.requires_grad
+    assert not returns.pg_advantages.requires_grad
+
+
+@pytest.mark.parametrize(("clip_rho", "clip_pg_rho"), [(1.0, 1.0), (2.5, None)])
+def test_from_logits(clip_rho, clip_pg_rho):
+    rng = np.random.default_rng(3)
+    behavior, target = rng.normal(scale=2.0, size=(2, T, B, A))
+    actions = rng.integers(A, size=(T, B))
+    inputs = make_inputs()
+    del inputs["log_rhos"]
+    returns = vtrace.from_logits(
+        *(torch.from_numpy(x) for x in (behavior, target, actions)),
+        **tensors(inputs),
+        clip_rho_threshold=clip_rho,
+        clip_pg_rho_threshold=clip_pg_rho,
+    )
+    log_mu, log_pi = np.zeros((2, T, B))
+    for t in range(T):
+        for b in range(B):
+            a = actions[t, b]
+            mu = np.exp(behavior[t, b]) / np.exp(behavior[t, b]).sum()
+            pi = np.exp(target[t, b]) / np.exp(target[t, b]).sum()
+            log_mu[t, b], log_pi[t, b] = np.log(mu[a]), np.log(pi[a])
+    vs, pg_advantages = ground_truth(
+        log_pi - log_mu, **inputs, clip_rho=clip_rho, clip_pg_rho=clip_pg_rho
+    )
+    expected = {
+        "vs": vs,
+        "pg_advantages": pg_advantages,
+        "log_rhos": log_pi - log_mu,
+        "behavior_action_log_probs": log_mu,
+        "target_action_log_probs": log_pi,
+    }
+    assert returns._fields == tuple(expected)
+    for name, x in expected.items():
+        np.testing.assert_allclose(getattr(returns, name), x, rtol=1e-10, err_msg=name)
+
 
 @pytest.mark.parametrize("leading", [(), (B,), (T, B), (2, T, B)])
 def test_action_log_probs(leading):
@@ -283,6 +325,22 @@ def test_bootstrap_value_needs_the_trailing_dimensions():
         vtrace.from_importance_weights(**inputs)
 
 
-def test_actions_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"actions \[3, 5\], .* \[5, 3, 7\]"):
-        vtrace.action_log_probs(torch.zeros(T, B, A), torch.zeros(B, T).long())
+@pytest.mark.parametrize(
+    ("behavior", "target", "actions", "message"),
+    [
+        ((T, B), (T, B), (T, B), r"expected .*\[T, B, A\].* got \[5, 3\]"),
+        ((T, B, A), (T, B, A), (T, B, 1), r"actions \[T, B\], got .* \[5, 3, 1\]"),
+        ((T, B, A), (T, B, A + 1), (T, B), r"same shape, got \[5, 3, 7\].*\[5, 3, 8\]"),
+        ((T, B, A), (T, B, A), (B, T), r"actions \[3, 5\], policy_logits \[5, 3, 7\]"),
+    ],
+)
+def test_logits_that_do_not_fit(behavior, target, actions, message):
+    inputs = tensors(make_inputs())
+    inputs.pop("log_rhos")
+    with pytest.raises(ValueError, match=message):
+        vtrace.from_logits(
+            torch.zeros(behavior),
+            torch.zeros(target),
+            torch.zeros(actions, dtype=torch.int64),
+            **inputs,
+        )

@@ -22,6 +22,14 @@ class VTraceReturns(NamedTuple):
     pg_advantages: torch.Tensor  # [T, B, C...] float: weights of the log-probabilities
 
 
+class VTraceFromLogitsReturns(NamedTuple):
+    vs: torch.Tensor  # [T, B, C...]
+    pg_advantages: torch.Tensor  # [T, B, C...]
+    log_rhos: torch.Tensor  # [T, B]: log π(a|x) - log μ(a|x)
+    behavior_action_log_probs: torch.Tensor  # [T, B]: log μ(a|x)
+    target_action_log_probs: torch.Tensor  # [T, B]: log π(a|x)
+
+
 def action_log_probs(
     policy_logits: torch.Tensor, actions: torch.Tensor
 ) -> torch.Tensor:
@@ -54,6 +62,67 @@ def finite(log_probs: torch.Tensor) -> torch.Tensor:
     The gradient is 0 there.
     """
     return log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
+
+
+def from_logits(
+    behavior_policy_logits: torch.Tensor,
+    target_policy_logits: torch.Tensor,
+    actions: torch.Tensor,
+    discounts: torch.Tensor,
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    bootstrap_value: torch.Tensor,
+    clip_rho_threshold: float | None = 1.0,
+    clip_pg_rho_threshold: float | None = 1.0,
+    clip_c_threshold: float | None = 1.0,
+    trace_decay: float = 1.0,
+) -> VTraceFromLogitsReturns:
+    """V-trace for a categorical policy.
+
+    Args:
+      behavior_policy_logits: [T, B, A] float, of the policy μ that acted.
+      target_policy_logits: [T, B, A] float, of the policy π that learns.
+      actions: [T, B] integer, sampled from μ.
+      The others: see from_importance_weights.
+
+    Returns:
+      VTraceFromLogitsReturns. vs and pg_advantages have no gradient.
+
+    Raises:
+      ValueError: ranks or shapes don't match.
+    """
+    if behavior_policy_logits.dim() != 3 or actions.dim() != 2:
+        raise ValueError(
+            "expected policy logits [T, B, A] and actions [T, B], got "
+            f"{list(behavior_policy_logits.shape)} and {list(actions.shape)}"
+        )
+    if behavior_policy_logits.shape != target_policy_logits.shape:
+        raise ValueError(
+            "behaviour and target policy logits need the same shape, got "
+            f"{list(behavior_policy_logits.shape)} and "
+            f"{list(target_policy_logits.shape)}"
+        )
+    behavior_log_probs = action_log_probs(behavior_policy_logits, actions)
+    target_log_probs = action_log_probs(target_policy_logits, actions)
+    log_rhos = target_log_probs - behavior_log_probs
+    returns = from_importance_weights(
+        log_rhos=log_rhos,
+        discounts=discounts,
+        rewards=rewards,
+        values=values,
+        bootstrap_value=bootstrap_value,
+        clip_rho_threshold=clip_rho_threshold,
+        clip_pg_rho_threshold=clip_pg_rho_threshold,
+        clip_c_threshold=clip_c_threshold,
+        trace_decay=trace_decay,
+    )
+    return VTraceFromLogitsReturns(
+        vs=returns.vs,
+        pg_advantages=returns.pg_advantages,
+        log_rhos=log_rhos,
+        behavior_action_log_probs=behavior_log_probs,
+        target_action_log_probs=target_log_probs,
+    )
 
 
 @torch.no_grad()
