@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
+from torchbeast.records import meta
 from torchbeast.records.folder import RunFileError, RunFolder, atomic_write
-from torchbeast.records.meta import FileWriter
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
@@ -51,6 +51,22 @@ def read_rows(path):
 
 def read_meta(path):
     return json.loads((path / "meta.json").read_text())
+
+
+class FileWriter(meta.FileWriter):
+    """One that locks its folder and unlocks it, as a run does around its writer."""
+
+    def __init__(self, savedir, xpid, *arguments, **more):
+        self.folder = RunFolder(savedir, xpid)
+        try:
+            super().__init__(self.folder, *arguments, **more)
+        except BaseException:
+            self.folder.close()
+            raise
+
+    def close(self, *arguments, **more):
+        super().close(*arguments, **more)
+        self.folder.close()
 
 
 def names(folder):
@@ -139,7 +155,7 @@ def test_cells(tmp_path):
     del row["_tick"], row["_time"]
     assert list(row.values()) == [
         *["", "", "", "inf", "1000000000000", "7", "True"],
-        'a "b", c\nd',
+        'a "b", c d',
     ]
 
 
@@ -245,8 +261,8 @@ def test_bad_xpid(tmp_path, xpid):
 def test_one_process_at_a_time(tmp_path):
     writer = FileWriter(str(tmp_path), "run", ARGS)
     code = (
-        "import sys; from torchbeast.records.meta import FileWriter\n"
-        "FileWriter(sys.argv[1], 'run', {}, resume_step=0).close(0)"
+        "import sys; from torchbeast.records.folder import RunFolder\n"
+        "RunFolder(sys.argv[1], 'run').close()"
     )
     second = run_python(code, tmp_path)
     assert "Another process writes to this run" in second.stderr
@@ -254,17 +270,6 @@ def test_one_process_at_a_time(tmp_path):
     assert read_meta(writer.path)["resumed"] == []
     writer.close(exit_status=0)
     assert run_python(code, tmp_path).returncode == 0
-
-
-def test_existing_run_without_resume(started):
-    before = {name: (started / name).read_bytes() for name in names(started)}
-    handlers = list(logging.getLogger().handlers)
-    with pytest.raises(FileExistsError, match="choose another --xpid"):
-        FileWriter(str(started.parent), "run", {})
-    assert {name: (started / name).read_bytes() for name in names(started)} == before
-    assert logging.getLogger().handlers == handlers
-    resumed = FileWriter(str(started.parent), "run", ARGS, resume_step=90)
-    resumed.close(exit_status=0)  # The failure left no lock behind.
 
 
 def test_a_run_that_logged_nothing_can_start_anew(tmp_path):
@@ -395,7 +400,8 @@ def test_meta_tells_of_every_start(started):
     )
     killed = FileWriter(savedir, "run", ARGS | {"seed": 5}, resume_step=105)
     killed._resources.close()  # without what close() would write
-    FileWriter(savedir, "run", ARGS, start_over=True).close(
+    killed.folder.close()
+    FileWriter(savedir, "run", ARGS).close(
         exit_status=1, last_step=0, error="ValueError: " + 5000 * "x"
     )
     meta = read_meta(started)
@@ -415,7 +421,7 @@ def test_meta_tells_of_every_start(started):
 
 
 def test_starting_over_cuts_all_lines(started, info_level):
-    writer = FileWriter(str(started.parent), "run", ARGS, start_over=True)
+    writer = FileWriter(str(started.parent), "run", ARGS)
     writer.log({"step": 5, "total_loss": 1.0})
     writer.close(exit_status=0)
     assert [(row["_tick"], row["step"]) for row in read_rows(started)] == [("0", "5")]
@@ -427,7 +433,7 @@ def test_a_locked_folder(tmp_path):
         for _ in range(2):
             with pytest.raises(BlockingIOError, match="Another process"):
                 FileWriter(str(tmp_path), "run", ARGS)
-        FileWriter(str(tmp_path), "run", ARGS, folder=folder).close(exit_status=0)
+        meta.FileWriter(folder, ARGS).close(exit_status=0)
         with pytest.raises(BlockingIOError):
             RunFolder(str(tmp_path), "run")
     RunFolder(str(tmp_path), "run").close()
@@ -448,10 +454,11 @@ def test_a_folder_that_can_not_be_made(tmp_path, savedir):
 # Logs until the files may grow no further, as on a full disk.
 FULL_DISK = """
 import logging, resource, sys
+from torchbeast.records.folder import RunFolder
 from torchbeast.records.meta import FileWriter
 logging.basicConfig(level=logging.INFO)
 log = logging.getLogger("run")
-writer = FileWriter(sys.argv[1], "run", {"x": 1})
+writer = FileWriter(RunFolder(sys.argv[1], "run"), {"x": 1})
 limit = 8192
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 rows = 0
@@ -517,9 +524,10 @@ def test_atomic_write(tmp_path):
 # On a disk of 64 KiB that is filled to the last byte while the run goes on.
 NO_SPACE = """
 import json, pathlib, sys
+from torchbeast.records.folder import RunFolder
 from torchbeast.records.meta import FileWriter
 disk = pathlib.Path(sys.argv[1])
-writer = FileWriter(str(disk), "run", {"x": 1})
+writer = FileWriter(RunFolder(str(disk), "run"), {"x": 1})
 writer.log({"step": 0, "loss": 0.5})
 before = (writer.path / "logs.csv").read_bytes()
 try:
@@ -570,9 +578,10 @@ def test_a_text_that_is_not_utf8_is_logged(tmp_path):
     """
     code = """
 import logging, sys
+from torchbeast.records.folder import RunFolder
 from torchbeast.records.meta import FileWriter
 
-writer = FileWriter(sys.argv[1], "run", {})
+writer = FileWriter(RunFolder(sys.argv[1], "run"), {})
 text = b"bad \\xff\\xfe".decode(errors="surrogateescape")
 logging.getLogger("x").error(text)
 writer.close(exit_status=1, error=text)

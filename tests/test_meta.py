@@ -9,10 +9,9 @@ import shutil
 import subprocess
 
 import torch
-from test_file_writer import ARGS, names, read_meta, run_python
+from test_file_writer import ARGS, FileWriter, names, read_meta, run_python
 
 from torchbeast.records import meta as meta_file
-from torchbeast.records.meta import FileWriter
 from torchbeast.runs.flagset import differences
 
 

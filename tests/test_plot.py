@@ -9,10 +9,10 @@ import sys
 
 import numpy as np
 import pytest
+from test_file_writer import FileWriter
 
 from torchbeast import plot
 from torchbeast.records.groups import group_name
-from torchbeast.records.meta import FileWriter
 from torchbeast.records.saved_runs import find_run, read_run
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -10,12 +10,12 @@ import ale_py
 import numpy as np
 import pytest
 import runs
+from test_file_writer import FileWriter
 
 from torchbeast import report
 from torchbeast.records import meta as meta_file
 from torchbeast.records.atari_scores import RANDOM_AND_HUMAN
 from torchbeast.records.groups import iqm_interval
-from torchbeast.records.meta import FileWriter
 from torchbeast.records.saved_runs import read_run
 from torchbeast.runs import flagset
 

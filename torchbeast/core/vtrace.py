@@ -105,23 +105,11 @@ def from_logits(
     behavior_log_probs = action_log_probs(behavior_policy_logits, actions)
     target_log_probs = action_log_probs(target_policy_logits, actions)
     log_rhos = target_log_probs - behavior_log_probs
-    returns = from_importance_weights(
-        log_rhos=log_rhos,
-        discounts=discounts,
-        rewards=rewards,
-        values=values,
-        bootstrap_value=bootstrap_value,
-        clip_rho_threshold=clip_rho_threshold,
-        clip_pg_rho_threshold=clip_pg_rho_threshold,
-        clip_c_threshold=clip_c_threshold,
-        trace_decay=trace_decay,
-    )
+    steps = discounts, rewards, values, bootstrap_value
+    clips = clip_rho_threshold, clip_pg_rho_threshold, clip_c_threshold
+    returns = from_importance_weights(log_rhos, *steps, *clips, trace_decay)
     return VTraceFromLogitsReturns(
-        vs=returns.vs,
-        pg_advantages=returns.pg_advantages,
-        log_rhos=log_rhos,
-        behavior_action_log_probs=behavior_log_probs,
-        target_action_log_probs=target_log_probs,
+        *returns, log_rhos, behavior_log_probs, target_log_probs
     )
 
 

@@ -227,4 +227,4 @@ def _cell(value: Any) -> str:
         value = value.item()
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
-    return value if isinstance(value, str) else repr(value)
+    return value.replace("\n", " ") if isinstance(value, str) else repr(value)

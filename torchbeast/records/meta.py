@@ -19,13 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchbeast.base.hardware import hardware
-from torchbeast.records.folder import (
-    RunExistsError,
-    RunFolder,
-    atomic_write,
-    has_content,
-    writing,
-)
+from torchbeast.records.folder import RunFolder, atomic_write, writing
 from torchbeast.records.logs_csv import LogsCsv
 from torchbeast.records.protocol import describe, find_protocol
 
@@ -61,24 +55,18 @@ class FileWriter:
                 and the end of the newest start; `starts` has the same of every start
 
     savedir/latest links to the run that was started last. The folder is locked until
-    `close`, so one process at a time writes to a run.
+    folder is closed, so one process at a time writes to a run.
 
     Args:
-      savedir: the folder of all runs; `~` is expanded; created if missing.
-      xpid: the name of the run, one path component.
+      folder: of the run; the caller closes it.
       args: the flags. Values that JSON lacks are written as str(value).
       resume_step: the step of the checkpoint, if the run is resumed. Rows of logs.csv
-        from the first larger step on are cut.
-      folder: the run's folder, if the caller has locked it; the caller closes it.
-      start_over: if the run was started before and resume_step is None, cut all rows.
+        from the first larger step on are cut; if it is None, all rows.
       about: more entries of this start for meta.json, such as the signature of the
         flags and their differences from the preset.
 
     Raises:
-      ValueError: xpid is not a plain name, or logs.csv is damaged.
-      RunExistsError: the run was started before, resume_step is None and start_over
-        is False.
-      RunBusyError: another process writes to this run.
+      LogsError: logs.csv is damaged.
       RunFileError: a file can't be written.
     """
 
@@ -86,34 +74,21 @@ class FileWriter:
 
     def __init__(
         self,
-        savedir: str,
-        xpid: str,
+        folder: RunFolder,
         args: Mapping[str, Any],
         resume_step: int | None = None,
-        folder: RunFolder | None = None,
-        start_over: bool = False,
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self._lock = threading.Lock()
         self._closed = False
-        with contextlib.ExitStack() as stack:
-            if folder is None:
-                folder = RunFolder(savedir, xpid)
-                stack.callback(folder.close)
-            self.path = folder.path
-            logs = self.path / "logs.csv"
-            if has_content(logs) and resume_step is None and not start_over:
-                raise RunExistsError(
-                    f"{logs} exists: a run {xpid!r} was started before. Resume it from "
-                    f"its checkpoint, choose another --xpid, or remove {self.path}."
-                )
-            with writing(self.path):
-                stack.callback(_detach, _attach(self.path / "out.log"))
-                self._logs = LogsCsv(self.path, resume_step)
-                stack.callback(self._logs.close)
-                self._meta = self._start_meta(xpid, args, resume_step, about or {})
-                write_json(self.path / "meta.json", self._meta)
-                _link_latest(self.path.with_name("latest"), xpid)
+        self.path = folder.path
+        with contextlib.ExitStack() as stack, writing(self.path):
+            stack.callback(_detach, _attach(self.path / "out.log"))
+            self._logs = LogsCsv(self.path, resume_step)
+            stack.callback(self._logs.close)
+            self._meta = self._start_meta(args, resume_step, about or {})
+            write_json(self.path / "meta.json", self._meta)
+            _link_latest(self.path.with_name("latest"), self.path.name)
             self._resources = stack.pop_all()
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -163,7 +138,6 @@ class FileWriter:
 
     def _start_meta(
         self,
-        xpid: str,
         args: Mapping[str, Any],
         resume_step: int | None,
         about: Mapping[str, Any],
@@ -199,7 +173,7 @@ class FileWriter:
         }
         resumed = first.get("resumed", [])
         return {
-            "xpid": xpid,
+            "xpid": self.path.name,
             **start,
             "date_start": first.get("date_start", date),
             "date_end": None,

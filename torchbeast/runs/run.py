@@ -123,12 +123,9 @@ class Run:
             signal.signal(number, self._on_signal)
         code = code_record.record(start.folder.path, flags)
         self._writer = FileWriter(
-            flags.savedir,
-            flags.xpid,
+            start.folder,
             flags.as_dict(),
-            resume_step=step,
-            folder=start.folder,
-            start_over=start.start_over,
+            step,
             about={
                 "flags_left_open": start.left_open,
                 "flags_signature": trust.sign(flags.as_dict()),
