@@ -48,15 +48,15 @@ def saved(folder, xpid):
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("module", VARIANTS)
 @pytest.mark.parametrize("method", [COUNTS, RANDOM + '{"learning_rate": 0.001}'])
-def test_it_opens_a_lock_that_random_play_does_not(tmp_path, module, method):
+def test_it_opens_a_lock_that_random_play_does_not(tmp_path, method):
     """Random play opens it in one of 65,536 episodes. These runs have about 4,000.
 
-    With --sync, so that a busy machine does not change what they learn.
+    With --sync, so that a busy machine does not change what they learn, and PolyBeast
+    learns the same.
     """
     flags = {"sync": True, "disable_checkpoint": True}
-    flags |= {**QUICK, "total_steps": 40_000, "module": module, "explorer": method}
+    flags |= {**QUICK, "total_steps": 40_000, "explorer": method}
     runs.run(tmp_path, "lock", timeout=400, **flags)
     rows = runs.read_logs(tmp_path, "lock")
     assert mean(column(rows, "mean_game_return")[-10:]) > 0.3

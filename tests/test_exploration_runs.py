@@ -66,7 +66,7 @@ def test_a_run_with_replay_of_episodes(tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["e3b", "amigo"])  # fields, batches of its own
 def test_two_learners_make_the_updates_of_one(tmp_path, name):
     flags = {**SYNC, "explorer": NAMES[name], "disable_checkpoint": True}
     if name == "amigo":
@@ -94,13 +94,11 @@ LOCK = {
     "unroll_length": CombinationLock.LENGTH,
     "total_steps": 24_000,
 }
-VARIANTS = ["torchbeast.monobeast", "torchbeast.polybeast"]
 
 
-def train(folder, module, name, **flags):
-    if module == "torchbeast.polybeast":
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    runs.run(folder, "a", 380, module=module, explorer=NAMES[name], **flags)
+def train(folder, name, **flags):
+    """In MonoBeast. PolyBeast makes the same updates, see above."""
+    runs.run(folder, "a", 480, explorer=NAMES[name], **flags)
     return runs.read_logs(folder, "a")
 
 
@@ -109,21 +107,19 @@ def mean(rows, name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("module", VARIANTS)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", ["ride", "noveld", "e3b"])
-def test_what_random_play_does_not_find(tmp_path, name, module):
-    rows = train(tmp_path, module, name, **LOCK)
+def test_what_random_play_does_not_find(tmp_path, name):
+    rows = train(tmp_path, name, **LOCK)
     assert mean(rows[-10:], "mean_game_return") > 0.3
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("module", VARIANTS)
-def test_amigos_goals_get_farther_and_are_reached(tmp_path, module):
+@pytest.mark.timeout(500)
+def test_amigos_goals_get_farther_and_are_reached(tmp_path):
     """t* is 3 at first. With a policy that does not learn it ends at about 6."""
     flags = {**QUICK_LEARNING, "env": "environments:Corridor", "total_steps": 48_000}
-    rows = train(tmp_path, module, "amigo", env_kwargs='{"length": 13}', **flags)
+    rows = train(tmp_path, "amigo", env_kwargs='{"length": 13}', **flags)
     begin, end = rows[:30], rows[-30:]
     reached = [mean(x, "goals_reached") / mean(x, "goals") for x in (begin, end)]
     assert reached[0] + 0.1 < reached[1]
