@@ -48,8 +48,12 @@ def ray_actors():
 
 
 @pytest.fixture(autouse=True)
-def ended():
-    """Ends the runs that a test has started."""
+def ended(monkeypatch):
+    """Ends the runs that a test has started.
+
+    Ray gives its actors the priority 15, with which other tests leave them no CPU.
+    """
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     yield
     while STARTED:
         process = STARTED.pop()

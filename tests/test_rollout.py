@@ -121,6 +121,10 @@ def test_an_output_named_like_a_field_of_the_environment_is_refused():
             r"baseline \[1\]",
         ),
         (
+            lambda x, h: (x | {"baseline": x["baseline"].unsqueeze(-1)}, h),
+            r"baseline \[1, 1, 1\]; of one value its shape must be \[1, 1\]",
+        ),
+        (
             lambda x, h: (x | {"policy_logits": x["policy_logits"][..., 1:]}, h),
             rf"policy_logits \[1, 1, {A - 1}\]; its shape must begin \[1, 1, {A}\]",
         ),

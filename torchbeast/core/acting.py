@@ -118,6 +118,8 @@ def _fault(result: Any, state: State, num_logits: int) -> str:
         wanted = [1, 1, *([num_logits] if name == "policy_logits" else [])]
         for x in flatten(outputs.get(name)):
             shape = list(getattr(x, "shape", ()))
+            if (name, shape) == ("baseline", [1, 1, 1]):
+                return f"baseline {shape}; of one value its shape must be [1, 1]"
             if shape[: len(wanted)] != wanted:
                 return f"{name} {shape or describe(x)}; its shape must begin {wanted}"
     old, new = ([list(x.shape) for x in flatten(y)] for y in (state, after))
