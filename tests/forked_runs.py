@@ -120,6 +120,9 @@ def keep(request: bytes, passed: list[int]) -> bool:
 def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     importlib.import_module("torch._dynamo")  # torch.optim imports it at its first use
+    importlib.import_module("gymnasium")
+    with contextlib.suppress(ImportError):
+        importlib.import_module("seaborn")  # MinAtar imports it, for 2 s
     gc.freeze()  # else the garbage collector of each run copies all pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
     while True:

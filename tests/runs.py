@@ -243,6 +243,33 @@ def run(
     return run_words(command(savedir, xpid, **flags), timeout, status)
 
 
+def run_learners(ranks: int, savedir: Path, xpid: str, **flags: Any) -> str:
+    """Runs so many learners of one run, with the variables that torchrun sets.
+
+    To start them by torchrun takes longer than most runs of the tests.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    variables |= {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
+    variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    words = command(savedir, xpid, **flags)
+    learners = [
+        Forked(
+            words, subprocess.PIPE, variables={**variables, "RANK": i, "LOCAL_RANK": i}
+        )
+        for i in map(str, range(ranks))
+    ]
+    try:
+        output = "".join([finish(learner) for learner in learners])
+    finally:
+        for learner in learners:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(learner.pid, signal.SIGKILL)
+    assert not any(learner.returncode for learner in learners), output
+    return output
+
+
 def read_logs(savedir: Path, xpid: str) -> list[dict[str, str]]:
     with (savedir / xpid / "logs.csv").open() as file:
         return list(csv.DictReader(file))

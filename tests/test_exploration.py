@@ -9,7 +9,6 @@ from environments import CombinationLock
 from gymnasium import spaces
 from test_learner import make_batch, make_learner
 from test_polybeast_sync import SYNC
-from test_ranks import finish, torchrun
 
 from examples.exploration.common import EpisodicCounts, Hash
 from examples.exploration.counts import Counts
@@ -327,9 +326,7 @@ def test_two_learners_equal_one(tmp_path, method):
     flags |= {"num_actors": 4, "envs_per_actor": 1, "total_steps": 28 * 15}
     runs.run(tmp_path, "one", **flags)
     flags |= {"num_actors": 2, "batch_size": 2}
-    process = torchrun(2, tmp_path, "two", **flags)
-    output = finish(process)
-    assert process.returncode == 0, output
+    runs.run_learners(2, tmp_path, "two", **flags)
     one, two = (runs.read_logs(tmp_path, name) for name in ("one", "two"))
     for row, other in zip(one, two, strict=True):
         for name in ("mean_intrinsic_reward", "total_loss"):

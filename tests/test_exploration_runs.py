@@ -7,7 +7,7 @@ import torch
 from environments import CombinationLock
 from test_exploration_methods import METHODS, NAMES
 from test_polybeast_sync import assert_logs_agree
-from test_ranks import finish, logs, torchrun
+from test_ranks import logs
 
 SYNC = {
     **runs.SMALL,
@@ -74,7 +74,7 @@ def test_two_learners_make_the_updates_of_one(tmp_path, name):
     flags |= {"num_actors": 2, "total_steps": 6 * 20 * 12}
     runs.run(tmp_path, "one", **flags | {"batch_size": 6})
     part = {"num_actors": 1, "batch_size": 3}
-    output = finish(torchrun(2, tmp_path, "all", **flags | part))
+    output = runs.run_learners(2, tmp_path, "all", **flags | part)
     together = logs(tmp_path, "all")
     assert len(together) == 12, output
     assert_logs_agree(logs(tmp_path, "one"), together, 1e-4)
@@ -117,10 +117,10 @@ def test_what_random_play_does_not_find(tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_amigos_goals_get_farther_and_are_reached(tmp_path):
-    """t* is 3 at first. With a policy that does not learn it ends at about 6."""
-    flags = {**QUICK_LEARNING, "env": "environments:Corridor", "total_steps": 48_000}
+    """t* begins at 3. Without learning it stays there, and 0.08 more are reached."""
+    flags = {**QUICK_LEARNING, "env": "environments:Corridor", "total_steps": 28_000}
     rows = train(tmp_path, "amigo", env_kwargs='{"length": 13}', **flags)
-    begin, end = rows[:30], rows[-30:]
+    begin, end = rows[:30], rows[-20:]
     reached = [mean(x, "goals_reached") / mean(x, "goals") for x in (begin, end)]
-    assert reached[0] + 0.1 < reached[1]
-    assert mean(end, "goal_least_steps") >= 8
+    assert reached[0] + 0.15 < reached[1]
+    assert mean(end, "goal_least_steps") > 4.5

@@ -134,7 +134,9 @@ KEPT = {}
 
 
 def make_once(make):
-    return KEPT.setdefault(make, make())
+    if make not in KEPT:
+        KEPT[make] = make()
+    return KEPT[make]
 
 
 def check_row(envs, row, e, i, wanted):

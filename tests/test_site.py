@@ -15,7 +15,8 @@ import runs
 
 pytest.importorskip("mkdocs", reason="needs the packages of the extra docs")
 
-pytestmark = pytest.mark.timeout(300)
+# One process builds the site once.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("site")]
 
 
 def build(site, config=runs.ROOT / "mkdocs.yml"):
