@@ -12,7 +12,7 @@ import pytest
 import runs
 
 REPLAY = {"replay_size": 300, "replay_ratio": 1.5, "learn_start": 60}
-METHODS = ["noveld:NovelD", "e3b:E3B"]  # both keep a state per episode
+METHODS = ["counts:Counts", "rnd:RND", "noveld:NovelD", "e3b:E3B"]
 OPTIONS = {
     "environment": [
         {"env": f"environments:{name}"}

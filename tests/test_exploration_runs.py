@@ -66,7 +66,7 @@ def test_a_run_with_replay_of_episodes(tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["e3b", "amigo"])  # fields, batches of its own
+@pytest.mark.parametrize("name", METHODS)
 def test_two_learners_make_the_updates_of_one(tmp_path, name):
     flags = {**SYNC, "explorer": NAMES[name], "disable_checkpoint": True}
     if name == "amigo":

@@ -147,7 +147,7 @@ def secrets(tmp_path):
     token = tmp_path / "token"
     token.write_text("sesame")
     identity = made.identity("learner")
-    return {**identity, "token_file": token, "tls_server_name": "learner"}
+    return {**identity, "token_file": token, "tls_server_name": "learner"}, made.ca()
 
 
 @BOTH
@@ -160,11 +160,13 @@ def test_a_run_on_this_machine(tmp_path, flags):
     assert any(float(row["mean_game_return"] or 0) > 5 for row in rows)
     # With the first weights for ever, it would be half of the updates.
     assert 0 < statistics.median(float(row["policy_lag"]) for row in rows) < 20
-    # The other launcher goes on with it.
     module = flags.get("module", "torchbeast.monobeast")
+    output = runs.run(tmp_path, "ray", PATIENCE, module=module, total_steps=STEPS + 100)
+    assert f"Resuming at step {STEPS}." in output
+    assert "Ray runs 2 actors on" in output
     flags = {"module": module, "total_steps": STEPS + 200, "launcher": "processes"}
     output = runs.run(tmp_path, "ray", PATIENCE, **flags)
-    assert f"Resuming at step {STEPS}." in output
+    assert "Resuming at step 13" in output
     assert "Ray" not in output
 
 
@@ -179,33 +181,28 @@ def test_a_dead_actor_is_replaced(tmp_path, flags):
     stop(process)
 
 
-def test_sigterm_saves_and_a_resume_goes_on(tmp_path):
+@BOTH
+def test_sigterm_saves(tmp_path, flags):
     """Ray has a handler of its own for this signal."""
-    process = start_learning(tmp_path, **MONO)
+    process = start_learning(tmp_path, **flags)
     process.terminate()
     output = finish(process)
     assert process.returncode == 143, output
     assert "Saved" in output
     assert_nothing_left()
-    rows = runs.read_logs(tmp_path, "ray")
-    steps = int(rows[-1]["step"]) + 100
-    output = runs.run(tmp_path, "ray", PATIENCE, total_steps=steps)
-    assert "Resuming at step " in output
-    assert "Ray runs 2 actors on" in output
-    assert len(runs.read_logs(tmp_path, "ray")) > len(rows)
 
 
-def test_the_learner_is_killed(tmp_path):
-    process = start_learning(tmp_path, **POLY)
+@BOTH
+def test_the_learner_is_killed(tmp_path, flags):
+    process = start_learning(tmp_path, **flags)
     assert len(ray_actors()) == 2
     process.kill()
     assert_nothing_left()
 
 
-@pytest.mark.parametrize(
-    ("name", "flags"), [("raylet", MONO), ("gcs_server", POLY)], ids=["mono", "poly"]
-)
-def test_a_process_of_ray_is_killed(tmp_path, name, flags, monkeypatch):
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+@BOTH
+def test_a_process_of_ray_is_killed(tmp_path, flags, name, monkeypatch):
     """The run saves, says why it ends, and leaves no process."""
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "3")
     process = start_learning(tmp_path, **flags)
@@ -252,30 +249,37 @@ def test_a_local_start_is_tried_twice(monkeypatch, address):
         assert calls == ["local", "local"]
 
 
-@BOTH
-def test_a_node_dies(tmp_path, cluster, secrets, flags):
-    """Its actor goes on at another. In PolyBeast with a token and a certificate."""
-    if flags is POLY:
-        # Without an authority the servers trust the learner's certificate itself.
-        flags = {**POLY, **secrets}
-    process = start_learning(tmp_path, **flags, ray_address=cluster.address)
+@pytest.mark.parametrize("authority", [False, True])
+def test_a_node_dies(tmp_path, cluster, secrets, authority):
+    """Its actor goes on at another. In PolyBeast with a token and certificates."""
+    own, ca = secrets
+    # Without an authority the servers trust the learner's certificate itself.
+    flags = {**POLY, **own, **(ca if authority else {})}
+    survives_a_dead_node(tmp_path, cluster, flags)
+
+
+def test_a_node_of_monobeast_dies(tmp_path, cluster):
+    survives_a_dead_node(tmp_path, cluster, MONO)
+
+
+def survives_a_dead_node(folder, cluster, flags):
+    process = start_learning(folder, **flags, ray_address=cluster.address)
     assert len(ray_actors()) == 2
     cluster.add_node(num_cpus=1, node_ip_address="127.0.0.3")
     cluster.remove_node(cluster.second, allow_graceful=False)
-    wait_for_replacement(tmp_path, process, flags)
-    learns_on(tmp_path, process)
+    wait_for_replacement(folder, process, flags)
+    learns_on(folder, process)
     stop(process)
 
 
-def test_an_actor_is_silent(tmp_path):
-    """As if Ray had no room to replace it: the others go on, and the log says it."""
-    # On a busy machine the other actor, too, can be silent for long, which ends a run.
-    process = start_learning(tmp_path, **{**MONO, "actor_timeout": 30})
-    silent = ray_actors()[0]
-    os.kill(silent, signal.SIGSTOP)
-    wait_for_words(tmp_path, "no unroll for 30 s. Ray may have no room", process)
+def test_there_is_no_room_for_a_replacement(tmp_path, cluster):
+    """The others go on, and the log says it."""
+    # On a busy machine the other actor, too, can be silent for 30 s, which ends a run.
+    flags = {**MONO, "ray_address": cluster.address, "actor_timeout": 90}
+    process = start_learning(tmp_path, **flags)
+    cluster.remove_node(cluster.second, allow_graceful=False)
+    wait_for_words(tmp_path, "no unroll for 90 s. Ray may have no room", process)
     learns_on(tmp_path, process)
-    os.kill(silent, signal.SIGCONT)
     stop(process)
 
 
