@@ -377,7 +377,7 @@ def test_the_first_line_of_the_title_can_be_typed(tmp_path, drawn):
 def test_commands_beside_pictures_draw_them(tmp_path, monkeypatch, drawn):
     """One curve has no legend; all seeds of a game are one curve."""
     monkeypatch.chdir(ROOT)
-    document = (ROOT / "docs" / "results" / "README.md").read_text()
+    document = (ROOT / "docs" / "results" / "runs.md").read_text()
     document = document.replace("\\\n", " ")
     legends = {}
     for command in re.findall(r"python -m torchbeast\.plot (.*--title.*)", document):

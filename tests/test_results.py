@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,11 @@ def test_config_has_the_flags_of_a_kept_run(meta):
             continue  # of one start, or chosen by the machine that it is made on
         # A flag that is newer than the run must do nothing.
         assert now == kept.get(name, before[name]), name
+
+
+def test_the_citation_has_the_version_of_the_package():
+    root = Path(__file__).parents[1]
+    package = re.search(
+        '^version = "(.*)"$', (root / "pyproject.toml").read_text(), re.M
+    )
+    assert f"\nversion: {package[1]}\n" in (root / "CITATION.cff").read_text()

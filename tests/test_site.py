@@ -110,7 +110,7 @@ def test_links_to_files_lead_to_them(site):
     wanted = {
         "tuning.html": "api/torchbeast.presets.html",
         "forking.html": "source/docs/forking/torso.patch.html",
-        "results/index.html": "../source/docs/results/pong-1.html",
+        "results/runs.html": "../source/docs/results/pong-1.html",
     }
     for page, link in wanted.items():
         assert link in Links((site / page).read_text()).links
