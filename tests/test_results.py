@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchbeast import monobeast
-from torchbeast.presets import BEFORE_THE_FLAG_EXISTED
+from torchbeast.presets import BEFORE_THE_FLAG_EXISTED, PRESETS
 from torchbeast.runs import flagset
 
 KEPT = sorted((Path(__file__).parents[1] / "docs/results").glob("*/meta.json"))
@@ -40,3 +40,8 @@ def test_the_citation_has_the_version_of_the_package():
         '^version = "(.*)"$', (root / "pyproject.toml").read_text(), re.M
     )
     assert f"\nversion: {package[1]}\n" in (root / "CITATION.cff").read_text()
+
+
+def test_each_preset_has_a_kept_run():
+    older = {"impala2018"}  # a name of impala-atari
+    assert PRESETS.keys() - older <= {flags_of(meta).get("preset") for meta in KEPT}
