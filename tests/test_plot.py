@@ -377,8 +377,8 @@ def test_the_first_line_of_the_title_can_be_typed(tmp_path, drawn):
 def test_commands_beside_pictures_draw_them(tmp_path, monkeypatch, drawn):
     """One curve has no legend; all seeds of a game are one curve."""
     monkeypatch.chdir(ROOT)
-    document = (ROOT / "docs" / "results" / "runs.md").read_text()
-    document = document.replace("\\\n", " ")
+    pages = [ROOT / "docs/results" / name for name in ("README.md", "runs.md")]
+    document = "".join(page.read_text() for page in pages).replace("\\\n", " ")
     legends = {}
     for command in re.findall(r"python -m torchbeast\.plot (.*--title.*)", document):
         words = []
@@ -388,7 +388,16 @@ def test_commands_beside_pictures_draw_them(tmp_path, monkeypatch, drawn):
         texts = drawn(*words)
         legends[words[-1]] = [text.split("\n")[0] for text in texts[1:]]
         texts.clear()
+    interquartile = {
+        f"docs/results/minatar_{game}_iqm{over}.png": [
+            f"{group} (3 runs, IQM, 95 % interval)"
+            for group in (game, f"poly-{game}_10m")
+        ]
+        for game in ("breakout", "space_invaders")
+        for over in ("", "_time")
+    }
     assert legends == {
+        **interquartile,
         "docs/results/pong.png": [],
         "docs/results/minatar.png": [
             f"{game} (3 runs, mean ± std)"
