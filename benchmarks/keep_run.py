@@ -45,7 +45,7 @@ def keep(run: Path, folder: Path, most: int) -> None:
     """Writes logs.csv.gz, meta.json and test.json of a run to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with (run / "logs.csv").open(newline="") as file:
-        header, *rows = csv.reader(file)
+        header, *rows = list(csv.reader(file)) or [[]]
     if rows and len(rows[-1]) != len(header):  # an unfinished line
         del rows[-1]
     text = io.StringIO()

@@ -25,6 +25,7 @@ import csv
 import dataclasses
 import itertools
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from pathlib import Path
 from torchbeast.records.saved_runs import read_run
 
 POINTS = 100  # of a curve
+STOP_SECONDS = 120  # for a run to save
 COLUMNS = ("step", "_time", "mean_game_return_100", "entropy", "sps", "largest_fall")
 
 
@@ -81,7 +83,16 @@ def train(study: Study, name: str, seed: int, savedir: Path) -> Path:
     ]
     print(shlex.join(command[1:]), flush=True)
     with (savedir / f"{xpid}.out").open("a") as console:
-        status = subprocess.run(command, stdout=console, stderr=console).returncode
+        run = subprocess.Popen(command, stdout=console, stderr=console)
+    try:
+        status = run.wait()
+    except BaseException:  # of a stop signal: the run saves, which takes a while
+        run.terminate()
+        try:
+            run.wait(STOP_SECONDS)
+        finally:
+            run.kill()  # unless it has ended
+        raise
     if status:
         raise StudyError(f"{xpid} ended with status {status}: {savedir}/{xpid}.out")
     return savedir / xpid
@@ -112,10 +123,10 @@ def kept_curve(path: Path, flags: Sequence[str]) -> list[dict[str, float]] | Non
         return None
     with path.open() as file:
         curve = [as_numbers(row) for row in csv.DictReader(file)]
-    for flag, value in itertools.pairwise(flags):
-        if flag == "--total_steps" and curve[-1]["step"] < int(value):
-            step = f"{curve[-1]['step']:.0f}"
-            raise StudyError(f"{path} ends at step {step}, not {value}: remove it")
+    given = [x for flag, x in itertools.pairwise(flags) if flag == "--total_steps"]
+    step = curve[-1]["step"] if curve else 0
+    if given and step < int(given[-1]):  # the last one counts
+        raise StudyError(f"{path} ends at step {step:.0f}, not {given[-1]}: remove it")
     return curve
 
 
@@ -183,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     write_curve(file, curve)
                 curves.setdefault(name, {})[seed] = curve
                 (args.out / "table.md").write_text(table(study, curves))
-    except (StudyError, OSError) as error:
+    except (StudyError, ValueError, OSError) as error:
         print(f"study.py: {error}", file=sys.stderr)
         return 1
     print(table(study, curves))
@@ -191,4 +202,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

@@ -273,7 +273,7 @@ def run_variant(
             status = run.process.returncode
             if status != 128 + signal.SIGINT:
                 print(run.fail(f"ended with status {status} after SIGINT"))
-        ticks = read_ticks(run.logs)
+        ticks = read_ticks(run.logs.parent)
         waited = re.findall(r"(?:Learner: .*Actors|The whole run: ).*", run.output())
     sps = windows_sps(ticks, start, end, args.window)
     low, median, high = np.percentile(sps, [25, 50, 75]).tolist()

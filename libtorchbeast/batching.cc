@@ -47,7 +47,6 @@ ArrayNest DynamicBatcher::compute(ArrayNest inputs, const Interrupt& interrupt) 
   const auto pushed = queue_->push(
       std::move(inputs), [answer](Answer& value) { answer->set(std::move(value)); },
       nullptr);
-  const Stopwatch stopwatch(queue_->producer_wait());
   try {
     return answer->wait(interrupt)();
   } catch (...) {

@@ -73,14 +73,10 @@ struct BatchingStats {
   uint64_t num_entries = 0;   // along the batch dimension
   uint64_t bytes_copied = 0;  // into batches and, for the batcher, out of answers
   uint64_t pool_bytes = 0;    // memory held for batches and answers
-  // Summed over threads: how long consumers waited for a batch, producers for room
-  // (queue) or an answer (batcher).
-  double consumer_wait_seconds = 0;
-  double producer_wait_seconds = 0;
 };
 
 // What both queues are made of: waiting items, and the rules by which they become a
-// batch. See the .cc file.
+// batch. See item_queue.h.
 class ItemQueue;
 class Call;
 

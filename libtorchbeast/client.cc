@@ -20,13 +20,8 @@ namespace {
 // A name that nobody else has.
 std::string random_id() {
   std::random_device random;
-  std::string id;
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t bits = random();
-    for (int shift = 0; shift < 32; shift += 8) {
-      id += static_cast<char>(bits >> shift & 0xff);
-    }
-  }
+  std::string id(16, '\0');
+  for (char& c : id) c = static_cast<char>(random());
   return id;
 }
 

@@ -8,6 +8,7 @@
 #include "end.h"
 #include "shared_pages.h"
 #include "thread.h"
+#include "transport.h"
 
 namespace torchbeast {
 
@@ -184,9 +185,9 @@ void Collector::add(const std::shared_ptr<Running>& running) {
   if (!has_thread_) {
     try {
       Thread([this] { collect(); }).detach();
-    } catch (...) {
+    } catch (const std::exception& error) {  // costs this stream, not the run
       running_.pop_back();
-      throw;
+      throw TransportError(error.what());
     }
   }
   has_thread_ = true;

@@ -14,7 +14,12 @@ namespace torchbeast {
 namespace {
 
 void check_version(uint32_t version, const std::string& peer) {
-  if (version != kWireVersion) throw RefusedError(version_refusal(peer, version));
+  if (version == kWireVersion) return;
+  throw RefusedError(peer + " speaks version " + std::to_string(version) +
+                     " of the protocol, and this side version " +
+                     std::to_string(kWireVersion) +
+                     "; install the same torchbeast on both sides, and adapt your own "
+                     "clients to its torchbeast.proto");
 }
 
 }  // namespace
@@ -278,7 +283,7 @@ void ServedConnection::do_cancel() {
 void ServedConnection::throw_reason(bool reading) {
   const char* reason = cancel_reason();
   if (reason != nullptr) throw TransportError(peer() + " " + reason);
-  if (reading && !is_lost()) throw Ended(End::kLeft, peer() + " has left");
+  if (reading && !is_gone()) throw Ended(End::kLeft, peer() + " has left");
   throw TransportError(peer() + " is lost");
 }
 

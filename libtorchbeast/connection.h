@@ -23,11 +23,12 @@
 
 namespace torchbeast {
 
-// An environment on the other side has raised; with its traceback.
+// An environment on the other side has raised; with its traceback, which the other side
+// should have cut, and may not.
 class EnvironmentError : public Ended {
  public:
   explicit EnvironmentError(const std::string& message)
-      : Ended(End::kRaised, printable(message)) {}
+      : Ended(End::kRaised, printable(shortened(message, 8192))) {}
 };
 
 // One thread at a time, but for cancel(), restart_waiting() and cancel_if_slow(), which
@@ -174,13 +175,12 @@ class ServedConnection : public Connection {
   ServedConnection(grpc::ServerContext* context, ServedStream* stream,
                    const std::string& peer);
 
-  // Whether the other side is no longer there, without asking it for anything.
-  bool is_lost() const { return context_.IsCancelled(); }
-
   Activity activity{nullptr};  // of its environment
 
+  // Without asking the other side for anything.
+  bool is_gone() const override { return context_.IsCancelled(); }
+
  private:
-  bool is_gone() const override { return is_lost(); }
   bool do_write(const grpc::ByteBuffer& message) override;
   bool do_read(grpc::ByteBuffer* message) override;
   void do_cancel() override;

@@ -1,5 +1,7 @@
 #include "env_session.h"
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <optional>
 #include <random>
@@ -63,7 +65,9 @@ EnvSession::EnvSession(SessionContext* context, Connection* connection,
 EnvRow EnvSession::read_row() {
   const UnrollContext& unrolls = context_.unrolls;
   check_rollout_bytes(spec_, unrolls.unroll_length, 1, unrolls.max_bytes);
-  return read_into({});
+  EnvRow row = read_into({});
+  row.env_nanoseconds = 0;  // nobody has waited for it
+  return row;
 }
 
 EnvRow EnvSession::read_into(std::vector<Array> arrays) {
@@ -103,8 +107,11 @@ void EnvSession::send_action(Unroll* unroll) {
 }
 
 void EnvSession::receive(Unroll* unroll) {
-  const EnvRow next = read_into(unroll->next_row());
-  context_.env_wait_ns += std::chrono::nanoseconds(Clock::now() - sent_at_).count();
+  EnvRow next = read_into(unroll->next_row());
+  const auto waited =
+      static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - sent_at_).count());
+  context_.env_wait_ns += waited;
+  next.env_nanoseconds = std::min(next.env_nanoseconds, waited);  // the peer says it
   if (next.action_number != action_number_) {
     throw WireError("the step answers action " + std::to_string(next.action_number) +
                     ", and the last action is " + std::to_string(action_number_) +

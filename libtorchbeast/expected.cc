@@ -70,23 +70,38 @@ void ExpectedEnvironment::check(const wire::EnvHello& hello,
 
 // --- Hellos
 
-wire::EnvHello without_identity(wire::EnvHello hello) {
-  hello.clear_settings();
-  hello.clear_stream_id();
-  hello.clear_first_step();
-  return hello;
+namespace {
+
+// Compares all but what each stream has for itself. Without a report it ends at the
+// first difference.
+bool compare(const wire::EnvHello& first, const wire::EnvHello& hello,
+             std::string* report) {
+  MessageDifferencer differencer;
+  const auto ignore = [&differencer](int field) {
+    differencer.IgnoreField(wire::EnvHello::descriptor()->FindFieldByNumber(field));
+  };
+  ignore(wire::EnvHello::kSettingsFieldNumber);
+  ignore(wire::EnvHello::kStreamIdFieldNumber);
+  ignore(wire::EnvHello::kFirstStepFieldNumber);
+  if (first.environment().empty() || hello.environment().empty()) {
+    ignore(wire::EnvHello::kEnvironmentFieldNumber);
+  }
+  if (report != nullptr) {
+    differencer.set_report_ignores(false);
+    differencer.ReportDifferencesToString(report);
+  }
+  return differencer.Compare(first, hello);
+}
+
+}  // namespace
+
+bool are_alike(const wire::EnvHello& first, const wire::EnvHello& hello) {
+  return compare(first, hello, nullptr);
 }
 
 std::string differences(const wire::EnvHello& first, const wire::EnvHello& hello) {
-  wire::EnvHello a = without_identity(first), b = without_identity(hello);
-  if (a.environment().empty() || b.environment().empty()) {
-    a.clear_environment();
-    b.clear_environment();
-  }
   std::string text;
-  MessageDifferencer differencer;
-  differencer.ReportDifferencesToString(&text);
-  differencer.Compare(a, b);
+  compare(first, hello, &text);
   if (!text.empty()) text.pop_back();  // the last end of a line
   std::replace(text.begin(), text.end(), '\n', ';');
   return shortened(text, 2000);
@@ -119,7 +134,7 @@ std::shared_ptr<const HelloCheck::First> HelloCheck::first_or(
 
 bool HelloCheck::is_alike(const wire::EnvHello& hello) {
   const auto first = first_or(nullptr);
-  return !first || differences(first->hello, hello).empty();
+  return !first || are_alike(first->hello, hello);
 }
 
 }  // namespace torchbeast

@@ -26,10 +26,10 @@ struct ExpectedEnvironment {
 
 // --- Hellos of one run
 
-// Without what is the environment's own: equal for environments of one kind.
-wire::EnvHello without_identity(wire::EnvHello hello);
-// What is different in `hello`; empty if they are of one kind. The name may be left
-// out.
+// Whether they are of one kind: equal but for what is the environment's own. The name
+// may be left out.
+bool are_alike(const wire::EnvHello& first, const wire::EnvHello& hello);
+// What is different in `hello`; empty if they are alike. Takes long if much is.
 std::string differences(const wire::EnvHello& first, const wire::EnvHello& hello);
 // Throws RefusedError with this text.
 [[noreturn]] void refuse_other(const std::string& first_peer, const std::string& peer,

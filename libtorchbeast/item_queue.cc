@@ -168,7 +168,6 @@ ItemQueue::Pushed ItemQueue::push(ArrayNest nest, OnDone on_done, OnRoom on_room
   num_entries_ += added.width;
   if (!pushed.has_room && !own.empty()) {
     own.front().number = added.number;
-    own.front().since = added.arrival;
     line_.splice(line_.end(), own);
   }
   // An item that only joins an incomplete batch changes nothing for consumers.
@@ -187,7 +186,6 @@ void ItemQueue::admit(WakeUps& wake) {
 
 std::vector<Item> ItemQueue::take(const Interrupt& interrupt, uint64_t* in_flight) {
   std::vector<Item> batch;
-  Stopwatch stopwatch(consumer_wait_, false);
   WakeUps wake(*this);
   MutexLock lock(mutex_);
   try {
@@ -196,8 +194,9 @@ std::vector<Item> ItemQueue::take(const Interrupt& interrupt, uint64_t* in_fligh
       if (closed_) return batch;
       if (is_complete()) break;
       if (!items_.empty() && options_.timeout && Clock::now() >= deadline()) break;
-      stopwatch.start();
-      const Counted idle(&idle_consumers_);
+      size_t* const idle = &idle_consumers_;
+      ++*idle;
+      const AtEnd leaves([idle] { --*idle; });
       consumers_.wait_until(mutex_, deadline(), interrupt);
     }
 
@@ -341,8 +340,6 @@ BatchingStats ItemQueue::stats() const {
   stats.num_entries = num_entries_joined_;
   stats.bytes_copied = bytes_copied_;
   stats.pool_bytes = batches_.num_bytes() + answers_.num_bytes();
-  stats.consumer_wait_seconds = static_cast<double>(consumer_wait_) * 1e-9;
-  stats.producer_wait_seconds = static_cast<double>(producer_wait_) * 1e-9;
   return stats;
 }
 

@@ -106,14 +106,11 @@ class ItemQueue {
   size_t size() const TB_EXCLUDES(mutex_);
   BatchingStats stats() const;
 
-  std::atomic<int64_t>& producer_wait() { return producer_wait_; }
-
  private:
   // A producer whose item has no room yet.
   struct InLine {
     OnRoom on_room;
     uint64_t number = 0;  // of the item
-    Clock::time_point since{};
   };
   // Wakes and tells when it ends: declared before the lock is taken, that is after
   // unlocking.
@@ -121,11 +118,7 @@ class ItemQueue {
     explicit WakeUps(ItemQueue& q) : queue(q) {}
     ~WakeUps() {
       if (consumer) queue.consumers_.notify_one();
-      for (const InLine& producer : producers) {
-        queue.producer_wait_ +=
-            std::chrono::nanoseconds(Clock::now() - producer.since).count();
-        producer.on_room(is_open);
-      }
+      for (const InLine& producer : producers) producer.on_room(is_open);
     }
     WakeUps(const WakeUps&) = delete;
 
@@ -133,15 +126,6 @@ class ItemQueue {
     bool consumer = false;
     std::list<InLine> producers{};
     bool is_open = true;
-  };
-
-  // Until the end of the scope, one more waits.
-  struct Counted {
-    explicit Counted(size_t* number) : number(*number) { ++*number; }
-    ~Counted() { --number; }
-    Counted(const Counted&) = delete;
-
-    size_t& number;
   };
 
   Item make_item(ArrayNest nest) const;
@@ -191,8 +175,6 @@ class ItemQueue {
   std::atomic<uint64_t> num_items_joined_{0};
   std::atomic<uint64_t> num_entries_joined_{0};
   std::atomic<uint64_t> bytes_copied_{0};
-  std::atomic<int64_t> consumer_wait_{0};  // nanoseconds
-  std::atomic<int64_t> producer_wait_{0};
 };
 
 // Throws ClosedBatchingQueue.

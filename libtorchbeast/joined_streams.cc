@@ -76,7 +76,7 @@ End PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& hel
   EnvSession session(&sessions, &connection, hello, interrupt);
   const uint64_t number = hello.first_step();
   const EnvRow newest = session.read_row();
-  UnrollSlots::Lease lease(&*slots, &connection, hello.stream_id(),
+  UnrollSlots::Lease lease(&*slots, &connection, hello.stream_id(), session.spec(),
                            is_between_episodes(session.spec(), newest.arrays),
                            interrupt);
   presence.connect();
@@ -108,7 +108,8 @@ End PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& hel
       if (finished && !options.is_provisional) options.listener->settle(hello);
     });
   });
-  lease.end = end.kind;
+  // What a run leaves unfinished when it ends was not lost.
+  lease.end = closing ? End::kOver : end.kind;
   if (end.kind == End::kRaised) presence.fail();
   return end;
 }

@@ -1,7 +1,5 @@
 #include "listener.h"
 
-#include <google/protobuf/util/message_differencer.h>
-
 #include <algorithm>
 #include <atomic>
 #include <functional>
@@ -15,8 +13,6 @@
 #include "stream_spec.h"
 
 namespace torchbeast {
-
-using google::protobuf::util::MessageDifferencer;
 
 namespace {
 
@@ -63,7 +59,7 @@ struct Listener::State {
     bool has_measure = false;  // if there is a measure
   };
   // Whether it is as the measure, which it becomes if there is none; otherwise it has
-  // to wait, or is refused.
+  // to wait, or is refused if the run has settled.
   bool conforms(const Greeted& stream) TB_REQUIRES(mutex);
   void set_measure(const wire::EnvHello& hello, const std::string& peer)
       TB_REQUIRES(mutex);
@@ -120,7 +116,7 @@ End Listener::State::serve(ServedConnection& connection) {
   {
     MutexLock lock(mutex);
     own = greeted.insert(greeted.end(), {hello, connection.peer()});
-    own->has_measure = measure && differences(*measure, hello).empty();
+    own->has_measure = measure && are_alike(*measure, hello);
   }
   // After the host's work. The measure may be this stream's until then.
   const AtEnd removal([&] {
@@ -133,19 +129,28 @@ End Listener::State::serve(ServedConnection& connection) {
     }
   });
   const auto check = [&connection] {
-    if (connection.is_lost()) {
+    if (connection.is_gone()) {
       throw TransportError(connection.peer() + " is lost");
     }
   };
+  std::optional<wire::EnvHello> other;  // the measure, if this one is refused
+  std::string other_peer;
   {
     MutexLock lock(mutex);
     while (true) {
       refuse_if_over();
-      if (conforms(*own)) hosted = enter_host(&hello);
-      if (hosted) break;
+      if (conforms(*own)) {
+        hosted = enter_host(&hello);
+      } else if (is_settled) {
+        other = measure;
+        other_peer = measure_peer;
+      }
+      if (hosted || other) break;
       changed.wait_until(mutex, Clock::now() + kLookPeriod, check);
     }
   }
+  // A text about a large hello takes long, and no lock is held.
+  if (other) refuse_other(other_peer, connection.peer(), differences(*other, hello));
   const Hosted host = std::move(hosted);  // leaves it before the removal
   return host->serve(connection, hello);
 }
@@ -175,17 +180,13 @@ wire::EnvHello Listener::State::shake_hands(Connection* connection) {
 
 bool Listener::State::conforms(const Greeted& stream) {
   const wire::EnvHello& hello = stream.hello;
-  if (unusable && MessageDifferencer::Equals(without_identity(hello), *unusable)) {
-    throw RefusedError(why_unusable);
-  }
+  if (unusable && are_alike(*unusable, hello)) throw RefusedError(why_unusable);
   if (!measure) {
     set_measure(hello, stream.peer);
   } else if (stream.has_measure && measure->environment().empty() &&
              !hello.environment().empty()) {
     measure->set_environment(hello.environment());
     compare_all();
-  } else if (!stream.has_measure && is_settled) {
-    refuse_other(measure_peer, stream.peer, differences(*measure, hello));
   }
   return stream.has_measure;
 }
@@ -200,7 +201,7 @@ void Listener::State::set_measure(const wire::EnvHello& hello,
 
 void Listener::State::compare_all() {
   for (Greeted& stream : greeted) {
-    stream.has_measure = differences(*measure, stream.hello).empty();
+    stream.has_measure = are_alike(*measure, stream.hello);
   }
 }
 
@@ -278,7 +279,7 @@ std::optional<wire::Seeding> Listener::next_seeding() { return state_->next_seed
 void Listener::refuse(const wire::EnvHello& hello, const std::string& reason) {
   {
     MutexLock lock(state_->mutex);
-    state_->unusable = without_identity(hello);
+    state_->unusable = hello;
     state_->why_unusable = reason;
     state_->measure.reset();
   }
@@ -288,7 +289,7 @@ void Listener::refuse(const wire::EnvHello& hello, const std::string& reason) {
 void Listener::settle(const wire::EnvHello& hello) {
   MutexLock lock(state_->mutex);
   if (state_->is_settled) return;
-  if (!state_->measure || !differences(*state_->measure, hello).empty()) {
+  if (!state_->measure || !are_alike(*state_->measure, hello)) {
     state_->set_measure(hello, " from elsewhere");
   }
   state_->is_settled = true;
@@ -297,7 +298,7 @@ void Listener::settle(const wire::EnvHello& hello) {
 
 bool Listener::wants_other(const wire::EnvHello& hello) const {
   MutexLock lock(state_->mutex);
-  return state_->measure && !differences(*state_->measure, hello).empty();
+  return state_->measure && !are_alike(*state_->measure, hello);
 }
 
 void Listener::pass_over() {

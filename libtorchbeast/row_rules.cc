@@ -78,8 +78,6 @@ std::optional<Bad> find_bad(const Array& array, const ValueRule& rule) {
       return find_bad<int8_t>(array, rule);
     case DType::kInt64:
       return find_bad<int64_t>(array, rule);
-    case DType::kUint64:
-      return find_bad<uint64_t>(array, rule);
     case DType::kFloat16:
       return find_bad_half(array);
     case DType::kFloat32:

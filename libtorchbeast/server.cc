@@ -42,7 +42,8 @@ struct EnvServer::State {
   const EnvironmentFactory factory;
   Mutex mutex;
   CondVar changed;
-  bool hosts TB_GUARDED_BY(mutex) = false;  // run() takes guests
+  bool hosts TB_GUARDED_BY(mutex) = false;  // run() takes guests, or will
+  bool runs TB_GUARDED_BY(mutex) = false;   // it has begun
   bool stopping TB_GUARDED_BY(mutex) = false;
   Guest* guest TB_GUARDED_BY(mutex) = nullptr;
   std::atomic<bool> stuck_reported{false};
@@ -90,7 +91,7 @@ std::optional<End> EnvServer::State::run_as_guest(ServedConnection& connection) 
   // A guest will leave soon if its learner has gone, or only asks what is served.
   const auto deadline = time_after(kStopLimit);
   while (hosts && guest != nullptr && Clock::now() < deadline &&
-         (guest->connection.is_lost() || !guest->plays)) {
+         (guest->connection.is_gone() || !guest->plays)) {
     changed.wait_until(mutex, deadline, nullptr);
   }
   if (!hosts || guest != nullptr) return std::nullopt;
@@ -125,6 +126,10 @@ void EnvServer::State::host_guests(const Interrupt& interrupt) {
     }
     end_guest({});
   });
+  {
+    MutexLock lock(mutex);
+    runs = true;
+  }
   while (Guest* const next = next_guest(interrupt)) {
     end_guest(end_of([&] { run_stream(next->connection, next); }));
   }
@@ -172,6 +177,11 @@ void EnvServer::stop(Milliseconds limit) {
   {
     MutexLock lock(state_->mutex);
     state_->stopping = true;
+    if (!state_->runs) {  // nobody else will end the guest
+      state_->hosts = false;
+      if (state_->guest != nullptr) state_->guest->end = End{};
+      state_->guest = nullptr;
+    }
   }
   state_->changed.notify_all();
   state_->server.stop(limit, state_);

@@ -221,6 +221,7 @@ class SpaceReader {
 
   SpecNest read_multi_discrete(const wire::Space::MultiDiscrete& space,
                                const std::string& place) {
+    if (space.n_size() == 0) refuse(place, "MultiDiscrete without n");
     if (space.start_size() != 0 && space.start_size() != space.n_size()) {
       refuse(place, "MultiDiscrete with " + std::to_string(space.start_size()) +
                         " values in start; allowed are 0 or " +
@@ -299,17 +300,7 @@ void refuse(const std::string& place, const std::string& why) {
   throw WireError(place + ": " + why);
 }
 
-std::string version_refusal(const std::string& peer, uint32_t version) {
-  return peer + " speaks version " + std::to_string(version) +
-         " of the protocol, and this side version " + std::to_string(kWireVersion) +
-         "; install the same torchbeast on both sides, and adapt your own clients to "
-         "its torchbeast.proto";
-}
-
 StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs()) {
-  if (hello.version() != kWireVersion) {
-    throw WireError(version_refusal("the environment", hello.version()));
-  }
   check_length(hello.environment(), "hello.environment");
   check_most("hello.stream_id", hello.stream_id().size(), "bytes", kMaxStreamIdBytes);
   check_most("hello.first_step", hello.first_step(), "steps",
@@ -356,6 +347,8 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
   const std::set<std::string> reserved = {"observation", "reward", "done",
                                           "episode_step", "episode_return"};
   std::set<std::string> taken = reserved;
+  check_most("hello", static_cast<uint64_t>(hello.extra_fields_size()), "extra fields",
+             kMaxArrays);
   for (const wire::Field& field : hello.extra_fields()) {
     const std::string& name = field.name();
     const std::string place = "extra field " + quoted(name);

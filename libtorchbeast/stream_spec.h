@@ -32,14 +32,9 @@ constexpr size_t kMaxNameBytes = 1024;
 constexpr int kMaxSettings = 1024;
 constexpr size_t kMaxStreamIdBytes = 64;
 
-// The arrays of a step that follow the observation's, in this order.
-enum StandardField : size_t {
-  kRewardField = 0,
-  kDoneField = 1,
-  kEpisodeStepField = 2,
-  kEpisodeReturnField = 3,
-  kStandardFields = 4,
-};
+// The arrays of a step that follow the observation's: reward, done, episode_step,
+// episode_return.
+constexpr size_t kDoneField = 1, kStandardFields = 4;
 
 // A message that breaks the rules; the text says which rule.
 class WireError : public Ended {
@@ -49,9 +44,6 @@ class WireError : public Ended {
 };
 
 [[noreturn]] void refuse(const std::string& place, const std::string& why);
-
-// Why a peer of another version is refused; `peer` is the subject of the sentence.
-std::string version_refusal(const std::string& peer, uint32_t version);
 
 // The values that an array's numbers may have: finite ones from low to high. There is
 // one bound for all numbers or one per number of an environment; without bounds, any

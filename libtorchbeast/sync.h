@@ -169,26 +169,18 @@ class Awaited {
   std::optional<T> value_ TB_GUARDED_BY(mutex_);
 };
 
-// Adds the time from start() to its end, if it was started, to a sum over threads. One
-// thread at a time.
+// Adds the time until the end of the scope to a sum over threads. One thread at a time.
 class Stopwatch {
  public:
-  explicit Stopwatch(std::atomic<int64_t>& nanoseconds, bool starts = true)
-      : nanoseconds_(nanoseconds) {
-    if (starts) start();
-  }
+  explicit Stopwatch(std::atomic<int64_t>& nanoseconds) : nanoseconds_(nanoseconds) {}
   ~Stopwatch() {
-    if (start_ == Clock::time_point()) return;
     nanoseconds_ += std::chrono::nanoseconds(Clock::now() - start_).count();
   }
   Stopwatch(const Stopwatch&) = delete;
-  void start() {
-    if (start_ == Clock::time_point()) start_ = Clock::now();
-  }
 
  private:
   std::atomic<int64_t>& nanoseconds_;
-  Clock::time_point start_{};
+  const Clock::time_point start_ = Clock::now();
 };
 
 }  // namespace torchbeast

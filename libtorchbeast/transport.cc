@@ -15,8 +15,10 @@
 #include <grpcpp/support/method_handler.h>
 #include <grpcpp/version_info.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <cctype>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -288,7 +290,13 @@ std::shared_ptr<grpc::Channel> make_channel(const Address& address,
   grpc::ChannelArguments arguments = channel_arguments(address);
   if (address.is_unix()) {
     const int fd = dial_unix(address, security.insecure);
-    if (socket != nullptr) *socket = Descriptor(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    *socket = Descriptor(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    if (socket->get() < 0) {  // nobody would notice that the other side has died
+      const std::string why = std::strerror(errno);
+      ::close(fd);
+      throw TransportError("no second descriptor for " + address.to_string() + ": " +
+                           why);
+    }
     return grpc::CreateCustomInsecureChannelFromFd("localhost", fd, arguments);
   }
   if (!security.server_name.empty()) {

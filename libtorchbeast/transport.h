@@ -98,10 +98,10 @@ void set_arguments(const Address& address, grpc::ResourceQuota* quota,
                    grpc::ServerBuilder* builder);
 // A way to the server at `address`. Throws std::invalid_argument as client_credentials,
 // TransportError if nobody listens at a unix socket, or another user. TCP connects when
-// a stream is opened. `socket`: gets a second descriptor of a unix socket; may be null.
+// a stream is opened. `socket` gets a second descriptor of a unix socket.
 std::shared_ptr<grpc::Channel> make_channel(const Address& address,
                                             const Security& security,
-                                            Descriptor* socket = nullptr);
+                                            Descriptor* socket);
 
 // --- The services
 

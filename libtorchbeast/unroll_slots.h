@@ -26,18 +26,19 @@ class UnrollSlots {
 
   // How an environment with this stream_id begins. The id may be empty.
   enum class Arrival {
-    kBegins,    // with a new unroll, which it has to make
+    kBegins,    // with a new unroll, which it has to make: there is none that fits it
     kGoesOn,    // in its own unroll; an older connection of it was cancelled
     kTakesOver  // in the unroll of one that has left between episodes
   };
   // One connection's hold on a slot. One thread at a time.
   class Lease {
    public:
-    // `between_episodes`: whether the environment begins new episodes. Waits until an
-    // older connection of the same id has gone. Throws what `interrupt` throws, kBusy
-    // if all slots are taken, and kLost if a newer connection of the same id has come.
+    // `spec`: of the environment. `between_episodes`: whether it begins new episodes.
+    // Waits until an older connection of the same id has gone. Throws what `interrupt`
+    // throws, kBusy if all slots are taken, and kLost if a newer connection of the same
+    // id has come.
     Lease(UnrollSlots* slots, Connection* connection, const std::string& stream_id,
-          bool between_episodes, const Interrupt& interrupt);
+          const StreamSpec& spec, bool between_episodes, const Interrupt& interrupt);
     ~Lease();
     Lease(const Lease&) = delete;
 

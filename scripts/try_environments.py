@@ -142,6 +142,13 @@ TRIALS = {
         ("--env_kwargs", '{"game": "bigfish"}'),
         alone=("procgen-mirror==0.10.7", "gym3==0.3.3"),
     ),
+    # Several agents in Gymnasium's API, through PettingZoo's parallel one.
+    "foraging": Trial(
+        ("lbforaging==2.0.0", "pettingzoo"),
+        "my_agents:TupleGame",
+        3000,
+        ("--env_kwargs", '{"id": "lbforaging:Foraging-8x8-2p-2f-v3"}'),
+    ),
     # Vector environments in JAX. It pins an older Gymnasium.
     "gymnax": Trial(
         ("jax==0.10.2", "flax==0.12.8", "matplotlib", "seaborn"),
@@ -344,7 +351,7 @@ def main() -> int:
         alone = sorted({p for name in names for p in TRIALS[name].alone})
         print("Installing", *packages, *alone, flush=True)
         python = install(folder, packages, alone)
-        for module in ("my_wrappers.py", "my_envs.py"):
+        for module in ("my_wrappers.py", "my_envs.py", "my_agents.py"):
             (folder / module).write_text(documented_module(module))
         shutil.copy(REPOSITORY / "examples/jax_envs/gymnax_games.py", folder)
         print("\n| `--env` | variant | steps | games | SPS | seconds | result |")

@@ -105,6 +105,27 @@ class Split(ParallelEnv):
         return tuple(map(self._all, results))
 
 
+class Relay(Split):
+    """The first plays 3 steps; when it ends, the second begins and plays 5."""
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.steps = ["left"], 0
+        return {"left": np.ones(3, np.float32)}, {"left": {}}
+
+    def step(self, actions):
+        self.steps += 1
+        (agent,) = self.agents
+        over = self.steps == (3 if agent == "left" else 8)
+        begins = ["right"] * (over and agent == "left")
+        self.agents = begins if over else [agent]
+        named = [agent, *begins]
+        rewards, ends = dict.fromkeys(named, 0.0), dict.fromkeys(named, False)
+        rewards[agent], ends[agent] = 1.0, over
+        observations = {x: np.ones(3, np.float32) for x in named}
+        cuts, infos = dict.fromkeys(named, False), {x: {} for x in named}
+        return observations, rewards, ends, cuts, infos
+
+
 class Uneven(Split):
     """One agent observes more than the other."""
 
@@ -147,8 +168,10 @@ class Faulty(Split):
 
     def step(self, actions):
         *results, infos = super().step(actions)
-        if self.fault == "missing":
+        if self.fault in ("missing", "leaves"):
             del results[1]["right"]
+        if self.fault == "leaves":
+            self.agents = ["left"]
         if self.fault == "shape":
             results[0]["right"] = np.ones(4, np.float32)
         if self.fault == "stays":
@@ -156,6 +179,15 @@ class Faulty(Split):
         if self.fault == "list":
             return [*results, infos]
         return (*results, infos)
+
+
+class NoMethod(Split):
+    observation_space = Split().observation_space("left")
+
+
+class TakesNoSeed(Split):
+    def reset(self):
+        return super().reset()
 
 
 def annotated() -> ParallelEnv:

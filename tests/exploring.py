@@ -13,9 +13,6 @@ class Watcher(Method):
         super().__init__()
         self.actor = EpisodicCounts(observation_space, buckets=64)
 
-    def make_optimizer(self):
-        return None
-
     def explore(self, rows, valid):
         counts = rows["episodic_count"]
         shown = rows["observation"].float()
@@ -63,9 +60,6 @@ class Broken(Method):
     def __init__(self, observation_space, distribution):
         super().__init__()
         self.asked = 0
-
-    def make_optimizer(self):
-        return None
 
     def explore(self, rows, valid):
         self.asked += 1

@@ -277,6 +277,23 @@ def test_what_it_can_not_act_on(tmp_path, arguments, match):
         agent.act(np.zeros(3), state)
 
 
+@pytest.mark.parametrize("name", ["__dict__", "__class__", "freeze", "_frozen"])
+def test_names_of_a_checkpoint_that_are_no_flags(tmp_path, name):
+    """They would replace the flags that were checked."""
+    made = make_flags("--env", "CartPole-v1")
+    mine = {"env": "test_agent:Short", "env_kwargs": '{"x": 1}'}
+    values = {**made.as_dict(), "width": "some.module:Class"}
+    state = {"flags": {**values, name: {**values, **mine}}}
+    state["model_state_dict"] = make_weights(made)
+    checkpoint.save(tmp_path / "model.tar", state)
+    for trusts in (False, True):
+        flags = load_agent(tmp_path, trust_env=trusts).flags
+        assert flags.env == "CartPole-v1"
+        assert hasattr(flags, "width") == trusts
+        with pytest.raises(AttributeError, match="frozen"):
+            flags.env = "x"
+
+
 def test_it_has_the_flags_of_one_variant(tmp_path):
     """A fork may read them in make_model, also those that it has added."""
     flags = make_flags("--env", "CartPole-v1", "--envs_per_actor", "3")

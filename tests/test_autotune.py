@@ -372,6 +372,12 @@ def test_flags_of_no_run_are_refused(line, message):
         tune(line)
 
 
+def test_under_torchrun_it_is_refused(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(FlagError, match="can't try several learners of torchrun"):
+        tune("")
+
+
 @runs.needs_proc
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("variant", ["monobeast", "polybeast"])

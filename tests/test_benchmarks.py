@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -48,9 +49,9 @@ def test_windows_sps_shows_a_pause():
 
 def test_read_ticks_leaves_out_an_unfinished_line(tmp_path):
     path = tmp_path / "logs.csv"
-    assert trial.read_ticks(path).shape == (0, 2)
+    assert trial.read_ticks(tmp_path).shape == (0, 2)
     path.write_text("_tick,_time,step,total_loss\n0,10.5,640,1.0\n1,11.5,1280,")
-    np.testing.assert_array_equal(trial.read_ticks(path), [[10.5, 640.0]])
+    np.testing.assert_array_equal(trial.read_ticks(tmp_path), [[10.5, 640.0]])
 
 
 def test_process_tree_and_memory_see_grandchildren():
@@ -112,7 +113,7 @@ def test_throughput_of_a_short_run_is_sane(tmp_path, variant, word):
     assert run["share"] == pytest.approx(100 * run["sps"] / run["bound"])
     # On a busy machine the parts may be measured at a worse time than the run. A wrong
     # unit would still be seen.
-    assert run["share"] < 600
+    assert run["share"] < 10_000
     assert 0 < run["cores_used"] < cores + 0.5
     per_step = run["learner_cpu"] + run["actors_cpu"]
     assert 0.25 < run["cores_used"] / (run["sps"] * per_step / 1e3) < 4
@@ -197,6 +198,37 @@ def test_study_compares_settings_and_keeps_finished_runs(tmp_path, capsys):
     assert "expected 'NAME: FLAGS', got 'slow --learning_rate 0'" in (
         capsys.readouterr().err
     )
+
+
+def test_the_last_total_steps_of_a_study_counts(tmp_path):
+    path = tmp_path / "curve.csv"
+    study.write_curve(path, [dict.fromkeys(study.COLUMNS, 200.0)])
+    assert study.kept_curve(path, ["--total_steps", "500", "--total_steps", "200"])
+    with pytest.raises(study.StudyError, match="ends at step 200, not 500"):
+        study.kept_curve(path, ["--total_steps", "200", "--total_steps", "500"])
+    path.write_text("step\n")
+    with pytest.raises(study.StudyError, match="ends at step 0, not 500"):
+        study.kept_curve(path, ["--total_steps", "500"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_study_lets_its_run_save(tmp_path, number):
+    file = tmp_path / "study.txt"
+    flags = "--preset classic-control --checkpoint_interval inf"
+    file.write_text(f"monobeast {flags} --total_steps 1000000000\none:\n")
+    script = str(runs.ROOT / "benchmarks" / "study.py")
+    words = [sys.executable, script, str(file), "--out", str(tmp_path)]
+    process = runs.start_words(words, fresh=True)
+    try:
+        runs.wait_for_rows(process, tmp_path, "one-1", 3, 100)
+        process.send_signal(number)  # to the study alone
+        runs.finish(process, 150)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    meta = json.loads((tmp_path / "one-1" / "meta.json").read_text())
+    assert meta["starts"][-1]["signal"] == "SIGTERM"
+    assert (tmp_path / "one-1" / "model.tar").exists()
 
 
 @pytest.mark.timeout(240)  # three runs

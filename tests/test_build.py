@@ -195,7 +195,7 @@ def set_up(checkout, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/apt-get").symlink_to("/bin/false")  # a test installs nothing
 
-    def run(native, extra="plot"):
+    def run(native, extra="plot", status=0):
         calls = checkout / "calls"
         calls.unlink(missing_ok=True)
         done = subprocess.run(
@@ -212,7 +212,7 @@ def set_up(checkout, tmp_path):
             text=True,
             timeout=60,
         )
-        assert done.returncode == 0, done.stdout
+        assert done.returncode == status, done.stdout
         assert calls.exists() == ("up to date" not in done.stdout)
         return calls.read_text() if calls.exists() else None
 
@@ -236,6 +236,21 @@ def test_set_up_for_monobeast_neither_builds_nor_removes_the_native_part(
     assert set_up("later") == "auto .[plot]"
     assert set_up("skip") == "skip .[plot]"
     assert set_up("later") is None
+
+
+@needs_sha256sum
+def test_an_update_that_fails_keeps_the_environment(set_up, checkout):
+    """As without a network, or at a Ctrl-C. A first set-up is made anew."""
+    set_up("later")
+    (packages,) = (checkout / ".venv").glob("lib/python*/site-packages")
+    (packages / "mine.py").touch()
+    imported = packages / "ale_py.py"
+    imported.write_text("raise ImportError")  # comes after pip
+    set_up("auto", status=1)
+    imported.write_text("")
+    assert set_up("auto") == "auto .[plot]"
+    assert set_up("auto") is None
+    assert (packages / "mine.py").exists()
 
 
 def fingerprints(checkout):

@@ -116,6 +116,7 @@ def test_the_sources_of_environments_and_wrappers(checkout, tmp_path):
     (parts / "used.py").write_text("from torchbeast.base import seeds\nimport mine\n")
     (parts / "unused.py").touch()
     (parts / "wraps.py").touch()
+    (parts / "mine" / "folder.py").mkdir()  # what can't be read costs itself alone
     names, _ = record(checkout, tmp_path / "run", parts)
     assert names == {"code_patch": None, "sources": "sources"}
     expected = {k: x for k, x in files(parts).items() if k != "unused.py"}

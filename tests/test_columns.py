@@ -105,5 +105,5 @@ def test_a_field_of_the_name_of_another_ends_the_run_with_one_message(fork, tmp_
     field = 'EXTRA_FIELDS["reward"] = ExtraField((), np.float32, of="step")\n'
     fork(FORK.replace("if __name__", field + "if __name__"))
     output = runs.run(tmp_path, "a", **FLAGS, status=1)
-    assert "FieldNameError: EXTRA_FIELDS declares reward" in output
+    assert "InvalidEnvironmentError: EXTRA_FIELDS declares reward" in output
     assert "Traceback" not in output

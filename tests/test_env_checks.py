@@ -1,12 +1,14 @@
 """Checks of what environments return: errors name the field, warnings are counted."""
 
 import re
+from types import SimpleNamespace
 
 import gymnasium
 import misbehaving
 import numpy as np
 import pytest
 import runs
+from gymnasium import spaces
 from test_environment import env_flags
 
 from torchbeast.envs.checks import CHECK_EVERY, FIRST_CALLS, InvalidEnvironmentError
@@ -124,6 +126,65 @@ def test_registered_environments(entry_point, match):
             play(make("Misbehaving-v0")[0], 1)
     finally:
         del gymnasium.registry["Misbehaving-v0"]
+
+
+class Beyond(misbehaving.Fine):
+    """It returns a category that its space lacks, once."""
+
+    observation_space = spaces.Dict(
+        a=spaces.Discrete(5, start=2), b=spaces.MultiDiscrete([3, 4])
+    )
+    steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        return {"a": 2, "b": np.array([0, 0])}, {}
+
+    def step(self, action):
+        type(self).steps += 1
+        part = {12: {"a": 7}, 14: {"b": np.array([0, 4])}}.get(self.steps, {})
+        return {**self.reset()[0], **part}, 0.0, False, False, {}
+
+
+def test_each_category_is_looked_at():
+    """Not only a sample of the steps: networks can't read it."""
+    envs, _ = make(f"{__name__}:Beyond")
+    for match in (r"returned 7 as observation\['a'\]", r"\[0, 4\] as obs.*\['b'\]"):
+        envs.initial()
+        with pytest.raises(InvalidEnvironmentError, match=match):
+            play(envs, 16)
+
+
+class FailsOnce(misbehaving.Fine):
+    made = 0
+
+    def reset(self, *, seed=None, options=None):
+        type(self).made += 1
+        if self.made == 1:
+            raise ConnectionError("the simulator is not up yet")
+        self.seen = seed
+        return super().reset(seed=seed)
+
+
+def test_a_first_reset_that_fails_costs_no_seeds():
+    env = create_env(env_flags(f"{__name__}:FailsOnce"))
+    env.reset(seed=37)
+    assert env.unwrapped.seen == 37
+
+
+def test_a_wrapper_that_returns_no_environment():
+    flags = env_flags("misbehaving:Fine", wrapper=f"{__name__}:made_of")
+    with pytest.raises(InvalidEnvironmentError, match=r"made_of.* not a gym"):
+        create_env(flags)
+
+
+def made_of(env):
+    return SimpleNamespace(
+        **{name: getattr(env, name) for name in ("observation_space", "action_space")},
+        reset=env.reset,
+        step=env.step,
+        close=env.close,
+        render_mode=None,
+    )
 
 
 class RaisesInStep(misbehaving.Fine):

@@ -322,8 +322,32 @@ def test_extra_field_of_another_shape(monkeypatch):
     declare(monkeypatch, goal=ExtraField((3,), np.int32, of="step"))
     envs = Environment(env_flags(here(Counter)), 1)
     envs.initial()
-    with pytest.raises(ValueError, match=r"'goal' with shape \(3,\).* shape \(2,\)"):
+    match = r"'goal' as int32 of shape \(3,\), but info holds"
+    with pytest.raises(ValueError, match=match):
         envs.step(np.zeros(1, np.int64))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "fits"),
+    [
+        (np.float32, None, False),
+        (np.int64, None, False),
+        (np.int64, 0.7, False),
+        (np.uint8, 300, False),
+        (np.float32, "x", False),
+        (np.int64, 2.0, True),
+        (np.uint8, 7, True),
+        (np.float32, True, True),
+        (np.bool_, 1, True),
+    ],
+)
+def test_an_extra_field_of_another_dtype(monkeypatch, dtype, value, fits):
+    declare(monkeypatch, goal=ExtraField((), dtype, of="step"))
+    if fits:
+        assert extra_fields.select({"goal": value}) == {"goal": np.asarray(value)}
+    else:
+        with pytest.raises(ValueError, match=f"'goal' as .*info holds {value!r}"):
+            extra_fields.select({"goal": value})
 
 
 @pytest.mark.parametrize(
@@ -363,6 +387,15 @@ def test_actions_of_bits(monkeypatch):
     np.testing.assert_array_equal(row["echo"], [[[0, 1], [1, 0]], [[1, 1], [0, 1]]])
     with pytest.raises(ValueError, match="actions must be in 0 to"):
         envs.step(actions + 1)
+
+
+def test_a_resume_repeats_actions_of_bits():
+    envs = Environment(env_flags(here(echo_multi_binary), sync=True), 2)
+    envs.initial()
+    for actions in np.random.default_rng(0).integers(0, 2, (5, 2, 4)):
+        row = envs.step(actions)
+    resumed = Environment(env_flags(here(echo_multi_binary), sync=True), 2)
+    assert_rows_equal(resumed.load_state_dict(envs.state_dict()), row)
 
 
 class FloatBits(Counter):

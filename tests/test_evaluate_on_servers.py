@@ -136,8 +136,9 @@ def test_games_that_another_policy_began_do_not_count():
     scorer = Scorer(range(3))
     envs = torch.zeros(2, dtype=torch.int64)
 
-    def add(ends, steps):
+    def add(ends, steps, present=(True, True)):
         row = {name: torch.tensor([ends]) for name in ("done", "game_over")}
+        row["present"] = torch.tensor([present])
         row["truncated"] = torch.zeros(1, 2, dtype=torch.bool)
         row["game_step"] = torch.tensor([steps])
         row["game_return"] = torch.tensor([[float(n) for n in steps]])
@@ -147,6 +148,30 @@ def test_games_that_another_policy_began_do_not_count():
     assert add([False, False], [5, 1]) == []
     assert add([True, True], [6, 2]) == [(0, 2)]
     assert add([True, True], [1, 3]) == [(1, 1), (2, 3)]
+
+
+def test_an_absent_agent_begins_no_game():
+    scorer = Scorer(range(2))
+    envs = torch.zeros(2, dtype=torch.int64)
+
+    def add(present, done, over, steps):
+        row = {
+            "truncated": torch.zeros(1, 2, dtype=torch.bool),
+            "present": torch.tensor([present]),
+            "done": torch.tensor([done]),
+            "game_over": torch.tensor([over]),
+            "game_step": torch.tensor([steps]),
+            "game_return": torch.tensor([[0.0, 0.0]]),
+        }
+        return [(game.number, game.length) for game in scorer.add(row, envs)]
+
+    assert add([True, False], [True, False], [False, False], [0, 0]) == []
+    assert add([True, False], [False, False], [False, False], [1, 0]) == []
+    # The second comes when the first has gone.
+    assert add([False, True], [True, True], [True, False], [2, 0]) == [(0, 2)]
+    assert add([False, True], [False, False], [False, False], [0, 1]) == []
+    assert add([True, True], [True, True], [False, True], [0, 2]) == [(1, 2)]
+    assert not scorer.playing
 
 
 def test_the_games_that_begin_first_count():
@@ -177,6 +202,7 @@ def test_the_games_that_begin_first_count():
                 at[env] = (game + 1, 1) if ends else (game, step + 1)
             row = {
                 "truncated": torch.zeros(1, E, dtype=torch.bool),
+                "present": torch.ones(1, E, dtype=torch.bool),
                 "done": torch.tensor([[done for _, done, _ in over]]),
                 "game_over": torch.tensor([[ends for ends, _, _ in over]]),
                 "game_return": torch.tensor([[float(2 * n) for _, _, n in over]]),

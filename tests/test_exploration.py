@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import runs
 import torch
@@ -16,6 +17,8 @@ from examples.exploration.rnd import RND
 from torchbeast.base.errors import FlagError
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
+from torchbeast.core.exploration import make_method
+from torchbeast.envs.action_masks import AGENT
 from torchbeast.learner import impala_loss, learn
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,6 +31,9 @@ QUICK = {
     **{"batch_size": 8, "precision": "fp32", "torch_threads": 1},
     **{"unroll_length": CombinationLock.LENGTH, "env": LOCK},
 }
+
+
+ACTIONS = spaces.Discrete(2)
 
 
 def column(rows, name):
@@ -123,6 +129,21 @@ def test_rnd_learns_what_it_sees():
         assert torch.equal(x, y)
 
 
+def test_rnd_goes_on_beyond_episodes_but_not_for_an_agent_that_is_gone():
+    agents = spaces.Box(0, 1, (2,), np.uint8)
+    space = spaces.Dict({AGENT: agents, "observation": spaces.Box(-1, 1, (3,))})
+    method = RND(space, make_distribution(ACTIONS), discounting=0.7)
+    present = torch.tensor([[1, 1], [1, 1], [0, 1], [0, 1]])
+    rows = rows_of(torch.rand(4, 2, 3).tolist(), [[False, False]] * 4)
+    rows["observation"] = {
+        AGENT: torch.stack([present, 0 * present], -1).byte(),
+        "observation": rows["observation"],
+    }
+    rows["done"][3] = True
+    found = method.explore(rows, torch.ones(3, 2, dtype=torch.bool))
+    assert torch.equal(found.discount, 0.7 * present[1:].float())
+
+
 def test_equal_observations_have_equal_hashes_and_others_differ():
     space = spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Discrete(4)})
     buckets = Hash(space, 2**20)
@@ -131,6 +152,8 @@ def test_equal_observations_have_equal_hashes_and_others_differ():
     assert first.shape == (50, 2)
     assert torch.equal(first, buckets({"a": a.clone(), "b": b.clone()}))
     assert len(first.unique()) >= 99
+    zeros = [{"a": x * torch.zeros(1, 1, 3), "b": b[:1, :1]} for x in (1, -1)]
+    assert torch.equal(*map(buckets, zeros))
     assert not torch.equal(first, buckets({"a": a, "b": (b + 1) % 4}))
     moved = a + torch.tensor([0, 1e-6, 0])
     assert (first != buckets({"a": moved, "b": b})).float().mean() > 0.9
@@ -260,6 +283,29 @@ def test_a_resume_takes_the_settings_of_the_methods_optimizer():
     moments = [x["state"][0]["exp_avg"] for x in optimizers]
     assert moments[0].any()
     assert torch.equal(*moments)
+
+
+def test_what_is_no_method_is_refused():
+    name = "examples.exploration.common:Deviation"
+    with pytest.raises(FlagError, match=r"Deviation is no class .*exploration\.Method"):
+        make_method(name)
+
+
+@pytest.mark.parametrize("field", ["reward", "discount"])
+def test_the_shape_of_what_a_method_returns_is_checked(field, monkeypatch):
+    learner = make_learner("--explorer", RANDOM)
+    batch, _ = make_batch(learner)
+    explore = learner.explorer.method.explore
+
+    def wrong(rows, valid):
+        found = explore(rows, valid)
+        return found._replace(**{field: getattr(found, field).unsqueeze(-1)})
+
+    monkeypatch.setattr(learner.explorer.method, "explore", wrong)
+    T, B = batch["reward"].shape
+    match = rf"the {field} has the shape \[{T - 1}, {B}, 1\]; .* \[{T - 1}, {B}\]"
+    with pytest.raises(ValueError, match=match):
+        learner.explorer.explore(batch)
 
 
 def test_rewards_are_added_or_stacked():

@@ -12,6 +12,8 @@ import pytest
 import runs
 import torch
 from gymnasium import spaces
+from nets import make_net
+from test_evaluate import make_flags, make_weights
 
 from examples.exploration.amigo import AMIGo
 from examples.exploration.common import Deviation
@@ -24,7 +26,7 @@ from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.exploration import Explorer
 from torchbeast.envs.checks import UnsupportedSpaceError
-from torchbeast.model import Net
+from torchbeast.play import evaluate
 
 T, B = 11, 3
 SPACE = spaces.MultiDiscrete([3, 2])
@@ -61,16 +63,6 @@ def act(actor, rows, state=None):
     state = actor.initial_state(rows["done"].shape[1]) if state is None else state
     fields = []
     for t in range(len(rows["done"])):
-        made, state = actor.act({k: x[t : t + 1] for k, x in rows.items()}, state)
-        fields.append(made)
-    joined = {name: torch.cat([made[name] for made in fields]) for name in fields[0]}
-    return {**rows, **joined}
-
-
-def act_nested(actor, rows):
-    """The same for nested observations."""
-    state, fields = actor.initial_state(B), []
-    for t in range(T + 1):
         row = map_nested(lambda x, t=t: x[t : t + 1], rows)
         made, state = actor.act(row, state)
         fields.append(made)
@@ -208,7 +200,7 @@ def test_categories_that_do_not_begin_with_0(name):
     categories = torch.randint(5, 8, shape), torch.randint(1, 3, (*shape, 2)) + 3
     rows["observation"] = (*categories, torch.ones(shape, dtype=torch.int32))
     rows["observation"][1][..., 1] -= 3
-    found = method.explore(act_nested(method.actor, rows), make_valid())
+    found = method.explore(act(method.actor, rows), make_valid())
     assert found.reward.isfinite().all()
 
 
@@ -220,6 +212,10 @@ def test_the_deviation_is_that_of_all_values_that_count():
         seen.append(x[counts])
         found = deviation.update(torch.tensor(x).float(), torch.from_numpy(counts))
         assert float(found) == pytest.approx(np.concatenate(seen).std(), rel=1e-3)
+    # Values that are nearly equal make no huge rewards.
+    equal = torch.full((T, B), 5.0)
+    least = Deviation().update(equal, torch.ones(T, B, dtype=torch.bool))
+    assert float(least) == pytest.approx(0.05)
     # Without a value it stays.
     none = torch.zeros(T, B, dtype=torch.bool)
     assert float(deviation.update(torch.ones(T, B), none)) == float(found)
@@ -290,6 +286,47 @@ def test_amigo_keeps_a_goal_until_its_cell_changes():
 def test_amigo_says_which_wrapper_it_needs():
     with pytest.raises(UnsupportedSpaceError, match="FullyObsWrapper"):
         AMIGo(SPACE, make_distribution(ACTIONS))
+
+
+@pytest.mark.parametrize("name", ["noveld", "e3b"])
+def test_the_deviation_has_no_value_that_a_replay_shows_again(name):
+    torch.manual_seed(0)
+    method = METHODS[name](SPACE, make_distribution(ACTIONS))
+    rows, valid = act(method.actor, make_rows()), make_valid()
+    rows["replayed"] = torch.tensor([False, True, False])
+    counted = (valid & ~rows["done"][1:])[:, [0, 2]].sum()
+    method.explore(rows, valid)
+    assert method.deviation.count == counted > 5
+
+
+def test_amigo_rewards_no_goal_across_an_end_in_a_replay():
+    """The rest of a long episode begins with done, where its actor saw no end."""
+    amigo = AMIGo(GRID, make_distribution(ACTIONS), scale=0.3)
+    only(amigo.actor.teacher, 3)
+    rows = act(amigo.actor, grid_rows(None, 0, 1, 2, 3))
+    valid = torch.ones(len(rows["done"]) - 1, 1, dtype=torch.bool)
+    assert amigo.explore(rows, valid).reward.count_nonzero() == 1
+    rows["done"] = rows["goal_reached"] | rows["done"]
+    assert not amigo.explore(rows, valid).reward.any()
+
+
+@pytest.mark.parametrize("method", ["act", "features"])
+def test_amigo_takes_a_map_of_bytes_for_a_grid_of_one_channel(method):
+    """NetHack's chars. What stands beside it in the observation makes no difference."""
+    beside = spaces.Box(-9, 9, (4, 6), np.int16)
+    flat = spaces.Dict(a=beside, chars=spaces.Box(0, 255, (4, 6), np.uint8))
+    deep = spaces.Dict(a=beside, chars=spaces.Box(0, 255, (4, 6, 1), np.uint8))
+    found = []
+    chars = torch.randint(256, (7, 2, 4, 6), dtype=torch.uint8)
+    for space, x in (flat, chars), (deep, chars.unsqueeze(-1)):
+        torch.manual_seed(0)
+        actor = AMIGo(space, make_distribution(ACTIONS)).actor
+        rows = {"done": torch.zeros(7, 2, dtype=torch.bool)}
+        rows["observation"] = {"a": torch.ones(7, 2, 4, 6).short(), "chars": x}
+        rows = act(actor, rows)
+        found.append(rows["goal_grid"] if method == "act" else actor.features(rows))
+    assert torch.equal(*found)
+    assert found[0].shape == ((7, 2, 4, 6, 1) if method == "act" else (14, 256))
 
 
 def test_amigo_draws_as_its_teacher_says():
@@ -467,9 +504,8 @@ def test_normalized_rewards_have_a_sum_beside_the_methods_state(name, use_lstm):
     """--normalize_rewards: the sum of an episode goes on in the next batch."""
     torch.manual_seed(0)
     space = GRID if name == "amigo" else SPACE
-    actor = METHODS[name](space, make_distribution(ACTIONS)).actor
-    about = {"use_lstm": use_lstm, "core_size": 7, "reward_discounting": 0.9}
-    net = Net(space, ACTIONS, explorer=actor, **about)
+    about = {"use_lstm": use_lstm, "core_size": 7, "explorer": NAMES[name]}
+    net = make_net(space, ACTIONS, normalize_rewards=True, discounting=0.9, **about)
     state = net.initial_state(B)
     before = torch.tensor([5.0, -70.0, 300.0])
     (place,) = [i for i, x in enumerate(state) if x.shape == (1, B, 1)]
@@ -512,3 +548,19 @@ def test_staggered_environments_differ_in_their_first_episode_alone():
         assert lengths[1:] == [30, 30]
     assert set(firsts) <= set(range(1, limit + 1))
     assert len(set(firsts)) > 5
+
+
+def test_test_games_of_staggered_environments_are_whole():
+    wrapper = 'examples.exploration.staggered:Staggered{"limit": 20}'
+    flags = make_flags("--env", "MountainCar-v0", "--wrapper", wrapper)
+    games = list(evaluate.play(flags, make_weights(flags), range(10)))
+    assert [game.length for game in games] == [200] * 10
+
+
+def test_values_that_are_not_finite_do_not_stay():
+    """They end the run, and the last checkpoint must not have them."""
+    deviation = Deviation()
+    x = torch.tensor([[1.0, float("nan"), 3.0], [float("inf"), 7.0, 5.0]])
+    counts = torch.tensor([[True, True, True], [True, False, True]])
+    assert deviation.update(x, counts).item() == pytest.approx(np.std([1, 3, 5]))
+    assert deviation.count == 3

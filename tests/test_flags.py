@@ -207,6 +207,14 @@ def test_the_published_preset_has_the_published_values():
         assert all(flags[x] == DECLARED[x].default for x in others)
 
 
+def test_another_name_of_the_runs_preset_changes_nothing():
+    saved = resolve("--preset impala2018 --learning_rate 0.007").as_dict()
+    for name, rate in {"impala-atari": 0.007, "minatar": 0.001}.items():
+        words = ["--preset", name]
+        found = flagset.merge(flagset.read(monobeast.make_parser(), words), saved)
+        assert found.learning_rate == rate, name
+
+
 def test_the_sticky_preset_differs_only_in_its_protocol_and_epsilon():
     published, sticky = preset_flags("impala-atari"), preset_flags("sticky-atari")
     changes = {k: (published[k], x) for k, x in sticky.items() if published[k] != x}

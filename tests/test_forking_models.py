@@ -9,12 +9,12 @@ import torch
 from cue_games import Gold, Pennies
 from gymnasium import spaces
 from loss_cases import DISTRIBUTION, FLAGS, make_batch
+from nets import make_net
 from test_forking import Fork
 from test_model import make_rows, map_leaves
 
 from torchbeast.core.rollout import cut_at_episodes
 from torchbeast.envs.checks import InvalidEnvironmentError
-from torchbeast.model import Net
 from torchbeast.recurrent import CORES
 
 
@@ -184,7 +184,7 @@ def transformer(tmp_path_factory):
     torch.manual_seed(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CORES, "transformer", transformer)
-        net = Net(SPACE, spaces.Discrete(A), use_lstm=True, core="transformer")
+        net = make_net(SPACE, spaces.Discrete(A), use_lstm=True, core="transformer")
     with torch.no_grad():
         for p in net.core.parameters():
             p.add_(0.2 * torch.randn_like(p))

@@ -190,7 +190,7 @@ def test_rollouts_beyond_the_data_segment_are_refused(tmp_path):
     )
     output = runs.finish(process)
     assert process.returncode == 1
-    assert f"exceed max_rollout_bytes, which is {6_000_000 * 1024 // 2}" in output
+    assert f"more than half of the memory ({6_000_000 * 1024 // 2:,} bytes" in output
     assert "Traceback" not in output
 
 

@@ -159,15 +159,18 @@ def test_cut_rollouts_learn_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"replay_ratio": 1}, ["--replay_ratio 1", "--replay_size", "got 0"]),
+        (
+            {"replay_ratio": 1},
+            ["--replay_size 0 is too small: 8 times --unroll_length 5", "40 steps"],
+        ),
         ({"replay_ratio": -1}, ["--replay_ratio", "at least 0", "-1"]),
         (
             {"replay_ratio": 1, "replay_size": 100, "learn_start": 101},
-            ["--learn_start 101", "--replay_size 100"],
+            ["--replay_size 100 is", "--learn_start 101 needs at least 101 steps"],
         ),
         (
             {"replay_ratio": 1e9, "replay_size": 500},
-            ["--replay_ratio 1e+09 replays 10,000,000,000 steps per batch", "500 has"],
+            ["--replay_size 500 is", "--replay_ratio 1e+09", "10,000,000,000 steps"],
         ),
         (
             {"replay_ratio": 1, "replay_size": 500, "sync": True},

@@ -95,6 +95,18 @@ def test_a_run_has_the_numbers_of_its_logs(tmp_path, port, module):
     assert not (tmp_path / "b").exists()
 
 
+def test_warnings_are_counted(port):
+    flags = types.SimpleNamespace(metrics_port=port, metrics_host="127.0.0.1")
+    flags.xpid, flags.env, flags.total_steps = "x", "y", 100
+    tracker = metrics.Metrics(flags, lambda: None, None)
+    try:
+        for step, number in ((1, 3), (2, None), (3, 0), (4, 2)):
+            tracker.log({"step": step, "env_warnings": number})
+        assert scrape(port)["torchbeast_env_warnings_total"] == 5
+    finally:
+        tracker.close(0)
+
+
 def test_environment_servers(tmp_path, port):
     pytest.importorskip("libtorchbeast", exc_type=ImportError)
     flags = {

@@ -241,7 +241,8 @@ def test_places_that_do_not_work(tmp_path, s3):
         str(tmp_path / "file"): "Not a directory",
         "nothing://at/all": "Protocol not known: nothing",
         "s3://me:secret@bucket": "has a password",
-        str(tmp_path): "is the folder of the runs",
+        str(tmp_path): "would be in the run's folder",
+        str(tmp_path / "a"): "would be in the run's folder",
     }.items():
         output = runs.run(tmp_path, "a", **runs.SMALL, mirror=url, status=1)
         assert words in output, url
@@ -349,7 +350,8 @@ def test_what_is_copied(tmp_path, soon):
     (tmp_path / "mirror").mkdir()
     folder = tmp_path / "a[1]*"  # no pattern
     save(folder, 1)
-    for name in ("sources/mine.py", "wandb/run.wandb", ".model.tar.tmp"):
+    others = "wandb/run.wandb", ".model.tar.tmp", "console.log"
+    for name in ("sources/mine.py", *others):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(name)
     (folder / "link").symlink_to("/etc/passwd")

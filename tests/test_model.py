@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from nets import make_net
 from torch import nn
 
 from torchbeast.core.distributions import make_distribution
@@ -13,7 +14,6 @@ from torchbeast.core.observations import (
     log_encoders,
 )
 from torchbeast.encoders import ImageEncoder
-from torchbeast.model import Net
 
 T, B, A = 5, 3, 7
 PONG = spaces.Box(0, 255, (84, 84, 4), np.uint8)
@@ -146,7 +146,7 @@ def assert_same(outputs, expected, **tolerances):
 def test_every_leaf_reaches_the_outputs_and_every_weight_learns(observation, action):
     observation_space = OBSERVATION_SPACES[observation]
     action_space = ACTION_SPACES[action]
-    net = Net(observation_space, action_space)
+    net = make_net(observation_space, action_space)
     rows = make_rows(observation_space, action_space)
     outputs, state = net(rows)
     num_logits = {"discrete": 7, "multi_discrete": 10, "box": 16}[action]
@@ -174,7 +174,7 @@ def test_every_leaf_reaches_the_outputs_and_every_weight_learns(observation, act
 @pytest.mark.parametrize("observation", ["atari", "minatar", "vector", "nested"])
 def test_torsos_and_cores(observation, torso, use_lstm):
     space = OBSERVATION_SPACES[observation]
-    net = Net(space, ACTION_SPACES["discrete"], torso, use_lstm)
+    net = make_net(space, ACTION_SPACES["discrete"], torso, use_lstm)
     state = net.initial_state(B)
     assert [x.shape for x in state] == ([(1, B, 256)] * 2 if use_lstm else [])
     assert all(not x.any() for x in state)
@@ -187,7 +187,7 @@ def test_torsos_and_cores(observation, torso, use_lstm):
 
 def test_order_of_a_dict_observation_does_not_count():
     space = OBSERVATION_SPACES["nested"]
-    net = Net(space, ACTION_SPACES["discrete"])
+    net = make_net(space, ACTION_SPACES["discrete"])
     rows = make_rows(space, ACTION_SPACES["discrete"])
     observation = rows["observation"]
     assert list(observation) != list(space.spaces)
@@ -198,7 +198,7 @@ def test_order_of_a_dict_observation_does_not_count():
 @pytest.mark.parametrize("observation", ["discrete", "multi_discrete"])
 def test_integers_are_one_hot_from_their_start(observation):
     space = OBSERVATION_SPACES[observation]
-    net = Net(space, ACTION_SPACES["discrete"])
+    net = make_net(space, ACTION_SPACES["discrete"])
     encoded = []
     net.vector.layers.register_forward_pre_hook(lambda _, x: encoded.append(x[0]))
     rows = make_rows(space, ACTION_SPACES["discrete"])
@@ -217,8 +217,8 @@ def test_integers_are_one_hot_from_their_start(observation):
 def test_channels_last_and_first_give_the_same(torso, shape):
     space = spaces.Box(0, 255, shape, np.uint8)
     turned = spaces.Box(0, 255, (shape[2], shape[0], shape[1]), np.uint8)
-    net = Net(space, ACTION_SPACES["discrete"], torso)
-    turned_net = Net(turned, ACTION_SPACES["discrete"], torso)
+    net = make_net(space, ACTION_SPACES["discrete"], torso)
+    turned_net = make_net(turned, ACTION_SPACES["discrete"], torso)
     turned_net.load_state_dict(net.state_dict())
     rows = make_rows(space, ACTION_SPACES["discrete"])
     observation = rows["observation"].permute(0, 1, 4, 2, 3).contiguous()
@@ -269,7 +269,7 @@ def test_the_channels_of_a_stack_are_those_of_its_images(shape):
 def test_large_images_have_no_more_weights_than_screens_of_atari(shape, torso):
     def count(shape):
         space = spaces.Box(0, 255, shape, np.uint8)
-        net = Net(space, ACTION_SPACES["discrete"], torso)
+        net = make_net(space, ACTION_SPACES["discrete"], torso)
         net(make_rows(space, ACTION_SPACES["discrete"], rows=1))
         return sum(x.numel() for x in net.parameters())
 
@@ -278,7 +278,9 @@ def test_large_images_have_no_more_weights_than_screens_of_atari(shape, torso):
 
 def test_as_many_channels_as_pixels_are_taken_as_last():
     """MinAtar's Seaquest: 10 x 10 pixels of 10 channels."""
-    net = Net(OBSERVATION_SPACES["minatar_ten_channels"], ACTION_SPACES["discrete"])
+    net = make_net(
+        OBSERVATION_SPACES["minatar_ten_channels"], ACTION_SPACES["discrete"]
+    )
     image = torch.rand(1, 10, 10, 10)
     expected = net.images[0].torso(image.permute(0, 3, 1, 2))
     torch.testing.assert_close(net.images[0](image), expected)
@@ -287,8 +289,8 @@ def test_as_many_channels_as_pixels_are_taken_as_last():
 def test_images_are_scaled_to_one():
     space = spaces.Box(0, 255, (40, 56, 3), np.uint8)
     unit_space = spaces.Box(0.0, 1.0, (40, 56, 3))
-    net = Net(space, ACTION_SPACES["discrete"])
-    unit_net = Net(unit_space, ACTION_SPACES["discrete"])
+    net = make_net(space, ACTION_SPACES["discrete"])
+    unit_net = make_net(unit_space, ACTION_SPACES["discrete"])
     unit_net.load_state_dict(net.state_dict())
     rows = make_rows(space, ACTION_SPACES["discrete"])
     units = {**rows, "observation": rows["observation"].float() / 255}
@@ -301,7 +303,7 @@ def test_images_are_scaled_to_one():
 def test_a_bound_of_the_dtype_is_no_scale():
     for high in (np.finfo(np.float32).max, np.inf):
         space = spaces.Box(0.0, high, (40, 56, 3))
-        assert Net(space, ACTION_SPACES["discrete"]).images[0].scale == 1
+        assert make_net(space, ACTION_SPACES["discrete"]).images[0].scale == 1
 
 
 def test_integers_are_scaled_by_their_bounds():
@@ -318,7 +320,7 @@ def test_integers_are_scaled_by_their_bounds():
 def test_integers_of_any_size_make_no_certain_policy(dtype):
     limits = np.iinfo(dtype)
     space = spaces.Box(limits.min, limits.max, (3,), dtype)
-    net = Net(space, ACTION_SPACES["discrete"])
+    net = make_net(space, ACTION_SPACES["discrete"])
     rows = make_rows(spaces.Discrete(2), ACTION_SPACES["discrete"])
     for value in (limits.min, 1000 % limits.max, limits.max // 2 + 1):
         rows["observation"] = torch.full((T, B, 3), int(value), dtype=torch.int64)
@@ -357,7 +359,7 @@ def test_vectors_of_bytes_are_scaled_by_their_bound():
 @pytest.mark.parametrize("torso", ["shallow", "deep"])
 def test_what_counts_as_an_image(shape, images, torso):
     space = spaces.Box(0, 255, shape, np.uint8)
-    net = Net(space, ACTION_SPACES["discrete"], torso)
+    net = make_net(space, ACTION_SPACES["discrete"], torso)
     assert len(net.images) == images
     net(make_rows(space, ACTION_SPACES["discrete"]))
 
@@ -435,7 +437,7 @@ def test_the_log_says_which_encoder_each_observation_gets(caplog):
             "d": VECTOR,
         }
     )
-    net = Net(space, ACTION_SPACES["discrete"])
+    net = make_net(space, ACTION_SPACES["discrete"])
     log_encoders(net, "shallow")
     count = sum(x.numel() for x in net.parameters())
     (record,) = caplog.records
@@ -445,7 +447,7 @@ def test_the_log_says_which_encoder_each_observation_gets(caplog):
     assert "['d']: 9 → MLP;" in record.message
     assert f"{count:,} weights" in record.message
     large = spaces.Box(-1, 1, (400_000,))
-    log_encoders(Net(large, ACTION_SPACES["discrete"]), "shallow")
+    log_encoders(make_net(large, ACTION_SPACES["discrete"]), "shallow")
     assert caplog.records[-1].levelname == "WARNING"
 
 
@@ -492,7 +494,7 @@ def test_published_number_of_parameters_for_pong(torso, use_lstm):
         size += 4 * (features * 256 + 256 * 256 + 2 * 256)
         features = 256
     size += linear(features, PONG_ACTIONS) + linear(features, 1)
-    net = Net(PONG, spaces.Discrete(PONG_ACTIONS), torso, use_lstm)
+    net = make_net(PONG, spaces.Discrete(PONG_ACTIONS), torso, use_lstm)
     assert sum(p.numel() for p in net.parameters()) == size
 
 
@@ -506,7 +508,7 @@ def test_wider_encoders(observation, torso):
     space = OBSERVATION_SPACES[observation]
     action = ACTION_SPACES["discrete"]
     net, wide, thin = (
-        Net(space, action, torso, encoder_width=x) for x in (1.0, 2.0, 0.001)
+        make_net(space, action, torso, encoder_width=x) for x in (1.0, 2.0, 0.001)
     )
     rest = 1 + action.n  # last reward and last action
     features = net.policy.in_features - rest
@@ -530,11 +532,11 @@ def test_wider_encoders(observation, torso):
 def test_layers_are_normalized(observation, torso):
     """The input of each activation has mean 0 and variance 1 in each sample."""
     space, action = OBSERVATION_SPACES[observation], ACTION_SPACES["discrete"]
-    net = Net(space, action, torso, layer_norm=True)
+    net = make_net(space, action, torso, layer_norm=True)
     norms = [x for x in net.modules() if isinstance(x, nn.GroupNorm)]
     assert norms
     assert not any(
-        isinstance(x, nn.GroupNorm) for x in Net(space, action, torso).modules()
+        isinstance(x, nn.GroupNorm) for x in make_net(space, action, torso).modules()
     )
     seen = []
     for norm in norms:
@@ -554,7 +556,7 @@ DONE = ((0, 1), (2, 0), (2, 2), (3, 0))
 
 
 def small_net(use_lstm, **options):
-    return Net(MINATAR, ACTION_SPACES["discrete"], use_lstm=use_lstm, **options)
+    return make_net(MINATAR, ACTION_SPACES["discrete"], use_lstm=use_lstm, **options)
 
 
 def test_lstm_against_a_plain_loop_over_cells():
@@ -696,7 +698,7 @@ def test_the_reward_is_clipped():
 @pytest.mark.parametrize("observation", ["atari", "nested"])
 def test_bf16_is_near_fp32(observation, torso, use_lstm):
     space = OBSERVATION_SPACES[observation]
-    net = Net(space, ACTION_SPACES["discrete"], torso, use_lstm)
+    net = make_net(space, ACTION_SPACES["discrete"], torso, use_lstm)
     rows = make_rows(space, ACTION_SPACES["discrete"], done=DONE)
     state = random_state(net)
     expected, expected_state = net(rows, state)
@@ -714,11 +716,15 @@ def test_bf16_is_near_fp32(observation, torso, use_lstm):
 def test_encoders_stored_in_bf16_equal_autocast(observation, torso):
     """Actors store bfloat16 weights, the learner casts them: same results."""
     space = OBSERVATION_SPACES[observation]
-    net = Net(space, ACTION_SPACES["discrete"], torso, use_lstm=True, bf16=True)
+    net = make_net(
+        space, ACTION_SPACES["discrete"], torso, use_lstm=True, precision="bf16"
+    )
     rows = make_rows(space, ACTION_SPACES["discrete"])
     state = random_state(net)
     weights = net.state_dict()
-    acting = Net(space, ACTION_SPACES["discrete"], torso, use_lstm=True, bf16=True)
+    acting = make_net(
+        space, ACTION_SPACES["discrete"], torso, use_lstm=True, precision="bf16"
+    )
     acting.encoders_to(torch.bfloat16)
     acting.load_state_dict(weights)
     for encoder in acting.images:
@@ -734,7 +740,7 @@ def test_bf16_does_not_round_vectors(acting):
     """bfloat16 has no 257, so integers beside an image must stay in float32."""
     numbers = spaces.Box(0, 10_000, (3,), np.int32)
     space = spaces.Dict({"map": MINATAR, "numbers": numbers})
-    net = Net(space, ACTION_SPACES["discrete"], bf16=True)
+    net = make_net(space, ACTION_SPACES["discrete"], precision="bf16")
     rows = make_rows(space, ACTION_SPACES["discrete"])
     rows["observation"]["numbers"][:] = torch.tensor([256, 5000, 9999])
     near = with_leaf(
@@ -751,7 +757,7 @@ def test_bf16_does_not_round_vectors(acting):
 
 
 def test_bf16_changes_nothing_without_images():
-    net = Net(VECTOR, ACTION_SPACES["discrete"])
+    net = make_net(VECTOR, ACTION_SPACES["discrete"])
     rows = make_rows(VECTOR, ACTION_SPACES["discrete"])
     expected = net(rows)[0]
     net.bf16 = True
@@ -761,7 +767,7 @@ def test_bf16_changes_nothing_without_images():
 
 
 def test_bf16_learns_in_fp32():
-    net = small_net(use_lstm=True, bf16=True)
+    net = small_net(use_lstm=True, precision="bf16")
     outputs, _ = net(make_rows(MINATAR, ACTION_SPACES["discrete"]), random_state(net))
     (outputs["policy_logits"].sum() + outputs["baseline"].sum()).backward()
     for name, parameter in net.named_parameters():
@@ -775,7 +781,7 @@ def test_bf16_learns_in_fp32():
 )
 def test_the_values_of_vectors_have_an_mlp_of_their_own(observation, use_lstm, shared):
     space, action_space = OBSERVATION_SPACES[observation], ACTION_SPACES["discrete"]
-    net = Net(space, action_space, use_lstm=use_lstm)
+    net = make_net(space, action_space, use_lstm=use_lstm)
     rows = make_rows(space, action_space)
     outputs, _ = net(rows, net.initial_state(B))
     outputs["baseline"].sum().backward(retain_graph=True)
@@ -796,7 +802,7 @@ def test_the_values_of_vectors_have_an_mlp_of_their_own(observation, use_lstm, s
     ],
 )
 def test_tanh_is_for_normalized_numbers(space, normalize, has_tanh):
-    net = Net(space, ACTION_SPACES["discrete"], normalize_observations=normalize)
+    net = make_net(space, ACTION_SPACES["discrete"], normalize_observations=normalize)
     kinds = {type(module) for module in net.modules()}
     assert (torch.nn.Tanh in kinds) == has_tanh
     assert (torch.nn.ReLU in kinds) != has_tanh

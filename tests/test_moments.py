@@ -3,11 +3,11 @@ import pytest
 import runs
 import torch
 from gymnasium import spaces
+from nets import make_net
 from test_model import make_rows
 
 from torchbeast import load_agent
 from torchbeast.core.moments import RunningMoments
-from torchbeast.model import Net
 from torchbeast.runs import checkpoint
 
 T, B, D = 6, 3, 4
@@ -86,7 +86,7 @@ def test_large_values_are_normalized():
 def test_moments_that_do_not_fit_are_not_taken_over_in_part(tmp_path):
     """The count alone would fit, and would make the first mean last."""
     old, new = (
-        Net(spaces.Box(-9, 9, (n,)), ACTIONS, normalize_observations=True)
+        make_net(spaces.Box(-9, 9, (n,)), ACTIONS, normalize_observations=True)
         for n in (D + 2, D)
     )
     old.update_moments({"observation": torch.randn(T + 1, B, D + 2)}, ())
@@ -107,7 +107,7 @@ def test_before_the_first_update_values_stay():
 
 
 def test_numbers_are_normalized_and_nothing_else():
-    net = Net(MIXED, ACTIONS, normalize_observations=True)
+    net = make_net(MIXED, ACTIONS, normalize_observations=True)
     batches = [make_rows(MIXED, ACTIONS, seed, rows=T + 1) for seed in (1, 2)]
     for batch in batches:
         net.update_moments(batch, ())
@@ -119,7 +119,9 @@ def test_numbers_are_normalized_and_nothing_else():
     numbers = ("body", "height", "score")
     mean = {name: seen(name).mean(0) for name in numbers}
     std = {name: seen(name).std(0) for name in numbers}
-    plain = Net(MIXED, ACTIONS, normalize_observations=True)  # with moments of nothing
+    plain = make_net(
+        MIXED, ACTIONS, normalize_observations=True
+    )  # with moments of nothing
     weights = net.state_dict()
     weights = {name: x for name, x in weights.items() if ".moments." not in name}
     plain.load_state_dict(plain.state_dict() | weights)
@@ -142,7 +144,9 @@ def test_numbers_are_normalized_and_nothing_else():
 
 def test_rewards_are_divided_by_the_deviation_of_their_discounted_sum():
     """The sums go on from rollout to rollout, and begin anew with an episode."""
-    net = Net(spaces.Box(-1, 1, (D,)), ACTIONS, reward_discounting=GAMMA)
+    net = make_net(
+        spaces.Box(-1, 1, (D,)), ACTIONS, normalize_rewards=True, discounting=GAMMA
+    )
     begins = [(0, 0), (0, 1), (0, 2), (4, 1), (7, 0), (9, 2), (12, 2)]
     space = spaces.Box(-1, 1, (D,), np.float32)
     rows = make_rows(space, ACTIONS, rows=2 * T + 1, done=begins)

@@ -223,6 +223,9 @@ def test_action_masks(masked):
         ("Faulty", {"fault": "list"}, r"step\(\) returned a list.*5 dicts.*rewards"),
         ("Faulty", {"fault": "stays"}, r"ended the game of 'left', but .*`agents`"),
         ("Faulty", {"faults": 1}, "can't be made with the arguments"),
+        ("Faulty", {"fault": "leaves"}, "has just acted, needs one in all, also if"),
+        ("NoMethod", {}, r"observation_space is a value of type .*must be a method"),
+        ("TakesNoSeed", {}, r"reset\(\) does not follow .*argument 'seed'"),
         ("not_annotated", {}, r"parallel API.*one agent.*derived from.*-> ParallelEnv"),
         ("lying", {}, "AECEnv, which is no environment of PettingZoo's parallel API"),
         ("in_turn", {}, r"AEC API.*one agent.*parallel_env.*aec_to_parallel"),
@@ -448,6 +451,12 @@ def test_a_test_game_by_hand():
         assert game.length == max(env.lives.values())
         least = sum(env.lives[x] * 3 * (ord(x) - 96) for x in "abc") / 3
         assert least <= game.game_return <= 2 * least
+
+
+def test_a_test_game_in_which_one_begins_as_the_last_one_ends():
+    flags = make_flags("--env", "agent_games:Relay", "--envs_per_actor", "2")
+    games = list(evaluate.play(flags, make_weights(flags), range(9)))
+    assert [game[1:] for game in games] == [(4.0, 5)] * 9
 
 
 def test_an_agent_in_a_notebook(tmp_path):

@@ -1,9 +1,12 @@
 """What a learner logs about its peers, and what of their texts."""
 
 import contextlib
+import itertools
 import logging
 import threading
+import time
 from concurrent import futures
+from types import SimpleNamespace
 
 import pytest
 import servers
@@ -164,3 +167,23 @@ def test_a_learner_that_ends_says_so(address, closes):
         Thoughtful.over.set()
         with pytest.raises(TransportError, match="learner is about to end"):
             result.result(60)
+
+
+def test_the_first_are_passed_over_if_they_are_very_slow():
+    """They make a step again and again, and others wait for their turn."""
+    envs = object.__new__(remote_envs.RemoteEnvs)
+    envs.flags, envs.patience = SimpleNamespace(actor_timeout=60.0), 0.05
+    passed, begun = [], time.monotonic()
+    envs.listener = SimpleNamespace(
+        pass_over=lambda: passed.append(time.monotonic() - begun),
+        wants_other=lambda hello: bool(passed),
+        events=lambda: ([], 0),
+    )
+    steps = itertools.count()
+    pool = SimpleNamespace(count=lambda: next(steps), events=lambda: ([], 0))
+    queue = SimpleNamespace(size=lambda: 0)
+    group = SimpleNamespace(pool=pool, queue=queue, items_per_batch=1)
+    envs.peer_log = PeerLog()
+    assert not envs.settle(group, SimpleNamespace(hello=b""), [])
+    assert 0.5 < passed[0] < 5
+    assert envs.patience == 0.1

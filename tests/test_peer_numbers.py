@@ -72,7 +72,8 @@ def bad_flags(tmp_path):
     certificates.make("other", "IP:127.0.0.1")
     one, other = certificates.identity("one"), certificates.identity("other")
     missing, empty, text = (tmp_path / x for x in ("missing", "empty", "text"))
-    binary, half = tmp_path / "binary", tmp_path / "half"
+    binary, half, spaced = (tmp_path / x for x in ("binary", "half", "spaced"))
+    spaced.write_text("a secret")
     empty.touch()
     text.write_text("not a certificate")
     half.write_text("-----BEGIN CERTIFICATE-----\nhalf")
@@ -98,6 +99,7 @@ def bad_flags(tmp_path):
         ),
         ({"token_file": missing}, f"--token_file {missing}: No such file"),
         ({"token_file": empty}, "is empty"),
+        ({"token_file": spaced}, f"--token_file {spaced} may have printable ASCII"),
         ({"token_file": binary}, "is not text in UTF-8"),
         ({"token_file": tmp_path}, "Is a directory"),
     ]

@@ -261,6 +261,10 @@ OBSERVATIONS = {
     "n of 2**40": (discrete(2**40), "together may be at most 262144"),
     "n of 2**63 - 1": (discrete(2**63 - 1), "together may be at most 262144"),
     "start + n": (discrete(2, 2**63 - 1), "exceed -2^53 to 2^53"),
+    "no n beside others": (
+        tuple_of(multi([]), discrete(2)),
+        "MultiDiscrete without n",
+    ),
     "one n of 0": (multi([2, 0]), "[1]: n is 0"),
     "one n of 2**31": (multi([2, 2**31]), "[1]: n is 2147483648"),
     "many n": (multi([2**17] * 3), "together may be at most 262144"),
@@ -464,6 +468,41 @@ def stray_messages(wire, rows):
     yield wire.EnvMessage(hello=hello).SerializeToString()
     for step in range(rows):
         yield encode_row(wire, make_row(step))
+
+
+@pytest.mark.parametrize(
+    ("flags", "size", "named"),
+    [
+        ({"num_actors": 64, "unroll_length": 20}, 2**20 - 9, "--num_actors"),
+        (
+            {"num_actors": 4, "replay_ratio": 1, "replay_size": 10**6},
+            2**16,
+            "--replay_size",
+        ),
+    ],
+    ids=["rollouts", "replay"],
+)
+def test_a_stray_whose_rollouts_are_too_large(
+    learn, wire, tmp_path, flags, size, named
+):
+    """One stream fits, but not all, or no replay; it joins first."""
+    address = f"unix:{tmp_path}/learner"
+    run = learn(listen=address, **flags)
+    run.wait_for((tmp_path / "learner").exists, "the learner listens")
+    hello = make_hello(wire)
+    box = wire.Space.Box(dtype=wire.FLOAT64, shape=[size])
+    hello.observation_space.CopyFrom(wire.Space(box=box))
+    del hello.extra_fields[:]
+    with Peer(address) as stray:
+        stray.play([wire.EnvMessage(hello=hello).SerializeToString()])
+        code, text = stray.status()
+        assert code == "FAILED_PRECONDITION", text
+        assert named in text
+    with playing(address, wire):
+        run.wait_for_updates(3)
+        run.process.send_signal(signal.SIGINT)
+        run.wait_for_end(130)
+    run.assert_no_error()
 
 
 def test_strays_do_not_determine_the_spaces(learn, wire, tmp_path):

@@ -210,6 +210,14 @@ def test_servers_end_while_they_make_environments(serve, pipes, tmp_path):
     both["killed"].wait_for_end(-signal.SIGKILL)
 
 
+def test_a_learner_does_not_wait_with_a_wrong_name(learn, pipes):
+    """Nobody else is to be refused for it."""
+    run = learn(listen=f"{pipes}.join", encoder="no_such_module:Encoder")
+    run.wait_for_end(1)
+    assert "--encoder no_such_module:Encoder: there is no module" in run.console
+    assert "refused" not in run.console
+
+
 def test_sigint_while_servers_start(serve, pipes):
     """During imports, with one line each time."""
     servers = serve(pipes_basename=pipes)

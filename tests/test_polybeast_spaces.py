@@ -257,6 +257,7 @@ def test_the_learner_knows_the_stacks_of_atari():
         env="PongNoFrameskip-v4",
         frame_skip=4,
         num_actions=None,
+        num_actors=2,
         unroll_length=5,
         batch_size=4,
         sync=False,

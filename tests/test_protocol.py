@@ -114,6 +114,6 @@ def test_what_protocols_share():
     one, two = {"env": "a", "x": 1, "y": 2}, {"env": "a", "x": 1, "y": 3}
     assert protocol.split_common([one, None, two]) == (
         {"env": "a", "x": 1},
-        [{"y": 2}, {"y": 3}],
+        [{"y": 2}, {}, {"y": 3}],
     )
     assert protocol.split_common([]) == ({}, [])

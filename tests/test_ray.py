@@ -127,6 +127,24 @@ def assert_nothing_left():
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize(
+    ("listens", "joins"),
+    [
+        ("0.0.0.0:5000", "10.0.0.7:5000"),
+        ("[::]:5000", "10.0.0.7:5000"),
+        ("10.0.0.8:0", "10.0.0.8:0"),
+        ("unix:/tmp/learner", "unix:/tmp/learner"),
+    ],
+)
+def test_an_address_of_all_networks_is_joined_at_one(listens, joins, monkeypatch):
+    from torchbeast.on_ray import servers
+
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    assert servers.joined_address(listens) == joins
+    with pytest.raises(UserError, match="name a port"):
+        servers.joined_address("0.0.0.0:0")
+
+
 @pytest.fixture
 def cluster():
     """A Ray cluster with a CPU each on two nodes. The run belongs to the first."""

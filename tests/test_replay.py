@@ -15,6 +15,7 @@ import pytest
 import runs
 import torch
 from gymnasium import spaces
+from nets import make_net
 
 from torchbeast.base.nested import map_nested
 from torchbeast.core import replay_memory, rollout
@@ -23,7 +24,6 @@ from torchbeast.core.distributions import make_distribution
 from torchbeast.core.mixer import Mixer
 from torchbeast.core.replay import Replay, ReplayError
 from torchbeast.envs.space_checks import FrameStack
-from torchbeast.model import Net
 
 T, A = 5, 3
 STACK = (4, 7, 9)  # frames, height, width
@@ -37,7 +37,7 @@ OBSERVATIONS = spaces.Dict(
     }
 )
 DISTRIBUTION = make_distribution(spaces.Discrete(A))
-SPEC = row_spec(Net(OBSERVATIONS, spaces.Discrete(A)))
+SPEC = row_spec(make_net(OBSERVATIONS, spaces.Discrete(A)))
 
 
 def dtype_of(spec):
@@ -245,6 +245,20 @@ def test_long_episodes_are_cut(num_games):
     assert cut >= 3
 
 
+def test_stacks_that_share_no_frames():
+    """Several frames per action, or noise: frames run out before steps do."""
+    rng = np.random.default_rng(5)
+    games = [Game(rng, [300]) for _ in range(8)]
+    for row in (row for game in games for row in game.rows):
+        noise = rng.integers(256, size=STACK, dtype=np.uint8)
+        row["observation"] = {**row["observation"], "stack": noise}
+    replay = make_replay(400)
+    play(replay, games)
+    assert replay.was_full
+    assert replay.size >= 50
+    replay.read(3)
+
+
 def test_too_small_for_a_rollout():
     rng = np.random.default_rng(6)
     with pytest.raises(ReplayError, match=r"4 steps.*rollouts of 5.*--replay_size"):
@@ -290,7 +304,7 @@ def fill(path):
         replay_size=NUM_STEPS, unroll_length=T, seed=1, replay_file=path or None
     )
     screens = FrameStack(0, 255, (4, 84, 84), np.uint8)
-    spec = row_spec(Net(screens, spaces.Discrete(A)))
+    spec = row_spec(make_net(screens, spaces.Discrete(A)))
     said = io.StringIO()
     logging.basicConfig(level=logging.INFO, stream=said)
     row = {
@@ -346,7 +360,7 @@ def make_mixer(replay, model, ratio):
 def make_mixer_of(replay, model, **flags):
     normal = {"normalize_rewards": False, "normalize_observations": False}
     flags = argparse.Namespace(reward_clipping="none", **normal, **flags)
-    return Mixer(replay, flags, model.initial_state(1), torch.device("cpu"))
+    return Mixer(replay, flags, model.initial_state(1))
 
 
 def test_states_are_those_of_whole_episodes():
@@ -356,7 +370,7 @@ def test_states_are_those_of_whole_episodes():
     replay = make_replay(1000)
     play(replay, games)
     torch.manual_seed(1)
-    model = Net(OBSERVATIONS, spaces.Discrete(A), use_lstm=True)
+    model = make_net(OBSERVATIONS, spaces.Discrete(A), use_lstm=True)
     mixer = make_mixer(replay, model, 1.5)
     places = numbered(games)
     batch = map_nested(
@@ -449,10 +463,6 @@ def shift_slots(index):
     index["episodes"][0]["slots"][0] += 1
 
 
-def shift_frames(index):
-    index["episodes"][0]["frames"][0][0] -= 1
-
-
 def exchange_episodes(index):
     first, second = index["episodes"][:2]
     first["is_cut"], second["is_cut"] = not first["is_cut"], first["is_cut"]
@@ -465,7 +475,7 @@ def set_to(name, value):
 @pytest.mark.parametrize(
     "edit",
     [
-        *(double_slots, shift_slots, shift_frames, exchange_episodes),
+        *(double_slots, shift_slots, exchange_episodes),
         *(set_to("episodes", 3), set_to("episodes", []), set_to("arrays", None)),
         set_to("digest", None),
     ],
@@ -547,7 +557,7 @@ def test_a_short_episode_among_long_unfinished_ones_is_found_at_once():
 def test_a_batch_that_no_loss_can_use_is_not_stored(field, value, cause):
     rng = np.random.default_rng(11)
     replay = make_replay(1000)
-    model = Net(OBSERVATIONS, spaces.Discrete(A))
+    model = make_net(OBSERVATIONS, spaces.Discrete(A))
     mixer = make_mixer(replay, model, 1.0)
     rows = map_nested(lambda x: x[:, None], next(Game(rng, [2] * 9).rollouts()))
     mixer.add(map_nested(torch.from_numpy, rows), T)
@@ -562,7 +572,7 @@ def test_a_batch_that_no_loss_can_use_is_not_stored(field, value, cause):
 def test_masked_actions_are_stored():
     rng = np.random.default_rng(17)
     replay = make_replay(1000)
-    mixer = make_mixer(replay, Net(OBSERVATIONS, spaces.Discrete(A)), 1.0)
+    mixer = make_mixer(replay, make_net(OBSERVATIONS, spaces.Discrete(A)), 1.0)
     rows = map_nested(lambda x: x[:, None], next(Game(rng, [2] * 9).rollouts()))
     rows["policy_logits"][:, 0, 1] = -np.inf
     assert mixer.add(map_nested(torch.from_numpy, rows), T)
@@ -585,7 +595,7 @@ def test_when_the_learner_may_learn():
     """Also if unfinished episodes never let the replay reach learn_start."""
     rng = np.random.default_rng(10)
     games = [Game(rng, [12] * 30) for _ in range(2)]
-    model = Net(OBSERVATIONS, spaces.Discrete(A))
+    model = make_net(OBSERVATIONS, spaces.Discrete(A))
     for learn_start, first in ((0, 24), (50, 72), (100, 80)):
         replay = make_replay(100)
         mixer = make_mixer_of(replay, model, replay_ratio=1, learn_start=learn_start)
@@ -606,7 +616,7 @@ def test_fractions_of_a_ratio_add_up():
     games = [Game(rng, [12] * 5)]
     replay = make_replay(1000)
     play(replay, games)
-    model = Net(OBSERVATIONS, spaces.Discrete(A))
+    model = make_net(OBSERVATIONS, spaces.Discrete(A))
     mixer = make_mixer(replay, model, 0.3)
     rows = map_nested(lambda x: torch.from_numpy(x)[:, None], next(games[0].rollouts()))
     sizes = []

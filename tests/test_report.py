@@ -331,6 +331,11 @@ def test_tests_falls_and_seeds_of_tuning(tmp_path, capsys):
         (tmp_path / name / "test.json").write_text(json.dumps({**test, "mean": mean}))
     (row,) = table(capsys, *names, *more)
     assert row["IQM of tests [95 %]"] == "4.00 [3.00, 5.00]"
+    for change in {"step": 7}, {"policy": "greedy"}:  # of one of the two
+        changed = {**test, "mean": 5.0, **change}
+        (tmp_path / names[2] / "test.json").write_text(json.dumps(changed))
+        (row,) = table(capsys, *names, *more)
+        assert "IQM of tests [95 %]" not in row
     with pytest.raises(SystemExit):
         report.main([*names, *map(str, more), "2", "3"])
     assert "all runs of a have seeds of --tuned_on" in capsys.readouterr().err
@@ -402,6 +407,7 @@ def test_methods_over_several_tasks(tmp_path, capsys):
         (["--method", "m"], "give either runs, or --method"),
         ([], "give either runs, or --method"),
         (["--method", "m", "nope"], "no run 'nope'"),
+        (["~nobody-here/x"], "home directory"),
         (["--method", "m", "a-1", "c-1"], "have different protocols"),
         (["--method", "m", "a-1", "b-1", "--scores", "{}"], "has no 'MinAtar/Break"),
         (["--method", "m", "a-1", "--scores", "[1]"], "two returns per task, such as"),

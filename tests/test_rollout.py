@@ -7,6 +7,7 @@ import runs
 import torch
 import torch.multiprocessing as mp
 from gymnasium import spaces
+from nets import default_flags, make_net
 
 from torchbeast.base.errors import UserError
 from torchbeast.base.nested import flatten, map_nested
@@ -14,6 +15,7 @@ from torchbeast.core import rollout
 from torchbeast.core.acting import row_spec
 from torchbeast.core.rollout import SharedMemoryError, Spec
 from torchbeast.envs import extra_fields
+from torchbeast.envs.checks import InvalidEnvironmentError
 from torchbeast.envs.extra_fields import ExtraField
 from torchbeast.model import Net
 
@@ -67,7 +69,7 @@ OBSERVATION_SPEC = {
     ],
 )
 def test_row_spec(action_space, action, num_logits):
-    spec = row_spec(Net(OBSERVATION_SPACE, action_space))
+    spec = row_spec(make_net(OBSERVATION_SPACE, action_space))
     assert spec == {
         "observation": OBSERVATION_SPEC,
         **ENVIRONMENT_FIELDS,
@@ -91,7 +93,7 @@ class Surprised(Net):
 
 
 def test_what_the_model_outputs_while_acting_is_part_of_a_row():
-    spec = row_spec(Surprised(OBSERVATION_SPACE, spaces.Discrete(A)))
+    spec = row_spec(Surprised(default_flags(), OBSERVATION_SPACE, spaces.Discrete(A)))
     assert spec["surprise"] == Spec((4,), torch.int32)
     assert spec["baseline"] == spec["truncation_value"] == Spec((2,), torch.float32)
     assert "guess" not in spec
@@ -104,7 +106,7 @@ def test_an_output_named_like_a_field_of_the_environment_is_refused():
             return {**outputs, "reward": outputs["baseline"]}, state
 
     with pytest.raises(ValueError, match="outputs reward while acting"):
-        row_spec(Twice(OBSERVATION_SPACE, spaces.Discrete(A)))
+        row_spec(Twice(default_flags(), OBSERVATION_SPACE, spaces.Discrete(A)))
 
 
 @pytest.mark.parametrize(
@@ -137,8 +139,9 @@ def test_a_model_that_returns_something_else_is_refused(change, message):
         def forward(self, rows, state=(), acting=False):
             return change(*super().forward(rows, state, acting))
 
+    flags = default_flags(use_lstm=True)
     with pytest.raises(UserError, match=message):
-        row_spec(Wrong(OBSERVATION_SPACE, spaces.Discrete(A), use_lstm=True))
+        row_spec(Wrong(flags, OBSERVATION_SPACE, spaces.Discrete(A)))
 
 
 def test_extra_fields_are_part_of_a_row(monkeypatch):
@@ -148,14 +151,14 @@ def test_extra_fields_are_part_of_a_row(monkeypatch):
     }
     for name, field in fields.items():
         monkeypatch.setitem(extra_fields.EXTRA_FIELDS, name, field)
-    spec = row_spec(Net(OBSERVATION_SPACE, spaces.Discrete(A)))
+    spec = row_spec(make_net(OBSERVATION_SPACE, spaces.Discrete(A)))
     assert spec["lives"] == Spec((), torch.int64)
     assert spec["goal"] == Spec((2, 3), torch.float32)
     assert "final_goal" not in spec
 
 
 def test_the_names_of_other_fields_are_taken(monkeypatch):
-    net = Net(OBSERVATION_SPACE, spaces.Discrete(A))
+    net = make_net(OBSERVATION_SPACE, spaces.Discrete(A))
     own = row_spec(net).keys() | rollout.REPLAY_FIELDS
     assert own == extra_fields.TAKEN
     field = ExtraField((), np.float32, of="observation")
@@ -164,7 +167,7 @@ def test_the_names_of_other_fields_are_taken(monkeypatch):
     for name in [*own, "final_goal"]:
         with monkeypatch.context() as patch:
             patch.setitem(extra_fields.EXTRA_FIELDS, name, field)
-            with pytest.raises(extra_fields.FieldNameError, match=f" {name},.*taken"):
+            with pytest.raises(InvalidEnvironmentError, match=f" {name},.*taken"):
                 row_spec(net)
 
 
@@ -231,7 +234,7 @@ def test_map_nested_refuses_another_structure(other):
 
 
 def make_buffers():
-    spec = row_spec(Net(OBSERVATION_SPACE, spaces.Discrete(A)))
+    spec = row_spec(make_net(OBSERVATION_SPACE, spaces.Discrete(A)))
     return rollout.create_buffers(spec, (SLOTS, T + 1))
 
 

@@ -156,6 +156,10 @@ def test_the_return_of_an_evaluation_counts(tmp_path):
     # The last evaluation failed; the one before is of other weights. The mean of the
     # training games can't be compared with the evaluations of other trials.
     assert final_return(*rows, "30,7,,", eval_interval=10) is None
+    # Damaged files count as no return.
+    assert final_return("10,5,,", "20,6", "30,,,") is None
+    (tmp_path / "logs.csv").unlink()
+    assert search.final_return(tmp_path) is None
 
 
 @pytest.mark.parametrize("name", ["a?b", "a%20b", "a b#c"])

@@ -16,7 +16,7 @@ import runs
 pytest.importorskip("mkdocs", reason="needs the packages of the extra docs")
 
 # One process builds the site once.
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("site")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("site")]
 
 
 def build(site, config=runs.ROOT / "mkdocs.yml"):
@@ -24,7 +24,7 @@ def build(site, config=runs.ROOT / "mkdocs.yml"):
         [sys.executable, "-m", "mkdocs", "build", "-f", config, "-d", site],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )
 
@@ -130,7 +130,8 @@ def test_it_has_a_dark_mode_and_continues_long_lines(site):
 
 def test_a_broken_link_is_an_error(tmp_path):
     shutil.copytree(runs.ROOT, tmp_path / "tree", ignore=ignored)
-    shutil.rmtree(tmp_path / "tree" / "torchbeast" / "core")  # many API pages
+    for folder in (tmp_path / "tree" / "torchbeast").glob("*/"):  # their API pages
+        shutil.rmtree(folder)
     page = tmp_path / "tree" / "docs" / "laser.md"
     page.write_text(page.read_text() + "\n[gone](gone.md), [no](tuning.md#nowhere)\n")
     done = build(tmp_path / "site", tmp_path / "tree" / "mkdocs.yml")
@@ -165,7 +166,7 @@ def test_the_first_tour_runs(tmp_path):
         env={**runs.environment(), "HOME": str(tmp_path), "PYTHONPATH": str(tree)},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     returned = float(re.search(r"^return ([\d.]+)$", done.stdout, re.MULTILINE)[1])

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import ctypes
+import fcntl
 import os
 import re
 import socket
@@ -10,6 +11,7 @@ import time
 
 import pytest
 
+from torchbeast.procs.children import ProcessError
 from torchbeast.remote import supervisor
 from torchbeast.remote.security import ServerError
 
@@ -38,6 +40,30 @@ def asks_for_a_free_port(flags, index, address, first_stream, pipe):
         pipe.send(("ready", f"127.0.0.1:{server.getsockname()[1]}", "a server"))
         time.sleep(0.5)
     os._exit(3)
+
+
+def is_ready(flags, index, address, first_stream, pipe):
+    pipe.send(("ready", address, "a server"))
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_the_socket_of_another_server_stays(tmp_path, caplog, another):
+    """It may listen there when ours has ended; then it has the lock."""
+    path, lock = tmp_path / "server", tmp_path / "server.lock"
+    path.touch()
+    flags = argparse.Namespace(max_restarts=1, join=None)
+    with lock.open("w") as file, caplog.at_level("INFO"):
+        servers = supervisor.Servers(is_ready, flags, [f"unix:{path}"])
+        try:
+            deadline = time.monotonic() + 60
+            while "a server" not in caplog.text and time.monotonic() < deadline:
+                servers.watch(0.2, [])
+            if another:
+                fcntl.flock(file, fcntl.LOCK_EX)
+        finally:
+            servers.stop()
+    assert path.exists() == lock.exists() == another
 
 
 def restarts_of(servers):
@@ -130,6 +156,36 @@ def test_all_were_suspended(monkeypatch):
     assert servers.ever_ready
     assert restarts_of(servers) == 0
     assert [server.crashes for server in servers.servers] == [0]
+
+
+def test_a_restart_that_the_system_refuses_ends_no_other_server(monkeypatch, caplog):
+    flags = argparse.Namespace(max_restarts=5, join=None)
+    servers = supervisor.Servers(is_ready, flags, ["127.0.0.1:1", "127.0.0.1:2"])
+    start, refused = servers.group.start, []
+
+    def refuses(*arguments):
+        if len(refused) < 2:
+            refused.append(arguments)
+            raise ProcessError("fork: Resource temporarily unavailable")
+        return start(*arguments)
+
+    def watch(until):
+        deadline = time.monotonic() + 60
+        while not until() and time.monotonic() < deadline:
+            servers.watch(0.2, [])
+
+    try:
+        watch(lambda: all(server.ready for server in servers.servers))
+        monkeypatch.setattr(servers.group, "start", refuses)
+        first, second = (server.child.process for server in servers.servers)
+        second.kill()
+        second.join()
+        watch(lambda: len(refused) == 2 and not servers.readiness())
+        assert servers.readiness() is None
+        assert first.is_alive()
+    finally:
+        servers.stop()
+    assert "Server 1 can't be started: fork: Resource temp" in caplog.text
 
 
 def test_a_server_may_crash_as_often_as_allowed():

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import sys
 
 import pytest
 import runs
@@ -245,7 +246,7 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
             ["--search", "alpha=choice:0.9", "--search", "alpha=choice:0.8"],
             {},
             1,
-            "--search alpha is given twice",
+            "alpha is given twice",
         ),
         (["--seeds", "a"], {}, 2, "argument --seeds"),
         (["--jobs", "0"], {}, 2, "argument --jobs"),
@@ -263,11 +264,13 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
         (["--grid", 'env_kwargs={"a":1}x'], {}, 1, "no comma after the value"),
         (["--name", "x" * 256], {}, 1, "File name too long"),
         (["--grid", "wrapper=m:" + "x" * 256], {}, 1, "File name too long"),
-        (["--name", "a/b"], {}, 1, "must be one plain name"),
+        (["--name", "a/b"], {}, 1, "--name names a folder in "),
         (["--search", "x=int:1:2", "--grid", "y=1"], {}, 2, "goes neither with --grid"),
         ([], {"seed": 3}, 1, "give --seeds and --name in place of --seed"),
         ([], {"xpid": "x"}, 1, "give --seeds and --name in place of --xpid"),
         ([], {"mode": "test"}, 1, "a sweep trains; --mode test is not possible"),
+        (["--grid", "autotune=true,false"], {}, 2, "autotune can't be varied like"),
+        ([], {"repeat": "x"}, 1, "a sweep trains; --repeat is not possible"),
         ([], {"variant": "impala"}, 2, "after -- comes monobeast or polybeast"),
         (["--sbatch", "gres=gpu:1"], {}, 2, "add --submit slurm"),
         (["--minutes", "9"], {}, 2, "add --submit slurm"),
@@ -276,6 +279,11 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
 )
 def test_what_can_not_work(refused, own, flags, status, message):
     assert message in refused(*own, status=status, **flags)
+
+
+def test_it_does_not_tune():
+    with pytest.raises(FlagError, match="--autotune is not possible"):
+        sweep.Sweep("s", ["monobeast", "--autotune"], [1])
 
 
 def test_slurm_needs_sbatch(refused, monkeypatch):
@@ -356,12 +364,12 @@ def test_without_a_command(capsys):
     [("optuna", ["--search", "x=int:1:2"]), ("submitit", ["--submit", "local"])],
 )
 def test_without_the_extra(refused, monkeypatch, package, own):
-    find = sweep.importlib.util.find_spec
-    monkeypatch.setattr(
-        sweep.importlib.util, "find_spec", lambda x: None if x == package else find(x)
-    )
+    for name in ("torchbeast.sweeps.search", "torchbeast.sweeps.slurm_jobs"):
+        monkeypatch.delitem(sys.modules, name, raising=False)  # they import it
+        monkeypatch.delattr(name, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
     # Not '.[EXTRA]', which needs a checkout and takes the place of its install.
-    assert f"pip install {package}\n" in refused(*own, status=1)
+    assert f"pip install {package} (" in refused(*own, status=1)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,43 @@ def test_environments_that_come_in_groups(variant):
         Environment(flags, 3)
 
 
+class Restarts(OneSeed):
+    """Its resets restart all environments, or those in the mask. Flipped views."""
+
+    def __init__(self, num_envs, obeys=True):
+        super().__init__(num_envs)
+        self.metadata = {"autoreset_mode": AutoresetMode.DISABLED}
+        self.steps, self.obeys = np.zeros(num_envs), obeys
+
+    def _look(self):
+        pairs = np.stack([np.zeros_like(self.steps), self.steps], 1) / 100
+        return pairs.astype(np.float32)[:, ::-1]
+
+    def reset(self, *, seed=None, options=None):
+        mask = (options or {}).get("reset_mask", True) if self.obeys else True
+        self.steps = np.where(mask, 0, self.steps)
+        return self._look(), {}
+
+    def step(self, actions):
+        self.steps = self.steps + 1
+        ends = self.steps == np.arange(3, 3 + self.num_envs)
+        return self._look(), np.ones(self.num_envs), ends, ends & False, {}
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_class_that_is_reset_in_part(obeys, caplog):
+    env_kwargs = json.dumps({"obeys": obeys})
+    envs = Environment(env_flags(f"{__name__}:Restarts", env_kwargs=env_kwargs), 2)
+    row = envs.initial()
+    for _ in range(9):
+        row = envs.step(np.zeros(2, np.int64))
+        torch.from_numpy(row["observation"])  # also of a flipped view
+        if obeys:
+            seen = (row["observation"][:, 0] * 100).round()
+            assert seen.tolist() == row["episode_step"].tolist() or row["done"].any()
+    assert ("must go on: one that it starts anew" in caplog.text) == (not obeys)
+
+
 class Reuses(gymnasium.Env):
     """Counts its steps in the same array each time; 5 steps per game."""
 
@@ -137,7 +174,7 @@ def reusing(num_envs, kind="Async", mode="SAME_STEP", **arguments):
 
 def test_an_array_that_is_used_again_in_same_step_mode():
     """The learner would bootstrap from the next game's first value."""
-    with pytest.raises(InvalidEnvironmentError, match=r"alias.*AutoresetMode.DISABLED"):
+    with pytest.raises(InvalidEnvironmentError, match=r"SameStep.*Mode.DISABLED"):
         make("reusing")
 
 

@@ -40,7 +40,8 @@ def test_vector_hello(address):
 @pytest.mark.parametrize("name", ["replayed", "step_counts"])
 def test_names_of_the_learners_own_fields(address, name):
     """The loss would take them for its mask."""
-    flags = flagset.parse(polybeast_learner.make_parser(), ["--batch_size", "2"])
+    words = ["--batch_size", "2", "--num_actors", "1"]
+    flags = flagset.parse(polybeast_learner.make_parser(), words)
     with serving(lambda: Vector(extra={name: np.zeros(2, np.int64)}), address):
         found = probe(address)
     with pytest.raises(FlagError, match=name):
@@ -84,6 +85,7 @@ def test_vector_environments_that_cannot_be_served(attributes, match, address):
     ("extra", "match"),
     [
         ({"x": np.zeros(3)}, '"x".*num_envs, 2'),
+        ({"x": 3}, '"x".*num_envs, 2'),
         ({"x": np.array(["a", "b"])}, '"x".*<U1'),
         ({3: np.zeros(2)}, "keys.*3"),
     ],

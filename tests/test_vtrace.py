@@ -328,8 +328,9 @@ def test_bootstrap_value_needs_the_trailing_dimensions():
 @pytest.mark.parametrize(
     ("behavior", "target", "actions", "message"),
     [
-        ((T, B), (T, B), (T, B), r"expected .*\[T, B, A\].* got \[5, 3\]"),
-        ((T, B, A), (T, B, A), (T, B, 1), r"actions \[T, B\], got .* \[5, 3, 1\]"),
+        ((T, B), (T, B), (T, B), r"actions \[5, 3\], policy_logits \[5, 3\]"),
+        ((T, B, A), (T, B, A), (T, B, 1), r"got actions \[5, 3, 1\], policy_logits"),
+        ((T, B, 2, A), (T, B, 2, A), (T, B, 2), r"log_rhos .*got .* \[5, 3, 2\]"),
         ((T, B, A), (T, B, A + 1), (T, B), r"same shape, got \[5, 3, 7\].*\[5, 3, 8\]"),
         ((T, B, A), (T, B, A), (B, T), r"actions \[3, 5\], policy_logits \[5, 3, 7\]"),
     ],

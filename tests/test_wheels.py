@@ -66,7 +66,7 @@ def in_wheel(wheel, *command):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout

@@ -17,6 +17,7 @@ from test_polybeast_sync import SYNC, WITH_STATE, assert_logs_agree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchbeast.base import devices
+from torchbeast.core.finite import find_not_finite
 from torchbeast.learner import begin, learn
 
 pytestmark = pytest.mark.timeout(200)
@@ -111,6 +112,23 @@ def test_a_bad_update_ends_the_run_and_is_not_saved(tmp_path, monkeypatch):
     os.remove(fault)
     flags["total_steps"] = saved["stats"]["step"] + 100
     runs.run(tmp_path, "a", module="ahead", **flags)
+
+
+@pytest.mark.parametrize("method", ["Broken", "Steep"])
+def test_a_bad_method_ends_the_run_and_is_not_saved(tmp_path, method):
+    """Its numbers arrive when the policy has learned from them, and the next update."""
+    flags = {**runs.SMALL, "explorer": f"exploring:{method}", "checkpoint_interval": 0}
+    process = runs.start(tmp_path, "a", module="ahead", **flags)
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert output.count("of --explorer are not finite") == 1
+    model = tmp_path / "a" / "model.tar"
+    if method == "Steep":  # already in the first update
+        assert not model.exists()
+    elif model.exists():
+        saved = torch.load(model, weights_only=True)
+        for name in ("model", "explorer"):
+            assert find_not_finite(saved[f"{name}_state_dict"], name) is None
 
 
 class Waits(TorchDispatchMode):

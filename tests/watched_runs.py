@@ -290,11 +290,10 @@ class Run:
     def assert_nothing_left(self) -> None:
         # The fork server and the resource tracker end when they see the others gone.
         wait_until(lambda: not processes_of_session(self.pid), "no process left", 5.0)
-        # Polled, as other programs may use shared memory for an instant, too.
+        # Polled, as other programs, such as other tests, use shared memory, too.
         wait_until(
             lambda: set(os.listdir(SHARED_MEMORY)) <= self.shared_memory_before,
             "no shared memory left",
-            5.0,
         )
 
     def assert_error(

@@ -13,8 +13,6 @@ environment servers parse flags too.
 
 import math
 import os
-from collections.abc import Iterable
-from typing import Any
 
 from torchbeast.base.flag import (
     AT_LEAST_0,
@@ -32,7 +30,6 @@ from torchbeast.base.flag import (
     STEPS_OR_0,
     TUNE,
     Flag,
-    FlagParser,
     Group,
     Range,
     Resume,
@@ -77,8 +74,8 @@ class Run(Group):
     allow_flag_changes: bool = flag(False,
         "has no effect: typed flags always win over those of the checkpoint", START)
     trust_checkpoint_env: bool = flag(False,
-        "use what another user's checkpoint or a file of --config names: code "
-        "(--env module:Class, --wrapper), its arguments, files and machines", START)
+        "use what another user's checkpoint or a file of --config names: code (--env "
+        "module:Class, --wrapper, ...), its arguments, files and machines", START)
     disable_checkpoint: bool = flag(False, "neither save nor load a checkpoint", START)
     checkpoint_interval: float = flag(600.0, "seconds between checkpoints",
         AT_LEAST_0_OR_INF, FREE)
@@ -381,18 +378,3 @@ DECLARED: dict[str, Flag] = {
 def of_resume(*classes: Resume) -> frozenset[str]:
     """The flags that a resumed run may change for these reasons."""
     return frozenset(name for name, x in DECLARED.items() if x.resume in classes)
-
-
-def make_parser(
-    description: str,
-    torsos: Iterable[str] = (),
-    groups: Iterable[type[Group]] = TRAINING,
-    **defaults: Any,
-) -> FlagParser:
-    """Declares the flags of a script.
-
-    Args:
-      torsos: the choices of --model.
-      defaults: those of this script, if they are others.
-    """
-    return FlagParser(description, groups, {"model": torsos}, defaults)

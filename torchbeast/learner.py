@@ -217,8 +217,7 @@ class Learner:
         self.mixer: Mixer | None = None
         if flags.replay_ratio > 0:
             replay = make_replay(flags, self.row_spec)
-            state = self.model.initial_state(1)
-            self.mixer = Mixer(replay, flags, state, self.device)
+            self.mixer = Mixer(replay, flags, self.model.initial_state(1))
         self.loss: Callable[..., tuple] = model_loss
         if flags.compile:
             devices.check_compiler(flags.compile, self.device)
@@ -408,8 +407,12 @@ def begin(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
 
     def finish() -> dict[str, Any]:
         scalars: dict[str, Any] = {}
-        for check in checks:
-            scalars |= check()
+        try:
+            for check in checks:
+                scalars |= check()
+        except FloatingPointError:  # of a GPU, whose next updates have begun
+            learner.diverged = True
+            raise
         columns = count_batch(learner, counted(), step, newest)
         return spread(join_columns(columns, known, scalars))
 

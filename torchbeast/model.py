@@ -14,11 +14,10 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from torchbeast.base.errors import FlagError
 from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
-from torchbeast.core.exploration import ExplorerActor
+from torchbeast.core.exploration import ExplorerActor, make_method
 from torchbeast.core.moments import CLIP, RunningMoments
 from torchbeast.core.observations import is_image, iterate_observation, iterate_space
 from torchbeast.core.rollout import State
@@ -38,75 +37,56 @@ class Net(nn.Module):
         Tuples of these. If it is a Dict with a part "action_mask", actions whose mask
         is 0 are never taken.
       action_space: Discrete, MultiDiscrete or Box.
-      torso: a name in TORSOS.
-      use_lstm: add a recurrent core after the encoders.
+
+    Attributes:
       bf16: run the image encoders in bfloat16; all else stays in float32, because
         vectors may hold integers above 256, which bfloat16 rounds.
-      normalize_observations: normalize observations of numbers that are not images.
-      reward_discounting: γ of the running sum of rewards; rewards are divided by its
-        standard deviation. None: they are not normalized.
-      encoder_width: times as many channels and units in the encoders.
-      layer_norm: normalize each layer of the encoders.
-      core, core_size, core_layers: its kind, a name in CORES, and its sizes.
-      forget_bias: see RecurrentCore.remember.
-      encoder: encodes the whole observation [N, ...] to features [N, D] float32, in
-        place of the torso and the MLP.
-      explorer: see ExplorerActor.
-      num_values: K outputs of the value.
+      encoder: that of --encoder, which encodes the whole observation [N, ...] to
+        features [N, D] float32, in place of the torso and the MLP.
+      explorer: the acting part of --explorer, see ExplorerActor.
     """
 
     def __init__(
-        self,
-        observation_space: spaces.Space,
-        action_space: spaces.Space,
-        torso: str = "shallow",
-        use_lstm: bool = False,
-        bf16: bool = False,
-        normalize_observations: bool = False,
-        reward_discounting: float | None = None,
-        encoder_width: float = 1.0,
-        layer_norm: bool = False,
-        core: str = "lstm",
-        core_size: int = 256,
-        core_layers: int = 1,
-        forget_bias: float = 0.0,
-        encoder: nn.Module | None = None,
-        explorer: ExplorerActor | None = None,
-        num_values: int = 1,
+        self, flags: Flags, observation_space: spaces.Space, action_space: spaces.Space
     ) -> None:
         super().__init__()
-        self.bf16 = bf16
+        self.bf16 = flags.precision == "bf16"
         self.observation_space = observation_space
         self.distribution = make_distribution(action_space)
-        self.encoder, self.explorer = encoder, explorer
-        leaves = [] if encoder else list(iterate_space(observation_space))
+        about = observation_space, self.distribution
+        method = make_method(flags.explorer, *about)
+        sizes = flags.encoder_width, flags.layer_norm
+        self.encoder = make_named("--encoder", flags.encoder, observation_space, *sizes)
+        self.explorer: ExplorerActor | None = method and method.actor
+        num_values = 2 if method and method.value_head else 1
+        leaves = [] if self.encoder else list(iterate_space(observation_space))
         self.is_image = [is_image(space) for space in leaves]
         images = [
-            ImageEncoder(space, torso, encoder_width, layer_norm)
+            ImageEncoder(space, flags.model, *sizes)
             for space in leaves
             if is_image(space)
         ]
         self.images = nn.ModuleList(images)
         vectors = [s for s in leaves if not is_image(s)]
-        settings = vectors, torso, normalize_observations, encoder_width, layer_norm
+        settings = vectors, flags.model, flags.normalize_observations, *sizes
         self.vector = VectorEncoder(*settings) if vectors else None
         self.return_moments: RunningMoments | None = None
-        if reward_discounting is not None:
+        if flags.normalize_rewards:
             self.return_moments = RunningMoments(())
-            self.reward_discounting = reward_discounting
+            self.discounting = flags.discounting
 
         rows = rollout.example_rows(observation_space, self.distribution)
         self.explorer_states = 0
-        if explorer is not None:
-            state = explorer.initial_state(1)
+        if self.explorer is not None:
+            state = self.explorer.initial_state(1)
             self.explorer_states = len(state)
-            rows |= explorer.act(rows, state)[0]
+            rows |= self.explorer.act(rows, state)[0]
         size = output_size(self.encode, rows)
         self.core: Any = None
-        if use_lstm:
-            self.core = CORES[core](size, core_size, core_layers)
-            if forget_bias:
-                self.core.remember(forget_bias)
+        if flags.use_lstm:
+            self.core = CORES[flags.core](size, flags.core_size, flags.core_layers)
+            if flags.forget_bias:
+                self.core.remember(flags.forget_bias)
             size = self.core.hidden_size
         self.policy = nn.Linear(size, self.distribution.num_logits)
         # The values have an MLP of their own if that takes little time.
@@ -286,7 +266,7 @@ class Net(nn.Module):
         """
         sums, last = [], before[0, :, 0]  # [B]
         for reward, done in zip(rows["reward"], rows["done"], strict=True):
-            sums.append(reward + self.reward_discounting * last)
+            sums.append(reward + self.discounting * last)
             last = sums[-1].masked_fill(done, 0)
         return torch.stack(sums)
 
@@ -303,27 +283,4 @@ def make_model(
     device: torch.device,
 ) -> Net:
     """Makes the model of the flags. docs/forking.md lists what another model needs."""
-    if flags.encoder and flags.normalize_observations:
-        raise FlagError("--normalize_observations has no effect with --encoder")
-    settings = observation_space, flags.encoder_width, flags.layer_norm
-    distribution = make_distribution(action_space)
-    method = make_named("--explorer", flags.explorer, settings[0], distribution)
-    model = Net(
-        observation_space,
-        action_space,
-        torso=flags.model,
-        encoder_width=flags.encoder_width,
-        layer_norm=flags.layer_norm,
-        use_lstm=flags.use_lstm,
-        core=flags.core,
-        core_size=flags.core_size,
-        core_layers=flags.core_layers,
-        forget_bias=flags.forget_bias,
-        bf16=flags.precision == "bf16",
-        normalize_observations=flags.normalize_observations,
-        reward_discounting=flags.discounting if flags.normalize_rewards else None,
-        encoder=make_named("--encoder", flags.encoder, *settings),
-        explorer=method and method.actor,
-        num_values=2 if method and method.value_head else 1,
-    )
-    return model.to(device)
+    return Net(flags, observation_space, action_space).to(device)

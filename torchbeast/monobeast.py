@@ -229,14 +229,11 @@ class LearnerThreads:
         self._last = threading.Event()  # whether the newest batch is learned from
         self._last.set()
         self._run, self._learn_from, self._count = run, learn_from, count
-        self._in_hand, self._lock = 0, threading.Lock()  # batches not yet begun
         run.on_stop(self._stop)
         for i in range(count):
             run.start_thread(f"learner-{i}", self._work)
 
     def put(self, slots: list[int]) -> None:
-        with self._lock:
-            self._in_hand += 1
         before, self._last = self._last, threading.Event()
         self.waiting.put((slots, before, self._last))
 
@@ -247,10 +244,7 @@ class LearnerThreads:
                 self._learn_from(slots, before.wait)
             finally:
                 learned.set()
-            with self._lock:
-                self._in_hand -= 1
-                nothing_waits = not self._in_hand
-            if nothing_waits:
+            if learned is self._last:  # nothing waits
                 self._run.finish_updates()
 
     def _stop(self) -> None:
@@ -392,10 +386,9 @@ def log_timings(run: Run, actors: Any) -> None:
 
 
 def make_parser() -> FlagParser:
-    groups = (*declared_flags.TRAINING, declared_flags.MonoBeast)
-    return declared_flags.make_parser(
-        "MonoBeast: IMPALA on one machine.", TORSOS, (*groups, declared_flags.Launcher)
-    )
+    own = declared_flags.MonoBeast, declared_flags.Launcher
+    groups = (*declared_flags.TRAINING, *own)
+    return FlagParser("MonoBeast: IMPALA on one machine.", groups, {"model": TORSOS})
 
 
 def actors_class(flags: Flags) -> Any:

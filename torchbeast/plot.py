@@ -206,38 +206,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs = read_runs(flags.xpids, savedir)
         if grouped := flags.group or flags.iqm:
             groups.check_protocols(groups.by_name(runs))
-        known = [run for run in runs if run.protocol() is not None]
-        common, special = protocol.split_common(run.protocol() for run in known)
-        notes = {
-            run.name: protocol.describe(rest)
-            for run, rest in zip(known, special, strict=True)
-        }
+        common, own = protocol.split_common(run.protocol() for run in runs)
         panels: dict[str, Sequence[Curve]] = {}
         for y in flags.y:
             smooth = flags.smooth or (1 if y in EVAL_COLUMNS else 10)
-            found = [curve(run, flags.x, y, smooth) for run in runs]
-            for run, one in zip(runs, found, strict=True):
-                if one is None:
+            found = []
+            for run, rest in zip(runs, own, strict=True):
+                if one := curve(run, flags.x, y, smooth):
+                    found.append(one._replace(note=protocol.describe(rest)))
+                else:
                     print(f"{run.name}: no value of {y} yet")
-            panels[y] = [
-                one._replace(note=notes.get(one.label, ""))
-                for one in found
-                if one is not None
-            ]
-            if grouped:
-                panels[y] = group_curves(panels[y], flags.iqm)
+            panels[y] = group_curves(found, flags.iqm) if grouped else found
         if not any(panels.values()):
             raise ValueError("there is nothing to draw yet")
         folder = find_run(flags.xpids[0], savedir) if len(runs) == 1 else pathlib.Path()
         out = flags.out or folder / "plot.png"
         names = {one.label for curves in panels.values() for one in curves}
-        own = list(names) if len(names) == 1 else []  # else the legend has them
-        title = own if flags.title is None else [flags.title]
+        only = list(names) if len(names) == 1 else []  # else the legend has them
+        title = only if flags.title is None else [flags.title]
         title += textwrap.wrap(protocol.describe(common), TITLE_WIDTH)
         draw(panels, X_AXES[flags.x][1], "\n".join(title), out)
     except ImportError as error:
         parser.exit(1, f"Drawing needs matplotlib ({error}): pip install matplotlib\n")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # the last: of ~ without HOME
         parser.exit(2, f"Cannot draw: {error}\n")
     print(f"Drawn to {out}")
 

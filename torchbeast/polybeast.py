@@ -27,7 +27,7 @@ from torchbeast import polybeast_env
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.procs import children, processes
-from torchbeast.remote import security, serving, supervisor
+from torchbeast.remote import security, supervisor
 from torchbeast.runs import flagset
 from torchbeast.runs.flagset import Flags
 
@@ -41,10 +41,10 @@ def make_parser() -> FlagParser:
     from torchbeast.encoders import TORSOS
 
     groups = (*declared_flags.TRAINING, *declared_flags.CONNECTED)
-    return declared_flags.make_parser(
+    return FlagParser(
         "PolyBeast: IMPALA with environments in server processes.",
-        TORSOS,
         (*groups, declared_flags.Servers, declared_flags.Launcher),
+        {"model": TORSOS},
         num_actors=None,
         num_servers=None,
         pipes_basename=None,  # a new name for each run
@@ -120,13 +120,10 @@ def train(start: resume.Start) -> int:
 def train_with_ray(start: resume.Start) -> int:
     """The same with the servers on a Ray cluster."""
     from torchbeast import polybeast_learner
-    from torchbeast.on_ray.servers import RayServers  # optional
+    from torchbeast.on_ray.servers import ray_servers  # optional
 
-    servers = RayServers(serving.serve_under_ray, start.flags)
-    try:
-        return polybeast_learner.train(start, servers.check, servers.address)
-    finally:
-        servers.close()
+    with ray_servers(start.flags) as (address, check):
+        return polybeast_learner.train(start, check, listen=address)
 
 
 def check_servers(servers: Any) -> None:

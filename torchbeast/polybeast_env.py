@@ -77,10 +77,8 @@ def addresses(flags: Flags) -> list[str]:
 def make_parser() -> FlagParser:
     of_environments = (declared_flags.Environment, declared_flags.Atari)
     of_servers = (declared_flags.Servers, declared_flags.Connection)
-    return declared_flags.make_parser(
-        "PolyBeast's environment servers.",
-        groups=(declared_flags.OfServers, *of_environments, *of_servers),
-    )
+    groups = (declared_flags.OfServers, *of_environments, *of_servers)
+    return FlagParser("PolyBeast's environment servers.", groups, {})
 
 
 def check(flags: Flags) -> None:

@@ -35,14 +35,17 @@ import torch
 
 from torchbeast import flags as declared_flags
 from torchbeast.base import devices, ranks
-from torchbeast.base.errors import FlagError
+from torchbeast.base.errors import FileError, FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core.acting import act_step, pad
+from torchbeast.core.exploration import find_method
+from torchbeast.core.replay import ReplayError
 from torchbeast.core.weights import ActingModels
 from torchbeast.encoders import TORSOS
+from torchbeast.envs.make_env import find_named
 from torchbeast.learner import Learner, Update, begin
 from torchbeast.play.evaluate import evaluate
 from torchbeast.play.evaluate_on_servers import fits, play_on_servers
@@ -81,10 +84,10 @@ def infer(
             inputs = map_nested(lambda x: x.to(device, non_blocking=True), inputs)
         row, state = as_stored(inputs[0], streams.env_fields), inputs[1]
         count = row["done"].shape[1]
-        if flags.compile and not streams.in_turns:  # code for few sizes
+        if flags.compile and not flags.sync:  # code for few sizes
             row, state = pad((row, state), 1 << (count - 1).bit_length())
         # As in MonoBeast, the agent acts on an unroll's last row before learning.
-        if streams.in_turns and row_number > (num_turns + 1) * flags.unroll_length:
+        if flags.sync and row_number > (num_turns + 1) * flags.unroll_length:
             timings.time("infer")
             group.turns.acquire()
             num_turns += 1
@@ -94,7 +97,7 @@ def infer(
         choose: Any = functools.partial(net.distribution.sample, generator=random)
         # The pool also asks for the value of a truncated episode's last observation. It
         # ignores the action, so with --sync don't use a random number for it.
-        if streams.in_turns and bool((row["truncated"] & ~row["done"]).any()):
+        if flags.sync and bool((row["truncated"] & ~row["done"]).any()):
             choose = net.distribution.mode
         else:
             row_number += 1
@@ -120,7 +123,7 @@ def start_acting(run: Run, envs: RemoteEnvs) -> tuple[Streams, ActingModels]:
     run.on_stop(streams.close)
     for i, group in enumerate(groups):
         run.start_thread(f"pool-{i}", group.pool.run)
-    for i in range(len(groups) if streams.in_turns else flags.num_inference_threads):
+    for i in range(len(groups) if flags.sync else flags.num_inference_threads):
         generator = torch.Generator(device)
         number = ranks.rank() * flags.num_actors + i
         generator.manual_seed(derive_seed(envs.seed, number))
@@ -137,17 +140,29 @@ def connect(
     check = fits(start.flags, start.saved["model_state_dict"]) if start.saved else None
     with contextlib.ExitStack() as undo:
         undo.callback(envs.close)
+        # Otherwise each environment that joins is refused for these names.
+        if start.flags.encoder:
+            find_named("--encoder", start.flags.encoder)
+        if start.flags.explorer:
+            find_method(start.flags.explorer)
         while True:
             spec = envs.find_env_spec(check_servers, check)
-            run = Run(start, Learner(start.flags, spec))
-            undo.callback(run.end_threads)
-            streams, models = start_acting(run, envs)
-            # Environments that join determine the spaces once there is a batch of them.
-            checks = (check_servers, run.stop_requested)
-            if not envs.listener or envs.settle(streams.groups[0], spec, checks):
-                undo.pop_all()
-                return run, streams, models
-            run.end_threads()
+            with contextlib.ExitStack() as undo_run:
+                try:
+                    run = Run(start, Learner(start.flags, spec))
+                    undo_run.callback(run.abandon)
+                    streams, models = start_acting(run, envs)
+                except FileError:  # it is not due to the environments
+                    raise
+                except (FlagError, ReplayError) as error:  # batches are too large
+                    envs.refuse(spec.hello, error)
+                    continue
+                # Environments that join determine the spaces, with their first batch.
+                checks = (check_servers, run.stop_requested)
+                if not envs.listener or envs.settle(streams.groups[0], spec, checks):
+                    undo_run.pop_all()
+                    undo.pop_all()
+                    return run, streams, models
 
 
 # --- Learning -------------------------------------------------------------------------
@@ -210,27 +225,22 @@ def in_rounds(run: Run, streams: Streams) -> None:
 def train(
     start: resume.Start,
     check_servers: Callable[[], None] = lambda: None,
-    listen: str | None = None,
-    servers: str | None = None,
+    **places: str | None,
 ) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status.
 
     Args:
       check_servers: called about once per second, and before each server is asked for
         its spaces; may raise to end the run.
-      listen: listens here if --listen is not given. It is not saved, so a resumed run
-        may listen elsewhere.
-      servers: those of this learner, if there are several; not saved, either.
+      places: listen or server_addresses of this start. They replace the flag and are
+        not saved, so a resumed run may have others.
     """
     flags = start.flags
     # Before any other thread starts, so that threads share one memory arena.
     keep_freed_memory(devices.learner_device(flags))
-    own = {"server_addresses": servers or flags.server_addresses}
-    envs = RemoteEnvs(
-        flags.replace(listen=flags.listen or listen, **own), start.env_seed()
-    )
+    envs = RemoteEnvs(flags.replace(**places), start.env_seed())
     run, streams, models = connect(start, envs, check_servers)
-    loop = in_rounds if streams.in_turns else at_once
+    loop = in_rounds if flags.sync else at_once
 
     def finish(update: Update) -> None:
         """Called when the update is made; with a GPU, that is later."""
@@ -240,14 +250,15 @@ def train(
 
     run.on_update = finish
     with run:
-        record.begin(run, streams.order)
+        if streams.order:
+            streams.order.append = record.begin_record(run)
         log.info(
             "%d streams of %d environments; inference on %s, learning on %s",
             *(flags.num_actors, run.learner.env_spec.num_envs),
             *(devices.actor_device(flags), run.learner.device),
         )
         run.stack.callback(streams.end)
-        for i in range(1 if streams.in_turns else flags.num_learner_threads):
+        for i in range(1 if flags.sync else flags.num_learner_threads):
             work = functools.partial(loop, run, streams)
             run.start_thread(f"learner-{i}", work)
         evaluator = Evaluator(run)
@@ -256,7 +267,8 @@ def train(
             if run.save_is_due():
                 run.save()
             connection.wait([run.wake_reader], 1.0)
-            check_servers()
+            if not run.stop_requested():  # servers may have got the signal, too
+                check_servers()
             streams.report()
         evaluator.finish()
     return run.exit_status
@@ -267,10 +279,10 @@ def train(
 
 def make_parser() -> FlagParser:
     groups = (*declared_flags.TRAINING, *declared_flags.CONNECTED)
-    return declared_flags.make_parser(
+    return FlagParser(
         "PolyBeast's learner.",
-        TORSOS,
         groups,
+        {"model": TORSOS},
         num_actors=None,
         envs_per_actor=None,  # the environments' value
     )
@@ -317,9 +329,9 @@ def resolve_layout(flags: Flags, learners: int = 1) -> Flags:
 
 
 def own_servers(flags: Flags) -> str | None:
-    """This learner's part of the servers, see base/ranks.py; None if it has all."""
+    """--server_addresses of this learner: its part of all, see base/ranks.py."""
     if ranks.size() == 1:
-        return None
+        return flags.server_addresses
     addresses = server_addresses(flags)
     number, left = divmod(len(addresses), ranks.size())
     if left or not number:
@@ -337,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_parser(),
         argv,
         lambda flags: resolve_layout(flags, ranks.size()),
-        lambda start: train(start, servers=own_servers(start.flags)),
+        lambda start: train(start, server_addresses=own_servers(start.flags)),
         test,
     )
 

@@ -37,14 +37,14 @@ def table_row(folder: pathlib.Path) -> dict[str, str]:
     """What the table says about the run in `folder`."""
     run = read_run(folder)
     with using(folder / "meta.json", "is damaged"):
-        row = _table_row(folder, run)
+        row = _table_row(run)
         markdown([row])
         return row
 
 
-def _table_row(folder: pathlib.Path, run: SavedRun) -> dict[str, str]:
+def _table_row(run: SavedRun) -> dict[str, str]:
     meta = run.meta
-    args: dict[str, Any] = meta.get("args") or {}
+    args: dict[str, Any] = meta.get("args", {})
     starts = [*meta.get("starts", ()), meta]
     rules = run.protocol()
     if rules is not None:
@@ -53,7 +53,7 @@ def _table_row(folder: pathlib.Path, run: SavedRun) -> dict[str, str]:
     each = [{"args": start.get("flags"), **start} for start in starts]
     _, own = protocol.split_common(protocol.stored_protocol(start) for start in each)
     games, mean = run.last("games"), run.last("mean_game_return_100")
-    fall, paused = run.largest_fall(), run.pauses() if "_time" in run.columns else 0
+    fall, paused = run.largest_fall(), run.pauses()
     pauses = f", paused {_duration(paused)}" if paused else ""
     return {
         "run": run.name,
@@ -91,7 +91,7 @@ def _test(run: SavedRun) -> str:
 
 
 def _preset(meta: dict[str, Any]) -> str:
-    name = meta.get("preset") or (meta.get("args") or {}).get("preset")
+    name = meta.get("preset") or meta.get("args", {}).get("preset")
     changes = {k: x for k, x in meta.get("preset_changes", {}).items() if k != "env"}
     return " ".join([name or "", *(f"--{k} {x}" for k, x in changes.items())]).strip()
 
@@ -130,12 +130,10 @@ def group_rows(
         different protocols, or a task lacks references.
     """
     tasks: Tasks = {}
-    left_out = [x for x in runs if (x.meta.get("args") or {}).get("seed") in tuned_on]
-    if len(left_out) == len(runs):
+    kept = [x for x in runs if x.meta.get("args", {}).get("seed") not in tuned_on]
+    if not kept:
         raise ValueError(f"all runs of {name} have seeds of --tuned_on")
-    for run in runs:
-        if run in left_out:
-            continue
+    for run in kept:
         tasks.setdefault((run.protocol() or {}).get("env", "unknown"), []).append(run)
     groups.check_protocols(
         {f"{name}, {task}": members for task, members in tasks.items()}
@@ -148,9 +146,9 @@ def group_rows(
             )
         what = f"all {len(tasks)}, normalised"
         rows.append(_group_row(name, what, tasks, steps, references))
-    if left_out:
+    if left_out := len(runs) - len(kept):
         for row in rows:
-            row["runs"] += f" ({len(left_out)} of tuning left out)"
+            row["runs"] += f" ({left_out} of tuning left out)"
     return rows
 
 
@@ -179,9 +177,15 @@ def _group_row(
         spread = f" [{low:.2f}, {high:.2f}]" if len(runs) > len(tasks) else ""
         return f"{mean:.2f}{spread}"
 
-    tests = {run.name: run.test["mean"] for run in runs if run.test}
+    policies = {run.test["policy"] for run in runs if run.test}
+    are_alike = len(policies) == 1 and all(
+        run.test
+        and run.test["step"] in (None, run.last("step"))
+        and run.test["protocol"] in (None, run.protocol())
+        for run in runs
+    )
     row["IQM of tests [95 %]"] = (
-        summary(lambda run: tests[run.name]) if len(tests) == len(runs) else ""
+        summary(lambda run: (run.test or {})["mean"]) if are_alike else ""
     )
     for step in (*steps, None):
         place = "at the end" if step is None else f"at {step:,}"
@@ -201,17 +205,13 @@ def read_references(path: pathlib.Path) -> dict[str, tuple[float, float]]:
     """
     if str(path) == "atari":
         return {f"Atari {game}": x for game, x in RANDOM_AND_HUMAN.items()}
-    try:
+    example = '{"MinAtar/Breakout-v1": [0, 20]}'
+    with using(path, f"must have two returns per task, such as {example}"):
         found = json.loads(path.read_text(encoding="utf-8"))
         references = {task: (float(a), float(b)) for task, (a, b) in found.items()}
         if any(not np.isfinite(a - b) or a == b for a, b in references.values()):
             raise ValueError("two finite numbers that differ are allowed")
         return references
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{path} must have two returns per task, such as "
-            f'{{"MinAtar/Breakout-v1": [0, 20]}}: {error}'
-        ) from None
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:
@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     name, runs, arguments.at, references, arguments.tuned_on
                 )
             ]
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # the last: of ~ without HOME
         parser.exit(2, f"Cannot report: {error}\n")
     print(markdown(rows))
 

@@ -19,30 +19,32 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
-import importlib.util
+import importlib
 import logging
+import math
 import os
 import pathlib
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchbeast.base.errors import FlagError
+from torchbeast.base.errors import FlagError, needing
 from torchbeast.procs import children, processes
-from torchbeast.records.folder import RunFolder
+from torchbeast.records.folder import RunFolder, check_name
 from torchbeast.records.meta import read_meta
-from torchbeast.records.saved_runs import MOST_NAMES
+from torchbeast.records.saved_runs import listing
 from torchbeast.runs import flagset, script
 from torchbeast.runs.flagset import Flags
 from torchbeast.sweeps import jobs
 from torchbeast.sweeps.grid import (
     MOST_RUNS,
     grid,
-    grid_size,
     positive,
     seed_list,
     setting,
+    split_values,
 )
 from torchbeast.sweeps.jobs import Job, OtherRunError
 
@@ -91,6 +93,10 @@ class Sweep:
         flags = flagset.merge(typed)
         if flags.mode != "train":
             raise FlagError(f"a sweep trains; --mode {flags.mode} is not possible")
+        for flag in ("autotune", "repeat"):
+            if getattr(flags, flag, None):
+                raise FlagError(f"a sweep trains; --{flag} is not possible")
+        check_name(name, flags.savedir, "--name")
         flags.xpid = name
         flagset.resolve_folder(flags)
         self.savedir = pathlib.Path(os.path.abspath(flags.savedir))
@@ -134,7 +140,8 @@ class Sweep:
         saved = meta.get("args", {})
         free = {*flagset.FREE_TO_CHANGE, *meta.get("flags_left_open", ())}
         changes = flagset.changed(saved, flags, free | {"total_steps"})
-        changes = {name: x for name, x in changes.items() if name in saved}
+        both = saved.keys() & flags.as_dict().keys()  # flags can be newer, or be gone
+        changes = {name: x for name, x in changes.items() if name in both}
         if changes:
             raise OtherRunError(
                 f"{job.folder} has a run with other flags "
@@ -193,14 +200,13 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
     Raises:
       FlagError: a flag has a value that is not allowed; nothing was started.
     """
-    for option, axes in (("grid", options.grid), ("search", options.search)):
-        names = [name for name, _ in axes]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise FlagError(
-                f"--{option} {twice[0]} is given twice: give all values in one"
-            )
+    names = [name for name, _ in options.grid + options.search]  # one of them is empty
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise FlagError(f"{twice[0]} is given twice: give all its values in one")
     elsewhere = options.submit == "slurm"
-    settings = (options.trials or 20) if options.search else grid_size(options.grid)
+    trials = options.trials or 20
+    sizes = [len(split_values(text)) for _, text in options.grid]
+    settings = trials if options.search else math.prod(sizes)
     if (count := settings * len(options.seeds)) > MOST_RUNS:
         raise FlagError(
             f"{settings:,} settings with {len(options.seeds):,} seeds are {count:,} "
@@ -211,9 +217,7 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
     with contextlib.closing(RunFolder(str(sweep.savedir), sweep.name)) as own:
         folder = own.path  # for the files of the sweep itself
         search = make_search(sweep, options, folder) if options.search else None
-        planned = (
-            search.jobs(options.trials or 20) if search else make_grid(sweep, options)
-        )
+        planned = search.jobs(trials) if search else make_grid(sweep, options)
 
         def ended(job: Job, status: int) -> None:
             statuses[job] = status
@@ -243,10 +247,12 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
     finished = sum(status == 0 for status in statuses.values())
     log.info("Finished: %d runs, in %s", finished, sweep.savedir)
     if stopped_by:
+        if options.submit == "slurm":
+            log.warning("Jobs may still run: wait until squeue lists none of them.")
         log.warning("Give the same command again to continue with the other runs.")
     if failed:
-        shown = ", ".join(failed[:MOST_NAMES]) + ", ..." * (len(failed) > MOST_NAMES)
-        log.error("Failed: %d of %d runs: %s", len(failed), len(statuses), shown)
+        counts = len(failed), len(statuses)
+        log.error("Failed: %d of %d runs: %s", *counts, listing(failed))
     if stopped_by:
         return 128 + stopped_by
     all_failed = search is not None and search.all_failed()
@@ -262,9 +268,9 @@ def make_grid(sweep: Sweep, options: argparse.Namespace) -> list[Job]:
       FlagError: a flag has a value that is not allowed, or two runs have one name.
     """
     found = [job for each in grid(options.grid) for job in sweep.make_jobs(*each)]
-    names = [job.xpid for job in found]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise FlagError(f"two runs of the grid would be named {twice[0]}")
+    name, count = Counter(job.xpid for job in found).most_common(1)[0]
+    if count > 1:
+        raise FlagError(f"two runs of the grid would be named {name}")
     return found
 
 
@@ -276,9 +282,8 @@ def make_search(
     Raises:
       FlagError: a flag has a value that is not allowed.
     """
-    if importlib.util.find_spec("optuna") is None:
-        raise FlagError("--search needs Optuna: pip install optuna")
-    from torchbeast.sweeps.search import Search, distribution, extremes  # optional
+    with needing("--search", "optuna"):
+        from torchbeast.sweeps.search import Search, distribution, extremes
 
     space = {name: distribution(text) for name, text in options.search}
     check_extremes(sweep, {name: extremes(values) for name, values in space.items()})
@@ -311,12 +316,10 @@ def submit(
     """See slurm_jobs.submit."""
     if not waiting:
         return 0
-    if importlib.util.find_spec("submitit") is None:
-        raise FlagError("--submit needs submitit: pip install submitit")
+    with needing("--submit", "submitit"):
+        from torchbeast.sweeps import slurm_jobs
     if options.submit == "slurm" and not shutil.which("sbatch"):
         raise FlagError("--submit slurm needs a machine of a Slurm cluster: no sbatch")
-    from torchbeast.sweeps import slurm_jobs  # optional
-
     parameters = {
         "name": sweep.name,
         "timeout_min": options.minutes or 24 * 60,

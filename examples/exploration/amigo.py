@@ -1,23 +1,24 @@
-"""AMIGo, adversarially motivated intrinsic goals (Campero et al. 2021), for MiniGrid.
+"""AMIGo, adversarially motivated intrinsic goals (Campero et al. 2021), for grids.
 
 A teacher proposes a goal, a cell of the grid. The agent is rewarded if the content of
 the cell changes: it steps on it, takes the object, opens the door. Then, and when the
 episode ends, the teacher proposes the next goal. It is rewarded for goals that take at
-least t* steps, and pays for all others. t* rises by 1 when ten of its batches in a row
-have gone well.
+least t* steps, and for the one with which the agent wins, and pays for all others. t*
+rises by 1 when ten of its batches in a row have gone well.
 
-The cells must be those of the whole grid: use FullyObsWrapper. In the agent's own view
-nearly all cells change with each move.
+The cells must be those of the whole grid: MiniGrid's FullyObsWrapper, MiniHack's chars.
+In the agent's own view nearly all cells change with each move.
 
 Differences: the policy sees the whole grid, too; the agent's reward does not fall with
 the steps it takes; the teacher has no bonus for objects and no weights for goals of its
-older networks; it draws by a hash of the observations so far, so that runs with --sync
-are equal; the last step of an episode reaches no goal, because its observation is in no
-rollout.
+older networks; t* has no limit; goals are drawn by a hash of the observations so far,
+so that runs with --sync are equal; the last step of an episode reaches no goal, because
+its observation is in no rollout.
 """
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from gymnasium import spaces
@@ -25,7 +26,7 @@ from torch import nn
 
 from examples.exploration.common import Hash
 from torchbeast.base import ranks
-from torchbeast.core.exploration import Explored, ExplorerActor, Method
+from torchbeast.core.exploration import Explored, ExplorerActor, Method, not_replayed
 from torchbeast.core.observations import iterate_observation, iterate_space
 from torchbeast.envs.checks import UnsupportedSpaceError
 
@@ -36,13 +37,13 @@ class Cells(nn.Module):
     def __init__(self, grid: spaces.Box, size: int) -> None:
         super().__init__()
         self.codes, channels = int(grid.high.max()) + 1, grid.shape[-1]
-        self.embed = nn.EmbeddingBag(channels * self.codes, size, mode="sum")
+        # On CPUs the gradient of an EmbeddingBag takes twice as long or more.
+        self.embed = nn.Embedding(channels * self.codes, size)
 
     def forward(self, grid: torch.Tensor) -> torch.Tensor:
         channel = torch.arange(grid.shape[-1], device=grid.device)
         codes = grid.long() + self.codes * channel
-        x = self.embed(codes.flatten(0, 2)).unflatten(0, grid.shape[:3])
-        return x.movedim(-1, 1)
+        return self.embed(codes).sum(-2).movedim(-1, 1)
 
 
 class Teacher(nn.Module):
@@ -72,14 +73,21 @@ class Goals(ExplorerActor):
         super().__init__()
         self.space = space
         leaves: list[Any] = iterate_space(space)
-        grids = [i for i, x in enumerate(leaves) if str(x.dtype) == "uint8"]
-        if not grids or len(leaves[grids[0]].shape) != 3:
+        grids = [
+            i
+            for i, x in enumerate(leaves)
+            if x.dtype == np.uint8 and len(x.shape) in (2, 3)
+        ]
+        if not grids:
             raise UnsupportedSpaceError(
-                f"AMIGo needs a grid [H, W, C] of bytes, and got {space}. For MiniGrid "
-                "add --wrapper minigrid.wrappers:FullyObsWrapper,"
-                "minigrid.wrappers:ImgObsWrapper"
+                f"AMIGo needs a grid [H, W, C] or [H, W] of bytes, got {space}. Give "
+                "MiniGrid --wrapper minigrid.wrappers:FullyObsWrapper,"
+                "minigrid.wrappers:ImgObsWrapper, and MiniHack the observation key "
+                "chars"
             )
         self.place, grid = grids[0], leaves[grids[0]]
+        if len(grid.shape) == 2:
+            grid = spaces.Box(grid.low[..., None], grid.high[..., None], dtype=np.uint8)
         self.height, self.width = grid.shape[:2]
         self.shape, self.hash = grid.shape, Hash(space, 2**40)
         self.teacher = Teacher(grid)
@@ -96,7 +104,8 @@ class Goals(ExplorerActor):
         return zeros, zeros, zeros, grid
 
     def grid(self, rows: dict[str, Any]) -> torch.Tensor:
-        return iterate_observation(self.space, rows["observation"])[self.place]
+        x = iterate_observation(self.space, rows["observation"])[self.place]
+        return x.unflatten(-1, self.shape[1:]) if x.dim() == 4 else x
 
     @torch.no_grad()
     def act(
@@ -162,15 +171,17 @@ class AMIGo(Method):
         return self.waiting
 
     def set_extra_state(self, saved: dict[str, torch.Tensor]) -> None:
-        self.waiting = saved
+        # The checkpoint has those of rank 0. Goals of the others are lost at a resume.
+        self.waiting = saved if ranks.rank() == 0 else {}
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.actor.teacher.parameters(), lr=0.001)
 
     def explore(self, rows: dict[str, Any], valid: torch.Tensor) -> Explored:
-        done, reached = rows["done"][1:], rows["goal_reached"][1:] & valid
-        # Goals that have ended. A replay has shown them before.
-        ended = (reached | done) & valid & ~rows.get("replayed", torch.zeros_like(done))
+        done = rows["done"][1:]
+        # A replay can show a part of an episode after the end of another one.
+        reached = rows["goal_reached"][1:] & valid & ~done
+        ended = not_replayed(rows, (reached | done) & valid)  # goals
         fields = {x: rows[f"goal_{x}"][:-1] for x in ("grid", "steps")}
         fields |= {"goal": rows["goal"][:-1], "reached": reached}
         fields["won"] = rows["reward"][1:] > 0

@@ -120,7 +120,7 @@ class Hash(nn.Module):
         parts = []
         for leaf, x in zip(iterate_space(self.space), leaves, strict=True):
             if x.is_floating_point():
-                x = x.float().view(torch.int32)  # its bits
+                x = (x.float() + 0.0).view(torch.int32)  # its bits; -0.0 is 0.0
             parts.append(x.reshape(*leading(leaf, [x]), -1).long())
         x = (torch.cat(parts, -1) * self.factors).sum(-1)  # wraps around
         return ((x ^ (x >> 29)) * -7046029254386353131 >> 20) % self.buckets
@@ -130,7 +130,8 @@ class EpisodicCounts(ExplorerActor):
     """Counts how often the observation was seen in this episode.
 
     The field `episodic_count` [T, B] float32 is at least 1. The state is a table of
-    counts by hash.
+    counts by hash. So after n different observations of an episode, a new one counts as
+    seen with a probability of about n / buckets.
     """
 
     def __init__(self, space: spaces.Space, part: str = "", buckets: int = 4096):
@@ -181,7 +182,11 @@ class InverseDynamics(nn.Module):
 
 
 class Deviation(nn.Module):
-    """The standard deviation of all values so far, of those that count."""
+    """The standard deviation of all values so far, of those that count.
+
+    It is a hundredth of their mean at least: the first values can be nearly equal, and
+    rewards divided by less would be too large for the learner.
+    """
 
     mean: torch.Tensor  # float32
     square: torch.Tensor  # float32, the mean of the squares
@@ -195,10 +200,15 @@ class Deviation(nn.Module):
 
     @torch.no_grad()
     def update(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Adds values [T, B], of those that counts [T, B]; returns the deviation."""
+        """Adds values [T, B], of those that counts [T, B]; returns the deviation.
+
+        Values that are not finite end the run; a checkpoint must not have them.
+        """
+        counts = counts & x.isfinite()
         number = ranks.total(counts.sum())
         self.count += number
-        x, share = x * counts, 1 / self.count.clamp(min=1)
+        x, share = x.where(counts, 0.0), 1 / self.count.clamp(min=1)
         self.mean += share * (ranks.total(x.sum()) - number * self.mean)
         self.square += share * (ranks.total(x.square().sum()) - number * self.square)
-        return (self.square - self.mean.square()).clamp(min=1e-8).sqrt()
+        deviation = (self.square - self.mean.square()).clamp(min=1e-8).sqrt()
+        return torch.maximum(deviation, 0.01 * self.mean.abs())

@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from examples.exploration.common import Hash, ends
 from torchbeast.base import ranks
-from torchbeast.core.exploration import Explored, Method
+from torchbeast.core.exploration import Explored, Method, not_replayed
 
 
 class Counts(Method):
@@ -38,15 +38,11 @@ class Counts(Method):
         self.scale, self.hash = scale, Hash(observation_space, buckets, part)
         self.register_buffer("counts", torch.zeros(buckets))
 
-    def make_optimizer(self) -> None:
-        return None
-
     @torch.no_grad()
     def explore(self, rows: dict[str, Any], valid: torch.Tensor) -> Explored:
         bucket = self.hash(rows["observation"])[1:]  # [T, B]
-        # A replay shows again what was counted.
-        new = valid & ~rows.get("replayed", torch.zeros_like(valid))
-        new = torch.bincount(bucket[new], minlength=len(self.counts))
+        new = bucket[not_replayed(rows, valid)]
+        new = torch.bincount(new, minlength=len(self.counts))
         self.counts += ranks.total(new)
         reward = self.scale / self.counts[bucket].clamp(min=1).sqrt()
         return Explored(reward * valid * ~ends(rows), None, None, {})

@@ -20,7 +20,7 @@ from gymnasium import spaces
 
 from examples.exploration.common import Deviation, Encoder, InverseDynamics, ends
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.core.exploration import Explored, ExplorerActor, Method
+from torchbeast.core.exploration import Explored, ExplorerActor, Method, not_replayed
 
 
 class EllipticalBonus(ExplorerActor):
@@ -84,7 +84,8 @@ class E3B(Method):
     def explore(self, rows: dict[str, Any], valid: torch.Tensor) -> Explored:
         counted = valid & ~ends(rows)
         bonus = rows["elliptical_bonus"][1:]
-        reward = self.scale * bonus / self.deviation.update(bonus, counted)
+        deviation = self.deviation.update(bonus, not_replayed(rows, counted))
+        reward = self.scale * bonus / deviation
         embedded = self.actor.embed(rows["observation"])
         loss = self.inverse(embedded, rows["action"][:-1]) * counted
         return Explored(reward * counted, None, loss.sum(), {})

@@ -16,7 +16,7 @@ from gymnasium import spaces
 from torch import nn
 
 from examples.exploration.common import Deviation, Encoder, EpisodicCounts, ends
-from torchbeast.core.exploration import Explored, Method
+from torchbeast.core.exploration import Explored, Method, not_replayed
 
 
 class NovelD(Method):
@@ -48,17 +48,15 @@ class NovelD(Method):
         self.predictor = nn.Sequential(Encoder(*about), *layers)
         self.deviation = Deviation()
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.predictor.parameters(), lr=1e-4)
-
     def explore(self, rows: dict[str, Any], valid: torch.Tensor) -> Explored:
         x = rows["observation"]
         error = self.predictor(x) - self.target(x)  # [T + 1, B, size]
         counted = valid & ~ends(rows)
         novelty = error.detach().norm(dim=-1)
-        novelty = novelty / self.deviation.update(novelty[1:], counted)
+        new = not_replayed(rows, counted)
+        novelty = novelty / self.deviation.update(novelty[1:], new)
         reward = (novelty[1:] - self.alpha * novelty[:-1]).clamp(min=0)
         first = rows["episodic_count"][1:] == 1
         reward = self.scale * reward * (first & counted)
-        loss = (error.square().mean(-1)[1:] * counted).sum()
+        loss = (error.square().mean(-1)[1:] * valid).sum()
         return Explored(reward, None, loss, {})

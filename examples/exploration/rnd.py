@@ -4,7 +4,8 @@ The reward is the error of a network that predicts the output of a random one. I
 value head of its own, which does not end with episodes (section 2.3).
 
 Differences: rewards are divided by the standard deviation of the errors, not of their
-discounted returns; the predictor learns from each batch once, with all of its steps.
+discounted returns; observations are neither normalized nor clipped, beyond what the
+encoder does; the predictor learns from each batch once, with all of its steps.
 """
 
 from typing import Any
@@ -14,7 +15,8 @@ from gymnasium import spaces
 from torch import nn
 
 from examples.exploration.common import Deviation, Encoder, ends
-from torchbeast.core.exploration import Explored, Method
+from torchbeast.core.exploration import Explored, Method, not_replayed
+from torchbeast.envs.action_masks import agent_is_present
 
 
 class RND(Method):
@@ -56,7 +58,10 @@ class RND(Method):
             target = self.target(rows["observation"])
         error = (self.predictor(rows["observation"]) - target).square().mean(-1)[1:]
         counted = valid & ~ends(rows)
-        reward = self.scale * error.detach()
-        reward = counted * reward / self.deviation.update(error.detach(), counted)
-        discount = torch.full_like(reward, self.discounting)
+        new = not_replayed(rows, counted)
+        deviation = self.deviation.update(error.detach(), new)
+        reward = self.scale * counted * error.detach() / deviation
+        # Nobody learns the values of rows of an agent that is absent.
+        present = torch.ones_like(rows["done"]) & agent_is_present(rows["observation"])
+        discount = self.discounting * present[1:]
         return Explored(reward, discount, (error * valid).sum(), {})

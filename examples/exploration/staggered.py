@@ -14,6 +14,9 @@ class Staggered(gym.Wrapper):
     for example, only beginnings: what the agent learns from it, it forgets with the
     next. It makes no difference if episodes end at different steps anyway.
 
+    Tests and evaluations reset an environment once before its first game, so their
+    games are whole; those on servers (--server_addresses) are not.
+
     A resumed run is staggered anew, and so it can't go on with its games in progress.
     """
 

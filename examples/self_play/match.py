@@ -30,7 +30,7 @@ def main() -> None:
     args = parser.parse_args()
 
     agent = load_agent(args.checkpoint, trust_env=args.trust)
-    arguments = json.loads(agent.flags.env_kwargs)
+    arguments = json.loads(agent.flags.env_kwargs or "{}")
     env = SelfPlay(**{**arguments, "against": args.against, "trust": args.trust})
     results = np.zeros((2, 3), int)  # of each seat: lost, drawn, won
     for game in range(args.games):

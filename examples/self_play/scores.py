@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from gymnasium import spaces
 
 from torchbeast.base import ranks
-from torchbeast.core.exploration import Explored, Method
+from torchbeast.core.exploration import Explored, Method, not_replayed
 
 
 class Scores(Method):
@@ -32,14 +32,11 @@ class Scores(Method):
         for name in ("games", "rewards"):
             self.register_buffer(name, torch.zeros(self.number))
 
-    def make_optimizer(self) -> None:
-        return None
-
     @torch.no_grad()
     def explore(self, rows: dict[str, Any], valid: torch.Tensor) -> Explored:
         # A row with done has the reward of a game, and the opponent of the next one.
         opponent, reward = rows["observation"]["opponent"][:-1], rows["reward"][1:]
-        over = rows["done"][1:] & valid & ~rows.get("replayed", torch.zeros_like(valid))
+        over = not_replayed(rows, rows["done"][1:] & valid)
         each = F.one_hot(opponent[over].long(), self.number).float()  # [games, K]
         new = ranks.total(each.sum(0))
         fades = self.decay**new

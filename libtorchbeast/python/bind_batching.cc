@@ -62,14 +62,11 @@ Raises:
                             "num_items"_a = stats.num_items,
                             "num_entries"_a = stats.num_entries,
                             "bytes_copied"_a = stats.bytes_copied,
-                            "pool_bytes"_a = stats.pool_bytes,
-                            "consumer_wait_seconds"_a = stats.consumer_wait_seconds,
-                            "producer_wait_seconds"_a = stats.producer_wait_seconds);
+                            "pool_bytes"_a = stats.pool_bytes);
           },
           R"(
 Counters since the beginning: num_batches, num_items and num_entries (along batch_dim) in
-them, bytes_copied, pool_bytes (memory held for batches and answers). Summed over threads:
-consumer_wait_seconds and producer_wait_seconds.
+them, bytes_copied, pool_bytes (memory held for batches and answers).
 )")
       .def("__iter__", [](py::object self) { return self; });
 }

@@ -1,5 +1,6 @@
 // The learner's side: ActorPool, Listener, probe.
 
+#include <google/protobuf/util/json_util.h>
 #include <pybind11/stl.h>
 
 #include <chrono>
@@ -16,7 +17,6 @@
 #include "../stream_spec.h"
 #include "arrays.h"
 #include "bindings.h"
-#include "spaces.h"
 
 namespace torchbeast::python {
 namespace {
@@ -39,6 +39,17 @@ auto with_hello(Method method) {
     WithoutGil no_gil;
     return (self.*method)(parsed);
   };
+}
+
+// As space_from_json() of libtorchbeast_gym.py.
+py::object space_to_python(const wire::Space& space) {
+  google::protobuf::util::JsonPrintOptions options;
+  options.always_print_enums_as_ints = true;
+  std::string json;
+  const auto status =
+      google::protobuf::util::MessageToJsonString(space, &json, options);
+  if (!status.ok()) throw std::runtime_error(status.ToString());
+  return py::module_::import("libtorchbeast_gym").attr("space_from_json")(json);
 }
 
 // What probe() returns.
@@ -288,13 +299,9 @@ environments that have joined are the listener's.
          const Security& security) {
         const Milliseconds timeout = to_positive_seconds(timeout_s, "timeout_s");
         const ExpectedEnvironment must_be = to_expected(expected);
-        wire::EnvHello hello;
-        {
-          WithoutGil no_gil;
-          hello =
-              ActorPool::probe(address, security, timeout, must_be, check_signals());
-        }
-        return to_dict(hello);
+        return to_dict(without_gil([&] {
+          return ActorPool::probe(address, security, timeout, must_be, check_signals());
+        }));
       },
       py::arg("address"), py::arg("timeout_s") = 10.0, py::kw_only(),
       py::arg("expected") = py::none(), py::arg("security") = Security(), R"(
@@ -382,12 +389,8 @@ Raises:
           "probe",
           [](Listener& self, double timeout_s) {
             const Milliseconds timeout = to_positive_seconds(timeout_s, "timeout_s");
-            wire::EnvHello hello;
-            {
-              WithoutGil no_gil;
-              hello = self.probe(timeout, check_signals());
-            }
-            return to_dict(hello);
+            return to_dict(
+                without_gil([&] { return self.probe(timeout, check_signals()); }));
           },
           py::arg("timeout_s") = 60.0, R"(
 Wait until an environment has joined whose hello keeps the rules, and return the measure, as
@@ -421,7 +424,11 @@ has not settled.
       .def_property_readonly("address", &Listener::address,
                              "Where it listens, with the port that it has found.")
       .def(
-          "stats", [](const Listener& self) { return to_dict(self.stats()); }, R"(
+          "stats",
+          [](const Listener& self) {
+            return to_dict(without_gil([&] { return self.stats(); }));
+          },
+          R"(
 num_streams (now), num_refused (since the beginning), last_refusal (why; maybe empty).
 )");
 }

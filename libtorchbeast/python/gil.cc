@@ -43,13 +43,9 @@ State& state() {
 template <typename F>
 auto take_gil(F&& take) {
   State& all = state();
-  struct Waiting {
-    explicit Waiting(std::atomic<int>& n) : number(n) { ++number; }
-    ~Waiting() { --number; }
-    std::atomic<int>& number;
-  };
   {
-    Waiting waiting(all.waiting);
+    ++all.waiting;
+    const AtEnd arrived([&all] { --all.waiting; });
     if (!all.ending || all.ending_thread == std::this_thread::get_id()) return take();
   }
   for (;;) pause();

@@ -22,9 +22,7 @@ DTYPES = [
 ]
 KINDS = ("Box", "Discrete", "MultiDiscrete", "MultiBinary", "Tuple", "Dict")
 STANDARD_FIELDS = {"observation", "reward", "done", "episode_step", "episode_return"}
-MAX_ENVS = 16384  # of one stream
 MAX_BOUNDS = 65536  # a Box with more elements is sent with its outermost bounds
-MAX_DEPTH = 24  # of spaces; a hello may have less
 
 
 class UnusableError(Exception):
@@ -196,12 +194,9 @@ def begin_hello(env: Any) -> str:
     Raises:
       UnusableError: names the place of a space that can't be sent.
     """
-    num_envs = operator.index(env.num_envs)
-    if not 1 <= num_envs <= MAX_ENVS:
-        raise UnusableError(f"num_envs must be 1 to {MAX_ENVS}, not {num_envs}")
-    hello: dict[str, Any] = {"numEnvs": num_envs}
+    hello: dict[str, Any] = {"numEnvs": operator.index(env.num_envs)}
     if (space := getattr(env, "action_space", None)) is not None:
-        hello["actionSpace"] = _to_dict(True, space, "", 0)
+        hello["actionSpace"] = _to_dict(True, space, "")
     elif not isinstance(env, Single):
         raise UnusableError(
             f"the environment {env!r} has no action_space. Give it one, such as "
@@ -209,7 +204,7 @@ def begin_hello(env: Any) -> str:
             "send"
         )
     if not _shows_space(env):
-        hello["observationSpace"] = _to_dict(False, env.observation_space, "", 0)
+        hello["observationSpace"] = _to_dict(False, env.observation_space, "")
     return json.dumps(hello)
 
 
@@ -223,7 +218,7 @@ def finish_hello(env: Any, row: dict[str, Any]) -> str:
     """
     hello: dict[str, Any] = {"extraFields": []}
     if _shows_space(env):
-        hello["observationSpace"] = _of_observation(row["observation"], "", 0)
+        hello["observationSpace"] = _of_observation(row["observation"], "")
     _check_keys(row, "")
     for name in sorted(row.keys() - STANDARD_FIELDS):
         value, place = np.asarray(row[name]), f'["{name}"]'
@@ -287,22 +282,20 @@ def _check_keys(items: Any, place: str) -> None:
             _refuse(place, f"the keys of a dict must be str, not {name}")
 
 
-def _nest(items: Any, place: str, depth: int, convert: Any) -> dict[str, Any]:
-    """A Tuple or Dict of convert(child, its place, its depth)."""
-    if depth > MAX_DEPTH:
-        raise UnusableError("spaces are nested too deeply")
+def _nest(items: Any, place: str, convert: Any) -> dict[str, Any]:
+    """A Tuple or Dict of convert(child, its place)."""
     if not hasattr(items, "items"):
-        values = [convert(x, f"{place}[{i}]", depth + 1) for i, x in enumerate(items)]
+        values = [convert(x, f"{place}[{i}]") for i, x in enumerate(items)]
         return {"tuple": {"items": values}}
     _check_keys(items, place)
-    values = [convert(x, f'{place}["{key}"]', depth + 1) for key, x in items.items()]
+    values = [convert(x, f'{place}["{key}"]') for key, x in items.items()]
     return {"dict": {"keys": list(items), "values": values}}
 
 
-def _to_dict(is_action: bool, space: Any, place: str, depth: int) -> dict[str, Any]:
+def _to_dict(is_action: bool, space: Any, place: str) -> dict[str, Any]:
     kind = _kind(space, place)
     if kind in ("Tuple", "Dict"):
-        return _nest(space.spaces, place, depth, partial(_to_dict, is_action))
+        return _nest(space.spaces, place, partial(_to_dict, is_action))
     if kind == "Discrete":
         n, start = operator.index(space.n), operator.index(getattr(space, "start", 0))
         return {"discrete": {"n": n, "start": start}}
@@ -339,9 +332,9 @@ def _bounds(values: Any, none: float) -> list[Any]:
     return ["NaN" if x != x else names.get(x, x) for x in values.tolist()]
 
 
-def _of_observation(value: Any, place: str, depth: int) -> dict[str, Any]:
+def _of_observation(value: Any, place: str) -> dict[str, Any]:
     if isinstance(value, (tuple, list, dict)):
-        return _nest(value, place, depth, _of_observation)
+        return _nest(value, place, _of_observation)
     array = np.asarray(value)
     return {"box": {"dtype": _dtype(array.dtype, place), "shape": array.shape}}
 

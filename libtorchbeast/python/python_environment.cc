@@ -1,5 +1,6 @@
 #include "python_environment.h"
 
+#include <google/protobuf/util/json_util.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -14,12 +15,25 @@
 #include "gil.h"
 #include "nest/pybind.h"
 #include "row_reader.h"
-#include "spaces.h"
 
 namespace torchbeast::python {
 namespace {
 
 using nest::Place;
+
+py::module_ gym_module() { return py::module_::import("libtorchbeast_gym"); }
+
+// Adds what begin_hello() or finish_hello() returns. Throws std::invalid_argument if
+// the wire can't have it. REQUIRES: the GIL is held.
+void add_json(const py::object& json, wire::EnvHello* hello) {
+  wire::EnvHello more;
+  const auto status =
+      google::protobuf::util::JsonStringToMessage(py::cast<std::string>(json), &more);
+  if (!status.ok()) {
+    throw std::invalid_argument("a hello that can't be sent: " + status.ToString());
+  }
+  hello->MergeFrom(more);
+}
 
 // The exception as Python prints it, with its traceback.
 std::string describe(const py::error_already_set& error) {

@@ -32,7 +32,6 @@ TEST_F(BatchingQueueWaitingTest, BlockedProducersGoOnAsRoomComes) {
   EXPECT_EQ(queue.dequeue()->leaf().shape()[1], 2);
   wait_for_size(queue, 1);
   threads.join();
-  EXPECT_GT(queue.stats().producer_wait_seconds, 0.2);
 }
 
 TEST_F(BatchingQueueWaitingTest, RoomForTwoWakesTwo) {

@@ -68,6 +68,16 @@ TEST_F(JoinRefusalsTest, StrangersAreRefused) {
     stream.leave();  // all was read
     EXPECT_TRUE(contains(listener->stats().last_refusal, "no such game"));
   }
+  {
+    HandMade stream(unix_address());
+    stream.expect_hello();
+    stream.send(encode_error(std::string(1 << 20, '\n') + "it broke at last"));
+    stream.leave();
+    const std::string text = listener->stats().last_refusal;
+    EXPECT_TRUE(contains(text, "it broke at last"));
+    EXPECT_LT(text.size(),
+              100'000u);  // it is kept, and given to Python again and again
+  }
   EXPECT_EQ(listener->stats().num_refused, 9u);
   run.rollouts();  // which has not been disturbed
   EXPECT_EQ(run.pool().stats().num_connected, 1u);
@@ -344,6 +354,48 @@ TEST_F(JoinRefusalsTest, SpacesAreFreeAgainIfNothingWasLearned) {
   run.rollouts();
   Guest late(unix_address(), &other);
   EXPECT_TRUE(contains(late.end(), "differ")) << "the run has settled";
+}
+
+// The first leaves between episodes, and its unroll with it; the next one has other
+// fields, or more environments, and becomes the measure.
+TEST_F(JoinRefusalsTest, NobodyGoesOnInAnUnrollOfOtherSpaces) {
+  CountingEnvironment first(1, 2, false), fields(1, 2), more(1, 3, false);
+  for (CountingEnvironment* right : {&fields, &more}) {
+    auto listener = listen();
+    Session run(pool_options(listener));
+    {
+      CountingEnvironment environment(1, 1, false);
+      HandMade stream(unix_address());
+      stream.expect_hello();
+      stream.say_hello(right == &more ? environment.hello() : first.hello());
+      stream.send(right == &more ? environment.reset() : first.reset());
+      stream.leave();  // at the beginning of episodes
+    }
+    wait_until([&] { return listener->stats().num_streams == 0; });
+    const EnvClientOptions options = client_options(unix_address());
+    RunningClient client(
+        [right] { return std::make_unique<CountingEnvironment>(*right); }, options);
+    run.rollouts();
+  }
+}
+
+TEST_F(JoinRefusalsTest, ATimeThatCannotBeIsNotCounted) {
+  auto listener = listen();
+  Session run(pool_options(listener));
+  CountingEnvironment environment(1, 2);
+  HandMade stream(unix_address());
+  stream.expect_hello();
+  stream.say_hello(environment.hello());
+  const auto said = [](EnvRow row) {
+    row.env_nanoseconds = ~uint64_t{0};
+    return row;
+  };
+  stream.send(said(environment.reset()));
+  for (int i = 0; i < kT; ++i) stream.send(said(environment.step(stream.receive())));
+  run.rollouts();
+  const ActorPoolStats stats = run.pool().stats();
+  EXPECT_GT(stats.env_seconds, 0);
+  EXPECT_LE(stats.env_seconds, stats.env_wait_seconds);
 }
 
 TEST_F(JoinRefusalsTest, ACallerMaySettleLater) {

@@ -209,6 +209,17 @@ TEST_F(ServerTest, StoppingEndsRunAndMayBeRepeated) {
   EXPECT_THROW(server.start(), std::runtime_error);
 }
 
+TEST_F(ServerTest, StoppingBeforeRunEndsTheStreams) {
+  EnvServer server(counting(1), server_options(unix_address()));
+  server.start(true);
+  Session run(pool_options({unix_address()}));
+  while (server.stats().num_streams == 0) std::this_thread::yield();
+  testing::internal::CaptureStderr();
+  server.stop();
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  server.run();  // stopped: returns
+}
+
 // Calls `in_step` in its third step.
 class Interrupted : public CountingEnvironment {
  public:

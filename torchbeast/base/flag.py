@@ -210,7 +210,7 @@ class FlagParser(argparse.ArgumentParser):
         description: str,
         groups: Iterable[type[Group]],
         choices: dict[str, Iterable[str]],
-        defaults: dict[str, Any],
+        **defaults: Any,
     ) -> None:
         super().__init__(description=description)
         self.declared: dict[str, Flag] = {}
@@ -252,13 +252,6 @@ class Values(argparse.Namespace):
                 f"flags are frozen: {name} can't be set to {value!r} during the run"
             )
         super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if self._frozen:
-            raise AttributeError(
-                f"flags are frozen: {name} can't be deleted during the run"
-            )
-        super().__delattr__(name)
 
     def replace(self: Me, **changes: Any) -> Me:
         """A frozen copy with other values."""

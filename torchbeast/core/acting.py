@@ -29,14 +29,16 @@ class ModelError(UserError, ValueError):
 
 
 def prepare_to_act(model: Net, compiler: str | None = None) -> Net:
-    """Prepares a model to act on the CPU: eval mode, dtype of the encoders.
+    """Prepares a model to act: eval mode and, on the CPU, the dtype of the encoders.
 
     Args:
       compiler: a mode of torch.compile, see --compile.
     """
     model.eval()
-    bf16 = model.bf16 and devices.fast_bf16(torch.device("cpu"))
-    model.encoders_to(torch.bfloat16 if bf16 else torch.float32)
+    device = next(model.parameters()).device
+    if device.type == "cpu":
+        bf16 = model.bf16 and devices.fast_bf16(device)
+        model.encoders_to(torch.bfloat16 if bf16 else torch.float32)
     if compiler:
         model.compile(mode=compiler)
     return model

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from torchbeast.base import devices, ranks
+from torchbeast.base.errors import FlagError
 from torchbeast.base.nested import Nested
 from torchbeast.core.rollout import State, steps_that_count
-from torchbeast.envs.make_env import make_named
+from torchbeast.envs.make_env import call_named, find_named
 from torchbeast.records.logs_csv import join_columns, spread
 
 # Columns that must be finite.
@@ -80,7 +81,8 @@ class Method(torch.nn.Module, abc.ABC):
 
     def make_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of its networks, those of `actor` included; None: none."""
-        return torch.optim.Adam(self.parameters(), lr=1e-4)
+        weights = [x for x in self.parameters() if x.requires_grad]
+        return torch.optim.Adam(weights, lr=1e-4) if weights else None
 
     @abc.abstractmethod
     def explore(self, rows: dict[str, Nested], valid: torch.Tensor) -> Explored:
@@ -92,12 +94,28 @@ class Method(torch.nn.Module, abc.ABC):
         """
 
 
+def find_method(explorer: str) -> tuple[str, Any, dict[str, Any]]:
+    """What find_named() finds. Raises FlagError if it is no Method."""
+    flag, kind, arguments = find_named("--explorer", explorer)
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        raise FlagError(f"{flag} is no class with the base {Method.__module__}.Method")
+    return flag, kind, arguments
+
+
+def make_method(explorer: str | None, *about: Any) -> Any:
+    """Makes the Method that --explorer names; None without a name. Raises UserError."""
+    if not explorer:
+        return None
+    flag, kind, arguments = find_method(explorer)
+    return call_named(flag, kind, *about, **arguments)
+
+
 class Explorer:
     """The learner's half: the method, whose actor is the model's, and its optimizer."""
 
     def __init__(self, flags: Any, model: Any, device: torch.device) -> None:
         about = model.observation_space, model.distribution
-        self.method = make_named("--explorer", flags.explorer, *about).to(device)
+        self.method = make_method(flags.explorer, *about).to(device)
         self.method.actor = model.explorer
         self.optimizer = self.method.make_optimizer()
         self.max_norm = flags.grad_norm_clipping
@@ -125,6 +143,12 @@ class Explorer:
         """
         valid = steps_that_count(rows)[:-1]
         found = self.method.explore(rows, valid)
+        for name, x in ("reward", found.reward), ("discount", found.discount):
+            if x is not None and x.shape != valid.shape:
+                raise ValueError(
+                    f"--explorer: the {name} has the shape {list(x.shape)}; it needs "
+                    f"that of the steps, [T, B] = {list(valid.shape)}"
+                )
         columns = {"mean_intrinsic_reward": mean(found.reward, valid), **found.columns}
         learns = self.optimizer is not None and found.loss is not None
         if learns:
@@ -163,6 +187,11 @@ class Explorer:
         weights = [x for group in self.optimizer.param_groups for x in group["params"]]
         ranks.add_gradients(weights)
         return torch.nn.utils.clip_grad_norm_(weights, self.max_norm)
+
+
+def not_replayed(rows: dict[str, Nested], steps: torch.Tensor) -> torch.Tensor:
+    """Of steps [T, B], those that no replay shows again; to count each step once."""
+    return steps & ~rows.get("replayed", torch.zeros_like(steps))
 
 
 def pad(x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
+from torchbeast.base import ranks
 from torchbeast.base.nested import with_places
+from torchbeast.envs.extra_fields import EXTRA_FIELDS
 
 TOO_LARGE = 1e15  # its square nearly overflows float32
 ENVIRONMENT_IS_THE_CAUSE = "The cause is the environment"
@@ -13,13 +15,9 @@ ENVIRONMENT_IS_THE_CAUSE = "The cause is the environment"
 
 def sum_of_weights(model: torch.nn.Module) -> torch.Tensor:
     """A scalar that is finite if all weights are. Takes far less than an update."""
-    sums = [
-        x.detach().sum()
-        for tensors in (model.parameters(), model.buffers())
-        for x in tensors
-        if x.is_floating_point()
-    ]
-    return torch.stack(sums).sum() if sums else torch.zeros(())
+    weights = model.state_dict().values()
+    sums = [x.sum() for x in weights if x.is_floating_point()]
+    return torch.stack(sums).sum()
 
 
 def find_not_finite(nested: Any, name: str) -> str | None:
@@ -54,7 +52,9 @@ def find_cause(batch: dict[str, Any], reward_is_clipped: bool) -> str:
       batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py.
     """
     reasons = []
-    for field, too_large in (("reward", not reward_is_clipped), ("observation", True)):
+    limited = {"reward": not reward_is_clipped, "observation": True}
+    limited |= dict.fromkeys(EXTRA_FIELDS.keys() & batch.keys(), True)
+    for field, too_large in limited.items():
         for place, x in with_places(batch[field], field):
             if x.is_floating_point():
                 reasons += _describe(place, x, too_large)
@@ -75,9 +75,11 @@ def check_loss(
     """Raises FloatingPointError if the loss or the gradient are not finite."""
     if all(math.isfinite(columns[name]) for name in ("total_loss", "grad_norm")):
         return
+    # The sums are of all ranks, the cause is mostly one of them.
+    causes = ranks.joined_list([find_cause(batch, bounds_rewards(flags))])
+    cause = min(causes, key=lambda x: not x.startswith(ENVIRONMENT_IS_THE_CAUSE))
     raise FloatingPointError(
-        f"loss or gradient are not finite at step {step}: {columns}. "
-        f"{find_cause(batch, bounds_rewards(flags))}"
+        f"loss or gradient are not finite at step {step}: {columns}. {cause}"
     )
 
 

@@ -19,37 +19,31 @@ class Slots:
     """The numbers 0 to size - 1, to take and to give back.
 
     Numbers that were given back are taken first, so that little memory is touched.
+
+    Attributes:
+      num_free: how many can be taken.
     """
 
     def __init__(self, size: int, create: Create) -> None:
-        self._size = size
-        self._next = 0  # this and greater numbers were never taken
-        self._returned = create((size,), np.dtype(np.int64))  # a stack
-        self._num_returned = 0
-
-    @property
-    def num_free(self) -> int:
-        return self._num_returned + self._size - self._next
+        self._free = create((size,), np.dtype(np.int64))  # a stack
+        self.keep([])
 
     def take(self, n: int) -> np.ndarray:
         assert n <= self.num_free, (n, self.num_free)
-        again = min(n, self._num_returned)
-        self._num_returned -= again
-        returned = self._returned[self._num_returned : self._num_returned + again]
-        new = np.arange(self._next, self._next + n - again)
-        self._next += n - again
-        return np.concatenate([returned[::-1], new])
+        self.num_free -= n
+        return self._free[self.num_free : self.num_free + n][::-1].copy()
 
     def give_back(self, slots: np.ndarray) -> None:
-        self._returned[self._num_returned : self._num_returned + len(slots)] = slots
-        self._num_returned += len(slots)
+        self._free[self.num_free : self.num_free + len(slots)] = slots
+        self.num_free += len(slots)
 
     def keep(self, taken: list[np.ndarray]) -> None:
         """Takes these slots and gives back all others."""
-        everything = np.concatenate([np.empty(0, np.int64), *taken])
-        self._next = int(everything.max(initial=-1)) + 1
-        self._num_returned = 0
-        self.give_back(np.setdiff1d(np.arange(self._next), everything))
+        is_free = np.ones(len(self._free), bool)
+        for slots in taken:
+            is_free[slots] = False
+        self.num_free = 0
+        self.give_back(np.flatnonzero(is_free)[::-1])
 
 
 class Plain:

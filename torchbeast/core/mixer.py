@@ -8,7 +8,7 @@ import torch
 
 from torchbeast.base import ranks
 from torchbeast.base.nested import Nested, flatten, map_nested
-from torchbeast.core.finite import bounds_rewards, find_cause
+from torchbeast.core.finite import TOO_LARGE, bounds_rewards, find_cause
 from torchbeast.core.replay import Reader, Replay
 from torchbeast.core.rollout import State
 
@@ -22,14 +22,10 @@ class Mixer:
       flags: replay_ratio, learn_start, reward_clipping, normalize_rewards,
         normalize_observations.
       initial_state: the recurrent state of a new episode, with B = 1.
-      device: of the learner.
     """
 
-    def __init__(
-        self, replay: Replay, flags: Any, initial_state: State, device: torch.device
-    ) -> None:
-        self.replay, self._flags = replay, flags
-        self._initial_state, self._device = initial_state, device
+    def __init__(self, replay: Replay, flags: Any, initial_state: State) -> None:
+        self.replay, self._flags, self._initial_state = replay, flags, initial_state
         self._started = False
         self._due = 0.0  # replayed columns
         self.replayed_steps = 0
@@ -65,9 +61,10 @@ class Mixer:
         bounded["reward"] = bounds_rewards(self._flags)
         bounded["observation"] = self._flags.normalize_observations
         return all(
-            not np.isnan(x).any() if may_be_infinite else np.isfinite(x).all()
-            for name, may_be_infinite in bounded.items()
+            not np.isnan(x).any() if is_bounded else (np.abs(x) <= TOO_LARGE).all()
+            for name, is_bounded in bounded.items()
             for x in flatten(rows[name])
+            if x.dtype.kind == "f"
         )
 
     def check_steps(self, left: int) -> None:
@@ -106,7 +103,7 @@ class Mixer:
           The batch [T + 1, B + n] with the fields `step_counts` [T + 1, B + n] and
           `replayed` [B + n], bool; the state before row 0.
         """
-        B = batch["done"].shape[1]
+        B, device = batch["done"].shape[1], batch["done"].device
         self._due += self._flags.replay_ratio * B
         n = int(self._due + 1e-9)
         self._due -= n
@@ -116,7 +113,7 @@ class Mixer:
         rows, self._readers = self.replay.read(n)
         self.replayed_steps += rows["done"][1:].size
         replayed = map_nested(
-            lambda x: torch.from_numpy(x).to(self._device, non_blocking=True), rows
+            lambda x: torch.from_numpy(x).to(device, non_blocking=True), rows
         )
         states = [reader.state or self._initial_state for reader in self._readers]
         replayed_state = tuple(torch.cat(x, dim=1) for x in zip(*states, strict=True))
@@ -124,7 +121,7 @@ class Mixer:
         online = {name: batch[name] for name in replayed if name != "step_counts"}
         online["step_counts"] = batch.get("step_counts", torch.ones_like(batch["done"]))
         mixed = map_nested(lambda *x: torch.cat(x, dim=1), online, replayed)
-        is_replayed = torch.arange(B + n, device=self._device) >= B
+        is_replayed = torch.arange(B + n, device=device) >= B
         state = tuple(
             torch.cat(x, dim=1) for x in zip(state, replayed_state, strict=True)
         )

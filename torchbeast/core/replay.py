@@ -227,8 +227,11 @@ class Replay:
             self.num_lost += lost.length
             self._free(lost)
             return
-        # Episodes without ends would push out all complete ones.
-        while self._slots.num_free + self.size < (1 - OPEN_SHARE) * self.capacity:
+        # Episodes without ends would push out all complete ones. If stacks share no
+        # frames, frames can run out while most slots are free.
+        while self._slots.num_free + self.size < (1 - OPEN_SHARE) * self.capacity or (
+            not self._complete and any(x.length for x in self._open)
+        ):
             part, rest = max(self._open, key=lambda x: x.length), self._new_episode()
             rest.touched, rest.last_row = part.touched, part.last_row
             self._open[self._open.index(part)] = rest
@@ -325,15 +328,11 @@ class Replay:
         """The arrays that hold the steps, always in the same order."""
         return [array for store in flatten(self._stores) for array in store.arrays()]
 
-    def _stacks(self) -> list[FrameStacks]:
-        return [x for x in flatten(self._stores) if isinstance(x, FrameStacks)]
-
     def index(self) -> list[dict[str, Any]]:
         """Which steps each complete episode has, in plain values; see restore."""
         return [
             {
                 "slots": episode.slots[0].tolist(),
-                "frames": [x.frames(episode.slots[0]).tolist() for x in self._stacks()],
                 "is_cut": episode.is_cut,
                 "stored_at": episode.stored_at,
             }
@@ -351,8 +350,9 @@ class Replay:
             self._finish(episode)
         taken = [x.slots[0] for x in self._complete.values()]
         self._slots.keep(taken)
-        for store in self._stacks():
-            store.slots.keep([store.frames(slots) for slots in taken])
+        for store in flatten(self._stores):
+            if isinstance(store, FrameStacks):
+                store.slots.keep([store.frames(slots) for slots in taken])
 
 
 def digest(column: dict[str, Nested], t: int) -> bytes:

@@ -91,11 +91,6 @@ def from_logits(
     Raises:
       ValueError: ranks or shapes don't match.
     """
-    if behavior_policy_logits.dim() != 3 or actions.dim() != 2:
-        raise ValueError(
-            "expected policy logits [T, B, A] and actions [T, B], got "
-            f"{list(behavior_policy_logits.shape)} and {list(actions.shape)}"
-        )
     if behavior_policy_logits.shape != target_policy_logits.shape:
         raise ValueError(
             "behaviour and target policy logits need the same shape, got "

@@ -115,9 +115,5 @@ class ActingModels(Weights):
             copy.deepcopy(model, dict(common)).to(device) for _ in range(self.NUM_BANKS)
         ]
         for net in self.nets:
-            net.eval()
-            if device.type == "cpu":
-                prepare_to_act(net, compiler)
-            elif compiler:
-                net.compile(mode=compiler)
+            prepare_to_act(net, compiler)
         super().__init__([net.state_dict() for net in self.nets])

@@ -9,6 +9,7 @@ life_loss, max_episode_frames.
 """
 
 import argparse
+import json
 import re
 from typing import Any
 
@@ -20,6 +21,7 @@ from ale_py.env import AtariEnv
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium.wrappers import FrameStackObservation, ResizeObservation
 
+from torchbeast.base.errors import FlagError
 from torchbeast.envs.extra_fields import GAME_OVER
 from torchbeast.envs.space_checks import as_stack
 
@@ -47,13 +49,8 @@ def atari_game(env_id: str) -> str | None:
     namespace, game, suffix, version = match.groups()
     if not namespace and not suffix and version not in ("0", "4"):
         return None
-    return game_names().get(game)
-
-
-def game_names() -> dict[str, str]:
-    """The ROM names of all one-player games: {"SpaceInvaders": "space_invaders"}."""
     roms = set(ale_py.roms.get_all_rom_ids()) - _TWO_PLAYER_ROMS
-    return {rom.title().replace("_", ""): rom for rom in roms}
+    return {rom.title().replace("_", ""): rom for rom in roms}.get(game)
 
 
 class SeededAtari(AtariEnv):
@@ -264,6 +261,15 @@ class NativeAtari(gymnasium.vector.VectorWrapper):
 def _game_start(info: dict[str, np.ndarray]) -> np.ndarray:
     """Emulator frames before the current game, [E]; different for each game."""
     return info["frame_number"] - info["episode_frame_number"]
+
+
+def check_native(flags: argparse.Namespace) -> None:
+    """Raises FlagError if a flag needs the Python wrappers."""
+    if flags.wrapper or flags.mask_actions or json.loads(flags.env_kwargs or "{}"):
+        raise FlagError(
+            f"for {flags.env}, --wrapper, --mask_actions and --env_kwargs need "
+            "--atari_backend python"
+        )
 
 
 def make_atari_vec(flags: argparse.Namespace, num_envs: int) -> NativeAtari:

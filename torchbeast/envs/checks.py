@@ -68,6 +68,12 @@ class Checker:
         self._leading = () if num_envs is None else (num_envs,)
         self._leaves = leaves_of(space)
         self._calls = 0
+        kinds = spaces.Discrete | spaces.MultiDiscrete
+        self._categories = [
+            (i, place, leaf, leaf.start + getattr(leaf, "nvec", getattr(leaf, "n", 0)))
+            for i, (place, leaf) in enumerate(self._leaves)
+            if isinstance(leaf, kinds)
+        ]
 
     def call(self, method: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Calls reset() or step(); returns its values, the observation as arrays.
@@ -101,9 +107,17 @@ class Checker:
     def read(self, method: str, observation: Any, how: str = "returned") -> Nested:
         """An observation as arrays. Raises InvalidEnvironmentError, see `call`."""
         try:
-            return read(self.space, observation, self._leading)
+            arrays = read(self.space, observation, self._leading)
         except ValueError as error:
             self._fail(method, f"{how} {error}")
+        if self._categories:  # networks can't read others
+            flat = flatten(arrays)
+            for i, place, leaf, end in self._categories:
+                if ((flat[i] < leaf.start) | (flat[i] >= end)).any():
+                    seen = f"{how} {flat[i].tolist()} as {place}"
+                    self._fail(method, f"{seen}, but {leaf} is declared")
+        # A view that is flipped, for example, can't become a tensor.
+        return map_nested(np.ascontiguousarray, arrays) if self._leading else arrays
 
     def close(self, function: Callable[[], Any]) -> None:
         """Calls close(). An error is only a warning: the run is over."""

@@ -52,10 +52,8 @@ def example_environment(flags: argparse.Namespace) -> "Environment":
     They may come in groups, so that one alone can't be made. Raises what Environment
     raises.
     """
-    is_atari = atari.atari_game(flags.env) is not None
-    is_vector = not is_atari and find_vector_env(flags) is not None
     E = getattr(flags, "envs_per_actor", None)
-    return Environment(flags, E if is_vector else 1)
+    return Environment(flags, E if find_vector_env(flags) else 1)
 
 
 class Totals(NamedTuple):
@@ -158,8 +156,10 @@ class Environment:
         self.frames_per_step: int = flags.frame_skip if is_atari else 1
         self.envs: Any
         with self._around:
-            make_vector = find_vector_env(flags, render_mode)
-            if make_vector:
+            if is_atari and flags.atari_backend == "native" and not render_mode:
+                atari.check_native(flags)
+                self.envs = atari.make_atari_vec(flags, num_envs or 1)
+            elif make_vector := find_vector_env(flags, render_mode):
                 self.envs = make_vector(num_envs, self._warn)
             else:
                 makers = [
@@ -171,8 +171,8 @@ class Environment:
                 )
         self.num_envs: int = self.envs.num_envs
         self._warnings = np.zeros(self.num_envs, np.int64)  # since the last row
-        is_parallel = isinstance(self.envs, ParallelGames)
-        self.exact_resume = is_parallel or make_vector is None
+        kinds = ParallelGames | gymnasium.vector.SyncVectorEnv
+        self.exact_resume = isinstance(self.envs, kinds)
         self.observation_space = plain_space(self.envs.single_observation_space)
         self.action_space = policy_space(self.envs.single_action_space)
         self._has_mask = mask_space(self.observation_space) is not None
@@ -340,7 +340,8 @@ class Environment:
         if not getattr(self.flags, "sync", False):
             raise RuntimeError("environments can be saved in --sync mode only")
         games = self.envs.envs
-        shape, dtype = self.action_space.shape or (), self.action_space.dtype
+        space = self.envs.single_action_space  # not the policy's
+        shape, dtype = space.shape or (), space.dtype
         state = {
             "env": self.flags.env,
             "row": self._row,
@@ -389,6 +390,7 @@ class Environment:
                 self.flags.env,
             )
         self._totals = Totals(*state["episode_so_far"], *state["game_so_far"])
+        self._warnings[:] = 0  # these were counted before
         self.final_observation = state["final_observation"]
         self._row = {**state["row"], "observation": observation}
         return self._row

@@ -1,11 +1,11 @@
 """Fields that a fork adds to every row, taken from the environment's info."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 
-from torchbeast.base.errors import UserError
 from torchbeast.envs.checks import InvalidEnvironmentError
 
 GAME_OVER = "torchbeast.game_over"  # in an info: False if only an episode has ended
@@ -57,15 +57,11 @@ TAKEN = frozenset(
 )
 
 
-class FieldNameError(UserError, ValueError):
-    """EXTRA_FIELDS declares a name that another field has."""
-
-
 def check_names() -> None:
-    """Raises FieldNameError if a name of EXTRA_FIELDS is taken."""
+    """Raises InvalidEnvironmentError if a name of EXTRA_FIELDS is taken."""
     finals = {final_name(name) for name in EXTRA_FIELDS}
     if wrong := sorted(EXTRA_FIELDS.keys() & (TAKEN | finals)):
-        raise FieldNameError(
+        raise InvalidEnvironmentError(
             f"EXTRA_FIELDS declares {', '.join(wrong)}, which another field of a row "
             f"is named. These names are taken: {', '.join(sorted(TAKEN | finals))}. "
             "Give the value another name in the environment's info and in EXTRA_FIELDS"
@@ -76,19 +72,34 @@ def select(info: dict[str, Any]) -> dict[str, np.ndarray]:
     """The values of EXTRA_FIELDS in one environment's info.
 
     Raises:
-      InvalidEnvironmentError: a value does not have the declared shape.
+      InvalidEnvironmentError: a value does not have the declared shape or dtype.
     """
     selected = {}
     for name, field in EXTRA_FIELDS.items():
         if name in info:
-            value = np.asarray(info[name], field.dtype)
-            if value.shape != field.shape:
+            seen = np.asarray(info[name])
+            value = seen.astype(field.dtype if seen.dtype.kind in "biuf" else "O")
+            keeps = np.can_cast(seen.dtype, field.dtype, "same_kind") or (
+                value.dtype == field.dtype and (value == seen).all()
+            )
+            if seen.shape != field.shape or not keeps:
                 raise InvalidEnvironmentError(
-                    f"EXTRA_FIELDS declares {name!r} with shape {field.shape}, but the "
-                    f"environment's info holds one of shape {value.shape}"
+                    f"EXTRA_FIELDS declares {name!r} as {np.dtype(field.dtype)} of "
+                    f"shape {field.shape}, but info holds {info[name]!r:.80}"
                 )
             selected[name] = value
     return selected
+
+
+def look_at_reset(info: dict[str, Any], warn: Callable[[str, str], None]) -> None:
+    """Warns if the info of reset() lacks a field that belongs to the observation."""
+    for name, field in EXTRA_FIELDS.items():
+        if field.of == "observation" and name not in info:
+            warn(
+                f"EXTRA_FIELDS {name}",
+                f"EXTRA_FIELDS declares {name!r} as of the observation, but the info "
+                "of reset() lacks it: rows that begin an episode hold 0",
+            )
 
 
 def make_fields(

@@ -15,19 +15,10 @@ from typing import Any
 
 import gymnasium
 
-from torchbeast.base.errors import (
-    FlagError,
-    MissingPackageError,
-    UserError,
-    did_you_mean,
-)
+from torchbeast.base.errors import FlagError, MissingPackageError, did_you_mean
 from torchbeast.envs import atari, checks, old_gym
 from torchbeast.envs.action_masks import MaskFromInfo, check_spaces
 from torchbeast.envs.space_checks import check_interface, declare_stack
-
-
-class UnknownEnvironmentError(UserError, ValueError):
-    """No environment has this name."""
 
 
 def create_env(
@@ -46,9 +37,9 @@ def create_env(
     Environments of the old Gym API are adapted.
 
     Raises:
-      UnknownEnvironmentError: nothing has this name; the message lists close matches.
       MissingPackageError: the message says what to install.
       UnsupportedSpaceError: the message names the unsupported part of the space.
+      FlagError: nothing has this name; the message lists close matches.
       InvalidEnvironmentError: the object is not a usable environment.
     """
     name, flag = flags.env, f"--env {flags.env}"
@@ -77,6 +68,10 @@ def create_env(
             flag = f"--wrapper {path}"
             env = call_named(flag, find_object(flag, path), env, **wrapper_arguments)
             check_interface(flag, env)
+            if not isinstance(env, gymnasium.Env):
+                raise checks.InvalidEnvironmentError(
+                    f"{flag} returned {checks.describe(env)}, not a gymnasium.Env"
+                )
             declare_stack(env)
         if flags.mask_actions:
             env = MaskFromInfo(env, name)
@@ -116,22 +111,36 @@ def parse_paths(flag: str, text: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def make_named(flag: str, text: str | None, /, *args: Any) -> Any:
-    """Calls the one class or function of text, MODULE:CLASS[JSON]; None without text.
+def find_named(flag: str, text: str) -> tuple[str, Any, dict[str, Any]]:
+    """The one class or function of text, MODULE:CLASS[JSON], and its arguments.
+
+    Returns:
+      `flag` with the path, the object, the arguments.
 
     Raises:
-      FlagError: there are several, or what follows the path is not a JSON object.
-      UnknownEnvironmentError, MissingPackageError: there is no such object.
-      InvalidEnvironmentError: it can't be called with the arguments of the JSON.
+      FlagError: there are several, what follows the path is not a JSON object, or
+        the module has no such object.
+      MissingPackageError: there is no such module.
     """
-    if not text:
-        return None
     paths = parse_paths(flag, text)
     if len(paths) != 1:
         raise FlagError(f"{flag} {text}: it may name one MODULE:CLASS[JSON]")
     ((path, arguments),) = paths
     flag = f"{flag} {path}"
-    return call_named(flag, find_object(flag, path), *args, **arguments)
+    return flag, find_object(flag, path), arguments
+
+
+def make_named(flag: str, text: str | None, /, *args: Any) -> Any:
+    """Calls what find_named() finds; None without text.
+
+    Raises:
+      UserError: as find_named().
+      InvalidEnvironmentError: it can't be called with the arguments.
+    """
+    if not text:
+        return None
+    flag, function, arguments = find_named(flag, text)
+    return call_named(flag, function, *args, **arguments)
 
 
 def call_named(flag: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +156,7 @@ def call_named(flag: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
             raise
         raise checks.InvalidEnvironmentError(
             f"{flag} can't be made with the arguments {kwargs}: {error}. --env_kwargs "
-            "passes arguments to --env, a JSON object after its name to a wrapper"
+            "passes arguments to --env, a JSON object after the name to all others"
         ) from error
 
 
@@ -176,7 +185,7 @@ def _from_gymnasium(
         env = gymnasium.make(name, disable_env_checker=True, **arguments)
         return MinAtarGame(env) if is_minatar else env
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
-        raise UnknownEnvironmentError(
+        raise FlagError(
             f"--env {name}: {old_gym.advice(name)}no environment has this name. "
             f"{error} Allowed are Atari and other Gymnasium ids, package.module:Id-v0 "
             "for ids that the import registers (such as "
@@ -226,9 +235,7 @@ def find_object(flag: str, path: str) -> Any:
     """The object package.module:name. `flag` begins the messages of errors."""
     module_name, _, attribute = path.partition(":")
     if not module_name or module_name.startswith(".") or not attribute:
-        raise UnknownEnvironmentError(
-            f"{flag}: package.module:Class needs the full module name"
-        )
+        raise FlagError(f"{flag}: package.module:Class needs the full module name")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -237,6 +244,6 @@ def find_object(flag: str, path: str) -> Any:
         return operator.attrgetter(attribute)(module)
     except AttributeError as error:
         hint = did_you_mean(attribute, dir(module))
-        raise UnknownEnvironmentError(
+        raise FlagError(
             f"{flag}: module {module_name} has no {attribute}.{hint}"
         ) from error

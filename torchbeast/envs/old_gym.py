@@ -10,6 +10,7 @@ from typing import Any
 import gymnasium
 from gymnasium import spaces
 
+from torchbeast.envs.checks import raised_by_call
 from torchbeast.envs.space_checks import plain_space
 
 
@@ -35,10 +36,14 @@ def advice(name: str) -> str:
 
 def adapt(env: Any, render_mode: str | None = None) -> gymnasium.Env:
     """The environment, in an adapter if it has the old Gym API. Calls its reset()."""
-    try:
-        result = env.reset(seed=0)
-    except Exception:  # if it has another reason, the next reset() raises it again
-        return OldGymAdapter(env, render_mode, takes_seed=False)
+    for first in (True, False):
+        try:
+            result = env.reset(seed=0)
+            break
+        except Exception as error:  # twice: else the next reset() raises it again
+            takes_no_seed = isinstance(error, TypeError) and raised_by_call(error)
+            if takes_no_seed or not first:
+                return OldGymAdapter(env, render_mode, takes_seed=False)
     is_pair = _is_observation_and_info(result, env.observation_space)
     if is_pair and isinstance(env, gymnasium.Env):
         return env

@@ -20,7 +20,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from torchbeast.base.errors import FlagError
 from torchbeast.envs import checks
 from torchbeast.envs.action_masks import AGENT, MaskFromInfo, add_part, check_spaces
-from torchbeast.envs.extra_fields import EXTRA_FIELDS, select
+from torchbeast.envs.extra_fields import EXTRA_FIELDS, look_at_reset, select
 from torchbeast.envs.make_env import call_named, find_object, parse_paths
 from torchbeast.envs.seeded_games import game_seed
 
@@ -111,7 +111,12 @@ class ParallelGame:
 
     def _common(self, kind: str) -> Any:
         """The observation_space or action_space of all agents."""
-        space_of = getattr(self.env, kind)
+        space_of = getattr(self.env, kind, None)
+        if not callable(space_of):
+            raise checks.InvalidEnvironmentError(
+                f"--env {self.name}: {kind} is {checks.describe(space_of)}; it must be "
+                "a method that returns the space of an agent"
+            )
         first = space_of(self.agents[0])
         for agent in self.agents[1:]:
             if (other := space_of(agent)) != first:
@@ -128,7 +133,15 @@ class ParallelGame:
         self.seed, self.index, self.game = seed, index, -1
 
     def _call(self, method: str, count: int, *args: Any, **kwargs: Any) -> Any:
-        result = self.run(getattr(self.env, method), *args, **kwargs)
+        try:
+            result = self.run(getattr(self.env, method), *args, **kwargs)
+        except TypeError as error:
+            if not checks.raised_by_call(error):
+                raise
+            raise checks.InvalidEnvironmentError(
+                f"--env {self.name}: {method}() does not follow PettingZoo's parallel "
+                f"API: {error}"
+            ) from error
         is_tuple = isinstance(result, tuple) and len(result) == count
         if not is_tuple or not all(isinstance(x, Mapping) for x in result):
             numbers = "rewards, terminations, truncations, " if count == 5 else ""
@@ -148,10 +161,13 @@ class ParallelGame:
             if any(agent not in x for x in values):
                 raise checks.InvalidEnvironmentError(
                     f"--env {self.name}: {method}() returned no value for {agent!r} in "
-                    "at least one dict, and the list `agents` has this agent"
+                    "at least one dict. An agent that is in the list `agents`, or has "
+                    "just acted, needs one in all, also if it leaves the list"
                 )
             one = (*(x[agent] for x in values), infos.get(agent, {}))
             observation, *numbers, info = self.checkers[i].call(method, tuple, one)
+            if method == "reset":
+                look_at_reset(info, self.checkers[i].warn)
             observation = self.add_mask(observation, info)
             found[i] = (observation, *numbers, select(info))
         return found
@@ -169,7 +185,8 @@ class ParallelGame:
         return rows
 
     def _present(self) -> set[int]:
-        return {i for i, x in enumerate(self.agents) if x in self.env.agents}
+        listed = getattr(self.env, "agents", ())
+        return {i for i, x in enumerate(self.agents) if x in listed}
 
     def _reset(self) -> dict:
         self.game += 1
@@ -180,7 +197,8 @@ class ParallelGame:
         if not self.present:
             raise checks.InvalidEnvironmentError(
                 f"--env {self.name}: after reset() the list `agents` is "
-                f"{self.env.agents}, without any of possible_agents"
+                f"{getattr(self.env, 'agents', 'missing')}, without any of "
+                "possible_agents"
             )
         return self._read("reset", self.present, *result)
 

@@ -66,13 +66,7 @@ class SeededGames(gymnasium.Wrapper):
             arguments["seed"] = game_seed(self.seed, self.index, self.game)
         self.game_goes_on = False
         observation, info = self.checker.call("reset", self._reset, **arguments)
-        for name, field in extra_fields.EXTRA_FIELDS.items():
-            if field.of == "observation" and name not in info:
-                self.checker.warn(
-                    f"EXTRA_FIELDS {name}",
-                    f"EXTRA_FIELDS declares {name!r} as of the observation, but the "
-                    "info of reset() lacks it: rows that begin an episode hold 0",
-                )
+        extra_fields.look_at_reset(info, self.checker.warn)
         return observation, extra_fields.select(info)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:

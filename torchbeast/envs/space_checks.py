@@ -176,7 +176,8 @@ def check_action_space(space: spaces.Space) -> None:
         raise checks.UnsupportedSpaceError(
             f"action has the unsupported space {space}: {fault}; allowed are Discrete, "
             "MultiDiscrete of one dimension, MultiBinary, and Box of floats, none of "
-            "them empty. Wrap the environment in a gymnasium.ActionWrapper."
+            "them empty. Wrap the environment in a gymnasium.ActionWrapper. If it has "
+            "an action per agent, docs/environments.md (Several agents) shows how."
         )
 
 

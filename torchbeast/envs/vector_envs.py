@@ -15,10 +15,10 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from torchbeast.base.errors import FlagError, needing
-from torchbeast.base.nested import map_nested
-from torchbeast.envs import atari, checks, make_env
+from torchbeast.base.nested import flatten, map_nested
+from torchbeast.envs import checks, make_env
 from torchbeast.envs.action_masks import check_spaces
-from torchbeast.envs.extra_fields import EXTRA_FIELDS, gather
+from torchbeast.envs.extra_fields import EXTRA_FIELDS, gather, look_at_reset
 from torchbeast.envs.old_gym import takes
 from torchbeast.envs.parallel_envs import ParallelGames, makes_parallel
 
@@ -37,7 +37,6 @@ def find_vector_env(
 
     These are:
 
-        "PongNoFrameskip-v4"      with --atari_backend native, if it is not rendered
         "envpool:Id"              a task of EnvPool
         "package.module:name"     a function with a parameter num_envs, or what makes a
                                   game of several agents, see parallel_envs.py
@@ -50,15 +49,6 @@ def find_vector_env(
     arguments = json.loads(flags.env_kwargs or "{}")
     wraps = flags.wrapper or flags.mask_actions
     make: Callable[[int, int], Any]
-    if atari.atari_game(name):
-        if flags.atari_backend != "native" or render_mode:
-            return None
-        if wraps or arguments:
-            raise FlagError(
-                f"for {name}, --wrapper, --mask_actions and --env_kwargs need "
-                "--atari_backend python"
-            )
-        return lambda num_envs, warn: atari.make_atari_vec(flags, num_envs or 1)
     if name.startswith(ENVPOOL):
         make = functools.partial(_envpool, name.removeprefix(ENVPOOL), arguments)
     elif make_env.names_python(name):
@@ -87,7 +77,7 @@ def _envpool(task: str, arguments: dict[str, Any], num_envs: int, seed: int) -> 
     with needing(f"--env {ENVPOOL}{task}", "envpool"):
         envpool = importlib.import_module("envpool")
     if task not in envpool.list_all_envs():
-        raise make_env.UnknownEnvironmentError(
+        raise FlagError(
             f"--env {ENVPOOL}{task}: EnvPool has no {task}; envpool.list_all_envs() "
             "has the names"
         )
@@ -136,24 +126,21 @@ class VectorGames:
             )
         self.is_envpool = hasattr(self.env, "async_reset")
         inner = self.env.unwrapped
-        self.is_gymnasium = isinstance(inner, SyncVectorEnv | AsyncVectorEnv)
+        is_async = isinstance(inner, AsyncVectorEnv)
+        self.is_gymnasium = is_async or isinstance(inner, SyncVectorEnv)
         mode = self.env.metadata.get("autoreset_mode")
         if isinstance(inner, SyncVectorEnv):
             # Its own resets may overwrite the last observations.
             inner.autoreset_mode = mode = AutoresetMode.DISABLED
         self.resets_itself = mode is AutoresetMode.SAME_STEP
-        usable = self.resets_itself or self.is_gymnasium or self.is_envpool
-        is_async = isinstance(inner, AsyncVectorEnv)
-        if (self.resets_itself and is_async) or not (
-            usable or mode is AutoresetMode.DISABLED
-        ):
+        # In SAME_STEP mode, AsyncVectorEnv's last observations may be overwritten, too.
+        other = AutoresetMode.NEXT_STEP if is_async else AutoresetMode.SAME_STEP
+        if not self.is_envpool and mode not in (AutoresetMode.DISABLED, other):
             raise checks.InvalidEnvironmentError(
-                f"--env {name} has the autoreset mode {getattr(mode, 'value', mode)}. "
-                "The extra step of NextStep is not one of a game, and the last "
-                "observations of AsyncVectorEnv in SameStep may be those of the next "
-                "game (an alias). Make it with autoreset_mode=AutoresetMode.DISABLED; "
-                "your own class may also have SAME_STEP or DISABLED "
-                "(gymnasium.make_vec: in vector_kwargs)"
+                f"--env {name} has the autoreset mode {getattr(mode, 'value', mode)}: "
+                "make it with autoreset_mode=AutoresetMode.DISABLED "
+                "(gymnasium.make_vec: in vector_kwargs). Your own class may have "
+                "SAME_STEP or DISABLED"
             )
         space, actions = self.env.single_observation_space, self.env.single_action_space
         check_spaces(space, actions)
@@ -177,7 +164,9 @@ class VectorGames:
             self.env = self._make(seed[0])
         else:
             arguments["seed"] = list(seed) if self.is_gymnasium else int(seed[0])
-        return self._checker.call("reset", self._run, self.env.reset, **arguments)
+        result = self._checker.call("reset", self._run, self.env.reset, **arguments)
+        look_at_reset(result[1], self._checker.warn)
+        return result
 
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
         """As Gymnasium's SAME_STEP mode, with final_info["game_over"].
@@ -217,8 +206,16 @@ class VectorGames:
             names = EXTRA_FIELDS.keys() & new_info.keys()
             new_info = {name: new_info[name][place] for name in names}
         else:
-            options = {"reset_mask": done}
-            new, new_info = self._run(self.env.reset, options=options)
+            options, call = {"reset_mask": done}, self._checker.call
+            new, new_info = call("reset", self._run, self.env.reset, options=options)
+            pairs = zip(flatten(observation), flatten(new), strict=True)
+            if any((old[~done] != x[~done]).any() for old, x in pairs):
+                self._checker.warn(
+                    "reset_mask",
+                    f"reset(options={options}) also changes what environments observe "
+                    "that are not in the mask. They must go on: one that it starts "
+                    "anew has wrong episodes",
+                )
 
         def join(old: np.ndarray, new: np.ndarray) -> np.ndarray:
             where = done.reshape(-1, *[1] * (old.ndim - 1))

@@ -179,18 +179,14 @@ class Actors:
         self.children: list[children.Child] = []
         self._group = children.Children(actor_context(), STOP_SECONDS)
         try:
-            self._start(actor_class, buffers, saved)
+            self._start(saved)
         except BaseException:
             self.close()
             raise
 
-    def _start(
-        self,
-        actor_class: Callable[..., Any],
-        buffers: dict[str, Nested],
-        saved: Sequence[dict[str, Any]] | None,
-    ) -> None:
+    def _start(self, saved: Sequence[dict[str, Any]] | None) -> None:
         """Starts the processes: fills `children`."""
+        actor_class, buffers = self._arguments
         first = ranks.rank() * self.flags.num_actors  # each rank plays other games
         for index, steps in enumerate(self.steps):
             state = pickle.dumps(saved[index]) if saved else None

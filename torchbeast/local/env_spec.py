@@ -57,8 +57,18 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
     with contextlib.closing(children.Children(context)) as group:
         who = f"the process that made an environment of {flags.env}"
         child = group.start(who, _describe, flags)
-        _receive(child, flags, START_SECONDS, begun=False)
-        spec = EnvSpec(*_receive(child, flags, timeout, begun=True))
+        for seconds, advice in (
+            (START_SECONDS, "Its process still imports packages"),
+            (timeout, "If it needs that long, raise --actor_timeout"),
+        ):
+            if not children.wait([child], seconds):
+                children.print_stack(child)
+                raise children.ProcessError(
+                    f"{flags.env} was not made within {seconds:g} s. If its process "
+                    f"could print its stack, it is above. {advice}"
+                )
+            found = child.receive()
+        spec = EnvSpec(*found)
         child.process.join(CLOSE_SECONDS)
         if child.process.is_alive():
             log.warning(
@@ -66,19 +76,6 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
                 *(flags.env, CLOSE_SECONDS),
             )
         return spec
-
-
-def _receive(child: children.Child, flags: Flags, timeout: float, begun: bool) -> tuple:
-    if not children.wait([child], timeout):
-        text = f"{flags.env} was not made within {timeout:g} s. "
-        if not begun:
-            raise children.ProcessError(text + "Its process still imports packages")
-        children.print_stack(child)
-        raise children.ProcessError(
-            text + "If its process could print its stack, it is above. If it needs "
-            "that long, raise --actor_timeout"
-        )
-    return child.receive()
 
 
 def _describe(flags: Flags, pipe: connection.Connection) -> None:

@@ -29,6 +29,8 @@ from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger(__name__)
 
+SUSPENDED_SECONDS = 10.0  # a longer gap between two looks at actors is a suspension
+
 
 class Player:
     """One Ray actor: E environments and an Actor, which fills E slots.
@@ -108,9 +110,8 @@ class RayActors(Actors):
       UserError: no cluster is at flags.ray_address, or it has no room for the actors.
     """
 
-    def _start(
-        self, actor_class: Callable[..., Any], buffers: dict[str, Nested], saved: Any
-    ) -> None:
+    def _start(self, saved: Any) -> None:
+        actor_class, buffers = self._arguments
         self.watch.timeout *= 2  # the child itself raises in time
         child, started = cluster.start_caller(
             *(self._group, call_ray, self.flags, actor_class),
@@ -166,6 +167,7 @@ class Unrolls:
         self._running: dict[Any, tuple[int, list[int], float]] = {}
         self._may_warn = Seldom(flags.actor_timeout)  # of an actor's silence
         self._last_unroll = 0.0  # the time at which one was complete
+        self._checked = time.monotonic()
         self._put: tuple[int, list[Any]] = (-1, [])  # version, [reference]
         self._done = processes.WakePipe()
 
@@ -220,6 +222,11 @@ class Unrolls:
     def _check_silence(self) -> None:
         """Warns of actors without a complete unroll; raises if all are like that."""
         now, limit = time.monotonic(), self.flags.actor_timeout
+        if (pause := now - self._checked) > SUSPENDED_SECONDS:  # it does not count
+            self._last_unroll += pause
+            for reference, (index, slots, begun) in self._running.items():
+                self._running[reference] = index, slots, begun + pause
+        self._checked = now
         why = "Ray may have no room for it, or its environments are slow"
         silent = [i for i, _, begun in self._running.values() if now - begun > limit]
         if silent and now - self._last_unroll > limit:

@@ -6,9 +6,9 @@ the raylet breaks or the GCS is gone for long. So the learner calls no function 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,9 +18,9 @@ from ray import exceptions
 
 from torchbeast.base.errors import UserError
 from torchbeast.procs import children, processes
+from torchbeast.remote import env_connection
 from torchbeast.runs.flagset import Flags
 
-CONNECT_SECONDS = 10.0
 START_SECONDS = 300.0  # least time limit of actors that have room: to import PyTorch
 HINT = (
     ". Ray ends it if the raylet of this machine or the GCS of the cluster has died "
@@ -52,7 +52,7 @@ def start_caller(
       UserError: no cluster is at flags.ray_address, or what `main` raised.
     """
     child = group.start("the process that calls Ray", _call_ray, main, flags, *args)
-    child.hints = {1: HINT, -signal.SIGABRT: HINT}
+    child.hints |= {1: HINT, -signal.SIGABRT: HINT}
     while not (message := child.receive()):
         children.wait([child], 1.0)
     return child, message
@@ -85,7 +85,10 @@ def connect(address: str | None) -> None:
         include_dashboard=False if address is None else None,
     )
     try:
-        check_reachable(address)
+        if address and "/" not in address:
+            with contextlib.suppress(ValueError):  # "auto" is not HOST:PORT
+                # Ray would wait for minutes if nothing listens there.
+                env_connection.connect(address).close()
         try:
             init()
         except Exception:
@@ -97,13 +100,6 @@ def connect(address: str | None) -> None:
         raise UserError(
             f"{place if address else 'Ray can not be started'}: {error}"
         ) from error
-
-
-def check_reachable(address: str | None) -> None:
-    """Raises OSError if nothing listens at HOST:PORT. Ray would wait for minutes."""
-    host, _, port = (address or "").rpartition(":")
-    if host and port.isdigit() and "/" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
 
 
 def start_actors(

@@ -12,16 +12,20 @@ import multiprocessing
 import os
 import random
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from torchbeast.base.errors import FlagError
+from torchbeast.base.seldom import Seldom
 from torchbeast.on_ray import cluster
 from torchbeast.procs import children
 from torchbeast.remote.security import make_private_folder, security
+from torchbeast.remote.serving import serve_under_ray
 from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger(__name__)
@@ -29,6 +33,7 @@ log = logging.getLogger(__name__)
 # The system gives others to Ray's processes, so that a port which is free now is still
 # free when the learner listens.
 PORTS = range(20_000, 32_768)
+ALONE_SECONDS = 60.0  # a server that fails later is started again
 FILES = ("tls_cert", "tls_key", "tls_ca", "token_file")
 
 
@@ -36,20 +41,13 @@ class EnvServer:
     """A Ray actor: the environments of one stream.
 
     Args:
-      serve: serving.serve_under_ray.
       flags: of the run; `join` is the learner's address.
       files: contents of the files in FILES, by flag.
     """
 
-    def __init__(
-        self,
-        serve: Callable[[Flags, int], None],
-        flags: Flags,
-        index: int,
-        files: dict[str, bytes],
-    ) -> None:
+    def __init__(self, flags: Flags, index: int, files: dict[str, bytes]) -> None:
         os.nice(5)  # the learner has priority
-        self.serve, self.index = serve, index
+        self.index = index
         self.flags = flags.replace(
             **{name: memory_file(name, content) for name, content in files.items()}
         )
@@ -60,7 +58,7 @@ class EnvServer:
 
     def run(self) -> None:
         """Steps environments for the learner, until this actor is killed."""
-        self.serve(self.flags, self.index)
+        serve_under_ray(self.flags, self.index)
 
 
 def memory_file(name: str, content: bytes) -> str:
@@ -71,56 +69,60 @@ def memory_file(name: str, content: bytes) -> str:
     return f"/proc/self/fd/{number}"
 
 
-class RayServers:
-    """The environment servers of a run, one per stream.
+@contextlib.contextmanager
+def ray_servers(flags: Flags) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Runs the environment servers of a run, one per stream, until the block ends.
 
-    Args:
-      serve: serving.serve_under_ray.
-
-    Attributes:
-      address: the learner has to listen here.
+    Yields:
+      the address at which the learner has to listen; a function that raises UserError
+      if a server can't make environments or can't join.
 
     Raises:
       UserError: no cluster is at flags.ray_address, or it has no room for them.
     """
-
-    def __init__(self, serve: Callable[[Flags, int], None], flags: Flags) -> None:
-        security(flags)  # raises before Ray starts
-        self._group = children.Children(multiprocessing.get_context("forkserver"))
-        try:
-            caller = cluster.start_caller(self._group, call_ray, flags, serve)
-            self._child, (self.address, started) = caller
-        except BaseException:
-            self.close()
-            raise
+    security(flags)  # raises before Ray starts
+    context = multiprocessing.get_context("forkserver")
+    with contextlib.closing(children.Children(context)) as group:
+        child, (address, started) = cluster.start_caller(group, call_ray, flags)
         log.info("%s", started)
-
-    def check(self) -> None:
-        """Raises UserError if a server can't make environments or can't join."""
-        self._child.receive()
-
-    def close(self) -> None:
-        """Ends the servers, and Ray if it was started here."""
-        self._group.close()
+        yield address, child.receive
 
 
-def call_ray(
-    flags: Flags, serve: Callable[[Flags, int], None], pipe: connection.Connection
-) -> None:
+def call_ray(flags: Flags, pipe: connection.Connection) -> None:
     """The main function of the process that calls Ray."""
     address = flags.listen or listening_address(flags)
-    joining = flags.replace(join=address, listen=None, **dict.fromkeys(FILES))
+    join = joined_address(address)
+    joining = flags.replace(join=join, listen=None, **dict.fromkeys(FILES))
     files = server_files(flags)
-    arguments = [(serve, joining, i, files) for i in range(flags.num_actors)]
+    arguments = [(joining, i, files) for i in range(flags.num_actors)]
     limit = "connect_timeout", flags.connect_timeout
     servers, started = cluster.start_actors(EnvServer, arguments, *limit)
     running = [server.run.remote() for server in servers]
     pipe.send((address, started))
+    began, may_warn = time.monotonic(), Seldom(ALONE_SECONDS)
     while not pipe.poll(1.0):  # until the learner closes it
         ray.put(None)  # Ray ends this process if the raylet has died
         for reference in ray.wait(running, timeout=0)[0]:
-            who = f"environment server {running.index(reference)}"
-            cluster.result(reference, who)
+            index = running.index(reference)
+            try:
+                cluster.result(reference, f"environment server {index}")
+            except cluster.ClusterError as error:
+                # Later, one that can't go on, as on a bad machine, must not end others.
+                if time.monotonic() - began < ALONE_SECONDS:
+                    raise
+                if may_warn(str(index)):
+                    log.warning("%s\nIt starts again.", error)
+                running[index] = servers[index].run.remote()
+
+
+def joined_address(address: str) -> str:
+    """The address at which other machines reach a learner that listens at `address`."""
+    host, _, port = address.rpartition(":")
+    if address.startswith("unix:") or host not in ("", "0.0.0.0", "[::]", "*"):
+        return address
+    if port == "0":
+        raise FlagError(f"--listen {address}: name a port, which Ray's actors can know")
+    return f"{ray.util.get_node_ip_address()}:{port}"
 
 
 def listening_address(flags: Flags) -> str:

@@ -27,18 +27,18 @@ import gymnasium
 import numpy as np
 import torch
 
-from torchbeast import flags as declared_flags
+from torchbeast.base.flag import FlagParser
 from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core.acting import Choose, act_step, prepare_to_act, to_tensors
 from torchbeast.core.finite import find_cause
 from torchbeast.core.rollout import State
 from torchbeast.encoders import TORSOS
-from torchbeast.envs.atari import atari_game
 from torchbeast.envs.checks import InvalidEnvironmentError, describe, parts_of, read
 from torchbeast.envs.environment import Totals, example_environment, to_env_actions
 from torchbeast.envs.extra_fields import EXTRA_FIELDS
 from torchbeast.envs.make_env import create_env
 from torchbeast.envs.vector_envs import find_vector_env
+from torchbeast.flags import TRAINING
 from torchbeast.model import Net, make_model
 from torchbeast.runs import checkpoint, flagset, trust
 from torchbeast.runs.flagset import Flags
@@ -72,11 +72,10 @@ class Agent:
           InvalidEnvironmentError: --env makes several environments at once.
           UserError: the environment can't be made.
         """
-        name = self.flags.env
-        if not atari_game(name) and find_vector_env(self.flags):
+        if find_vector_env(self.flags):
             raise InvalidEnvironmentError(
-                f"--env {name} makes several environments at once: make them in your "
-                "own code, and give `act` the observations of all"
+                f"--env {self.flags.env} makes several environments at once: make "
+                "them in your own code, and give `act` the observations of all"
             )
         return create_env(self.flags, render_mode)
 
@@ -234,14 +233,17 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
     file = checkpoint.find(path)
     saved = checkpoint.load(file)
     checkpoint.check(saved, file, for_test=True)
-    parser = declared_flags.make_parser("", TORSOS)
+    parser = FlagParser("", TRAINING, {"model": TORSOS})
     words = ["--mode=test", *(["--trust_checkpoint_env"] if trust_env else [])]
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
     typed = flagset.read(parser, words)
     flags = flagset.merge(typed, saved["flags"], signed, str(file))
     flags = flagset.resolve(flags)
-    for name in saved["flags"].keys() - flags.as_dict().keys():
-        setattr(flags, name, saved["flags"][name])  # a flag of one variant's script
+    for name, value in saved["flags"].items():  # those of one script, or of a fork
+        is_name = str(name).isidentifier() and not str(name).startswith("_")
+        is_known = signed or trust_env or isinstance(value, int | float | None)
+        if is_name and is_known and not hasattr(flags, name):
+            setattr(flags, name, value)
     flags.freeze()
     with contextlib.closing(example_environment(flags)) as env:
         spaces = env.observation_space, env.action_space

@@ -284,6 +284,7 @@ def play(
         for i in waiting:
             envs[i] = Environment(flags, None, i, render_mode=render, around=settings)
             stack.callback(envs[i].close)
+            filler = envs[i].initial()  # a first reset may differ from all later ones
             on_step()
         first = next(iter(envs.values()))
         N = first.num_envs  # agents of a game: rows of the batch for each
@@ -308,7 +309,7 @@ def play(
             on_step()
             return envs[i].initial()
 
-        rows: list[dict[str, Any]] = [first.initial()] * BATCH  # to fill the batch
+        rows: list[dict[str, Any]] = [filler] * BATCH  # to fill the batch
         for i in envs:
             rows[i] = start(i)
         state = model.initial_state(BATCH * N)
@@ -319,12 +320,13 @@ def play(
             outputs, state = act_step(model, to_tensors(batch), state, choose)
             actions = outputs["action"].squeeze(0).numpy()
             for i, number in list(playing.items()):
+                game = N > 1 and envs[i].envs.envs[0].game  # of several agents
                 rows[i] = row = envs[i].step(actions[i * N : (i + 1) * N])
                 on_step()
                 over = row["game_over"]
                 results = row["game_return"][over], row["game_step"][over]
                 ended[i] += zip(*(x.tolist() for x in results), strict=True)
-                if over.any() and row["done"].all():
+                if over.any() and (N == 1 or envs[i].envs.envs[0].game != game):
                     returns, lengths = zip(*ended[i], strict=True)
                     yield Game(number, statistics.fmean(returns), max(lengths))
                     if waiting[i]:

@@ -58,24 +58,19 @@ class Scorer:
             return []  # the pool only asks for the values of final observations
         ended = []
         for i, env in enumerate(envs.tolist()):
+            over, step = row["game_over"][0, i], row["game_step"][0, i]
             if env == 0:
                 self.num_envs += 1
                 envs[i] = env = self.num_envs
-                # Not if it is in the middle of a game that another policy began.
-                if row["game_over"][0, i] or row["game_step"][0, i] == 0:
-                    self._begin(env)
-            elif row["game_over"][0, i]:
-                if env in self.playing:
-                    result = row["game_return"][0, i], row["game_step"][0, i]
-                    number = self.playing.pop(env)
-                    ended.append(Game(number, *(x.item() for x in result)))
-                self._begin(env)
+            elif over and env in self.playing:
+                game_return = row["game_return"][0, i].item()
+                ended.append(Game(self.playing.pop(env), game_return, step.item()))
+            is_free = env not in self.playing and row["present"][0, i]
+            # Not if it is in the middle of a game that another policy began.
+            if is_free and (over or step == 0) and self.waiting:
+                self.playing[env] = self.waiting.popleft()
             self.seen[env] = time.monotonic()
         return ended
-
-    def _begin(self, env: int) -> None:
-        if self.waiting:
-            self.playing[env] = self.waiting.popleft()
 
     def replace_lost(self, seconds: float) -> None:
         """Games of environments that took no step for so long begin anew."""
@@ -184,10 +179,12 @@ def _answer(
     for batch in streams.batcher:
         row, (*state, envs) = batch.get_inputs()
         row, envs = as_stored(row, env_fields), envs.clone()
+        present = rollout.steps_that_count(row)
         for begin in range(0, envs.shape[1], E):  # one stream after the other
             part = slice(begin, begin + E)
             names = ("truncated", "done", "game_over", "game_return", "game_step")
             of_stream = {name: row[name][:, part] for name in names}
+            of_stream["present"] = present[:, part]
             for game in scorer.add(of_stream, envs[0, part, 0]):
                 report(game)
         # A step may take --actor_timeout, and a lost stream the other to come back.

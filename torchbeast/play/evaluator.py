@@ -156,7 +156,7 @@ class Evaluator:
 
     def _close(self) -> None:
         if self._child:
-            self._group.close()  # ends `_send`, too
+            self._group.close()  # ends what the sender waits for, too
             self._sender.shutdown()
             self._child.pipe.close()
             self._child = None

@@ -14,17 +14,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import connection, resource_tracker, util
+from typing import Any, NoReturn
 
 from torchbeast.base.errors import UserError
 from torchbeast.procs import processes, standard_streams
-
-if TYPE_CHECKING:
-    from multiprocessing import connection
 
 # Bytes of TMPDIR. A socket's path may have 103, and multiprocessing adds 32.
 LONGEST_TMPDIR = 70
@@ -52,8 +51,6 @@ def starting_children() -> Iterator[None]:
     can't hit a child while Python starts. The parent gets the signal after this block.
     Other programs don't unblock them, so don't start them inside.
     """
-    from multiprocessing import resource_tracker  # slow
-
     _choose_folder_of_sockets()
     old = signal.pthread_sigmask(signal.SIG_BLOCK, processes.STOP_SIGNALS)
     try:
@@ -66,9 +63,6 @@ def starting_children() -> Iterator[None]:
 
 def _choose_folder_of_sockets() -> None:
     """Lets multiprocessing use /tmp if TMPDIR is too long for the path of a socket."""
-    import tempfile  # slow
-    from multiprocessing import util
-
     before = tempfile.tempdir
     try:
         if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
@@ -146,13 +140,10 @@ class Child:
     """
 
     steps: Any = None
-    hints: Mapping[int, str] = {}
 
-    def __init__(
-        self, who: str, process: Any, pipe: connection.Connection, start_method: str
-    ) -> None:
+    def __init__(self, who: str, process: Any, pipe: connection.Connection) -> None:
         self.who, self.process, self.pipe = who, process, pipe
-        self._start_method = start_method
+        self.hints: dict[int, str] = {}
 
     def send(self, message: Any) -> None:
         """Sends a message. If the child has died, only `receive` says so."""
@@ -184,10 +175,7 @@ class Child:
         """Waits for the end of a dead process; "died" and how, in words."""
         self.process.join(1.0)
         code = self.process.exitcode
-        how = f"died {how_it_ended(code)}{self.hints.get(code, '')}"
-        if code == FORK_SERVER_IS_GONE and self._start_method == "forkserver":
-            return f"{how}, or the {FORK_SERVER} died (out of memory?)"
-        return how
+        return f"died {how_it_ended(code)}{self.hints.get(code, '')}"
 
 
 class Children(Guardian):
@@ -226,8 +214,10 @@ class Children(Guardian):
                 ) from error
             self.guard(process.pid)
         child_pipe.close()
-        who, method = f"{who} (pid {process.pid})", self.context.get_start_method()
-        child = Child(who, process, pipe, method)
+        child = Child(f"{who} (pid {process.pid})", process, pipe)
+        if self.context.get_start_method() == "forkserver":
+            hint = f", or the {FORK_SERVER} died (out of memory?)"
+            child.hints[FORK_SERVER_IS_GONE] = hint
         self.alive.append(child)
         return child
 
@@ -266,8 +256,6 @@ def wait(
       timeout: maximal seconds.
       wake_up: objects that end the wait when they are ready.
     """
-    from multiprocessing import connection  # slow
-
     children = list(children)
     objects = [x for child in children for x in (child.pipe, child.process.sentinel)]
     ready = connection.wait([*objects, *wake_up], timeout)
@@ -398,8 +386,6 @@ def end_on_request(
       seconds: after this the process exits, because an environment hangs.
       pipe: to the parent, which sends nothing. Another thread may send.
     """
-    from multiprocessing import connection  # slow
-
     signals = processes.WakePipe()
     signals.wake_on_signals()
 

@@ -120,7 +120,11 @@ def _sources(named: str, checkout: set[str]) -> dict[str, bytes]:
             if time.monotonic() > deadline or size > MAX_BYTES:
                 return found
             if str(path) not in checkout:
-                found[name] = path.read_bytes()
+                try:
+                    found[name] = path.read_bytes()
+                except OSError as error:
+                    log.warning("The run does not keep its code %s: %s", path, error)
+                    continue
                 size += len(found[name])
                 new = set(_imported(found[name])) - seen
                 seen |= new

@@ -16,14 +16,6 @@ from torchbeast.base.errors import FlagError, UserError
 log = logging.getLogger(__name__)
 
 
-class RunNameError(FlagError):
-    """The name of the run is not that of a folder."""
-
-
-class RunExistsError(UserError, FileExistsError):
-    """The run was started before and can't be resumed."""
-
-
 class RunBusyError(UserError, BlockingIOError):
     """Another process writes to the run."""
 
@@ -89,16 +81,11 @@ def sync_folder(folder: pathlib.Path) -> None:
         os.close(descriptor)
 
 
-def has_content(path: pathlib.Path) -> bool:
-    """Whether the file exists and is not empty."""
-    return path.exists() and path.stat().st_size > 0
-
-
-def check_name(xpid: str, savedir: str) -> None:
-    """Raises RunNameError if xpid is no plain name for a folder in savedir."""
+def check_name(xpid: str, savedir: str, flag: str = "--xpid") -> None:
+    """Raises FlagError if xpid is no plain name for a folder in savedir."""
     if xpid in ("", ".", "..", "latest") or "/" in xpid or "\0" in savedir + xpid:
-        raise RunNameError(
-            f"--xpid names a folder in {savedir!r}, so it must be one plain name "
+        raise FlagError(
+            f"{flag} names a folder in {savedir!r}, so it must be one plain name "
             f'without "/" and other than "latest", got {xpid!r}'
         )
 
@@ -113,7 +100,7 @@ class RunFolder:
       xpid: the name of the run, one path component.
 
     Raises:
-      RunNameError: xpid is not a plain name.
+      FlagError: xpid is not a plain name.
       RunBusyError: another process has locked the folder.
       RunFileError: the folder can't be created.
     """
@@ -121,34 +108,26 @@ class RunFolder:
     def __init__(self, savedir: str, xpid: str) -> None:
         check_name(xpid, savedir)
         self.path = pathlib.Path(os.path.abspath(os.path.expanduser(savedir)), xpid)
-        self._descriptor = -1
         with writing(self.path):
-            while self._descriptor < 0:
-                try:
-                    self.path.mkdir(parents=True, exist_ok=True)
-                except FileExistsError:  # a file has this name
-                    raise NotADirectoryError(
-                        errno.ENOTDIR, "it is not a folder", str(self.path)
-                    ) from None
-                descriptor = _lock_folder(self.path)
+            while True:
+                with contextlib.suppress(FileExistsError):
+                    self.path.mkdir(parents=True)
+                self._descriptor = _lock_folder(self.path)
                 # Another process may have removed the folder just before the lock.
                 with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(descriptor), self.path.stat()):
-                        self._descriptor = descriptor
-                if self._descriptor < 0:
-                    os.close(descriptor)
+                    if os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
+                        return
+                os.close(self._descriptor)
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            with contextlib.suppress(OSError):  # it is not empty
-                self.path.rmdir()
-            os.close(self._descriptor)
-            self._descriptor = -1
+        with contextlib.suppress(OSError):  # it is not empty
+            self.path.rmdir()
+        os.close(self._descriptor)
 
 
 def _lock_folder(folder: pathlib.Path) -> int:
     """Locks `folder` for this process; closing the returned descriptor unlocks it."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -35,12 +35,12 @@ def by_name(runs: Iterable[SavedRun]) -> dict[str, list[SavedRun]]:
 def check_protocols(groups: Mapping[str, Sequence[SavedRun]]) -> None:
     """Raises ValueError if runs of one group have different protocols."""
     for name, members in groups.items():
-        known = [run for run in members if run.protocol() is not None]
-        _, own = protocol.split_common(run.protocol() for run in known)
+        _, own = protocol.split_common(run.protocol() for run in members)
         if any(own):
             each = "; ".join(
                 f"{run.name}: {protocol.describe(rest)}"
-                for run, rest in zip(known, own, strict=True)
+                for run, rest in zip(members, own, strict=True)
+                if rest
             )
             raise ValueError(
                 f"the runs of the group {name} have different protocols, so their "

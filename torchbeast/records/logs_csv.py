@@ -6,24 +6,19 @@ import csv
 import gzip
 import io
 import logging
-import math
 import os
 import pathlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torchbeast.base.errors import UserError
-from torchbeast.records.folder import atomic_write, has_content
+from torchbeast.base.errors import FileError, UserError
+from torchbeast.records.folder import atomic_write
 
 log = logging.getLogger(__name__)
 
 # Columns about an evaluation of the weights of `eval_step`, see evaluator.py.
 EVAL_COLUMNS = ("eval_step", "eval_return", "eval_length")
-
-
-class LogsError(UserError, ValueError):
-    """logs.csv is damaged, or another program has written it."""
 
 
 class ColumnError(UserError, ValueError):
@@ -85,26 +80,28 @@ class LogsCsv:
       last_step: None cuts all rows.
 
     Raises:
-      ValueError: logs.csv was not written by this class, or is damaged.
+      FileError: logs.csv was not written by this class, or is damaged.
     """
 
     def __init__(self, folder: pathlib.Path, last_step: int | None) -> None:
         self.path = folder / "logs.csv"
-        self._fields_path = folder / "fields.csv"
         self._columns: list[str] = []
         self._tick = 0
-        if has_content(self.path):
+        if self.path.exists():
             self._cut(last_step)
         self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
         self._file.close()
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Mapping[str, float | None]) -> None:
         """Appends a row with _tick (0, 1, ...) and _time (Unix seconds).
 
         A key that is new becomes the last column. None, NaN and missing values give an
         empty cell. Floats are written exactly: float(cell) is the same number.
+
+        Args:
+          row: plain numbers, see `spread`.
 
         Raises:
           ColumnError: `row` has a key _tick or _time.
@@ -120,7 +117,7 @@ class LogsCsv:
     def _cut(self, last_step: int | None) -> None:
         columns, rows, complete = read_csv(self.path)
         if columns and columns[:2] != ["_tick", "_time"]:
-            raise LogsError(
+            raise FileError(
                 f"{self.path} begins with the columns {columns[:2]}, expected _tick "
                 "and _time: another program wrote it. Move it away."
             )
@@ -130,9 +127,9 @@ class LogsCsv:
                 cells = dict(zip(columns, row, strict=True))
                 int(cells["_tick"])
                 step = float(cells.get("step") or "-inf")
-            except ValueError as error:
+            except (ValueError, KeyError) as error:
                 if number < len(rows) - 1:
-                    raise LogsError(
+                    raise FileError(
                         f"Row {number + 1} below the header of {self.path} is damaged "
                         f"({row!s:.99}: {error}). Repair it or move the file away."
                     ) from error
@@ -142,13 +139,7 @@ class LogsCsv:
             kept.append(row)
         if not complete or len(kept) < len(rows):
             lines = len(rows) + (not complete)
-            if last_step is None:
-                log.info("Starting over: %d lines of logs.csv are cut.", lines)
-            else:
-                log.info(
-                    "Resuming at step %d: %d of %d lines of logs.csv are kept.",
-                    *(last_step, len(kept), lines),
-                )
+            log.info("%d of %d lines of logs.csv are kept.", len(kept), lines)
             with atomic_write(self.path) as file:
                 file.write(_csv([columns, *kept] if columns else []))
         self._columns = columns
@@ -168,7 +159,7 @@ class LogsCsv:
 
     def _write_fields(self) -> None:
         """Appends the columns to fields.csv, unless its last line has them already."""
-        path = self._fields_path
+        path = self.path.with_name("fields.csv")
         old = path.read_bytes() if path.exists() else b""
         line = _csv([self._columns])
         if self._columns and old.splitlines(keepends=True)[-1:] != [line]:
@@ -222,9 +213,6 @@ def _cells(line: str) -> list[str]:
         return []
 
 
-def _cell(value: Any) -> str:
-    if hasattr(value, "item"):  # NumPy scalars and tensors of one element
-        value = value.item()
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    return value.replace("\n", " ") if isinstance(value, str) else repr(value)
+def _cell(value: float | None) -> str:
+    is_nan = value != value
+    return "" if value is None or is_nan else repr(value)

@@ -66,11 +66,9 @@ class FileWriter:
         flags and their differences from the preset.
 
     Raises:
-      LogsError: logs.csv is damaged.
+      FileError: logs.csv is damaged.
       RunFileError: a file can't be written.
     """
-
-    path: pathlib.Path
 
     def __init__(
         self,
@@ -80,7 +78,6 @@ class FileWriter:
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self._lock = threading.Lock()
-        self._closed = False
         self.path = folder.path
         with contextlib.ExitStack() as stack, writing(self.path):
             stack.callback(_detach, _attach(self.path / "out.log"))
@@ -91,17 +88,14 @@ class FileWriter:
             _link_latest(self.path.with_name("latest"), self.path.name)
             self._resources = stack.pop_all()
 
-    def log(self, row: Mapping[str, Any]) -> None:
+    def log(self, row: Mapping[str, float | None]) -> None:
         """Appends a row to logs.csv, see LogsCsv.write.
 
         Raises:
           ColumnError: `row` has a key _tick or _time.
-          RuntimeError: the writer is closed.
           RunFileError: the row can't be written; logs.csv is unchanged.
         """
         with self._lock, writing(self._logs.path):
-            if self._closed:
-                raise RuntimeError(f"log() after close() on the run {self.path}.")
             self._logs.write(row)
 
     def close(
@@ -109,8 +103,8 @@ class FileWriter:
     ) -> None:
         """Writes the end of the run to meta.json and closes the files.
 
-        A second call does nothing. If meta.json can't be written, this logs a warning
-        and does not raise, so that it hides no earlier error.
+        If meta.json can't be written, this logs a warning and does not raise, so that
+        it hides no earlier error.
 
         Args:
           exit_status: 0 finished, 1 failed, 128 + n ended by signal n.
@@ -118,9 +112,6 @@ class FileWriter:
           error: what ended it, if it failed.
         """
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
             end = {"successful": exit_status == 0, "date_end": now()}
             self._meta |= end
             by = signal.Signals(exit_status - 128).name if exit_status > 128 else None
@@ -143,14 +134,12 @@ class FileWriter:
         about: Mapping[str, Any],
     ) -> dict[str, Any]:
         old = read_meta(self.path)
-        first = old if resume_step is not None else {}
         date = now()
+        is_new = resume_step is None
         protocol = find_protocol(args)
         start = {
             "args": dict(args),
             "preset": args.get("preset"),
-            "preset_changes": {},
-            "flags_left_open": [],
             "protocol": protocol,
             "protocol_text": describe(protocol),
             **provenance(),
@@ -171,13 +160,12 @@ class FileWriter:
             "flags": start["args"],
             **{name: start[name] for name in start if name not in _OF_THE_NEWEST},
         }
-        resumed = first.get("resumed", [])
         return {
             "xpid": self.path.name,
             **start,
-            "date_start": first.get("date_start", date),
+            "date_start": date if is_new else old.get("date_start", date),
             "date_end": None,
-            "resumed": resumed if resume_step is None else [*resumed, date],
+            "resumed": [] if is_new else [*old.get("resumed", []), date],
             "successful": False,
             "starts": [*old.get("starts", []), entry],
         }

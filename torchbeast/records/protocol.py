@@ -90,9 +90,10 @@ def _describe(name: str, value: Any) -> str:
 def split_common(
     protocols: Iterable[Mapping[str, Any] | None],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What all known protocols share, and what each of them has besides."""
-    known = [p for p in protocols if p is not None]
+    """What all known protocols share, and what each has besides; {} if unknown."""
+    every = list(protocols)
+    known = [p for p in every if p is not None]
     first = known[0] if known else {}
     same = {k: x for k, x in first.items() if all(p.get(k) == x for p in known)}
-    rest = [{k: x for k, x in p.items() if k not in same} for p in known]
+    rest = [{k: x for k, x in (p or {}).items() if k not in same} for p in every]
     return same, rest

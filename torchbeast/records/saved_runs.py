@@ -17,7 +17,7 @@ from torchbeast.records.meta import read_meta
 from torchbeast.records.protocol import describe, stored_protocol
 
 LOGS = ("logs.csv", "logs.csv.gz")  # archived logs may be compressed
-MOST_NAMES = 20  # maximal names in an error message
+MOST_NAMES = 20  # in a message
 # A longer time without a row is a pause, if it is also far longer than the run's usual.
 PAUSE_SECONDS, PAUSE_FACTOR = 60.0, 20.0
 
@@ -94,7 +94,7 @@ class SavedRun(NamedTuple):
 
     def _wall_clock(self) -> np.ndarray:
         """wall_clock() with the pauses inside of starts."""
-        times = self.columns["_time"]
+        times = self.columns.get("_time", np.empty(0))
         dates = [self.meta.get("date_start"), *self.meta.get("resumed", ())]
         starts = [datetime.datetime.fromisoformat(x).timestamp() for x in dates if x]
         starts = starts or [float(times[0]) if len(times) else 0.0]
@@ -108,8 +108,6 @@ class SavedRun(NamedTuple):
 
     def seconds(self) -> float | None:
         """The last of wall_clock(); None if it is unknown."""
-        if "_time" not in self.columns:
-            return None
         seconds = self.wall_clock()
         seconds = seconds[np.isfinite(seconds)]
         return float(seconds[-1]) if len(seconds) else None
@@ -137,7 +135,7 @@ def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
     names = [path.parent.name for path in logs if not path.parent.is_symlink()]
     raise ValueError(
         f"no run {xpid!r}: neither {savedir / xpid} nor {xpid} has a logs.csv. "
-        f"Runs in {savedir}: {_listing(sorted(names))}."
+        f"Runs in {savedir}: {listing(sorted(names))}."
     )
 
 
@@ -160,7 +158,8 @@ def read_run(folder: pathlib.Path) -> SavedRun:
     Raises:
       ValueError: logs.csv or meta.json is damaged.
     """
-    path = next(folder / name for name in LOGS if (folder / name).is_file())
+    there = [folder / name for name in LOGS if (folder / name).is_file()]
+    path = there[0] if there else folder / LOGS[0]
     with using(path, "is damaged"):
         header, rows, _ = read_csv(path)
     if rows and len(rows[-1]) != len(header):
@@ -211,6 +210,7 @@ def _number(cell: str) -> float:
         return float("nan")
 
 
-def _listing(names: list[str]) -> str:
+def listing(names: list[str]) -> str:
+    """The names for a message; of many only the first."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return (", ".join(names[:MOST_NAMES]) or "none") + more

@@ -30,8 +30,7 @@ def environment_settings(flags: argparse.Namespace) -> dict[str, str]:
         value = getattr(flags, name)
         if value is not None and not (value is False and declared.default is None):
             # A preset may give 0 if the command line gives 0.0.
-            is_switch = declared.converter is bool
-            settings[name] = str(value if is_switch else declared.convert(str(value)))
+            settings[name] = str(declared.from_file(value))
     return settings
 
 
@@ -48,8 +47,11 @@ def server_addresses(flags: argparse.Namespace) -> list[str]:
         ports = re.fullmatch(r"(.+):(\d+)-(\d+)", word)  # host:5000-5007
         if ports and not word.startswith("unix:"):
             first, last = int(ports[2]), int(ports[3])
-            if last < first:
-                raise FlagError(f"--server_addresses: {word}: {last} is below {first}")
+            if not first <= last < 2**16:
+                raise FlagError(
+                    f"--server_addresses: {word}: {last} is below {first}, or above "
+                    "65535, the last port"
+                )
             addresses += [f"{ports[1]}:{port}" for port in range(first, last + 1)]
         else:
             addresses.append(word)
@@ -80,7 +82,7 @@ def reachable_first(addresses: Sequence[str]) -> list[str]:
 
     if len(addresses) < 2:
         return list(addresses)
-    with ThreadPoolExecutor(len(addresses)) as threads:
+    with ThreadPoolExecutor(min(len(addresses), 64)) as threads:
         answers = threads.map(is_reachable, addresses)
         reachable = dict(zip(addresses, answers, strict=True))
     return sorted(addresses, key=lambda address: not reachable[address])

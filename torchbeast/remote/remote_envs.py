@@ -14,7 +14,9 @@ import numpy as np
 from gymnasium import spaces
 
 import libtorchbeast
+from torchbeast.base import ranks
 from torchbeast.base.errors import FlagError, UserError
+from torchbeast.base.hardware import memory_limit
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.envs import atari
@@ -36,7 +38,6 @@ from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger(__name__)
 
-MAX_ROLLOUT_BYTES = 2 << 30  # of one stream
 PATIENCE = 5.0  # least seconds without a step until others get their turn, see settle
 
 
@@ -184,10 +185,14 @@ class RemoteEnvs:
                 check(env)
             return env
         except UserError as error:
-            if not self.listener:
-                raise
-            self.listener.refuse(found["hello"], str(error))  # wait for others
+            self.refuse(found["hello"], error)
             raise libtorchbeast.TransportError(str(error)) from error
+
+    def refuse(self, hello: bytes, error: UserError) -> None:
+        """Refuses environments that have joined, and waits for others; else raises."""
+        if not self.listener:
+            raise error
+        self.listener.refuse(hello, str(error))
 
     def _probe(self, where: str) -> dict[str, Any]:
         # The first reset may come before the hello, and has as long as a step.
@@ -196,7 +201,10 @@ class RemoteEnvs:
         try:
             return libtorchbeast.probe(where, seconds, **words)
         except ValueError as error:  # not an address
-            raise FlagError(f"--server_addresses: {error}") from error
+            name = (
+                "server_addresses" if self.flags.server_addresses else "pipes_basename"
+            )
+            raise FlagError(f"--{name}: {error}") from error
         except libtorchbeast.TransportError as error:
             if is_final(error) or not (fault := tls_fault(where, self.flags)):
                 raise
@@ -221,7 +229,7 @@ class RemoteEnvs:
         """Waits for the first batch of a learner that listens.
 
         Until then, environments with other spaces wait. They get their turn if those
-        with these spaces have left, or have made no step for a while.
+        with these spaces have left, make no step for a while, or are very slow.
 
         Args:
           group: a StreamGroup, whose pool runs.
@@ -230,7 +238,7 @@ class RemoteEnvs:
         Returns:
           Whether the first batch is there; if not, others have their turn.
         """
-        steps, since = 0, time.monotonic()
+        steps, since = 0, (begun := time.monotonic())
         while group.queue.size() < group.items_per_batch:
             for check in checks:
                 check()
@@ -245,7 +253,8 @@ class RemoteEnvs:
             now = time.monotonic()
             if group.pool.count() != steps:
                 steps, since = group.pool.count(), now
-            elif now - since > min(self.patience, self.flags.actor_timeout):
+            wait = min(self.patience, self.flags.actor_timeout)
+            if now - since > wait or now - begun > 10 * self.patience:
                 self.listener.pass_over()
             time.sleep(0.1)
         self.listener.settle(spec.hello)
@@ -277,7 +286,6 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
       FlagError: the learner can't use these environments; the message has the reason.
     """
     is_atari = atari.atari_game(flags.env) is not None
-    E = found["num_envs"]
     try:
         if found["action_space"] is None:
             raise ValueError("action_space is missing; the policy is made for it")
@@ -291,12 +299,13 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
             raise ValueError(
                 f"--num_actions is {flags.num_actions}, got {action_space}"
             )
-        num_bytes = found["step_bytes"] * (flags.unroll_length + 1)
-        if num_bytes > MAX_ROLLOUT_BYTES:
+        num_rows = flags.num_actors * (flags.unroll_length + 1)
+        most = memory_limit() // 2 // ranks.size()
+        if num_rows * found["step_bytes"] > most:
             raise ValueError(
-                f"a rollout of {E} environments would have {num_bytes:,} bytes "
-                f"(--unroll_length {flags.unroll_length}), at most "
-                f"{MAX_ROLLOUT_BYTES:,} are allowed"
+                f"the rollouts of {flags.num_actors} streams have {num_rows:,} rows of "
+                f"{found['step_bytes']:,} bytes, more than half of the memory "
+                f"({most:,} bytes): lower --num_actors or --unroll_length"
             )
         # Atari's stacks are not on the wire.
         if is_atari and observation_space.shape == atari.STACK_SHAPE:
@@ -317,7 +326,7 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
         observation_space,
         action_space,
         flags.frame_skip if is_atari else 1,
-        num_envs=E,
+        num_envs=found["num_envs"],
         hello=found["hello"],
     )
     check_batches(flags, env)

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,8 +70,11 @@ def security(flags: argparse.Namespace) -> libtorchbeast.Security:
     if flags.token_file:
         with using(f"--token_file {flags.token_file}", "is not text in UTF-8"):
             token = Path(flags.token_file).read_text("utf-8").strip()
-        if not token:
-            raise FlagError(f"--token_file {flags.token_file} is empty")
+        if not re.fullmatch("[!-~]+", token):  # it travels in a header
+            what = (
+                "may have printable ASCII without spaces only" if token else "is empty"
+            )
+            raise FlagError(f"--token_file {flags.token_file} {what}")
     files = {name: getattr(flags, name) for name in TLS_FLAGS}
     return libtorchbeast.Security(**files, token=token, insecure=flags.insecure)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torchbeast.base.errors import text_of
+from torchbeast.base.errors import UserError, text_of
 from torchbeast.base.seldom import Seldom
 from torchbeast.envs.environment import Environment, example_environment
 from torchbeast.procs import children
@@ -79,14 +79,17 @@ def serve_under_ray(flags: Flags, index: int) -> None:
     except Exception as error:
         raise ServerError(text_of(error)) from None
     assert flags.join
+    is_new = Seldom(supervisor.REPEAT_SECONDS)
     while True:
         client = make_server(flags, index, flags.join, 0)
         try:
             return run_client(flags, client, log.info)
         except supervisor.RefusedForGood:
             raise
-        except ServerError:
-            time.sleep(PAUSE_SECONDS)  # the learner logs the reason
+        except ServerError as error:
+            if is_new(why := str(error).strip().rpartition("\n")[2]):
+                log.warning("New environments after: %s", why)
+            time.sleep(PAUSE_SECONDS)
 
 
 def run_client(
@@ -121,10 +124,11 @@ def run_client(
                 waits = True
                 if not is_new(stats["last_error"]):
                     continue
-                if fault := tls_fault(learner, flags):
-                    faults.append(f"the learner at {learner}: {fault}")
-                    client.stop()
-                    return
+                with contextlib.suppress(UserError):  # its files may just be renewed
+                    if fault := tls_fault(learner, flags):
+                        faults.append(f"the learner at {learner}: {fault}")
+                        client.stop()
+                        return
                 why = stats["last_error"].rpartition("last error: ")[2]
                 say(f"Waiting for a learner at {learner}: {why}")
 

@@ -62,8 +62,7 @@ class StreamGroup:
         unroll begins before.
 
     Raises:
-      FlagError: the rollouts of all streams need more than half of the memory that
-        this process may use, or one of `addresses` is not an address.
+      FlagError: one of `addresses` is not an address.
     """
 
     def __init__(
@@ -116,9 +115,7 @@ class StreamGroup:
                 security=envs.security,
             )
         except ValueError as error:
-            too_large = "max_rollout_bytes" in str(error)
-            hint = "; see --num_actors, --unroll_length" if too_large else ""
-            raise FlagError(f"{error}{hint}") from error
+            raise FlagError(str(error)) from error
 
     def close(self) -> None:
         self.pool.close()
@@ -139,7 +136,6 @@ class Streams:
 
     Attributes:
       env_fields: fields of a row from the environments, see core/rollout.py.
-      in_turns: with --sync, acting and learning alternate.
       order: with --record, else None.
     """
 
@@ -149,9 +145,8 @@ class Streams:
         self.env_fields = rollout.env_fields(
             spec.observation_space, learner.model.distribution
         )
-        self.in_turns = flags.sync
         self.order = InferenceOrder() if flags.record and not flags.sync else None
-        parts = [[x] for x in envs.addresses] if self.in_turns else [envs.addresses]
+        parts = [[x] for x in envs.addresses] if flags.sync else [envs.addresses]
         self.groups = [
             StreamGroup(
                 *(flags, part, envs, spec),
@@ -210,7 +205,7 @@ class Streams:
         self.envs.report(self.groups)
         stats = [group.pool.stats() for group in self.groups]
         # After a stop signal, servers may be gone.
-        for x in stats if self.in_turns and not self.run.stop_requested() else ():
+        for x in stats if self.run.flags.sync and not self.run.stop_requested() else ():
             if x["num_reconnects"] or x["num_dropped_steps"]:
                 raise ServerError(
                     "a stream was lost, and a run with --sync can't be the same "

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import logging
 import multiprocessing as mp
 import os
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 from torchbeast.base.errors import UserError
@@ -102,11 +104,16 @@ class Servers:
         # Each start has 65,536 numbers for its streams: none repeats.
         arguments = (self.flags, server.index, server.address, server.starts << 16)
         # The end of its pipe is a request to end.
-        server.child = self.group.start(
-            f"server {server.index}", self.serve, *arguments
-        )
         server.heard, server.ready = time.monotonic(), None
         server.starts += 1
+        try:
+            server.child = self.group.start(
+                f"server {server.index}", self.serve, *arguments
+            )
+        except children.ProcessError as error:
+            if not self.ever_ready:
+                raise
+            self._start_later(server, f"can't be started: {error}")
 
     def _check(self, server: Server, child: children.Child) -> None:
         now = time.monotonic()  # before it is ended, which may take seconds
@@ -131,8 +138,13 @@ class Servers:
             how = f"has failed: {error}"
         self.group.end(STOP_SECONDS, [child])
         child.pipe.close()
-        healthy = server.ready is not None and now - server.ready > HEALTHY_SECONDS
-        server.crashes = 0 if healthy else server.crashes + 1
+        if server.ready is not None and now - server.ready > HEALTHY_SECONDS:
+            server.crashes = -1
+        self._start_later(server, how)
+
+    def _start_later(self, server: Server, how: str) -> None:
+        server.crashes += 1
+        who = f"environment server {server.index}"
         if server.crashes > self.flags.max_restarts:
             raise ServerError(
                 f"{who} {how}: crash number {server.crashes} in a row, each less than "
@@ -152,7 +164,7 @@ class Servers:
             server.address = rest[0]  # keeps a port that was free
             if server.address.startswith("unix:") and not self.flags.join:
                 path = server.address.removeprefix("unix:")
-                self.sockets |= {path, path + ".lock"}
+                self.sockets.add(path)
             log.info("Server %d at %s: %s", server.index, *rest)
         elif kind == "log" and self.is_new(*rest):
             log.info("%s", *rest)
@@ -181,8 +193,11 @@ class Servers:
         self.group.end(STOP_SECONDS)
         self.group.close()
         for path in self.sockets:
-            with contextlib.suppress(OSError):  # a server that exits removes its own
-                os.unlink(path)
+            # A server that exits removes its own, and another may listen there by now.
+            with contextlib.suppress(OSError), open(path + ".lock", "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                Path(path).unlink(missing_ok=True)
+                os.unlink(lock.name)
 
 
 class SharedPipe:

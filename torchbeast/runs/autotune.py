@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchbeast.base import ranks
 from torchbeast.base.errors import FlagError
 from torchbeast.procs import processes
 from torchbeast.runs import flagset
@@ -251,7 +250,7 @@ def main(
     for wrong, why in (
         (flags.mode != "train", f"has no effect with --mode {flags.mode}"),
         (flags.launcher != "processes", f"can't try --launcher {flags.launcher}"),
-        (ranks.size() > 1, "tries one learner: start it without torchrun"),
+        ("TORCHELASTIC_RUN_ID" in os.environ, "can't try several learners of torchrun"),
         (not Path("/proc/self/task").exists(), "needs Linux"),
     ):
         if wrong:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import os
 import pathlib
 import random
@@ -17,7 +16,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from torchbeast.base import errors
 from torchbeast.base.errors import CheckpointError
 from torchbeast.core.finite import find_not_finite
 from torchbeast.core.moments import RunningMoments
@@ -87,9 +85,9 @@ def save(
                 copy(path, previous_path(path))
     except Exception as error:
         raise CheckpointError(
-            f"Cannot save a checkpoint of {len(data):,} bytes to {path} "
-            f"({_free_space(path.parent)}): {error}. The previous checkpoint, if any, "
-            "is unchanged. Free some space or choose another --savedir."
+            f"Cannot save a checkpoint of {len(data):,} bytes to {path}: {error}. The "
+            "previous checkpoint, if any, is unchanged. Free some space or choose "
+            "another --savedir."
         ) from error
 
 
@@ -200,7 +198,7 @@ def _find_wrong(state: dict[str, Any], for_test: bool) -> str | None:
 
 def _find_not_finite(state: dict[str, Any]) -> str | None:
     """Names a value with which each resumed run fails at its first update."""
-    for name in ("model", "optimizer", "scheduler"):
+    for name in ("model", "optimizer", "scheduler", "explorer"):
         name += "_state_dict"
         if place := find_not_finite(state.get(name), name):
             return f"{place} is not finite"
@@ -240,62 +238,56 @@ def take_over(place: str, savedir: str, model: torch.nn.Module) -> None:
     Raises:
       CheckpointError: the file can't be read, or none of its weights fits.
     """
-    with errors.using(f"--init_from {place}"):  # a name may be too long
+    try:
         path = find(place, savedir)
-        exists = path.exists()
-    if not exists:
+        path.stat()
+    except (OSError, ValueError, RuntimeError) as error:  # too long; ~ without HOME
         raise CheckpointError(
-            f"--init_from {place}: there is neither a run of this name in {savedir}, "
-            f"nor a file {path}"
-        )
+            f"--init_from {place}: neither a run in {savedir} nor a file: {error}"
+        ) from error
     saved = load(path)
     check(saved, path, for_test=True)
-    found, wanted = saved["model_state_dict"], model.state_dict()
-    fitting = {
-        name: x
-        for name, x in found.items()
-        if name in wanted and wanted[name].shape == x.shape
-    }
+    found = saved["model_state_dict"]
     differences = _differences(found, model)
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, RunningMoments):
             parts = {f"{name}.{part}" for part in module.state_dict()}
-            if not parts <= fitting.keys():  # a count without its mean is wrong
-                for part in sorted(parts & fitting.keys()):
-                    del fitting[part]
-                    differences.append(f"{part} belongs to moments that do not fit")
+            if parts & differences.keys():  # a count without its mean is wrong
+                for part in sorted(parts - differences.keys()):
+                    differences[part] = f"{part} belongs to moments that do not fit"
+    fitting = {name: x for name, x in found.items() if name not in differences}
     if not fitting:
         raise CheckpointError(
             f"--init_from {place}: none of its weights fits this model: "
             f"{_some(differences)}"
         )
     model.load_state_dict(fitting, strict=False)
-    log.info("Took %d of %d weights from %s.", len(fitting), len(wanted), path)
+    number = len(model.state_dict())
+    log.info("Took %d of %d weights from %s.", len(fitting), number, path)
     if differences:
-        log.warning("These were not taken: %s.", "; ".join(differences))
+        log.warning("These were not taken: %s.", "; ".join(differences.values()))
 
 
-def _differences(found: dict[str, Any], model: torch.nn.Module) -> list[str]:
-    """Describes the weights whose names or shapes differ from the model's."""
+def _differences(found: dict[str, Any], model: torch.nn.Module) -> dict[str, str]:
+    """Describes the weights whose names or shapes differ from the model's, by name."""
     there = {name: list(x.shape) for name, x in found.items()}
     here = {name: list(x.shape) for name, x in model.state_dict().items()}
-    texts = []
+    texts = {}
     for name in sorted(here.keys() | there.keys()):
         if name not in there:
-            texts.append(f"{name} {here[name]} is not in the checkpoint")
+            texts[name] = f"{name} {here[name]} is not in the checkpoint"
         elif name not in here:
-            texts.append(f"{name} {there[name]} is in the checkpoint only")
+            texts[name] = f"{name} {there[name]} is in the checkpoint only"
         elif there[name] != here[name]:
-            texts.append(
-                f"{name} is {there[name]} in the checkpoint, but {here[name]} here"
-            )
+            shapes = f"{there[name]} in the checkpoint, but {here[name]} here"
+            texts[name] = f"{name} is {shapes}"
     return texts
 
 
-def _some(texts: list[str], shown: int = 6) -> str:
+def _some(texts: dict[str, str], shown: int = 6) -> str:
     rest = len(texts) - shown
     more = f"; and {rest} more" if rest > 0 else ""
-    return f"{'; '.join(texts[:shown])}{more}"
+    return f"{'; '.join(list(texts.values())[:shown])}{more}"
 
 
 def rng_state() -> dict[str, Any]:
@@ -358,13 +350,6 @@ def copy(path: pathlib.Path, target: pathlib.Path) -> None:
         shutil.copyfileobj(source, file)
 
 
-def _free_space(folder: pathlib.Path) -> str:
-    try:
-        return f"{shutil.disk_usage(folder).free:,} bytes are free there"
-    except OSError as error:
-        return f"free space unknown: {error}"
-
-
 # --- The best checkpoint, and those of --checkpoint_history ---------------------------
 
 
@@ -420,10 +405,7 @@ def best_result(path: pathlib.Path) -> tuple[int, float] | None:
     """Step and return of the best checkpoint so far; None if it can't be used."""
     try:
         stats = load(path)["stats"]
-        found = int(stats["step"]), float(stats["eval_return"])
-        if math.isnan(found[1]):
-            raise ValueError("its eval_return is NaN")
+        return int(stats["step"]), float(stats["eval_return"])
     except Exception as error:
         log.warning("%s is not used: %s", path, error)
         return None
-    return found

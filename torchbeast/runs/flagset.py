@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import secrets
 import sys
@@ -166,7 +167,7 @@ def merge(
         saved = values_of_file(declared, saved, place)
         if "preset" not in given:
             preset = preset_flags(saved.get("preset"))
-        elif given["preset"] != saved.get("preset"):
+        elif preset != preset_flags(saved.get("preset")):  # names can mean the same
             given = preset | given  # a new preset counts as typed
     if not given.get("trust_checkpoint_env"):
         if not typed.signed:
@@ -209,12 +210,8 @@ def resolve_folder(flags: Flags) -> None:
     Raises:
       FlagError: they can't.
     """
-    flags.savedir = os.path.expanduser(flags.savedir)
-    if flags.savedir.startswith("~"):
-        raise FlagError(
-            f"--savedir {flags.savedir}: the home folder is unknown. Set HOME, or "
-            "choose another --savedir"
-        )
+    with using(f"--savedir {flags.savedir}", "needs HOME; or choose another"):
+        flags.savedir = str(Path(flags.savedir).expanduser())
     if not flags.xpid:  # random digits: a script may start several runs in a second
         flags.xpid = (
             f"{time.strftime('torchbeast-%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
@@ -224,8 +221,9 @@ def resolve_folder(flags: Flags) -> None:
     longest = max(len(os.fsencode(name)) for name in folder.split(os.sep))
     if longest > 255 or len(os.fsencode(folder)) > 4000:
         raise FlagError(
-            f"--savedir and --xpid can't name a folder: File name too long: "
-            f"{folder[:100]!r}... Give a shorter one, with at most 255 bytes per name"
+            "--savedir and --xpid (a sweep's --name, --grid) can't name a folder: "
+            f"File name too long: {folder[:100]!r}... Give shorter ones, with at most "
+            "255 bytes per name"
         )
 
 
@@ -268,7 +266,7 @@ def check_effects(flags: Flags) -> None:
         "without evaluations: add --eval_interval, for example 500000",
         "eval_episodes",
     )
-    refuse(flags.disable_checkpoint, "without checkpoints", "mirror")
+    refuse(flags.disable_checkpoint, "without checkpoints", "mirror", "save_replay")
     repeats = getattr(flags, "repeat", None)
     refuse(not repeats, "without --repeat XPID", "until", "interactive")
     is_ray = getattr(flags, "launcher", None) == "ray"
@@ -292,6 +290,36 @@ def check_ranges(flags: argparse.Namespace) -> None:
         allowed = DECLARED[name].range if name in DECLARED else None
         if allowed and value is not None and value not in allowed:
             raise FlagError(f"--{name} must be {allowed.words}, got {value}")
+
+
+def check_replay(flags: Flags) -> None:
+    """Raises FlagError if a run can't train with its --replay_ratio."""
+    ratio, B, T = flags.replay_ratio, flags.batch_size, flags.unroll_length
+    for least, why in (
+        (8 * T, f"8 times --unroll_length {T}"),
+        (
+            math.ceil(ratio * B * T),
+            f"--replay_ratio {ratio:g} times --batch_size {B} and --unroll_length {T}",
+        ),
+        (flags.learn_start, f"--learn_start {flags.learn_start:,}"),
+    ):
+        if flags.replay_size < least:
+            raise FlagError(
+                f"--replay_size {flags.replay_size:,} is too small: {why} needs at "
+                f"least {least:,} steps"
+            )
+    for name in ("num_learner_threads", "minibatches"):
+        if (value := getattr(flags, name)) > 1:
+            raise FlagError(
+                f"--{name} {value} can't be used with --replay_ratio {ratio:g}: the "
+                "replay takes whole batches, in order, and mixes each with replayed "
+                f"rollouts. Give --{name} 1"
+            )
+    if flags.sync and not flags.disable_checkpoint:
+        raise FlagError(
+            "--sync resumes exactly, which a run with a replay can't: add "
+            "--disable_checkpoint, or leave out --sync"
+        )
 
 
 def resolve(flags: Flags) -> Flags:
@@ -322,56 +350,17 @@ def resolve(flags: Flags) -> Flags:
     check_effects(flags)
     if flags.learn_start is None:
         flags.learn_start = min(10_000, flags.replay_size // 2)
-    if flags.replay_ratio and flags.replay_size < 8 * flags.unroll_length:
+    if flags.replay_ratio and flags.mode == "train":
+        check_replay(flags)
+    if flags.encoder and flags.normalize_observations:
+        raise FlagError("--normalize_observations has no effect with --encoder")
+    M, U = flags.minibatches, flags.updates_per_batch
+    if flags.batch_size % M or U % M:
         raise FlagError(
-            f"--replay_ratio {flags.replay_ratio:g} needs a replay: give --replay_size "
-            f"of at least 8 times --unroll_length {flags.unroll_length}, got "
-            f"{flags.replay_size}"
-        )
-    replayed = flags.replay_ratio * flags.batch_size * flags.unroll_length
-    if flags.mode == "train" and replayed > flags.replay_size > 0:
-        raise FlagError(
-            f"--replay_ratio {flags.replay_ratio:g} replays {replayed:,.0f} steps per "
-            f"batch (times --batch_size {flags.batch_size} and --unroll_length "
-            f"{flags.unroll_length}), more than --replay_size {flags.replay_size:,} "
-            "has: lower it"
-        )
-    if flags.replay_ratio and flags.sync and not flags.disable_checkpoint:
-        raise FlagError(
-            "--sync resumes exactly, which a run with a replay can't: add "
-            "--disable_checkpoint, or leave out --sync"
-        )
-    if flags.batch_size % flags.minibatches:
-        raise FlagError(
-            f"--minibatches {flags.minibatches} must divide --batch_size "
-            f"{flags.batch_size}, so that all parts have the same number of rollouts: "
-            "give another batch size, or --minibatches 1"
-        )
-    if flags.updates_per_batch % flags.minibatches:
-        raise FlagError(
-            f"--updates_per_batch {flags.updates_per_batch} must be a multiple of "
-            f"--minibatches {flags.minibatches}, so that all rollouts count equally: "
-            f"give --updates_per_batch {flags.minibatches} for one pass over a batch, "
-            "or --minibatches 1"
-        )
-    trains_from_replay = flags.replay_ratio and flags.mode == "train"
-    if trains_from_replay and flags.num_learner_threads > 1:
-        raise FlagError(
-            f"--num_learner_threads {flags.num_learner_threads} can't be used with "
-            f"--replay_ratio {flags.replay_ratio:g}: the replay needs the rollouts of "
-            "each environment in order. Give --num_learner_threads 1"
-        )
-    if flags.replay_ratio and flags.minibatches > 1:
-        raise FlagError(
-            f"--minibatches {flags.minibatches} can't be used with --replay_ratio "
-            f"{flags.replay_ratio:g}: each update needs online and replayed rollouts. "
-            "Give --minibatches 1"
-        )
-    if flags.replay_ratio and flags.learn_start > flags.replay_size:
-        raise FlagError(
-            f"--learn_start {flags.learn_start:,} is more than --replay_size "
-            f"{flags.replay_size:,}, and the replay can't hold so many steps: lower "
-            "--learn_start"
+            f"--minibatches {M} must divide --batch_size {flags.batch_size} and "
+            f"--updates_per_batch {U}, so that all rollouts count equally: "
+            f"--updates_per_batch {M} is one pass over a batch. --minibatches 1 is "
+            "always possible"
         )
     if flags.precision == "auto":
         flags.precision = "bf16" if fast_bf16(learner_device(flags)) else "fp32"

@@ -109,6 +109,8 @@ class Metrics:
         row = {k: x for k, x in row.items() if x is not None}
         # A column of a fork may have any name.
         known = {re.sub("[^a-zA-Z0-9_]", "_", k): x for k, x in row.items()}
+        if "env_warnings" in known:  # the number of one batch
+            known["env_warnings"] += self._row.get("env_warnings", 0)
         self._row = self._row | known | {"last_batch_timestamp_seconds": time.time()}
         self._batches, self._learned = self._batches + 1, time.monotonic()
 

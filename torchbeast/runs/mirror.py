@@ -34,6 +34,7 @@ MODEL, MARKER = "model.tar", "mirror.json"
 PIECE = 2**20  # bytes
 POLL_SECONDS, RETRY_SECONDS = 1.0, 30.0
 CLOSE_SECONDS = 60.0  # for the last copy; or twice the longest so far, if it is more
+COMPLETE_SECONDS = 3600.0  # for a copy of a finished run
 REPEAT_SECONDS = 600.0  # between log lines about failures
 
 
@@ -106,7 +107,9 @@ def is_of_run(name: str) -> bool:
     """Whether a mirror has such a file. It is inside of the folder, and not hidden."""
     parts = name.split("/")
     hidden = any(not part or part.startswith(".") for part in parts)
-    return not (hidden or name == MARKER or name.endswith(".part") or "wandb" in parts)
+    # Not console.log: a sweep's run on this machine may write to it now.
+    other = name in (MARKER, "console.log") or name.endswith(".part")
+    return not (hidden or other or "wandb" in parts)
 
 
 def fetch(url: str, folder: Path, step: int | None) -> bool:
@@ -123,12 +126,15 @@ def fetch(url: str, folder: Path, step: int | None) -> bool:
       FlagError: the mirror can't be read, or has another run of this name.
       RunFileError: the folder can't be written.
     """
-    if urlsplit(url).password:  # meta.json and the log show the URL
-        raise FlagError("--mirror has a password, which belongs into FSSPEC_CONFIG_DIR")
     with using(f"--mirror {url}"):
+        if urlsplit(url).password:  # meta.json and the log show the URL
+            raise FlagError(
+                "--mirror has a password, which belongs into FSSPEC_CONFIG_DIR"
+            )
         place = Place(url, folder.name)
-        if os.path.isdir(place.root) and os.path.samefile(place.root, folder):
-            raise FlagError(f"--mirror {url} is the folder of the runs: give another")
+        is_here = "file" in place.fs.protocol
+        if is_here and Path(place.root).resolve().is_relative_to(folder.resolve()):
+            raise FlagError(f"--mirror {url} would be in the run's folder, {folder}")
         names, marker = place.names(), place.marker()
         if MODEL not in names:
             return False
@@ -192,9 +198,10 @@ class Mirror:
     def log(self, row: dict[str, Any]) -> None:
         """Logs are copied with the checkpoints."""
 
-    def close(self, exit_status: int) -> None:
+    def close(self, exit_status: int, seconds: float = 0.0) -> None:
+        """Copies what is left, for `seconds` at least if it takes so long."""
         self._closing.set()
-        self._thread.join(max(CLOSE_SECONDS, 2 * self._longest))
+        self._thread.join(max(seconds, CLOSE_SECONDS, 2 * self._longest))
         self._late.set()
         if missing := ", ".join(sorted(self._changed())):
             log.error("The mirror %s lacks the newest %s.", self.url, missing)

@@ -71,7 +71,6 @@ def keep(run: Any, actors: Any, buffers: dict[str, Nested], weights: Any) -> Any
     Raises:
       FlagError: the order of this run can't be recorded.
     """
-    record.drop_later(run)
     if run.flags.repeat:
         repeated = Repeated(run, actors, buffers, weights)
         return repeated, repeated.publish
@@ -132,8 +131,8 @@ class Recorded:
         """The last log line of a failed run."""
         run, flags = self._run, self._run.flags
         if run.exit_status == 1:
-            command = f"python -m torchbeast.monobeast --repeat {flags.xpid} --savedir "
-            command += shlex.quote(flags.savedir)
+            words = "--repeat", flags.xpid, "--savedir", flags.savedir
+            command = f"python -m torchbeast.monobeast {shlex.join(words)}"
             step = run.learner.step - int(60 * (run.learner.counters.sps() or 0))
             log.error(
                 "To repeat this run: %s. To look at it a minute before its end, add "

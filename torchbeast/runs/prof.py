@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Mapping
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def format_shares(shares: dict[str, float]) -> str:
     return ", ".join(parts) or "nothing timed"
 
 
-def bottleneck(counts: Mapping[str, float]) -> str:
+def bottleneck(counts: Counter[str]) -> str:
     """Describes where PolyBeast spends its time, and which part limits the speed.
 
     A stream spends its time in its environments, on the wire, in the batcher (waiting
@@ -72,23 +72,20 @@ def bottleneck(counts: Mapping[str, float]) -> str:
       counts: Streams.counts(), or the difference of two.
     """
 
-    def get(name: str) -> float:
-        return max(0.0, counts.get(name, 0.0))
-
     def busy(work: float, wait: float) -> float:
         return work / (work + wait) if work else 0.0
 
-    learner = busy(get("learner_learn"), get("learner_wait"))
-    inference = busy(get("inference_infer"), get("inference_wait"))
-    batches = get("num_batches") or 1.0
-    computing = get("inference_infer") * get("num_items") / batches
-    computing = min(computing, get("inference_wait_seconds"))
+    learner = busy(counts["learner_learn"], counts["learner_wait"])
+    inference = busy(counts["inference_infer"], counts["inference_wait"])
+    batches = counts["num_batches"] or 1.0
+    computing = counts["inference_infer"] * counts["num_items"] / batches
+    computing = min(computing, counts["inference_wait_seconds"])
     spent = {
-        "environments": get("env_seconds"),
-        "wire": max(0.0, get("env_wait_seconds") - get("env_seconds")),
-        "batcher": get("inference_wait_seconds") - computing,
+        "environments": counts["env_seconds"],
+        "wire": max(0.0, counts["env_wait_seconds"] - counts["env_seconds"]),
+        "batcher": counts["inference_wait_seconds"] - computing,
         "inference": computing,
-        "learner's queue": get("queue_wait_seconds"),
+        "learner's queue": counts["queue_wait_seconds"],
     }
     total = sum(spent.values()) or 1.0
     shares = {name: seconds / total for name, seconds in spent.items()}
@@ -101,10 +98,10 @@ def bottleneck(counts: Mapping[str, float]) -> str:
     return (
         f"Learner busy {100 * learner:.0f} %, inference threads busy "
         f"{100 * inference:.0f} %. Streams' time: {format_shares(shares)}. Mean "
-        f"inference batch {get('num_entries') / batches:.1f}, mean queue "
-        f"{get('queue_sum') / (get('queue_samples') or 1.0):.1f}. Reconnects "
-        f"{get('num_reconnects'):.0f}, dropped steps {get('num_dropped_steps'):.0f}. "
-        f"Bottleneck: {limit}."
+        f"inference batch {counts['num_entries'] / batches:.1f}, mean queue "
+        f"{counts['queue_sum'] / (counts['queue_samples'] or 1.0):.1f}. Reconnects "
+        f"{counts['num_reconnects']:.0f}, dropped steps "
+        f"{counts['num_dropped_steps']:.0f}. Bottleneck: {limit}."
     )
 
 

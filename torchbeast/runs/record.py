@@ -29,10 +29,10 @@ def records_of(folder: pathlib.Path) -> dict[int, pathlib.Path]:
     return {int(x.suffix[1:]): x for x in found if x.suffix[1:].isdecimal()}
 
 
-def drop_later(run: Any) -> None:
+def drop_later(folder: pathlib.Path, step: int) -> None:
     """Deletes records of steps that this start makes again, like rows of logs.csv."""
-    for step, path in records_of(run.start.folder.path).items():
-        if step >= run.learner.step:
+    for first, path in records_of(folder).items():
+        if first >= step:
             path.unlink()
 
 
@@ -70,13 +70,6 @@ def about() -> dict[str, Any]:
     now = provenance()
     commit, cpu = (now["git"] or {}).get("commit"), now["hardware"]["cpu"]
     return {**now["versions"], "cpu": cpu, "commit": commit}
-
-
-def begin(run: Any, order: InferenceOrder | None) -> None:
-    """Begins PolyBeast's record, with --record."""
-    drop_later(run)
-    if order:
-        order.append = begin_record(run)
 
 
 class InferenceOrder:

@@ -12,7 +12,6 @@ import contextlib
 import difflib
 import logging
 import pathlib
-import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from torchbeast.base.flag import FlagParser
 from torchbeast.base.seeds import derive_seed
 from torchbeast.envs.atari import atari_game
 from torchbeast.flags import Atari
-from torchbeast.records.folder import RunExistsError, RunFolder, has_content
+from torchbeast.records.folder import RunFolder
 from torchbeast.records.logs_csv import read_rows
 from torchbeast.records.meta import complete_meta, read_meta
 from torchbeast.runs import autotune, checkpoint, flagset, mirror, order, script, trust
@@ -91,7 +90,7 @@ class Start(NamedTuple):
                 return False
             complete_meta(path, step)
         if flags.mirror:
-            mirror.Mirror(flags.mirror, path).close(0)
+            mirror.Mirror(flags.mirror, path).close(0, mirror.COMPLETE_SECONDS)
         log.info(
             "The run %s is at step %d of --total_steps %d already. To continue it, "
             "raise --total_steps.",
@@ -144,24 +143,22 @@ def begin_all(
     The others write their files into folders that are removed at the end.
     """
     with contextlib.ExitStack() as stack:
-        own: list[Start] = []
+        start: Any = None
 
-        def first() -> dict[str, Any]:
-            own.append(stack.enter_context(begin(typed, resolve_layout)))
-            found = own[0]._asdict()
-            del found["folder"]  # its lock stays here
-            return found
+        def first() -> Any:
+            nonlocal start
+            start = stack.enter_context(begin(typed, resolve_layout))
+            return start._replace(folder=None)  # its lock stays here
 
         found = ranks.of_first(first)
-        if own:
-            yield own[0]
-            return
-        script.print_warnings_only()
-        savedir = stack.enter_context(tempfile.TemporaryDirectory())
-        flags = found["flags"].replace(savedir=savedir, **flagset.LEARNING_ONLY)
-        folder = RunFolder(savedir, flags.xpid)
-        stack.callback(folder.close)
-        yield Start(**found | {"flags": flags, "folder": folder})
+        if start is None:
+            script.print_warnings_only()
+            savedir = stack.enter_context(tempfile.TemporaryDirectory())
+            flags = found.flags.replace(savedir=savedir, **flagset.LEARNING_ONLY)
+            folder = RunFolder(savedir, flags.xpid)
+            stack.callback(folder.close)
+            start = found._replace(flags=flags, folder=folder)
+        yield start
 
 
 @contextlib.contextmanager
@@ -176,8 +173,8 @@ def begin(
 
     Raises:
       CheckpointError: the checkpoint can't be read.
-      FlagError: a flag has a value that is not allowed, or not with this checkpoint.
-      RunExistsError: the run was started before and can't be resumed.
+      FlagError: a flag has a value that is not allowed, or not with this checkpoint;
+        or the run was started before and can't be resumed.
     """
     flags = flagset.merge(typed)
     if flags.suppress_logs:
@@ -203,7 +200,7 @@ def begin(
             if flags.sync:
                 check_sync(flags, saved)
             check_init_from(flags, saved)
-        elif has_content(folder.path / "logs.csv"):
+        elif any(read_rows(folder.path)):
             check_new_start(folder, flags)
             start_over = True
         flags.savedir, flags.xpid = str(folder.path.parent), folder.path.name
@@ -274,22 +271,20 @@ def check_new_start(folder: RunFolder, flags: Flags) -> None:
     """Refuses to start a run over, unless it died before its first checkpoint.
 
     Raises:
-      RunExistsError: the run would lose rows of logs.csv that it still needs.
+      FlagError: the run would lose rows of logs.csv that it still needs.
     """
-    previous = checkpoint.previous_path(folder.path / "model.tar")
-    meta = read_meta(folder.path)
+    path, meta = folder.path / "model.tar", read_meta(folder.path)
     if flags.disable_checkpoint:
-        why = "With --disable_checkpoint it can't be resumed"
-    elif previous.exists():
-        command = shlex.join(["cp", str(previous), str(folder.path / "model.tar")])
-        why = f"Its model.tar is missing. To resume from {previous.name}: {command}"
+        why = "With --disable_checkpoint it can't be resumed."
+    elif checkpoint.previous_path(path).exists():
+        why = f"Its model.tar is missing. {checkpoint.way_back(path)}"
     elif meta.get("successful") or meta.get("args", {}).get("disable_checkpoint"):
-        why = "It has no checkpoint to resume from"
+        why = "It has no checkpoint to resume from."
     else:
         return
-    raise RunExistsError(
-        f"the run {flags.xpid} was started before, in {folder.path}. {why}. Choose "
-        "another --xpid, or remove the folder"
+    raise FlagError(
+        f"the run {flags.xpid} was started before, in {folder.path}. {why} Or "
+        "choose another --xpid, or remove the folder"
     )
 
 
@@ -332,7 +327,7 @@ def announce(start: Start) -> None:
     if start.saved:
         log.info("Resuming at step %d.", start.saved["stats"]["step"])
     elif start.start_over:
-        log.warning("%s died before its first checkpoint.", name)
+        log.warning("%s died before its first checkpoint: it starts over.", name)
     for note in start.notes:
         log.info("%s", note)
 

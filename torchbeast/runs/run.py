@@ -32,7 +32,7 @@ from torchbeast.procs.threads import Threads
 from torchbeast.records import code_record
 from torchbeast.records.logs_csv import join_columns, spread
 from torchbeast.records.meta import FileWriter
-from torchbeast.runs import checkpoint, flagset, resume, trust
+from torchbeast.runs import checkpoint, flagset, record, resume, trust
 from torchbeast.runs.prof import Profile, Timings
 from torchbeast.runs.status import Status, mean_return
 from torchbeast.runs.trackers import Tracker, make_trackers
@@ -98,6 +98,7 @@ class Run:
         self._saving = False  # if so, a second signal is ignored
         self.all_stop = False  # all ranks end after the same update
         self.on_update: Callable[[Any], None] = lambda update: None
+        self._learned = False  # an update was finished in this start
         self._begun: collections.deque[Any] = collections.deque()  # not yet finished
         self._turn = threading.Lock()  # the updates of all ranks have one order
         self._lock = threading.Lock()  # protects the learner
@@ -138,6 +139,7 @@ class Run:
         path = self._writer.path
         if self.resumed or start.start_over:
             checkpoint.remove_later(path / "model.tar", self.learner.step)
+        record.drop_later(path, self.learner.step)
         self.stack.callback(lambda: self._profile.close(path))
         self._old_wakeup = self._wake_pipe.wake_on_signals()
         resume.announce(start)
@@ -224,6 +226,7 @@ class Run:
         try:
             while len(self._begun) > all_but:
                 self.on_update(self._begun.popleft())
+                self._learned = True
         except BaseException:
             self._begun.clear()  # they go on from a bad update
             raise
@@ -344,8 +347,7 @@ class Run:
         if self._error is None and not isinstance(error, KeyboardInterrupt):
             self._error = f"{type(error).__name__}: {error}"
         self.exit_status = errors.report(error)
-        is_first = self.learner.num_updates == self._began_at[1]
-        if self.resumed and is_first and isinstance(error, FloatingPointError):
+        if self.resumed and not self._learned and isinstance(error, FloatingPointError):
             model = self.start.folder.path / "model.tar"
             replay = model.with_name(replay_memory.FILE)
             if replay.exists() or finite.ENVIRONMENT_IS_THE_CAUSE not in str(error):
@@ -386,6 +388,12 @@ class Run:
         """Stops the threads. Returns the names of those that are still busy."""
         # Wait for an update in progress, even if updates take long.
         return self._threads.end(max(STOP_SECONDS, 2 * self._longest_update))
+
+    def abandon(self) -> None:
+        """Ends a run that has not been entered."""
+        self._status_line.close()
+        if not self.end_threads():  # else they may still wake
+            self._wake_pipe.close()
 
     def _end(self, worth_saving: bool) -> None:
         """Stops the threads and saves the last checkpoint."""

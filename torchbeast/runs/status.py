@@ -27,13 +27,14 @@ class Status:
     def __init__(self, flags: Any, learner: Any) -> None:
         self.flags, self.learner = flags, learner
         self.last = time.monotonic()
-        self.bar = None
-        self._lines_above: Any = None
+        self.bar: Any = None
+        self._stack = contextlib.ExitStack()
         if sys.stderr and sys.stderr.isatty():
             words: dict[str, Any] = {"unit": " steps", "unit_scale": True}
             self.bar = tqdm(total=flags.total_steps, initial=learner.step, **words)
-            self._lines_above = logging_redirect_tqdm()  # log lines don't break the bar
-            self._lines_above.__enter__()
+            self._stack.callback(self.bar.close)
+            # Log lines don't break the bar.
+            self._stack.enter_context(logging_redirect_tqdm())
 
     def show(self, queued: int, acted: int, streams: str | None = None) -> None:
         """Shows the state of the run, at most 5 times per second.
@@ -73,11 +74,8 @@ class Status:
         log.info("Step %s of %s, %s", f"{step:,}", f"{total:,}", ", ".join(parts))
 
     def close(self) -> None:
-        if self._lines_above:
-            self._lines_above.__exit__(None, None, None)
-        if self.bar:
-            with contextlib.suppress(OSError):
-                self.bar.close()
+        with contextlib.suppress(OSError):  # the terminal has closed
+            self._stack.close()
 
 
 def mean_return(counters: Any, flags: Any) -> str:

@@ -173,12 +173,8 @@ def send_video(flags: Flags, folder: Path, video: str, step: int | None) -> None
     try:
         import wandb
 
-        own: dict[str, Any] = {
-            "group": name,
-            "name": f"{name}-video",
-            "job_type": "video",
-        }
-        with wandb.init(**own, **_settings(flags, folder)) as run:
+        own = {"group": name, "name": f"{name}-video", "job_type": "video"}
+        with wandb.init(**_settings(flags, folder) | own) as run:
             run.log({"video": wandb.Video(video, format="mp4"), "step": step})
     except Exception as error:  # of the package, the service or the disk
         log.warning("--wandb %s did not get the video: %s", flags.wandb, error)

@@ -6,7 +6,6 @@ Needs Linux's /proc. benchmarks/ and autotune.py measure with it.
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ import numpy as np
 from torchbeast.base.errors import UserError
 from torchbeast.base.hardware import num_cpus
 from torchbeast.procs.children import Guardian, how_it_ended
+from torchbeast.records.logs_csv import read_rows
 
 START_SECONDS = 120.0  # until the first update, and for FEWEST_UPDATES
 END_SECONDS = 30.0  # from SIGINT to the end
@@ -71,12 +71,9 @@ def threads(pid: int) -> dict[tuple[str, int], float]:
     return found
 
 
-def read_ticks(path: Path) -> np.ndarray:
-    """Time in s and steps of every update so far, [updates, 2] float64."""
-    if not path.exists():
-        return np.empty((0, 2))
-    whole_lines = path.read_text().rpartition("\n")[0].splitlines()
-    rows = csv.DictReader(whole_lines)
+def read_ticks(folder: Path) -> np.ndarray:
+    """Time in s and steps of every update of a run so far, [updates, 2] float64."""
+    rows = read_rows(folder)
     ticks = [(float(row["_time"]), float(row["step"])) for row in rows]
     return np.array(ticks).reshape(-1, 2)
 
@@ -176,7 +173,7 @@ class Trial:
 
     def wait_for_update(self) -> None:
         deadline = time.monotonic() + START_SECONDS
-        while not len(read_ticks(self.logs)):
+        while not len(read_ticks(self.logs.parent)):
             self.check()
             if time.monotonic() > deadline:
                 raise self.fail(f"made no update in {START_SECONDS:.0f} s")
@@ -200,7 +197,7 @@ class Trial:
         while True:
             self.sleep(min(seconds, 0.5))
             wall = time.time() - start
-            ticks = read_ticks(self.logs)
+            ticks = read_ticks(self.logs.parent)
             ticks = ticks[ticks[:, 0] >= start]
             if wall >= seconds and len(ticks) >= FEWEST_UPDATES:
                 break

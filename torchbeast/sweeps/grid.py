@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 
-from torchbeast.base.errors import FlagError
+from torchbeast.base.errors import FlagError, using
 
-OWN = {"seed", "xpid", "savedir", "mode"}  # flags that can't be in a grid
+# Flags that can't be in a grid.
+OWN = {"seed", "xpid", "savedir", "mode", "autotune", "repeat"}
 MOST_RUNS = 10_000  # of a sweep: each is checked before the first starts
 MOST = 1_000_000  # of each other number
 
@@ -30,12 +30,8 @@ def split_values(text: str) -> list[str]:
         value = text[place:end]
         begin = place + len(re.split(r"[^\w.:]", value)[0])
         if text.startswith("{", begin) or value.startswith(("[", '"')):
-            try:
+            with using(f"--grid: the value {text[place:][:80]}", "is not JSON"):
                 content, end = json.JSONDecoder().raw_decode(text, begin)
-            except (ValueError, RecursionError) as error:
-                raise FlagError(
-                    f"--grid: the value {text[place:][:80]} is not JSON: {error}"
-                ) from None
             value = content if isinstance(content, str) else text[place:end]
         if text[end : end + 1] not in ("", ","):
             raise FlagError(f"--grid: no comma after the value {value[:80]}")
@@ -51,11 +47,6 @@ def grid(axes: Sequence[tuple[str, str]]) -> Iterator[tuple[str, dict[str, str]]
         parts = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
         label = "-".join(re.sub(r"[^\w.=+-]+", "_", part) for part in parts)
         yield label, dict(zip(names, values, strict=True))
-
-
-def grid_size(axes: Sequence[tuple[str, str]]) -> int:
-    """The number of combinations."""
-    return math.prod(len(split_values(text)) for _, text in axes)
 
 
 def seed_list(text: str) -> list[int]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from torchbeast.base.errors import FlagError
 from torchbeast.procs import children, processes
+from torchbeast.records.folder import writing
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Job(NamedTuple):
     Attributes:
       xpid: its name.
       folder: of the run. Its output is appended to console.log there.
-      command: what starts it.
+      command: what starts it; a script that calls exit_on_stop_signals.
     """
 
     xpid: str
@@ -60,11 +61,11 @@ class Job(NamedTuple):
             # Slurm sends it to all processes of a job; only submitit reacts.
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            console = self.console.open("ab")
         # A signal that hits a run while Python starts would count as its failure.
-        is_script = self.command[1:2] == ("-m",)  # it unblocks the signals
-        blocked = children.starting_children if is_script else contextlib.nullcontext
-        with blocked(), self.console.open("ab") as console:
+        with children.starting_children(), console:
             return subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,

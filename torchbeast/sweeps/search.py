@@ -65,12 +65,16 @@ def extremes(values: BaseDistribution) -> tuple[Any, ...]:
 
 
 def final_return(folder: pathlib.Path) -> float | None:
-    """What a run counts in a search.
+    """What a run counts in a search; None if its files are damaged.
 
     With --eval_interval it is the eval_return of the final weights, or None if they
     were not evaluated. Without it, it is the mean return of the last 100 games.
     """
-    run = read_run(folder)
+    try:
+        run = read_run(folder)
+    except (ValueError, OSError) as error:
+        log.warning("%s does not count: %s", folder.name, error)
+        return None
     if not run.meta.get("args", {}).get("eval_interval"):
         return run.last("mean_game_return_100")
     if run.last("eval_step") != run.last("step"):

@@ -13,6 +13,7 @@ To use your own simulator, replace CartPole; the rest stays nearly as it is.
 """
 
 import argparse
+import contextlib
 import logging
 import math
 import os
@@ -333,7 +334,8 @@ class Simulator:
             except Exception:
                 error = wire.EnvError(message=traceback.format_exc()[-65536:])
                 outgoing.put(wire.EnvMessage(error=error))
-                self._leave(outgoing, incoming)
+                with contextlib.suppress(Lost, Refused):  # this error is the cause
+                    self._leave(outgoing, incoming)
                 raise
 
     def _leave(self, outgoing: queue.SimpleQueue, incoming: queue.SimpleQueue) -> None:
