@@ -9,9 +9,8 @@ import torch
 from cue_games import Gold, Pennies
 from gymnasium import spaces
 from loss_cases import DISTRIBUTION, FLAGS, make_batch
-from nets import make_net
+from nets import make_net, make_rows, map_leaves
 from test_forking import Fork
-from test_model import make_rows, map_leaves
 
 from torchbeast.core.rollout import cut_at_episodes
 from torchbeast.envs.checks import InvalidEnvironmentError

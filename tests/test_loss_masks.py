@@ -7,7 +7,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from loss_cases import A, B, T, log_softmax, loss_of, make_batch
-from test_model import make_rows
+from nets import make_rows
 
 from torchbeast.core import rollout
 

@@ -3,8 +3,7 @@ import pytest
 import runs
 import torch
 from gymnasium import spaces
-from nets import make_net
-from test_model import make_rows
+from nets import make_net, make_rows
 
 from torchbeast import load_agent
 from torchbeast.core.moments import RunningMoments

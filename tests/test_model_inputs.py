@@ -1,0 +1,266 @@
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from nets import (
+    ACTION_SPACES,
+    OBSERVATION_SPACES,
+    VECTOR,
+    A,
+    B,
+    T,
+    assert_same,
+    make_net,
+    make_rows,
+)
+
+from torchbeast.core.distributions import make_distribution
+from torchbeast.core.observations import (
+    InputCheck,
+    flatten_leaf,
+    image_size,
+    is_image,
+    log_encoders,
+)
+from torchbeast.encoders import ImageEncoder
+
+# --- Images ---
+
+
+@pytest.mark.parametrize("torso", ["shallow", "deep"])
+@pytest.mark.parametrize("shape", [(84, 60, 4), (10, 12, 6)])
+def test_channels_last_and_first_give_the_same(torso, shape):
+    space = spaces.Box(0, 255, shape, np.uint8)
+    turned = spaces.Box(0, 255, (shape[2], shape[0], shape[1]), np.uint8)
+    net = make_net(space, ACTION_SPACES["discrete"], torso)
+    turned_net = make_net(turned, ACTION_SPACES["discrete"], torso)
+    turned_net.load_state_dict(net.state_dict())
+    rows = make_rows(space, ACTION_SPACES["discrete"])
+    observation = rows["observation"].permute(0, 1, 4, 2, 3).contiguous()
+    assert_same(turned_net({**rows, "observation": observation})[0], net(rows)[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ((7, 7, 20), (7, 7, 20)),  # MiniGrid's one-hot image: more channels than pixels
+        ((20, 7, 7), (7, 7, 20)),
+        ((4, 84, 84), (84, 84, 4)),
+        ((210, 160, 3), (210, 160, 3)),
+        ((3, 210, 160), (210, 160, 3)),
+        ((9, 9, 9), (9, 9, 9)),
+        ((36, 84), (36, 84, 1)),
+        ((4, 84, 80, 3), (84, 80, 12)),
+        ((4, 3, 84, 80), (84, 80, 12)),
+    ],
+)
+def test_the_axis_of_the_channels(shape, size):
+    space = spaces.Box(0, 1, shape, np.uint8)
+    assert is_image(space)
+    assert image_size(space) == size
+    encoder = ImageEncoder(space, "shallow")
+    first = next(x for x in encoder.parameters() if x.ndim == 4)
+    assert first.shape[1] == size[-1]
+    encoder(torch.ones(2, *shape, dtype=torch.uint8))
+
+
+def test_an_image_without_pixels_is_no_image():
+    assert not is_image(spaces.Box(0, 255, (0, 8, 8), np.uint8))
+
+
+@pytest.mark.parametrize("shape", [(4, 20, 30, 3), (4, 3, 20, 30)])
+def test_the_channels_of_a_stack_are_those_of_its_images(shape):
+    encoder = ImageEncoder(spaces.Box(0, 255, shape, np.uint8), "shallow")
+    x = torch.randint(0, 256, (2, *shape), dtype=torch.uint8)
+    images = x if shape[1] == 3 else x.permute(0, 1, 4, 2, 3)
+    joined = torch.cat(images.unbind(1), 1).float() / 255
+    torch.testing.assert_close(encoder(x), encoder.torso(joined))
+
+
+@pytest.mark.parametrize("torso", ["shallow", "deep"])
+@pytest.mark.parametrize(
+    "shape", [(16, 1024, 1), (1024, 16), (7, 5000, 3), (40, 2000), (480, 640, 3)]
+)
+def test_large_images_have_no_more_weights_than_screens_of_atari(shape, torso):
+    def count(shape):
+        space = spaces.Box(0, 255, shape, np.uint8)
+        net = make_net(space, ACTION_SPACES["discrete"], torso)
+        net(make_rows(space, ACTION_SPACES["discrete"], rows=1))
+        return sum(x.numel() for x in net.parameters())
+
+    assert count(shape) < 6 * count((210, 160, 3))
+
+
+def test_as_many_channels_as_pixels_are_taken_as_last():
+    """MinAtar's Seaquest: 10 x 10 pixels of 10 channels."""
+    net = make_net(
+        OBSERVATION_SPACES["minatar_ten_channels"], ACTION_SPACES["discrete"]
+    )
+    image = torch.rand(1, 10, 10, 10)
+    expected = net.images[0].torso(image.permute(0, 3, 1, 2))
+    torch.testing.assert_close(net.images[0](image), expected)
+
+
+def test_images_are_scaled_to_one():
+    space = spaces.Box(0, 255, (40, 56, 3), np.uint8)
+    unit_space = spaces.Box(0.0, 1.0, (40, 56, 3))
+    net = make_net(space, ACTION_SPACES["discrete"])
+    unit_net = make_net(unit_space, ACTION_SPACES["discrete"])
+    unit_net.load_state_dict(net.state_dict())
+    rows = make_rows(space, ACTION_SPACES["discrete"])
+    units = {**rows, "observation": rows["observation"].float() / 255}
+    assert_same(net(rows)[0], unit_net(units)[0])
+    assert not torch.allclose(
+        net(rows)[0]["baseline"], unit_net(rows)[0]["baseline"], atol=0.01
+    )
+
+
+def test_a_bound_of_the_dtype_is_no_scale():
+    for high in (np.finfo(np.float32).max, np.inf):
+        space = spaces.Box(0.0, high, (40, 56, 3))
+        assert make_net(space, ACTION_SPACES["discrete"]).images[0].scale == 1
+
+
+def test_integers_are_scaled_by_their_bounds():
+    low, high = np.array([-50, 0, 9_000, 0, -(2**31)]), [7, 10_000, 10_000, 1, 9]
+    space = spaces.Box(low, np.array(high), dtype=np.int64)
+    x = torch.tensor([low.tolist(), high])
+    logs = -np.log1p(2.0**31), np.log1p(9)
+    wanted = torch.tensor([[-1, 0, 0.9, 0, logs[0]], [0.14, 1, 1, 1, logs[1]]])
+    torch.testing.assert_close(flatten_leaf(space, x), wanted.float())
+    assert flatten_leaf(spaces.Box(-9, 9, (2,)), torch.ones(1, 2)).eq(1).all()  # floats
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint32, np.int64])
+def test_integers_of_any_size_make_no_certain_policy(dtype):
+    limits = np.iinfo(dtype)
+    space = spaces.Box(limits.min, limits.max, (3,), dtype)
+    net = make_net(space, ACTION_SPACES["discrete"])
+    rows = make_rows(spaces.Discrete(2), ACTION_SPACES["discrete"])
+    for value in (limits.min, 1000 % limits.max, limits.max // 2 + 1):
+        rows["observation"] = torch.full((T, B, 3), int(value), dtype=torch.int64)
+        logits = net(rows)[0]["policy_logits"]
+        assert net.distribution.entropy(logits).min() > 0.9 * np.log(A)
+
+
+def test_vectors_of_bytes_are_scaled_by_their_bound():
+    for high in (1, 9, 255):
+        space = spaces.Box(0, high, (2, 3), np.uint8)
+        x = torch.full((4, 2, 3), high, dtype=torch.uint8)
+        assert torch.equal(flatten_leaf(space, x), torch.ones(4, 6))
+    nothing = spaces.Box(-1, 1, (0, 3))
+    assert flatten_leaf(nothing, torch.zeros(4, 0, 3)).shape == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "images"),
+    [
+        ((7, 7, 3), 1),
+        ((3, 7, 9), 1),
+        ((36, 36, 1), 1),
+        ((35, 90, 3), 1),
+        ((6, 7, 3), 0),
+        ((100, 3, 7), 0),
+        ((7, 3, 100), 0),
+        ((84, 84), 1),
+        ((36, 1024), 1),
+        ((35, 84), 0),
+        ((2, 84, 84, 3), 1),
+        ((2, 3, 20, 30), 1),
+        ((2, 6, 84, 3), 0),
+        ((2, 2, 84, 84, 3), 0),
+    ],
+)
+@pytest.mark.parametrize("torso", ["shallow", "deep"])
+def test_what_counts_as_an_image(shape, images, torso):
+    space = spaces.Box(0, 255, shape, np.uint8)
+    net = make_net(space, ACTION_SPACES["discrete"], torso)
+    assert len(net.images) == images
+    net(make_rows(space, ACTION_SPACES["discrete"]))
+
+
+# --- What the learner says about the inputs ---
+
+
+def batch_of(space, observation, logits=None):
+    """A batch of a learner's first update [T, B, ...]."""
+    rows = make_rows(space, ACTION_SPACES["discrete"])
+    logits = torch.zeros(T, B, A) if logits is None else logits
+    version = torch.zeros(T, B, dtype=torch.int64)
+    rows |= {"policy_logits": logits, "policy_version": version}
+    return {**rows, "observation": observation}
+
+
+def test_large_inputs_are_named_once(caplog):
+    space = spaces.Dict(
+        {
+            "bounded": spaces.Box(0, 10_000, (2,), np.int32),
+            "depth": spaces.Box(0, np.inf, (9, 9, 1)),
+            "far": spaces.Box(-np.inf, np.inf, (2,)),
+            "near": spaces.Box(-np.inf, np.inf, (2,)),
+        }
+    )
+    distribution = make_distribution(ACTION_SPACES["discrete"])
+    shapes = {name: (T, B, *leaf.shape) for name, leaf in space.items()}
+    values = {"bounded": 5000, "depth": 300, "far": -101, "near": 99}
+    large = {name: torch.full(shapes[name], x) for name, x in values.items()}
+    large["near"][0] = 1e6  # an outlier
+    check = InputCheck(space, normalized=False)
+    for _ in range(5):
+        check.see(batch_of(space, large), distribution)
+    assert len(caplog.records) == 2
+    for record, place in zip(caplog.records, ("depth", "far"), strict=True):
+        assert record.message.startswith(f"observation['{place}']")
+        assert "--normalize_observations" in record.message
+    caplog.clear()
+    InputCheck(space, normalized=True).see(batch_of(space, large), distribution)
+    assert ["depth" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("action", ["discrete", "box"])
+def test_a_first_policy_without_chance_is_named(action, caplog):
+    distribution = make_distribution(ACTION_SPACES[action])
+    logits = torch.zeros(T, B, distribution.num_logits)
+    certain = logits.clone()
+    certain[..., : A // 2] = -30
+    certain[..., -8:] = -30  # small standard deviations
+    certain[..., 0] = 30
+    masked = logits.clone()
+    masked[..., 1:] = -torch.inf  # one choice is left
+    used = {"discrete": [logits, masked], "box": [logits]}[action]
+    for usual in used:
+        InputCheck(VECTOR, False).see(
+            batch_of(VECTOR, torch.zeros(T, B, 9), usual), distribution
+        )
+    trained = batch_of(VECTOR, torch.zeros(T, B, 9), certain)
+    trained["policy_version"] += 5
+    InputCheck(VECTOR, False).see(trained, distribution)
+    assert not caplog.records
+    InputCheck(VECTOR, False).see(
+        batch_of(VECTOR, torch.zeros(T, B, 9), certain), distribution
+    )
+    assert ["deterministic" in record.message for record in caplog.records] == [True]
+
+
+def test_the_log_says_which_encoder_each_observation_gets(caplog):
+    caplog.set_level("INFO")
+    space = spaces.Dict(
+        {
+            "a": spaces.Box(0, 1, (8, 8, 11), bool),
+            "b": spaces.Box(0, 1, (5, 5, 11), bool),
+            "c": spaces.Discrete(6),
+            "d": VECTOR,
+        }
+    )
+    net = make_net(space, ACTION_SPACES["discrete"])
+    log_encoders(net, "shallow")
+    count = sum(x.numel() for x in net.parameters())
+    (record,) = caplog.records
+    assert "['a']: image 8×8×11 → shallow" in record.message
+    assert "['b']: 5×5×11 → MLP, images need 7 pixels" in record.message
+    assert "['c']: Discrete(6) → MLP;" in record.message
+    assert "['d']: 9 → MLP;" in record.message
+    assert f"{count:,} weights" in record.message
+    large = spaces.Box(-1, 1, (400_000,))
+    log_encoders(make_net(large, ACTION_SPACES["discrete"]), "shallow")
+    assert caplog.records[-1].levelname == "WARNING"
