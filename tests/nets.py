@@ -8,7 +8,6 @@ from torchbeast.core.distributions import make_distribution
 from torchbeast.flags import DECLARED, Flags
 from torchbeast.model import Net
 
-
 T, B, A = 5, 3, 7
 PONG = spaces.Box(0, 255, (84, 84, 4), np.uint8)
 MINATAR = spaces.Box(0, 1, (10, 10, 4), bool)

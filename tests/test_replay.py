@@ -1,14 +1,11 @@
-"""The replay gives back what was stored, and the learner uses it as LASER says."""
+"""The replay gives back what was stored, and takes the memory that it says."""
 
 import argparse
 import io
-import json
 import logging
-import math
 import subprocess
 import sys
 import time
-import zipfile
 
 import numpy as np
 import pytest
@@ -16,127 +13,25 @@ import runs
 import torch
 from gymnasium import spaces
 from nets import make_net
+from replayed_games import (
+    SPEC,
+    STACK,
+    A,
+    Game,
+    T,
+    check_unroll,
+    dtype_of,
+    make_replay,
+    numbered,
+    play,
+    stack,
+)
 
 from torchbeast.base.nested import map_nested
 from torchbeast.core import replay_memory, rollout
 from torchbeast.core.acting import row_spec
-from torchbeast.core.distributions import make_distribution
-from torchbeast.core.mixer import Mixer
 from torchbeast.core.replay import Replay, ReplayError
 from torchbeast.envs.space_checks import FrameStack
-
-T, A = 5, 3
-STACK = (4, 7, 9)  # frames, height, width
-OBSERVATIONS = spaces.Dict(
-    {
-        "stack": FrameStack(0, 255, STACK, np.uint8),
-        "last": spaces.Box(0, 255, (7, 9, 4), np.uint8),  # not declared: stored whole
-        "colours": spaces.Box(0, 255, (3, 8, 7), np.uint8),
-        "vector": spaces.Box(-1, 1, (2,), np.float32),
-        "nothing": spaces.Box(-1, 1, (0,), np.float32),
-    }
-)
-DISTRIBUTION = make_distribution(spaces.Discrete(A))
-SPEC = row_spec(make_net(OBSERVATIONS, spaces.Discrete(A)))
-
-
-def dtype_of(spec):
-    return torch.empty(0, dtype=spec.dtype).numpy().dtype
-
-
-class Game:
-    """Rows of one environment, random but for `done`, with a history of its steps.
-
-    Args:
-      lengths: of its episodes; a negative one is truncated.
-    """
-
-    def __init__(self, rng, lengths):
-        self.rng, self.rows, self.truncated = rng, [], set()
-        step = 0
-        ends = {}
-        for n in lengths:
-            step += abs(n)
-            ends[step] = n < 0
-        frames = None
-        for t in range(step + 1):
-            row = {
-                name: self._random(leaf)
-                for name, leaf in SPEC.items()
-                if name != "observation"
-            }
-            row["last_action"] %= A
-            row["done"] = np.array(t == 0 or t in ends)
-            row["truncated"] = np.array(ends.get(t, False))
-            frame = rng.integers(256, size=STACK[1:]).astype(np.uint8)
-            first = row["done"] or frames is None
-            frames = [frame] * 4 if first else [*frames[1:], frame]
-            row["observation"] = {
-                "stack": np.stack(frames),
-                "last": np.stack(frames, axis=-1),
-                "colours": self._random(SPEC["observation"]["colours"]),
-                "vector": self._random(SPEC["observation"]["vector"]),
-                "nothing": self._random(SPEC["observation"]["nothing"]),
-            }
-            self.rows.append(row)
-
-    def _random(self, spec):
-        return self.rng.integers(0, 200, spec.shape).astype(dtype_of(spec))
-
-    def rollouts(self):
-        """Rollouts [T + 1, ...]; the rest of the steps is dropped."""
-        for begin in range(0, len(self.rows) - T, T):
-            yield stack(self.rows[begin : begin + T + 1])
-
-
-def stack(rows, axis=0):
-    return map_nested(lambda *x: np.stack(x, axis=axis), *rows)
-
-
-def make_replay(capacity, seed=1):
-    return Replay(SPEC, capacity, T, np.zeros, seed)
-
-
-def play(replay, games):
-    """Adds the rollouts of all games, two at a time, in turns."""
-    queues = [list(game.rollouts()) for game in games]
-    while any(queues):
-        ready = [queue.pop(0) for queue in queues if queue]
-        for i in range(0, len(ready), 2):
-            replay.add(stack(ready[i : i + 2], axis=1), step=7)
-
-
-def numbered(games):
-    """{bytes of the image: (game, t)}: which row a replayed one comes from."""
-    return {
-        row["observation"]["colours"].tobytes(): (game, t)
-        for game in games
-        for t, row in enumerate(game.rows)
-    }
-
-
-def check_unroll(rows, games):
-    """Compares an unroll [T + 1, ...] with the games."""
-    places = numbered(games)
-    previous = None
-    for t in range(T + 1):
-        row = map_nested(lambda x, t=t: x[t], rows)
-        game, at = places[row["observation"]["colours"].tobytes()]
-        original = game.rows[at]
-        for name in row.keys() - rollout.RESULTS - {"done", "step_counts"}:
-            map_nested(np.testing.assert_array_equal, row[name], original[name])
-        goes_on = previous is not None and (game, at) == (previous[0], previous[1] + 1)
-        if previous is not None:
-            game_before, before = previous
-            result = game_before.rows[before + 1]  # of the step before
-            for name in (row.keys() & rollout.RESULTS) - {"done"}:
-                np.testing.assert_array_equal(row[name], result[name], err_msg=name)
-            assert bool(row["done"]) == bool(result["done"])
-            assert rows["step_counts"][t - 1] == (not result["truncated"])
-            assert goes_on or result["done"]
-        if row["done"]:
-            assert original["done"]  # the first observation of an episode
-        previous = game, at
 
 
 def test_replayed_unrolls_are_what_was_stored():
@@ -353,51 +248,6 @@ def test_a_replay_that_does_not_fit_is_refused(tmp_path, monkeypatch):
         replay_memory.make_replay(flags, SPEC)
 
 
-def make_mixer(replay, model, ratio):
-    return make_mixer_of(replay, model, replay_ratio=ratio, learn_start=0)
-
-
-def make_mixer_of(replay, model, **flags):
-    normal = {"normalize_rewards": False, "normalize_observations": False}
-    flags = argparse.Namespace(reward_clipping="none", **normal, **flags)
-    return Mixer(replay, flags, model.initial_state(1))
-
-
-def test_states_are_those_of_whole_episodes():
-    """The state before an unroll equals that of its episode, run alone."""
-    rng = np.random.default_rng(8)
-    games = [Game(rng, [3, 9, 14, 22, 6])]
-    replay = make_replay(1000)
-    play(replay, games)
-    torch.manual_seed(1)
-    model = make_net(OBSERVATIONS, spaces.Discrete(A), use_lstm=True)
-    mixer = make_mixer(replay, model, 1.5)
-    places = numbered(games)
-    batch = map_nested(
-        torch.from_numpy, map_nested(lambda x: x[:, None], next(games[0].rollouts()))
-    )
-    batch = map_nested(lambda x: torch.cat([x, x], dim=1), batch)
-    compared = 0
-    for _ in range(12):
-        mixed, state = mixer.mix(batch, model.initial_state(2))
-        assert mixed["replayed"].tolist() == [False] * 2 + [True] * 3
-        for i in range(2, 5):
-            image = mixed["observation"]["colours"][0, i].numpy().tobytes()
-            _, at = places[image]
-            begin = max(t for t in range(at + 1) if games[0].rows[t]["done"])
-            if begin == at:
-                continue
-            whole = stack(games[0].rows[begin:at])
-            whole = map_nested(lambda x: torch.from_numpy(x)[:, None], whole)
-            with torch.no_grad():
-                _, expected = model(whole, model.initial_state(1))
-            for x, y in zip(state, expected, strict=True):
-                torch.testing.assert_close(x[:, i : i + 1], y, rtol=1e-4, atol=1e-5)
-            compared += 1
-        mixer.carry_states(model)
-    assert compared > 10
-
-
 @pytest.mark.parametrize("declared", [False, True])
 @pytest.mark.parametrize("in_file", [False, True])
 def test_images_that_share_no_frame_with_the_one_before(tmp_path, in_file, declared):
@@ -430,100 +280,6 @@ def test_images_that_share_no_frame_with_the_one_before(tmp_path, in_file, decla
     assert again.size == replay.size
 
 
-def test_a_loaded_replay_goes_on(tmp_path):
-    """It has what was stored, and stores more without harm to it."""
-    rng = np.random.default_rng(16)
-    games = [Game(rng, [9, 11, 7, -8] * 12) for _ in range(3)]
-    replay, again = make_replay(150), make_replay(150)
-    play(replay, games[:2])  # it was full, so its slots are in no order
-    replay_memory.save(replay, tmp_path / "replay.zip", 7)
-    replay_memory.load(again, tmp_path / "replay.zip", 7)
-    for more in ([], games[2:]):
-        play(again, more)
-        for _ in range(30):
-            rows, _ = again.read(3)
-            for b in range(3):
-                check_unroll(map_nested(lambda x, b=b: x[:, b], rows), games)
-    assert replay.size == pytest.approx(again.size, abs=2 * T + 20)
-
-
-def test_an_incomplete_index_is_refused(tmp_path):
-    path = tmp_path / "replay.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("index.json", '{"step": 7, "arrays": [], "episodes": []}')
-    with pytest.raises(ReplayError, match="another --replay_size or other spaces"):
-        replay_memory.load(make_replay(150), path, 7)
-
-
-def double_slots(index):
-    index["episodes"][1]["slots"] = index["episodes"][0]["slots"]
-
-
-def shift_slots(index):
-    index["episodes"][0]["slots"][0] += 1
-
-
-def exchange_episodes(index):
-    first, second = index["episodes"][:2]
-    first["is_cut"], second["is_cut"] = not first["is_cut"], first["is_cut"]
-
-
-def set_to(name, value):
-    return lambda index: index.update({name: value})
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        *(double_slots, shift_slots, exchange_episodes),
-        *(set_to("episodes", 3), set_to("episodes", []), set_to("arrays", None)),
-        set_to("digest", None),
-    ],
-)
-def test_a_changed_index_is_refused(tmp_path, edit):
-    """Its checksums are right, so only what it says can show the fault."""
-    replay = make_replay(150)
-    play(replay, [Game(np.random.default_rng(16), [9, 11, 7, -8] * 6)])
-    path = tmp_path / "replay.zip"
-    replay_memory.save(replay, path, 7)
-    with zipfile.ZipFile(path) as archive:
-        parts = {name: archive.read(name) for name in archive.namelist()}
-    index = json.loads(parts["index.json"])
-    edit(index)
-    parts["index.json"] = json.dumps(index).encode()
-    refused_with(path, parts)
-
-
-@pytest.mark.parametrize("edit", ["short", "long", "other", "missing", "not an index"])
-def test_a_changed_part_is_refused(tmp_path, edit):
-    replay = make_replay(150)
-    play(replay, [Game(np.random.default_rng(16), [9, 11, 7, -8] * 6)])
-    path = tmp_path / "replay.zip"
-    replay_memory.save(replay, path, 7)
-    with zipfile.ZipFile(path) as archive:
-        parts = {name: archive.read(name) for name in archive.namelist()}
-    number = max(
-        (name for name in parts if name.isdigit()), key=lambda x: len(parts[x])
-    )
-    data = parts[number]
-    changed = {"short": data[:-9], "long": data + b"x", "other": data[::-1]}
-    if edit == "not an index":
-        parts["index.json"] = b"[[[[["
-    elif edit == "missing":
-        del parts[number]
-    else:
-        parts[number] = changed[edit]
-    refused_with(path, parts)
-
-
-def refused_with(path, parts):
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in parts.items():
-            archive.writestr(name, data)
-    with pytest.raises(ReplayError, match=r"replay.zip can't be loaded: .*Remove it"):
-        replay_memory.load(make_replay(150), path, 7)
-
-
 def test_a_short_episode_among_long_unfinished_ones_is_found_at_once():
     """The time to choose an episode must not depend on the others' steps."""
     leaf = rollout.Spec((1,), torch.float32)
@@ -544,83 +300,3 @@ def test_a_short_episode_among_long_unfinished_ones_is_found_at_once():
     for _ in range(100):
         replay.read(10)
     assert time.process_time() - began < 5
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "cause"),
-    [
-        ("reward", np.nan, "the reward is nan"),
-        ("reward", -np.inf, "the reward is -inf"),
-        ("policy_logits", np.nan, "The cause is the update"),
-    ],
-)
-def test_a_batch_that_no_loss_can_use_is_not_stored(field, value, cause):
-    rng = np.random.default_rng(11)
-    replay = make_replay(1000)
-    model = make_net(OBSERVATIONS, spaces.Discrete(A))
-    mixer = make_mixer(replay, model, 1.0)
-    rows = map_nested(lambda x: x[:, None], next(Game(rng, [2] * 9).rollouts()))
-    mixer.add(map_nested(torch.from_numpy, rows), T)
-    size = replay.size
-    assert size > 0
-    rows[field][2, 0] = value
-    with pytest.raises(FloatingPointError, match=cause):
-        mixer.add(map_nested(torch.from_numpy, rows), 2 * T)
-    assert replay.size == size
-
-
-def test_masked_actions_are_stored():
-    rng = np.random.default_rng(17)
-    replay = make_replay(1000)
-    mixer = make_mixer(replay, make_net(OBSERVATIONS, spaces.Discrete(A)), 1.0)
-    rows = map_nested(lambda x: x[:, None], next(Game(rng, [2] * 9).rollouts()))
-    rows["policy_logits"][:, 0, 1] = -np.inf
-    assert mixer.add(map_nested(torch.from_numpy, rows), T)
-
-
-def test_masked_actions_do_not_count_in_the_divergence():
-    """It is that of the policies over the other actions."""
-    torch.manual_seed(1)
-    target, behavior = torch.randn(2, 4, 5, 7).double()
-    left, masked = [0, 2, 3, 6], [1, 4, 5]
-    few = make_distribution(spaces.Discrete(len(left)))
-    expected = few.implied_kl(target[..., left], behavior[..., left], 1.0)
-    target[..., masked] = behavior[..., masked] = -math.inf
-    found = make_distribution(spaces.Discrete(7)).implied_kl(target, behavior, 1.0)
-    torch.testing.assert_close(found, expected)
-    assert (found > 0).all()
-
-
-def test_when_the_learner_may_learn():
-    """Also if unfinished episodes never let the replay reach learn_start."""
-    rng = np.random.default_rng(10)
-    games = [Game(rng, [12] * 30) for _ in range(2)]
-    model = make_net(OBSERVATIONS, spaces.Discrete(A))
-    for learn_start, first in ((0, 24), (50, 72), (100, 80)):
-        replay = make_replay(100)
-        mixer = make_mixer_of(replay, model, replay_ratio=1, learn_start=learn_start)
-        ready = []
-        for pair in zip(*(game.rollouts() for game in games), strict=True):
-            rows = map_nested(torch.from_numpy, stack(pair, axis=1))
-            ready.append(mixer.add(rows, step=0))
-            if ready[-1]:
-                mixer.mix(rows, ())
-        begin = ready.index(True)
-        assert all(ready[begin:])
-        assert (begin + 1) * 2 * T >= first
-        assert begin < 14
-
-
-def test_fractions_of_a_ratio_add_up():
-    rng = np.random.default_rng(9)
-    games = [Game(rng, [12] * 5)]
-    replay = make_replay(1000)
-    play(replay, games)
-    model = make_net(OBSERVATIONS, spaces.Discrete(A))
-    mixer = make_mixer(replay, model, 0.3)
-    rows = map_nested(lambda x: torch.from_numpy(x)[:, None], next(games[0].rollouts()))
-    sizes = []
-    for _ in range(10):
-        mixed, _ = mixer.mix(rows, ())
-        sizes.append(mixed["done"].shape[1] - 1)
-    assert sizes == [0, 0, 0, 1, 0, 0, 1, 0, 0, 1]

@@ -1,0 +1,139 @@
+"""Batches of online and replayed rollouts."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from nets import make_net
+from replayed_games import (
+    OBSERVATIONS,
+    A,
+    Game,
+    T,
+    make_mixer,
+    make_mixer_of,
+    make_replay,
+    numbered,
+    play,
+    stack,
+)
+
+from torchbeast.base.nested import map_nested
+from torchbeast.core.distributions import make_distribution
+
+
+def test_states_are_those_of_whole_episodes():
+    """The state before an unroll equals that of its episode, run alone."""
+    rng = np.random.default_rng(8)
+    games = [Game(rng, [3, 9, 14, 22, 6])]
+    replay = make_replay(1000)
+    play(replay, games)
+    torch.manual_seed(1)
+    model = make_net(OBSERVATIONS, spaces.Discrete(A), use_lstm=True)
+    mixer = make_mixer(replay, model, 1.5)
+    places = numbered(games)
+    batch = map_nested(
+        torch.from_numpy, map_nested(lambda x: x[:, None], next(games[0].rollouts()))
+    )
+    batch = map_nested(lambda x: torch.cat([x, x], dim=1), batch)
+    compared = 0
+    for _ in range(12):
+        mixed, state = mixer.mix(batch, model.initial_state(2))
+        assert mixed["replayed"].tolist() == [False] * 2 + [True] * 3
+        for i in range(2, 5):
+            image = mixed["observation"]["colours"][0, i].numpy().tobytes()
+            _, at = places[image]
+            begin = max(t for t in range(at + 1) if games[0].rows[t]["done"])
+            if begin == at:
+                continue
+            whole = stack(games[0].rows[begin:at])
+            whole = map_nested(lambda x: torch.from_numpy(x)[:, None], whole)
+            with torch.no_grad():
+                _, expected = model(whole, model.initial_state(1))
+            for x, y in zip(state, expected, strict=True):
+                torch.testing.assert_close(x[:, i : i + 1], y, rtol=1e-4, atol=1e-5)
+            compared += 1
+        mixer.carry_states(model)
+    assert compared > 10
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "cause"),
+    [
+        ("reward", np.nan, "the reward is nan"),
+        ("reward", -np.inf, "the reward is -inf"),
+        ("policy_logits", np.nan, "The cause is the update"),
+    ],
+)
+def test_a_batch_that_no_loss_can_use_is_not_stored(field, value, cause):
+    rng = np.random.default_rng(11)
+    replay = make_replay(1000)
+    model = make_net(OBSERVATIONS, spaces.Discrete(A))
+    mixer = make_mixer(replay, model, 1.0)
+    rows = map_nested(lambda x: x[:, None], next(Game(rng, [2] * 9).rollouts()))
+    mixer.add(map_nested(torch.from_numpy, rows), T)
+    size = replay.size
+    assert size > 0
+    rows[field][2, 0] = value
+    with pytest.raises(FloatingPointError, match=cause):
+        mixer.add(map_nested(torch.from_numpy, rows), 2 * T)
+    assert replay.size == size
+
+
+def test_masked_actions_are_stored():
+    rng = np.random.default_rng(17)
+    replay = make_replay(1000)
+    mixer = make_mixer(replay, make_net(OBSERVATIONS, spaces.Discrete(A)), 1.0)
+    rows = map_nested(lambda x: x[:, None], next(Game(rng, [2] * 9).rollouts()))
+    rows["policy_logits"][:, 0, 1] = -np.inf
+    assert mixer.add(map_nested(torch.from_numpy, rows), T)
+
+
+def test_masked_actions_do_not_count_in_the_divergence():
+    """It is that of the policies over the other actions."""
+    torch.manual_seed(1)
+    target, behavior = torch.randn(2, 4, 5, 7).double()
+    left, masked = [0, 2, 3, 6], [1, 4, 5]
+    few = make_distribution(spaces.Discrete(len(left)))
+    expected = few.implied_kl(target[..., left], behavior[..., left], 1.0)
+    target[..., masked] = behavior[..., masked] = -math.inf
+    found = make_distribution(spaces.Discrete(7)).implied_kl(target, behavior, 1.0)
+    torch.testing.assert_close(found, expected)
+    assert (found > 0).all()
+
+
+def test_when_the_learner_may_learn():
+    """Also if unfinished episodes never let the replay reach learn_start."""
+    rng = np.random.default_rng(10)
+    games = [Game(rng, [12] * 30) for _ in range(2)]
+    model = make_net(OBSERVATIONS, spaces.Discrete(A))
+    for learn_start, first in ((0, 24), (50, 72), (100, 80)):
+        replay = make_replay(100)
+        mixer = make_mixer_of(replay, model, replay_ratio=1, learn_start=learn_start)
+        ready = []
+        for pair in zip(*(game.rollouts() for game in games), strict=True):
+            rows = map_nested(torch.from_numpy, stack(pair, axis=1))
+            ready.append(mixer.add(rows, step=0))
+            if ready[-1]:
+                mixer.mix(rows, ())
+        begin = ready.index(True)
+        assert all(ready[begin:])
+        assert (begin + 1) * 2 * T >= first
+        assert begin < 14
+
+
+def test_fractions_of_a_ratio_add_up():
+    rng = np.random.default_rng(9)
+    games = [Game(rng, [12] * 5)]
+    replay = make_replay(1000)
+    play(replay, games)
+    model = make_net(OBSERVATIONS, spaces.Discrete(A))
+    mixer = make_mixer(replay, model, 0.3)
+    rows = map_nested(lambda x: torch.from_numpy(x)[:, None], next(games[0].rollouts()))
+    sizes = []
+    for _ in range(10):
+        mixed, _ = mixer.mix(rows, ())
+        sizes.append(mixed["done"].shape[1] - 1)
+    assert sizes == [0, 0, 0, 1, 0, 0, 1, 0, 0, 1]
