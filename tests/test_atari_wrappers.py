@@ -7,7 +7,7 @@ import cv2
 import gymnasium
 import numpy as np
 import pytest
-from test_environment import env_flags, here
+from small_envs import env_flags, here
 
 from torchbeast.envs import atari
 from torchbeast.envs.atari import atari_game, make_atari, make_atari_vec

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import runs
 from gymnasium import spaces
-from test_environment import env_flags
+from small_envs import env_flags
 
 from torchbeast.envs.checks import CHECK_EVERY, FIRST_CALLS, InvalidEnvironmentError
 from torchbeast.envs.environment import Environment

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import runs
 from gymnasium import spaces
-from test_environment import Counter, env_flags, here
+from small_envs import Counter, env_flags, here
 
 from torchbeast.base.errors import UserError
 from torchbeast.envs.environment import Environment

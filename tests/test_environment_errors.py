@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from test_environment import Counter, Echo, env_flags, here
+from small_envs import Counter, Echo, env_flags, here
 
 from torchbeast.base.errors import FlagError
 from torchbeast.envs.checks import InvalidEnvironmentError, UnsupportedSpaceError

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import runs
-from test_environment import env_flags
+from small_envs import env_flags
 
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.seeded_games import game_seed

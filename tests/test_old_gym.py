@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from test_environment import Counter, env_flags, here
+from small_envs import Counter, env_flags, here
 
 from torchbeast.base.errors import UserError
 from torchbeast.envs.environment import Environment

@@ -9,8 +9,8 @@ import pytest
 import runs
 import torch
 from loss_cases import DISTRIBUTION, FLAGS, B, T, make_batch
+from small_envs import declare, env_flags
 from test_agent import save
-from test_environment import declare, env_flags
 from test_evaluate import make_flags, make_weights
 
 from torchbeast import load_agent, monobeast

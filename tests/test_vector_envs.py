@@ -11,8 +11,8 @@ import runs
 import torch
 from environments import GridWorld
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from small_envs import env_flags
 from test_agent import save
-from test_environment import env_flags
 from test_evaluate import make_flags
 from watched_runs import processes_of_session, wait_until
 

@@ -5,8 +5,8 @@ import functools
 import numpy as np
 import pytest
 import torch
+from small_envs import env_flags
 from test_env_server import Env, T, Vector, play, serving
-from test_environment import env_flags
 
 from libtorchbeast import probe
 from torchbeast import polybeast_learner
