@@ -5,6 +5,7 @@ import pathlib
 import signal
 
 import pytest
+import runs
 import torch
 
 # A shell ignores Ctrl-C in what it starts in the background. The programs that tests
@@ -76,9 +77,18 @@ def pytest_report_header():
     return lines
 
 
-def pytest_collection_modifyitems(items):
-    """Groups of tests that one process runs one after the other begin first."""
+def pytest_collection_modifyitems(config, items):
+    """Groups of tests that one process runs one after the other begin first.
+
+    Time limits are for an idle machine. With a low priority, as under scripts/test, all
+    other programs come first.
+    """
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    if os.nice(0) > 0:
+        for item in items:
+            mark = item.get_closest_marker("timeout")
+            seconds = mark.args[0] if mark else float(config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(4 * seconds), append=False)
 
 
 pytest_plugins = ["skips", "watched_servers"]
@@ -88,6 +98,12 @@ pytest_plugins = ["skips", "watched_servers"]
 def own_key(tmp_path_factory):
     """Runs are signed with a key of the tests, not with the user's."""
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
+
+
+@pytest.fixture(autouse=True)
+def no_run_is_left():
+    yield
+    runs.kill_started()
 
 
 @pytest.fixture(autouse=True)

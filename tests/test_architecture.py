@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import runs
+
 import torchbeast
 
 ROOT = pathlib.Path(torchbeast.__path__[0])
@@ -199,7 +201,7 @@ def test_environment_machines_load_no_torch():
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=runs.patience(60),
         check=True,
     )
     assert done.stdout.strip() == "False"

@@ -418,7 +418,7 @@ def test_a_signal_ends_all_processes(number, tmp_path):
     tree |= trial.process_tree(process.pid)
     assert len(tree) > 3
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=runs.patience(60))
     if number == signal.SIGINT:
         assert process.returncode == 128 + number, errors
         assert b"Traceback" not in errors

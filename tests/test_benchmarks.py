@@ -99,7 +99,9 @@ def test_throughput_of_a_short_run_is_sane(tmp_path, variant, word):
     command += ["--warm_up", "1", "--part_seconds", "0.3", "--json", str(path), "--"]
     command += ["--env", "CartPole-v1", "--num_actors", "2", "--envs_per_actor", "3"]
     command += ["--batch_size", "6", "--unroll_length", "5"]  # win over the contract's
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=runs.patience(200)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
     report = json.loads(path.read_text())

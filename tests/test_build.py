@@ -9,6 +9,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import runs
 
 ROOT = Path(__file__).parents[1]
 FILES = [
@@ -82,7 +83,7 @@ def setup_py(checkout, *arguments, **environment):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=runs.patience(200),
     )
 
 
@@ -100,7 +101,7 @@ def import_error(checkout, module):
         check=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=runs.patience(60),
     ).stdout
 
 
@@ -210,7 +211,7 @@ def set_up(checkout, tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
+            timeout=runs.patience(60),
         )
         assert done.returncode == status, done.stdout
         assert calls.exists() == ("up to date" not in done.stdout)
@@ -266,7 +267,7 @@ def fingerprints(checkout):
         check=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=runs.patience(60),
     )
     assert [len(line.split()[0]) for line in done.stdout.splitlines()] == [64, 64]
     return done.stdout

@@ -51,7 +51,7 @@ def run(checkout, arguments):
         env=env,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=runs.patience(200),
     )
 
 

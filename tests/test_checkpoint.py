@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import runs
 import torch
 
 from torchbeast.runs import checkpoint
@@ -63,7 +64,7 @@ def run_python(code, *arguments, prefix=()):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=runs.patience(100),
     )
 
 

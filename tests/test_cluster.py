@@ -140,7 +140,7 @@ class Slurm:
             cwd=runs.ROOT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=runs.patience(60),
             check=False,
         )
         assert not check or done.returncode == 0, (words, done.stdout, done.stderr)

@@ -85,7 +85,7 @@ def test_the_patch_restores_the_code(checkout, tmp_path):
     assert (checkout / ".git" / "index").read_bytes() == before
     patch = tmp_path / "run" / "code.patch"
     command = ["git", "-C", str(tmp_path / "clean"), "apply", str(patch)]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=runs.patience(60))
     left_out = {"picture", "ignored.py", "venv/lib/site-packages/big.py"}
     expected = {k: x for k, x in files(checkout).items() if k not in left_out}
     assert files(tmp_path / "clean") == expected

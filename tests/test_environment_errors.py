@@ -7,6 +7,7 @@ from typing import ClassVar
 import gymnasium
 import numpy as np
 import pytest
+import runs
 from gymnasium import spaces
 from small_envs import Counter, Echo, env_flags, here
 
@@ -317,7 +318,7 @@ def test_what_changes_late_is_named(fault):
 def test_stepping_needs_no_torch():
     """Processes that only step environments stay small."""
     code = "import sys, torchbeast.envs.environment; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=runs.patience(60))
 
 
 @pytest.mark.parametrize(

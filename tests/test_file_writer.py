@@ -17,6 +17,7 @@ import time
 
 import numpy as np
 import pytest
+import runs
 import torch
 
 from torchbeast.base.errors import FileError
@@ -81,7 +82,7 @@ def run_python(code, *arguments, prefix=()):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=runs.patience(60),
     )
 
 

@@ -157,7 +157,7 @@ def test_limits_of_a_process(name):
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=runs.patience(60),
     )
     found, before, after = map(int, done.stdout.split())
     assert found == limit

@@ -133,7 +133,7 @@ print(jax.default_backend(), mine / all_threads)
 def test_one_thread_does_it():
     command = [sys.executable, "-c", ONE_CORE]
     output = subprocess.check_output(
-        command, env=runs.environment(), text=True, timeout=200
+        command, env=runs.environment(), text=True, timeout=runs.patience(200)
     )
     platform, share = output.split()
     assert platform == "cpu"

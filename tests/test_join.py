@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import certificates
 import pytest
+import runs
 import servers
 import torch
 from servers import Coded, CodedVector, Run
@@ -69,7 +70,7 @@ class ClientProcess:
 
     def wait(self):
         """The exit status and what it wrote to its standard error."""
-        _, error = self.process.communicate(timeout=60)
+        _, error = self.process.communicate(timeout=runs.patience(60))
         return self.process.returncode, error
 
     def __enter__(self):
@@ -550,7 +551,7 @@ def test_the_interpreter_may_end_at_any_moment(tmp_path):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=runs.patience(60),
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert not (tmp_path / "learner").exists()

@@ -37,7 +37,7 @@ def run_python(code, **kwargs):
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=runs.patience(60),
         env={"PYTHONPATH": ":".join(filter(None, sys.path))},
         **kwargs,
     )

@@ -102,7 +102,7 @@ def test_ctrl_c_ends_a_blocking_call(call, start, tmp_path):
         threading.Event().wait(0.02)
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=runs.patience(30))
     assert time.monotonic() - began < 5
     assert errors.rstrip().endswith("KeyboardInterrupt"), errors
     assert not (tmp_path / "socket").exists()
@@ -125,7 +125,7 @@ def test_the_interpreter_ends_while_daemon_threads_block(call, start, tmp_path):
         ]
     )
     process = start(code, tmp_path / "socket")
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=runs.patience(30))
     assert (process.returncode, errors) == (0, "")
     assert not (tmp_path / "socket").exists()
 
@@ -147,7 +147,7 @@ print(probe(address)["num_envs"])
 """,
         path,
     )
-    out, errors = process.communicate(timeout=30)
+    out, errors = process.communicate(timeout=runs.patience(30))
     assert (process.returncode, out) == (0, "1\n"), errors
     assert not path.exists()
 
@@ -188,7 +188,7 @@ print(probe(address)["num_envs"])
 """,
         tmp_path / "socket",
     )
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=runs.patience(60))
     assert process.returncode == 0, errors
     refusal, number = out.splitlines()
     assert "can't be used in a fork" in refusal

@@ -205,7 +205,7 @@ exit()
         capture_output=True,
         text=True,
         env=runs.environment(),
-        timeout=200,
+        timeout=runs.patience(200),
     )
     assert done.returncode == 0, done.stderr
     assert "step 600 batch [6, 4]" in done.stdout

@@ -9,6 +9,7 @@ import textwrap
 import time
 
 import pytest
+import runs
 from servers import Run, ServerProcess
 from test_actor_pool import act, check, initial_state
 
@@ -46,7 +47,7 @@ def suspend(program, *arguments):
         assert os.WIFSTOPPED(status)
         time.sleep(4)
         process.send_signal(signal.SIGCONT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=runs.patience(60))
     return output
 
 

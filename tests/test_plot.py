@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import runs
 from test_file_writer import FileWriter
 
 from torchbeast import plot
@@ -35,7 +36,7 @@ def run_plot(*arguments, cwd=ROOT, **environment):
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=runs.patience(60),
     )
 
 

@@ -180,7 +180,11 @@ def test_memory_is_as_announced(in_file, tmp_path):
     path = str(tmp_path / "replay") if in_file else ""
     words = [sys.executable, "-c", f"import test_replay; test_replay.fill({path!r})"]
     done = subprocess.run(
-        words, env=runs.environment(), capture_output=True, text=True, timeout=100
+        words,
+        env=runs.environment(),
+        capture_output=True,
+        text=True,
+        timeout=runs.patience(100),
     )
     assert done.returncode == 0, done.stderr
     said, used, size = map(float, done.stdout.split())

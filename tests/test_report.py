@@ -133,7 +133,7 @@ def test_the_command_prints_a_table(tmp_path):
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=runs.patience(60),
         check=True,
     )
     header, line, first, second = done.stdout.splitlines()

@@ -24,7 +24,7 @@ def build(site, config=runs.ROOT / "mkdocs.yml"):
         [sys.executable, "-m", "mkdocs", "build", "-f", config, "-d", site],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=runs.patience(500),
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )
 
@@ -166,7 +166,7 @@ def test_the_first_tour_runs(tmp_path):
         env={**runs.environment(), "HOME": str(tmp_path), "PYTHONPATH": str(tree)},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=runs.patience(500),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     returned = float(re.search(r"^return ([\d.]+)$", done.stdout, re.MULTILINE)[1])

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import runs
 import skips
 
 TESTS = Path(__file__).parent
@@ -46,7 +47,7 @@ def run(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=100,
+            timeout=runs.patience(100),
         )
 
     return run

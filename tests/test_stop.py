@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import runs
 import torch
 from servers import Run
 
@@ -107,7 +108,7 @@ class Process:
     def end(self):
         """Lets it end. Returns what it wrote, and the seconds until it had ended."""
         began = time.monotonic()
-        out, errors = self.process.communicate("\n", timeout=60)
+        out, errors = self.process.communicate("\n", timeout=runs.patience(60))
         assert self.process.returncode == 0, errors
         return out, errors, time.monotonic() - began
 

@@ -62,7 +62,7 @@ def test_processes_that_start_at_once_have_one_key(config):
     for process in started:  # all have imported the module, or will soon
         process.stdin.write("\n")
         process.stdin.flush()
-    found = {process.communicate(timeout=60)[0] for process in started}
+    found = {process.communicate(timeout=runs.patience(60))[0] for process in started}
     assert found == {trust.sign({"env": "a"}) + "\n"}
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import runs
 
 import torchbeast
 
@@ -30,7 +31,7 @@ def test_without_libtorchbeast_the_other_tests_can_run(tmp_path):
         env=environment_without(tmp_path),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=runs.patience(200),
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert "test_monobeast.py::test_run_files" in done.stdout

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import pytest
 import runs
 import torch
+from runs import patience
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 END_SECONDS = 10.0  # within which every fault ends the run, if the machine is idle
@@ -79,15 +80,11 @@ def processes_of_session(session: int) -> list[Process]:
     return [process for _, process in sorted(found)]
 
 
-def patience(seconds: float) -> float:
-    """A time limit for an idle machine, extended if other programs keep it busy."""
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + patience(seconds)
+    begun = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"after {seconds} s still not: {what}"
+        waited = time.monotonic() - begun
+        assert waited < patience(seconds), f"after {waited:.0f} s still not: {what}"
         time.sleep(0.01)
 
 
