@@ -48,7 +48,7 @@ import torch
 from torchbeast import monobeast
 from torchbeast.base import devices
 from torchbeast.base.hardware import cpu_model, gpus, keep_freed_memory
-from torchbeast.base.nested import map_nested
+from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core import rollout
 from torchbeast.core.acting import prepare_to_act
 from torchbeast.envs.environment import Environment
@@ -128,7 +128,6 @@ def time_acting(flags: Flags, seconds: float) -> float:
     model = make_model(
         flags, env.observation_space, env.action_space, torch.device("cpu")
     )
-    model.bf16 = flags.precision == "bf16"
     prepare_to_act(model, flags.compile)
     rows = map_nested(lambda x: torch.from_numpy(x).unsqueeze(0), env.initial())
     state = model.initial_state(E)
@@ -148,15 +147,9 @@ def time_learning(flags: Flags, seconds: float) -> dict[str, float]:
     rows = rollout.create_buffers(learner.row_spec, (2 * B, T + 1))
     row = env.initial()
     for t in range(T + 1):
-        for slots in (slice(0, B), slice(B, 2 * B)):  # [slots, T + 1, ...]
-            for name, field in row.items():
-                map_nested(
-                    lambda buffer, x, slots=slots, t=t: buffer[slots, t].copy_(
-                        torch.from_numpy(np.asarray(x))
-                    ),
-                    rows[name],
-                    field,
-                )
+        for name, field in row.items():
+            for buffer, x in zip(flatten(rows[name]), flatten(field), strict=True):
+                buffer[:B, t] = buffer[B:, t] = torch.from_numpy(x)  # two sets of slots
         row = env.step(random_actions(env, B))
     env.close()
     initial_state = tuple(
