@@ -27,6 +27,7 @@ cores other processes used during the run.
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import multiprocessing
 import os
@@ -105,17 +106,11 @@ def time_environment(flags: Flags, seconds: float) -> float:
     E = flags.envs_per_actor
     env = Environment(flags, E)
     env.action_space.seed(0)
-    many_actions = [random_actions(env, E) for _ in range(100)]
+    actions = itertools.cycle([random_actions(env, E) for _ in range(100)])
     env.initial()
-    calls = 0
-
-    def step() -> None:
-        nonlocal calls
-        env.step(many_actions[calls % len(many_actions)])
-        calls += 1
-
     # The mean, because resets are rare and expensive.
-    result = milliseconds(step, E, seconds, statistics.fmean)
+    mean = statistics.fmean
+    result = milliseconds(lambda: env.step(next(actions)), E, seconds, mean)
     env.close()
     return result
 
@@ -158,13 +153,10 @@ def time_learning(flags: Flags, seconds: float) -> dict[str, float]:
     buffers = {"rows": rows, "initial_state": initial_state}
 
     # Two sets of slots in turn, so that the gathered slots are not in the cache.
-    orders = [list(range(B)), list(range(B, 2 * B))]
-    calls = 0
+    slots = itertools.cycle([list(range(B)), list(range(B, 2 * B))])
 
     def gather() -> Any:
-        nonlocal calls
-        calls += 1
-        return monobeast.get_batch(buffers, orders[calls % 2], learner.device)
+        return monobeast.get_batch(buffers, next(slots), learner.device)
 
     batch, state = gather()
     return {
