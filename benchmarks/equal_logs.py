@@ -65,15 +65,9 @@ def run(tree: pathlib.Path, case: tuple, savedir: str) -> list[dict[str, str]]:
         more = ["--xpid", name, "--savedir", savedir, "--total_steps", str(steps)]
         if module == "polybeast":
             more += ["--pipes_basename", f"unix:{savedir}/pipe"]
+        command = [sys.executable, "-m", f"torchbeast.{module}"]
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                f"torchbeast.{module}",
-                *COMMON.split(),
-                *flags.split(),
-                *more,
-            ],
+            [*command, *COMMON.split(), *flags.split(), *more],
             env={**os.environ, "PYTHONPATH": str(tree.resolve())},
             cwd=savedir,
             capture_output=True,
