@@ -51,22 +51,23 @@ CASES = [
 ]
 
 
-def run(tree: pathlib.Path, case: tuple, savedir: str) -> list[dict[str, str]]:
+def read_rows(savedir: str, xpid: str) -> list[dict[str, str]]:
     """Rows of logs.csv, without columns of time."""
+    with open(pathlib.Path(savedir, xpid, "logs.csv")) as file:
+        rows = list(csv.DictReader(file))
+    return [{k: x for k, x in row.items() if k not in OF_TIME} for row in rows]
+
+
+def run(tree: pathlib.Path, case: tuple, savedir: str) -> list[dict[str, str]]:
+    """The rows that a case makes with the code in `tree`."""
     name, module, flags, ends = case
     for steps in ends:
         more = ["--xpid", name, "--savedir", savedir, "--total_steps", str(steps)]
         if module == "polybeast":
             more += ["--pipes_basename", f"unix:{savedir}/pipe"]
+        command = [sys.executable, "-m", f"torchbeast.{module}"]
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                f"torchbeast.{module}",
-                *COMMON.split(),
-                *flags.split(),
-                *more,
-            ],
+            [*command, *COMMON.split(), *flags.split(), *more],
             env={**os.environ, "PYTHONPATH": str(tree.resolve())},
             cwd=savedir,
             capture_output=True,
@@ -75,9 +76,7 @@ def run(tree: pathlib.Path, case: tuple, savedir: str) -> list[dict[str, str]]:
         )
         if done.returncode:
             sys.exit(f"{tree}: {name} ended with {done.returncode}:\n{done.stderr}")
-    with open(pathlib.Path(savedir, name, "logs.csv")) as file:
-        rows = list(csv.DictReader(file))
-    return [{k: x for k, x in row.items() if k not in OF_TIME} for row in rows]
+    return read_rows(savedir, name)
 
 
 def compare(before: list[dict[str, str]], after: list[dict[str, str]]) -> str:

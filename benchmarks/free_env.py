@@ -18,19 +18,22 @@ class FreeEnv(gym.Env):
     observation_space = spaces.Box(0.0, 1.0, (4,))
     action_space = spaces.Discrete(2)
 
+    def observe(self) -> np.ndarray:
+        return np.zeros(4, np.float32)
+
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
         self.steps = 0
-        return np.zeros(4, np.float32), {}
+        return self.observe(), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         self.steps += 1
-        return np.zeros(4, np.float32), 1.0, self.steps % 100 == 0, False, {}
+        return self.observe(), 1.0, self.steps % 100 == 0, False, {}
 
 
-class WaitingEnv(gym.Env):
+class WaitingEnv(FreeEnv):
     """Frames as large as Atari's, and steps that sleep: another machine computes them.
 
     Args:
@@ -44,14 +47,9 @@ class WaitingEnv(gym.Env):
         self.seconds = seconds
         self.frame = self.observation_space.sample()
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.steps = 0
-        return self.frame.copy(), {}
+    def observe(self) -> np.ndarray:
+        return self.frame.copy()
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         time.sleep(self.seconds)
-        self.steps += 1
-        return self.frame.copy(), 1.0, self.steps % 100 == 0, False, {}
+        return super().step(action)

@@ -60,7 +60,6 @@ def keep(run: Path, folder: Path, most: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    assert __doc__
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -50,12 +50,12 @@ class Moves:
         assert flags.minibatches == 1
         assert not learner.mixer
         assert not state  # no core
-        before = policy(learner, batch, state)
+        before = policy(learner, batch)
         parts = {"model": learner.model, "optimizer": learner.optimizer}
         saved = {k: copy.deepcopy(part.state_dict()) for k, part in parts.items()}
         step = learner.step
         update = self.begin(learner, batch, state)
-        kl = mean_kl(before, policy(learner, batch, state))
+        kl = mean_kl(before, policy(learner, batch))
         if kl > self.largest and step > flags.total_steps / 10:
             self.largest = kl
             lag = learner.num_updates - batch["policy_version"][:-1].double().mean() - 1
@@ -82,11 +82,11 @@ class Moves:
             for group in learner.optimizer.param_groups:
                 group["lr"] *= factor
             learner.flags = flags.replace(**changes)
-            before = policy(learner, batch, ())
+            before = policy(learner, batch)
             kls, norms, losses, entropies = [], [], [], [mean_entropy(before)]
             for _ in range(learner.flags.updates_per_batch):
                 columns = learning.update(learner, batch, ())()
-                now = policy(learner, batch, ())
+                now = policy(learner, batch)
                 kls.append(f"{mean_kl(before, now):.3f}")
                 entropies.append(mean_entropy(now))
                 norms.append(f"{columns['grad_norm']:.0f}")
@@ -97,10 +97,10 @@ class Moves:
         return "\n".join(lines)
 
 
-def policy(learner: Any, batch: Any, state: Any) -> torch.Tensor:
+def policy(learner: Any, batch: Any) -> torch.Tensor:
     """Log-probabilities [T, B, A] of the learner's policy for a batch's steps."""
     with torch.no_grad():
-        outputs, _ = learner.model(batch, state)
+        outputs, _ = learner.model(batch)
     return outputs["policy_logits"][:-1].log_softmax(-1)
 
 

@@ -11,8 +11,6 @@ only the CPU time says something.
 """
 
 import argparse
-import contextlib
-import csv
 import os
 import pathlib
 import signal
@@ -20,6 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
+
+from equal_logs import read_rows
+
+from torchbeast.runs.trial import process_tree
 
 COMMON = "--precision fp32 --torch_threads 1 --checkpoint_interval 1 --record"
 LAYOUT = "--num_actors 3 --envs_per_actor 3 --batch_size 4 --unroll_length 5"
@@ -34,7 +36,6 @@ CASES = {
     "ppo": f"{LAYOUT} --env Pendulum-v1 --clip_ratio 0.2 --optimizer adam "
     "--updates_per_batch 2 --total_steps 8000",
 }
-OF_TIME = {"_time", "sps"}
 
 
 def start(
@@ -56,12 +57,6 @@ def finish(process: subprocess.Popen) -> str:
     return errors
 
 
-def rows(savedir: str, xpid: str) -> list[dict[str, str]]:
-    path = pathlib.Path(savedir, xpid, "logs.csv")
-    found = list(csv.DictReader(path.open())) if path.exists() else []
-    return [{k: x for k, x in row.items() if k not in OF_TIME} for row in found]
-
-
 def equal(args: argparse.Namespace) -> int:
     """Prints one line per run; returns how many repetitions were not equal."""
     wrong = 0
@@ -78,7 +73,7 @@ def equal(args: argparse.Namespace) -> int:
             process.wait()
             finish(start(savedir, xpid, flags))
             finish(start(savedir, f"{xpid}-again", f"--repeat {xpid}"))
-            then, now = rows(savedir, xpid), rows(savedir, f"{xpid}-again")
+            then, now = read_rows(savedir, xpid), read_rows(savedir, f"{xpid}-again")
             wrong += then != now
             records = sorted(model.parent.glob("record.*"))
             before = pathlib.Path(savedir, f"{name}-{i - len(CASES)}", "record.0")
@@ -99,19 +94,7 @@ def events(record: pathlib.Path) -> bytes:
 
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process and all below it that live."""
-    stats = {}
-    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            words = path.read_text().rpartition(")")[2].split()
-            stats[int(path.parent.name)] = (
-                int(words[1]),
-                int(words[11]) + int(words[12]),
-            )
-    found = {pid}
-    while more := {p for p, (parent, _) in stats.items() if parent in found} - found:
-        found |= more
-    ticks = sum(stats[p][1] for p in found if p in stats)
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(process_tree(pid).values())
 
 
 def cost(args: argparse.Namespace) -> int:
@@ -128,9 +111,9 @@ def cost(args: argparse.Namespace) -> int:
                 time.sleep(0.1)
             time.sleep(args.warm_up)
             used = cpu_seconds(process.pid)
-            begun, first = time.monotonic(), int(rows(savedir, str(i))[-1]["step"])
+            begun, first = time.monotonic(), int(read_rows(savedir, str(i))[-1]["step"])
             time.sleep(args.seconds)
-            step, ended = int(rows(savedir, str(i))[-1]["step"]), time.monotonic()
+            step, ended = int(read_rows(savedir, str(i))[-1]["step"]), time.monotonic()
             used = cpu_seconds(process.pid) - used
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)

@@ -31,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from broken import FAULTS
 from study import Study, StudyError, read_curve, train
 from throughput import describe_machine
@@ -54,13 +55,7 @@ def score(curve: Sequence[dict[str, float]]) -> float:
     """The mean of the return over the steps, by the trapezoidal rule."""
     steps = [row["step"] for row in curve]
     returns = [row["mean_game_return_100"] for row in curve]
-    area = sum(
-        (b - a) * (x + y) / 2
-        for (a, b), (x, y) in zip(
-            itertools.pairwise(steps), itertools.pairwise(returns), strict=True
-        )
-    )
-    return area / (steps[-1] - steps[0])
+    return float(np.trapezoid(returns, steps)) / (steps[-1] - steps[0])
 
 
 def p_value(new: Sequence[float], stored: Sequence[float]) -> float:
@@ -96,7 +91,6 @@ def verdict(case: str, measured: Sequence[float], stored: dict[str, Any]) -> str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    assert __doc__
     names = [f"{variant}-{game}" for game in CASES for variant in SCRIPTS]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

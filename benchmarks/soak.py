@@ -33,6 +33,7 @@ from pathlib import Path
 import numpy as np
 from throughput import describe_machine, proportional_set_size, start_run
 
+from torchbeast.records.logs_csv import read_rows
 from torchbeast.runs.trial import (
     END_SECONDS,
     START_SECONDS,
@@ -83,13 +84,6 @@ def server_pids(learner: int) -> list[int]:
         if grandparent == learner and b"spawn_main" in command:
             pids.append(pid)
     return sorted(pids)
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
-        return []
-    whole_lines = path.read_text().rpartition("\n")[0].splitlines()
-    return list(csv.DictReader(whole_lines))
 
 
 def last_row(path: Path) -> dict[str, str]:
@@ -167,7 +161,7 @@ def soak(args: argparse.Namespace, trial: Trial) -> int:
             os.killpg(run.pid, signal.SIGKILL)
         run.wait()
 
-    rows = read_rows(logs)
+    rows = list(read_rows(logs.parent))
     if len(rows) < 2 or not any(s[1] == count for s in samples):
         print("The run ended before there was something to measure. Its last lines:")
         print(*trial.output().splitlines()[-20:], sep="\n")

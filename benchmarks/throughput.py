@@ -27,6 +27,7 @@ cores other processes used during the run.
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import multiprocessing
 import os
@@ -48,7 +49,7 @@ import torch
 from torchbeast import monobeast
 from torchbeast.base import devices
 from torchbeast.base.hardware import cpu_model, gpus, keep_freed_memory
-from torchbeast.base.nested import map_nested
+from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core import rollout
 from torchbeast.core.acting import prepare_to_act
 from torchbeast.envs.environment import Environment
@@ -105,17 +106,11 @@ def time_environment(flags: Flags, seconds: float) -> float:
     E = flags.envs_per_actor
     env = Environment(flags, E)
     env.action_space.seed(0)
-    many_actions = [random_actions(env, E) for _ in range(100)]
+    actions = itertools.cycle([random_actions(env, E) for _ in range(100)])
     env.initial()
-    calls = 0
-
-    def step() -> None:
-        nonlocal calls
-        env.step(many_actions[calls % len(many_actions)])
-        calls += 1
-
     # The mean, because resets are rare and expensive.
-    result = milliseconds(step, E, seconds, statistics.fmean)
+    mean = statistics.fmean
+    result = milliseconds(lambda: env.step(next(actions)), E, seconds, mean)
     env.close()
     return result
 
@@ -128,7 +123,6 @@ def time_acting(flags: Flags, seconds: float) -> float:
     model = make_model(
         flags, env.observation_space, env.action_space, torch.device("cpu")
     )
-    model.bf16 = flags.precision == "bf16"
     prepare_to_act(model, flags.compile)
     rows = map_nested(lambda x: torch.from_numpy(x).unsqueeze(0), env.initial())
     state = model.initial_state(E)
@@ -148,15 +142,9 @@ def time_learning(flags: Flags, seconds: float) -> dict[str, float]:
     rows = rollout.create_buffers(learner.row_spec, (2 * B, T + 1))
     row = env.initial()
     for t in range(T + 1):
-        for slots in (slice(0, B), slice(B, 2 * B)):  # [slots, T + 1, ...]
-            for name, field in row.items():
-                map_nested(
-                    lambda buffer, x, slots=slots, t=t: buffer[slots, t].copy_(
-                        torch.from_numpy(np.asarray(x))
-                    ),
-                    rows[name],
-                    field,
-                )
+        for name, field in row.items():
+            for buffer, x in zip(flatten(rows[name]), flatten(field), strict=True):
+                buffer[:B, t] = buffer[B:, t] = torch.from_numpy(x)  # two sets of slots
         row = env.step(random_actions(env, B))
     env.close()
     initial_state = tuple(
@@ -165,13 +153,10 @@ def time_learning(flags: Flags, seconds: float) -> dict[str, float]:
     buffers = {"rows": rows, "initial_state": initial_state}
 
     # Two sets of slots in turn, so that the gathered slots are not in the cache.
-    orders = [list(range(B)), list(range(B, 2 * B))]
-    calls = 0
+    slots = itertools.cycle([list(range(B)), list(range(B, 2 * B))])
 
     def gather() -> Any:
-        nonlocal calls
-        calls += 1
-        return monobeast.get_batch(buffers, orders[calls % 2], learner.device)
+        return monobeast.get_batch(buffers, next(slots), learner.device)
 
     batch, state = gather()
     return {

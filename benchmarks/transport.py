@@ -156,11 +156,9 @@ def measure_ours(
         thread.start()
 
     def counters() -> dict[str, float]:
-        sides = []
         for pipe in pipes:
             pipe.send("stats")
-        for pipe in pipes:
-            sides.append(pipe.recv())
+        sides = [pipe.recv() for pipe in pipes]
         batching = batcher.stats()
         stats = pool.stats()
         return {

@@ -96,7 +96,10 @@ def train(start: resume.Start) -> int:
         start = start._replace(flags=start.flags.replace(pipes_basename=name))
     flags = start.flags
     if flags.launcher == "ray":
-        return train_with_ray(start)
+        from torchbeast.on_ray.servers import ray_servers  # optional
+
+        with ray_servers(flags) as (address, check):
+            return polybeast_learner.train(start, check, listen=address)
     # Not forked, because gRPC does not work in a forked process.
     context = mp.get_context("spawn")
     servers = context.Process(
@@ -112,18 +115,8 @@ def train(start: resume.Start) -> int:
         if servers.pid is not None:
             servers.terminate()
             servers.join(2 * supervisor.STOP_SECONDS)
-            if servers.is_alive():
-                servers.kill()
-                servers.join()
-
-
-def train_with_ray(start: resume.Start) -> int:
-    """The same with the servers on a Ray cluster."""
-    from torchbeast import polybeast_learner
-    from torchbeast.on_ray.servers import ray_servers  # optional
-
-    with ray_servers(start.flags) as (address, check):
-        return polybeast_learner.train(start, check, listen=address)
+            servers.kill()  # unless it has ended
+            servers.join()
 
 
 def check_servers(servers: Any) -> None:

@@ -304,11 +304,9 @@ def resolve_layout(flags: Flags, learners: int = 1) -> Flags:
             "environments and give --server_addresses"
         )
     if flags.num_actors is None:
-        flags.num_actors = (
-            LISTENING_STREAMS
-            if flags.listen
-            else len(server_addresses(flags)) // learners
-        )
+        flags.num_actors = LISTENING_STREAMS
+        if not flags.listen:
+            flags.num_actors = len(server_addresses(flags)) // learners
     if flags.max_learner_queue_size is None:
         flags.max_learner_queue_size = flags.batch_size
     devices.actor_device(flags)  # raises if it does not exist

@@ -63,7 +63,8 @@ class Encoder(nn.Module):
         named = make_named("--explorer, encoder", encoder, space)
         self.encoder = named or Layers(space)
         self.last = nn.LazyLinear(size)
-        self(observation_of(space, (1,)))  # finds the size of the last layer's input
+        example = example_rows(space, make_distribution(spaces.Discrete(1)))
+        self(example["observation"])  # finds the size of the last layer's input
 
     def forward(self, observation: Any) -> torch.Tensor:
         lead = leading(self.space, iterate_observation(self.space, observation))
@@ -75,15 +76,6 @@ def leading(space: spaces.Space, leaves: list[torch.Tensor]) -> torch.Size:
     """The sizes [...] before the shape of an observation."""
     own = len(iterate_space(space)[0].shape or ())
     return leaves[0].shape[: leaves[0].dim() - own]
-
-
-def observation_of(space: spaces.Space, lead: tuple[int, ...]) -> Any:
-    """Observations [*lead, *shape], nested as the space: zeros, or the first category.
-
-    They are as a learner gets them, see rollout.STORED_AS.
-    """
-    row = example_rows(space, make_distribution(spaces.Discrete(1)))["observation"]
-    return map_nested(lambda x: x[0, 0].expand(*lead, *x.shape[2:]), row)
 
 
 class Hash(nn.Module):

@@ -119,10 +119,10 @@ class Checker:
         # A view that is flipped, for example, can't become a tensor.
         return map_nested(np.ascontiguousarray, arrays) if self._leading else arrays
 
-    def close(self, function: Callable[[], Any]) -> None:
+    def close(self, function: Callable, *args: Any) -> None:
         """Calls close(). An error is only a warning: the run is over."""
         try:
-            function()
+            function(*args)
         except (Exception, SystemExit):
             self.warn(CLOSE, f"close() raised:\n{traceback.format_exc()}")
 
@@ -258,10 +258,8 @@ def read(
 
 def raised_by_call(error: BaseException) -> bool:
     """Whether the call itself failed, and not the environment's own code."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    caller = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    caller = frames[-1].f_globals.get("__name__", "") if frames else ""
     return caller.startswith(_CALLERS)
 
 

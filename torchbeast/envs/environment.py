@@ -149,7 +149,6 @@ class Environment:
         check_names()
         self._around = around or contextlib.nullcontext()
         self.flags = flags
-        self.seed = flags.seed
         self._is_new = Seldom()  # warnings, by key
         self.on_warning: Callable[[str, str], None] = log_warning
         is_atari = atari.atari_game(flags.env) is not None
@@ -298,8 +297,7 @@ class Environment:
             self.on_warning = lambda key, message: None  # the servers log it later
             self.set_seed(secrets.randbits(31), self.indices.start)
             row = self.initial()
-            shape, dtype = _actions_of(self.action_space, self.num_envs)
-            actions: np.ndarray = np.zeros(shape, dtype)
+            actions = row["last_action"]  # zeros
             if self._has_mask:
                 actions = first_allowed(self.action_space, row["observation"])
             self.step(actions)

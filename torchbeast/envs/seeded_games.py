@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,8 +44,6 @@ class SeededGames(gymnasium.Wrapper):
         super().__init__(self._run(create_env, flags, render_mode))
         self.log_actions = getattr(flags, "sync", False)
         self.checker = Checker(flags.env, self.env.observation_space, warn)
-        self._reset = functools.partial(self._run, self.env.reset)
-        self._step = functools.partial(self._run, self.env.step)
         self.actions: list[np.ndarray] = []
         self.set_seed(flags.seed, index)
 
@@ -65,7 +62,9 @@ class SeededGames(gymnasium.Wrapper):
             self.actions = []
             arguments["seed"] = game_seed(self.seed, self.index, self.game)
         self.game_goes_on = False
-        observation, info = self.checker.call("reset", self._reset, **arguments)
+        observation, info = self.checker.call(
+            "reset", self._run, self.env.reset, **arguments
+        )
         extra_fields.look_at_reset(info, self.checker.warn)
         return observation, extra_fields.select(info)
 
@@ -73,10 +72,9 @@ class SeededGames(gymnasium.Wrapper):
         if self.log_actions:
             self.actions.append(np.array(action))
         observation, reward, terminated, truncated, info = self.checker.call(
-            "step", self._step, action
+            "step", self._run, self.env.step, action
         )
         kept: dict[str, Any] = extra_fields.select(info)
-        self.game_goes_on = False
         if terminated or truncated:
             kept["game_over"] = bool(truncated or info.get(GAME_OVER, True))
             self.game_goes_on = not kept["game_over"]
@@ -87,7 +85,7 @@ class SeededGames(gymnasium.Wrapper):
         return self._run(self.env.render)
 
     def close(self) -> None:
-        self.checker.close(functools.partial(self._run, self.env.close))
+        self.checker.close(self._run, self.env.close)
 
     def replay(self, game: int, actions: Sequence[Any]) -> list[Any]:
         """Plays the actions in game number `game`; returns the last observation.

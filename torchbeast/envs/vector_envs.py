@@ -109,8 +109,7 @@ class VectorGames:
         num_envs: int | None,
         warn: Warn,
     ) -> None:
-        num_envs = num_envs or 1
-        self.name, self.num_envs = name, num_envs
+        self.num_envs = num_envs = num_envs or 1
         self._run = checks.own_context()
         self._make = functools.partial(self._run, make, num_envs)
         self.env = self._make(0)
@@ -226,4 +225,4 @@ class VectorGames:
         return map_nested(join, observation, new), fields
 
     def close(self) -> None:
-        self._checker.close(functools.partial(self._run, self.env.close))
+        self._checker.close(self._run, self.env.close)

@@ -118,8 +118,8 @@ class Agent:
         """
         observation, n, is_one = _stack(self.observation_space, observation)
         is_first = state is None
+        kind = self.model.distribution
         if state is None:
-            kind = self.model.distribution
             none = torch.zeros(1, n, *kind.action_shape, dtype=kind.action_dtype)
             state = AgentState(self.model.initial_state(n), none, Totals.zeros(n))
         if state.last_action.shape[1] != n:
@@ -145,10 +145,8 @@ class Agent:
         for name, field in EXTRA_FIELDS.items():
             value = given.get(name, np.zeros(field.shape))
             row[name] = _fill(name, value, n, field.dtype, field.shape)
-        choose: Choose = self.model.distribution.mode
-        if not greedy:
-            sample = self.model.distribution.sample
-            choose = functools.partial(sample, generator=self.generator)
+        sample = functools.partial(kind.sample, generator=self.generator)
+        choose: Choose = kind.mode if greedy else sample
         tensors = to_tensors(row)
         results, core = act_step(self.model, tensors, state.core, choose)
         if results["policy_logits"].isnan().any():
