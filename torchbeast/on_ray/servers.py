@@ -63,10 +63,9 @@ class EnvServer:
 
 def memory_file(name: str, content: bytes) -> str:
     """The path of a new file that only this process has, and that is on no disk."""
-    number = os.memfd_create(name)
-    with os.fdopen(os.dup(number), "wb") as file:
-        file.write(content)
-    return f"/proc/self/fd/{number}"
+    path = f"/proc/self/fd/{os.memfd_create(name)}"
+    Path(path).write_bytes(content)
+    return path
 
 
 @contextlib.contextmanager
