@@ -64,10 +64,6 @@ class Player:
         self.actor: Any = None
         self.warnings: list[tuple[str, str]] = []
 
-    def node(self) -> str:
-        """The address of the machine it runs on."""
-        return ray.util.get_node_ip_address()
-
     def unroll(self, weights: list[ray.ObjectRef], policy_version: int) -> tuple:
         """One unroll.
 

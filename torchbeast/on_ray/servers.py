@@ -52,10 +52,6 @@ class EnvServer:
             **{name: memory_file(name, content) for name, content in files.items()}
         )
 
-    def node(self) -> str:
-        """The address of the machine it runs on."""
-        return ray.util.get_node_ip_address()
-
     def run(self) -> None:
         """Steps environments for the learner, until this actor is killed."""
         serve_under_ray(self.flags, self.index)
