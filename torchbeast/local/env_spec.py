@@ -4,8 +4,6 @@ The learner process never runs an environment, because an environment may hang, 
 its process or leave programs behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from multiprocessing import connection

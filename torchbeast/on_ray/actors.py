@@ -4,8 +4,6 @@ Ray places the actors, moves their rollouts through its object store and replace
 ones. Each Ray actor has an Actor of monobeast.py, with slots in its own process.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

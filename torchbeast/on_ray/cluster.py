@@ -4,8 +4,6 @@ Ray ends a process that calls it, at once and without an exception, if its conne
 the raylet breaks or the GCS is gone for long. So the learner calls no function of Ray.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import signal

@@ -4,8 +4,6 @@ Each joins the learner, which listens. Ray places them and starts dead ones agai
 token and the certificates travel through Ray, so no machine needs these files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing

@@ -5,8 +5,6 @@ environment has started can be killed with it. Importing this module loads neith
 nor NumPy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing
