@@ -6,8 +6,6 @@ Limits come from the machine, from control groups (containers, Slurm, systemd; v
 Importing this module does not load torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math

@@ -83,17 +83,16 @@ class TorchSettings:
         return [get() for get, _ in self.SETTINGS]
 
     def __enter__(self) -> None:
-        if self._inside != self._outside:
-            self._set(self._inside)
+        self._change_to(self._inside)
 
     def __exit__(self, *_: object) -> None:
         self._inside = self._now()
-        if self._inside != self._outside:
-            self._set(self._outside)
+        self._change_to(self._outside)
 
-    def _set(self, values: list[Any]) -> None:
-        for (_, set_to), value in zip(self.SETTINGS, values, strict=True):
-            set_to(value)
+    def _change_to(self, values: list[Any]) -> None:
+        if self._inside != self._outside:
+            for (_, set_to), value in zip(self.SETTINGS, values, strict=True):
+                set_to(value)
 
 
 def run_actor(

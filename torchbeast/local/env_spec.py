@@ -4,8 +4,6 @@ The learner process never runs an environment, because an environment may hang, 
 its process or leave programs behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from multiprocessing import connection
@@ -67,8 +65,7 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
                     f"{flags.env} was not made within {seconds:g} s. If its process "
                     f"could print its stack, it is above. {advice}"
                 )
-            found = child.receive()
-        spec = EnvSpec(*found)
+            spec = child.receive()
         child.process.join(CLOSE_SECONDS)
         if child.process.is_alive():
             log.warning(
@@ -85,5 +82,5 @@ def _describe(flags: Flags, pipe: connection.Connection) -> None:
         pipe.send(())  # it has begun
         with contextlib.closing(example_environment(flags)) as env:
             env.on_warning = lambda key, message: None  # the actors send it later
-            spec = env.observation_space, plain_space(env.action_space)
-            pipe.send((*spec, env.frames_per_step, env.exact_resume))
+            both = env.observation_space, plain_space(env.action_space)
+            pipe.send(EnvSpec(*both, env.frames_per_step, env.exact_resume))

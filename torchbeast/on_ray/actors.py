@@ -4,8 +4,6 @@ Ray places the actors, moves their rollouts through its object store and replace
 ones. Each Ray actor has an Actor of monobeast.py, with slots in its own process.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
@@ -24,12 +22,10 @@ from torchbeast.base.seldom import Seldom
 from torchbeast.core import rollout
 from torchbeast.local.actors import Actors, make_envs
 from torchbeast.on_ray import cluster
-from torchbeast.procs import processes
+from torchbeast.procs import children, processes
 from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger(__name__)
-
-SUSPENDED_SECONDS = 10.0  # a longer gap between two looks at actors is a suspension
 
 
 class Player:
@@ -65,10 +61,6 @@ class Player:
         self.arguments = actor_class, flags, index
         self.actor: Any = None
         self.warnings: list[tuple[str, str]] = []
-
-    def node(self) -> str:
-        """The address of the machine it runs on."""
-        return ray.util.get_node_ip_address()
 
     def unroll(self, weights: list[ray.ObjectRef], policy_version: int) -> tuple:
         """One unroll.
@@ -163,11 +155,11 @@ class Unrolls:
     ) -> None:
         self.players, self.flags, self.buffers = players, flags, buffers
         self.memory, self.steps, self.pipe = memory, steps, pipe
-        # By reference: number, slots, and the time at which the unroll began.
+        self._watch = children.StepWatch(flags.actor_timeout)  # only for its clock
+        # By reference: number, slots, and the clock when the unroll began.
         self._running: dict[Any, tuple[int, list[int], float]] = {}
         self._may_warn = Seldom(flags.actor_timeout)  # of an actor's silence
-        self._last_unroll = 0.0  # the time at which one was complete
-        self._checked = time.monotonic()
+        self._last_unroll = 0.0  # the clock when one was complete
         self._put: tuple[int, list[Any]] = (-1, [])  # version, [reference]
         self._done = processes.WakePipe()
 
@@ -180,6 +172,7 @@ class Unrolls:
         while True:
             if not connection.wait([self._done.reader, self.pipe], 1.0):
                 ray.put(None)  # Ray ends this process if the raylet has died
+            self._watch.check([])
             while self.pipe.poll():
                 self._begin(*self.pipe.recv())
             self._done.drain()
@@ -196,7 +189,7 @@ class Unrolls:
             self._put = version, [ray.put(self.memory[bank].numpy())]
         self.pipe.send(("loaded", bank))
         reference = self.players[index].unroll.remote(self._put[1], version)
-        self._running[reference] = index, slots, time.monotonic()
+        self._running[reference] = index, slots, self._watch.awake
         reference.future().add_done_callback(lambda future: self._done.wake())
 
     def _finish(self, reference: Any) -> None:
@@ -213,7 +206,7 @@ class Unrolls:
 
         map_nested(copy, self.buffers, rollouts)
         self.steps += self.flags.unroll_length
-        self._last_unroll = time.monotonic()
+        self._last_unroll = self._watch.awake
         self.pipe.send(("done", index, slots, timings))
 
     def _warn(self, message: str) -> None:
@@ -221,12 +214,7 @@ class Unrolls:
 
     def _check_silence(self) -> None:
         """Warns of actors without a complete unroll; raises if all are like that."""
-        now, limit = time.monotonic(), self.flags.actor_timeout
-        if (pause := now - self._checked) > SUSPENDED_SECONDS:  # it does not count
-            self._last_unroll += pause
-            for reference, (index, slots, begun) in self._running.items():
-                self._running[reference] = index, slots, begun + pause
-        self._checked = now
+        now, limit = self._watch.awake, self._watch.timeout
         why = "Ray may have no room for it, or its environments are slow"
         silent = [i for i, _, begun in self._running.values() if now - begun > limit]
         if silent and now - self._last_unroll > limit:

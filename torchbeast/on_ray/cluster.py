@@ -4,8 +4,6 @@ Ray ends a process that calls it, at once and without an exception, if its conne
 the raylet breaks or the GCS is gone for long. So the learner calls no function of Ray.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import signal
@@ -108,7 +106,7 @@ def start_actors(
     """Starts Ray actors, one per tuple of arguments. Each needs a CPU.
 
     Args:
-      kind: their class. Its method node() returns the address of its machine.
+      kind: their class.
       limit: the flag with the time limit until the cluster has as many CPUs.
       seconds: its value. When the CPUs are there, START_SECONDS is the least limit.
 
@@ -124,7 +122,8 @@ def start_actors(
         num_cpus=1, max_restarts=-1, max_task_retries=-1, scheduling_strategy="SPREAD"
     )(kind)
     actors = [remote.remote(*words) for words in arguments]
-    places = [actor.node.remote() for actor in actors]
+    node = ray.util.get_node_ip_address  # called in each of them
+    places = [actor.__ray_call__.remote(lambda _: node()) for actor in actors]
     while ray.wait(places, num_returns=needed, timeout=1.0)[1]:
         cpus = ray.cluster_resources().get("CPU", 0)
         most = seconds if cpus < needed else max(seconds, START_SECONDS)

@@ -4,8 +4,6 @@ Each joins the learner, which listens. Ray places them and starts dead ones agai
 token and the certificates travel through Ray, so no machine needs these files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing
@@ -52,10 +50,6 @@ class EnvServer:
             **{name: memory_file(name, content) for name, content in files.items()}
         )
 
-    def node(self) -> str:
-        """The address of the machine it runs on."""
-        return ray.util.get_node_ip_address()
-
     def run(self) -> None:
         """Steps environments for the learner, until this actor is killed."""
         serve_under_ray(self.flags, self.index)
@@ -63,10 +57,9 @@ class EnvServer:
 
 def memory_file(name: str, content: bytes) -> str:
     """The path of a new file that only this process has, and that is on no disk."""
-    number = os.memfd_create(name)
-    with os.fdopen(os.dup(number), "wb") as file:
-        file.write(content)
-    return f"/proc/self/fd/{number}"
+    path = f"/proc/self/fd/{os.memfd_create(name)}"
+    Path(path).write_bytes(content)
+    return path
 
 
 @contextlib.contextmanager

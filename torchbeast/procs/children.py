@@ -5,8 +5,6 @@ environment has started can be killed with it. Importing this module loads neith
 nor NumPy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing
@@ -158,17 +156,16 @@ class Child:
           ProcessError: it has died, and nothing is left in the pipe.
         """
         alive = self.process.is_alive()  # first: it may send a last message and exit
-        message = None
         # The pipe may have no EOF after the process has died: its own children may
         # hold the other end.
         with contextlib.suppress(EOFError, OSError):
             if self.pipe.poll():
                 message = self.pipe.recv()
-            elif not alive:
-                raise EOFError
-            if isinstance(message, UserError):
-                raise message
-            return message
+                if isinstance(message, UserError):
+                    raise message
+                return message
+            if alive:
+                return None
         raise ProcessError(f"{self.who} {self.how_it_died()}")
 
     def how_it_died(self) -> str:

@@ -146,22 +146,20 @@ class WakePipe:
         self.reader, self._writer = os.pipe()
         os.set_blocking(self.reader, False)
         os.set_blocking(self._writer, False)
+        self._previous: int | None = None  # the descriptor that signals wrote to before
 
     def wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: the thread is awake
             os.write(self._writer, b"w")
 
-    def wake_on_signals(self) -> int:
-        """Lets signals with a handler wake, too. Returns the previous descriptor.
+    def wake_on_signals(self) -> None:
+        """Lets signals with a handler wake, too, until `close`.
 
         Python allows it in the main thread only; elsewhere it has no effect.
         """
-        return self.stop_waking_on_signals(self._writer)
-
-    def stop_waking_on_signals(self, previous: int) -> int:
-        if not in_main_thread():
-            return -1
-        return signal.set_wakeup_fd(previous, warn_on_full_buffer=False)
+        if in_main_thread():
+            writer = self._writer
+            self._previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def drain(self) -> bytes:
         """Empties the pipe. Returns its bytes, among them the numbers of signals."""
@@ -170,6 +168,8 @@ class WakePipe:
         return b""
 
     def close(self) -> None:
+        if self._previous is not None:
+            signal.set_wakeup_fd(self._previous, warn_on_full_buffer=False)
         os.close(self.reader)
         os.close(self._writer)
 
@@ -190,8 +190,7 @@ class StopSignals(contextlib.ExitStack):
     def __enter__(self) -> StopSignals:
         self.wake_pipe = WakePipe()
         self.callback(self.wake_pipe.close)
-        old = self.wake_pipe.wake_on_signals()
-        self.callback(self.wake_pipe.stop_waking_on_signals, old)
+        self.wake_pipe.wake_on_signals()
         self.enter_context(handling(self._note))
         return self
 

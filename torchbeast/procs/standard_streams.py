@@ -1,7 +1,5 @@
 """stdout and stderr that can always be written."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -35,14 +35,12 @@ def as_stored(row: dict[str, Nested], spec: dict[str, Nested]) -> dict[str, Nest
     Environments in other languages may leave out fields of `spec`: these become zero.
     """
     row = rollout.show_final_fields(row)
-    leading = row["done"].shape
+    done = row["done"]
     for name, field in spec.items():
         if name in row:
             row[name] = map_nested(lambda x, y: x.to(y.dtype), row[name], field)
         else:
-            row[name] = row["done"].new_zeros(
-                (*leading, *field.shape), dtype=field.dtype
-            )
+            row[name] = done.new_zeros((*done.shape, *field.shape), dtype=field.dtype)
     return row
 
 

@@ -103,7 +103,6 @@ class Servers:
     def _start(self, server: Server) -> None:
         # Each start has 65,536 numbers for its streams: none repeats.
         arguments = (self.flags, server.index, server.address, server.starts << 16)
-        # The end of its pipe is a request to end.
         server.heard, server.ready = time.monotonic(), None
         server.starts += 1
         try:
@@ -163,8 +162,7 @@ class Servers:
             server.ready, self.ever_ready = time.monotonic(), True
             server.address = rest[0]  # keeps a port that was free
             if server.address.startswith("unix:") and not self.flags.join:
-                path = server.address.removeprefix("unix:")
-                self.sockets.add(path)
+                self.sockets.add(server.address.removeprefix("unix:"))
             log.info("Server %d at %s: %s", server.index, *rest)
         elif kind == "log" and self.is_new(*rest):
             log.info("%s", *rest)
@@ -188,7 +186,7 @@ class Servers:
     def stop(self) -> None:
         """Ends all processes and their children, and removes their sockets."""
         for child in self.group.alive:
-            child.pipe.close()
+            child.pipe.close()  # like SIGTERM, which environments may ignore
             child.process.terminate()
         self.group.end(STOP_SECONDS)
         self.group.close()

@@ -141,7 +141,7 @@ class Run:
             checkpoint.remove_later(path / "model.tar", self.learner.step)
         record.drop_later(path, self.learner.step)
         self.stack.callback(lambda: self._profile.close(path))
-        self._old_wakeup = self._wake_pipe.wake_on_signals()
+        self._wake_pipe.wake_on_signals()
         resume.announce(start)
         if self.learner.mixer:
             self.learner.mixer.check_steps(flags.total_steps - self.learner.step)
@@ -437,7 +437,6 @@ class Run:
         self._writer.close(status, learner.step, error=why)
         for tracker in self._trackers:
             tracker.close(status)
-        self._wake_pipe.stop_waking_on_signals(self._old_wakeup)
         if self._threads.busy():
             # Python can't exit cleanly while a thread is inside torch.
             logging.shutdown()
