@@ -143,7 +143,7 @@ class Mixer:
         ages = [
             step - episode.stored_at
             for reader in self._readers
-            if (episode := self.replay.episode(reader.episode))
+            if (episode := reader.episode) and episode.slots
         ]
         return {
             "replayed_steps": self.replayed_steps,
