@@ -266,13 +266,10 @@ class Replay:
         fronts, results, begins, mask = (
             np.stack(x, axis=1) for x in zip(*plans, strict=True)
         )
-
-        def gather(stores: Nested, slots: np.ndarray) -> Nested:
-            return map_nested(lambda store: store.read(slots), stores)
-
         rows = {}
         for name, stores in self._stores.items():
-            rows[name] = gather(stores, results if name in RESULTS else fronts)
+            slots = results if name in RESULTS else fronts
+            rows[name] = map_nested(lambda store, at=slots: store.read(at), stores)
             if name in RESULTS:
                 map_nested(lambda x: x.__setitem__(results < 0, 0), rows[name])
         rows["done"] = begins

@@ -263,10 +263,7 @@ def minibatches(
         return
     for part in torch.randperm(batch["done"].shape[1]).tensor_split(count):
         index = devices.move(part, batch["done"].device)
-        yield (
-            map_nested(lambda x, index=index: x[:, index], batch),
-            map_nested(lambda x, index=index: x[:, index], initial_state),
-        )
+        yield map_nested(lambda x, index=index: x[:, index], (batch, initial_state))
 
 
 def cut_at_episodes(
