@@ -32,8 +32,8 @@ from torchbeast.base.errors import FlagError, UserError
 from torchbeast.base.hardware import free_memory, memory_limit
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.core.observations import map_space
 from torchbeast.envs.action_masks import agent_is_present
+from torchbeast.envs.checks import parts_of
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, final_name
 from torchbeast.envs.space_checks import FrameStack
 
@@ -87,7 +87,7 @@ def observation_spec(space: spaces.Space) -> Nested:
         dtype = to_torch_dtype(leaf.dtype)
         return Spec(tuple(leaf.shape or ()), dtype, isinstance(leaf, FrameStack))
 
-    return map_space(spec, space)
+    return map_nested(spec, parts_of(space))
 
 
 def env_fields(
@@ -128,7 +128,7 @@ def example_rows(
         return zeros(observation_spec(leaf)) + torch.as_tensor(start)
 
     rows = map_nested(zeros, env_fields(observation_space, distribution))
-    return {**rows, "observation": map_space(lowest, observation_space)}
+    return {**rows, "observation": map_nested(lowest, parts_of(observation_space))}
 
 
 def show_final_fields(row: dict[str, Nested]) -> dict[str, Nested]:
