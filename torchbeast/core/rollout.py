@@ -73,6 +73,7 @@ class Spec:
     is_stack: bool = False
 
 
+@functools.cache
 def to_torch_dtype(dtype: Any) -> torch.dtype:
     """The torch dtype that stores a NumPy dtype, see STORED_AS."""
     dtype = np.dtype(dtype)
