@@ -108,10 +108,8 @@ class FrameStacks:
             if last is not None and np.array_equal(frames[:-1], last[1:]):
                 new[i, :-1] = False
             else:  # at the start of an episode frames are repeated
-                new[i, 1:] = [
-                    not np.array_equal(*pair)
-                    for pair in zip(frames[1:], frames[:-1], strict=True)
-                ]
+                pixels = tuple(range(1, frames.ndim))
+                new[i, 1:] = (frames[1:] != frames[:-1]).any(pixels)
             last = frames
         return new
 
