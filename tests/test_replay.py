@@ -48,7 +48,7 @@ def test_replayed_unrolls_are_what_was_stored():
         for i, reader in enumerate(readers):
             column = map_nested(lambda x, i=i: x[:, i], rows)
             check_unroll(column, games)
-            episode = replay.episode(reader.episode)
+            episode = reader.episode
             assert 0 <= reader.position < episode.length
             assert episode.stored_at == 7
     assert replay.num_lost == 0
@@ -134,7 +134,7 @@ def test_long_episodes_are_cut(num_games):
             counts = result["done"] or not rows["done"][t + 1, 0]
             assert rows["step_counts"][t, 0] == counts
             cut += not counts
-        episode = replay.episode(reader.episode)
+        episode = reader.episode
         end = at[T][1] + episode.length - 1 - reader.position
         assert episode.stored_at == end // T
     assert cut >= 3

@@ -13,15 +13,13 @@ from torchbeast.base import devices
 from torchbeast.base.errors import UserError
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core import rollout
-from torchbeast.core.rollout import STORED_AS, State
+from torchbeast.core.rollout import State
 from torchbeast.envs.checks import describe
 
 # A torchbeast.model.Net. Nothing in core imports it, so that a fork can replace it.
 Net = Any
 # Chooses actions from policy logits, for example a distribution's `sample` or `mode`.
 Choose = Callable[[torch.Tensor], torch.Tensor]
-
-_STORED_AS = {getattr(torch, x): getattr(torch, y) for x, y in STORED_AS.items()}
 
 
 class ModelError(UserError, ValueError):
@@ -62,8 +60,7 @@ def to_tensors(row: Nested) -> Nested:
     """Arrays [E, ...] to tensors [1, E, ...], in the dtypes that a learner gets."""
 
     def convert(x: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(x).unsqueeze(0)
-        return tensor.to(_STORED_AS.get(tensor.dtype, tensor.dtype))
+        return torch.from_numpy(x).unsqueeze(0).to(rollout.to_torch_dtype(x.dtype))
 
     return map_nested(convert, row)
 

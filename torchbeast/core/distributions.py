@@ -147,38 +147,34 @@ class MultiCategorical(ActionDistribution):
         self.num_logits = self.num_features = sum(num_actions)
         self._parts = [Categorical(n) for n in num_actions]
 
-    def _split(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return logits.split(self.num_actions, dim=-1)
+    def _split(self, logits: torch.Tensor) -> list[tuple[Categorical, torch.Tensor]]:
+        """Each choice with its logits."""
+        parts = logits.split(self.num_actions, dim=-1)
+        return list(zip(self._parts, parts, strict=True))
 
     def sample(
         self, logits: torch.Tensor, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        draws = [
-            part.sample(part_logits, generator)
-            for part, part_logits in zip(self._parts, self._split(logits), strict=True)
-        ]
+        draws = [d.sample(x, generator) for d, x in self._split(logits)]
         return torch.stack(draws, dim=-1)
 
     def mode(self, logits: torch.Tensor) -> torch.Tensor:
-        return torch.stack([part.argmax(-1) for part in self._split(logits)], dim=-1)
+        return torch.stack([d.mode(x) for d, x in self._split(logits)], dim=-1)
 
     def log_prob(self, logits: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        parts = zip(
-            self._parts, self._split(logits), action.unbind(dim=-1), strict=True
-        )
-        return torch.stack([d.log_prob(x, a) for d, x, a in parts]).sum(0)
+        parts = zip(self._split(logits), action.unbind(dim=-1), strict=True)
+        return torch.stack([d.log_prob(x, a) for (d, x), a in parts]).sum(0)
 
     def entropy(self, logits: torch.Tensor) -> torch.Tensor:
-        parts = zip(self._parts, self._split(logits), strict=True)
-        return torch.stack([d.entropy(x) for d, x in parts]).sum(0)
+        return torch.stack([d.entropy(x) for d, x in self._split(logits)]).sum(0)
 
     def features(self, action: torch.Tensor) -> torch.Tensor:
         parts = zip(self._parts, action.unbind(dim=-1), strict=True)
         return torch.cat([d.features(a) for d, a in parts], dim=-1)
 
     def mask(self, logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-        parts = zip(self._parts, self._split(logits), self._split(allowed), strict=True)
-        return torch.cat([d.mask(x, a) for d, x, a in parts], dim=-1)
+        parts = zip(self._split(logits), self._split(allowed), strict=True)
+        return torch.cat([d.mask(x, a) for (d, x), (_, a) in parts], dim=-1)
 
 
 class DiagonalGaussian(ActionDistribution):

@@ -17,7 +17,7 @@ from torchbeast.base.errors import FlagError
 from torchbeast.base.nested import Nested
 from torchbeast.core.rollout import State, steps_that_count
 from torchbeast.envs.make_env import call_named, find_named
-from torchbeast.records.logs_csv import join_columns, spread
+from torchbeast.records.logs_csv import spread
 
 # Columns that must be finite.
 CHECKED = {"mean_intrinsic_reward", "explorer_loss", "explorer_grad_norm"}
@@ -154,7 +154,7 @@ class Explorer:
         if learns:
             columns["explorer_loss"] = ranks.total(found.loss.detach())
             columns["explorer_grad_norm"] = self._gradient(found.loss)
-        numbers = devices.fetch(join_columns(columns, {}))
+        numbers = devices.fetch(columns)
 
         def check() -> dict[str, Any]:
             columns = spread(numbers())

@@ -108,10 +108,8 @@ class FrameStacks:
             if last is not None and np.array_equal(frames[:-1], last[1:]):
                 new[i, :-1] = False
             else:  # at the start of an episode frames are repeated
-                new[i, 1:] = [
-                    not np.array_equal(*pair)
-                    for pair in zip(frames[1:], frames[:-1], strict=True)
-                ]
+                pixels = tuple(range(1, frames.ndim))
+                new[i, 1:] = (frames[1:] != frames[:-1]).any(pixels)
             last = frames
         return new
 
@@ -122,16 +120,14 @@ class FrameStacks:
         taken = self.slots.take(int(new.sum()))
         self._frames[taken] = stacks[new]
         numbers = None if before is None else self._numbers[before]
-        unused = iter(taken)
         for slot, is_new in zip(slots, new, strict=True):
-            if is_new[0]:
-                numbers = np.empty_like(self._numbers[slot])
-                for k, frame_is_new in enumerate(is_new):
-                    numbers[k] = next(unused) if frame_is_new else numbers[k - 1]
+            if is_new[0]:  # a frame that repeats the one before has its number
+                numbers = taken[is_new.cumsum() - 1]
             else:
                 assert numbers is not None
-                numbers = np.append(numbers[1:], next(unused))
+                numbers = np.append(numbers[1:], taken[0])
             self._numbers[slot] = numbers
+            taken = taken[is_new.sum() :]
 
     @property
     def num_free(self) -> int:

@@ -116,15 +116,14 @@ class Mixer:
             lambda x: torch.from_numpy(x).to(device, non_blocking=True), rows
         )
         states = [reader.state or self._initial_state for reader in self._readers]
-        replayed_state = tuple(torch.cat(x, dim=1) for x in zip(*states, strict=True))
+        replayed_state = map_nested(lambda *x: torch.cat(x, dim=1), *states)
         self._last = replayed, replayed_state
         online = {name: batch[name] for name in replayed if name != "step_counts"}
         online["step_counts"] = batch.get("step_counts", torch.ones_like(batch["done"]))
-        mixed = map_nested(lambda *x: torch.cat(x, dim=1), online, replayed)
-        is_replayed = torch.arange(B + n, device=device) >= B
-        state = tuple(
-            torch.cat(x, dim=1) for x in zip(state, replayed_state, strict=True)
+        mixed, state = map_nested(
+            lambda *x: torch.cat(x, dim=1), (online, state), self._last
         )
+        is_replayed = torch.arange(B + n, device=device) >= B
         return {**mixed, "replayed": is_replayed}, state
 
     @torch.no_grad()
@@ -143,7 +142,7 @@ class Mixer:
         ages = [
             step - episode.stored_at
             for reader in self._readers
-            if (episode := self.replay.episode(reader.episode))
+            if (episode := reader.episode) and episode.slots
         ]
         return {
             "replayed_steps": self.replayed_steps,

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -12,7 +11,7 @@ from gymnasium import spaces
 from torch import nn
 
 from torchbeast.base import devices
-from torchbeast.base.nested import Nested, flatten, map_nested
+from torchbeast.base.nested import flatten, map_nested
 from torchbeast.envs.checks import leaves_of, parts_of
 
 log = logging.getLogger(__name__)
@@ -21,11 +20,6 @@ log = logging.getLogger(__name__)
 NO_BOUND = 1e6
 NO_INTEGER_BOUND = 2**31 - 1
 MANY_WEIGHTS = 50_000_000
-
-
-def map_space(f: Callable[[spaces.Space], Any], space: spaces.Space) -> Nested:
-    """Applies f to the leaves of a space; nested as an observation of it."""
-    return map_nested(f, parts_of(space))
 
 
 def iterate_space(space: spaces.Space) -> list[spaces.Space]:

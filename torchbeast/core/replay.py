@@ -47,7 +47,8 @@ class Episode:
     """Some steps of one environment, in order.
 
     Attributes:
-      slots: what they occupy, an array per piece; one array if complete.
+      slots: what they occupy, an array per piece; one array if complete, none if
+        removed.
       is_cut: the end is not that of the episode, or its value is not known.
       stored_at: the learner's step when the episode last grew.
       touched: number of steps that the replay had got when the episode last grew.
@@ -55,7 +56,6 @@ class Episode:
       total: number of steps in complete episodes up to the end of this one.
     """
 
-    number: int
     slots: list[np.ndarray] = dataclasses.field(default_factory=list)
     length: int = 0
     is_cut: bool = False
@@ -74,7 +74,7 @@ class Reader:
       state: the recurrent state before row 0, [layers, 1, ...]; () at first.
     """
 
-    episode: int | None = None
+    episode: Episode | None = None
     position: int = 0
     state: State = ()
 
@@ -109,11 +109,10 @@ class Replay:
         self.was_full = False
         self._stores = map_nested(lambda x: self._make_store(x, create), spec)
         self._slots = Slots(capacity, create)
-        self._complete: dict[int, Episode] = {}  # the oldest first
+        self._complete: collections.deque[Episode] = collections.deque()  # oldest first
         self._in_order: list[Episode] = []  # the same, after some that were removed
         self._num_complete = 0  # steps in complete episodes, also in removed ones
         self._open: list[Episode] = []  # unfinished; the one that grew first is first
-        self._num_episodes = 0
         self._readers: collections.deque[Reader] = collections.deque()
         self._rng = np.random.default_rng(seed)
 
@@ -128,10 +127,6 @@ class Replay:
     def fields(self) -> list[str]:
         """The fields of a row that are stored."""
         return list(self._stores)
-
-    def episode(self, number: int | None) -> Episode | None:
-        """A complete episode by its number, if it is still there."""
-        return self._complete.get(number or 0)
 
     # --- Storing
 
@@ -153,7 +148,7 @@ class Replay:
         columns = [map_nested(lambda x, b=b: x[:, b], rows) for b in range(B)]
         for column in columns:
             done = column["done"]
-            episode = self._new_episode() if done[0] else self._take_open(column)
+            episode = Episode() if done[0] else self._take_open(column)
             begin = 0
             for end in [*(np.flatnonzero(done[1:]) + 1).tolist(), T]:
                 if end == begin:
@@ -170,15 +165,11 @@ class Replay:
                         # of old weights, so its last step does not count.
                         episode.is_cut = not done[end] or bool(column["truncated"][end])
                         self._finish(episode)
-                    episode = self._new_episode()
+                    episode = Episode()
                 begin = end
             if episode is not None and not done[T]:
                 episode.touched, episode.last_row = self.num_added, digest(column, T)
                 self._open.append(episode)
-
-    def _new_episode(self) -> Episode:
-        self._num_episodes += 1
-        return Episode(self._num_episodes)
 
     def _take_open(self, column: dict[str, Nested]) -> Episode | None:
         """The episode that a rollout continues; None if its first rollouts are lost."""
@@ -213,7 +204,7 @@ class Replay:
 
     def _finish(self, episode: Episode) -> None:
         episode.slots = [np.concatenate(episode.slots)]
-        self._complete[episode.number] = episode
+        self._complete.append(episode)
         self._in_order.append(episode)
         self.size += episode.length
         self._num_complete += episode.length
@@ -232,8 +223,8 @@ class Replay:
         while self._slots.num_free + self.size < (1 - OPEN_SHARE) * self.capacity or (
             not self._complete and any(x.length for x in self._open)
         ):
-            part, rest = max(self._open, key=lambda x: x.length), self._new_episode()
-            rest.touched, rest.last_row = part.touched, part.last_row
+            part = max(self._open, key=lambda x: x.length)
+            rest = Episode(touched=part.touched, last_row=part.last_row)
             self._open[self._open.index(part)] = rest
             part.is_cut = True
             self._finish(part)
@@ -242,10 +233,10 @@ class Replay:
                 f"the replay has {self.capacity:,} steps, too few for these rollouts "
                 f"of {self.unroll_length} steps: raise --replay_size"
             )
-        oldest = self._complete.pop(next(iter(self._complete)))
+        oldest = self._complete.popleft()
         self.size -= oldest.length
         if len(self._in_order) > 2 * len(self._complete):
-            self._in_order = list(self._complete.values())
+            self._in_order = list(self._complete)
         self._free(oldest)
 
     def _free(self, episode: Episode) -> None:
@@ -254,6 +245,7 @@ class Replay:
             self._slots.give_back(slots)
             for store in flatten(self._stores):
                 store.free(slots)
+            episode.slots = []
 
     # --- Replaying
 
@@ -274,13 +266,10 @@ class Replay:
         fronts, results, begins, mask = (
             np.stack(x, axis=1) for x in zip(*plans, strict=True)
         )
-
-        def gather(stores: Nested, slots: np.ndarray) -> Nested:
-            return map_nested(lambda store: store.read(slots), stores)
-
         rows = {}
         for name, stores in self._stores.items():
-            rows[name] = gather(stores, results if name in RESULTS else fronts)
+            slots = results if name in RESULTS else fronts
+            rows[name] = map_nested(lambda store, at=slots: store.read(at), stores)
             if name in RESULTS:
                 map_nested(lambda x: x.__setitem__(results < 0, 0), rows[name])
         rows["done"] = begins
@@ -297,8 +286,8 @@ class Replay:
         num_rows = self.unroll_length + 1
         fronts, results = np.empty((2, num_rows), np.int64)
         begins, mask = np.zeros(num_rows, bool), np.ones(num_rows, bool)
-        episode = self.episode(reader.episode)
-        if episode is None:
+        episode = reader.episode
+        if episode is None or not episode.slots:
             episode, reader.position, reader.state = self._choose(), 0, ()
         position, last, t = reader.position, -1, 0
         while True:
@@ -313,7 +302,7 @@ class Replay:
                 break
             mask[t - 1] = not episode.is_cut
             episode, position, last = self._choose(), 0, slots[-1]
-        reader.episode, reader.position = episode.number, position - 1
+        reader.episode, reader.position = episode, position - 1
         return fronts, results, begins, mask
 
     def _choose(self) -> Episode:
@@ -336,19 +325,18 @@ class Replay:
                 "is_cut": episode.is_cut,
                 "stored_at": episode.stored_at,
             }
-            for episode in self._complete.values()
+            for episode in self._complete
         ]
 
     def restore(self, index: list[dict[str, Any]]) -> None:
         """Takes over the episodes of an index. The arrays must have their steps."""
-        assert not self._num_episodes, "the replay is in use"
+        assert self.num_added == self.size == 0, "the replay is in use"
         for saved in index:
-            episode = self._new_episode()
-            episode.slots = [np.array(saved["slots"], np.int64)]
+            episode = Episode([np.array(saved["slots"], np.int64)])
             episode.length = len(saved["slots"])
             episode.is_cut, episode.stored_at = saved["is_cut"], saved["stored_at"]
             self._finish(episode)
-        taken = [x.slots[0] for x in self._complete.values()]
+        taken = [x.slots[0] for x in self._complete]
         self._slots.keep(taken)
         for store in flatten(self._stores):
             if isinstance(store, FrameStacks):

@@ -32,8 +32,8 @@ from torchbeast.base.errors import FlagError, UserError
 from torchbeast.base.hardware import free_memory, memory_limit
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.core.observations import map_space
 from torchbeast.envs.action_masks import agent_is_present
+from torchbeast.envs.checks import parts_of
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, final_name
 from torchbeast.envs.space_checks import FrameStack
 
@@ -73,6 +73,7 @@ class Spec:
     is_stack: bool = False
 
 
+@functools.cache
 def to_torch_dtype(dtype: Any) -> torch.dtype:
     """The torch dtype that stores a NumPy dtype, see STORED_AS."""
     dtype = np.dtype(dtype)
@@ -87,7 +88,7 @@ def observation_spec(space: spaces.Space) -> Nested:
         dtype = to_torch_dtype(leaf.dtype)
         return Spec(tuple(leaf.shape or ()), dtype, isinstance(leaf, FrameStack))
 
-    return map_space(spec, space)
+    return map_nested(spec, parts_of(space))
 
 
 def env_fields(
@@ -128,7 +129,7 @@ def example_rows(
         return zeros(observation_spec(leaf)) + torch.as_tensor(start)
 
     rows = map_nested(zeros, env_fields(observation_space, distribution))
-    return {**rows, "observation": map_space(lowest, observation_space)}
+    return {**rows, "observation": map_nested(lowest, parts_of(observation_space))}
 
 
 def show_final_fields(row: dict[str, Nested]) -> dict[str, Nested]:
@@ -263,10 +264,7 @@ def minibatches(
         return
     for part in torch.randperm(batch["done"].shape[1]).tensor_split(count):
         index = devices.move(part, batch["done"].device)
-        yield (
-            map_nested(lambda x, index=index: x[:, index], batch),
-            map_nested(lambda x, index=index: x[:, index], initial_state),
-        )
+        yield map_nested(lambda x, index=index: x[:, index], (batch, initial_state))
 
 
 def cut_at_episodes(

@@ -195,10 +195,7 @@ def _broadcasts(tensor: torch.Tensor, values: torch.Tensor) -> bool:
     return (
         tensor.dim() == values.dim()
         and tensor.shape[:2] == values.shape[:2]
-        and all(
-            n in (1, wanted)
-            for n, wanted in zip(tensor.shape[2:], values.shape[2:], strict=True)
-        )
+        and all(n in (1, m) for n, m in zip(tensor.shape, values.shape, strict=True))
     )
 
 

@@ -190,13 +190,12 @@ class Search:
 
     def ended(self, job: Job, status: int) -> None:
         """Notes the end of a run; after the last one of a trial, tells the study."""
-        trial = next(number for number, jobs in self._open.items() if job in jobs)
-        self._open[trial][job] = status
-        statuses = set(self._open[trial].values())
+        trial, jobs = next(pair for pair in self._open.items() if job in pair[1])
+        jobs[job] = status
+        statuses = set(jobs.values())
         # In progress, or to be resumed. A killed run may have had its result already.
         if statuses & {None, *STOPPED, -signal.SIGKILL}:
             return
-        jobs = self._open[trial]
         returns = [None if any(statuses) else final_return(job.folder) for job in jobs]
         known = [x for x in returns if x is not None]
         if len(known) < len(returns):
