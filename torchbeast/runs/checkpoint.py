@@ -1,7 +1,5 @@
 """Checkpoints: model.tar, written atomically, the previous, the best and kept ones."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -4,8 +4,6 @@ URL/XPID has the same files, and mirror.json, see Marker. A file gets its name t
 when it is whole, and model.tar last: then the rows of its steps are there, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

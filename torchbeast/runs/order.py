@@ -18,8 +18,6 @@ EVENTS. Each is written at once, so a killed process leaves at most a torn last 
 which is not read. PolyBeast's record is another one, see record.py.
 """
 
-from __future__ import annotations
-
 import code
 import contextlib
 import logging

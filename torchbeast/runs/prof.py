@@ -1,7 +1,5 @@
 """Profiling: time per section of a loop, the bottleneck, profiler traces."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import time

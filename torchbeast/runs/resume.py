@@ -6,8 +6,6 @@ the preset, the default. Flags that the user left open in the saved run, such as
 number of threads, are chosen again for this machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import logging
