@@ -158,9 +158,6 @@ class Mirror:
     What fails is counted, logged and tried again; the run goes on. Of two processes
     that write to one mirror, the one that has started last goes on writing.
 
-    Args:
-      folder: of the run.
-
     Attributes:
       failures: so far.
       copied_at: the Unix time of the last complete copy; 0 before the first.

@@ -13,9 +13,8 @@ than this. All else is fixed:
                   from the replay's, in the order of batches
     evaluations   have a process and generators of their own
 
-record.STEP is the record of the start at STEP: a line of JSON (flags, versions), then
-EVENTS. Each is written at once, so a killed process leaves at most a torn last one,
-which is not read. PolyBeast's record is another one, see record.py.
+record.py has the file of a record; its events are EVENTS. Each is written at once, so a
+killed process leaves at most a torn last one, which is not read.
 """
 
 import code

@@ -1,9 +1,8 @@
 """How a run starts: its folder, its checkpoint and its flags.
 
 `begin` first locks the folder, so that no other process writes a checkpoint meanwhile.
-Then each flag takes the first value that exists: typed, saved in the checkpoint, from
-the preset, the default. Flags that the user left open in the saved run, such as the
-number of threads, are chosen again for this machine.
+flagset.py says which value each flag gets. Flags that the user left open in the saved
+run, such as the number of threads, are chosen again for this machine.
 """
 
 import contextlib
@@ -106,12 +105,7 @@ def run_script(
 ) -> int:
     """The main function of a script that trains, or tests with --mode test.
 
-    Args:
-      resolve_layout: see begin.
-      train: returns the exit status.
-
-    Returns:
-      The exit status: 0 finished, 1 failed, 128 + n ended by signal n.
+    `train` returns the exit status, and so does this. For resolve_layout see begin.
     """
 
     def run() -> int:
@@ -166,7 +160,6 @@ def begin(
     """Locks the run's folder, reads the checkpoint, if any, and resolves the flags.
 
     Args:
-      typed: see flagset.read.
       resolve_layout: fills in the flags that only one variant has, and checks them.
 
     Raises:
