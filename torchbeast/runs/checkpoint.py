@@ -306,7 +306,7 @@ def _read_file(path: pathlib.Path) -> dict[str, Any]:
         return _read(file, "cpu")
 
 
-def _read(file: BinaryIO | io.BytesIO, map_location: str) -> dict[str, Any]:
+def _read(file: BinaryIO, map_location: str) -> dict[str, Any]:
     # torch.load does not verify checksums: a flipped bit would change a weight.
     with zipfile.ZipFile(file) as archive:
         if damaged := archive.testzip():

@@ -166,11 +166,11 @@ def parts(typed: flagset.Typed) -> Iterator[flagset.Typed]:
         # A start goes on from a checkpoint; what came later was dropped.
         starts = [x for x in starts if x < start["first_step"]] + [start["first_step"]]
         error = start.get("error")
-    ends = [*starts[1:], int(rows[-1]["step"])]
-    until = flags.until or (LARGEST_STEP if error else ends[-1])  # it fails by itself
-    if flags.until and until > ends[-1]:
-        log.warning("--until %d: the recorded run ends at %d.", until, ends[-1])
-        until = ends[-1]
+    last = int(rows[-1]["step"])
+    until = flags.until or (LARGEST_STEP if error else last)  # it fails by itself
+    if flags.until and until > last:
+        log.warning("--until %d: the recorded run ends at %d.", until, last)
+        until = last
     for first, end in zip(starts, [*starts[1:], until], strict=True):
         if first not in records:
             raise RepeatError(f"the start at step {first} was not recorded")

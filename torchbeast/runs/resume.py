@@ -358,7 +358,6 @@ def check_games_can_be_saved(flags: Flags, exact_resume: bool) -> None:
 def notes_on_changed_flags(flags: Flags, saved: dict[str, Any]) -> list[str]:
     """Describes the flags that differ from the saved ones, one line per reason."""
     now = flags.as_dict()
-    notes: list[str] = []
     reasons: dict[str, list[str]] = {}
     for name, (old, new) in flagset.changed(saved, flags, flagset.OF_ONE_START).items():
         if name in flags.typed:
@@ -371,7 +370,7 @@ def notes_on_changed_flags(flags: Flags, saved: dict[str, Any]) -> list[str]:
             reason, change = "Chosen again for this machine", f"{old} -> {new}"
         if name in now or old is not None:
             reasons.setdefault(reason, []).append(f"--{name} {change}")
-    return notes + [f"{reason}: {', '.join(x)}." for reason, x in reasons.items()]
+    return [f"{reason}: {', '.join(x)}." for reason, x in reasons.items()]
 
 
 def notes_on_unused_flags(flags: Flags) -> list[str]:
