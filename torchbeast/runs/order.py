@@ -68,11 +68,12 @@ def keep(run: Any, actors: Any, buffers: dict[str, Nested], weights: Any) -> Any
     Raises:
       FlagError: the order of this run can't be recorded.
     """
+    rows = map_nested(torch.Tensor.numpy, buffers["rows"])
     if run.flags.repeat:
-        repeated = Repeated(run, actors, buffers, weights)
+        repeated = Repeated(run, actors, rows, weights)
         return repeated, repeated.publish
     if run.flags.record and not run.flags.sync:
-        actors = Recorded(run, actors, buffers)
+        actors = Recorded(run, actors, rows)
     return actors, weights.publish
 
 
@@ -104,9 +105,8 @@ def checksum(rows: dict[str, Nested], slots: list[int]) -> int:
 class Recorded:
     """Actors, see local/actors.py, whose order is written to a record."""
 
-    def __init__(self, run: Any, actors: Any, buffers: dict[str, Nested]) -> None:
-        self._run, self._actors = run, actors
-        self._rows = map_nested(torch.Tensor.numpy, buffers["rows"])
+    def __init__(self, run: Any, actors: Any, rows: Nested) -> None:
+        self._run, self._actors, self._rows = run, actors, rows
         self._append = record.begin_record(run)
         run.last_words = self._name_the_command
 
@@ -216,11 +216,9 @@ class Repeated:
     run has gone this way with as many slots and threads, so no wait is in vain.
     """
 
-    def __init__(
-        self, run: Any, actors: Any, buffers: dict[str, Nested], weights: Any
-    ) -> None:
+    def __init__(self, run: Any, actors: Any, rows: Nested, weights: Any) -> None:
         self._run, self._actors, self._weights = run, actors, weights
-        self._rows = map_nested(torch.Tensor.numpy, buffers["rows"])
+        self._rows = rows
         self._path = pathlib.Path(run.flags.repeat)
         header, self._events = read(self._path)
         then, now = header["about"], record.about()
