@@ -61,12 +61,11 @@ class Net(nn.Module):
         num_values = 2 if method and method.value_head else 1
         leaves = [] if self.encoder else list(iterate_space(observation_space))
         self.is_image = [is_image(space) for space in leaves]
-        images = [
+        self.images = nn.ModuleList(
             ImageEncoder(space, flags.model, *sizes)
             for space in leaves
             if is_image(space)
-        ]
-        self.images = nn.ModuleList(images)
+        )
         vectors = [s for s in leaves if not is_image(s)]
         settings = vectors, flags.model, flags.normalize_observations, *sizes
         self.vector = VectorEncoder(*settings) if vectors else None
@@ -91,7 +90,7 @@ class Net(nn.Module):
         self.policy = nn.Linear(size, self.distribution.num_logits)
         # The values have an MLP of their own if that takes little time.
         self.value_vector: VectorEncoder | None = None
-        if self.vector and not images and self.core is None:
+        if self.vector and not self.images and self.core is None:
             self.value_vector = VectorEncoder(*settings)
             self.value_vector.apply(initialize)
             self.value_vector.moments = self.vector.moments

@@ -9,8 +9,6 @@
 It changes how many environments act at once, and not what is learned from a batch.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

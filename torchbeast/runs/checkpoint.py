@@ -1,7 +1,5 @@
 """Checkpoints: model.tar, written atomically, the previous, the best and kept ones."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os
@@ -92,13 +90,9 @@ def save(
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a checkpoint. Verifies its checksums and runs no code from it.
+    """Reads what `save` has written, to the CPU.
 
-    Args:
-      path: a file written by `save`.
-
-    Returns:
-      The saved state, on the CPU.
+    Verifies its checksums and runs no code from it.
 
     Raises:
       CheckpointError: the file is missing, truncated, corrupted, or holds something
@@ -146,12 +140,7 @@ def first_update_failed(path: pathlib.Path, replay: pathlib.Path) -> str:
 def check(
     state: dict[str, Any], path: str | os.PathLike[str], for_test: bool = False
 ) -> None:
-    """Checks that a checkpoint is complete.
-
-    Args:
-      state: the result of `load`.
-      path: for the message.
-      for_test: check only the model and the flags.
+    """Checks that a checkpoint is complete; for a test, only its model and flags.
 
     Raises:
       CheckpointError: a part is missing, has another type, is negative, or a weight is
@@ -210,10 +199,7 @@ def _seen(values: dict[str, Any], name: str) -> str:
 
 
 def check_fit(found: dict[str, Any], model: torch.nn.Module) -> None:
-    """Checks that a checkpoint has the weights of a model.
-
-    Args:
-      found: the model_state_dict of the checkpoint.
+    """Checks that the model_state_dict of a checkpoint has the weights of a model.
 
     Raises:
       CheckpointError: names or shapes differ; the message lists them.
@@ -320,7 +306,7 @@ def _read_file(path: pathlib.Path) -> dict[str, Any]:
         return _read(file, "cpu")
 
 
-def _read(file: BinaryIO | io.BytesIO, map_location: str) -> dict[str, Any]:
+def _read(file: BinaryIO, map_location: str) -> dict[str, Any]:
     # torch.load does not verify checksums: a flipped bit would change a weight.
     with zipfile.ZipFile(file) as archive:
         if damaged := archive.testzip():

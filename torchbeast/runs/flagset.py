@@ -9,8 +9,6 @@ another preset than the checkpoint, that preset's flags count as typed.
 Importing this module does not load torch, because environment servers parse flags too.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

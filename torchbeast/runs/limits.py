@@ -4,8 +4,6 @@ Each part (cores, learner, inference, actors) gets the steps per second that it 
 allow if it alone were the limit. The service times come from runs, see autotune.py.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -7,8 +7,6 @@
 An answer of 503 says why. Importing this module does not load torch.
 """
 
-from __future__ import annotations
-
 import re
 import socketserver
 import threading

@@ -4,8 +4,6 @@ URL/XPID has the same files, and mirror.json, see Marker. A file gets its name t
 when it is whole, and model.tar last: then the rows of its steps are there, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -80,7 +78,7 @@ class Place:
         self.upload(MARKER, io.BytesIO(json.dumps(marker._asdict()).encode()))
         self.name(MARKER)
 
-    def upload(self, name: str, source: BinaryIO | io.BytesIO) -> None:
+    def upload(self, name: str, source: BinaryIO) -> None:
         """Writes a file that `name` gives its name."""
         path = f"{self.root}/{name}.part"
         if "/" in name:
@@ -160,9 +158,6 @@ class Mirror:
     What fails is counted, logged and tried again; the run goes on. Of two processes
     that write to one mirror, the one that has started last goes on writing.
 
-    Args:
-      folder: of the run.
-
     Attributes:
       failures: so far.
       copied_at: the Unix time of the last complete copy; 0 before the first.
@@ -207,7 +202,7 @@ class Mirror:
             log.error("The mirror %s lacks the newest %s.", self.url, missing)
 
     def _work(self) -> None:
-        copied: list[Any] = [None, None]
+        copied: list[tuple[int, ...]] = [(), ()]
         due = 0.0
         while not self._late.is_set():
             is_last = self._closing.wait(POLL_SECONDS)
@@ -247,7 +242,7 @@ class Mirror:
             if MODEL in changed:
                 # Opened before the logs are copied, so that they have its rows.
                 file = stack.enter_context((self.folder / MODEL).open("rb"))
-                changed[MODEL] = state_of(file.fileno()) or ()
+                changed[MODEL] = state_of(file.fileno())
                 # Reads no tensor data.
                 saved = torch.load(file, map_location="meta", weights_only=True)
                 step = saved["stats"]["step"]
@@ -269,13 +264,13 @@ class Mirror:
         for path in self.folder.rglob("*"):
             name = path.relative_to(self.folder).as_posix()
             if is_of_run(name) and path.is_file() and not path.is_symlink():
-                found[name] = state_of(path) or ()
+                found[name] = state_of(path)
         return {k: x for k, x in found.items() if x != self._copied.get(k)}
 
 
-def state_of(file: Path | int) -> tuple[int, ...] | None:
-    """Differs if the file was written; None if there is none."""
+def state_of(file: Path | int) -> tuple[int, ...]:
+    """Differs if the file was written; empty if there is none."""
     with contextlib.suppress(FileNotFoundError):
         status = os.stat(file)
         return status.st_ino, status.st_size, status.st_mtime_ns
-    return None
+    return ()

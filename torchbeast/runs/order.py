@@ -13,12 +13,9 @@ than this. All else is fixed:
                   from the replay's, in the order of batches
     evaluations   have a process and generators of their own
 
-record.STEP is the record of the start at STEP: a line of JSON (flags, versions), then
-EVENTS. Each is written at once, so a killed process leaves at most a torn last one,
-which is not read. PolyBeast's record is another one, see record.py.
+record.py has the file of a record; its events are EVENTS. Each is written at once, so a
+killed process leaves at most a torn last one, which is not read.
 """
-
-from __future__ import annotations
 
 import code
 import contextlib
@@ -71,11 +68,12 @@ def keep(run: Any, actors: Any, buffers: dict[str, Nested], weights: Any) -> Any
     Raises:
       FlagError: the order of this run can't be recorded.
     """
+    rows = map_nested(torch.Tensor.numpy, buffers["rows"])
     if run.flags.repeat:
-        repeated = Repeated(run, actors, buffers, weights)
+        repeated = Repeated(run, actors, rows, weights)
         return repeated, repeated.publish
     if run.flags.record and not run.flags.sync:
-        actors = Recorded(run, actors, buffers)
+        actors = Recorded(run, actors, rows)
     return actors, weights.publish
 
 
@@ -107,9 +105,8 @@ def checksum(rows: dict[str, Nested], slots: list[int]) -> int:
 class Recorded:
     """Actors, see local/actors.py, whose order is written to a record."""
 
-    def __init__(self, run: Any, actors: Any, buffers: dict[str, Nested]) -> None:
-        self._run, self._actors = run, actors
-        self._rows = map_nested(torch.Tensor.numpy, buffers["rows"])
+    def __init__(self, run: Any, actors: Any, rows: Nested) -> None:
+        self._run, self._actors, self._rows = run, actors, rows
         self._append = record.begin_record(run)
         run.last_words = self._name_the_command
 
@@ -169,11 +166,11 @@ def parts(typed: flagset.Typed) -> Iterator[flagset.Typed]:
         # A start goes on from a checkpoint; what came later was dropped.
         starts = [x for x in starts if x < start["first_step"]] + [start["first_step"]]
         error = start.get("error")
-    ends = [*starts[1:], int(rows[-1]["step"])]
-    until = flags.until or (LARGEST_STEP if error else ends[-1])  # it fails by itself
-    if flags.until and until > ends[-1]:
-        log.warning("--until %d: the recorded run ends at %d.", until, ends[-1])
-        until = ends[-1]
+    last = int(rows[-1]["step"])
+    until = flags.until or (LARGEST_STEP if error else last)  # it fails by itself
+    if flags.until and until > last:
+        log.warning("--until %d: the recorded run ends at %d.", until, last)
+        until = last
     for first, end in zip(starts, [*starts[1:], until], strict=True):
         if first not in records:
             raise RepeatError(f"the start at step {first} was not recorded")
@@ -219,11 +216,9 @@ class Repeated:
     run has gone this way with as many slots and threads, so no wait is in vain.
     """
 
-    def __init__(
-        self, run: Any, actors: Any, buffers: dict[str, Nested], weights: Any
-    ) -> None:
+    def __init__(self, run: Any, actors: Any, rows: Nested, weights: Any) -> None:
         self._run, self._actors, self._weights = run, actors, weights
-        self._rows = map_nested(torch.Tensor.numpy, buffers["rows"])
+        self._rows = rows
         self._path = pathlib.Path(run.flags.repeat)
         header, self._events = read(self._path)
         then, now = header["about"], record.about()

@@ -1,7 +1,5 @@
 """Profiling: time per section of a loop, the bottleneck, profiler traces."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import time
@@ -17,14 +15,6 @@ PROFILE_AFTER, PROFILE_UPDATES = 10, 20  # updates before the trace, and in it
 
 class Timings:
     """Seconds per named section of a loop, for one thread.
-
-        timings = Timings()
-        while running:
-            timings.reset()
-            batch = gather()
-            timings.time("gather")
-            learn(batch)
-            timings.time("learn")
 
     The time between the last `time` and the next `reset` is not counted. Each call
     costs well under a microsecond. GPU work counts only until it is queued, unless the

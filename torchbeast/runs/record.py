@@ -4,8 +4,6 @@ Its first line is JSON: flags, and versions of packages. Then follow the events 
 MonoBeast, see order.py, or the batches of PolyBeast, see InferenceOrder.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import pathlib

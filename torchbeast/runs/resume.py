@@ -1,12 +1,9 @@
 """How a run starts: its folder, its checkpoint and its flags.
 
 `begin` first locks the folder, so that no other process writes a checkpoint meanwhile.
-Then each flag takes the first value that exists: typed, saved in the checkpoint, from
-the preset, the default. Flags that the user left open in the saved run, such as the
-number of threads, are chosen again for this machine.
+flagset.py says which value each flag gets. Flags that the user left open in the saved
+run, such as the number of threads, are chosen again for this machine.
 """
-
-from __future__ import annotations
 
 import contextlib
 import difflib
@@ -108,12 +105,7 @@ def run_script(
 ) -> int:
     """The main function of a script that trains, or tests with --mode test.
 
-    Args:
-      resolve_layout: see begin.
-      train: returns the exit status.
-
-    Returns:
-      The exit status: 0 finished, 1 failed, 128 + n ended by signal n.
+    `train` returns the exit status, and so does this. For resolve_layout see begin.
     """
 
     def run() -> int:
@@ -168,7 +160,6 @@ def begin(
     """Locks the run's folder, reads the checkpoint, if any, and resolves the flags.
 
     Args:
-      typed: see flagset.read.
       resolve_layout: fills in the flags that only one variant has, and checks them.
 
     Raises:
@@ -367,7 +358,6 @@ def check_games_can_be_saved(flags: Flags, exact_resume: bool) -> None:
 def notes_on_changed_flags(flags: Flags, saved: dict[str, Any]) -> list[str]:
     """Describes the flags that differ from the saved ones, one line per reason."""
     now = flags.as_dict()
-    notes: list[str] = []
     reasons: dict[str, list[str]] = {}
     for name, (old, new) in flagset.changed(saved, flags, flagset.OF_ONE_START).items():
         if name in flags.typed:
@@ -380,7 +370,7 @@ def notes_on_changed_flags(flags: Flags, saved: dict[str, Any]) -> list[str]:
             reason, change = "Chosen again for this machine", f"{old} -> {new}"
         if name in now or old is not None:
             reasons.setdefault(reason, []).append(f"--{name} {change}")
-    return notes + [f"{reason}: {', '.join(x)}." for reason, x in reasons.items()]
+    return [f"{reason}: {', '.join(x)}." for reason, x in reasons.items()]
 
 
 def notes_on_unused_flags(flags: Flags) -> list[str]:

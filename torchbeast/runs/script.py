@@ -1,7 +1,5 @@
 """Logging, signals and exit status around the main function of a script."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 from collections.abc import Callable

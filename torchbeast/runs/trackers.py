@@ -4,8 +4,6 @@ To add another tracker, write a class with `log` and `close` and add it to
 `make_trackers`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import secrets

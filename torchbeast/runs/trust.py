@@ -11,8 +11,6 @@ takes a text from a file only if
 Importing this module does not load torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
