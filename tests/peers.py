@@ -14,7 +14,7 @@ protobuf_message = pytest.importorskip("google.protobuf.message")
 
 E = 3  # environments of a peer
 INF, NAN = float("inf"), float("nan")
-SECONDS = 60  # for what takes a moment on an idle machine
+SECONDS = 300  # for what takes a moment on an idle machine
 
 
 # --- Good peers -----------------------------------------------------------------------

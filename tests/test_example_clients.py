@@ -333,7 +333,7 @@ def test_a_learner_that_breaks_the_rules_is_left(start, learner, says, why):
 
 
 def test_a_learner_that_says_nothing_is_dialled_again(start, learner):
-    start(learner.address, "--timeout", 0.5)
+    start(learner.address, "--timeout", 3)
     learner.streams.get(timeout=SECONDS)
     stream = learner.accept()
     stream_id = receive_hello(stream, 1)
@@ -344,23 +344,23 @@ def test_a_learner_that_says_nothing_is_dialled_again(start, learner):
 
 
 def test_patience_is_for_times_without_a_learner(start, learner):
-    process = start(learner.address, "--patience", 0.5)
+    process = start(learner.address, "--patience", 3)
     stream = learner.accept()
     stream_id = receive_hello(stream, 1)
     stream.receive("step")
     with pytest.raises(queue.Empty):  # the learner takes longer than that
-        stream.incoming.get(timeout=1)
+        stream.incoming.get(timeout=4)
     stream.cut()
     stream = learner.accept()
     receive_hello(stream, 1, 0, stream_id)
     learner.stop()
-    assert "No learner for 0.5 s" in finish(process)
+    assert "No learner for 3 s" in finish(process)
     assert process.returncode == 1
 
 
 def test_gives_up_where_nobody_listens(start, tmp_path):
-    process = start(f"unix:{tmp_path}/nobody", "--patience", 0.5)
-    assert "No learner for 0.5 s" in finish(process)
+    process = start(f"unix:{tmp_path}/nobody", "--patience", 3)
+    assert "No learner for 3 s" in finish(process)
     assert process.returncode == 1
 
 

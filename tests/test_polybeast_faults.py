@@ -62,14 +62,14 @@ def test_servers_gone_for_good(serve, learn, pipes):
     servers = serve(pipes_basename=pipes, num_servers=2)
     servers.addresses(2)
     run = learn(
-        pipes_basename=pipes, num_servers=2, connect_timeout=2, checkpoint_interval=600
+        pipes_basename=pipes, num_servers=2, connect_timeout=6, checkpoint_interval=600
     )
     run.wait_for_updates(3)
     servers.process.kill()  # its servers end with it
     servers.process.wait()
     servers.assert_nothing_left()
-    run.wait_for_end(1, END_SECONDS + 2)
-    assert_says(run, "TransportError: no connection for 2 s: ")
+    run.wait_for_end(1, END_SECONDS + 6)
+    assert_says(run, "TransportError: no connection for 6 s: ")
     run.assert_files()
     assert_whole_updates(run)
 
@@ -488,8 +488,8 @@ def test_one_of_the_servers_is_silent(serve, learn, pipes, tmp_path):
     with listening(tmp_path / "socket-silence") as silence:
         run = learn(
             server_addresses=f"{servers.addresses()[0]},{silence}",
-            actor_timeout=1,
-            connect_timeout=2,
+            actor_timeout=3,
+            connect_timeout=6,
         )
         run.wait_for(
             lambda: (
@@ -500,8 +500,8 @@ def test_one_of_the_servers_is_silent(serve, learn, pipes, tmp_path):
         run.wait_for_updates(3)  # the other goes on
         servers.process.send_signal(signal.SIGTERM)
         servers.wait_for_end(143)
-        run.wait_for_end(1, END_SECONDS + 5)
-    assert_says(run, "TransportError: no connection for 2 s")
+        run.wait_for_end(1, END_SECONDS + 10)
+    assert_says(run, "TransportError: no connection for 6 s")
 
 
 def test_servers_meet_strange_peers(serve, learn, pipes):

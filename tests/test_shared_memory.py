@@ -12,6 +12,7 @@ import pytest
 import servers
 import torch
 from servers import Run, ServerProcess
+from watched_runs import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -24,13 +25,6 @@ def zeros(inputs):
 def num_mappings(pid="self"):
     """Of shared memory: a process has one of each lane, and of the doorbell."""
     return Path(f"/proc/{pid}/maps").read_text().count("memfd:torchbeast")
-
-
-def wait_until(is_so, what, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, f"{what} within {seconds} s"
-        time.sleep(0.01)
 
 
 def take(run, count):
@@ -157,18 +151,26 @@ def test_a_learner_that_is_slow_gets_all_rollouts(address):
         assert np.all(np.diff(frames) % 256 == 1), frames
 
 
-def threads_with(number, address):
-    """How many threads this process has while it plays so many streams."""
+def threads_with(number, address, most=10**9):
+    """How many threads this process has while it plays so many streams.
+
+    It waits until there are `most` at most.
+    """
+
+    def count():
+        return len(os.listdir("/proc/self/task"))
+
     with ServerProcess("Counting", address), Run([address] * number, zeros) as run:
         take(run, 3 * number)
         wait_until(lambda: run.pool.stats()["num_connected"] == number, "all")
         time.sleep(0.3)  # those that have dialled are gone
-        return len(os.listdir("/proc/self/task"))
+        wait_until(lambda: count() <= most, f"{most} threads")
+        return count()
 
 
 def test_streams_take_no_thread_each(address):
-    few, many = threads_with(4, address), threads_with(36, address)
-    assert many <= few + 2, (few, many)
+    few = threads_with(4, address)
+    threads_with(36, address, most=few + 2)
 
 
 def test_a_faulty_answer_ends_the_run(address):

@@ -44,7 +44,7 @@ def test_an_array(tmp_path):
 
 def test_a_preempted_job_goes_on(tmp_path):
     """Slurm sends SIGUSR2 to all processes of a job. The run saves, and resumes."""
-    flags = {"total_steps": 6_000}
+    flags = {"total_steps": 12_000}
     with sweeps.started(tmp_path, "--submit", "local", **flags) as process:
         runs.wait_for_rows(process, tmp_path, "sweep-1", 10, timeout=200)
         (job,) = job_processes(process)
@@ -55,8 +55,8 @@ def test_a_preempted_job_goes_on(tmp_path):
     assert process.returncode == 0, output
     first, second = read_meta(tmp_path / "sweep-1")["starts"]
     assert (first["exit_status"], first["signal"]) == (143, "SIGTERM")
-    assert 0 < second["first_step"] == first["last_step"] < 6_000
-    sweeps.assert_finished(tmp_path, "sweep-1", 6_000)
+    assert 0 < second["first_step"] == first["last_step"] < 12_000
+    sweeps.assert_finished(tmp_path, "sweep-1", 12_000)
 
 
 def test_the_run_has_ended_before_the_job_is_requeued(tmp_path):
@@ -64,8 +64,11 @@ def test_the_run_has_ended_before_the_job_is_requeued(tmp_path):
     job = SlurmJob(Job("run", tmp_path / "run", tuple(command)))
     with ThreadPoolExecutor() as threads:
         status = threads.submit(job)
-        watched_runs.wait_until((tmp_path / "run" / "logs.csv").exists, "updates", 60)
-        job.checkpoint()
+        try:
+            logs = tmp_path / "run" / "logs.csv"
+            watched_runs.wait_until(logs.exists, "updates", 60)
+        finally:
+            job.checkpoint()
         end = read_meta(tmp_path / "run")["starts"][-1]
         assert status.result(timeout=60) == 143
     assert (end["exit_status"], end["signal"]) == (143, "SIGTERM")

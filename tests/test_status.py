@@ -41,7 +41,7 @@ def test_until_the_first_update_it_shows_the_actors_steps(tmp_path, module):
     os.close(inside)
     text = ""
     try:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + runs.patience(100)
         shown: set[int] = set()
         while len(shown - {0}) < 3:
             assert time.monotonic() < deadline, text

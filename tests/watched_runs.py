@@ -28,7 +28,7 @@ from runs import patience
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 END_SECONDS = 10.0  # within which every fault ends the run, if the machine is idle
-ACTOR_TIMEOUT = 3.0
+ACTOR_TIMEOUT = 6.0
 FAULTY = pathlib.Path(__file__).with_name("faulty.py")
 
 # A run without end that saves a checkpoint more than once a second.

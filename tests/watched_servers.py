@@ -69,7 +69,9 @@ class Servers:
 
     def wait_for_end(self, status):
         try:
-            assert self.process.wait(END_SECONDS * 2) == status, self.console
+            assert self.process.wait(runs.patience(END_SECONDS * 2)) == status, (
+                self.console
+            )
         except subprocess.TimeoutExpired:
             pytest.fail(f"no end:\n{self.console}")
         self.assert_nothing_left()
