@@ -20,6 +20,7 @@ from torchbeast.core.distributions import make_distribution
 from torchbeast.core.exploration import make_method
 from torchbeast.envs.action_masks import AGENT
 from torchbeast.learner import impala_loss, learn
+from torchbeast.records.logs_csv import ColumnError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -306,6 +307,21 @@ def test_the_shape_of_what_a_method_returns_is_checked(field, monkeypatch):
     match = rf"the {field} has the shape \[{T - 1}, {B}, 1\]; .* \[{T - 1}, {B}\]"
     with pytest.raises(ValueError, match=match):
         learner.explorer.explore(batch)
+
+
+@pytest.mark.parametrize(
+    "name", ["mean_intrinsic_reward", "explorer_loss", "entropy", "step"]
+)
+def test_a_column_named_like_another_is_refused(name, monkeypatch):
+    learner = make_learner("--explorer", RANDOM)
+    explore = learner.explorer.method.explore
+
+    def with_column(rows, valid):
+        return explore(rows, valid)._replace(columns={name: torch.tensor(1.0)})
+
+    monkeypatch.setattr(learner.explorer.method, "explore", with_column)
+    with pytest.raises(ColumnError, match=f"two columns named {name}"):
+        learn(learner, *make_batch(learner))
 
 
 def test_rewards_are_added_or_stacked():

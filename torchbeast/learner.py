@@ -378,6 +378,7 @@ def begin(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
     known: dict[str, Any] = {"learning_rate": learner.scheduler.get_last_lr()[0]}
     # With a replay: once all ranks are.
     ready = not ranks.highest(not mixer.add(batch, learner.step)) if mixer else True
+    explored: Callable[[], dict[str, Any]] = dict  # columns of a method: none
     checks = []
     if ready:
         learner.input_check.see(batch, model.distribution)
@@ -389,7 +390,6 @@ def begin(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
             rows, state = rollout.cut_at_episodes(rows, state)
         if learner.explorer:
             rows, explored = learner.explorer.explore(rows)
-            checks.append(explored)
         for _ in range(flags.updates_per_batch // flags.minibatches):
             for part in rollout.minibatches(rows, state, flags.minibatches):
                 checks.append(update(learner, *part))
@@ -406,15 +406,16 @@ def begin(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
     known |= mixer.columns(step) if mixer else {}
 
     def finish() -> dict[str, Any]:
-        scalars: dict[str, Any] = {}
+        scalars: dict[str, Any] = {}  # of the last update
         try:
+            method = explored()
             for check in checks:
                 scalars |= check()
         except FloatingPointError:  # of a GPU, whose next updates have begun
             learner.diverged = True
             raise
         columns = count_batch(learner, counted(), step, newest)
-        return spread(join_columns(columns, known, scalars))
+        return spread(join_columns(columns, known, method, scalars))
 
     return Update(finish, weights, learner.num_updates, (batch, initial_state))
 

@@ -17,7 +17,7 @@ from torchbeast.base.errors import FlagError
 from torchbeast.base.nested import Nested
 from torchbeast.core.rollout import State, steps_that_count
 from torchbeast.envs.make_env import call_named, find_named
-from torchbeast.records.logs_csv import spread
+from torchbeast.records.logs_csv import join_columns, spread
 
 # Columns that must be finite.
 CHECKED = {"mean_intrinsic_reward", "explorer_loss", "explorer_grad_norm"}
@@ -149,12 +149,12 @@ class Explorer:
                     f"--explorer: the {name} has the shape {list(x.shape)}; it needs "
                     f"that of the steps, [T, B] = {list(valid.shape)}"
                 )
-        columns = {"mean_intrinsic_reward": mean(found.reward, valid), **found.columns}
+        columns = {"mean_intrinsic_reward": mean(found.reward, valid)}
         learns = self.optimizer is not None and found.loss is not None
         if learns:
             columns["explorer_loss"] = ranks.total(found.loss.detach())
             columns["explorer_grad_norm"] = self._gradient(found.loss)
-        numbers = devices.fetch(columns)
+        numbers = devices.fetch(join_columns(columns, found.columns))
 
         def check() -> dict[str, Any]:
             columns = spread(numbers())

@@ -36,7 +36,8 @@ def join_columns(*rows: Mapping[str, Any]) -> dict[str, Any]:
         if twice := sorted(joined.keys() & row.keys()):
             raise ColumnError(
                 f"logs.csv would have two columns named {', '.join(twice)}. Rename the "
-                "auxiliary loss (Net.auxiliary_losses) or the value that your fork logs"
+                "auxiliary loss (Net.auxiliary_losses), the column of your --explorer "
+                "or the value that your fork logs"
             )
         joined |= row
     return joined
