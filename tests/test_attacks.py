@@ -134,6 +134,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 
 def frame(kind, flags, stream, payload):
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(
