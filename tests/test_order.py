@@ -148,7 +148,7 @@ def test_what_is_drawn_follows_from_the_order(tmp_path, load, name):
 
 def test_a_run_that_was_killed_and_resumed(tmp_path):
     """Three starts: the first is killed, the second is stopped, the third finishes."""
-    flags = {**SMALL, "checkpoint_interval": 0.3, "total_steps": 12_000}
+    flags = {**SMALL, "checkpoint_interval": 0.3, "total_steps": 8_000}
     for number, rows in (signal.SIGKILL, 60), (signal.SIGTERM, 120):
         process = runs.start(tmp_path, "a", **flags)
         runs.wait_for_rows(process, tmp_path, "a", rows)

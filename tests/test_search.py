@@ -62,7 +62,7 @@ def test_a_search_that_goes_on(tmp_path):
 
 def test_a_stopped_trial_goes_on(tmp_path):
     """The study keeps its values while no process has them."""
-    flags = {"total_steps": 12_000}
+    flags = {"total_steps": 9_000}
     own = [*SPACE, "--trials", "1"]
     with sweeps.started(tmp_path, *own, **flags) as process:
         runs.wait_for_rows(process, tmp_path, "s-trial0-1", 10, timeout=200)
@@ -76,7 +76,7 @@ def test_a_stopped_trial_goes_on(tmp_path):
     assert trial.value == last_return(tmp_path, "s-trial0-1")
     console = (tmp_path / "s-trial0-1" / "console.log").read_text()
     assert f"Resuming at step {stopped_at}." in console
-    sweeps.assert_finished(tmp_path, "s-trial0-1", 12_000)
+    sweeps.assert_finished(tmp_path, "s-trial0-1", 9_000)
 
 
 def test_a_trial_that_fails(tmp_path):

@@ -44,7 +44,7 @@ def test_an_array(tmp_path):
 
 def test_a_preempted_job_goes_on(tmp_path):
     """Slurm sends SIGUSR2 to all processes of a job. The run saves, and resumes."""
-    flags = {"total_steps": 12_000}
+    flags = {"total_steps": 9_000}
     with sweeps.started(tmp_path, "--submit", "local", **flags) as process:
         runs.wait_for_rows(process, tmp_path, "sweep-1", 10, timeout=200)
         (job,) = job_processes(process)
@@ -55,8 +55,8 @@ def test_a_preempted_job_goes_on(tmp_path):
     assert process.returncode == 0, output
     first, second = read_meta(tmp_path / "sweep-1")["starts"]
     assert (first["exit_status"], first["signal"]) == (143, "SIGTERM")
-    assert 0 < second["first_step"] == first["last_step"] < 12_000
-    sweeps.assert_finished(tmp_path, "sweep-1", 12_000)
+    assert 0 < second["first_step"] == first["last_step"] < 9_000
+    sweeps.assert_finished(tmp_path, "sweep-1", 9_000)
 
 
 def test_the_run_has_ended_before_the_job_is_requeued(tmp_path):
