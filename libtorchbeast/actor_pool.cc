@@ -51,7 +51,7 @@ void PoolStreams::cancel_all() {
 }
 
 PoolFacts PoolStreams::look(bool was_suspended) {
-  if (slots) slots->expire(options.maximum_downtime);
+  if (slots) slots->expire(options.maximum_downtime, was_suspended);
   PoolFacts facts;
   facts.was_suspended = was_suspended;
   facts.num_servers = options.addresses.size();

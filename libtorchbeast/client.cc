@@ -62,6 +62,10 @@ struct EnvClient::State {
       throw;
     }
   }
+  bool is_stopped() TB_EXCLUDES(mutex) {
+    MutexLock lock(mutex);
+    return stopping;
+  }
   void report_stuck() const;
 
   const EnvironmentFactory factory;
@@ -194,6 +198,7 @@ EnvClient::~EnvClient() { stop(); }
 
 void EnvClient::run(std::optional<uint64_t> num_episodes, const Interrupt& interrupt) {
   State& state = *state_;
+  if (state.is_stopped()) return;
   Thread worker =
       state.start([owner = state_, num_episodes] { owner->work(num_episodes); });
   std::exception_ptr error;
@@ -217,6 +222,7 @@ void EnvClient::run(std::optional<uint64_t> num_episodes, const Interrupt& inter
 
 void EnvClient::run_here(std::optional<uint64_t> num_episodes) {
   State& state = *state_;
+  if (state.is_stopped()) return;
   Thread watcher = state.start([owner = state_] {
     owner->wait(nullptr);
     MutexLock lock(owner->mutex);

@@ -133,22 +133,20 @@ void DialledStreams::hand_over() {
     MutexLock lock(shared_.mutex);
     place_ = kAway;
   }
+  const auto come_back = [this](std::exception_ptr error) {
+    MutexLock lock(shared_.mutex);
+    back_ = std::move(error);
+    place_ = kIdle;
+    ++shared_.num_news;
+    shared_.changed.notify_all();
+    shared_.has_news.notify_all();
+  };
   try {
     Collector::instance().start(
         &*stream_->session, &*stream_->unroll,
-        [this](bool finished) { on_step(finished); },
-        [this](std::exception_ptr error) {
-          MutexLock lock(shared_.mutex);
-          back_ = std::move(error);
-          place_ = kIdle;
-          ++shared_.num_news;
-          shared_.changed.notify_all();
-          shared_.has_news.notify_all();
-        });
-  } catch (...) {
-    MutexLock lock(shared_.mutex);
-    place_ = kHere;
-    throw;
+        [this](bool finished) { on_step(finished); }, come_back);
+  } catch (...) {  // this thread ends all the same: run() may wait for it
+    come_back(std::current_exception());
   }
 }
 

@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "codec.h"
 #include "sync.h"
 
 namespace torchbeast {
@@ -35,6 +36,9 @@ void EnvRunner::begin(const wire::AgentHello& agent) {
   try {
     row_ = environment_->reset();
     spec_ = StreamSpec(environment_->hello());
+    wire::EnvMessage message;
+    *message.mutable_hello() = environment_->hello();
+    encode(message);                  // throws if it is too large
   } catch (const WireError& error) {  // ours, not the peer's
     throw UnusableEnvironment(error.what());
   }

@@ -64,7 +64,8 @@ void ExpectedEnvironment::check(const wire::EnvHello& hello,
                                 const std::string& peer) const {
   const std::string text = unexpected(*this, hello);
   if (!text.empty()) {
-    throw RefusedError(peer + " has " + text + "; give both sides the same flags");
+    throw RefusedError(peer + " has " + shortened(text, 2000) +
+                       "; give both sides the same flags");
   }
 }
 

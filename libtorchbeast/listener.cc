@@ -78,7 +78,7 @@ struct Listener::State {
 
   Mutex mutex;
   CondVar changed;
-  bool closing TB_GUARDED_BY(mutex) = false;
+  std::atomic<bool> closing{false};  // written under the mutex, for sleepers
   // A pool has ended, and no other is there.
   bool detached TB_GUARDED_BY(mutex) = false;
   StreamHost* host TB_GUARDED_BY(mutex) = nullptr;
@@ -237,10 +237,7 @@ void Listener::close() {
   state_->server.stop(kLongestEnd, state_);
 }
 
-bool Listener::is_closed() const {
-  MutexLock lock(state_->mutex);
-  return state_->closing;
-}
+bool Listener::is_closed() const { return state_->closing; }
 
 std::string Listener::address() const { return state_->server.address(); }
 

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <iostream>
 #include <optional>
+#include <stdexcept>
 #include <utility>
 
 #include "codec.h"
@@ -119,6 +120,12 @@ void EnvServer::State::end_guest(const End& end) {
 }
 
 void EnvServer::State::host_guests(const Interrupt& interrupt) {
+  {
+    MutexLock lock(mutex);
+    if (std::exchange(runs, true)) {
+      throw std::runtime_error("the server runs already, in another thread");
+    }
+  }
   const AtEnd removal([this] {  // also if `interrupt` throws
     {
       MutexLock lock(mutex);
@@ -126,10 +133,6 @@ void EnvServer::State::host_guests(const Interrupt& interrupt) {
     }
     end_guest({});
   });
-  {
-    MutexLock lock(mutex);
-    runs = true;
-  }
   while (Guest* const next = next_guest(interrupt)) {
     end_guest(end_of([&] { run_stream(next->connection, next); }));
   }
@@ -155,11 +158,18 @@ EnvServer::EnvServer(EnvironmentFactory factory, StreamServerOptions options)
 EnvServer::~EnvServer() { stop(); }
 
 void EnvServer::start(bool here) {
+  bool before;
   {
     MutexLock lock(state_->mutex);
-    state_->hosts = here;
+    before = std::exchange(state_->hosts, here);
   }
-  state_->server.start();
+  try {
+    state_->server.start();
+  } catch (...) {
+    MutexLock lock(state_->mutex);
+    state_->hosts = before;
+    throw;
+  }
 }
 
 void EnvServer::run(const Interrupt& interrupt) {

@@ -1,6 +1,7 @@
 #include "shared_pages.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <climits>
 #include <cstring>
 #include <random>
@@ -67,8 +68,11 @@ std::unique_ptr<SharedPages> SharedPages::make(size_t num_bytes) {
   uint8_t* memory = nullptr;
   // The pages are taken now: later, a lack of them would end the process. So would an
   // access after the other side has made the file shorter, which the seals forbid.
-  if (posix_fallocate(file, 0, static_cast<off_t>(num_bytes)) == 0 &&
-      fcntl(file, F_ADD_SEALS, kSeals) == 0) {
+  int refused;
+  do {
+    refused = posix_fallocate(file, 0, static_cast<off_t>(num_bytes));
+  } while (refused == EINTR);
+  if (refused == 0 && fcntl(file, F_ADD_SEALS, kSeals) == 0) {
     memory = map(file, num_bytes);
   }
   if (memory == nullptr) {

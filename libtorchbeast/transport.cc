@@ -27,6 +27,10 @@
 #include <map>
 #include <utility>
 
+#if __has_include(<google/protobuf/stubs/logging.h>)
+#include <google/protobuf/stubs/logging.h>  // before protobuf 22
+#endif
+
 #include "sockets.h"
 #include "sync.h"
 
@@ -206,6 +210,14 @@ const grpc::ResourceQuota& dialled_quota() {
   return *shared;
 }
 
+// Older versions print a line for each text that is no UTF-8, and peers choose how many
+// there are. The message is refused all the same, with its peer.
+void keep_protobuf_quiet() {
+#if __has_include(<google/protobuf/stubs/logging.h>)
+  google::protobuf::SetLogHandler(nullptr);
+#endif
+}
+
 // Newer versions of gRPC have no such function; they log through Abseil.
 #if GRPC_CPP_VERSION_MAJOR == 1 && GRPC_CPP_VERSION_MINOR < 64
 
@@ -257,6 +269,7 @@ GrpcLog& grpc_log() {
 
 void limit_log() {
   static const int once = [] {
+    keep_protobuf_quiet();
     gpr_set_log_function([](gpr_log_func_args* args) {
       grpc_log().add(args->file, args->line, args->message);
     });
@@ -266,7 +279,7 @@ void limit_log() {
 }
 
 #else
-void limit_log() {}
+void limit_log() { keep_protobuf_quiet(); }
 #endif
 
 }  // namespace

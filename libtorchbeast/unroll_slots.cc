@@ -48,11 +48,12 @@ UnrollSlots::Slot* UnrollSlots::find_vacant(bool between_episodes,
   return longest;
 }
 
-void UnrollSlots::expire(Milliseconds maximum_downtime) {
+void UnrollSlots::expire(Milliseconds maximum_downtime, bool was_suspended) {
   std::vector<std::unique_ptr<Unroll>> dropped;
   MutexLock lock(mutex_);
   const auto now = Clock::now();
   for (Slot& slot : slots_) {
+    if (was_suspended) slot.since = now;
     if (slot.connection != nullptr || slot.unroll == nullptr || slot.handed_over ||
         !is_longer(now - slot.since, maximum_downtime)) {
       continue;

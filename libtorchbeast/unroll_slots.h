@@ -56,7 +56,8 @@ class UnrollSlots {
 
   // Gives up the unrolls of environments that were lost so long ago: any other may go
   // on if all episodes had ended; otherwise the unroll is dropped.
-  void expire(Milliseconds maximum_downtime) TB_EXCLUDES(mutex_);
+  // If this process was suspended, the time begins anew.
+  void expire(Milliseconds maximum_downtime, bool was_suspended) TB_EXCLUDES(mutex_);
 
  private:
   struct Slot {

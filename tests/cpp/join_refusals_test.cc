@@ -424,6 +424,67 @@ TEST_F(JoinRefusalsTest, ACallerMaySettleLater) {
   EXPECT_TRUE(contains(late.end(), "differ"));
 }
 
+TEST_F(JoinRefusalsTest, RefusalsAreShortAndTellNobodyElse) {
+  auto listener = listen();
+  Session run(pool_options(listener));
+  testing::internal::CaptureStderr();
+  wire::EnvHello hello = CountingEnvironment(1, 2).hello();
+  hello.set_environment("\xff\xfe");  // no UTF-8, which protobuf would print
+  {
+    HandMade stream(unix_address());
+    stream.expect_hello();
+    stream.say_hello(hello);
+    EXPECT_TRUE(contains(stream.end(), "malformed"));
+  }
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+
+  ExpectedEnvironment expected;
+  expected.settings["env"] = "Counting-v0";
+  hello = CountingEnvironment(1, 2).hello();
+  for (int i = 0; i < 1000; ++i) {
+    wire::Setting& setting = *hello.add_settings();
+    setting.set_name("flag" + std::to_string(i));
+    setting.set_value(std::string(1000, 'x'));
+  }
+  const std::string text =
+      error_of<RefusedError>([&] { expected.check(hello, "a peer"); });
+  EXPECT_TRUE(contains(text, "--flag0 x"));
+  EXPECT_LT(text.size(), 2200u);
+}
+
+// Its hello has the bounds of 300,000 elements.
+class Bounded : public CountingEnvironment {
+ public:
+  Bounded() : CountingEnvironment(1, 2), hello_(CountingEnvironment::hello()) {
+    auto* dict = hello_.mutable_observation_space()->mutable_dict();
+    for (int i = 0; i < 5; ++i) {
+      dict->add_keys("more" + std::to_string(i));
+      wire::Space::Box* box = dict->add_values()->mutable_box();
+      box->set_dtype(wire::FLOAT32);
+      box->add_shape(60'000);
+      for (int j = 0; j < 60'000; ++j) {
+        box->add_low(-1.0 - j);
+        box->add_high(1.0 + j);
+      }
+    }
+  }
+  const wire::EnvHello& hello() const override { return hello_; }
+
+ private:
+  wire::EnvHello hello_;
+};
+
+TEST_F(JoinRefusalsTest, AnEnvironmentWhoseHelloIsTooLargeSaysSo) {
+  auto listener = listen();
+  Session run(pool_options(listener));
+  EnvClient client([] { return std::make_unique<Bounded>(); },
+                   client_options(unix_address()));
+  const std::string text = error_of<UnusableEnvironment>([&] { client.run(); });
+  EXPECT_TRUE(contains(text, "can't be served: hello: "));
+  EXPECT_TRUE(contains(text, "one bound for a whole Box"));
+  wait_until([&] { return contains(listener->stats().last_refusal, "one bound"); });
+}
+
 TEST_F(JoinRefusalsTest, OneThatIsSilentIsPassedOver) {
   auto listener = listen();
   CountingEnvironment other(1, 2, false), right(2, 2);

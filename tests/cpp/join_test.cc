@@ -120,6 +120,8 @@ TEST_F(JoinTest, ASilentLearnerCountsAsNone) {
   unlink(path("socket").c_str());
 }
 
+struct Unwanted : std::exception {};
+
 TEST_F(JoinTest, StopWakesAClientThatWaits) {
   EnvClientOptions options = client_options(unix_address());
   options.maximum_downtime = kNever;
@@ -135,9 +137,13 @@ TEST_F(JoinTest, StopWakesAClientThatWaits) {
   client.client().stop();
   client.client().stop();
   client.wait();
-  EnvClient stopped(counting(2), options);
-  stopped.stop();
+  EnvClient stopped([]() -> std::unique_ptr<Environment> { throw Unwanted(); },
+                    options);
+  stopped.stop(Milliseconds(0));
+  testing::internal::CaptureStderr();
   stopped.run();
+  stopped.run_here();
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
 }
 
 TEST_F(JoinTest, CloseAtAnyMoment) {

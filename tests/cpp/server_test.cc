@@ -220,6 +220,28 @@ TEST_F(ServerTest, StoppingBeforeRunEndsTheStreams) {
   server.run();  // stopped: returns
 }
 
+TEST_F(ServerTest, OneThreadRunsIt) {
+  EnvServer server(counting(1), server_options(unix_address()));
+  server.start(true);
+  auto done = std::async(std::launch::async, [&] { server.run(); });
+  Session run(pool_options({unix_address()}));
+  run.rollouts();
+  const std::string error = error_of<std::runtime_error>([&] { server.run(); });
+  EXPECT_NE(error.find("runs already"), std::string::npos) << error;
+  run.rollouts();
+  server.stop();
+  done.get();
+}
+
+TEST_F(ServerTest, AFailedStartIsNoStart) {
+  EnvServer first(counting(1), server_options(unix_address()));
+  first.start();
+  EnvServer second(counting(1), server_options(unix_address()));
+  EXPECT_THROW(second.start(true), std::runtime_error);
+  const std::string error = error_of<std::runtime_error>([&] { second.run(); });
+  EXPECT_NE(error.find("another server listens there"), std::string::npos) << error;
+}
+
 // Calls `in_step` in its third step.
 class Interrupted : public CountingEnvironment {
  public:
