@@ -20,7 +20,6 @@ import os
 import queue
 import random
 import struct
-import sys
 import threading
 import time
 import traceback
@@ -425,4 +424,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    logging.shutdown()
+    # Not sys.exit(): a thread of gRPC's may never end while Python exits.
+    os._exit(status)
