@@ -37,6 +37,15 @@ def test_an_incomplete_index_is_refused(tmp_path):
         replay_memory.load(make_replay(150), path, 7)
 
 
+def saved_parts(folder):
+    """The files of a saved replay: names and contents."""
+    replay = make_replay(150)
+    play(replay, [Game(np.random.default_rng(16), [9, 11, 7, -8] * 6)])
+    replay_memory.save(replay, folder / "replay.zip", 7)
+    with zipfile.ZipFile(folder / "replay.zip") as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
 def double_slots(index):
     index["episodes"][1]["slots"] = index["episodes"][0]["slots"]
 
@@ -64,26 +73,16 @@ def set_to(name, value):
 )
 def test_a_changed_index_is_refused(tmp_path, edit):
     """Its checksums are right, so only what it says can show the fault."""
-    replay = make_replay(150)
-    play(replay, [Game(np.random.default_rng(16), [9, 11, 7, -8] * 6)])
-    path = tmp_path / "replay.zip"
-    replay_memory.save(replay, path, 7)
-    with zipfile.ZipFile(path) as archive:
-        parts = {name: archive.read(name) for name in archive.namelist()}
+    parts = saved_parts(tmp_path)
     index = json.loads(parts["index.json"])
     edit(index)
     parts["index.json"] = json.dumps(index).encode()
-    refused_with(path, parts)
+    assert_refused(tmp_path, parts)
 
 
 @pytest.mark.parametrize("edit", ["short", "long", "other", "missing", "not an index"])
 def test_a_changed_part_is_refused(tmp_path, edit):
-    replay = make_replay(150)
-    play(replay, [Game(np.random.default_rng(16), [9, 11, 7, -8] * 6)])
-    path = tmp_path / "replay.zip"
-    replay_memory.save(replay, path, 7)
-    with zipfile.ZipFile(path) as archive:
-        parts = {name: archive.read(name) for name in archive.namelist()}
+    parts = saved_parts(tmp_path)
     number = max(
         (name for name in parts if name.isdigit()), key=lambda x: len(parts[x])
     )
@@ -95,10 +94,11 @@ def test_a_changed_part_is_refused(tmp_path, edit):
         del parts[number]
     else:
         parts[number] = changed[edit]
-    refused_with(path, parts)
+    assert_refused(tmp_path, parts)
 
 
-def refused_with(path, parts):
+def assert_refused(folder, parts):
+    path = folder / "replay.zip"
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in parts.items():
             archive.writestr(name, data)

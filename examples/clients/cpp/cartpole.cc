@@ -10,7 +10,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <fstream>
@@ -18,7 +17,6 @@
 #include <iterator>
 #include <limits>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <random>
 #include <sstream>
@@ -558,8 +556,7 @@ int run(const Options& options) {
       simulator.play();
       break;
     } catch (const Refused& error) {
-      std::cerr << "Refused by " << options.learner << ": " << error.what()
-                << std::endl;
+      std::cerr << "Refused by " << options.learner << ": " << error.what() << "\n";
       return 1;
     } catch (const Lost& error) {
       if (simulator.met_learner()) down_since = Clock::now();
@@ -579,8 +576,7 @@ int run(const Options& options) {
       backoff = std::min(2 * backoff, kLongestBackoff);
     }
   }
-  std::cerr << "The stream has ended after " << simulator.number() << " steps."
-            << std::endl;
+  std::cerr << "The stream has ended after " << simulator.number() << " steps.\n";
   return 0;
 }
 
