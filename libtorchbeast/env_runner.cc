@@ -38,7 +38,8 @@ void EnvRunner::begin(const wire::AgentHello& agent) {
     spec_ = StreamSpec(environment_->hello());
     wire::EnvMessage message;
     *message.mutable_hello() = environment_->hello();
-    encode(message);                  // throws if it is too large
+    // Throws if it is too large for the learner.
+    encode(message);
   } catch (const WireError& error) {  // ours, not the peer's
     throw UnusableEnvironment(error.what());
   }
