@@ -29,7 +29,7 @@ NODES = ("n0", "n1", "n2")
 OPENSSL = """
     openssl req -x509 -newkey rsa:2048 -nodes -days 365 -keyout key.pem -out cert.pem
     -subj /CN=torchbeast -addext subjectAltName=DNS:torchbeast
-"""  # of docs/operations.md
+"""  # of docs/cluster.md
 PATIENT = 60.0  # seconds; Slurm starts jobs once per second
 ENDED = ("CANCELLED", "COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT")
 CONF = """

@@ -313,7 +313,7 @@ def test_settings_that_break_the_rules(tmp_path):
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory):
     made = Certificates(tmp_path_factory.mktemp("tls"))
-    # As docs/operations.md makes it: no address in it.
+    # As docs/cluster.md makes it: no address in it.
     made.make("learner", "DNS:torchbeast")
     made.make("expired-learner", "DNS:torchbeast", expired=True)
     for name in ("client", "expired-client"):
