@@ -149,6 +149,31 @@ TRIALS = {
         3000,
         ("--env_kwargs", '{"id": "lbforaging:Foraging-8x8-2p-2f-v3"}'),
     ),
+    # Tasks that need memory: numbers of categories, and screens of 84x84x3.
+    "popgym": Trial(
+        ("popgym==1.0.7",),
+        "popgym:popgym-ConcentrationEasy-v0",
+        3000,
+        ("--use_lstm",),
+    ),
+    "memory_gym": Trial(
+        ("pygame-ce",),
+        "memory_gym:MortarMayhem-Grid-v0",
+        1500,
+        ("--use_lstm",),
+        video=True,
+        alone=("memory-gym==1.0.2",),  # it pins an older Gymnasium
+    ),
+    # Rooms in OpenGL.
+    "miniworld": Trial(("miniworld==2.1.0",), "miniworld:MiniWorld-OneRoom-v0", 1500),
+    # A reward per objective, which a wrapper of the package adds up.
+    "mo_gymnasium": Trial(
+        ("mo-gymnasium==1.3.2", "pygame-ce"),
+        "mo_gymnasium:deep-sea-treasure-v0",
+        3000,
+        ("--wrapper", "mo_gymnasium.wrappers:LinearReward"),
+        video=True,
+    ),
     # Vector environments in JAX. It pins an older Gymnasium.
     "gymnax": Trial(
         ("jax==0.10.2", "flax==0.12.8", "matplotlib", "seaborn"),

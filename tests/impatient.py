@@ -1,4 +1,7 @@
-"""MonoBeast, but test games count as stuck after 30 s without a step."""
+"""MonoBeast, but test games count as stuck after 30 s without a step.
+
+The log says it if no game has ended for two seconds.
+"""
 
 import sys
 
@@ -6,5 +9,6 @@ if __name__ == "__main__":
     from torchbeast import monobeast
     from torchbeast.play import evaluate, evaluator
 
+    evaluate.QUIET_SECONDS = 2.0
     evaluate.START_SECONDS = evaluator.STEP_SECONDS = 30.0
     sys.exit(monobeast.main())

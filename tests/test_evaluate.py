@@ -230,6 +230,21 @@ def test_an_environment_that_hangs_in_a_test(faulty, tmp_path, monkeypatch):
     wait_until(lambda: not processes_of_session(process.pid), "all processes ended")
 
 
+def test_games_that_never_end(tmp_path):
+    """The log says so; and a limit of the environment helps."""
+    walk = {"env": "CliffWalking-v1", "module": "impatient"}
+    runs.run(tmp_path, "a", **runs.SMALL | walk)
+    test = {"module": "impatient", "mode": "test", "greedy": True}
+    process = runs.start(tmp_path, "a", **test)
+    wanted = "0 of 10 games have ended, the others go on"
+    assert any(wanted in line for line in iter(process.stdout.readline, ""))
+    process.send_signal(signal.SIGINT)
+    output = runs.finish(process)
+    assert process.returncode == 130, output
+    wrapper = 'gymnasium.wrappers:TimeLimit{"max_episode_steps": 40}'
+    assert "40 steps" in runs.run(tmp_path, "a", **test, wrapper=wrapper)
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (9, -9)])
 def test_a_test_that_is_ended_leaves_nothing(
     faulty, tmp_path, monkeypatch, number, status

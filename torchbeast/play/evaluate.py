@@ -48,6 +48,7 @@ TEST_STREAM, EVAL_STREAM = 2**31, 2**31 + 1
 # the size of the batch and on the row in it. So a batch always has this size, even if
 # fewer games are left, and game n is always played in row n % BATCH.
 BATCH = 8
+QUIET_SECONDS = 60.0  # the log says it if no game ends for so long
 
 
 class Game(NamedTuple):
@@ -61,9 +62,8 @@ class Game(NamedTuple):
     length: int
 
 
-Play = Callable[
-    [Flags, dict[str, torch.Tensor], Sequence[int]], Generator[Game, None, None]
-]
+Games = Generator[Game | None, None, None]  # None: no game has ended for a while
+Play = Callable[[Flags, dict[str, torch.Tensor], Sequence[int]], Games]
 
 
 def evaluate(typed: flagset.Typed, play_on_servers: Play | None = None) -> None:
@@ -108,13 +108,24 @@ def test(
       model_state: state dict of the model.
       play_games: plays the games.
     """
-    started = time.monotonic()
-    games = []
+    started = told = time.monotonic()
+    games: list[Game] = []
     found = play_games(flags, model_state, range(flags.num_test_episodes))
     with contextlib.closing(found):
         for game in found:
-            games.append(game)
-            log.info("Game %d: return %.2f after %d steps", *game)
+            if game:
+                games.append(game)
+                log.info("Game %d: return %.2f after %d steps", *game)
+            elif time.monotonic() - told < QUIET_SECONDS:
+                continue
+            else:
+                log.info(
+                    "%d of %d games have ended, the others go on. A game without an "
+                    "end needs a limit, such as --wrapper "
+                    """'gymnasium.wrappers:TimeLimit{"max_episode_steps": 1000}'""",
+                    *(len(games), flags.num_test_episodes),
+                )
+            told = time.monotonic()
     games.sort()  # by number
     returns = [game.game_return for game in games]
     lengths = [game.length for game in games]
@@ -178,7 +189,7 @@ def _view(flags: Flags) -> contextlib.AbstractContextManager[Video | None]:
 
 def play_in_processes(
     flags: Flags, model_state: dict[str, torch.Tensor], numbers: Sequence[int]
-) -> Generator[Game, None, None]:
+) -> Games:
     """Plays games in one process per core; yields them as they end.
 
     With --video or --mode test_render, in one process.
@@ -204,6 +215,8 @@ def play_in_processes(
         while left:
             ready = children.wait(left, 1.0)
             watch.check(left)
+            if not ready:
+                yield None
             for child in ready:
                 if game := child.receive():
                     yield game

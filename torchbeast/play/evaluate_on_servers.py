@@ -10,7 +10,7 @@ import functools
 import logging
 import queue
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +23,7 @@ from torchbeast.core.acting import act_step
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.model import Net
 from torchbeast.play.agent import load_model
-from torchbeast.play.evaluate import TEST_STREAM, Game
+from torchbeast.play.evaluate import TEST_STREAM, Game, Games
 from torchbeast.remote.remote_envs import RemoteEnvs, server_addresses
 from torchbeast.remote.streams import StreamGroup, as_stored
 from torchbeast.runs.flagset import Flags
@@ -83,7 +83,7 @@ class Scorer:
 
 def play_on_servers(
     flags: Flags, model_state: dict[str, torch.Tensor], numbers: Sequence[int]
-) -> Generator[Game, None, None]:
+) -> Games:
     """Plays games on the servers of --server_addresses or --listen.
 
     Yields each game when it ends. Which environment plays which game depends on the
@@ -140,9 +140,11 @@ def play_on_servers(
             for task in tasks:
                 if task.done():
                     task.result()  # raises what has ended it
+            game = None
             with contextlib.suppress(queue.Empty):
-                yield results.get(timeout=1.0)
+                game = results.get(timeout=1.0)
                 left -= 1
+            yield game
 
 
 def fits(
