@@ -164,8 +164,6 @@ TRIALS = {
         video=True,
         alone=("memory-gym==1.0.2",),  # it pins an older Gymnasium
     ),
-    # Rooms in OpenGL.
-    "miniworld": Trial(("miniworld==2.1.0",), "miniworld:MiniWorld-OneRoom-v0", 1500),
     # A reward per objective, which a wrapper of the package adds up.
     "mo_gymnasium": Trial(
         ("mo-gymnasium==1.3.2", "pygame-ce"),
