@@ -161,7 +161,9 @@ def time_learning(flags: Flags, seconds: float) -> dict[str, float]:
     batch, state = gather()
     return {
         "gathering": milliseconds(gather, T * B, seconds / 2),
-        "learning": milliseconds(lambda: learn(learner, batch, state), T * B, seconds),
+        "learning": milliseconds(
+            lambda: learn(learner, batch, state).finish(), T * B, seconds
+        ),
     }
 
 

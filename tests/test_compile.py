@@ -27,7 +27,10 @@ def test_the_compiled_update_equals_the_other():
     batch, state = test_learner.make_batch(learner)
     counters.clear()
     for _ in range(4):
-        row, other = learn(learner, batch, state), learn(compiled, batch, state)
+        row, other = (
+            learn(learner, batch, state).finish(),
+            learn(compiled, batch, state).finish(),
+        )
         for name, value in row.items():
             if name != "sps":
                 assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name

@@ -248,7 +248,7 @@ def test_the_loss_has_both_rewards(head):
     assert ("intrinsic_discount" in rows) == head
     outputs, _ = learner.model(rows, state)
     assert outputs["baseline"].shape[2:] == ((2,) if head else ())
-    row = learn(learner, batch, state)
+    row = learn(learner, batch, state).finish()
     assert ("mean_value_1" in row) == head
 
 
@@ -275,7 +275,7 @@ def test_cut_rollouts_have_the_rewards_and_values_of_whole_ones(method, more):
 
 def test_a_resume_takes_the_settings_of_the_methods_optimizer():
     learner = make_learner("--explorer", RANDOM)
-    learn(learner, *make_batch(learner))
+    learn(learner, *make_batch(learner)).finish()
     saved = {**learner.state_dict(), "flags": learner.flags.as_dict()}
     other = make_learner("--explorer", RANDOM + '{"learning_rate": 0.5}')
     other.load_state_dict(saved)
@@ -321,7 +321,7 @@ def test_a_column_named_like_another_is_refused(name, monkeypatch):
 
     monkeypatch.setattr(learner.explorer.method, "explore", with_column)
     with pytest.raises(ColumnError, match=f"two columns named {name}"):
-        learn(learner, *make_batch(learner))
+        learn(learner, *make_batch(learner)).finish()
 
 
 def test_rewards_are_added_or_stacked():

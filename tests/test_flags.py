@@ -358,6 +358,25 @@ def test_what_is_given_stays():
     assert (flags.envs_per_actor, flags.num_buffers) == (3, 31)
 
 
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("B", [1, 2, 4, 8])
+@pytest.mark.parametrize("A", [1, 2, 4])
+def test_the_environments_fit_the_slots(A, B, sync):
+    """Numbers of slots with which a run is possible need no --envs_per_actor."""
+    for slots in (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 24, 32):
+        line = f"--num_actors {A} --batch_size {B} --num_buffers {slots}"
+        line += " --sync" * sync
+
+        def works(line):
+            try:
+                return resolve(line)
+            except FlagError:
+                return None
+
+        possible = any(works(f"{line} --envs_per_actor {E}") for E in range(1, 33))
+        assert bool(works(line)) == possible, line
+
+
 def test_sync_needs_one_slot_per_environment():
     line = "--sync --num_actors 2 --envs_per_actor 8 --batch_size 16"
     assert resolve(line).num_buffers == 16

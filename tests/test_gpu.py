@@ -67,8 +67,8 @@ def test_an_update_equals_that_of_the_cpu(argv):
     gpu.model.load_state_dict(cpu.model.state_dict())
     batch = test_learner.make_batch(cpu)
     for _ in range(4):
-        row = learn(cpu, *batch)
-        other = learn(gpu, *map_nested(lambda x: x.to(gpu.device), batch))
+        row = learn(cpu, *batch).finish()
+        other = learn(gpu, *map_nested(lambda x: x.to(gpu.device), batch)).finish()
         for name in ("total_loss", "grad_norm", "entropy"):
             assert other[name] == pytest.approx(row[name], rel=1e-3, abs=1e-4), name
     for x, y in zip(cpu.model.parameters(), gpu.model.parameters(), strict=True):

@@ -72,9 +72,9 @@ def test_the_order_of_the_rollouts_does_not_count(lstm):
     batch, state = make_batch(learner)
     other = make_learner(*lstm)  # the same weights: they come from --seed
     order = torch.tensor([2, 0, 3, 1])
-    row = learn(learner, batch, state)
+    row = learn(learner, batch, state).finish()
     other_state = tuple(x[:, order] for x in state)
-    other_row = learn(other, part(batch, 1, order), other_state)
+    other_row = learn(other, part(batch, 1, order), other_state).finish()
     for name in ("total_loss", "pg_loss", "baseline_loss", "entropy", "grad_norm"):
         assert other_row[name] == pytest.approx(row[name], rel=1e-5), name
     for x, y in zip(learner.model.parameters(), other.model.parameters(), strict=True):
@@ -88,9 +88,9 @@ def test_updates_per_batch(optimizer):
     learner = make_learner(*argv)
     batch, state = make_batch(learner)
     for _ in range(3):
-        learn(learner, batch, state)
+        learn(learner, batch, state).finish()
     other = make_learner(*argv, "--updates_per_batch", "3")
-    row = learn(other, batch, state)
+    row = learn(other, batch, state).finish()
     for x, y in zip(learner.model.parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
     assert other.num_updates == 3
@@ -128,7 +128,7 @@ def test_minibatches(lstm, monkeypatch):
 
     real_update = torchbeast.learner.update
     monkeypatch.setattr(torchbeast.learner, "update", update)
-    row = learn(learner, batch, state)
+    row = learn(learner, batch, state).finish()
     assert learner.num_updates == len(seen) == passes * parts
     assert all(len(numbers) == B // parts for numbers in seen)
     for i in range(0, len(seen), parts):
@@ -142,7 +142,7 @@ def test_a_longer_run_tells_that_the_learning_rate_rises(caplog):
     flags = "--learning_rate=0.5", f"--total_steps={10 * T * B}"
     learner = make_learner(*flags)
     for _ in range(5):
-        learn(learner, *make_batch(learner))
+        learn(learner, *make_batch(learner)).finish()
     state = {**learner.state_dict(), "flags": learner.flags.as_dict()}
     make_learner(*flags).load_state_dict(state)
     make_learner("--learning_rate=0.2", flags[1]).load_state_dict(state)
@@ -169,7 +169,7 @@ def test_a_run_keeps_its_optimizer():
 def test_a_resume_with_other_flags_keeps_the_moments(optimizer):
     """And takes the new flags of the optimizer."""
     learner = make_learner("--optimizer", optimizer)
-    learn(learner, *make_batch(learner))
+    learn(learner, *make_batch(learner)).finish()
     saved = {**learner.state_dict(), "flags": learner.flags.as_dict()}
     other = make_learner("--optimizer", optimizer, "--epsilon", "0.003")
     before = copy.deepcopy(saved)
@@ -194,11 +194,11 @@ def test_progress_and_schedule_go_on_after_a_resume(more, monkeypatch):
     total = ("--total_steps", str(5 * T * B))
     learner = make_learner(*total)
     batch, state = make_batch(learner)
-    rates = [learn(learner, batch, state)["learning_rate"] for _ in range(2)]
+    rates = [learn(learner, batch, state).finish()["learning_rate"] for _ in range(2)]
     saved = {**learner.state_dict(), "flags": learner.flags.as_dict()}
     resumed = make_learner(*total, *more)
     resumed.load_state_dict(saved)
-    rates += [learn(resumed, batch, state)["learning_rate"] for _ in range(4)]
+    rates += [learn(resumed, batch, state).finish()["learning_rate"] for _ in range(4)]
     assert seen == [0, 1 / 5, 2 / 5, 3 / 5, 4 / 5, 1]
     assert rates == [learner.flags.learning_rate * (1 - x) for x in seen]
     assert resumed.progress == 1
@@ -212,7 +212,7 @@ def test_an_update_has_the_clipped_gradient_of_its_batch():
         _, gradient = loss_and_gradient(learner, batch, state)  # leaves it there
         norm = gradient.norm().item()
         assert norm > 0.5
-        row = learn(learner, batch, state)
+        row = learn(learner, batch, state).finish()
         assert row["grad_norm"] == pytest.approx(norm, rel=1e-4)
         used = torch.cat([x.grad.flatten() for x in learner.model.parameters()])
         torch.testing.assert_close(used, 0.5 / norm * gradient, rtol=1e-3, atol=1e-6)

@@ -344,7 +344,7 @@ def test_nothing_is_learned_from_rows_of_absent_agents(rollouts, core):
             after = torch.zeros_like(absent)
             after[1:] = absent[:-1]
             batch["reward"][after] = 9.0
-        columns = learn(learner, batch, state)
+        columns = learn(learner, batch, state).finish()
         weights.append([x.clone() for x in learner.model.parameters()])
         ends = batch["done"][1:] & ~absent[:-1]
         assert learner.counters.episodes == learner.counters.games == ends.sum()

@@ -160,6 +160,7 @@ def test_extra_fields_are_part_of_a_row(monkeypatch):
 def test_the_names_of_other_fields_are_taken(monkeypatch):
     net = make_net(OBSERVATION_SPACE, spaces.Discrete(A))
     own = row_spec(net).keys() | rollout.REPLAY_FIELDS
+    own |= {"intrinsic_reward", "intrinsic_discount"}  # see core/exploration.py
     assert own == extra_fields.TAKEN
     field = ExtraField((), np.float32, of="observation")
     monkeypatch.setitem(extra_fields.EXTRA_FIELDS, "goal", field)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchbeast.base import devices
 from torchbeast.core.finite import find_not_finite
-from torchbeast.learner import begin, learn
+from torchbeast.learner import learn
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -158,7 +158,7 @@ def waits_of(argv, monkeypatch, work):
     learner = test_learner.make_learner(*argv)
     batch, state = test_learner.make_batch(learner)
     for _ in range(2):  # its look at the inputs waits, seldom
-        learn(learner, batch, state)
+        learn(learner, batch, state).finish()
     with Waits() as waits:
         work(learner, batch, state)
     return waits.found
@@ -175,10 +175,12 @@ OPTIONS = [
 
 @pytest.mark.parametrize("argv", OPTIONS, ids=" ".join)
 def test_beginning_an_update_waits_for_nothing(argv, monkeypatch):
-    assert waits_of(argv, monkeypatch, begin) == []
+    assert waits_of(argv, monkeypatch, learn) == []
 
 
 def test_waits_are_found(monkeypatch):
     """A recurrent core looks where episodes begin. To finish is to read numbers."""
-    assert "nonzero" in waits_of(("--use_lstm",), monkeypatch, begin)
-    assert "_local_scalar_dense" in waits_of((), monkeypatch, learn)
+    assert "nonzero" in waits_of(("--use_lstm",), monkeypatch, learn)
+    assert "_local_scalar_dense" in waits_of(
+        (), monkeypatch, lambda *x: learn(*x).finish()
+    )

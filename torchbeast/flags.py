@@ -2,9 +2,9 @@
 
     entropy_cost: float = flag(0.01, "weight of the entropy bonus", FINITE, TUNE)
 
-START: describes one start. FREE: may change when a run is resumed. TUNE: may change
-even with --sync. Without a class, a flag determines what is learned. A preset sets all
-flags of the groups Model, Loss and Optimizer, and of Atari for Atari.
+START: describes one start. FREE: does not change what is learned. TUNE: how to learn
+from now on. Only these may change at a resume with --sync; without it, every flag that
+fits the checkpoint may. flagset.preset_flags says what a preset sets.
 
 A flag with the default None and a type without None is filled in by `resolve` or by
 `resolve_layout` of a script. Importing this module does not load torch, because
@@ -169,7 +169,7 @@ class Model(Group):
 class Layout(Group):
     title = "layout"
     num_actors: int = flag(2,
-        "actor processes; PolyBeast: streams, by default one per server", COUNT)
+        "actor processes; PolyBeast: streams (default: one per server, or 4)", COUNT)
     batch_size: int = flag(4, "rollouts per learner batch", COUNT)
     unroll_length: int = flag(20, "steps per rollout", COUNT)
     rollouts: str = flag("fixed",
@@ -269,10 +269,11 @@ class Test(Group):
 
 class MonoBeast(Group):
     title = "MonoBeast"
-    envs_per_actor: int = flag(None, "environments per actor (default: 8)", COUNT)
+    envs_per_actor: int = flag(None,
+        "environments per actor (default: 8, or what --num_buffers allows)", COUNT)
     num_buffers: int = flag(None,
-        "slots for rollouts in shared memory (default: one per environment, plus "
-        "the larger of --batch_size and --envs_per_actor)", COUNT)
+        "slots for rollouts in shared memory (default: one per environment, and "
+        "without --sync the larger of --batch_size and --envs_per_actor more)", COUNT)
     repeat: str | None = flag(None,
         "make a run with --record again, as a new run; compare the two", START,
         metavar="XPID|FOLDER")
@@ -303,7 +304,7 @@ class PolyBeast(Group):
     connect_timeout: float = flag(60.0,
         "seconds without a connected stream after which the run ends", SECONDS, FREE)
     max_env_failures: int = flag(10,
-        "failures of environments per minute after which the run ends; those of "
+        "failures of environments per minute; with one more the run ends. Those of "
         "a single server or machine don't count while another is connected", COUNT_OR_0)
     actor_device: str | None = flag(None,
         "device for inference (default: the second GPU, else the learner's)", FREE)
@@ -347,7 +348,7 @@ class Servers(Group):
     join: str | None = flag(None,
         "connect to a learner with --listen at HOST:PORT or unix:PATH", FREE)
     max_restarts: int = flag(5,
-        "crashes in a row after which the servers end; 10 s of uptime start the "
+        "crashes in a row; with one more the servers end. 10 s of uptime start the "
         "count anew", COUNT_OR_0, FREE)
 
 

@@ -1,7 +1,7 @@
 """Learning: the loss and one update.
 
 Both variants use this file. Read it top to bottom: rewards_and_discounts, impala_loss,
-Learner, update, learn, begin, count_batch. V-trace is in core/vtrace.py, the model in
+Learner, update, learn, count_batch. V-trace is in core/vtrace.py, the model in
 model.py, the optimizer and its schedule in optimizer.py.
 """
 
@@ -88,7 +88,8 @@ def impala_loss(
       example one number per value head.
     """
     # Row t has observation t and the action for it. Row t + 1 has the action's reward
-    # and whether the episode ended. Of row T only the baseline is used: as bootstrap.
+    # and whether the episode ended. Row T has no action here; its baseline is the
+    # bootstrap value.
     actions = batch["action"][:-1]
     behavior_logits = batch["policy_logits"][:-1]
     target_logits = outputs["policy_logits"][:-1]
@@ -350,13 +351,10 @@ def update(
     return check
 
 
-def learn(
-    learner: Learner, batch: dict[str, Nested], initial_state: State
-) -> dict[str, Any]:
-    """Learns from one batch [T + 1, B, ...]. Returns columns for logs.csv.
+def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> Update:
+    """Learns from one batch [T + 1, B, ...]; does not wait for a GPU.
 
-    Args:
-      initial_state: tensors [layers, B, ...], the recurrent state before row 0.
+    initial_state: tensors [layers, B, ...], the recurrent state before row 0.
 
     The batch is used for flags.updates_per_batch updates, each from one of
     flags.minibatches parts of it. V-trace corrects for the change of the policy since
@@ -365,15 +363,10 @@ def learn(
     LASER (Schmitt et al. 2019) adds replayed columns to the batch. Until the replay has
     learn_start steps, it only stores the batch.
 
-    Raises:
+    Raises, with a GPU in the finish() of what it returns:
       FloatingPointError: the loss, the gradient or the new weights are not finite. On
         the CPU the model is unchanged, unless it is the weights.
     """
-    return begin(learner, batch, initial_state).finish()
-
-
-def begin(learner: Learner, batch: dict[str, Nested], initial_state: State) -> Update:
-    """The same as `learn`, but does not wait for a GPU."""
     flags, mixer, model = learner.flags, learner.mixer, learner.model
     known: dict[str, Any] = {"learning_rate": learner.scheduler.get_last_lr()[0]}
     # With a replay: once all ranks are.

@@ -6,9 +6,9 @@
     of E slots of shared memory              they gather a batch, free its slots, learn,
     load the newest weights             <-   and publish the weights
 
-A slot holds one rollout. Read this file top to bottom: Actor, get_batch, the two loops
-at_once and in_rounds, train, flags, main. One update is in learner.py, the model in
-model.py, the fields of a row in core/rollout.py.
+A slot holds one rollout. Read this file top to bottom: Actor, get_batch,
+LearnerThreads, the two loops at_once and in_rounds, train, flags, main. One update is
+in learner.py, the model in model.py, the fields of a row in core/rollout.py.
 
     python -m torchbeast.monobeast --env PongNoFrameskip-v4
     python -m torchbeast.monobeast --mode test --xpid NAME
@@ -44,7 +44,7 @@ from torchbeast.core.rollout import State
 from torchbeast.core.weights import SharedWeights
 from torchbeast.encoders import TORSOS
 from torchbeast.envs.environment import Environment
-from torchbeast.learner import Learner, Update, begin
+from torchbeast.learner import Learner, Update, learn
 from torchbeast.local.actors import Actors, actor_context
 from torchbeast.local.env_spec import find_env_spec
 from torchbeast.model import make_model
@@ -80,7 +80,7 @@ class Actor:
 
     Attributes:
       row: the newest row [E, ...] as NumPy, None before the first unroll.
-      timings: seconds in "load", "env", "act" and "write".
+      timings: the sections "load", "env", "act", "write"; a process adds "wait".
     """
 
     def __init__(
@@ -219,29 +219,29 @@ def get_batch(
 
 
 class LearnerThreads:
-    """Threads that call learn_from(slots, wait_for_turn) for each batch of slots.
+    """Threads that call work(slots, wait_for_turn) for each batch of slots.
 
-    wait_for_turn returns when learn_from has returned for all earlier batches.
+    wait_for_turn returns when `work` has returned for all earlier batches.
     """
 
-    def __init__(self, run: Run, count: int, learn_from: Callable[..., None]) -> None:
+    def __init__(self, run: Run, count: int, work: Callable[..., None]) -> None:
         self.waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._last = threading.Event()  # whether the newest batch is learned from
         self._last.set()
-        self._run, self._learn_from, self._count = run, learn_from, count
+        self._run, self._work, self._count = run, work, count
         run.on_stop(self._stop)
         for i in range(count):
-            run.start_thread(f"learner-{i}", self._work)
+            run.start_thread(f"learner-{i}", self._loop)
 
     def put(self, slots: list[int]) -> None:
         before, self._last = self._last, threading.Event()
         self.waiting.put((slots, before, self._last))
 
-    def _work(self) -> None:
+    def _loop(self) -> None:
         while (batch := self.waiting.get()) is not None:
             slots, before, learned = batch
             try:
-                self._learn_from(slots, before.wait)
+                self._work(slots, before.wait)
             finally:
                 learned.set()
             if learned is self._last:  # nothing waits
@@ -261,7 +261,8 @@ def at_once(
 ) -> None:
     """Actors act while the learner learns: a batch has the slots that are filled first.
 
-    The cycle of a slot: free -> an actor fills it -> filled -> in a batch -> free.
+    The cycle of a slot: free -> an actor fills it -> filled -> in a batch -> free. For
+    learn_from see `train`.
     """
     flags = run.flags
     B, E = flags.batch_size, flags.envs_per_actor
@@ -345,14 +346,17 @@ def train(start: resume.Start) -> int:
     buffers = make_buffers(flags, learner)
 
     def learn_from(slots: list[int], wait_for_turn: Any, copied: Any) -> None:
-        """Several threads may copy batches, but one at a time learns, in order."""
+        """Several threads may copy batches, but one at a time learns, in order.
+
+        It calls copied(slots) when actors may fill the slots again.
+        """
         with devices.copying(learner.device):
             batch, initial_state = get_batch(buffers, slots, learner.device)
-        copied(slots)  # the actors may fill them from now on
+        copied(slots)
         wait_for_turn()
         with run.updating() as wanted:
             if wanted:
-                run.add(begin(learner, batch, initial_state))
+                run.add(learn(learner, batch, initial_state))
 
     def finish(update: Update) -> None:
         """Called when the update is made; with a GPU, that is later."""
@@ -404,13 +408,15 @@ def resolve_layout(flags: Flags) -> Flags:
     """Fills in the layout flags that depend on each other, and checks them.
 
     Raises:
-      FlagError: with these flags, actors and learner would wait for each other forever.
+      FlagError: actors and learner could wait for each other forever, an actor would
+        have no slots, or --sync or --launcher does not allow these flags.
     """
     A, B = flags.num_actors, flags.batch_size
     if flags.envs_per_actor is None:
         flags.envs_per_actor = 8
-        if flags.num_buffers is not None:  # no more than there are slots
-            flags.envs_per_actor = max(1, min(8, flags.num_buffers // A, B))
+        if (N := flags.num_buffers) is not None:  # as many as these slots allow
+            most = N // A if flags.sync else min(8, N // A, B, N - B + 1)
+            flags.envs_per_actor = max(1, most)
     E = flags.envs_per_actor
     if flags.num_buffers is None:
         flags.num_buffers = A * E if flags.sync else A * E + max(B, E)

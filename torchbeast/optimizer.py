@@ -27,7 +27,7 @@ def schedule(progress: float, kind: str) -> float:
 def make_optimizer(
     model: torch.nn.Module, flags: Flags
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """The optimizer and its schedule, which counts batches of B · T steps."""
+    """The optimizer and its schedule, which counts batches of steps_per_batch steps."""
     weights = model.parameters()
     more: dict[str, Any] = {"lr": flags.learning_rate, "eps": flags.epsilon}
     optimizer: torch.optim.Optimizer

@@ -8,8 +8,9 @@
                                     -> learner threads: the update, on --learner_device,
                                        and the new weights for inference
 
-Read it top to bottom: infer, connect, learn_from, at_once, in_rounds, train, flags,
-main. The update, checkpoints, logs and evaluation use the same code as MonoBeast.
+Read it top to bottom: infer, start_acting, connect, learn_from, at_once, in_rounds,
+train, flags, main. The update, checkpoints, logs and evaluation use the same code as
+MonoBeast.
 
     python -m torchbeast.polybeast_env --num_servers 2 &
     python -m torchbeast.polybeast_learner --num_servers 2
@@ -46,7 +47,7 @@ from torchbeast.core.replay import ReplayError
 from torchbeast.core.weights import ActingModels
 from torchbeast.encoders import TORSOS
 from torchbeast.envs.make_env import find_named
-from torchbeast.learner import Learner, Update, begin
+from torchbeast.learner import Learner, Update, learn
 from torchbeast.play.evaluate import evaluate
 from torchbeast.play.evaluate_on_servers import fits, play_on_servers
 from torchbeast.play.evaluator import Evaluator
@@ -192,7 +193,7 @@ def learn_from(run: Run, streams: Streams, rollouts: Nested) -> bool:
                 return False
             if streams.order:
                 streams.order.add(rows["policy_version"][:, part], stamps[:, part])
-            run.add(begin(learner, batch, state))
+            run.add(learn(learner, batch, state))
     run.wake()
     return True
 
@@ -315,8 +316,8 @@ def resolve_layout(flags: Flags, learners: int = 1) -> Flags:
     ):
         raise FlagError(
             "--sync needs one server per actor, so that each environment gets a known "
-            f"seed: give --num_servers {flags.num_actors} for --num_actors "
-            f"{flags.num_actors}, and no --listen"
+            f"seed: give --num_servers {flags.num_actors * learners} for {learners} "
+            f"learners of --num_actors {flags.num_actors}, and no --listen"
         )
     if flags.sync and not flags.disable_checkpoint:
         raise FlagError(

@@ -129,7 +129,7 @@ def _fault(result: Any, state: State, num_logits: int) -> str:
 def row_spec(model: Net) -> dict[str, Nested]:
     """Shape, without [T, B], and dtype of all fields of a row.
 
-    The model acts once, so that whatever it outputs while acting is a field.
+    The model acts on an example row: whatever it outputs while acting is a field.
 
     Raises:
       ModelError: an output has the name of a field of the environment or another shape

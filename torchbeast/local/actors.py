@@ -155,7 +155,7 @@ class Actors:
 
     Attributes:
       idle: numbers of the idle actors; the one that is idle for longest is the first.
-      timings: how each actor has spent its last unroll; {} before the first.
+      timings: how each actor has spent its time so far; {} before its first unroll.
       children: by the actor's number.
     """
 

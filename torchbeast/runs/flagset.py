@@ -2,9 +2,10 @@
 
 torchbeast/flags.py declares them.
 
-Each flag takes the first value that exists: from the command line, from the checkpoint
-that the run resumes from, from the preset, the default. If the command line names
-another preset than the checkpoint, that preset's flags count as typed.
+Each flag takes the first value that exists: from the command line, from the file of
+--config, from the checkpoint that the run resumes from, from the preset, the default.
+If the command line names another preset than the checkpoint, that preset's flags count
+as typed.
 
 Importing this module does not load torch, because environment servers parse flags too.
 """

@@ -138,6 +138,6 @@ def family(name: str, value: float, **labels: str) -> Any:
     from prometheus_client import core
 
     kind = core.CounterMetricFamily if name in COUNTERS else core.GaugeMetricFamily
-    found = kind(f"torchbeast_{name}", "See docs/operations.md.", labels=list(labels))
+    found = kind(f"torchbeast_{name}", "See docs/monitoring.md.", labels=list(labels))
     found.add_metric(list(labels.values()), value)
     return found
