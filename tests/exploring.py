@@ -55,7 +55,7 @@ class Teacher(Method):
 
 
 class Broken(Method):
-    """Its reward is not a number once it has been asked three times."""
+    """Its reward is not a number once it has been asked thirty times."""
 
     def __init__(self, observation_space, distribution):
         super().__init__()
@@ -64,7 +64,7 @@ class Broken(Method):
     def explore(self, rows, valid):
         self.asked += 1
         reward = torch.zeros_like(rows["reward"][1:])
-        return Explored(reward / (0 if self.asked > 3 else 1), None, None, {})
+        return Explored(reward / (0 if self.asked > 30 else 1), None, None, {})
 
 
 class Steep(Method):

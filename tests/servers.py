@@ -199,23 +199,6 @@ class Counting:
         return np.full((2, 3), self.steps % 256, np.uint8), 1.0, False, {}
 
 
-class Loaded:
-    """Says which torch this process has mapped; the real environment module is in."""
-
-    action_space = spaces.Discrete(NUM_ACTIONS)
-
-    def __init__(self):
-        import torchbeast.envs.environment  # noqa: F401 # what polybeast_env imports
-
-    def reset(self):
-        with open("/proc/self/maps") as file:
-            mapped = sum("torch/lib" in line for line in file)
-        return np.array(["torch" in sys.modules, mapped])
-
-    def step(self, action):
-        return self.reset(), 0.0, False, {}
-
-
 class Dying(Coded):
     """Its process ends in its 8th step."""
 
@@ -236,7 +219,6 @@ ENVIRONMENTS = {
         Shifty,
         Dying,
         Counting,
-        Loaded,
     )
 }
 

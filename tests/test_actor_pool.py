@@ -16,8 +16,6 @@ from libtorchbeast import (
     BatchingQueue,
     DynamicBatcher,
     Security,
-    Server,
-    TransportError,
 )
 
 T, E, A = 5, CodedVector.num_envs, servers.NUM_ACTIONS
@@ -241,19 +239,6 @@ def test_truncation_values_of_another_shape_are_refused(address):
     assert "truncation_value must be float32 [1, 3, ...]" in str(error)
 
 
-def test_several_servers(tmp_path):
-    addresses = [f"unix:{tmp_path}/{i}" for i in range(2)]
-    with (
-        ServerProcess("Counting", addresses[0]),
-        ServerProcess("Counting", addresses[1]),
-        Run(addresses, zeros) as run,
-    ):
-        for count, rollout in enumerate(run.queue):
-            assert rollout[0][0][0].shape == (T + 1, 1, 2, 3)
-            if count > 20 and run.pool.stats()["num_connected"] == 2:
-                break
-
-
 def zeros(inputs):
     (_, _, done, *_), _ = inputs
     return (torch.zeros(done.shape, dtype=torch.int64),), ()
@@ -277,21 +262,6 @@ def test_an_environments_exception_comes_with_its_traceback(address):
     assert "über" in text
 
 
-def test_an_environment_that_raises_costs_its_stream(address):
-    with (
-        ServerProcess("Failing", address),
-        Run([address], act, initial_state(), max_env_failures=100) as run,
-    ):
-        while run.pool.stats()["num_reconnects"] < 2:
-            next(iter(run.queue))
-        stats = run.pool.stats()
-        events, _ = run.pool.events()
-    assert stats["num_env_failures"] >= 2
-    assert [kind for _, kind, _ in events[:3]] == ["env_error", "returned", "env_error"]
-    assert "ZeroDivisionError: the pole fell over at" in events[0][2]
-    assert re.search(r"\n\d steps are dropped", events[0][2])
-
-
 def test_an_environment_that_cannot_be_made(address):
     with (
         ServerProcess("FailingToStart", address),
@@ -307,48 +277,6 @@ def test_an_environment_whose_shapes_change(address):
         error = run.error()
     assert type(error) is RuntimeError
     assert re.search(r'"observation".*int32 \[3\], not int32 \[4\]', str(error))
-
-
-def test_a_killed_server_comes_back(address):
-    with Run([address], act, initial_state(), maximum_downtime_s=100) as run:
-        check(itertools.islice(run.queue, 0), {})
-        server = ServerProcess("Dying", address)  # dialled before it is there
-        rollouts = iter(run.queue)
-        check([next(rollouts)], {})
-        server.process.wait(timeout=30)
-        assert run.pool.stats()["num_rollouts"] == 1
-        with ServerProcess("Coded", address):
-            # New environments, from the initial state; nothing is left of the old ones.
-            check(itertools.islice(rollouts, 20), {})
-            stats = run.pool.stats()
-            assert stats["num_connected"] == 1
-    # Coded's first two episodes have 3 and 5 steps; one rollout took 5 of the 8.
-    assert stats["num_dropped_steps"] == 3
-    assert stats["num_reconnects"] == 1
-    assert address in stats["last_error"]
-    server.stop()
-
-
-def test_an_environment_that_hangs(address):
-    release = threading.Event()
-
-    class Hanging(servers.Counting):
-        def step(self, action):
-            if self.steps == 12:
-                release.wait(timeout=60)
-            return super().step(action)
-
-    server = Server(Hanging, address)
-    server.start()
-    try:
-        with Run([address], zeros, step_timeout_s=2.0, maximum_downtime_s=0) as run:
-            error = run.error()
-        assert type(error) is TransportError
-        assert "step timeout" in str(error)
-        assert run.pool.stats()["num_rollouts"] == 2
-    finally:
-        release.set()
-        server.stop()
 
 
 def test_servers_of_different_environments(tmp_path):
@@ -384,23 +312,6 @@ def shared_server(tmp_path_factory):
     path = tmp_path_factory.mktemp("shared") / "socket"
     with ServerProcess("CodedVector", f"unix:{path}") as server:
         yield server.address
-
-
-def test_a_batch_dropped_unanswered(shared_server):
-    dropped = []
-
-    class Drops(Run):
-        def infer(self):
-            for batch in self.batcher:
-                if len(dropped) < 9:
-                    batch.set_outputs(act(batch.get_inputs()))
-                dropped.append(len(batch))
-                del batch
-
-    with Drops([shared_server], act, initial_state(), batch=E) as run:
-        error = run.error()
-    assert type(error) is AsyncError
-    assert len(dropped) >= 10
 
 
 def test_inference_that_raises_ends_the_run(shared_server):

@@ -35,24 +35,6 @@ OPTIONS = {
 }
 
 
-def covering() -> list[dict[str, dict]]:
-    """Choices of one value per option, so that all pairs of values are in one."""
-    chance = random.Random(0)
-    values = [[(name, i) for i in range(len(x))] for name, x in OPTIONS.items()]
-    left = {
-        pair
-        for two in itertools.combinations(values, 2)
-        for pair in itertools.product(*two)
-    }
-    found = []
-    while left:
-        tried = [[chance.choice(x) for x in values] for _ in range(300)]
-        best = max(tried, key=lambda x: len(left & {*itertools.combinations(x, 2)}))
-        left -= {*itertools.combinations(best, 2)}
-        found.append({name: OPTIONS[name][i] for name, i in best})
-    return found
-
-
 def flags_of(choice):
     """The flags of a choice, without those that are refused together."""
     flags = {**runs.SMALL, "batch_size": 6, "checkpoint_interval": "inf"}
@@ -65,6 +47,32 @@ def flags_of(choice):
     if flags.get("sync") and ("replay_size" in flags or "num_servers" in flags):
         flags |= {"disable_checkpoint": True, "save_replay": None}
     return flags
+
+
+def kept(chosen):
+    """Of (option, number of its value): those that flags_of leaves."""
+    flags = flags_of({name: OPTIONS[name][i] for name, i in chosen})
+    return [(x, i) for x, i in chosen if OPTIONS[x][i].items() <= flags.items()]
+
+
+def covering() -> list[dict[str, dict]]:
+    """Choices of one value per option, so that all pairs of values are in one."""
+    chance = random.Random(0)
+    values = [[(name, i) for i in range(len(x))] for name, x in OPTIONS.items()]
+    left = {
+        pair
+        for two in itertools.combinations(values, 2)
+        for pair in itertools.product(*two)
+        if kept(pair) == list(pair)  # else one refuses the other
+    }
+    found = []
+    while left:
+        tried = [[chance.choice(x) for x in values] for _ in range(300)]
+        new = [left & {*itertools.combinations(kept(x), 2)} for x in tried]
+        best, pairs = max(zip(tried, new, strict=True), key=lambda x: len(x[1]))
+        left -= pairs
+        found.append({name: OPTIONS[name][i] for name, i in best})
+    return found
 
 
 @pytest.mark.slow

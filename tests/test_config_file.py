@@ -230,17 +230,3 @@ def test_what_was_chosen_for_the_layout_is_chosen_again(tmp_path):
     assert "Finished at step 600" in output
     meta = json.loads((tmp_path / "second" / "meta.json").read_text())
     assert meta["args"]["num_buffers"] >= 12
-
-
-def test_a_run_is_repeated(tmp_path):
-    """With --sync it repeats to the last bit."""
-    flags = {**runs.SMALL, "seed": 5, "sync": True, "entropy_cost": 0.03}
-    runs.run(tmp_path, "first", **flags)
-    config = tmp_path / "first" / "meta.json"
-    runs.run(tmp_path, "second", config=config)
-    first, second = (
-        runs.without_time(runs.read_logs(tmp_path, xpid))
-        for xpid in ("first", "second")
-    )
-    assert len(first) > 10
-    assert first == second

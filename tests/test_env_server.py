@@ -1,7 +1,6 @@
 """libtorchbeast.Server and probe: environments, addresses, security."""
 
 import contextlib
-import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from servers import Run, ServerProcess
+from servers import Run
 
 from libtorchbeast import (
     ActorPool,
@@ -583,13 +582,3 @@ def test_close_may_fail(address, monkeypatch):
 
 
 # --- The process ----------------------------------------------------------------------
-
-
-@pytest.mark.skipif(
-    not os.path.exists("/proc/self/maps"), reason="reads /proc, which is Linux's"
-)
-def test_a_server_process_never_loads_torch(address):
-    with ServerProcess("Loaded", address):
-        (observation, *_), _ = play(address, zero)
-    # "torch" in sys.modules, files of torch in /proc/self/maps
-    assert observation.unique().tolist() == [0]

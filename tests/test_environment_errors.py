@@ -1,13 +1,10 @@
 """Environments that can not be made, or that fail."""
 
-import subprocess
-import sys
 from typing import ClassVar
 
 import gymnasium
 import numpy as np
 import pytest
-import runs
 from gymnasium import spaces
 from small_envs import Counter, Echo, env_flags, here
 
@@ -313,12 +310,6 @@ def test_what_changes_late_is_named(fault):
         env.step(np.zeros(2, np.int64))
     with pytest.raises(InvalidEnvironmentError, match=r"Late: step\(\) returned"):
         env.step(np.zeros(2, np.int64))
-
-
-def test_stepping_needs_no_torch():
-    """Processes that only step environments stay small."""
-    code = "import sys, torchbeast.envs.environment; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=runs.patience(60))
 
 
 @pytest.mark.parametrize(

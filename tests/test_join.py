@@ -21,16 +21,14 @@ import certificates
 import pytest
 import runs
 import servers
-import torch
 from servers import Coded, CodedVector, Run
-from test_actor_pool import act, check, initial_state, policy
+from test_actor_pool import act, check, initial_state
 
 from libtorchbeast import (
     Client,
     Listener,
     RefusedError,
     Security,
-    Server,
     TransportError,
 )
 
@@ -97,11 +95,6 @@ def joined(listener, actor=act, **arguments):
     return Run([], actor, initial_state(), listener=listener, **arguments)
 
 
-@pytest.fixture
-def address(tmp_path):
-    return f"unix:{tmp_path}/learner"
-
-
 def play(run, followers, environments):
     """Check rollouts until so many environments have been seen."""
     for rollout in run.queue:
@@ -133,31 +126,6 @@ def test_environments_join(address):
         assert stats["num_reconnects"] == stats["num_dropped_steps"] == 0
         assert stats["env_seconds"] > 0
         assert run.pool.stats()["num_dropped_steps"] == 0
-
-
-def test_servers_and_clients_together(tmp_path, address):
-    followers = {}
-    server = Server(numbered(20), f"unix:{tmp_path}/server")
-    server.start()
-    with (
-        listening(address) as listener,
-        ClientProcess("Coded", address),
-        Run([server.address], act, initial_state(), listener=listener) as run,
-    ):
-        play(run, followers, 2)
-    server.stop()
-    assert sorted(followers) == [0, 20]
-
-
-def numbered(number):
-    """Coded, but with this number."""
-
-    def make():
-        env = Coded()
-        env.number = number
-        return env
-
-    return make
 
 
 @pytest.fixture(scope="module")
@@ -221,29 +189,6 @@ def test_others_are_refused(address):
             Client(Coded, address, maximum_downtime_s=0.3).run()
 
 
-def test_the_learner_is_restarted(address):
-    """The client stays, with its environment in the middle of an episode."""
-    seen = []
-    with ClientProcess("Coded", address):
-        for _ in range(3):
-            with listening(address) as listener, joined(listener) as run:
-                for rollout in itertools.islice(run.queue, 4):
-                    ((observation, *_), (actions, *_)), _ = rollout
-                    rows = [tuple(row) for row in observation[:, 0].tolist()]
-                    assert actions[:, 0].tolist() == [policy(row) for row in rows]
-                    seen.append(rows)
-    expected = (row[0] for row in servers.rows(0, policy))
-    # Each rollout is a piece of what the environment did, of T + 1 rows in a row.
-    everything = list(itertools.islice(expected, 2000))
-    begins = [everything.index(rows[0]) for rows in seen]
-    assert begins == sorted(set(begins))
-    for begin, rows in zip(begins, seen, strict=True):
-        assert rows == everything[begin : begin + T + 1]
-    for i, begin in enumerate(begins):
-        if i % 4 > 0:  # of one learner
-            assert begin == begins[i - 1] + T
-
-
 @pytest.mark.slow
 def test_a_step_may_take_long(address):
     """Longer than a network may be cut until TCP's pings notice it."""
@@ -257,40 +202,6 @@ def test_a_step_may_take_long(address):
     assert stats["env_seconds"] > 30
     assert stats["num_reconnects"] == 0
     assert stats["last_error"] == ""
-
-
-def test_clients_that_leave_hand_over(address):
-    """Each plays three episodes; the unroll of all is one."""
-    clients = [
-        list(itertools.islice(servers.rows(i, policy), length + 1))
-        for i in range(4)
-        for length in [sum(servers.episode_length(i, k) for k in range(3))]
-    ]
-    with (
-        listening(address, max_streams=1) as listener,
-        joined(listener) as run,
-        ThreadPoolExecutor(1) as threads,
-    ):
-        rollouts = threads.submit(lambda: list(itertools.islice(run.queue, 10)))
-        for i in range(4):
-            with ClientProcess(
-                "Coded", address, first_number=i, num_episodes=3
-            ) as client:
-                assert client.wait() == (0, "")
-        rollouts = rollouts.result(timeout=30)
-        stats = run.pool.stats()
-    assert stats["num_steps"] == sum(len(rows) - 1 for rows in clients)
-    assert stats["num_dropped_steps"] == 0
-    # In the row where one takes over only the observation is the newcomer's.
-    expected = zip(
-        [row[0] for rows in clients for row in rows[:-1]],
-        [clients[0][0][1:], *(row[1:] for rows in clients for row in rows[1:])],
-        strict=False,
-    )
-    for ((observation, *fields), _), _ in rollouts:
-        for t in range(T):
-            found = tuple(field[t, 0].item() for field in fields)
-            assert (tuple(observation[t, 0].tolist()), found) == next(expected)
 
 
 def test_a_killed_client_is_missed(address):
@@ -311,60 +222,6 @@ def test_a_killed_client_is_missed(address):
     assert stats["num_dropped_steps"] == 0
 
 
-def test_nobody_joins(address):
-    with listening(address) as listener:
-        with pytest.raises(TransportError, match=r"joined at unix:.* within 0.05 s"):
-            listener.probe(0.05)
-        with joined(listener, maximum_downtime_s=0.2) as run:
-            error = run.error()
-    assert type(error) is TransportError
-    assert str(error) == f"no environment has joined at {address} for 0.2 s"
-
-
-def raise_again_and_again(address, over):
-    """Joins with one environment after the other; each gives a rollout and raises."""
-    while not over.is_set():
-        with contextlib.suppress(RuntimeError):
-            Client(servers.Failing, address, maximum_downtime_s=0.3).run()
-
-
-def test_one_that_raises_again_and_again_ends_nobodys_run(address):
-    over = threading.Event()
-    with (
-        listening(address) as listener,
-        ThreadPoolExecutor(1) as threads,
-        ClientProcess("Coded", address),
-    ):
-        listener.probe(60)
-        limits = {"max_env_failures": 2, "maximum_downtime_s": 2}
-        with joined(listener, **limits) as run:
-            next(iter(run.queue))
-            threads.submit(raise_again_and_again, address, over)
-            while run.pool.stats()["num_env_failures"] < 7:
-                next(iter(run.queue))
-            over.set()
-            next(iter(run.queue))
-
-
-def test_environments_that_all_raise_end_the_run(address):
-    def fail_three_times():
-        for _ in range(3):
-            with contextlib.suppress(RuntimeError):
-                Client(servers.Failing, address, maximum_downtime_s=60).run()
-
-    limits = {"max_env_failures": 2, "maximum_downtime_s": 3}
-    with (
-        listening(address) as listener,
-        ThreadPoolExecutor(1) as threads,
-        joined(listener, **limits) as run,
-    ):
-        threads.submit(fail_three_times)
-        error = run.error()
-    assert type(error) is RuntimeError
-    assert "more than 2 environments have raised within a minute" in str(error)
-    assert "ZeroDivisionError: the pole fell over at" in str(error)
-
-
 def test_an_exception_reaches_both_sides(address):
     with (
         listening(address) as listener,
@@ -380,21 +237,6 @@ def test_an_exception_reaches_both_sides(address):
         assert "über" in told
 
 
-def test_an_unusable_hello_is_not_the_measure(address):
-    with listening(address) as listener:
-        with ThreadPoolExecutor(1) as threads:
-            client = threads.submit(Client(servers.Counting, address).run)
-            hello = listener.probe(60)["hello"]
-            listener.refuse(hello, "a Box of bytes is of no use")
-            with pytest.raises(RefusedError, match="a Box of bytes is of no use"):
-                client.result(timeout=60)
-        with pytest.raises(ValueError, match="hello"):
-            listener.refuse(b"\xff", "")
-        with ClientProcess("Coded", address), joined(listener) as run:
-            assert listener.probe(60)["hello"] != hello
-            play(run, {}, 1)
-
-
 def test_a_refusal_may_be_long(address):
     """Longer than gRPC's status may be; its middle is left out."""
     with listening(address) as listener, ThreadPoolExecutor(1) as threads:
@@ -403,11 +245,8 @@ def test_a_refusal_may_be_long(address):
         listener.refuse(hello, "begin " + "ü" * 10_000 + " end")
         with pytest.raises(RefusedError, match=r"(?s)begin ü+.*\[\.\.\.\].*ü end"):
             client.result(timeout=60)
-
-
-def test_a_factory_that_raises(address):
-    with pytest.raises(RuntimeError, match="FileNotFoundError: no ROM here"):
-        Client(servers.FailingToStart, address).run()
+        with pytest.raises(ValueError, match="hello"):
+            listener.refuse(b"\xff", "")
 
 
 def test_a_first_connection_is_no_reconnect(address):
@@ -422,27 +261,6 @@ def test_a_first_connection_is_no_reconnect(address):
         assert run.pool.stats()["num_reconnects"] == 0
     client.stop()
     thread.join()
-
-
-def test_no_learner(address):
-    client = Client(Coded, address, maximum_downtime_s=0.2)
-    with pytest.raises(TransportError, match=r"no learner for 0\.2 s"):
-        client.run()
-    assert client.stats()["num_steps"] == 0
-    assert "No such file" in client.stats()["last_error"]
-    with pytest.raises(RuntimeError, match="once"):
-        client.run()
-
-
-def test_stop_from_another_thread(address):
-    with listening(address) as listener, ThreadPoolExecutor(1) as threads:
-        client = Client(Coded, address, maximum_downtime_s=None)
-        done = threads.submit(client.run)
-        listener.probe(60)
-        client.stop()
-        client.stop()
-        done.result(timeout=30)
-        assert not client.stats()["connected"]
 
 
 class Closing(Coded):
@@ -476,20 +294,6 @@ def test_ctrl_c_ends_a_client(address):
     assert "KeyboardInterrupt" in text
 
 
-def test_a_listener_serves_one_pool_at_a_time(address):
-    with (
-        listening(address) as listener,
-        ClientProcess("Coded", address),
-        joined(listener) as run,
-    ):
-        play(run, {}, 1)
-        with joined(listener) as second:
-            error = second.error()
-        assert type(error) is ValueError
-        assert "has a pool already" in str(error)
-        next(iter(run.queue))
-
-
 def test_the_pool_keeps_its_listener(address):
     listener = Listener(address)
     listener.start()
@@ -516,11 +320,6 @@ def test_the_pool_keeps_its_listener(address):
 def test_arguments_that_make_no_sense(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_a_socket_path_that_cannot_be(tmp_path):
-    with pytest.raises(RuntimeError, match="No such file or directory"):
-        Listener(f"unix:{tmp_path}/no/where").start()
 
 
 def test_the_interpreter_may_end_at_any_moment(tmp_path):
@@ -558,17 +357,3 @@ def test_the_interpreter_may_end_at_any_moment(tmp_path):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert not (tmp_path / "learner").exists()
-
-
-def test_counts_of_steps_agree(address):
-    with (
-        listening(address) as listener,
-        joined(listener) as run,
-        ThreadPoolExecutor(1) as threads,
-    ):
-        client = Client(Coded, address)
-        done = threads.submit(client.run, 4)
-        for _ in range(2):
-            assert torch.is_tensor(next(iter(run.queue))[0][0][0])
-        done.result(timeout=30)
-        assert run.pool.count() == client.stats()["num_steps"]

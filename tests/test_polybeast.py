@@ -375,39 +375,6 @@ def test_a_place_where_the_learner_cannot_listen(tmp_path, address):
 # --- Apart ----------------------------------------------------------------------------
 
 
-def test_servers_and_learner_apart_with_a_token(tmp_path, small):
-    token = tmp_path / "token"
-    token.write_text("between-us\n")
-    wrong = tmp_path / "wrong"
-    wrong.write_text("between-others\n")
-    shared = {
-        name: small[name]
-        for name in ("env", "num_servers", "pipes_basename", "envs_per_actor")
-    }
-    words = [f"--{name}={value}" for name, value in shared.items()]
-    words.append(f"--token_file={token}")
-    servers = subprocess.Popen(
-        [sys.executable, "-m", "torchbeast.polybeast_env", *words],
-        env=runs.environment(),
-        start_new_session=True,
-    )
-    try:
-        small["module"] = "torchbeast.polybeast_learner"
-        process = runs.start(tmp_path, "b", **small, token_file=wrong)
-        output = runs.finish(process)
-        assert process.returncode == 1, output
-        assert "token" in output
-
-        runs.run(tmp_path, "a", **small, token_file=token)
-        assert servers.poll() is None
-        servers.send_signal(signal.SIGTERM)
-        assert servers.wait(runs.patience(20)) == 128 + signal.SIGTERM
-        assert_nothing_left(servers, tmp_path)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(servers.pid, signal.SIGKILL)
-
-
 def test_environments_dial_a_learner_and_the_next(tmp_path, small):
     """One more environment than streams connects and waits; nothing is restarted."""
     words = [

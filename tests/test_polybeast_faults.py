@@ -347,15 +347,6 @@ def test_tokens_and_certificates(serve, learn, tmp_path):
         s.wait_for_end(143)
 
 
-def test_another_environment_than_asked_for(serve, learn, pipes):
-    servers = serve(pipes_basename=pipes, env="environments:GridWorld")
-    (address,) = servers.addresses()
-    words = ["--env environments:GridWorld (this learner: CartPole-v1)", address]
-    assert_refused(learn, {"run": ({"server_addresses": address}, words)})
-    servers.process.send_signal(signal.SIGTERM)
-    servers.wait_for_end(143)
-
-
 def test_servers_with_another_preset(serve, learn, pipes):
     """The learner names each flag; a learner with the same preset accepts them."""
     both = {"env": "PongNoFrameskip-v4", "envs_per_actor": 1}
@@ -481,27 +472,6 @@ def test_a_server_that_sends_no_messages_of_the_protocol(learn, tmp_path):
     with speaking(tmp_path / "socket", [GARBAGE]) as lies:
         words = [lies, "WireError", "malformed message"]
         assert_refused(learn, {"lies": ({"server_addresses": lies}, words)})
-
-
-def test_one_of_the_servers_is_silent(serve, learn, pipes, tmp_path):
-    servers = serve(pipes_basename=pipes)
-    with listening(tmp_path / "socket-silence") as silence:
-        run = learn(
-            server_addresses=f"{servers.addresses()[0]},{silence}",
-            actor_timeout=3,
-            connect_timeout=6,
-        )
-        run.wait_for(
-            lambda: (
-                f"{silence} has not answered within the step timeout" in run.console
-            ),
-            "its stream is given up",
-        )
-        run.wait_for_updates(3)  # the other goes on
-        servers.process.send_signal(signal.SIGTERM)
-        servers.wait_for_end(143)
-        run.wait_for_end(1, END_SECONDS + 10)
-    assert_says(run, "TransportError: no connection for 6 s")
 
 
 def test_servers_meet_strange_peers(serve, learn, pipes):

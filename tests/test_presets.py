@@ -1,6 +1,8 @@
 """presets.json says what each preset means; a new default shows here what it changes.
 
-After an intended change: python tests/test_presets.py
+It has the defaults of monobeast, what those of the other scripts differ in, and what
+each preset differs in from its script's. After an intended change:
+python tests/test_presets.py
 """
 
 import importlib
@@ -14,6 +16,7 @@ from torchbeast.records.meta import strict_json
 from torchbeast.runs import flagset
 
 GOLDEN = Path(__file__).with_name("presets.json")
+MISSING = "the script has no such flag"
 # These depend on the machine, or name the run.
 OPEN = {"savedir", "torch_threads", "precision", "pipes_basename", "num_servers"}
 
@@ -32,7 +35,9 @@ def meaning(variant, preset):
 def test_what_each_preset_means(variant, preset):
     if variant != "monobeast":
         pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    golden = json.loads(GOLDEN.read_text())[variant][preset]
+    stored = json.loads(GOLDEN.read_text())
+    golden = stored["monobeast"][""] | stored[variant][""] | stored[variant][preset]
+    golden = {name: value for name, value in golden.items() if value != MISSING}
     now = meaning(variant, preset)
     # A flag that is added as a line changes no preset.
     assert {name: now.get(name) for name in golden} == golden
@@ -41,4 +46,12 @@ def test_what_each_preset_means(variant, preset):
 if __name__ == "__main__":
     scripts = ("monobeast", "polybeast", "polybeast_learner")
     every = {x: {name: meaning(x, name) for name in ["", *PRESETS]} for x in scripts}
+    first = dict(every["monobeast"][""])
+    for presets in every.values():
+        own = dict(presets[""])
+        for name, now in presets.items():
+            base = own if name else first
+            presets[name] = {k: v for k, v in now.items() if base.get(k, MISSING) != v}
+            presets[name] |= dict.fromkeys(base.keys() - now.keys(), MISSING)
+    every["monobeast"][""] = first
     GOLDEN.write_text(json.dumps(every, indent=1) + "\n")

@@ -87,13 +87,6 @@ def test_the_row_of_a_run(tmp_path):
     )
 
 
-def test_an_unfinished_line_does_not_count(tmp_path):
-    path = make_run(tmp_path)
-    with (path / "logs.csv").open("a") as file:
-        file.write("3,17.0,40")
-    assert report.table_row(path)["steps"] == "3,000"
-
-
 def test_a_run_without_meta_json_has_no_known_protocol(tmp_path):
     path = make_run(tmp_path)
     (path / "meta.json").unlink()

@@ -3,7 +3,6 @@
 import re
 import socket
 import threading
-import time
 from math import inf
 
 import pytest
@@ -251,18 +250,6 @@ def test_a_negative_limit():
 # --- With real servers ---------------------------------------------------------------
 
 
-def test_environments_that_raise_too_often(address):
-    with (
-        ServerProcess("FailingToStart", address),
-        Run([address], act, initial_state(), max_env_failures=2) as run,
-    ):
-        error = run.error()
-    assert type(error) is RuntimeError
-    assert "more than 2 environments have raised within a minute" in str(error)
-    assert "FileNotFoundError: no ROM here" in str(error)
-    assert run.pool.stats()["num_env_failures"] == 3
-
-
 def test_one_server_that_raises_again_and_again_ends_nobodys_run(tmp_path):
     addresses = [f"unix:{tmp_path}/{i}" for i in range(2)]
     with (
@@ -286,15 +273,6 @@ def test_a_server_that_does_not_come_back(address):
         error = run.error()
     assert type(error) is TransportError
     assert re.search(rf"no connection for 0.5 s.*{address}", str(error))
-
-
-def test_a_server_that_was_never_there(address):
-    start = time.monotonic()
-    with Run([address], act, maximum_downtime_s=0.3) as run:
-        error = run.error()
-    assert type(error) is TransportError
-    assert re.search(rf"no connection for 0.3 s.*{address}", str(error))
-    assert 0.3 <= time.monotonic() - start < 20
 
 
 def test_a_server_that_says_nothing(tmp_path):

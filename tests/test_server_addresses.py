@@ -1,18 +1,14 @@
 """Where libtorchbeast.Server listens, and who may connect."""
 
-import contextlib
-import os
 import re
 import socket
-import stat
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import servers
 from certificates import Certificates
-from servers import Run, ServerProcess
+from servers import Run
 from test_env_server import Env, T, serving, zero
 
 from libtorchbeast import (
@@ -32,41 +28,6 @@ def path_of(address):
     return address.removeprefix("unix:")
 
 
-def test_the_socket_is_private_and_removed(address):
-    with serving(Env, address) as server:
-        assert server.address == address
-        status = os.stat(path_of(address))
-        assert stat.S_ISSOCK(status.st_mode)
-        assert stat.S_IMODE(status.st_mode) == 0o600
-    assert not os.path.exists(path_of(address))
-
-
-def test_a_stale_socket_is_replaced(address):
-    with ServerProcess("Counting", address) as server:
-        server.kill()
-        assert os.path.exists(path_of(address))
-        with serving(Env, address):
-            assert probe(address)["num_envs"] == 1
-    assert not os.path.exists(path_of(address))
-
-
-def test_a_socket_in_use_is_refused(address):
-    with serving(Env, address):
-        with pytest.raises(RuntimeError, match=f"{address}.*another server"):
-            Server(Env, address).start()
-        assert probe(address)["num_envs"] == 1
-    assert not os.path.exists(path_of(address))
-
-
-def test_a_file_is_not_replaced(address):
-    with open(path_of(address), "w") as file:
-        file.write("precious")
-    with pytest.raises(RuntimeError, match="not a socket"):
-        Server(Env, address).run()
-    with open(path_of(address)) as file:
-        assert file.read() == "precious"
-
-
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
@@ -83,19 +44,6 @@ def test_bad_addresses(bad, match):
         probe(bad)
 
 
-def test_no_such_directory(tmp_path):
-    with pytest.raises(RuntimeError, match="No such file or directory"):
-        Server(Env, f"unix:{tmp_path}/no/socket").start()
-
-
-def test_tcp_finds_a_free_port():
-    with serving(Env, "127.0.0.1:0") as server:
-        assert re.fullmatch(r"127\.0\.0\.1:[1-9]\d+", server.address)
-        assert probe(server.address)["num_envs"] == 1
-        with pytest.raises(RuntimeError, match="in use"):
-            Server(Env, server.address).start()
-
-
 def test_plain_tcp_beyond_this_machine_is_refused():
     with pytest.raises(ValueError, match="insecure"):
         Server(Env, "0.0.0.0:0")
@@ -106,36 +54,6 @@ def test_plain_tcp_beyond_this_machine_is_refused():
     with serving(Env, "0.0.0.0:0", security=Security(insecure=True)) as server:
         port = server.address.rpartition(":")[2]
         assert probe(f"127.0.0.1:{port}")["num_envs"] == 1
-
-
-def test_run_and_stop_from_another_thread(address):
-    server = Server(Env, address)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    assert probe_until_there(address)["num_envs"] == 1
-    server.stop()
-    thread.join(timeout=20)
-    assert not thread.is_alive()
-    server.run()  # a stopped server's run() returns at once
-    with pytest.raises(RuntimeError, match="stopped"):
-        server.start()
-
-
-def probe_until_there(address):
-    while True:
-        with contextlib.suppress(TransportError):
-            return probe(address)
-
-
-def test_more_streams_than_allowed(address):
-    with (
-        serving(Env, address, max_streams=1) as server,
-        Run([address], lambda _: ((zero(0),), ())) as run,
-    ):
-        next(run.queue)
-        with pytest.raises(TransportError, match="too many streams at once"):
-            probe(address)
-        assert server.stats()["num_refused"] == 1
 
 
 @pytest.mark.parametrize(
@@ -226,19 +144,6 @@ def test_security_shows_no_secret_and_cannot_be_changed(tls):
     with pytest.raises(TypeError) as caught:  # its message has all arguments
         Server(Env, 3, security=security)
     assert "sesame" not in str(caught.value)
-
-
-def test_token(address):
-    right = Security(token="open-sesame")
-    with serving(Env, address, security=right) as server:
-        assert probe(address, security=right)["num_envs"] == 1
-        for wrong in ({}, {"token": "open-sesam"}, {"token": "open-sesame!"}):
-            with pytest.raises(TransportError, match="token"):
-                probe(address, security=Security(**wrong))
-        assert server.stats()["num_refused"] == 3
-        # Refused for good: the pool does not dial on.
-        with Run([address], zero, security=Security(token="wrong")) as run:
-            assert "token" in str(run.error())
 
 
 @pytest.fixture(scope="module")

@@ -44,9 +44,6 @@ def test_a_stream_at_a_unix_socket_uses_it(address):
         wait_until(lambda: num_mappings(server.process.pid) == 0, "nothing is left")
         # Only the doorbell stays, for the next pool.
         assert num_mappings() <= own + 1
-        assert sorted(os.listdir("/dev/shm")) == sorted(
-            name for name in os.listdir("/dev/shm") if "torchbeast" not in name
-        )
 
 
 def test_a_stream_over_tcp_does_not(address):
@@ -132,13 +129,6 @@ def test_a_stopped_server_costs_its_stream_only(tmp_path):
         wait_until(lambda: has(2), "it comes back")
 
 
-def test_an_error_comes_with_its_traceback(address):
-    with ServerProcess("Failing", address), Run([address], zeros) as run:
-        error = run.error()
-    assert "ZeroDivisionError: the pole fell over at" in str(error)
-    assert "über" in str(error)
-
-
 def test_a_learner_that_is_slow_gets_all_rollouts(address):
     """The queue is full most of the time."""
     with ServerProcess("Counting", address), Run([address] * 3, zeros) as run:
@@ -171,14 +161,6 @@ def threads_with(number, address, most=10**9):
 def test_streams_take_no_thread_each(address):
     few = threads_with(4, address)
     threads_with(36, address, most=few + 2)
-
-
-def test_a_faulty_answer_ends_the_run(address):
-    def wrong(inputs):
-        return (torch.zeros(1, 1, 3, dtype=torch.int64),), (torch.zeros(1),)
-
-    with ServerProcess("Coded", address), Run([address], wrong) as run:
-        assert isinstance(run.error(), (ValueError, RuntimeError))
 
 
 # --- Peers that offer it and do not mean it -------------------------------------------

@@ -2,7 +2,7 @@
 
 These are the differences from the defaults in flags.py. A preset also sets the other
 flags that determine what a run learns, see flagset.preset_flags, but not those that fit
-the run to the machine, unless it depends on them. tests/presets.json has all values.
+the run to the machine, unless it depends on them; tests/presets.json shows all.
 """
 
 from typing import Any
