@@ -40,7 +40,7 @@ class Moves:
     """Wraps begin(); keeps the state before the batch that moved the policy most."""
 
     def __init__(self) -> None:
-        self.begin = monobeast.begin
+        self.learn = monobeast.learn
         self.largest = 0.0
         self.kept: dict[str, Any] = {}
         self.learner: Any = None
@@ -54,7 +54,7 @@ class Moves:
         parts = {"model": learner.model, "optimizer": learner.optimizer}
         saved = {k: copy.deepcopy(part.state_dict()) for k, part in parts.items()}
         step = learner.step
-        update = self.begin(learner, batch, state)
+        update = self.learn(learner, batch, state)
         kl = mean_kl(before, policy(learner, batch))
         if kl > self.largest and step > flags.total_steps / 10:
             self.largest = kl
@@ -119,7 +119,7 @@ def main() -> int:
         )
         parser.parse_args(["--help"])
     moves = Moves()
-    with mock.patch.object(monobeast, "begin", moves):
+    with mock.patch.object(monobeast, "learn", moves):
         status = monobeast.main(sys.argv[1:])
     if math.isfinite(moves.largest) and moves.kept:
         print(moves.repeat(), flush=True)

@@ -113,8 +113,8 @@ def test_a_replay_keeps_forbidden_actions_forbidden(tmp_path):
     runs.run(tmp_path, "a", **flags, **replay)
     last = runs.read_logs(tmp_path, "a")[-1]
     assert int(last["replayed_steps"]) > 300
-    # Two actions are allowed. Without their masks, nearly all replayed rows would have a
-    # chance of actions that the behaviour policy never takes, and be rejected.
+    # Two actions are allowed. Without their masks, nearly all replayed rows would have
+    # a chance of actions that the behaviour policy never takes, and be rejected.
     assert 0 < float(last["entropy"]) <= np.log(2) + 1e-6
     assert float(last["frac_rejected"]) < 0.5
 
