@@ -160,12 +160,6 @@ class TextInDict(Environment):
     observation_space = spaces.Dict({"speech": spaces.Text(8)})
 
 
-class TextActions(Environment):
-    """Has an action space that no policy can act in."""
-
-    action_space = spaces.Text(3)
-
-
 def main() -> int:
     """MonoBeast with a loss that fails when FAULT_FILE says so."""
     from torchbeast import learner, monobeast

@@ -114,6 +114,10 @@ def test_what_test_json_has(tmp_path, greedy):
     result = read_result(tmp_path)
     assert len(result["returns"]) == len(result["lengths"]) == 11
     assert result["returns"] == result["lengths"]  # CartPole: 1 per step
+    least, most = min(result["returns"]), max(result["returns"])
+    summary = f"11 games: mean return {statistics.fmean(result['returns']):.2f}, "
+    assert summary in output
+    assert f" min {least:.2f}, max {most:.2f}, " in output
     logged = dict(re.findall(r"Game (\d+): return ([\d.]+) after", output))
     assert {int(k): float(v) for k, v in logged.items()} == dict(
         enumerate(result["returns"])

@@ -35,8 +35,7 @@ def result_of(tmp_path, process):
     return json.loads((tmp_path / "a" / "test.json").read_text()), output
 
 
-@pytest.mark.parametrize("greedy", [None, True])
-def test_games_of_an_environment_that_only_servers_have(tmp_path, serve, greedy):
+def test_games_of_an_environment_that_only_servers_have(tmp_path, serve):
     """GridWorld's games end after different numbers of steps, some are truncated.
 
     The servers have another number of environments than the training had.
@@ -45,10 +44,9 @@ def test_games_of_an_environment_that_only_servers_have(tmp_path, serve, greedy)
     runs.run(tmp_path, "a", **{**runs.SMALL, **env})
     servers = serve(env=env["env"], bind="localhost:0", num_servers=2, envs_per_actor=2)
     addresses = ",".join(servers.addresses(2))
-    flags = {"server_addresses": addresses, "num_test_episodes": 17, "greedy": greedy}
+    flags = {"server_addresses": addresses, "num_test_episodes": 17}
     result, _ = result_of(tmp_path, start_test(tmp_path, **flags))
     assert len(result["returns"]) == len(result["lengths"]) == 17
-    assert result["policy"] == ("greedy" if greedy else "sampled")
     assert result["num_games"] == 17
     assert result["step"] == 600
 
@@ -63,6 +61,7 @@ def test_servers_get_greedy_or_sampled_actions(tmp_path, serve, greedy, module):
     flags = {"server_addresses": address, "num_test_episodes": 17, "greedy": greedy}
     result, _ = result_of(tmp_path, start_test(tmp_path, module, **flags))
     assert (len(set(result["returns"])) == 1) == bool(greedy)
+    assert result["policy"] == ("greedy" if greedy else "sampled")
 
 
 def test_the_typed_side_is_the_one(tmp_path, serve):
