@@ -242,6 +242,7 @@ def test_tensorboard_gets_the_scalars_of_a_resumed_run(savedir, tmp_path, monkey
     lost = TensorBoard(savedir / "a", int(before[-1]["step"]))
     lost.log({"step": int(before[-1]["step"]) + 10, "total_loss": 1e9})
     lost.close(0)
+    time.sleep(1.1)  # files are read in the order of their names, which have seconds
     runs.run(savedir, "a", **flags, tensorboard=True)
     accumulator = events.EventAccumulator(str(savedir / "a"))
     accumulator.Reload()
