@@ -37,7 +37,7 @@ TRIALS: dict[str, dict[str, Any]] = {
 
 
 class Moves:
-    """Wraps begin(); keeps the state before the batch that moved the policy most."""
+    """Wraps learn(); keeps the state before the batch that moved the policy most."""
 
     def __init__(self) -> None:
         self.learn = monobeast.learn

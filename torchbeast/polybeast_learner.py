@@ -316,8 +316,8 @@ def resolve_layout(flags: Flags, learners: int = 1) -> Flags:
     ):
         raise FlagError(
             "--sync needs one server per actor, so that each environment gets a known "
-            f"seed: give --num_servers {flags.num_actors * learners} for {learners} "
-            f"learners of --num_actors {flags.num_actors}, and no --listen"
+            f"seed: give --num_servers {flags.num_actors * learners} for "
+            f"--num_actors {flags.num_actors} per learner, and no --listen"
         )
     if flags.sync and not flags.disable_checkpoint:
         raise FlagError(

@@ -86,8 +86,8 @@ def play_on_servers(
 ) -> Games:
     """Plays games on the servers of --server_addresses or --listen.
 
-    Yields each game when it ends. Which environment plays which game depends on the
-    speed of the servers, so a repeated test may give other returns.
+    Yields each game when it ends, or None. Which environment plays which game depends
+    on the speed of the servers, so a repeated test may give other returns.
 
     Raises:
       FlagError, TransportError, RuntimeError: no server can be used, or the last one
