@@ -430,5 +430,5 @@ def test_a_batch_that_comes_during_the_stop_waits_for_none_that_was_dropped():
     stop()
     learning.put([1])
     learning.waiting.put(None)
-    learning._work()
+    learning._loop()
     assert turns == [True]
