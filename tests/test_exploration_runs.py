@@ -1,14 +1,19 @@
-"""Real runs with RIDE, NovelD, E3B and AMIGo of examples/exploration."""
+"""Real runs with the methods of examples/exploration."""
 
 import numpy as np
 import pytest
 import runs
 import torch
 from environments import CombinationLock
-from test_exploration_methods import METHODS, NAMES
+from test_exploration_methods import NAMES
 from test_polybeast_sync import assert_logs_agree
 from test_ranks import logs
 
+ALL = {
+    **NAMES,
+    "counts": "examples.exploration.counts:Counts",
+    "rnd": "examples.exploration.rnd:RND",
+}
 SYNC = {
     **runs.SMALL,
     "env": "environments:GridWorld",
@@ -22,10 +27,10 @@ SHORT = {"env": "environments:Corridor", "env_kwargs": '{"length": 5}'}
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ALL)
 def test_runs_are_equal_and_go_on(tmp_path, name):
     """In both variants. What waits for the teacher is in the checkpoint, too."""
-    flags = {**SYNC, "explorer": NAMES[name]}
+    flags = {**SYNC, "explorer": ALL[name]}
     if name == "amigo":
         flags |= SHORT
     runs.run(tmp_path, "whole", **flags)
@@ -33,18 +38,16 @@ def test_runs_are_equal_and_go_on(tmp_path, name):
     assert len(whole) == 24
     rewards = [float(row["mean_intrinsic_reward"]) for row in whole]
     assert sum(x > 0 for x in rewards) > 4
-    losses = [float(row["explorer_loss"]) for row in whole if row["explorer_loss"]]
-    assert len(losses) > 4
+    losses = [float(row["explorer_loss"]) for row in whole if row.get("explorer_loss")]
+    assert len(losses) > 4 or name == "counts"
     half = flags | {"total_steps": flags["total_steps"] // 2}
     runs.run(tmp_path, "parts", **half)
     assert "Resuming" in runs.run(tmp_path, "parts", **flags)
     assert runs.without_time(runs.read_logs(tmp_path, "parts")) == whole
-    saved = torch.load(tmp_path / "whole" / "model.tar", weights_only=True)
-    steps = {
-        int(x["step"])
-        for x in saved["explorer_state_dict"]["optimizer"]["state"].values()
-    }
-    assert steps == {len(losses)}
+    if losses:
+        saved = torch.load(tmp_path / "whole" / "model.tar", weights_only=True)
+        states = saved["explorer_state_dict"]["optimizer"]["state"].values()
+        assert {int(x["step"]) for x in states} == {len(losses)}
     pytest.importorskip("libtorchbeast", exc_type=ImportError)
     flags |= {"module": "torchbeast.polybeast", "num_servers": 2}
     flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "disable_checkpoint": True}
@@ -54,11 +57,11 @@ def test_runs_are_equal_and_go_on(tmp_path, name):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_run_with_replay_of_episodes(tmp_path, name):
     flags = {**runs.SMALL, "env": SYNC["env"], "rollouts": "episode", "use_lstm": True}
     flags |= {"replay_size": 500, "replay_ratio": 1.5, "learn_start": 100}
-    runs.run(tmp_path, "a", **flags, explorer=NAMES[name])
+    runs.run(tmp_path, "a", **flags, explorer=ALL[name])
     rows = [x for x in runs.read_logs(tmp_path, "a") if x.get("total_loss")]
     assert len(rows) > 20
     assert any(float(row["mean_intrinsic_reward"]) > 0 for row in rows)
@@ -66,9 +69,9 @@ def test_a_run_with_replay_of_episodes(tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ALL)
 def test_two_learners_make_the_updates_of_one(tmp_path, name):
-    flags = {**SYNC, "explorer": NAMES[name], "disable_checkpoint": True}
+    flags = {**SYNC, "explorer": ALL[name], "disable_checkpoint": True}
     if name == "amigo":
         flags |= SHORT
     flags |= {"num_actors": 2, "total_steps": 6 * 20 * 12}
@@ -98,7 +101,7 @@ LOCK = {
 
 def train(folder, name, **flags):
     """In MonoBeast. PolyBeast makes the same updates, see above."""
-    runs.run(folder, "a", 480, explorer=NAMES[name], **flags)
+    runs.run(folder, "a", 480, explorer=ALL[name], **flags)
     return runs.read_logs(folder, "a")
 
 
