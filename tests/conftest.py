@@ -3,6 +3,7 @@ import functools
 import os
 import pathlib
 import signal
+import sys
 
 import pytest
 import runs
@@ -117,3 +118,24 @@ def repeatable():
 def address(tmp_path):
     """Where a server of the test may listen."""
     return f"unix:{tmp_path}/socket"
+
+
+@pytest.fixture(scope="session")
+def stubs(tmp_path_factory):
+    """The folder of what protoc makes of torchbeast.proto for Python and its gRPC."""
+    protoc = pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools")
+    folder = tmp_path_factory.mktemp("stubs")
+    words = ["protoc", f"--proto_path={runs.ROOT / 'libtorchbeast' / 'proto'}"]
+    words += [f"--python_out={folder}", f"--grpc_python_out={folder}"]
+    assert protoc.main([*words, "torchbeast.proto"]) == 0
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="session")
+def wire(stubs):
+    """The messages of torchbeast.proto."""
+    import torchbeast_pb2
+
+    return torchbeast_pb2

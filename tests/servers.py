@@ -274,6 +274,17 @@ class Run:
         self.threads.shutdown()
 
 
+@contextlib.contextmanager
+def serving(env_class, address, **arguments):
+    """A server in this process."""
+    server = Server(env_class, address, **arguments)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
 class ServerProcess:
     """A server in another process; it listens at `address`."""
 

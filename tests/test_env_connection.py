@@ -6,25 +6,23 @@ Real pools, servers, clients and processes; the learners here are pools of the t
 import argparse
 import collections
 import contextlib
-import os
+import functools
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from typing import ClassVar
 
 import pytest
-import runs
 import servers
+import watched_servers
 from certificates import Certificates
-from servers import Coded, Run
+from servers import Coded, Run, serving
 from test_actor_pool import act, initial_state
-from watched_runs import wait_until
+from watched_runs import starter, wait_until
 
-from libtorchbeast import Client, Listener, RefusedError, Security, Server, probe
+from libtorchbeast import Client, Listener, RefusedError, Security, probe
 from torchbeast import polybeast_env, polybeast_learner
 from torchbeast.base.flag import Flag
 from torchbeast.flags import Atari, Environment
@@ -85,16 +83,6 @@ class OldGymSeeded(Coded):
     def seed(self, seed):
         assert self.episode == -1
         self.seeds.append(seed)
-
-
-@contextlib.contextmanager
-def serving(env_class, address, **arguments):
-    server = Server(env_class, address, **arguments)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 def playing(addresses, **arguments):
@@ -379,41 +367,18 @@ def test_why_tls_cannot_work(tls):
 # --- polybeast_env --join -------------------------------------------------------------
 
 
-class Environments:
+class Environments(watched_servers.Servers):
     """`python -m torchbeast.polybeast_env --join` in a session of its own."""
 
-    def __init__(self, folder, address, env_vars=None, **flags):
-        self.console_path = folder / f"env-{len(list(folder.glob('env-*')))}"
-        words = [sys.executable, "-m", "torchbeast.polybeast_env"]
-        flags = {
-            "env": "CartPole-v1",
-            "num_servers": 1,
-            "envs_per_actor": 3,
-            "join": address,
-            **flags,
-        }
-        for name, value in flags.items():
-            words += [f"--{name}", str(value)]
-        with self.console_path.open("wb") as console:
-            self.process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                env={**runs.environment(), **(env_vars or {})},
-                start_new_session=True,
-            )
-
-    @property
-    def console(self):
-        return self.console_path.read_text(errors="replace")
+    def __init__(self, folder, address, **arguments):
+        super().__init__(folder, **{"env": "CartPole-v1", "join": address, **arguments})
 
     def wait_for(self, words):
         wait_until(lambda: words in self.console, words, SECONDS)
 
     def assert_refused(self, *words):
         """It ends with one line that has all these words."""
-        assert self.process.wait(SECONDS) == 1, self.console
+        self.wait_for_end(1)
         assert "Traceback" not in self.console
         errors = [line for line in self.console.splitlines() if "[ERROR " in line]
         assert len(errors) == 1, self.console
@@ -423,23 +388,13 @@ class Environments:
 
     def assert_ends_when_asked(self):
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(SECONDS) == 128 + signal.SIGTERM, self.console
+        self.wait_for_end(128 + signal.SIGTERM)
 
 
 @pytest.fixture
 def join(tmp_path):
     """Starts environments that dial; what is left of them is killed after the test."""
-    started = []
-
-    def start(address, **flags):
-        started.append(Environments(tmp_path, address, **flags))
-        return started[-1]
-
-    yield start
-    for environments in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(environments.process.pid, signal.SIGKILL)
-        environments.process.wait()
+    yield from starter(functools.partial(Environments, tmp_path))
 
 
 def test_joiners_that_are_refused_say_why_and_end(join, tls, tmp_path):

@@ -1,6 +1,5 @@
 """libtorchbeast.Server and probe: environments, addresses, security."""
 
-import contextlib
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from servers import Run
+from servers import Run, serving
 
 from libtorchbeast import (
     ActorPool,
@@ -23,17 +22,6 @@ from libtorchbeast import (
 )
 
 T = 5
-
-
-@contextlib.contextmanager
-def serving(env_class, address, **arguments):
-    """A server in this process."""
-    server = Server(env_class, address, **arguments)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 def play(address, actions, batch=1):

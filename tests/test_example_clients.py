@@ -31,7 +31,7 @@ from scripted_learner import (
 )
 
 grpc = pytest.importorskip("grpc", reason="needs grpcio and grpcio-tools")
-protoc = pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools")
+pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools")
 
 pytestmark = pytest.mark.timeout(300)  # the C++ client is compiled
 
@@ -41,25 +41,6 @@ PROTO = ROOT / "libtorchbeast" / "proto"
 
 
 # --- The clients ----------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def stubs(tmp_path_factory):
-    """The folder of what protoc makes for Python, which is also imported here."""
-    folder = tmp_path_factory.mktemp("stubs")
-    arguments = [f"--proto_path={PROTO}", f"--python_out={folder}"]
-    arguments += [f"--grpc_python_out={folder}", "torchbeast.proto"]
-    assert protoc.main(["protoc", *arguments]) == 0
-    sys.path.insert(0, str(folder))
-    yield folder
-    sys.path.remove(str(folder))
-
-
-@pytest.fixture(scope="module")
-def wire(stubs):
-    import torchbeast_pb2
-
-    return torchbeast_pb2
 
 
 @pytest.fixture(scope="module")

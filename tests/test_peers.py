@@ -7,13 +7,11 @@ Every one of them costs a stream at most: it is told why, and the learner says w
 import contextlib
 import itertools
 import signal
-import sys
 import threading
 import time
 from concurrent import futures
 
 import pytest
-import watched_runs
 from peers import (
     NAN,
     E,
@@ -29,10 +27,11 @@ from peers import (
     tuple_of,
     unusable_hellos,
 )
-from runs import ROOT, read_logs
+from runs import read_logs
+from watched_runs import END_SECONDS, Run, starter
 
 grpc = pytest.importorskip("grpc", reason="needs grpcio and grpcio-tools")
-protoc = pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools")
+pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools")
 
 T = 5
 LEARNER = {
@@ -45,32 +44,10 @@ LEARNER = {
 }
 
 
-@pytest.fixture(scope="module")
-def wire(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stubs")
-    arguments = [f"--proto_path={ROOT / 'libtorchbeast' / 'proto'}"]
-    arguments += [f"--python_out={folder}", "torchbeast.proto"]
-    assert protoc.main(["protoc", *arguments]) == 0
-    sys.path.insert(0, str(folder))
-    try:
-        import torchbeast_pb2
-    finally:
-        sys.path.remove(str(folder))
-    return torchbeast_pb2
-
-
 @pytest.fixture
 def learn(tmp_path):
     """Starts learners; what is left of them is killed after the test."""
-    started = []
-
-    def start(**flags):
-        started.append(watched_runs.Run(tmp_path, **{**LEARNER, **flags}))
-        return started[-1]
-
-    yield start
-    for run in started:
-        run.kill()
+    yield from starter(lambda **flags: Run(tmp_path, **{**LEARNER, **flags}))
 
 
 def assert_refused(wire, address, *, begun):
@@ -258,7 +235,7 @@ def test_one_that_raises_again_and_again_ends_nobodys_run(learn, wire, tmp_path)
                 assert peer.status()[0] == "OK"
         run.wait_for_updates(3)
         assert "[ERROR " not in run.console
-    run.wait_for_end(1, 2 * watched_runs.END_SECONDS)  # no other is left
+    run.wait_for_end(1, 2 * END_SECONDS)  # no other is left
     assert "more than 3 environments have raised within a minute" in run.console
 
 
@@ -370,7 +347,7 @@ def test_dialled_servers_that_nobody_can_use(learn, wire, tmp_path):
         assert "[ERROR " not in run.console
         for name in ("good", "lies", "raises"):
             started[name].stop()
-        run.wait_for_end(1, 2 * watched_runs.END_SECONDS)
+        run.wait_for_end(1, 2 * END_SECONDS)
     assert run.console.count("[ERROR ") == 1
     assert "TransportError: no connection for 6 s: " in run.console
 
@@ -383,7 +360,7 @@ def test_environments_that_always_raise_end_the_run(learn, wire, tmp_path):
     server = DialledServer(tmp_path / "server", lambda n: messages)
     try:
         run = learn(server_addresses=server.address, num_actors=1, max_env_failures=3)
-        run.wait_for_end(1, 4 * watched_runs.END_SECONDS)
+        run.wait_for_end(1, 4 * END_SECONDS)
     finally:
         server.stop()
     assert "more than 3 environments have raised within a minute" in run.console

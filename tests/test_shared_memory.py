@@ -166,25 +166,6 @@ def test_streams_take_no_thread_each(address):
 # --- Peers that offer it and do not mean it -------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def wire(tmp_path_factory):
-    grpc_tools = pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools")
-    import sys
-
-    folder = tmp_path_factory.mktemp("wire")
-    proto = Path(__file__).resolve().parent.parent / "libtorchbeast" / "proto"
-    assert (
-        grpc_tools.main(
-            ["", f"-I{proto}", f"--python_out={folder}", "torchbeast.proto"]
-        )
-        == 0
-    )
-    sys.path.insert(0, str(folder))
-    import torchbeast_pb2
-
-    return torchbeast_pb2
-
-
 def handler(wire, stream):
     """Of a service EnvServer whose method is `stream(requests, context)`."""
     grpc = pytest.importorskip("grpc")
