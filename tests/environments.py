@@ -433,3 +433,12 @@ class SlowWhileMarked(gym.Wrapper):
         if Path(os.environ["SLOW_FILE"]).exists():
             time.sleep(0.02)
         return self.env.step(action)
+
+
+class SlowInOne(gym.Wrapper):
+    """For --wrapper: steps take 100 ms with the first of several learners."""
+
+    def step(self, action: Any) -> Any:
+        if os.environ["RANK"] == "0":
+            time.sleep(0.1)
+        return self.env.step(action)

@@ -270,8 +270,12 @@ def run(
     return run_words(command(savedir, xpid, **flags), timeout, status)
 
 
-def run_learners(ranks: int, savedir: Path, xpid: str, **flags: Any) -> str:
+def run_learners(
+    ranks: int, savedir: Path, xpid: str, status: int = 0, **flags: Any
+) -> str:
     """Runs so many learners of one run, with the variables that torchrun sets.
+
+    All must end with the exit status.
 
     To start them by torchrun takes longer than most runs of the tests.
     """
@@ -293,7 +297,7 @@ def run_learners(ranks: int, savedir: Path, xpid: str, **flags: Any) -> str:
         for learner in learners:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(learner.pid, signal.SIGKILL)
-    assert not any(learner.returncode for learner in learners), output
+    assert all(learner.returncode == status for learner in learners), output
     return output
 
 

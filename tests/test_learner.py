@@ -11,6 +11,7 @@ from gymnasium import spaces
 import torchbeast.learner
 from torchbeast import monobeast
 from torchbeast.core import rollout, vtrace
+from torchbeast.core.acting import act_step
 from torchbeast.learner import Learner, impala_loss, learn
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.runs import checkpoint, flagset
@@ -61,6 +62,18 @@ def loss_and_gradient(learner, batch, state):
 
 def part(nested, dim, index):
     return {name: x.index_select(dim, index) for name, x in nested.items()}
+
+
+def test_only_a_truncation_needs_the_last_observation():
+    learner = make_learner()
+    batch, state = make_batch(learner)
+    row = {name: x[4:5] for name, x in batch.items()}
+    assert row["truncated"].tolist() == [[True, *[False] * (B - 1)]]
+    last = batch["observation"][:1].clone()
+    last[:, 1:] = torch.nan
+    mode = learner.model.distribution.mode
+    found, _ = act_step(learner.model, row, state, mode, final_observation=last)
+    assert (found["truncation_value"] != 0).tolist() == row["truncated"].tolist()
 
 
 LSTM = pytest.mark.parametrize("lstm", [(), ("--use_lstm",)])

@@ -58,6 +58,10 @@ def test_moving_average(window):
     np.testing.assert_allclose(plot.moving_average(values, window), expected)
 
 
+def test_a_spike_does_not_change_later_averages():
+    assert plot.moving_average(np.array([1e17, 1, 1, 1]), 2)[2:].tolist() == [1, 1]
+
+
 def test_curve_skips_rows_without_a_value(tmp_path):
     path = make_run(tmp_path, "run", [None, 1.0, None, 5.0, float("nan"), 6.0])
     run = read_run(path)

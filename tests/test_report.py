@@ -359,14 +359,18 @@ def test_a_suspended_run(tmp_path):
     """A time without a row far beyond the usual is left out and told."""
     path = make_run(tmp_path)
     times = [1010, 1020, 1030, 1040, 1050, 8060, 8070]
-    rows = ["_tick,_time,step", *(f"{i},{t},{i * 10}" for i, t in enumerate(times))]
-    (path / "logs.csv").write_text("\n".join(rows) + "\n")
+    rows = [f"{i},{t},{i * 10},0" for i, t in enumerate(times)]
+    head = "_tick,_time,step,episodes"
+    (path / "logs.csv").write_text("\n".join([head, *rows]) + "\n")
     edit_meta(path, date_start="1970-01-01T00:16:40+00:00", resumed=[])
     run = read_run(path)
     assert run.pauses() == 7000
     assert run.seconds() == 70
     assert run.wall_clock().tolist() == [10, 20, 30, 40, 50, 60, 70]
     assert report.table_row(path)["wall-clock"] == "0:01:10, paused 1:56:40"
+    with (path / "logs.csv").open("a") as file:
+        file.write("7,9070,60,\n")  # of the last evaluation, which took its time
+    assert read_run(path).pauses() == 7000
 
 
 def test_methods_over_several_tasks(tmp_path, capsys):

@@ -114,6 +114,18 @@ def test_a_bad_update_ends_the_run_and_is_not_saved(tmp_path, monkeypatch):
     runs.run(tmp_path, "a", module="ahead", **flags)
 
 
+def test_a_bad_update_ends_all_learners(tmp_path, monkeypatch):
+    """One that has no next batch finishes an update before it begins the next."""
+    fault = tmp_path / "fault"
+    fault.write_text("nan_loss")
+    monkeypatch.setenv("FAULT_FILE", str(fault))
+    flags = {**runs.SMALL, "module": "ahead", "wrapper": "environments:SlowInOne"}
+    flags["envs_per_actor"] = 1  # so that no second batch comes with the first
+    output = runs.run_learners(2, tmp_path, "a", 1, **flags)
+    assert output.count("FloatingPointError: loss or gradient are not finite") == 2
+    assert output.count("The cause is the update") == 2
+
+
 @pytest.mark.parametrize("method", ["Broken", "Steep"])
 def test_a_bad_method_ends_the_run_and_is_not_saved(tmp_path, method):
     """Its numbers arrive when the policy has learned from them, and the next update."""

@@ -330,7 +330,7 @@ def update(
     numbers = devices.fetch(join_columns(columns, {"grad_norm": grad_norm}))
     step = learner.step
     if not learner.is_ahead:
-        check_loss(spread(numbers()), batch, flags, step)
+        check_loss(spread(numbers()), batch, flags, step, in_turn=True)
     learning_rate = float(learner.scheduler.get_last_lr()[0])
     learner.optimizer.step()
     total = devices.fetch({"weights": sum_of_weights(model)})
@@ -338,7 +338,7 @@ def update(
     def check() -> dict[str, Any]:
         try:
             found = spread(numbers())
-            check_loss(found, batch, flags, step)
+            check_loss(found, batch, flags, step, in_turn=False)
             check_weights(total()["weights"], learning_rate, flags, step)
         except FloatingPointError:
             learner.diverged = True

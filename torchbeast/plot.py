@@ -56,10 +56,8 @@ class Curve(NamedTuple):
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:
     """[N] → [N]: mean of each value and up to `window` - 1 values before it."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
-    last = np.arange(1, len(values) + 1)
-    first = np.maximum(last - window, 0)
-    return (sums[last] - sums[first]) / (last - first)
+    numbers = np.minimum(np.arange(1, len(values) + 1), window)
+    return np.convolve(values, np.ones(window))[: len(values)] / numbers
 
 
 def curve(run: SavedRun, x: str, y: str, smooth: int) -> Curve | None:

@@ -98,9 +98,8 @@ def act_step(
         last = rollout.show_final_fields(last)
         value = model(last, state, acting=True)[0]["baseline"]
         truncated = env_row["truncated"]
-        truncation_value = value * truncated.reshape(
-            *truncated.shape, *[1] * (value.dim() - truncated.dim())
-        )
+        ends = truncated.reshape(*truncated.shape, *[1] * (value.dim() - 2))
+        truncation_value = value.where(ends, 0)  # other rows may have any value
     outputs["action"] = choose(outputs["policy_logits"])
     outputs["truncation_value"] = truncation_value
     outputs["policy_version"] = torch.full(env_row["done"].shape, policy_version)

@@ -70,13 +70,17 @@ def find_cause(batch: dict[str, Any], reward_is_clipped: bool) -> str:
 
 
 def check_loss(
-    columns: dict[str, Any], batch: dict[str, Any], flags: Any, step: int
+    columns: dict[str, Any], batch: dict[str, Any], flags: Any, step: int, in_turn: bool
 ) -> None:
-    """Raises FloatingPointError if the loss or the gradient are not finite."""
+    """Raises FloatingPointError if the loss or the gradient are not finite.
+
+    in_turn: all ranks make this call between the same two updates.
+    """
     if all(math.isfinite(columns[name]) for name in ("total_loss", "grad_norm")):
         return
     # The sums are of all ranks, the cause is mostly one of them.
-    causes = ranks.joined_list([find_cause(batch, bounds_rewards(flags))])
+    own = [find_cause(batch, bounds_rewards(flags))]
+    causes = ranks.joined_list(own) if in_turn else own
     cause = min(causes, key=lambda x: not x.startswith(ENVIRONMENT_IS_THE_CAUSE))
     raise FloatingPointError(
         f"loss or gradient are not finite at step {step}: {columns}. {cause}"

@@ -69,7 +69,7 @@ class Mixer:
 
     def check_steps(self, left: int) -> None:
         """Warns at the start if the replay needs all steps that are left."""
-        if 0 < left <= self._num_missing():
+        if 0 < left <= self._num_missing() * ranks.size():
             self._warn(
                 f"Nothing will be learned: {left:,} of --total_steps are left",
                 "Raise --total_steps or lower --learn_start.",

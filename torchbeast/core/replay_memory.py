@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from torchbeast.base import ranks
 from torchbeast.base.errors import CheckpointError, using
 from torchbeast.base.hardware import free_memory
 from torchbeast.base.nested import Nested
@@ -44,6 +45,8 @@ def make_replay(flags: Any, spec: dict[str, Nested]) -> Replay:
         return np.empty(0, dtype)
 
     capacity, path = flags.replay_size, flags.replay_file
+    if path and ranks.size() > 1:
+        path += f".{ranks.rank()}"  # each learner has its own
     arguments = spec, capacity, flags.unroll_length
     Replay(*arguments, measure, flags.seed)
     needed, place = sum(sizes), f"the file {path}" if path else "memory"

@@ -80,7 +80,9 @@ class SavedRun(NamedTuple):
 
     def pauses(self) -> float:
         """Seconds in which the run was suspended; wall_clock() leaves them out."""
-        return float(_pauses(self._wall_clock()).sum())
+        seconds = self._wall_clock()
+        trained = np.isfinite(self.columns.get("episodes", seconds))
+        return float(_pauses(seconds)[trained].sum())  # evaluations write rows, too
 
     def wall_clock(self) -> np.ndarray:
         """[N] seconds of training at each row, without pauses; NaN if unknown.
