@@ -162,6 +162,25 @@ def test_a_flag_without_effect_is_refused_beside_a_file(write):
         flagset.resolve(parse(config, "--eval_episodes=7"))
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--core_size 512", "--core_size 512 has no effect .* --use_lstm"),
+        ("--core gru", "--core gru has no effect"),
+        ("--num_test_episodes 9", "--num_test_episodes 9 .* --eval_episodes"),
+        ("--sync --num_learner_threads 2", "--num_learner_threads 2 .* --sync"),
+        (
+            "--disable_checkpoint --checkpoint_history 5",
+            "--checkpoint_history 5 has no effect without checkpoints",
+        ),
+    ],
+)
+def test_a_flag_without_effect_is_refused(words, text):
+    with pytest.raises(FlagError, match=text):
+        flagset.resolve(parse(*words.split()))
+    flagset.resolve(parse("--use_lstm", "--core_size=512", "--core=gru"))
+
+
 def test_a_list_is_joined(write):
     config = write('wrapper = ["a:b", "c:d"]')
     assert parse(config, "--trust_checkpoint_env").wrapper == "a:b,c:d"

@@ -1,6 +1,7 @@
 """--metrics_port: what Prometheus and probes get from real runs and servers."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -72,6 +73,11 @@ def test_a_run_has_the_numbers_of_its_logs(tmp_path, port, module):
         assert other.returncode == 1
         assert f"--metrics_port {port}: Address already in use" in output
         assert "Traceback" not in output
+        place = {"metrics_port": port, "mirror": tmp_path / "another"}
+        place["mirror"].mkdir()
+        runs.run(tmp_path, "c", **flags | place, status=1)
+        marker = (place["mirror"] / "c" / "mirror.json").read_text()
+        assert not json.loads(marker)["writer"], "it was closed"
         os.kill(run.pid, signal.SIGINT)
         output = runs.finish(run, 150)
     assert run.returncode == 130, output

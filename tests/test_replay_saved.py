@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from replayed_games import Game, T, check_unroll, make_replay, play
 
+from torchbeast.base.errors import CheckpointError
 from torchbeast.base.nested import map_nested
 from torchbeast.core import replay_memory
-from torchbeast.core.replay import ReplayError
 
 
 def test_a_loaded_replay_goes_on(tmp_path):
@@ -33,7 +33,7 @@ def test_an_incomplete_index_is_refused(tmp_path):
     path = tmp_path / "replay.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("index.json", '{"step": 7, "arrays": [], "episodes": []}')
-    with pytest.raises(ReplayError, match="another --replay_size or other spaces"):
+    with pytest.raises(CheckpointError, match="another --replay_size or other spaces"):
         replay_memory.load(make_replay(150), path, 7)
 
 
@@ -102,5 +102,5 @@ def assert_refused(folder, parts):
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in parts.items():
             archive.writestr(name, data)
-    with pytest.raises(ReplayError, match=r"replay.zip can't be loaded: .*Remove it"):
+    with pytest.raises(CheckpointError, match=r"zip can't be loaded: .*Remove it"):
         replay_memory.load(make_replay(150), path, 7)

@@ -62,6 +62,24 @@ def test_until_the_first_update_it_shows_the_actors_steps(tmp_path, module):
         os.close(terminal)
 
 
+@pytest.mark.parametrize("quiet", [None, True])
+def test_the_log_is_whole_beside_a_terminal(tmp_path, quiet):
+    terminal, inside = pty.openpty()
+    words = runs.command(tmp_path, "a", **runs.SMALL, suppress_logs=quiet)
+    run = subprocess.Popen(words, stdout=inside, stderr=inside, env=runs.environment())
+    os.close(inside)
+    text = b""
+    with contextlib.suppress(OSError):  # EIO: all have closed it
+        while part := os.read(terminal, 65536):
+            text += part
+    os.close(terminal)
+    assert run.wait(60) == 0
+    log = (tmp_path / "a" / "out.log").read_text()
+    for words in ("New run a", "Saved ", "Finished at step 600"):
+        assert words in log
+        assert (words.encode() in text) == (not quiet)
+
+
 def test_without_a_terminal(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(status, "STATUS_SECONDS", 0.0)

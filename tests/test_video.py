@@ -6,8 +6,10 @@ import sys
 
 import numpy as np
 import pytest
+from test_evaluate import make_flags, make_weights
 
 from torchbeast.base.errors import FlagError
+from torchbeast.play.evaluate import play
 from torchbeast.play.video import Video
 
 cv2 = pytest.importorskip("cv2")
@@ -49,6 +51,17 @@ def test_browsers_play_it(tmp_path, codec, caplog):
     assert len(frames) == 20
     assert frames[9].shape == (102, 104, 3)
     np.testing.assert_allclose(frames[9], plain(102, 104, (250, 20, 130)), atol=12)
+
+
+def test_it_is_complete_with_the_last_game(tmp_path, codec):
+    """Environments that close slowly are killed."""
+    flags = make_flags("--env=CartPole-v1", "--disable_cuda", "--seed=5")
+    path, lengths = tmp_path / "a.mp4", 0
+    with contextlib.closing(Video(str(path))) as video:
+        games = play(flags, make_weights(flags), range(2), video)
+        lengths = next(games).length + next(games).length
+        assert len(read(path)) == lengths
+        games.close()
 
 
 def test_frames_that_change_their_size(tmp_path, codec, caplog):

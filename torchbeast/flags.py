@@ -262,7 +262,7 @@ class Test(Group):
     num_test_episodes: int = flag(10, "games to play", COUNT, START)
     checkpoint: str = flag("model.tar",
         "file in the folder of the run, such as model.best.tar", START)
-    greedy: bool = flag(False, "take the most likely action", START)
+    greedy: bool = flag(False, "take the most likely action, also in evaluations", FREE)
     video: str | None = flag(None, "record the test to this .mp4 file, and to --wandb",
         START)
 

@@ -131,8 +131,8 @@ def load(replay: Replay, path: Path, step: int) -> None:
         killed between the two, or saved later without the replay. It is not read.
 
     Raises:
-      ReplayError: the file is damaged, was changed or does not fit. The replay is then
-        unusable.
+      CheckpointError: the file is damaged, was changed or does not fit. The replay is
+        then unusable.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -156,7 +156,7 @@ def load(replay: Replay, path: Path, step: int) -> None:
                         begin += len(piece)
         replay.restore(content["episodes"])
     except Exception as error:  # a damaged file may raise anything
-        raise ReplayError(
+        raise CheckpointError(
             f"{path} can't be loaded: {error or type(error).__name__}. Remove it: then "
             "the run refills its replay before it goes on learning"
         ) from error

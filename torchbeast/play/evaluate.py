@@ -341,6 +341,8 @@ def play(
                 ended[i] += zip(*(x.tolist() for x in results), strict=True)
                 if over.any() and (N == 1 or envs[i].envs.envs[0].game != game):
                     returns, lengths = zip(*ended[i], strict=True)
+                    if video and not waiting[i]:
+                        video.close()  # the environments may take long to close
                     yield Game(number, statistics.fmean(returns), max(lengths))
                     if waiting[i]:
                         rows[i] = start(i)

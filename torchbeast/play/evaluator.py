@@ -45,7 +45,7 @@ class Evaluator:
         self._busy, self._begun = False, 0.0  # the time at which the newest began
         self._longest = 0.0  # seconds of the longest evaluation
         self._weights: tuple[int, dict[str, torch.Tensor]] = (0, {})
-        self._logged_step, self._best = -1, -math.inf  # of results
+        self._best = -math.inf  # result so far
         if not self.flags.eval_interval:
             return
         self._due = run.learner.step
@@ -81,21 +81,22 @@ class Evaluator:
             return
         self.run.save()  # the evaluation may take long
         log.info("Evaluating the final weights.")
-        most = max(LEAST_SECONDS, 3 * self._longest)
         begun = self._watch.awake
         while self._child and not self.run.stop_requested():
             if not self._busy:
                 if self._weights[0] == learner.step:
                     break
                 self._begin()
+                begun = self._watch.awake
+            most = max(LEAST_SECONDS, 3 * self._longest)
             children.wait([self._child], 1.0, [self.run.wake_reader])
             if self._take_result():
                 frames = learner.step * learner.env_spec.frames_per_step
                 self.run.log({"step": learner.step, "frames": frames})
             elif self._child and self._watch.awake - begun > most:
                 self._give_up(f"the last one needs more than {most:.0f} s")
-        if self.run.stop_requested() and self._logged_step != learner.step:
-            self.run.interrupted = True
+        missing = self._busy or self._weights[0] != learner.step
+        self.run.interrupted = self.run.stop_requested() and missing
 
     def _begin(self) -> None:
         """Starts an evaluation, unless an update hangs."""
@@ -132,7 +133,6 @@ class Evaluator:
         length = statistics.fmean(game.length for game in result)
         columns = {"eval_step": step, "eval_return": mean, "eval_length": length}
         self.run.add_columns(columns)
-        self._logged_step = step
         log.info(
             "Step %s: %d test games, mean return %.2f", f"{step:,}", len(result), mean
         )

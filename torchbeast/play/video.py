@@ -95,7 +95,7 @@ class Video:
             )
             frames.send(None)  # starts the program ffmpeg
         except (ImportError, RuntimeError) as error:  # no package, or no program
-            log.info(
+            log.warning(
                 "--video: the file is MPEG-4, which browsers don't play (%s); for "
                 "H.264: pip install imageio-ffmpeg",
                 error,

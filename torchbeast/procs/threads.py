@@ -23,9 +23,6 @@ class Threads:
         self._threads: list[threading.Thread] = []
         self._stops: list[Callable[[], None]] = []
 
-    def __len__(self) -> int:
-        return len(self._threads)
-
     def on_stop(self, stop: Callable[[], None]) -> None:
         """Registers a function that asks threads to return, and does not wait."""
         self._stops.append(stop)

@@ -255,32 +255,29 @@ def check_effects(flags: Flags) -> None:
             if off and name in here and (value := getattr(flags, name)):
                 raise FlagError(f"--{name} {value} has no effect {cause}")
 
-    refuse(
-        not flags.replay_ratio and "replay_ratio" not in here,
-        "without a replay: add --replay_ratio, for example 7",
-        *("replay_size", "replay_file", "save_replay", "learn_start"),
+    replay, evaluations, core = (
+        getattr(flags, name) or name in here
+        for name in ("replay_ratio", "eval_interval", "use_lstm")
     )
-    refuse(
-        not flags.eval_interval and "eval_interval" not in here,
-        "without evaluations: add --eval_interval, for example 500000",
-        "eval_episodes",
-    )
-    refuse(flags.disable_checkpoint, "without checkpoints", "mirror", "save_replay")
+    why = "without a replay: add --replay_ratio, for example 7"
+    refuse(not replay, why, "replay_size", "replay_file", "save_replay", "learn_start")
+    why = "without evaluations: add --eval_interval, for example 500000"
+    refuse(not evaluations, why, "eval_episodes")
+    why = "without a recurrent core: add --use_lstm"
+    refuse(not core, why, "core", "core_size", "core_layers", "forget_bias")
+    why = "without checkpoints"
+    refuse(flags.disable_checkpoint, why, "mirror", "save_replay", "checkpoint_history")
     repeats = getattr(flags, "repeat", None)
     refuse(not repeats, "without --repeat XPID", "until", "interactive")
     is_ray = getattr(flags, "launcher", None) == "ray"
-    refuse(
-        bool(flags.sync or repeats or is_ray),
-        "with --sync, --repeat or --launcher ray",
-        "record",
-    )
+    alone = bool(flags.sync or repeats or is_ray)
+    refuse(alone, "with --sync, --repeat or --launcher ray", "record")
+    refuse(bool(flags.sync), "with --sync, which has one", "num_learner_threads")
     refuse(not flags.metrics_port, "without --metrics_port", "metrics_host")
-    refuse(
-        flags.mode == "train",
-        "in training, which resumes from model.tar: add --mode test, or start another "
-        "run with --init_from",
-        "checkpoint",
-    )
+    trains = flags.mode == "train"
+    why = "in training, which resumes from model.tar: add --mode test, or "
+    refuse(trains, f"{why}start another run with --init_from", "checkpoint")
+    refuse(trains, "in training, see --eval_episodes", "num_test_episodes")
 
 
 def check_ranges(flags: argparse.Namespace) -> None:

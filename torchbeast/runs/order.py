@@ -218,6 +218,7 @@ class Repeated:
 
     def __init__(self, run: Any, actors: Any, rows: Nested, weights: Any) -> None:
         self._run, self._actors, self._weights = run, actors, weights
+        self.num_steps = actors.num_steps
         self._rows = rows
         self._path = pathlib.Path(run.flags.repeat)
         header, self._events = read(self._path)
@@ -242,9 +243,6 @@ class Repeated:
             self._batch: Any = None
             self._learn, run.on_update = run.on_update, self._keep_batch
             run.stack.callback(self._open_prompt)
-
-    def num_steps(self) -> int:
-        return self._actors.num_steps()
 
     def _next(self) -> tuple[int, bool, int]:
         """Actor, whether it finishes, value; -1 if no event is left."""

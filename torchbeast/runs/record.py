@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchbeast.base import ranks
-from torchbeast.base.errors import FlagError, using
+from torchbeast.base.errors import using
 from torchbeast.records.folder import atomic_write, writing
 from torchbeast.records.meta import provenance
 from torchbeast.runs import trust
@@ -36,8 +35,6 @@ def drop_later(folder: pathlib.Path, step: int) -> None:
 
 def begin_record(run: Any) -> Callable[[bytes], None]:
     """Writes the first line of a record; returns what appends to it."""
-    if ranks.size() > 1:
-        raise FlagError("--record needs one learner: start it without torchrun")
     path = run.start.folder.path / f"record.{run.learner.step}"
     flags = run.flags.as_dict()
     header = {"flags": flags, "flags_signature": trust.sign(flags)}

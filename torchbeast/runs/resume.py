@@ -19,6 +19,7 @@ from torchbeast.base.flag import FlagParser
 from torchbeast.base.seeds import derive_seed
 from torchbeast.envs.atari import atari_game
 from torchbeast.flags import Atari
+from torchbeast.procs import processes
 from torchbeast.records.folder import RunFolder
 from torchbeast.records.logs_csv import read_rows
 from torchbeast.records.meta import complete_meta, read_meta
@@ -117,7 +118,8 @@ def run_script(
             test(typed)
             return 0
         for part in order.parts(typed):  # one, but for --repeat
-            with ranks.joined(flags), begin_all(part, resolve_layout) as start:
+            stops = processes.raise_on_stop_signals()  # a Run ignores them at its end
+            with stops, ranks.joined(flags), begin_all(part, resolve_layout) as start:
                 done = ranks.of_first(start.is_finished)
                 if not done and (status := train(start)):
                     return status
@@ -197,14 +199,16 @@ def begin(
         flags.savedir, flags.xpid = str(folder.path.parent), folder.path.name
         before = flags.as_dict()
         flags = resolve_layout(flagset.resolve(flags))
+        if ranks.size() > 1 and (flags.record or getattr(flags, "repeat", None)):
+            one = "--record and --repeat need one learner: start it without torchrun"
+            raise FlagError(one)
         notes += notes_on_unused_flags(flags)
         left_open = set(flagset.left_open(before, flags))
         if saved:
             if flags.sync:
                 left_open |= set(saved.get("flags_left_open", ())) - flags.typed
             notes += notes_on_changed_flags(flags, saved["flags"])
-        left = sorted(left_open)
-        yield Start(flags.freeze(), folder, saved, left, start_over, notes)
+        yield Start(flags.freeze(), folder, saved, sorted(left_open), start_over, notes)
 
 
 def merge(

@@ -107,8 +107,6 @@ class Run:
         self._last_save = self._round_at = time.monotonic()
         self._kept = self._milestone()
         self._profile = Profile(self.flags, learner.num_updates)
-        self._status_line = Status(self.flags, learner)
-        self.show = self._status_line.show
         self._trackers: list[Tracker] = []
         self._wake_pipe = processes.WakePipe()
         self.wake, self.wake_reader = self._wake_pipe.wake, self._wake_pipe.reader
@@ -116,9 +114,20 @@ class Run:
         self.start_thread, self.on_stop = self._threads.start, self._threads.on_stop
 
     def __enter__(self) -> Run:
+        try:
+            self._enter()
+        except BaseException:
+            for tracker in self._trackers:
+                tracker.close(1)
+            self.abandon()
+            raise
+        return self
+
+    def _enter(self) -> None:
         start, flags = self.start, self.flags
         step = self.learner.step if self.resumed else None
-        self._trackers = make_trackers(flags, start.folder.path, step, self.liveness)
+        trackers = make_trackers(flags, start.folder.path, step, self.liveness)
+        self._trackers.extend(trackers)  # one after the other
         # From now on signals are only noted, so that meta.json gets the end of the run.
         for number in processes.handled_signals():
             signal.signal(number, self._on_signal)
@@ -136,6 +145,8 @@ class Run:
                 **code,
             },
         )
+        self._status_line = Status(flags, self.learner)  # leaves out.log as it is
+        self.show = self._status_line.show
         path = self._writer.path
         if self.resumed or start.start_over:
             checkpoint.remove_later(path / "model.tar", self.learner.step)
@@ -145,7 +156,6 @@ class Run:
         resume.announce(start)
         if self.learner.mixer:
             self.learner.mixer.check_steps(flags.total_steps - self.learner.step)
-        return self
 
     # --- The main loop
 
@@ -311,14 +321,14 @@ class Run:
             # The previous checkpoint is the last one with other weights.
             learned = learner.num_updates != self._saved_at[1]
             checkpoint.save(path, state, keep_previous=learned)
-            if learner.mixer and flags.save_replay:
-                saved_replay = path.with_name(replay_memory.FILE)
-                replay_memory.save(learner.mixer.replay, saved_replay, learner.step)
-            self._saved_at, self._last_save = self._progress(), time.monotonic()
             if self._milestone() > self._kept:
                 self._kept = self._milestone()
                 history = flags.checkpoint_history, flags.total_steps
                 checkpoint.keep(path, learner.step, *history)
+            if learner.mixer and flags.save_replay:
+                saved_replay = path.with_name(replay_memory.FILE)
+                replay_memory.save(learner.mixer.replay, saved_replay, learner.step)
+            self._saved_at, self._last_save = self._progress(), time.monotonic()
         finally:
             self._saving = False
             self._lock.release()
@@ -363,12 +373,10 @@ class Run:
             else:
                 self._fail(error)
                 # With --sync only complete rounds can be resumed.
-                final = isinstance(
-                    error, checkpoint.CheckpointError | KeyboardInterrupt
-                )
-                worth_saving = not (self.flags.sync or final)
+                ends = checkpoint.CheckpointError | KeyboardInterrupt
+                worth_saving = not (self.flags.sync or isinstance(error, ends))
             try:
-                self._end(worth_saving and bool(self._threads))
+                self._end(worth_saving)
             except checkpoint.CheckpointError as failed_save:
                 if self.exit_status == 1:  # report only the first failure
                     log.warning("%s", failed_save)
@@ -391,7 +399,6 @@ class Run:
 
     def abandon(self) -> None:
         """Ends a run that has not been entered."""
-        self._status_line.close()
         if not self.end_threads():  # else they may still wake
             self._wake_pipe.close()
 

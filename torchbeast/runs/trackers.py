@@ -7,6 +7,7 @@ To add another tracker, write a class with `log` and `close` and add it to
 import contextlib
 import logging
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,8 +35,8 @@ class Tracker(Protocol):
 
 def make_trackers(
     flags: Flags, path: Path, step: int | None, liveness: Probe
-) -> list[Tracker]:
-    """The trackers that the flags ask for.
+) -> Iterator[Tracker]:
+    """Makes the trackers that the flags ask for.
 
     Args:
       path: the folder of the run.
@@ -45,17 +46,15 @@ def make_trackers(
     Raises:
       FlagError: a package is missing, or a place can't be used.
     """
-    trackers: list[Tracker] = []
     if flags.tensorboard:
-        trackers.append(TensorBoard(path, step or 0))
+        yield TensorBoard(path, step or 0)
     if flags.wandb:
-        trackers.append(WeightsAndBiases(flags, path, step is not None))
+        yield WeightsAndBiases(flags, path, step is not None)
     mirror = Mirror(flags.mirror, path) if flags.mirror else None
     if mirror:  # after those that write into the folder
-        trackers.append(mirror)
+        yield mirror
     if flags.metrics_port:
-        trackers.append(Metrics(flags, liveness, mirror))
-    return trackers
+        yield Metrics(flags, liveness, mirror)
 
 
 class TensorBoard:
