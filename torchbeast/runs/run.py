@@ -124,14 +124,14 @@ class Run:
         return self
 
     def _enter(self) -> None:
-        start, flags = self.start, self.flags
+        start, flags, path = self.start, self.flags, self.start.folder.path
         step = self.learner.step if self.resumed else None
-        trackers = make_trackers(flags, start.folder.path, step, self.liveness)
-        self._trackers.extend(trackers)  # one after the other
+        # One after the other, so that those before an error are closed.
+        self._trackers.extend(make_trackers(flags, path, step, self.liveness))
         # From now on signals are only noted, so that meta.json gets the end of the run.
         for number in processes.handled_signals():
             signal.signal(number, self._on_signal)
-        code = code_record.record(start.folder.path, flags)
+        code = code_record.record(path, flags)
         self._writer = FileWriter(
             start.folder,
             flags.as_dict(),
@@ -147,7 +147,6 @@ class Run:
         )
         self._status_line = Status(flags, self.learner)  # leaves out.log as it is
         self.show = self._status_line.show
-        path = self._writer.path
         if self.resumed or start.start_over:
             checkpoint.remove_later(path / "model.tar", self.learner.step)
         record.drop_later(path, self.learner.step)
