@@ -194,6 +194,12 @@ def test_a_signal_to_one_ends_all_after_the_same_update(tmp_path):
     assert start["exit_status"] == 128 + signal.SIGTERM
 
 
+def test_the_record_of_a_run_needs_one_learner(tmp_path):
+    output = runs.run_learners(2, tmp_path, "a", 1, **runs.SMALL, record=True)
+    assert "--record and --repeat need one learner" in output
+    assert not (tmp_path / "a").exists()
+
+
 def test_sync_resumes_with_another_number_of_learners(tmp_path):
     """Games, weights and schedule go on: as one learner that never stopped."""
     flags = {**SYNC, "env": "CartPole-v1", "disable_checkpoint": None}
