@@ -230,7 +230,6 @@ wire::EnvHello ActorPool::probe(const std::string& address, const Security& secu
     wire::EnvHello hello;
     try {
       hello = connection.shake_hands(std::nullopt);
-      StreamSpec{hello};  // refuses what breaks the rules
     } catch (const WireError& error) {
       throw WireError(connection.peer() + " breaks the rules: " + error.what());
     }

@@ -19,7 +19,6 @@
 
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -130,7 +129,7 @@ class ActorPool {
   // makes room in the queue may send actions, too. They never wait there. Throws the
   // first error that ends the run, after it has closed the queue and the batcher: what
   // options.check throws, and
-  //   std::invalid_argument  the agent's outputs or the state don't fit; says where
+  //   std::invalid_argument  the agent's outputs don't fit; says where
   //   AsyncError             inference failed
   void run();
 

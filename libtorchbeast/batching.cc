@@ -11,6 +11,9 @@ BatchingBase::BatchingBase(BatchingOptions options)
     : queue_(std::make_shared<ItemQueue>(std::move(options))) {}
 BatchingBase::~BatchingBase() { close(); }
 size_t BatchingBase::size() const { return queue_->size(); }
+int64_t BatchingBase::maximum_batch_size() const {
+  return queue_->maximum_batch_size();
+}
 bool BatchingBase::is_closed() const { return queue_->is_closed(); }
 bool BatchingBase::close() { return queue_->close(); }
 BatchingStats BatchingBase::stats() const { return queue_->stats(); }

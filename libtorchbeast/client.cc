@@ -1,6 +1,5 @@
 #include "client.h"
 
-#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <iostream>
@@ -89,6 +88,7 @@ struct EnvClient::State {
   std::atomic<uint64_t> num_reconnects{0};
 
   // Of the working thread alone.
+  Interrupt interrupt;  // of run_here()
   uint64_t newest_number = 0;
   bool lost_before = false;
   Clock::duration downtime{};  // since the last action, without time connected
@@ -184,7 +184,7 @@ bool EnvClient::State::goes_on(const End& end) {
   }
   const auto dial_at = Clock::now() + backoff.next();
   while (!stopping && Clock::now() < dial_at) {
-    changed.wait_until(mutex, dial_at, nullptr);
+    changed.wait_until(mutex, dial_at, interrupt);
   }
   return !stopping;
 }
@@ -220,7 +220,8 @@ void EnvClient::run(std::optional<uint64_t> num_episodes, const Interrupt& inter
   if (error != nullptr) std::rethrow_exception(error);
 }
 
-void EnvClient::run_here(std::optional<uint64_t> num_episodes) {
+void EnvClient::run_here(std::optional<uint64_t> num_episodes,
+                         const Interrupt& interrupt) {
   State& state = *state_;
   if (state.is_stopped()) return;
   Thread watcher = state.start([owner = state_] {
@@ -228,10 +229,14 @@ void EnvClient::run_here(std::optional<uint64_t> num_episodes) {
     MutexLock lock(owner->mutex);
     if (!owner->done) owner->report_stuck();
   });
+  state.interrupt = interrupt;
   state.work(num_episodes);
   watcher.join();
+  if (interrupt) interrupt();
   MutexLock lock(state.mutex);
-  if (state.error != nullptr) std::rethrow_exception(state.error);
+  if (state.error != nullptr) {
+    std::rethrow_exception(std::exchange(state.error, nullptr));
+  }
 }
 
 void EnvClient::State::report_stuck() const {

@@ -53,9 +53,10 @@ class EnvClient {
   //                       traceback. The learner is told, too, if it is there
   void run(std::optional<uint64_t> num_episodes = std::nullopt,
            const Interrupt& interrupt = nullptr);
-  // The same, but the environment lives in this thread. While it hangs, this does not
-  // return.
-  void run_here(std::optional<uint64_t> num_episodes = std::nullopt);
+  // The same, but the environment lives in this thread, and `interrupt` is called while
+  // there is no learner, and at the end. While it hangs, this does not return.
+  void run_here(std::optional<uint64_t> num_episodes = std::nullopt,
+                const Interrupt& interrupt = nullptr);
 
   // Ends run(), once a step in progress is made. An environment that hangs is left
   // behind `limit` after the first call; a line on stderr says where it hangs. It goes

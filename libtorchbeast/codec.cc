@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
-#include <stdexcept>
 
 #include "text.h"
 
@@ -283,6 +282,13 @@ bool read_message(grpc::ByteBuffer* message, uint32_t only,
 
 }  // namespace
 
+std::unique_lock<Mutex> turn_of(const grpc::ByteBuffer& message) {
+  constexpr size_t kLarge = 64 << 10;
+  static Mutex mutex;
+  if (message.Length() <= kLarge) return {};
+  return std::unique_lock<Mutex>(mutex);
+}
+
 wire::EnvMessage decode_env_message(grpc::ByteBuffer* message) {
   return parse<wire::EnvMessage>(message);
 }
@@ -326,6 +332,7 @@ std::optional<std::string> decode_step(grpc::ByteBuffer* message,
   if (read_message(message, kStepTag, row->arrays, "step", make_arrays, read_field)) {
     return std::nullopt;
   }
+  const auto turn = turn_of(*message);
   const wire::EnvMessage other = decode_env_message(message);
   if (other.has_hello()) throw WireError("a second hello");
   if (!other.has_error()) throw WireError("message: neither a step nor an error");

@@ -14,12 +14,14 @@
 #include <grpcpp/support/byte_buffer.h>
 
 #include <cstdint>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "array.h"
 #include "stream_spec.h"
+#include "sync.h"
 
 namespace torchbeast {
 
@@ -59,6 +61,9 @@ RowMessage action_message(const EnvRow& action, bool with_layout = false);
 // from any thread.
 grpc::ByteBuffer encode(const RowMessage& message, MemoryPool& pool);
 
+// To be held while a message is decoded and checked, one thread at a time if it is
+// large: of one that breaks the rules, protobuf may make 30 times its bytes.
+std::unique_lock<Mutex> turn_of(const grpc::ByteBuffer& message);
 // Read any message but a large one: for hellos and errors. Throw WireError.
 wire::EnvMessage decode_env_message(grpc::ByteBuffer* message);
 wire::AgentMessage decode_agent_message(grpc::ByteBuffer* message);

@@ -3,7 +3,6 @@
 #include <grpc/grpc.h>
 #include <poll.h>
 
-#include <stdexcept>
 #include <utility>
 
 #include "codec.h"
@@ -20,6 +19,19 @@ void check_version(uint32_t version, const std::string& peer) {
                      std::to_string(kWireVersion) +
                      "; install the same torchbeast on both sides, and adapt your own "
                      "clients to its torchbeast.proto");
+}
+
+// The environment's hello, which keeps the rules.
+wire::EnvHello decode_env_hello(grpc::ByteBuffer* message, const std::string& peer) {
+  const auto turn = turn_of(*message);
+  wire::EnvMessage answer = decode_env_message(message);
+  if (answer.has_error()) {
+    throw EnvironmentError(peer + " failed:\n" + answer.error().message());
+  }
+  if (!answer.has_hello()) throw WireError("a step before the hello");
+  check_version(answer.hello().version(), peer);
+  StreamSpec{answer.hello()};
+  return std::move(*answer.mutable_hello());
 }
 
 }  // namespace
@@ -74,26 +86,18 @@ wire::EnvHello Connection::shake_hands(const std::optional<wire::Seeding>& seedi
   write(encode(hello));
   grpc::ByteBuffer message;
   read(&message);
-  wire::EnvMessage answer = decode_env_message(&message);
-  if (answer.has_error()) {
-    throw EnvironmentError(peer() + " failed:\n" + answer.error().message());
-  }
-  if (!answer.has_hello()) throw WireError("a step before the hello");
-  check_version(answer.hello().version(), peer_);
-  if (answer.hello().has_shared_memory()) {
+  wire::EnvHello env = decode_env_hello(&message, peer_);
+  if (env.has_shared_memory()) {
     std::unique_ptr<SharedLane> lane;
-    if (takes_memory) {
-      lane =
-          SharedLane::open(StreamSpec(answer.hello()), answer.hello().shared_memory());
-    }
+    if (takes_memory) lane = SharedLane::open(StreamSpec(env), env.shared_memory());
     wire::AgentMessage choice;
     choice.set_shared_memory(lane != nullptr);
     write(encode(choice));
     use(std::move(lane));
-    answer.mutable_hello()->clear_shared_memory();  // it differs for each stream
+    env.clear_shared_memory();  // it differs for each stream
   }
   is_shaking_hands_ = false;
-  return std::move(*answer.mutable_hello());
+  return env;
 }
 
 wire::AgentHello Connection::expect_agent_hello() {

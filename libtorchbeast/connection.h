@@ -45,9 +45,9 @@ class Connection {
   void read(grpc::ByteBuffer* message);
 
   // The learner's side of the handshake: says hello, returns the environment's. Throws
-  // as read(), RefusedError if it speaks another version, WireError, EnvironmentError.
-  // Messages may go through shared memory from here on, see shared_lane.h, if
-  // `takes_memory` and both sides are on one machine.
+  // as read(), RefusedError if it speaks another version, WireError if it breaks a
+  // rule, EnvironmentError. Messages may go through shared memory from here on, see
+  // shared_lane.h, if `takes_memory` and both sides are on one machine.
   wire::EnvHello shake_hands(const std::optional<wire::Seeding>& seeding,
                              bool takes_memory = false);
   // The environment's side: returns the learner's hello. Throws as read(), RefusedError

@@ -6,6 +6,7 @@
 #include <optional>
 #include <random>
 #include <string>
+#include <utility>
 
 #include "codec.h"
 
@@ -60,7 +61,15 @@ EnvSession::EnvSession(SessionContext* context, Connection* connection,
       connection_(*connection),
       action_number_(std::random_device()() % (1U << 31)),
       spec_(hello),
-      interrupt_(std::move(interrupt)) {}
+      interrupt_(std::move(interrupt)) {
+  const int64_t most = std::min(context_.learner_queue->maximum_batch_size(),
+                                context_.inference_batcher->maximum_batch_size());
+  if (spec_.num_envs <= most) return;
+  throw Ended(End::kRefused, std::to_string(spec_.num_envs) +
+                                 " environments in a stream, and the learner's "
+                                 "batches have at most " +
+                                 std::to_string(most));
+}
 
 EnvRow EnvSession::read_row() {
   const UnrollContext& unrolls = context_.unrolls;

@@ -10,7 +10,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "array.h"
@@ -44,8 +43,9 @@ struct SessionContext {
 // more.
 class EnvSession {
  public:
-  // After the handshake. Throws WireError if the hello breaks a rule. Both pointers
-  // must outlive it. `interrupt` may end waits.
+  // After the handshake. Throws WireError if the hello breaks a rule; Ended, a refusal,
+  // if no batch has room for so many environments. Both pointers must outlive it.
+  // `interrupt` may end waits.
   EnvSession(SessionContext* context, Connection* connection,
              const wire::EnvHello& hello, Interrupt interrupt);
 

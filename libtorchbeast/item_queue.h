@@ -3,16 +3,12 @@
 
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <list>
 #include <map>
-#include <memory>
-#include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -104,6 +100,7 @@ class ItemQueue {
   bool close() TB_EXCLUDES(mutex_);
   bool is_closed() const TB_EXCLUDES(mutex_);
   size_t size() const TB_EXCLUDES(mutex_);
+  int64_t maximum_batch_size() const { return options_.maximum_batch_size; }
   BatchingStats stats() const;
 
  private:

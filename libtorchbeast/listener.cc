@@ -10,8 +10,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "stream_spec.h"
-
 namespace torchbeast {
 
 namespace {
@@ -173,7 +171,6 @@ wire::EnvHello Listener::State::shake_hands(Connection* connection) {
     refuse_if_over();
   }
   const wire::EnvHello hello = connection->shake_hands(next_seeding(), true);
-  const StreamSpec valid(hello);
   expected.check(hello, connection->peer());
   return hello;
 }

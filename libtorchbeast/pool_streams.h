@@ -43,10 +43,7 @@ struct PoolStreams : StreamHost {
       slots.emplace(static_cast<size_t>(listener->max_streams()), &num_dropped_steps);
     }
     if (this->options.hello) {
-      const auto& addresses = this->options.addresses;
-      hellos.check(*this->options.hello,
-                   addresses.empty() ? "the first environment"
-                                     : "the environment server at " + addresses[0]);
+      hellos.check(*this->options.hello, "the first environment");
     }
   }
 

@@ -134,7 +134,11 @@ void EnvServer::State::host_guests(const Interrupt& interrupt) {
     end_guest({});
   });
   while (Guest* const next = next_guest(interrupt)) {
-    end_guest(end_of([&] { run_stream(next->connection, next); }));
+    end_guest(end_of([&] {
+      const auto as_handler = server.as_handler();
+      run_stream(next->connection, next);
+    }));
+    if (interrupt) interrupt();
   }
 }
 

@@ -149,7 +149,7 @@ void ListeningSocket::listen_unix(const Address& address) {
   sockets_.push_back(std::move(made));
 }
 
-void ListeningSocket::listen_tcp(const Address& address) {
+void ListeningSocket::listen_tcp(const Address& address, int num_tries) {
   addrinfo hints{};
   hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
   hints.ai_socktype = SOCK_STREAM;
@@ -182,6 +182,11 @@ void ListeningSocket::listen_tcp(const Address& address) {
         listen(made.get(), SOMAXCONN) != 0) {
       error = errno;
       if (error == EADDRNOTAVAIL) continue;
+      // A port that is free on 127.0.0.1 may be in use on ::1.
+      if (error == EADDRINUSE && address.port() == 0 && num_tries > 1) {
+        sockets_.clear();
+        return listen_tcp(address, num_tries - 1);
+      }
       cannot_listen(address, std::strerror(error));
     }
     sockaddr_storage name{};
@@ -300,6 +305,9 @@ void AcceptedConnections::count_failure(const std::string& peer) {
   connection.last_failure = now;
   connection.num_failures = std::max(connection.num_failures - time.count(), 0.0) + 1;
   if (connection.num_failures <= kMostFailures) return;
+  // From here on the number may become that of another connection.
+  const Descriptor own(fcntl(connection.fd, F_DUPFD_CLOEXEC, 0));
+  connection.fd = own.get();
   if (is_open(connection)) {
     shutdown(connection.fd, SHUT_RDWR);
     // gRPC would still read what has arrived.

@@ -67,7 +67,7 @@ class ListeningSocket {
 
  private:
   void listen_unix(const Address& address);
-  void listen_tcp(const Address& address);
+  void listen_tcp(const Address& address, int num_tries = 10);
 
   std::optional<PathLock> lock_;  // the last to end
   std::vector<Descriptor> sockets_;

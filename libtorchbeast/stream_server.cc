@@ -1,23 +1,13 @@
 #include "stream_server.h"
 
-#include <grpcpp/resource_quota.h>
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
-#include <grpcpp/server_context.h>
 #include <grpcpp/server_posix.h>
 #include <grpcpp/support/server_interceptor.h>
 
 #include <algorithm>
-#include <atomic>
-#include <map>
-#include <string>
 #include <utility>
 #include <vector>
-
-#include "sockets.h"
-#include "stream_spec.h"
-#include "text.h"
-#include "thread.h"
 
 namespace torchbeast {
 
@@ -130,7 +120,7 @@ bool StreamServer::has_token(const grpc::ServerContext& context) const {
 
 grpc::Status StreamServer::serve(grpc::ServerContext* context, ServedStream* stream) {
   ServedConnection connection(context, stream, peer_);
-  handling = this;
+  const auto as_this = as_handler();
   const End end = end_of([&] {
     if (!has_token(*context)) {
       throw Ended(End::kStranger, "the token is missing or wrong");
@@ -249,8 +239,7 @@ void StreamServer::run(const Interrupt& interrupt) {
   {
     MutexLock lifecycle(lifecycle_);
     MutexLock lock(mutex_);
-    if (stopping_) return;
-    start_now = !started_;
+    start_now = !started_ && !stopping_;
   }
   if (start_now) start();
   MutexLock lock(mutex_);
@@ -285,6 +274,11 @@ void StreamServer::stop(Milliseconds limit, std::shared_ptr<void> owner) {
   }
   MutexLock lifecycle(lifecycle_);
   watcher_.join();
+}
+
+AtEnd<void (*)()> StreamServer::as_handler() const {
+  handling = this;
+  return AtEnd<void (*)()>([] { handling = nullptr; });
 }
 
 void StreamServer::end(Listening& listening) {

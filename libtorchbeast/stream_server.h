@@ -58,6 +58,8 @@ class StreamServer {
   // of a handler. `owner` keeps this and all that the handlers use until they have
   // returned. May be called from any thread, any number of times, also before start.
   void stop(Milliseconds limit, std::shared_ptr<void> owner);
+  // Until the end of the scope this thread is that of a handler.
+  AtEnd<void (*)()> as_handler() const;
   // Whether some handlers had not returned in time, and still have not.
   bool has_given_up() const;
   // Calls f for each stream that has shown the token, with a lock held.

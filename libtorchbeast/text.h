@@ -7,9 +7,10 @@
 
 namespace torchbeast {
 
-// The first `size` bytes, or fewer: no character of UTF-8 is cut.
+// The first `size` bytes, or up to 3 fewer: no character of UTF-8 is cut.
 inline std::string first_bytes(const std::string& text, size_t size) {
-  while (size < text.size() && size > 0 && (text[size] & 0xC0) == 0x80) --size;
+  const size_t least = size < 3 ? 0 : size - 3;
+  while (size < text.size() && size > least && (text[size] & 0xC0) == 0x80) --size;
   return text.substr(0, size);
 }
 

@@ -76,6 +76,12 @@ void Unroll::take(const EnvRow& next) {
 
 void Unroll::hand_over(const EnvRow& first, uint64_t first_number) {
   copy_into_row(first.arrays, spec_.num_observation_arrays);
+  const auto& names = spec_.names;
+  for (size_t i = spec_.num_observation_arrays; i < names.size(); ++i) {
+    const bool has_final =
+        std::find(names.begin(), names.end(), "final_" + names[i]) != names.end();
+    if (has_final) copy(first.arrays[i], rollout_.env[i].at(t_));
+  }
   context_.env_ns += first.env_nanoseconds;
   newest_number_ = first_number;
   state_before_ = tile(context_.initial_state);
@@ -344,11 +350,11 @@ ArrayNest Unroll::tile(const ArrayNest& state) {
       return concatenate(std::vector<Array>(static_cast<size_t>(spec_.num_envs), array),
                          1, context_.message_pool);
     }
-    throw std::invalid_argument("the initial agent state has " +
-                                array.shape().to_string() +
-                                ", and dimension 1 must be 1 or the number of "
-                                "environments of a stream, " +
-                                std::to_string(spec_.num_envs));
+    throw Ended(End::kRefused, "the initial agent state has " +
+                                   array.shape().to_string() +
+                                   ", and dimension 1 must be 1 or the number of "
+                                   "environments of a stream, " +
+                                   std::to_string(spec_.num_envs));
   });
 }
 

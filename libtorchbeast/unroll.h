@@ -68,8 +68,8 @@ class RolloutBytes {
 // there is no question, it can send its action again and take the next step.
 class Unroll {
  public:
-  // Begins with `first` as row 0. Throws TooManyBytes; std::invalid_argument if the
-  // initial state does not fit the stream. The context must outlive it.
+  // Begins with `first` as row 0. Throws TooManyBytes; Ended, a refusal, if the initial
+  // state does not fit the stream. The context must outlive it.
   Unroll(UnrollContext* context, StreamSpec spec, const EnvRow& first,
          uint64_t first_number);
 
@@ -80,8 +80,9 @@ class Unroll {
   // Takes the next step. REQUIRES: there is neither a question nor a whole rollout.
   void take(const EnvRow& next);
   // Environments that have just begun go on in place of others. The newest row gets
-  // their observation, and there is a question about it. All else in the row belongs to
-  // the episodes that have ended. REQUIRES: is_between_episodes(), and so is `first`.
+  // their observation, with each extra field that has a "final_" one, and there is a
+  // question about it. All else in the row belongs to the episodes that have ended.
+  // REQUIRES: is_between_episodes(), and so is `first`.
   void hand_over(const EnvRow& first, uint64_t first_number);
 
   // What the agent has to be asked, (row, agent_state), [1, E, ...] each; nothing once

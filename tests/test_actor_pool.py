@@ -15,6 +15,7 @@ from libtorchbeast import (
     AsyncError,
     BatchingQueue,
     DynamicBatcher,
+    RefusedError,
     Security,
 )
 
@@ -318,7 +319,7 @@ def test_inference_that_raises_ends_the_run(shared_server):
     def fail(inputs):
         raise ZeroDivisionError
 
-    with Run([shared_server], fail, initial_state()) as run:
+    with Run([shared_server], fail, initial_state(), batch=E) as run:
         error = run.error()
         assert type(error) is AsyncError
         assert "ZeroDivisionError" in str(error)
@@ -351,7 +352,7 @@ ACTION = torch.zeros(1, E, dtype=torch.int64)
     ],
 )
 def test_outputs_that_do_not_fit(shared_server, answer, match):
-    with Run([shared_server], answer, initial_state()) as run:
+    with Run([shared_server], answer, initial_state(), batch=E) as run:
         error = run.error()
     assert type(error) is ValueError, error
     assert re.search(match, str(error))
@@ -364,16 +365,16 @@ def test_outputs_that_change(shared_server):
         logits = torch.zeros(1, E, A + (next(calls) > 3))
         return (ACTION, logits), inputs[1]
 
-    with Run([shared_server], answer, initial_state()) as run:
+    with Run([shared_server], answer, initial_state(), batch=E) as run:
         error = run.error()
     assert type(error) is ValueError
     assert re.search(r"keep their form.*\[1, 3, 8\]", str(error))
 
 
 def test_an_initial_state_of_another_size(shared_server):
-    with Run([shared_server], act, initial_state(2)) as run:
+    with Run([shared_server], act, initial_state(2), batch=E) as run:
         error = run.error()
-    assert type(error) is ValueError
+    assert type(error) is RefusedError
     assert re.search(r"\[2, 2, 4\].*1 or.*3", str(error))
 
 

@@ -1,6 +1,7 @@
 """Environments that hang, or stop their own server: the process ends all the same."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -78,6 +79,18 @@ there.run()
 """,
     # Not at all, from here.
     "no": SERVER + "there.run()",
+    # In the main thread.
+    "here": SERVER.replace("start()", "start(here=True)") + "there.run()",
+    "client here": """
+there = libtorchbeast.Client(Env, address, maximum_downtime_s=None)
+def tell():
+    while not there.stats()["last_error"]:
+        time.sleep(0.01)
+    print("dials", flush=True)
+threading.Thread(target=tell, daemon=True).start()
+print("ready", flush=True)
+there.run(here=True)
+""",
     "client": """
 there = libtorchbeast.Client(Env, address)
 threading.Thread(target=lambda: (sys.stdin.readline(), end(0.3))).start()
@@ -111,6 +124,12 @@ class Process:
         out, errors = self.process.communicate("\n", timeout=runs.patience(60))
         assert self.process.returncode == 0, errors
         return out, errors, time.monotonic() - began
+
+    def interrupt(self):
+        """Ctrl-C, which must end it with KeyboardInterrupt."""
+        self.process.send_signal(signal.SIGINT)
+        _, errors = self.process.communicate(timeout=runs.patience(15))
+        assert self.process.returncode == -signal.SIGINT, errors
 
     def __enter__(self):
         return self
@@ -180,10 +199,11 @@ def test_a_client_leaves_its_environment_behind_if_it_hangs(how, tmp_path):
     listener.close()
 
 
-def test_an_environment_stops_its_server(tmp_path):
+@pytest.mark.parametrize("end", ["no", "here"])
+def test_an_environment_stops_its_server(end, tmp_path):
     address = f"unix:{tmp_path}/socket"
     with (
-        Process(address, "no", "step", "stops") as process,
+        Process(address, end, "step", "stops") as process,
         Run([address], zeros),
     ):
         process.expect("hangs")
@@ -193,6 +213,28 @@ def test_an_environment_stops_its_server(tmp_path):
         assert time.monotonic() - began < runs.patience(30)
         assert process.process.stdout.read().count("stopped") == 1
         assert process.process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("end", ["here", "client here"])
+def test_ctrl_c_during_a_step_ends_the_main_thread(end, tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    listener = Listener(address) if end == "client here" else None
+    if listener:
+        listener.start()
+    with (
+        Process(address, end, "step", "sleeps") as process,
+        Run([] if listener else [address], zeros, listener=listener),
+    ):
+        process.expect("hangs")
+        process.interrupt()
+    if listener:
+        listener.close()
+
+
+def test_ctrl_c_ends_a_client_without_a_learner(tmp_path):
+    with Process(f"unix:{tmp_path}/socket", "client here", "no", "no") as process:
+        process.expect("dials")
+        process.interrupt()
 
 
 def test_a_pool_closes_while_an_environment_hangs(tmp_path):

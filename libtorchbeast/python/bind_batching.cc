@@ -4,7 +4,6 @@
 
 #include <optional>
 #include <stdexcept>
-#include <string>
 #include <utility>
 
 #include "../batching.h"

@@ -184,14 +184,15 @@ Raises:
             std::optional<uint64_t> number;
             if (num_episodes) number = to_size(*num_episodes, "num_episodes");
             WithoutGil no_gil;
-            here ? self.run_here(number) : self.run(number, check_signals());
+            here ? self.run_here(number, check_signals())
+                 : self.run(number, check_signals());
           },
           py::arg("num_episodes") = py::none(), py::arg("here") = false, R"(
 Make the environment, dial, reset it once the learner has answered, and step as the learner
 says, until stop() is called or Ctrl-C comes. With num_episodes: until the episodes of all E
 have ended together so many times, and leave then. A lost connection is dialled again, and
 the environment goes on where it was. Call it once. `here`: the environment lives in this
-thread, see Server.start.
+thread, see Server.start; Ctrl-C acts while it works or has no learner.
 
 Raises:
     RefusedError: the learner refuses, for example the token.

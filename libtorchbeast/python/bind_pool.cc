@@ -31,13 +31,13 @@ wire::EnvHello parse_hello(const py::bytes& bytes) {
   return hello;
 }
 
-// A method of Listener that takes a hello.
-template <typename Method>
+// A method of Listener that takes a hello and maybe more.
+template <typename... Further, typename Method>
 auto with_hello(Method method) {
-  return [method](Listener& self, const py::bytes& hello) {
+  return [method](Listener& self, const py::bytes& hello, const Further&... further) {
     const wire::EnvHello parsed = parse_hello(hello);
     WithoutGil no_gil;
-    return (self.*method)(parsed);
+    return (self.*method)(parsed, further...);
   };
 }
 
@@ -264,7 +264,7 @@ Raises:
 Run until close() is called or the queue or the batcher is closed. Call it once.
 
 Raises the first error that ends it, after it has closed the queue and the batcher:
-    ValueError: the agent's outputs or the state do not fit; says where.
+    ValueError: the agent's outputs do not fit; says where.
     RefusedError: all servers refuse, for example the token, or their environments can't be
         served.
     TransportError: there was no stream at all for too long; with the last reason.
@@ -399,14 +399,8 @@ probe() does.
 Raises:
     TransportError: none within timeout_s seconds.
 )")
-      .def(
-          "refuse",
-          [](Listener& self, const py::bytes& hello, const std::string& reason) {
-            const wire::EnvHello parsed = parse_hello(hello);
-            WithoutGil no_gil;
-            self.refuse(parsed, reason);
-          },
-          py::arg("hello"), py::arg("reason"), R"(
+      .def("refuse", with_hello<std::string>(&Listener::refuse), py::arg("hello"),
+           py::arg("reason"), R"(
 Refuse environments with this "hello", which probe() returned, for this reason. probe()
 then waits for another.
 )")

@@ -145,14 +145,25 @@ py::object call(py::handle function, const py::tuple& arguments) {
   return py::reinterpret_steal<py::object>(result);
 }
 
+namespace {
+
+thread_local bool raises_later = false;
+
+void look_for_signals() {
+  WithGil gil;
+  release_dropped();
+  const bool raises = std::exchange(raises_later, false);
+  if (raises) PyErr_SetNone(PyExc_KeyboardInterrupt);
+  if (raises || PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+}  // namespace
+
+void raise_later() { raises_later = true; }
+
 const Interrupt& check_signals() {
-  static const auto* const instance = std::make_unique<const Interrupt>([] {
-                                        WithGil gil;
-                                        release_dropped();
-                                        if (PyErr_CheckSignals() != 0) {
-                                          throw py::error_already_set();
-                                        }
-                                      }).release();
+  static const auto* const instance =
+      std::make_unique<const Interrupt>(look_for_signals).release();
   return *instance;
 }
 

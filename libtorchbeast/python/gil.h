@@ -74,6 +74,10 @@ void release_dropped();
 // thread sleeps from there on, see the rules above. Throws py::error_already_set.
 py::object call(py::handle function, const py::tuple& arguments = py::tuple());
 
+// Python code has raised KeyboardInterrupt, which can't go on from there: the next
+// check_signals() in this thread raises it again.
+void raise_later();
+
 // For the core's waits: lets Python's signal handlers run, so that Ctrl-C ends the wait
 // with KeyboardInterrupt.
 const Interrupt& check_signals();

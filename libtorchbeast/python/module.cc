@@ -4,7 +4,6 @@
 
 #include <exception>
 #include <stdexcept>
-#include <string>
 
 #include "../batching.h"
 #include "../stream_spec.h"

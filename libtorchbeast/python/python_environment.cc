@@ -3,7 +3,6 @@
 #include <google/protobuf/util/json_util.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -77,6 +76,7 @@ auto with_python(F&& f) {
   try {
     return f();
   } catch (const py::error_already_set& error) {
+    if (error.matches(PyExc_KeyboardInterrupt)) raise_later();
     throw std::runtime_error(describe(error));
   }
 }
@@ -106,6 +106,7 @@ class PythonEnvironment : public Environment {
     try {
       if (env_ && py::hasattr(env_, "close")) call(env_.attr("close"));
     } catch (py::error_already_set& error) {
+      if (error.matches(PyExc_KeyboardInterrupt)) raise_later();
       error.discard_as_unraisable(env_);
     }
   }

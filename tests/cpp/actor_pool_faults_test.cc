@@ -21,6 +21,34 @@ namespace {
 
 class ActorPoolFaultsTest : public SessionTest {};
 
+// A server that runs this for each stream.
+class HandMadeServer {
+ public:
+  HandMadeServer(const std::string& address, StreamService::Handler handler)
+      : service_(std::move(handler)) {
+    grpc::ServerBuilder builder;
+    builder.AddListeningPort(address, grpc::InsecureServerCredentials());
+    builder.RegisterService(&service_);
+    server_ = builder.BuildAndStart();
+  }
+  ~HandMadeServer() { server_->Shutdown(std::chrono::system_clock::now()); }
+
+ private:
+  StreamService service_;
+  std::unique_ptr<grpc::Server> server_;
+};
+
+// Answers the learner's hello with that of two environments, and with their first step.
+void begin_stream(ServedStream* stream) {
+  CountingEnvironment environment(0, 2);
+  grpc::ByteBuffer message;
+  stream->Read(&message);
+  wire::EnvMessage hello;
+  *hello.mutable_hello() = environment.hello();
+  stream->Write(encode(hello));
+  stream->Write(encode_step(environment.reset(), pool()));
+}
+
 // Environments that raise
 
 TEST_F(ActorPoolFaultsTest, AnEnvironmentsErrorReachesTheRun) {
@@ -177,23 +205,14 @@ TEST_F(ActorPoolFaultsTest, AStuckEnvironmentCountsAsLost) {
 
 TEST_F(ActorPoolFaultsTest, AServerThatAlwaysHangsCostsItsStream) {
   // Sends one step, then nothing.
-  StreamService service([&](grpc::ServerContext*, ServedStream* stream) {
-    CountingEnvironment environment(0, 2);
-    grpc::ByteBuffer message;
-    stream->Read(&message);
-    wire::EnvMessage hello;
-    *hello.mutable_hello() = environment.hello();
-    stream->Write(encode(hello));
-    MemoryPool pool;
-    stream->Write(encode_step(environment.reset(), pool));
-    while (stream->Read(&message)) {
-    }
-    return grpc::Status::OK;
-  });
-  grpc::ServerBuilder builder;
-  builder.AddListeningPort(unix_address("x"), grpc::InsecureServerCredentials());
-  builder.RegisterService(&service);
-  const auto hanging = builder.BuildAndStart();
+  const HandMadeServer hanging(unix_address("x"),
+                               [](grpc::ServerContext*, ServedStream* stream) {
+                                 begin_stream(stream);
+                                 grpc::ByteBuffer message;
+                                 while (stream->Read(&message)) {
+                                 }
+                                 return grpc::Status::OK;
+                               });
   EnvServer good(counting(2), server_options(unix_address()));
   good.start();
   ActorPoolOptions options = pool_options({unix_address("x"), good.address()});
@@ -218,7 +237,6 @@ TEST_F(ActorPoolFaultsTest, AServerThatAlwaysHangsCostsItsStream) {
   const std::string error = error_of<TransportError>([&] { run.wait(); });
   EXPECT_NE(error.find("no stream"), std::string::npos) << error;
   EXPECT_NE(error.find("step timeout"), std::string::npos) << error;
-  hanging->Shutdown(std::chrono::system_clock::now());
 }
 
 // Servers that break
@@ -244,30 +262,19 @@ TEST_F(ActorPoolFaultsTest, AServerThatComesBackIsFound) {
 
 TEST_F(ActorPoolFaultsTest, AServerThatAlwaysBreaksEndsTheRun) {
   // Ends each stream after some steps, as a crashing process does.
-  std::unique_ptr<EnvServer> server;
-  StreamService service([&](grpc::ServerContext*, ServedStream* stream) {
-    CountingEnvironment environment(0, 2);
-    grpc::ByteBuffer message;
-    stream->Read(&message);
-    wire::EnvMessage hello;
-    *hello.mutable_hello() = environment.hello();
-    stream->Write(encode(hello));
-    MemoryPool pool;
-    stream->Write(encode_step(environment.reset(), pool));
-    stream->Read(&message);
-    return grpc::Status(grpc::StatusCode::UNAVAILABLE, "crashed");
-  });
-  grpc::ServerBuilder builder;
-  builder.AddListeningPort(unix_address("x"), grpc::InsecureServerCredentials());
-  builder.RegisterService(&service);
-  const auto crashing = builder.BuildAndStart();
+  const HandMadeServer crashing(
+      unix_address("x"), [](grpc::ServerContext*, ServedStream* stream) {
+        begin_stream(stream);
+        grpc::ByteBuffer message;
+        stream->Read(&message);
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE, "crashed");
+      });
   ActorPoolOptions options = pool_options({unix_address("x")});
   options.check = end_without_streams(Milliseconds(1'000));
   Session run(options);
   const std::string error = error_of<TransportError>([&] { run.wait(); });
   EXPECT_NE(error.find("no stream"), std::string::npos) << error;
   EXPECT_NE(error.find("crashed"), std::string::npos) << error;
-  crashing->Shutdown(std::chrono::system_clock::now());
 }
 
 // Servers that differ, or lie
@@ -291,7 +298,8 @@ TEST_F(ActorPoolFaultsTest, DifferentEnvironmentsAreRefused) {
     while (run.pool().stats().num_refused == 0) run.rollouts();
     for (int i = 0; i < 5; ++i) run.rollouts();
     const std::string error = run.pool().stats().last_error;
-    EXPECT_NE(error.find("differ"), std::string::npos) << error;
+    EXPECT_NE(error.find("b differs from the first environment"), std::string::npos)
+        << error;
     EXPECT_NE(error.find("num_envs: 2 -> 3"), std::string::npos) << error;
     EXPECT_EQ(count_events(run.pool(), Event::kRefused), 1);
   }
@@ -303,28 +311,38 @@ TEST_F(ActorPoolFaultsTest, DifferentEnvironmentsAreRefused) {
   EXPECT_NE(error.find("differ"), std::string::npos) << error;
 }
 
+TEST_F(ActorPoolFaultsTest, StreamsThatDoNotFitAreRefused) {
+  EnvServer server(counting(3), server_options(unix_address()));
+  server.start();
+  ActorPoolOptions options = pool_options({server.address()});
+  options.check = end_if_all_refuse;
+  Session run(options, 1, 2);
+  EXPECT_TRUE(
+      contains(error_of<TransportError>([&] { run.wait(); }),
+               "3 environments in a stream, and the learner's batches have at most 2"));
+  auto queue = std::make_shared<BatchingQueue>(batch_sizes(1, 3));
+  auto batcher = std::make_shared<DynamicBatcher>(batch_sizes(1, 3));
+  ActorPool pool(options, queue, batcher, make_array({1, 2, 1}, {0, 0}));
+  EXPECT_TRUE(contains(error_of<TransportError>([&] { pool.run(); }),
+                       "the initial agent state has [1, 2, 1]"));
+}
+
 TEST_F(ActorPoolFaultsTest, AHelloThatBreaksARuleIsNotTheMeasure) {
-  StreamService service([](grpc::ServerContext*, ServedStream* stream) {
-    grpc::ByteBuffer message;
-    stream->Read(&message);
-    wire::EnvMessage hello;
-    *hello.mutable_hello() = CountingEnvironment(0, 2).hello();
-    hello.mutable_hello()->set_environment(std::string(2000, 'x'));
-    stream->Write(encode(hello));
-    return grpc::Status::OK;
-  });
-  grpc::ServerBuilder builder;
-  builder.AddListeningPort(unix_address("bad"), grpc::InsecureServerCredentials());
-  builder.RegisterService(&service);
-  const auto bad = builder.BuildAndStart();
+  const HandMadeServer bad(
+      unix_address("bad"), [](grpc::ServerContext*, ServedStream* stream) {
+        grpc::ByteBuffer message;
+        stream->Read(&message);
+        wire::EnvMessage hello;
+        *hello.mutable_hello() = CountingEnvironment(0, 2).hello();
+        hello.mutable_hello()->set_environment(std::string(2000, 'x'));
+        stream->Write(encode(hello));
+        return grpc::Status::OK;
+      });
   EnvServer good(counting(2), server_options(unix_address("good")));
-  {
-    Session run(pool_options({unix_address("bad"), good.address()}));
-    while (run.pool().stats().num_refused == 0) std::this_thread::yield();
-    good.start();
-    run.rollouts();
-  }
-  bad->Shutdown(std::chrono::system_clock::now());
+  Session run(pool_options({unix_address("bad"), good.address()}));
+  while (run.pool().stats().num_refused == 0) std::this_thread::yield();
+  good.start();
+  run.rollouts();
 }
 
 TEST_F(ActorPoolFaultsTest, AWrongTokenEndsTheRunAtOnce) {
@@ -343,7 +361,7 @@ TEST_F(ActorPoolFaultsTest, AWrongTokenEndsTheRunAtOnce) {
 std::string error_against(const std::string& address,
                           const std::vector<grpc::ByteBuffer>& messages,
                           ActorPoolOptions options) {
-  StreamService service([&](grpc::ServerContext*, ServedStream* stream) {
+  const HandMadeServer server(address, [&](grpc::ServerContext*, ServedStream* stream) {
     grpc::ByteBuffer message;
     stream->Read(&message);
     for (const grpc::ByteBuffer& m : messages) {
@@ -353,22 +371,13 @@ std::string error_against(const std::string& address,
     }
     return grpc::Status::OK;
   });
-  grpc::ServerBuilder builder;
-  builder.AddListeningPort(address, grpc::InsecureServerCredentials());
-  builder.RegisterService(&service);
-  const auto server = builder.BuildAndStart();
   options.check = end_at_an_error;
-  std::string error;
-  {
-    Session run(options);
-    error = error_of<std::exception>([&] { run.wait(); });
-  }
-  server->Shutdown(std::chrono::system_clock::now());
-  return error;
+  Session run(options);
+  return error_of<std::exception>([&] { run.wait(); });
 }
 
 TEST_F(ActorPoolFaultsTest, LiesAreRefused) {
-  MemoryPool pool;
+  MemoryPool& pool = torchbeast::pool();
   CountingEnvironment environment(0, 2);
   const auto row = environment.reset();
   wire::EnvMessage hello;

@@ -88,25 +88,6 @@ TEST_F(ActorPoolTest, OutputsMayBeATuple) {
   threads.join();
 }
 
-TEST_F(ActorPoolTest, WrongActionsAreRefused) {
-  EnvServer server(counting(2), server_options(unix_address()));
-  server.start();
-  auto queue = std::make_shared<BatchingQueue>(batch_sizes(1, 2));
-  auto batcher = std::make_shared<DynamicBatcher>(batch_sizes(1, 2));
-  ActorPool pool(pool_options({server.address()}), queue, batcher, ArrayNest());
-  Threads threads;
-  threads.start([&] {
-    while (auto batch = batcher->next()) {
-      batch->set_outputs(ArrayNest(ArrayNest::Vector{
-          ArrayNest(ArrayNest::Vector{make_array({1, 2}, {0, 0})}), ArrayNest()}));
-    }
-  });
-  const std::string error = error_of<std::invalid_argument>([&] { pool.run(); });
-  EXPECT_NE(error.find("int32 [2]"), std::string::npos) << error;
-  EXPECT_NE(error.find("int64 [2]"), std::string::npos) << error;
-  batcher->close();
-}
-
 // Memory
 
 TEST_F(ActorPoolTest, StreamsBeyondTheMemoryAreRefused) {

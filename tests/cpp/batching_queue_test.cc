@@ -21,7 +21,25 @@ using std::chrono::seconds;
 
 class BatchingQueueTest : public GuardedTest {};
 
-TEST_F(BatchingQueueTest, RefusesSizesWithoutSense) { test_options<BatchingQueue>(); }
+TEST_F(BatchingQueueTest, RefusesSizesWithoutSense) {
+  const auto refusal = [](BatchingOptions options) {
+    return error_of<std::invalid_argument>([&] { BatchingQueue queue(options); });
+  };
+  EXPECT_EQ(refusal(batch_sizes(0, 5)), "minimum_batch_size must be at least 1, not 0");
+  EXPECT_EQ(refusal(batch_sizes(-3, 5)),
+            "minimum_batch_size must be at least 1, not -3");
+  EXPECT_EQ(
+      refusal(batch_sizes(5, 4)),
+      "maximum_batch_size must be at least minimum_batch_size, which is 5, not 4");
+  EXPECT_EQ(refusal(with_timeout(batch_sizes(1, 5), -1)),
+            "timeout must be at least 0 ms, not -1 ms");
+  EXPECT_EQ(refusal(with_queue_size(batch_sizes(1, 5), 0)),
+            "maximum_queue_size must be at least 1, not 0");
+  BatchingOptions far_dim;
+  far_dim.batch_dim = 8;
+  EXPECT_EQ(refusal(far_dim), "batch_dim must be less than 8, not 8");
+  EXPECT_EQ(refusal(with_queue_size(with_timeout(batch_sizes(5, 5), 0), 1)), "nothing");
+}
 
 TEST_F(BatchingQueueTest, EndlessTimeoutIsATime) {
   BatchingQueue queue(
@@ -212,12 +230,6 @@ TEST_F(BatchingQueueTest, TimeoutIsNoTurnOfTheInterrupt) {
   if (Clock::now() - start < kBatches * kInterruptPeriod) {  // else it is their turn
     EXPECT_LT(turns, kBatches / 2);
   }
-}
-
-TEST_F(BatchingQueueTest, TimeoutOfZero) {
-  BatchingQueue queue(with_timeout(batch_sizes(10, 10), 0));
-  queue.enqueue(item(2));
-  EXPECT_EQ(queue.dequeue()->leaf().shape()[1], 2);
 }
 
 TEST_F(BatchingQueueTest, FullQueueIsABatch) {

@@ -95,36 +95,6 @@ TEST_F(BatchingQueueWaitingTest, PingPongIsPrompt) {
   there.close();
 }
 
-TEST_F(BatchingQueueWaitingTest, RoomIsPassedOnByWhoLeaves) {
-  // All blocked producers but one bring what can't be joined, once there is room.
-  BatchingQueue queue(with_queue_size(batch_sizes(1, 1), 2));
-  Promptness promptness;
-  for (int round = 0; round < 20; ++round) {
-    queue.enqueue(item(1));
-    queue.enqueue(item(1));
-    Threads threads;
-    for (int i = 0; i < 4; ++i) {
-      threads.start([&] {
-        EXPECT_THROW(queue.enqueue(numbered({2, 1})), std::invalid_argument);
-      });
-    }
-    let_others_run();
-    std::atomic<bool> done{false};
-    threads.start([&] {
-      queue.enqueue(item(1));
-      done = true;
-    });
-    let_others_run();
-    promptness.start();
-    queue.dequeue();
-    while (!done) std::this_thread::yield();
-    promptness.stop();
-    queue.dequeue();  // for those that are still blocked
-    threads.join();
-    queue.dequeue();
-  }
-}
-
 // Closing
 
 TEST_F(BatchingQueueWaitingTest, Close) {

@@ -16,17 +16,6 @@ namespace {
 
 // --- Helpers -------------------------------------------------------------------------
 
-template <typename F>
-std::string refusal(const F& f) {
-  const std::string text = error_of<WireError>(f);
-  return text == "nothing" ? "accepted" : text;
-}
-
-MemoryPool& pool() {
-  static MemoryPool pool;
-  return pool;
-}
-
 // Random numbers, and random bools.
 Array random_array(const ArraySpec& spec) {
   static std::mt19937 random(5);
@@ -42,15 +31,6 @@ std::vector<Array> random_arrays(const std::vector<ArraySpec>& specs) {
   std::vector<Array> arrays;
   for (const ArraySpec& spec : specs) arrays.push_back(random_array(spec));
   return arrays;
-}
-
-// All bytes of the arrays, as a field holds them.
-std::string content(const std::vector<Array>& arrays) {
-  std::string bytes;
-  for (const Array& array : arrays) {
-    bytes += std::string(array.as<const char>(), array.num_bytes());
-  }
-  return bytes;
 }
 
 // E = 3; uint8 [5, 2], float32 [0, 3] and bool [] are observed.
@@ -429,6 +409,16 @@ TEST(Codec, HellosGoThrough) {
   buffer = encode(agent);
   EXPECT_EQ(decode_agent_message(&buffer).SerializeAsString(),
             agent.SerializeAsString());
+}
+
+TEST(Codec, TextsThatAreNoUtf8AreShortened) {
+  EXPECT_EQ(shortened(std::string(1000, '\x80'), 20).size(), 27u);
+  EXPECT_EQ(shortened("aaaa\xE2\x82\xAC"
+                      "bbbb\xE2\x82\xAC"
+                      "cccc",
+                      10),
+            "aaaa\n[...]\n\xE2\x82\xAC"
+            "cccc");
 }
 
 TEST(Codec, AHelloThatIsTooLargeIsNotSent) {

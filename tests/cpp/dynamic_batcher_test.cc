@@ -26,8 +26,6 @@ std::future<ArrayNest> async_compute(DynamicBatcher& batcher, ArrayNest inputs,
                     });
 }
 
-TEST_F(DynamicBatcherTest, RefusesSizesWithoutSense) { test_options<DynamicBatcher>(); }
-
 // Answers
 
 TEST_F(DynamicBatcherTest, EveryCallerGetsItsPart) {
@@ -184,17 +182,6 @@ TEST_F(DynamicBatcherTest, AllocatorErrorComesThrough) {
   auto answer = async_compute(batcher, item(1));
   EXPECT_EQ(error_of<std::domain_error>([&] { batcher.next(); }), "no pinned memory");
   EXPECT_EQ(error_of<AsyncError>([&] { answer.get(); }), "no pinned memory");
-}
-
-TEST_F(DynamicBatcherTest, TimeoutHandsOutAPartialBatch) {
-  DynamicBatcher batcher(with_timeout(batch_sizes(8, 8), 30));
-  const auto start = Clock::now();
-  auto answer = async_compute(batcher, item(3));
-  const auto batch = batcher.next();
-  EXPECT_GE(Clock::now() - start, Milliseconds(30));
-  EXPECT_EQ(batch->size(), 3);
-  batch->set_outputs(numbered({1, 3}));
-  answer.get();
 }
 
 TEST_F(DynamicBatcherTest, PingPongIsPrompt) {

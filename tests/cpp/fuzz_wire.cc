@@ -78,11 +78,6 @@ const StreamSpec& spec() {
   return spec;
 }
 
-MemoryPool& pool() {
-  static MemoryPool pool;
-  return pool;
-}
-
 // Memory of its exact size, so that AddressSanitizer sees a byte too many. (Blocks of a
 // pool are larger than their arrays.)
 std::vector<Array> exact(const std::vector<ArraySpec>& specs) {
@@ -92,14 +87,6 @@ std::vector<Array> exact(const std::vector<ArraySpec>& specs) {
     arrays.emplace_back(spec, data->data(), data);
   }
   return arrays;
-}
-
-std::string content(const std::vector<Array>& arrays) {
-  std::string bytes;
-  for (const Array& array : arrays) {
-    bytes += std::string(array.as<const char>(), array.num_bytes());
-  }
-  return bytes;
 }
 
 // Whether `bytes` are good for arrays of these specs.

@@ -24,11 +24,10 @@ constexpr int64_t kT = 5;
 
 class JoinTest : public SessionTest {
  protected:
-  std::shared_ptr<Listener> listen(int max_streams = 4, const std::string& token = "",
+  std::shared_ptr<Listener> listen(int max_streams = 4,
                                    const std::string& address = "") {
     ListenerOptions options;
     options.address = address.empty() ? unix_address() : address;
-    options.security.token = token;
     options.max_streams = max_streams;
     options.hello_timeout = Milliseconds(500);
     auto listener = std::make_shared<Listener>(options);
@@ -83,9 +82,8 @@ class RunningClient {
 // An environment's side of a stream, by hand.
 class HandMade {
  public:
-  HandMade(const std::string& address, std::string token = "")
-      : connection_(Address(address), with_token(std::move(token)), kJoinMethod,
-                    "the learner") {
+  explicit HandMade(const std::string& address)
+      : connection_(Address(address), Security(), kJoinMethod, "the learner") {
     connection_.open();
   }
 
@@ -121,12 +119,6 @@ class HandMade {
   }
 
  private:
-  static Security with_token(std::string token) {
-    Security security;
-    security.token = std::move(token);
-    return security;
-  }
-
   DialledConnection connection_;
   uint64_t number_ = 0;
   MemoryPool pool_;

@@ -137,20 +137,22 @@ TEST_F(JoinRefusalsTest, SilentPeersAreCut) {
   EXPECT_TRUE(contains(run.pool().stats().last_error, "step timeout"));
 }
 
-TEST_F(JoinRefusalsTest, TokensAreChecked) {
-  auto listener = listen(4, "a-secret");
-  Session run(pool_options(listener));
-  for (const std::string token : {"", "a-secre", "b-secret"}) {
-    EnvClientOptions options = client_options(unix_address());
-    options.security.token = token;
-    EnvClient client(counting(2), options);
-    EXPECT_TRUE(contains(error_of<RefusedError>([&] { client.run(); }), "token"));
+TEST_F(JoinRefusalsTest, LargeMessagesAreDecodedOneAtATime) {
+  auto listener = listen();
+  wire::EnvHello large = CountingEnvironment(1, 2).hello();
+  for (int i = 0; i < 100; ++i) {
+    wire::Setting* const setting = large.add_settings();
+    setting->set_name("flag" + std::to_string(i));
+    setting->set_value(std::string(1000, 'x'));
   }
-  EXPECT_EQ(listener->stats().num_refused, 3u);
-  EnvClientOptions options = client_options(unix_address());
-  options.security.token = "a-secret";
-  RunningClient client(counting(2), options);
-  run.rollouts();
+  HandMade stream(unix_address());
+  stream.expect_hello();
+  {
+    const auto turn = turn_of(buffer_of(std::string(100'000, 'x')));
+    stream.say_hello(large);
+    EXPECT_THROW(listener->probe(Milliseconds(200)), TransportError);
+  }
+  EXPECT_EQ(listener->probe(Milliseconds(60'000)).settings_size(), 100);
 }
 
 TEST_F(JoinRefusalsTest, AnUnusableHelloIsNotTheMeasure) {

@@ -14,6 +14,20 @@
 
 namespace torchbeast {
 
+inline MemoryPool& pool() {
+  static MemoryPool pool;
+  return pool;
+}
+
+// All bytes of the arrays, as a field holds them.
+inline std::string content(const std::vector<Array>& arrays) {
+  std::string bytes;
+  for (const Array& array : arrays) {
+    bytes += std::string(array.as<const char>(), array.num_bytes());
+  }
+  return bytes;
+}
+
 inline grpc::ByteBuffer encode_step(const EnvRow& row, MemoryPool& pool) {
   return encode(step_message(row), pool);
 }

@@ -47,13 +47,6 @@ TEST_F(ServerTest, SocketsArePrivateAndRemoved) {
   server.stop();
 }
 
-TEST_F(ServerTest, StaleSocketsAreReplaced) {
-  close(bound_socket(path("socket")));  // the socket file stays
-  EnvServer server(counting(1), server_options(unix_address()));
-  server.start();
-  ActorPool::probe(unix_address(), {}, Milliseconds(10'000));
-}
-
 TEST_F(ServerTest, PathsThatCannotBe) {
   std::ofstream(path("file")) << "precious";
   EnvServer on_file(counting(1), server_options(unix_address("file")));
@@ -314,6 +307,36 @@ TEST_F(ServerStopTest, AnEnvironmentMayStopItsServer) {
   server->run();
   gone_->get_future().wait();
   server->stop();
+}
+
+TEST_F(ServerStopTest, RunWaitsForTheStreamsBesidesItsOwn) {
+  std::promise<void> inside, stopping;
+  std::atomic<bool> has_left{false};
+  std::thread::id host;
+  const auto in_step = [&] {
+    if (std::this_thread::get_id() == host) return;
+    inside.set_value();
+    stopping.get_future().wait();
+    std::this_thread::sleep_for(Milliseconds(300));
+    has_left = true;
+  };
+  EnvServer server(
+      [&] {
+        return std::make_unique<Interrupted>(in_step,
+                                             std::make_shared<std::promise<void>>());
+      },
+      server_options(unix_address()));
+  server.start(true);
+  auto done = std::async(std::launch::async, [&] {
+    host = std::this_thread::get_id();
+    server.run();
+    EXPECT_TRUE(has_left);
+  });
+  Session run(pool_options({server.address(), server.address()}));
+  inside.get_future().wait();
+  auto stop = std::async(std::launch::async, [&] { server.stop(kNever); });
+  stopping.set_value();
+  done.get();
 }
 
 TEST_F(ServerStopTest, AStreamThatComesAfterStopGetsNoEnvironment) {

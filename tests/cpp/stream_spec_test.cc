@@ -14,12 +14,6 @@
 namespace torchbeast {
 namespace {
 
-template <typename F>
-std::string refusal(const F& f) {
-  const std::string text = error_of<WireError>(f);
-  return text == "nothing" ? "accepted" : text;
-}
-
 wire::Space box(wire::DType dtype, const std::vector<uint64_t>& shape) {
   wire::Space space;
   space.mutable_box()->set_dtype(dtype);

@@ -22,6 +22,7 @@
 
 #include "array.h"
 #include "batching.h"
+#include "stream_spec.h"
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #if defined(__has_feature)
@@ -177,6 +178,13 @@ std::string error_of(F&& f) {
     return error.what();
   }
   return "nothing";
+}
+
+// Why f refuses a message.
+template <typename F>
+std::string refusal(const F& f) {
+  const std::string text = error_of<WireError>(f);
+  return text == "nothing" ? "accepted" : text;
 }
 
 inline testing::AssertionResult contains(const std::string& text,

@@ -182,6 +182,31 @@ TEST_F(UnrollTest, NewcomersGoOnWithTheirObservation) {
   EXPECT_EQ(answer(*unroll), 1);
 }
 
+TEST_F(UnrollTest, NewcomersBringTheFieldsOfTheirObservation) {
+  wire::EnvHello hello = environment_.hello();
+  EnvRow row = environment_.reset();
+  int32_t value = 1;
+  for (const char* name : {"final_goal", "goal", "lives"}) {
+    wire::Field* const extra = hello.add_extra_fields();
+    extra->set_name(name);
+    extra->set_dtype(wire::INT32);
+    row.arrays.push_back(numbered({E}, value++));
+  }
+  const auto context = make_context(true);
+  Unroll unroll(context.get(), StreamSpec(hello), row, 0);
+  EnvRow newcomer = row;
+  for (size_t i = 1; i <= 3; ++i)
+    newcomer.arrays[row.arrays.size() - i] = numbered({E}, 9);
+  unroll.hand_over(newcomer, 30);
+  const ArrayNest question = unroll.question().value();
+  const auto first = [&question](const char* name) {
+    return field(question.vector()[0], name).leaf().as<int32_t>()[0];
+  };
+  EXPECT_EQ(first("goal"), 9);
+  EXPECT_EQ(first("final_goal"), 1) << "of the episode that has ended";
+  EXPECT_EQ(first("lives"), 3) << "the same";
+}
+
 TEST_F(UnrollTest, AnswersThatDoNotFitAreRefused) {
   const auto error_of_answer = [&](bool named_rows, auto&& change) {
     const auto context = make_context(named_rows);
