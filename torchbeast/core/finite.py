@@ -74,7 +74,8 @@ def check_loss(
 ) -> None:
     """Raises FloatingPointError if the loss or the gradient are not finite.
 
-    in_turn: all ranks make this call between the same two updates.
+    in_turn: all ranks call it between the same two updates, so each can name the cause
+      that another has found.
     """
     if all(math.isfinite(columns[name]) for name in ("total_loss", "grad_norm")):
         return

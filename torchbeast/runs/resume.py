@@ -200,8 +200,7 @@ def begin(
         before = flags.as_dict()
         flags = resolve_layout(flagset.resolve(flags))
         if ranks.size() > 1 and (flags.record or getattr(flags, "repeat", None)):
-            one = "--record and --repeat need one learner: start it without torchrun"
-            raise FlagError(one)
+            raise FlagError("--record and --repeat need one learner, without torchrun")
         notes += notes_on_unused_flags(flags)
         left_open = set(flagset.left_open(before, flags))
         if saved:

@@ -117,7 +117,7 @@ class Run:
         try:
             self._enter()
         except BaseException:
-            for tracker in self._trackers:
+            for tracker in self._trackers:  # those that were made before the error
                 tracker.close(1)
             self.abandon()
             raise
@@ -126,7 +126,6 @@ class Run:
     def _enter(self) -> None:
         start, flags, path = self.start, self.flags, self.start.folder.path
         step = self.learner.step if self.resumed else None
-        # One after the other, so that those before an error are closed.
         self._trackers.extend(make_trackers(flags, path, step, self.liveness))
         # From now on signals are only noted, so that meta.json gets the end of the run.
         for number in processes.handled_signals():
@@ -145,8 +144,6 @@ class Run:
                 **code,
             },
         )
-        self._status_line = Status(flags, self.learner)  # leaves out.log as it is
-        self.show = self._status_line.show
         if self.resumed or start.start_over:
             checkpoint.remove_later(path / "model.tar", self.learner.step)
         record.drop_later(path, self.learner.step)
@@ -155,6 +152,9 @@ class Run:
         resume.announce(start)
         if self.learner.mixer:
             self.learner.mixer.check_steps(flags.total_steps - self.learner.step)
+        # After out.log is open: at its end it restores the log's handlers of now.
+        self._status_line = Status(flags, self.learner)
+        self.show = self._status_line.show
 
     # --- The main loop
 
