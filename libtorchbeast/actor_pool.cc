@@ -1,9 +1,5 @@
 #include "actor_pool.h"
 
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
-
 #include <future>
 #include <list>
 #include <string>
@@ -19,18 +15,6 @@ namespace {
 // Between two looks, which come every kInterruptPeriod. After a longer one the process
 // counts as suspended.
 constexpr Milliseconds kLongestGap{2'000};
-
-// glibc would give the top of the heap back after a large message, and take it again,
-// page by page, for the next.
-void keep_heap() {
-#ifdef __GLIBC__
-  static const bool once = [] {
-    return mallopt(M_MMAP_THRESHOLD, 32 << 20) == 1 &&
-           mallopt(M_TRIM_THRESHOLD, 256 << 20) == 1;
-  }();
-  static_cast<void>(once);
-#endif
-}
 }  // namespace
 
 std::optional<wire::Seeding> PoolStreams::next_seeding(size_t index, bool is_first) {
@@ -116,7 +100,6 @@ ActorPool::ActorPool(ActorPoolOptions options,
       throw std::invalid_argument(error.what());
     }
   }
-  keep_heap();
   MemoryPool pool;  // what comes in may be Python's; actors want memory of their own
   ArrayNest state = initial_agent_state.map([&pool](const Array& array) {
     if (array.shape().size() < 2) {

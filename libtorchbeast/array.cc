@@ -150,7 +150,7 @@ Array MemoryPool::allocate(const ArraySpec& spec) {
   }
   const size_t size = State::size_class(num_bytes);
   Block block;
-  // Destroyed with no lock held: it may be Python's memory.
+  // Destroyed with no lock held, because that may take long.
   std::map<size_t, std::vector<Block>> dropped;
   {
     MutexLock lock(state_->mutex);

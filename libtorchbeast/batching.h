@@ -18,8 +18,7 @@
 // once. A batch of a single item is the item itself, without a copy, unless an
 // allocator is given.
 //
-// No lock is held while arrays are copied or destroyed: an array that comes from Python
-// needs Python's lock to be destroyed, and a holder of that may be waiting for ours.
+// No lock is held while arrays are copied or destroyed, because both may take long.
 
 #pragma once
 

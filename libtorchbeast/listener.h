@@ -61,7 +61,7 @@ class Listener {
   Listener(const Listener&) = delete;
 
   void start();  // as StreamServer's
-  // As StreamServer::stop, without a limit.
+  // As StreamServer::stop, for at most 5 s.
   void close();
   bool is_closed() const;
 
@@ -80,7 +80,7 @@ class Listener {
   // Whether the measure has become another than this hello.
   bool wants_other(const wire::EnvHello& hello) const;
   // Unless the run has settled, an environment that waits because it differs becomes
-  // the measure, if there is one.
+  // the measure, if there is one. REQUIRES: a pool that runs has a hello of its own.
   void pass_over();
   // Refused peers, and environments that raised in place of a hello.
   EventLog& events();

@@ -49,7 +49,7 @@ inline bool is_longer(Clock::duration time, Milliseconds limit) {
   return time > clamp_limit(limit);
 }
 
-// A thread that waits calls this every kInterruptPeriod, with no lock held. What it
+// A thread that waits calls this every kInterruptPeriod, with no lock held (but see Collector). What it
 // throws ends the wait. The Python bindings look for signals here, so that Ctrl-C
 // works, and take Python's lock for it: a wait that ends earlier does not call it.
 using Interrupt = std::function<void()>;

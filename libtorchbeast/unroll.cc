@@ -142,6 +142,11 @@ void Unroll::answer(ArrayNest outputs) {
   }
   write_agent_row(rollout_, t_, agent);
   if (truncation_value_) {
+    if (!agent.is_map() || agent.dict().count("truncation_value") == 0) {
+      throw std::invalid_argument(
+          "the agent's outputs must keep their form: those for an episode's last "
+          "observation have a truncation_value, and those for the next row have none");
+    }
     copy(*truncation_value_,
          rollout_.agent->dict().at("truncation_value").leaf().row(t_));
   }

@@ -348,7 +348,7 @@ def test_another_number_of_actions(tmp_path, small):
     process = runs.start(tmp_path, "a", **small, num_actions=6)
     output = runs.finish(process)
     assert process.returncode == 1, output
-    assert "--num_actions is 6" in output
+    assert "--num_actions 6, got" in output
     assert "Discrete(2)" in output
     assert "Traceback" not in output
     assert_nothing_left(process, tmp_path)

@@ -132,7 +132,7 @@ def assert_nothing_left():
     [
         ("0.0.0.0:5000", "10.0.0.7:5000"),
         ("[::]:5000", "10.0.0.7:5000"),
-        ("10.0.0.8:0", "10.0.0.8:0"),
+        ("10.0.0.8:5000", "10.0.0.8:5000"),
         ("unix:/tmp/learner", "unix:/tmp/learner"),
     ],
 )
@@ -141,8 +141,9 @@ def test_an_address_of_all_networks_is_joined_at_one(listens, joins, monkeypatch
 
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
     assert servers.joined_address(listens) == joins
-    with pytest.raises(UserError, match="name a port"):
-        servers.joined_address("0.0.0.0:0")
+    for address in ("0.0.0.0:0", "10.0.0.8:0"):
+        with pytest.raises(UserError, match="name a port"):
+            servers.joined_address(address)
 
 
 @pytest.fixture

@@ -397,7 +397,7 @@ def test_methods_over_several_tasks(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a-1", "--group", "--at", "201"], "run 'a-1' ends at step 200, before 201"),
+        (["a-1", "--group", "--at", "201"], "'a-1' ends at step 200, before 201"),
         (["a-1", "--group", "--at", "50"], "'a-1': no game has ended until step 50"),
         (["a-1", "b-1", "--at", "50"], "--at needs --group or --method"),
         (["a-1", "--method", "m", "b-1"], "give either runs, or --method"),

@@ -377,7 +377,7 @@ def test_without_the_extra(refused, monkeypatch, package, own):
     [("4", [4]), ("1-3", [1, 2, 3]), ("7,1-2,1", [7, 1, 2])],
 )
 def test_lists_of_seeds(text, seeds):
-    assert sweep.seed_list(text) == seeds
+    assert sweep.grid.seed_list(text) == seeds
 
 
 @pytest.mark.parametrize(
@@ -397,14 +397,14 @@ def test_values_with_commas(text, values):
 
 def test_json_in_a_grid(tmp_path):
     found = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}"], [1])
-    ((label, settings),) = sweep.grid([("env_kwargs", '{"a":1,"b":"x,y"}')])
+    ((label, settings),) = sweep.grid.grid([("env_kwargs", '{"a":1,"b":"x,y"}')])
     (job,) = found.make_jobs(label, settings)
     assert json.loads(found.flags(job).env_kwargs) == {"a": 1, "b": "x,y"}
 
 
 def test_names_of_a_grid():
     axes = [("env", "MinAtar/Breakout-v1"), ("learning_rate", "0.001,1e-4")]
-    assert list(sweep.grid(axes)) == [
+    assert list(sweep.grid.grid(axes)) == [
         (
             "env=MinAtar_Breakout-v1-learning_rate=0.001",
             {"env": "MinAtar/Breakout-v1", "learning_rate": "0.001"},

@@ -150,7 +150,7 @@ class Model(Group):
         metavar="MODULE:CLASS[JSON]")
     encoder_width: float = flag(1.0,
         "times as many channels and units in the encoders", WIDTH)
-    layer_norm: bool = flag(False, "normalize each layer of the encoders")
+    layer_norm: bool = flag(False, "normalize the layers of the encoders")
     use_lstm: bool = flag(False, "add a recurrent core, see --core")
     core: str = flag("lstm", "kind of the recurrent core", choices=["lstm", "gru"])
     core_size: int = flag(256, "units of each layer of the recurrent core", COUNT)

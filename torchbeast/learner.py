@@ -122,7 +122,10 @@ def impala_loss(
     if flags.normalize_advantages:
         weights = rhos.clamp(max=flags.clip_pg_rho).masked_fill(~valid, 0)
         advantages = vtrace.normalize(advantages, weights, valid)
-    clipped = has_left(rhos, advantages, flags.clip_ratio)
+    # PPO's clipping (Schulman et al. 2017, equation 7): no gradient where rho has left
+    # the interval around 1 in the direction of the advantage.
+    low, high = 1 - flags.clip_ratio, 1 + flags.clip_ratio
+    clipped = torch.where(advantages > 0, rhos > high, rhos < low)
     advantages = advantages.masked_fill(clipped, 0)
     entropy = distribution.entropy(target_logits) * online
     entropy_cost = flags.entropy_cost
@@ -155,16 +158,6 @@ def impala_loss(
         **of_replay,
     }
     return total_loss, join_columns(columns, about)
-
-
-def has_left(
-    rhos: torch.Tensor, advantages: torch.Tensor, clip_ratio: float
-) -> torch.Tensor:
-    """PPO's clipping (Schulman et al. 2017, equation 7): the steps without a gradient.
-
-    There rho has left the interval around 1 in the direction of the advantage.
-    """
-    return torch.where(advantages > 0, rhos > 1 + clip_ratio, rhos < 1 - clip_ratio)
 
 
 def add_up(

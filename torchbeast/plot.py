@@ -192,9 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--iqm", action="store_true", help=iqm_help)
     title_help = "first line of the title; default: the name of a single curve"
     add("--title", help=title_help)
-    out_help = (
-        "default: plot.png in the run's folder; for several runs, in the current folder"
-    )
+    out_help = "default: plot.png in the run's folder; of several runs, in this one"
     add("--out", type=pathlib.Path, metavar="FILE.png", help=out_help)
     flags = parser.parse_args(argv)
     if flags.smooth is not None and flags.smooth < 1:

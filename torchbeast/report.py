@@ -141,9 +141,8 @@ def group_rows(
     rows = [_group_row(name, task, {task: tasks[task]}, steps) for task in tasks]
     if references and len(tasks) > 1:
         if missing := [task for task in tasks if task not in references]:
-            raise ValueError(
-                f"--scores has no {missing[0]!r}; it has: {', '.join(references)}"
-            )
+            known = ", ".join(references)
+            raise ValueError(f"--scores has no {missing[0]!r}; it has: {known}")
         what = f"all {len(tasks)}, normalised"
         rows.append(_group_row(name, what, tasks, steps, references))
     if left_out := len(runs) - len(kept):
@@ -240,9 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add("--group", action="store_true", help=group_help)
     method: dict[str, Any] = {"nargs": "+", "action": "append", "default": []}
-    method["help"] = (
-        "the same for these runs, with a row per task; may be given several times"
-    )
+    method["help"] = "the same for these runs, with a row per task; may be repeated"
     add("--method", metavar=("NAME", "RUN"), **method)
     at_help = "compare groups after these steps, too"
     add("--at", nargs="+", type=int, default=[], metavar="STEP", help=at_help)

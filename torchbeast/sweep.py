@@ -37,15 +37,7 @@ from torchbeast.records.meta import read_meta
 from torchbeast.records.saved_runs import listing
 from torchbeast.runs import flagset, script
 from torchbeast.runs.flagset import Flags
-from torchbeast.sweeps import jobs
-from torchbeast.sweeps.grid import (
-    MOST_RUNS,
-    grid,
-    positive,
-    seed_list,
-    setting,
-    split_values,
-)
+from torchbeast.sweeps import grid, jobs
 from torchbeast.sweeps.jobs import Job, OtherRunError
 
 if TYPE_CHECKING:
@@ -102,7 +94,7 @@ class Sweep:
         self.savedir = pathlib.Path(os.path.abspath(flags.savedir))
 
     def make_jobs(
-        self, label: str, settings: dict[str, Any], most: int = MOST_RUNS
+        self, label: str, settings: dict[str, Any], most: int = grid.MOST_RUNS
     ) -> list[Job]:
         """The runs with these values of flags, one per seed; their flags are checked.
 
@@ -164,31 +156,29 @@ def make_parser() -> argparse.ArgumentParser:
         description="Trains with several seeds and settings.",
     )
     add = parser.add_argument
-    settings: dict[str, Any] = {"action": "append", "type": setting, "default": []}
+    settings: dict[str, Any] = {"action": "append", "type": grid.setting, "default": []}
     add("--name", default="sweep", help="begins the runs' names (sweep)")
-    seeds: dict[str, Any] = {"type": seed_list, "default": [1], "metavar": "1-3,7"}
+    seeds: dict[str, Any] = {"type": grid.seed_list, "default": [1], "metavar": "1-3,7"}
     add("--seeds", **seeds, help="each setting is trained with each seed (1)")
     grid_help = "values of a flag; several --grid give all combinations"
     add("--grid", **settings, metavar="FLAG=VALUE,VALUE", help=grid_help)
-    add("--jobs", type=positive, help="runs at a time (here 1, with Slurm all)")
-    cores_help = (
-        "CPU cores per run (here the machine's divided by --jobs, with Slurm 2)"
-    )
-    add("--cores", type=positive, help=cores_help)
+    add("--jobs", type=grid.positive, help="runs at a time (here 1, with Slurm all)")
+    cores_help = "CPU cores per run (here all divided by --jobs, with Slurm 2)"
+    add("--cores", type=grid.positive, help=cores_help)
     add = parser.add_argument_group("Optuna").add_argument
     search_help = (
         "in place of --grid: uniform:LOW:HIGH, loguniform:LOW:HIGH, int:LOW:HIGH or "
         "choice:A:B:..."
     )
     add("--search", **settings, metavar="FLAG=KIND:VALUES", help=search_help)
-    add("--trials", type=positive, help="settings to try in all (20)")
+    add("--trials", type=grid.positive, help="settings to try in all (20)")
     add = parser.add_argument_group("Slurm").add_argument
     submit_help = (
         "submit the runs as an array through submitit; local: its processes on this "
         "machine, to try it out"
     )
     add("--submit", choices=["slurm", "local"], help=submit_help)
-    add("--minutes", type=positive, help="limit of a job (1440)")
+    add("--minutes", type=grid.positive, help="limit of a job (1440)")
     sbatch_help = "an option of sbatch, such as partition=gpu or gres=gpu:1"
     add("--sbatch", **settings, metavar="OPTION=VALUE", help=sbatch_help)
     return parser
@@ -205,12 +195,12 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
         raise FlagError(f"{twice[0]} is given twice: give all its values in one")
     elsewhere = options.submit == "slurm"
     trials = options.trials or 20
-    sizes = [len(split_values(text)) for _, text in options.grid]
+    sizes = [len(grid.split_values(text)) for _, text in options.grid]
     settings = trials if options.search else math.prod(sizes)
-    if (count := settings * len(options.seeds)) > MOST_RUNS:
+    if (count := settings * len(options.seeds)) > grid.MOST_RUNS:
         raise FlagError(
             f"{settings:,} settings with {len(options.seeds):,} seeds are {count:,} "
-            f"runs, but a sweep can have {MOST_RUNS:,}: split it"
+            f"runs, but a sweep can have {grid.MOST_RUNS:,}: split it"
         )
     sweep = Sweep(options.name, command, options.seeds, elsewhere)
     statuses: dict[Job, int] = {}
@@ -267,7 +257,7 @@ def make_grid(sweep: Sweep, options: argparse.Namespace) -> list[Job]:
     Raises:
       FlagError: a flag has a value that is not allowed, or two runs have one name.
     """
-    found = [job for each in grid(options.grid) for job in sweep.make_jobs(*each)]
+    found = [job for each in grid.grid(options.grid) for job in sweep.make_jobs(*each)]
     name, count = Counter(job.xpid for job in found).most_common(1)[0]
     if count > 1:
         raise FlagError(f"two runs of the grid would be named {name}")

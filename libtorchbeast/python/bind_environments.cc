@@ -97,7 +97,7 @@ Raises:
           [](EnvServer& self) {
             try {
               self.run(check_signals());
-            } catch (...) {
+            } catch (const py::error_already_set&) {  // Ctrl-C
               self.stop();
               throw;
             }

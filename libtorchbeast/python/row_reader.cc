@@ -11,7 +11,7 @@ namespace torchbeast::python {
 using nest::Place;
 
 // The values as a C-contiguous array of `dtype`. Casts must be safe or of the same
-// kind, in NumPy's words; Python's integers may become any integer that holds them.
+// kind, in NumPy's words, and integers must fit.
 py::array RowReader::cast(py::handle value, DType dtype, const Place& place,
                           bool to_bool) {
   const py::module_ numpy = py::module_::import("numpy");
@@ -21,7 +21,8 @@ py::array RowReader::cast(py::handle value, DType dtype, const Place& place,
   const auto is_integer = [](const py::dtype& d) {
     return d.kind() == 'i' || d.kind() == 'u';
   };
-  if (is_integer(from) && is_integer(to) && !py::isinstance<py::array>(value)) {
+  const bool are_integers = is_integer(from) && is_integer(to);
+  if (are_integers && !py::isinstance<py::array>(value)) {
     array = array.attr("tolist")();  // array() below looks whether they fit
   } else if (!(to_bool && is_integer(from)) &&
              !py::cast<bool>(numpy.attr("can_cast")(from, to, "same_kind"))) {
@@ -29,7 +30,13 @@ py::array RowReader::cast(py::handle value, DType dtype, const Place& place,
                                 std::string(py::str(from)) + ", which cannot become " +
                                 dtype_name(dtype) + " without loss");
   }
-  return numpy.attr("array")(array, to, py::arg("order") = "C");
+  py::array cast = numpy.attr("array")(array, to, py::arg("order") = "C");
+  if (are_integers && !py::cast<bool>(numpy.attr("array_equal")(cast, array))) {
+    throw std::invalid_argument("at " + place.str() + ": the environment gave " +
+                                std::string(py::str(from)) + " with values outside of " +
+                                dtype_name(dtype));
+  }
+  return cast;
 }
 
 Array RowReader::read(py::handle value, const ArraySpec& spec, const Place& place,

@@ -57,6 +57,8 @@ def _device(flags: argparse.Namespace, name: str, gpu: int) -> torch.device:
         raise FlagError(f"--{name} {given}: {error}") from error
     if device.type not in (kind, "cpu"):
         raise FlagError(f"--{name} must be cpu, {kind} or {kind}:N, got {given}")
+    if device == torch.device(kind) and (own := ranks.local_gpu(gpus)) is not None:
+        return torch.device(kind, own)
     if device.type == kind and (device.index or 0) >= gpus:
         raise FlagError(
             f"--{name} {given}: there are {gpus} GPUs"
@@ -104,7 +106,7 @@ def fetch(row: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """Begins to copy the tensors of a row to the CPU's memory, all at once.
 
     Args:
-      row: tensors of one device, and other values. Numbers must fit into float64.
+      row: tensors of one device, and others. Numbers must fit float64 (MPS: float32).
 
     Returns:
       A function that waits for the copy, and returns the row with tensors of the CPU.

@@ -181,15 +181,16 @@ def gpus() -> list[str]:
 
 
 def keep_freed_memory(device: Any) -> None:
-    """Makes glibc keep large freed blocks for the next update, if that is on the CPU.
+    """Makes glibc keep large freed blocks for the next update or message.
 
     By default glibc returns them to the kernel, which then has to clear and map each
-    page again. That takes a tenth of the learner's CPU time.
+    page again. That takes a tenth of the CPU time of a learner on the CPU.
     """
-    if sys.platform == "linux" and device.type == "cpu":
+    if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
             libc = ctypes.CDLL("libc.so.6")
             # M_MMAP_THRESHOLD: map only larger blocks. Older versions allow 32 MiB.
             _ = libc.mallopt(-3, 1 << 30) or libc.mallopt(-3, 1 << 25)
             libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: return nothing
-            libc.mallopt(-8, 1)  # M_ARENA_MAX: one arena for all threads
+            if device.type == "cpu":
+                libc.mallopt(-8, 1)  # M_ARENA_MAX: one arena for all threads

@@ -104,7 +104,7 @@ def _waiting() -> Iterator[None]:
 def total(x: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor over all ranks, without a gradient."""
     if size() == 1:
-        return x
+        return x.detach()
     x = x.detach().to(torch.int64) if x.dtype == torch.bool else x.detach().clone()
     with _waiting():
         dist.all_reduce(x)

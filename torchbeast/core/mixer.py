@@ -57,11 +57,13 @@ class Mixer:
     def _is_usable(self, rows: dict[str, Nested]) -> bool:
         """Whether the rows have no value that would make the loss NaN."""
         # Logits of masked actions are -inf.
-        bounded = {"policy_logits": True, "truncation_value": True}
+        bounded = {"policy_logits": True, "truncation_value": False}
         bounded["reward"] = bounds_rewards(self._flags)
         bounded["observation"] = self._flags.normalize_observations
         return all(
-            not np.isnan(x).any() if is_bounded else (np.abs(x) <= TOO_LARGE).all()
+            not np.isnan(x).any()
+            if is_bounded
+            else (np.abs(x) <= min(TOO_LARGE, np.finfo(x.dtype).max)).all()
             for name, is_bounded in bounded.items()
             for x in flatten(rows[name])
             if x.dtype.kind == "f"
@@ -70,29 +72,23 @@ class Mixer:
     def check_steps(self, left: int) -> None:
         """Warns at the start if the replay needs all steps that are left."""
         if 0 < left <= self._num_missing() * ranks.size():
-            self._warn(
-                f"Nothing will be learned: {left:,} of --total_steps are left",
-                "Raise --total_steps or lower --learn_start.",
-            )
+            self._warn(f"Nothing will be learned: {left:,} of --total_steps are left")
 
-    def report_filling(self, steps: int, is_saved: bool) -> None:
+    def report_filling(self, steps: int) -> None:
         """Warns at the end of a start that has learned nothing from its steps."""
         if steps:
-            self._warn(
-                f"Nothing was learned from {steps:,} steps",
-                "It is saved, and the next start continues to fill it."
-                if is_saved
-                else "It is not saved, so the next start fills it from the beginning. "
-                "Add --save_replay, or lower --learn_start.",
-            )
+            self._warn(f"Nothing was learned from {steps:,} steps")
 
     def _num_missing(self) -> int:
         start = self._flags.learn_start
         return 0 if self._started else max(0, start - self.replay.size)
 
-    def _warn(self, begin: str, advice: str) -> None:
-        need = f"the replay needs {self._num_missing():,} more for --learn_start"
-        log.warning("%s: %s %s. %s", begin, need, self._flags.learn_start, advice)
+    def _warn(self, begin: str) -> None:
+        log.warning(
+            "%s: the replay needs %s more for --learn_start %s. Lower it; or raise "
+            "--total_steps; or the next start goes on filling, with --save_replay",
+            *(begin, f"{self._num_missing():,}", self._flags.learn_start),
+        )
 
     def mix(
         self, batch: dict[str, Nested], state: State
@@ -119,7 +115,7 @@ class Mixer:
         replayed_state = map_nested(lambda *x: torch.cat(x, dim=1), *states)
         self._last = replayed, replayed_state
         online = {name: batch[name] for name in replayed if name != "step_counts"}
-        online["step_counts"] = batch.get("step_counts", torch.ones_like(batch["done"]))
+        online["step_counts"] = torch.ones_like(batch["done"])
         mixed, state = map_nested(
             lambda *x: torch.cat(x, dim=1), (online, state), self._last
         )

@@ -168,14 +168,18 @@ class InputCheck:
 
     LARGE = 100.0
     LEAST_CHANCE = 0.1  # of the entropy of a policy whose logits are 0
+    ADVICE = "Scale them in a wrapper, or (not images) by --normalize_observations"
 
     def __init__(self, space: spaces.Space, normalized: bool) -> None:
         self.space = space
-        self.to_check: set[str] = set()  # places
-        for place, leaf in leaves_of(space):
-            bounded = leaf.dtype == np.uint8 if is_image(leaf) else normalized
-            if has_numbers(leaf) and not bounded:
-                self.to_check.add(place)
+        numbers = {place: x for place, x in leaves_of(space) if has_numbers(x)}
+        if normalized and all(map(is_image, numbers.values())):
+            log.warning("--normalize_observations: no observation has numbers for it")
+        self.to_check: set[str] = {
+            place
+            for place, leaf in numbers.items()
+            if not (leaf.dtype == np.uint8 if is_image(leaf) else normalized)
+        }
         self.batches = 0
 
     @torch.no_grad()
@@ -195,9 +199,8 @@ class InputCheck:
                 self.to_check.remove(place)
                 log.warning(
                     "%s: most steps hold values above %g, up to %.3g. A network can't "
-                    "learn from them as they are: add --normalize_observations, or "
-                    "scale them in a wrapper",
-                    *(place, self.LARGE, largest.max()),
+                    "learn from them as they are. %s",
+                    *(place, self.LARGE, largest.max(), self.ADVICE),
                 )
         if self.batches == 1 and "policy_logits" in batch:
             self._see_first_policy(batch, distribution)
@@ -211,7 +214,6 @@ class InputCheck:
             log.warning(
                 "The policy is nearly deterministic before the first update: its "
                 "entropy is %.3g nats, that of a uniform one %.3g. If it was not "
-                "trained before (--init_from), the observations are too large: add "
-                "--normalize_observations, or scale them in a wrapper",
-                *(entropy, most),
+                "trained before (--init_from), the observations are too large. %s",
+                *(entropy, most, self.ADVICE),
             )

@@ -84,19 +84,17 @@ class StartOfGame(gymnasium.Wrapper):
         # same numbers.
         self.rng = np.random.RandomState()
 
-    def _draw_frames(self) -> int:
-        # Maps 32 random bits to 0..noop_max, as libstdc++ does.
-        bits = int(self.rng.randint(2**32, dtype=np.uint32))
-        return bits * (self.noop_max + 1) >> 32
-
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         if seed is not None:
             self.rng.seed(seed)
         observation, info = self.env.reset(seed=seed, options=options)
+        # Maps 32 random bits to 0..noop_max, as libstdc++ does.
+        bits = int(self.rng.randint(2**32, dtype=np.uint32))
+        frames = bits * (self.noop_max + 1) >> 32
         actions = [] if self.fire is None else [self.fire]
-        actions += [self.noop] * (self._draw_frames() - len(actions))
+        actions += [self.noop] * (frames - len(actions))
         for action in actions:
             observation, _, terminated, _, info = self.env.step(action)
             if terminated:

@@ -87,13 +87,13 @@ class Checker:
         except (TypeError, ValueError) as error:
             if isinstance(error, InvalidEnvironmentError) or not raised_by_call(error):
                 raise
-            self._fail(method, f"does not follow Gymnasium's API: {error}")
+            self.fail(method, f"does not follow Gymnasium's API: {error}")
         count = 5 if method == "step" else 2
         if not isinstance(result, tuple) or len(result) != count:
-            self._fail(method, f"returned {describe(result)}")
+            self.fail(method, f"returned {describe(result)}")
         observation, *numbers, info = result
         if not isinstance(info, dict):
-            self._fail(method, f"returned {describe(info)} as info; it must be a dict")
+            self.fail(method, f"returned {describe(info)} as info; it must be a dict")
         arrays = self.read(method, observation)
         self._calls += 1
         is_sample = self._calls <= FIRST_CALLS or self._calls % CHECK_EVERY == 0
@@ -109,13 +109,13 @@ class Checker:
         try:
             arrays = read(self.space, observation, self._leading)
         except ValueError as error:
-            self._fail(method, f"{how} {error}")
+            self.fail(method, f"{how} {error}")
         if self._categories:  # networks can't read others
             flat = flatten(arrays)
             for i, place, leaf, end in self._categories:
                 if ((flat[i] < leaf.start) | (flat[i] >= end)).any():
                     seen = f"{how} {flat[i].tolist()} as {place}"
-                    self._fail(method, f"{seen}, but {leaf} is declared")
+                    self.fail(method, f"{seen}, but {leaf} is declared")
         # A view that is flipped, for example, can't become a tensor.
         return map_nested(np.ascontiguousarray, arrays) if self._leading else arrays
 
@@ -129,7 +129,7 @@ class Checker:
     def warn(self, key: str, message: str) -> None:
         self._warn(key, f"--env {self.name}: {message}")
 
-    def _fail(self, method: str, what: str) -> NoReturn:
+    def fail(self, method: str, what: str) -> NoReturn:
         raise InvalidEnvironmentError(
             f"--env {self.name}: {method}() {what}. {_API[method]}. An environment of "
             "the old Gym API is adapted if --env names its class: package.module:Class"
@@ -147,7 +147,7 @@ class Checker:
             if self._leading:
                 each = f" for each of {self._leading[0]} environments"
             wanted = f"it must be one {'bool' if is_end else 'number'}{each}"
-            self._fail(method, f"returned {describe(value)} as {field}; {wanted}")
+            self.fail(method, f"returned {describe(value)} as {field}; {wanted}")
 
     def _look(self, method: str, observation: Any, numbers: list[Any]) -> None:
         """Looks at the numbers of one environment."""
@@ -162,7 +162,7 @@ class Checker:
                 self._look_at_box(place, leaf, array)
             elif not leaf.contains(array.astype(leaf.dtype)):
                 seen = f"returned {array.tolist()} as {place}"
-                self._fail(method, f"{seen}, but {leaf} is declared")
+                self.fail(method, f"{seen}, but {leaf} is declared")
         for field, x in zip(_NUMBERS[1:], numbers[1:], strict=False):
             if x is None or x not in (0, 1):
                 self.warn(field, f"step() returned {field}={x}, read as {bool(x)}")
@@ -249,7 +249,11 @@ def read(
             fits = np.can_cast(array.dtype, space.dtype or object, "same_kind")
             is_bits = isinstance(space, spaces.MultiBinary)
             if fits or (is_bits and np.isin(array, (0, 1)).all()):
-                return array.astype(space.dtype, copy=False)
+                cast = array.astype(space.dtype, copy=False)
+                are_integers = {array.dtype.kind, cast.dtype.kind} <= {"i", "u"}
+                if not are_integers or np.array_equal(cast, array):
+                    return cast
+                why = f". Among them is {array[cast != array][0]}"
     if leading:
         why = f", for each of {leading[0]} environments{why}"
     name = "".join(["observation", *(f"[{key!r}]" for key in place)])

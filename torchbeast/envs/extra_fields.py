@@ -79,10 +79,8 @@ def select(info: dict[str, Any]) -> dict[str, np.ndarray]:
         if name in info:
             seen = np.asarray(info[name])
             value = seen.astype(field.dtype if seen.dtype.kind in "biuf" else "O")
-            keeps = np.can_cast(seen.dtype, field.dtype, "same_kind") or (
-                value.dtype == field.dtype and (value == seen).all()
-            )
-            if seen.shape != field.shape or not keeps:
+            keeps = value.dtype.kind == "f" or (value == seen).all()
+            if seen.shape != field.shape or value.dtype != field.dtype or not keeps:
                 raise InvalidEnvironmentError(
                     f"EXTRA_FIELDS declares {name!r} as {np.dtype(field.dtype)} of "
                     f"shape {field.shape}, but info holds {info[name]!r:.80}"

@@ -319,4 +319,4 @@ class ParallelGames:
 
     def close(self) -> None:
         for game in self.envs:
-            game.checkers[0].close(game.run, game.env.close)
+            game.checkers[0].close(game.run, lambda env=game.env: env.close())

@@ -7,7 +7,7 @@ import argparse
 import functools
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -182,6 +182,9 @@ class VectorGames:
         done = terminated | truncated
         if done.any():
             final_obs, ended = info.get("final_obs"), info.get("final_info", {})
+            if not isinstance(ended, Mapping):
+                got = f"returned {checks.describe(ended)} as info['final_info']"
+                self._checker.fail("step", f"{got}; it must be a dict of arrays")
             is_each = isinstance(final_obs, np.ndarray) and final_obs.dtype.hasobject
             if not self.resets_itself:
                 final_obs, ended = map_nested(np.copy, observation), info
@@ -208,7 +211,9 @@ class VectorGames:
             options, call = {"reset_mask": done}, self._checker.call
             new, new_info = call("reset", self._run, self.env.reset, options=options)
             pairs = zip(flatten(observation), flatten(new), strict=True)
-            if any((old[~done] != x[~done]).any() for old, x in pairs):
+            # NaN is not equal to itself.
+            differ = (((a != b) & ((a == a) | (b == b)))[~done].any() for a, b in pairs)
+            if any(differ):
                 self._checker.warn(
                     "reset_mask",
                     f"reset(options={options}) also changes what environments observe "

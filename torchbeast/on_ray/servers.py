@@ -111,10 +111,12 @@ def call_ray(flags: Flags, pipe: connection.Connection) -> None:
 def joined_address(address: str) -> str:
     """The address at which other machines reach a learner that listens at `address`."""
     host, _, port = address.rpartition(":")
-    if address.startswith("unix:") or host not in ("", "0.0.0.0", "[::]", "*"):
+    if address.startswith("unix:"):
         return address
     if port == "0":
         raise FlagError(f"--listen {address}: name a port, which Ray's actors can know")
+    if host not in ("", "0.0.0.0", "[::]", "*"):
+        return address
     return f"{ray.util.get_node_ip_address()}:{port}"
 
 

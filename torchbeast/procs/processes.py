@@ -114,7 +114,8 @@ def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     finally:
         for number, old_handler in old.items():
             at_exit = old_handler == _exit_at_once
-            signal.signal(number, signal.SIG_IGN if at_exit else old_handler)
+            if old_handler is not None:  # None: of C code, which can't be restored
+                signal.signal(number, signal.SIG_IGN if at_exit else old_handler)
 
 
 @contextlib.contextmanager

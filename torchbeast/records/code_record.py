@@ -112,12 +112,12 @@ def _sources(named: str, checkout: set[str]) -> dict[str, bytes]:
 
     Imports nothing. A package counts as a whole. Stops at MAX_BYTES and MAX_SECONDS.
     """
-    waiting = re.findall(r"(?:^|,)(\w+)[\w.]*:", named)
+    waiting = re.findall(r"(?:^|,)\s*(\w+)[\w.]*:", named)
     seen, size, deadline = set(waiting), 0, time.monotonic() + MAX_SECONDS
     found: dict[str, bytes] = {}
     while waiting:
-        for name, path in _files_of(waiting.pop()):
-            if time.monotonic() > deadline or size > MAX_BYTES:
+        for name, path in _files_of(waiting.pop(), deadline):
+            if size > MAX_BYTES:
                 return found
             if str(path) not in checkout:
                 try:
@@ -132,7 +132,7 @@ def _sources(named: str, checkout: set[str]) -> dict[str, bytes]:
     return found
 
 
-def _files_of(module: str) -> Iterator[tuple[str, pathlib.Path]]:
+def _files_of(module: str, deadline: float) -> Iterator[tuple[str, pathlib.Path]]:
     """Names and paths of a module's files; none if it is installed."""
     if module in sys.stdlib_module_names:
         return
@@ -144,6 +144,8 @@ def _files_of(module: str) -> Iterator[tuple[str, pathlib.Path]]:
             if {"site-packages", "dist-packages"} & set(place.parts):
                 continue
             for folder, _, names in os.walk(place) if folders else [(place, (), ("",))]:
+                if time.monotonic() > deadline:
+                    return
                 for path in (pathlib.Path(folder, name) for name in names):
                     if path.suffix == ".py" and path.is_file():
                         yield str(path.relative_to(place.parent)), path

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torchbeast.base.errors import FileError, UserError
+from torchbeast.base.errors import FileError, UserError, using
 from torchbeast.records.folder import atomic_write
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class LogsCsv:
                 "and _time: another program wrote it. Move it away."
             )
         kept: list[list[str]] = []
-        for number, row in enumerate(rows):
+        for number, row in enumerate(rows if last_step is not None else ()):
             try:
                 cells = dict(zip(columns, row, strict=True))
                 int(cells["_tick"])
@@ -135,7 +135,7 @@ class LogsCsv:
                         f"({row!s:.99}: {error}). Repair it or move the file away."
                     ) from error
                 break  # a power failure can damage only the last line
-            if last_step is None or step > last_step:
+            if last_step is not None and step > last_step:
                 break
             kept.append(row)
         if not complete or len(kept) < len(rows):
@@ -181,7 +181,8 @@ class LogsCsv:
 def read_rows(folder: pathlib.Path) -> Iterator[dict[str, str]]:
     """The rows of a run's logs.csv; none without the file."""
     path = folder / "logs.csv"
-    columns, rows, _ = read_csv(path) if path.exists() else ([], [], True)
+    with using(path):
+        columns, rows, _ = read_csv(path) if path.exists() else ([], [], True)
     return (dict(zip(columns, row, strict=False)) for row in rows)
 
 

@@ -53,7 +53,7 @@ class SavedRun(NamedTuple):
         last_step = self.last("step") or 0
         if step is not None and last_step < step:
             raise ValueError(
-                f"run {self.name!r} ends at step {last_step:,.0f}, before {step:,}"
+                f"{self.name!r} ends at step {last_step:,.0f}, before {step:,}"
             )
         returns = self.columns.get("mean_game_return_100", np.empty(0))
         known = np.isfinite(returns)

@@ -64,7 +64,7 @@ def make_space(description: dict[str, Any]) -> spaces.Space:
 
 
 def make_bound(bound: Any, end: str, dtype: np.dtype) -> np.ndarray:
-    """A Box's low or high in its dtype. The wire has float64, and no infinite bounds.
+    """A Box's low or high in its dtype. The wire has float64.
 
     Args:
       bound: None (no bound), a float for all elements, or a float64 array.
@@ -296,9 +296,7 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
         distribution = make_distribution(action_space)
         check_mask(observation_space, action_space)
         if flags.num_actions not in (None, getattr(action_space, "n", None)):
-            raise ValueError(
-                f"--num_actions is {flags.num_actions}, got {action_space}"
-            )
+            raise ValueError(f"--num_actions {flags.num_actions}, got {action_space}")
         num_rows = flags.num_actors * (flags.unroll_length + 1)
         most = memory_limit() // 2 // ranks.size()
         if num_rows * found["step_bytes"] > most:

@@ -162,7 +162,10 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
     """
     import ssl  # slow
 
-    encrypts, context = uses_tls(flags), tls_context(flags)
+    try:
+        encrypts, context = uses_tls(flags), tls_context(flags)
+    except UserError:  # its files may just be renewed
+        return None
     if not flags.tls_ca:
         context.load_default_certs()
     name = flags.tls_server_name or address.rpartition(":")[0].strip("[]")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torchbeast.base.errors import UserError, text_of
+from torchbeast.base.errors import text_of
 from torchbeast.base.seldom import Seldom
 from torchbeast.envs.environment import Environment, example_environment
 from torchbeast.procs import children
@@ -124,11 +124,10 @@ def run_client(
                 waits = True
                 if not is_new(stats["last_error"]):
                     continue
-                with contextlib.suppress(UserError):  # its files may just be renewed
-                    if fault := tls_fault(learner, flags):
-                        faults.append(f"the learner at {learner}: {fault}")
-                        client.stop()
-                        return
+                if fault := tls_fault(learner, flags):
+                    faults.append(f"the learner at {learner}: {fault}")
+                    client.stop()
+                    return
                 why = stats["last_error"].rpartition("last error: ")[2]
                 say(f"Waiting for a learner at {learner}: {why}")
 

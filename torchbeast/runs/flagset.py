@@ -87,7 +87,9 @@ def read(parser: FlagParser, argv: Sequence[str] | None = None) -> Typed:
     in_file: dict[str, Any] = {}
     if "config" in here:
         with using(file):
-            in_file, signed = _read_config(parser.declared, Path(here["config"]))
+            in_file, signed = _read_config(
+                parser.declared, Path(here["config"]).expanduser()
+            )
     return Typed(parser.declared, here, in_file, file, signed)
 
 
@@ -248,7 +250,7 @@ def check_effects(flags: Flags) -> None:
 
     A --config may have such flags: that of a run has all flags.
     """
-    here = flags.on_command_line
+    here, trains = flags.on_command_line, flags.mode == "train"
 
     def refuse(off: bool, cause: str, *names: str) -> None:
         for name in names:
@@ -260,9 +262,10 @@ def check_effects(flags: Flags) -> None:
         for name in ("replay_ratio", "eval_interval", "use_lstm")
     )
     why = "without a replay: add --replay_ratio, for example 7"
-    refuse(not replay, why, "replay_size", "replay_file", "save_replay", "learn_start")
+    replays = "replay_size", "replay_file", "save_replay", "learn_start", "kl_threshold"
+    refuse(not replay, why, *replays)
     why = "without evaluations: add --eval_interval, for example 500000"
-    refuse(not evaluations, why, "eval_episodes")
+    refuse(not evaluations, why, "eval_episodes", *["greedy"] * trains)
     why = "without a recurrent core: add --use_lstm"
     refuse(not core, why, "core", "core_size", "core_layers", "forget_bias")
     why = "without checkpoints"
@@ -272,9 +275,12 @@ def check_effects(flags: Flags) -> None:
     is_ray = getattr(flags, "launcher", None) == "ray"
     alone = bool(flags.sync or repeats or is_ray)
     refuse(alone, "with --sync, --repeat or --launcher ray", "record")
-    refuse(bool(flags.sync), "with --sync, which has one", "num_learner_threads")
+    threads = "num_learner_threads", "num_inference_threads"
+    refuse(bool(flags.sync), "with --sync", *threads)
+    is_adam = flags.optimizer == "adam"
+    refuse(is_adam, "with Adam", "alpha", "momentum", "epsilon_outside_root")
+    refuse(bool(flags.encoder), "with --encoder", "model")
     refuse(not flags.metrics_port, "without --metrics_port", "metrics_host")
-    trains = flags.mode == "train"
     why = "in training, which resumes from model.tar: add --mode test, or "
     refuse(trains, f"{why}start another run with --init_from", "checkpoint")
     refuse(trains, "in training, see --eval_episodes", "num_test_episodes")
@@ -340,7 +346,7 @@ def resolve(flags: Flags) -> Flags:
             f"--video {flags.video} records a test, not training: add --mode test"
         )
     if flags.torch_threads is None:
-        learners = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's
+        learners = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # torchrun's
         # Half of the cores are for the actors.
         flags.torch_threads = max(1, processes.num_cpus() // 2 // learners)
     check_effects(flags)

@@ -164,7 +164,8 @@ def parts(typed: flagset.Typed) -> Iterator[flagset.Typed]:
     starts, error = [0], None
     for start in read_meta(folder).get("starts", ()):
         # A start goes on from a checkpoint; what came later was dropped.
-        starts = [x for x in starts if x < start["first_step"]] + [start["first_step"]]
+        first = start.get("first_step") or 0
+        starts = [*(x for x in starts if x < first), first]
         error = start.get("error")
     last = int(rows[-1]["step"])
     until = flags.until or (LARGEST_STEP if error else last)  # it fails by itself

@@ -118,9 +118,8 @@ class Profile:
             from torch import profiler
             from torch._C._profiler import _ExperimentalConfig
 
-            activities = profiler.supported_activities()
             self.profiler = profiler.profile(
-                activities=activities,
+                activities=profiler.supported_activities(),
                 experimental_config=_ExperimentalConfig(profile_all_threads=True),
             )
             self.profiler.start()

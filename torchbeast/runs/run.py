@@ -363,8 +363,8 @@ class Run:
                 log.error("%s", checkpoint.first_update_failed(model, replay))
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        self._log_signal()
         try:
+            self._log_signal()
             if error is None:
                 left = self.learner.step < self.last_step or self.interrupted
                 self.exit_status = 128 + self._signal if left else 0
@@ -420,6 +420,7 @@ class Run:
             self.save()
 
     def _close(self) -> None:
+        self._saving = True  # for liveness: copies to a mirror may take long
         learner, status = self.learner, self.exit_status
         counters, last = learner.counters, self.flags.episodes_for_avg
         self._status_line.close()
@@ -429,8 +430,7 @@ class Run:
             self._fail(error)
             status = self.exit_status
         if learner.mixer and learner.num_updates == self._began_at[1]:
-            steps = learner.step - self._began_at[0]
-            learner.mixer.report_filling(steps, self.flags.save_replay)
+            learner.mixer.report_filling(learner.step - self._began_at[0])
         log.info(
             "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
             "Failed" if status == 1 else "Stopped" if status else "Finished",

@@ -14,6 +14,7 @@ def configure_logging() -> None:
     logging.basicConfig(
         level=logging.INFO, format="[%(levelname)s %(asctime)s %(name)s] %(message)s"
     )
+    logging.getLogger("torchbeast").setLevel(logging.INFO)  # whoever was first
 
 
 def print_warnings_only() -> None:

@@ -105,7 +105,7 @@ class WeightsAndBiases:
             import wandb
         identity = path / "wandb_id.txt"
         if not resumes or not identity.exists():
-            with atomic_write(identity) as file:
+            with writing(identity), atomic_write(identity) as file:
                 file.write(secrets.token_hex(8).encode())
         try:
             self.run: Any = wandb.init(

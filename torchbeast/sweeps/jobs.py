@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torchbeast.base.errors import FlagError
 from torchbeast.procs import children, processes
-from torchbeast.records.folder import writing
+from torchbeast.records.folder import RunBusyError, RunFolder, writing
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,13 @@ class Job(NamedTuple):
                 stderr=subprocess.STDOUT,
                 preexec_fn=prepare,
             )
+
+    def is_free(self) -> bool:
+        """Whether no process has the run's folder."""
+        with contextlib.suppress(RunBusyError):
+            RunFolder(str(self.folder.parent), self.xpid).close()
+            return True
+        return False
 
     def tail(self) -> str:
         """The last lines of the run's output."""
@@ -145,6 +152,11 @@ def run_here(
     with guardian as guard, processes.StopSignals() as signals, ending(running):
         while True:
             while places and not signals.number and (job := next(jobs, None)):
+                # A killed sweep's runs are still saving, for END_SECONDS at most.
+                for _ in range(int(END_SECONDS / 0.1)):
+                    if job.is_free() or signals.number:
+                        break
+                    time.sleep(0.1)
                 own_cores = places.popleft()
                 process = job.start(own_cores)
                 guard.guard(process.pid)
@@ -155,6 +167,8 @@ def run_here(
                 return signals.number
             if select.select([signals.wake_pipe.reader], [], [], 0.1)[0]:
                 signals.wake_pipe.drain()
+                if not signals.number:  # another signal of this process
+                    continue
                 name = signal.Signals(signals.number).name
                 log.warning("%s: %d runs are ending.", name, len(running))
                 for process, _ in running.values():

@@ -17,7 +17,6 @@ from submitit.core import utils
 
 from torchbeast.base.errors import FlagError
 from torchbeast.procs import children, processes
-from torchbeast.records.folder import RunBusyError, RunFolder
 from torchbeast.sweeps import jobs
 from torchbeast.sweeps.jobs import Job
 
@@ -127,13 +126,5 @@ def _end_here(submitted: Sequence[tuple[Job, Any]]) -> None:
         handle.cancel()
     for job, handle in submitted:
         # submitit kills its process after a second. The run ends later.
-        while time.monotonic() < deadline and not (handle.done() and _is_free(job)):
+        while time.monotonic() < deadline and not (handle.done() and job.is_free()):
             time.sleep(0.05)
-
-
-def _is_free(job: Job) -> bool:
-    """Whether no process has the run's folder."""
-    with contextlib.suppress(RunBusyError):
-        RunFolder(str(job.folder.parent), job.xpid).close()
-        return True
-    return False
