@@ -36,7 +36,7 @@ class Fine(gymnasium.Env):
     def observe(self) -> Any:
         return {
             "vector": np.zeros(3),  # float64 may become float32
-            "image": np.full((8, 9, 2), 200, np.uint8),
+            "image": np.full((8, 9, 2), 200, np.uint16),  # and this may become uint8
             "numbers": (np.int64(-1), 7.0),
         }
 
@@ -51,6 +51,11 @@ class Only(Fine):
 
 
 # --- What ends a run ---
+
+
+class TooLarge(Fine):
+    def observe(self) -> Any:
+        return {**super().observe(), "image": np.full((8, 9, 2), 300, np.uint16)}
 
 
 class WrongShape(Fine):

@@ -18,7 +18,7 @@ checkout, folder, *parts = sys.argv[1:]
 sys.path[:0] = [checkout, *parts]
 from torchbeast.records import code_record
 assert code_record.__file__.startswith(checkout), code_record.__file__
-flags = argparse.Namespace(env="mine.games:Game", wrapper="wraps:one,numpy:two")
+flags = argparse.Namespace(env="mine.games:Game", wrapper="numpy:two, wraps:one")
 names = code_record.record(pathlib.Path(folder), flags)
 loaded = {"mine", "wraps", "torch"} & sys.modules.keys()
 print(json.dumps([names, sorted(loaded)]))

@@ -167,6 +167,10 @@ def test_a_flag_without_effect_is_refused_beside_a_file(write):
     [
         ("--core_size 512", "--core_size 512 has no effect .* --use_lstm"),
         ("--core gru", "--core gru has no effect"),
+        ("--optimizer adam --alpha 0.9", "--alpha 0.9 has no effect with Adam"),
+        ("--kl_threshold 0.1", "--kl_threshold 0.1 has no effect without a replay"),
+        ("--greedy", "--greedy True has no effect without evaluations"),
+        ("--encoder a:B --model deep", "--model deep has no effect with --encoder"),
         ("--num_test_episodes 9", "--num_test_episodes 9 .* --eval_episodes"),
         ("--sync --num_learner_threads 2", "--num_learner_threads 2 .* --sync"),
         (

@@ -65,6 +65,7 @@ def test_no_warning_for_atari(path):
 AT_RESET = {
     "WrongShape": r"uint8 \[8, 9, 3\] as observation\['image'\], but Box.*\(8, 9, 2\)",
     "WrongDtype": r"float64 \[8, 9, 2\] as observation\['image'\], but Box.*uint8\) is",
+    "TooLarge": r"uint16 \[8, 9, 2\] as observation\['image'\], .* Among them is 300",
     "WrongKeys": r"a dict of \['picture', 'vector'\] as observation, but Dict\('image'",
     "NoDict": r"float64 \[3\] as observation, but Dict\(.* is declared",
     "TooFewNumbers": r"a tuple of 1 values as observation\['numbers'\], but Tuple\(Dis",

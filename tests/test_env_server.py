@@ -318,6 +318,7 @@ def test_keys_may_have_zero_bytes(address):
     [
         (spaces.Box(0, 9, (3,), np.uint8), np.zeros(3), "float64.*uint8"),
         (spaces.Box(0, 9, (3,), np.uint8), [1, 2, 300], "OverflowError|out of bounds"),
+        (spaces.Box(0, 9, (1,), np.uint8), np.array([300], "u2"), "outside of uint8"),
         (spaces.Discrete(3), 1.5, "float64.*int64"),
         (spaces.Box(0, 9, (3,)), np.zeros(4, np.float32), r"\[4\], not float32 \[3\]"),
         (spaces.Tuple([spaces.Discrete(3)] * 2), (1, 2, 0), "tuple of 2.*has 3"),
@@ -488,6 +489,14 @@ def test_whatever_an_environment_raises_reaches_the_learner(error, address):
         pytest.raises(RuntimeError, match=rf"(?s)Traceback.*{error.__name__}: enough"),
     ):
         play(address, zero)
+
+
+def test_run_tells_each_time_that_it_can_not_listen(address):
+    with serving(Env, address):
+        server = Server(Env, address)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="cannot listen"):
+                server.run()
 
 
 def test_not_an_environment(address):

@@ -20,8 +20,8 @@ import pytest
 import runs
 import torch
 
-from torchbeast.base.errors import FileError
-from torchbeast.records import meta
+from torchbeast.base.errors import FileError, UserError
+from torchbeast.records import logs_csv, meta
 from torchbeast.records.folder import RunFileError, RunFolder, atomic_write
 from torchbeast.records.logs_csv import spread
 
@@ -335,6 +335,12 @@ def test_resume_with_blank_lines(started):
         FileWriter(str(started.parent), "run", ARGS, resume_step=90)
 
 
+def test_logs_that_can_not_be_read(tmp_path):
+    (tmp_path / "logs.csv").mkdir()
+    with pytest.raises(UserError, match=r"logs\.csv"):
+        logs_csv.read_rows(tmp_path)
+
+
 def test_resume_before_the_first_row(tmp_path):
     FileWriter(str(tmp_path), "run", ARGS).close(exit_status=1)
     writer = FileWriter(str(tmp_path), "run", ARGS, resume_step=0)
@@ -415,11 +421,13 @@ def test_meta_tells_of_every_start(started):
 
 
 def test_starting_over_cuts_all_lines(started, info_level):
+    lines = (started / "logs.csv").read_text().splitlines(keepends=True)
+    (started / "logs.csv").write_text("".join([*lines[:2], "damaged\n", *lines[2:]]))
     writer = FileWriter(str(started.parent), "run", ARGS)
     writer.log({"step": 5, "total_loss": 1.0})
     writer.close(exit_status=0)
     assert [(row["_tick"], row["step"]) for row in read_rows(started)] == [("0", "5")]
-    assert "0 of 7 lines of logs.csv are kept." in (started / "out.log").read_text()
+    assert "0 of 8 lines of logs.csv are kept." in (started / "out.log").read_text()
 
 
 def test_a_locked_folder(tmp_path):

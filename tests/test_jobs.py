@@ -3,10 +3,12 @@
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
 
+from torchbeast.records.folder import RunFolder
 from torchbeast.sweeps import jobs
 from torchbeast.sweeps.jobs import Job
 
@@ -60,3 +62,17 @@ def test_more_jobs_than_cores(caplog):
     assert jobs.split_cores(num_cpus + 1, None) == [[]] * (num_cpus + 1)
     assert jobs.split_cores(1, num_cpus + 1) == [[]]
     assert caplog.text.count(f"but this process may use {num_cpus}") == 2
+
+
+def test_a_job_waits_for_its_folder(tmp_path):
+    """A run of a killed sweep may still save when the sweep starts again."""
+    code = "import fcntl, os, sys; folder = os.open(sys.argv[1], os.O_RDONLY); "
+    code += "fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    folder = tmp_path / "a"
+    job = Job("a", folder, (sys.executable, "-c", code, str(folder)))
+    busy, statuses = RunFolder(str(tmp_path), "a"), []
+    timer = threading.Timer(0.5, busy.close)
+    timer.start()
+    jobs.run_here(iter([job]), [[]], lambda job, status: statuses.append(status))
+    timer.join()
+    assert statuses == [0], job.tail()

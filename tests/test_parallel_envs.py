@@ -203,6 +203,14 @@ def test_action_masks(masked):
         row = envs.step(np.zeros(3, int))
 
 
+def test_a_game_without_close(monkeypatch, caplog):
+    monkeypatch.delattr(agent_games.ParallelEnv, "close")
+    envs = Environment(env_flags("agent_games:Fading"), None)
+    envs.initial()
+    envs.close()
+    assert "close() raised" in caplog.text
+
+
 # --- What is refused ------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 
@@ -78,3 +79,15 @@ def test_a_dead_child_and_one_that_takes_no_steps():
         watch.check([child])
         watch.restart(child)
         watch.check([child])
+
+
+def test_logging_that_was_configured_before():
+    """Such as by a notebook: all lines are logged, whatever the root's level is."""
+    code = (
+        "import logging; logging.warning('before')\n"
+        "from torchbeast.runs import script\n"
+        "script.configure_logging(); logging.getLogger('torchbeast.x').info('after')"
+    )
+    words = [sys.executable, "-c", code]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert "after" in result.stderr

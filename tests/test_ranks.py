@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 import runs
 import torch
+from test_flags import machine_with, parse
 from test_polybeast_sync import SYNC, WITH_STATE, assert_logs_agree
+
+from torchbeast.base import devices, ranks
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -247,3 +250,14 @@ def test_polybeasts_servers_live_until_all_learners_have_stopped(tmp_path):
     assert "waited in vain" not in output, output
     saved = torch.load(tmp_path / "all" / "model.tar", weights_only=False)
     assert saved["stats"]["step"] == int(runs.read_logs(tmp_path, "all")[-1]["step"])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("", "cuda:1"), ("--learner_device cuda", "cuda:1")]
+)
+def test_each_rank_has_a_gpu_of_its_own(given, expected, monkeypatch):
+    machine_with(monkeypatch, 2)
+    monkeypatch.setattr(ranks, "size", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert devices.learner_device(parse(given)) == torch.device(expected)

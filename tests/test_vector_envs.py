@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import multiprocessing
 
 import gymnasium
@@ -112,13 +113,14 @@ def test_environments_that_come_in_groups(variant):
 class Restarts(OneSeed):
     """Its resets restart all environments, or those in the mask. Flipped views."""
 
-    def __init__(self, num_envs, obeys=True):
+    def __init__(self, num_envs, obeys=True, unknown=0.0):
         super().__init__(num_envs)
+        self.unknown = unknown
         self.metadata = {"autoreset_mode": AutoresetMode.DISABLED}
         self.steps, self.obeys = np.zeros(num_envs), obeys
 
     def _look(self):
-        pairs = np.stack([np.zeros_like(self.steps), self.steps], 1) / 100
+        pairs = np.stack([np.full_like(self.steps, self.unknown), self.steps], 1) / 100
         return pairs.astype(np.float32)[:, ::-1]
 
     def reset(self, *, seed=None, options=None):
@@ -132,9 +134,11 @@ class Restarts(OneSeed):
         return self._look(), np.ones(self.num_envs), ends, ends & False, {}
 
 
-@pytest.mark.parametrize("obeys", [True, False])
-def test_a_class_that_is_reset_in_part(obeys, caplog):
-    env_kwargs = json.dumps({"obeys": obeys})
+@pytest.mark.parametrize(
+    ("obeys", "unknown"), [(True, 0.0), (True, math.nan), (False, 0.0)]
+)
+def test_a_class_that_is_reset_in_part(obeys, unknown, caplog):
+    env_kwargs = json.dumps({"obeys": obeys, "unknown": unknown})
     envs = Environment(env_flags(f"{__name__}:Restarts", env_kwargs=env_kwargs), 2)
     row = envs.initial()
     for _ in range(9):
@@ -382,7 +386,8 @@ class Wrong(OneSeed):
         reward = np.ones((self.num_envs, 1) if self.fault == "rewards" else E)
         if self.fault == "NaN" and self.steps == 1:
             reward[1] = np.nan
-        info = {} if self.fault == "no final_obs" else {"final_obs": self.observe()}
+        info = {"final_info": [{}] * E} if self.fault == "final list" else {}
+        info |= {} if self.fault == "no final_obs" else {"final_obs": self.observe()}
         if self.fault == "final tensor":
             info["final_obs"] = torch.from_numpy(info["final_obs"])
         elif self.fault == "final shape":
@@ -398,6 +403,7 @@ class Wrong(OneSeed):
         ("too few", r"reset\(\) returned uint8 \[2, 2\] as observation.*each of 3 env"),
         ("rewards", r"step\(\) returned float64 \[3, 1\] as reward.* for each of 3"),
         ("no final_obs", r"step\(\) truncated an episode.*\['final_obs'\] None as obs"),
+        ("final list", r"returned a list of 3 values as info\['final_info'\]"),
         ("final shape", r"info\['final_obs'\] uint8 \[3, 1\] as observation"),
     ],
 )
