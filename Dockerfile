@@ -18,7 +18,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends \
 RUN python3 -m venv /opt/torchbeast
 ENV PATH=/opt/torchbeast/bin:$PATH
 
-# pip prefers PyTorch's CPU build if an index has it; PyPI has the CUDA build.
+# pip prefers PyTorch's CPU build if an index has it; the usual index has the CUDA build.
 # No defaults here: pip does not treat an empty value as unset.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
