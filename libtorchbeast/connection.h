@@ -66,8 +66,8 @@ class Connection {
   bool is_cancelled() const { return cancel_reason_ != nullptr; }
   // Whether messages go through shared memory.
   bool has_lane() const { return lane_ != nullptr; }
-  // Whether the other side owes its hello, or its end. For a step or an action it may
-  // take longer. Thread-safe.
+  // Whether the other side owes its hello, or its end after an error. For all else it
+  // may take longer. Thread-safe.
   bool is_shaking_hands() const { return is_shaking_hands_; }
 
   // For messages: "the environment server at unix:/tmp/polybeast.0".

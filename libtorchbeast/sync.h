@@ -49,9 +49,10 @@ inline bool is_longer(Clock::duration time, Milliseconds limit) {
   return time > clamp_limit(limit);
 }
 
-// A thread that waits calls this every kInterruptPeriod, with no lock held (but see Collector). What it
-// throws ends the wait. The Python bindings look for signals here, so that Ctrl-C
-// works, and take Python's lock for it: a wait that ends earlier does not call it.
+// A thread that waits calls this every kInterruptPeriod, with no lock held (but see
+// Collector). What it throws ends the wait. The Python bindings look for signals here,
+// so that Ctrl-C works, and take Python's lock for it: a wait that ends earlier does
+// not call it.
 using Interrupt = std::function<void()>;
 constexpr Milliseconds kInterruptPeriod{100};
 // Without one, a waiting thread still wakes this often: glibc before 2.41 may lose a

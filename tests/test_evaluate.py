@@ -42,7 +42,7 @@ def make_weights(flags):
     "words",
     [
         ("--env", "CartPole-v1", "--use_lstm"),
-        ("--env", "environments:GridWorld", "--greedy"),
+        ("--env", "environments:GridWorld", "--mode", "test", "--greedy"),
         ("--env", "environments:Steering"),
     ],
 )
@@ -80,7 +80,9 @@ def test_a_game_is_whole_and_its_rewards_are_not_clipped():
 @pytest.mark.parametrize("greedy", [False, True])
 def test_greedy_games_take_the_likeliest_actions(greedy):
     """Only the actions differ between games, so greedy games are all the same."""
-    flags = make_flags("--env", "environments:Digits", *["--greedy"] * greedy)
+    flags = make_flags(
+        "--env", "environments:Digits", *["--mode", "test", "--greedy"] * greedy
+    )
     games = list(evaluate.play(flags, make_weights(flags), range(17)))
     digits = {game.game_return for game in games}
     assert len(digits) == 1 if greedy else len(digits) > 10

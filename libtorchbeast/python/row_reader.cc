@@ -33,8 +33,8 @@ py::array RowReader::cast(py::handle value, DType dtype, const Place& place,
   py::array cast = numpy.attr("array")(array, to, py::arg("order") = "C");
   if (are_integers && !py::cast<bool>(numpy.attr("array_equal")(cast, array))) {
     throw std::invalid_argument("at " + place.str() + ": the environment gave " +
-                                std::string(py::str(from)) + " with values outside of " +
-                                dtype_name(dtype));
+                                std::string(py::str(from)) +
+                                " with values outside of " + dtype_name(dtype));
   }
   return cast;
 }

@@ -84,11 +84,8 @@ class Mixer:
         return 0 if self._started else max(0, start - self.replay.size)
 
     def _warn(self, begin: str) -> None:
-        log.warning(
-            "%s: the replay needs %s more for --learn_start %s. Lower it; or raise "
-            "--total_steps; or the next start goes on filling, with --save_replay",
-            *(begin, f"{self._num_missing():,}", self._flags.learn_start),
-        )
+        need = f"the replay needs {self._num_missing():,} more for --learn_start"
+        log.warning("%s: %s. Lower that, or keep it by --save_replay", begin, need)
 
     def mix(
         self, batch: dict[str, Nested], state: State

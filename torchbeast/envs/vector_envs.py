@@ -182,7 +182,7 @@ class VectorGames:
         done = terminated | truncated
         if done.any():
             final_obs, ended = info.get("final_obs"), info.get("final_info", {})
-            if not isinstance(ended, Mapping):
+            if self.resets_itself and not isinstance(ended, Mapping):
                 got = f"returned {checks.describe(ended)} as info['final_info']"
                 self._checker.fail("step", f"{got}; it must be a dict of arrays")
             is_each = isinstance(final_obs, np.ndarray) and final_obs.dtype.hasobject

@@ -275,8 +275,7 @@ def check_effects(flags: Flags) -> None:
     is_ray = getattr(flags, "launcher", None) == "ray"
     alone = bool(flags.sync or repeats or is_ray)
     refuse(alone, "with --sync, --repeat or --launcher ray", "record")
-    threads = "num_learner_threads", "num_inference_threads"
-    refuse(bool(flags.sync), "with --sync", *threads)
+    refuse(flags.sync, "with --sync", "num_learner_threads", "num_inference_threads")
     is_adam = flags.optimizer == "adam"
     refuse(is_adam, "with Adam", "alpha", "momentum", "epsilon_outside_root")
     refuse(bool(flags.encoder), "with --encoder", "model")

@@ -157,6 +157,8 @@ def run_here(
                     if job.is_free() or signals.number:
                         break
                     time.sleep(0.1)
+                if signals.number:
+                    break
                 own_cores = places.popleft()
                 process = job.start(own_cores)
                 guard.guard(process.pid)
