@@ -70,7 +70,7 @@ def test_starts_that_only_fill_the_replay_are_saved(tmp_path, save):
     output = runs.run(tmp_path, "laser", **flags)
     assert output.count("Nothing will be learned: 300 of --total_steps are left") == 1
     assert output.count("Nothing was learned from 300 steps") == 1
-    assert "--learn_start. Lower it, or keep the replay by --save_replay" in output
+    assert "--learn_start. Lower it or keep the replay by --save_replay" in output
     before = runs.read_logs(tmp_path, "laser")
     assert not learned(before)
     path = tmp_path / "laser" / "model.tar"

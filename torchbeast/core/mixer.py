@@ -85,7 +85,7 @@ class Mixer:
 
     def _warn(self, begin: str) -> None:
         need = f"the replay needs {self._num_missing():,} more for --learn_start"
-        log.warning("%s: %s. Lower it, or keep the replay by --save_replay", begin, need)
+        log.warning("%s: %s. Lower it or keep the replay by --save_replay", begin, need)
 
     def mix(
         self, batch: dict[str, Nested], state: State
