@@ -32,19 +32,25 @@ E = 3
 FIELDS = {
     "distance": ExtraField((), np.int64, of="step"),
     "now": ExtraField((), np.int64, of="observation"),
+    "far": ExtraField((), np.bool_, of="observation"),
 }
 
 
 class Measured(gymnasium.Wrapper):
-    """`distance` describes a step, `now` is the same for the observation."""
+    """`distance` describes a step, the others the observation."""
 
     def reset(self, **arguments):
         observation, info = self.env.reset(**arguments)
-        return observation, {"now": info["distance"]}
+        return observation, self.look(info)
 
     def step(self, action):
         *result, info = self.env.step(action)
-        return *result, {**info, "now": info["distance"]}
+        return *result, {**info, **self.look(info)}
+
+    @staticmethod
+    def look(info):
+        # Gymnasium joins the values of np.bool_ to an array of objects.
+        return {"now": info["distance"], "far": np.bool_(info["distance"] > 2)}
 
 
 def grids(num_envs, mode="SAME_STEP"):
@@ -95,6 +101,13 @@ class Pairs(OneSeed):
     def step(self, actions):
         none = np.zeros(self.num_envs, bool)
         return self.reset()[0], np.ones(self.num_envs), none, none, {}
+
+
+class Large(OneSeed):
+    def step(self, actions):
+        none = np.zeros(self.num_envs, bool)
+        info = {"large": np.array([255] * (self.num_envs - 1) + [300])}
+        return self.reset()[0], np.ones(self.num_envs), none, none, info
 
 
 @pytest.mark.parametrize("variant", ["monobeast", "polybeast"])
@@ -314,6 +327,7 @@ def test_rows_are_those_of_single_environments(mode, monkeypatch):
             parts = map_nested(lambda x, e=e: x[e], row["observation"])
             np.testing.assert_equal(parts, observation)
             assert row["now"][e] == now
+            assert row["far"][e] == (now > 2)
         actions = rng.integers(4, size=E)
         row = envs.step(actions)
         for e, twin in enumerate(twins):
@@ -338,6 +352,16 @@ def test_rows_are_those_of_single_environments(mode, monkeypatch):
                 now = info["now"]
             seen[e] = observation, now
     assert min(counts.values()) > 3
+    envs.close()
+
+
+def test_integers_of_info_that_do_not_fit_are_refused(monkeypatch):
+    field = ExtraField((), np.uint8, of="step")
+    monkeypatch.setitem(extra_fields.EXTRA_FIELDS, "large", field)
+    envs = make("Large")
+    assert not envs.initial()["large"].any()
+    with pytest.raises(InvalidEnvironmentError, match=r"'large' as uint8.*holds .*300"):
+        envs.step(np.zeros(E, int))
     envs.close()
 
 

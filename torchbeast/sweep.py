@@ -252,11 +252,7 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def make_grid(sweep: Sweep, options: argparse.Namespace) -> list[Job]:
-    """All runs of a grid, checked.
-
-    Raises:
-      FlagError: a flag has a value that is not allowed, or two runs have one name.
-    """
+    """All runs of a grid, checked. Raises FlagError, also if two have one name."""
     found = [job for each in grid.grid(options.grid) for job in sweep.make_jobs(*each)]
     name, count = Counter(job.xpid for job in found).most_common(1)[0]
     if count > 1:
@@ -267,11 +263,7 @@ def make_grid(sweep: Sweep, options: argparse.Namespace) -> list[Job]:
 def make_search(
     sweep: Sweep, options: argparse.Namespace, folder: pathlib.Path
 ) -> Search:
-    """A new study in the sweep's folder, or the one that is there.
-
-    Raises:
-      FlagError: a flag has a value that is not allowed.
-    """
+    """A new study in the sweep's folder, or the one there. Raises FlagError."""
     with needing("--search", "optuna"):
         from torchbeast.sweeps.search import Search, distribution, extremes
 

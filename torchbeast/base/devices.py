@@ -18,20 +18,12 @@ if TYPE_CHECKING:
 
 
 def learner_device(flags: argparse.Namespace) -> torch.device:
-    """--learner_device; by default the first GPU, or this rank's, or else the CPU.
-
-    Raises:
-      FlagError: there is no such device.
-    """
+    """--learner_device; by default the first GPU, or this rank's, or else the CPU."""
     return _device(flags, "learner_device", 0)
 
 
 def actor_device(flags: argparse.Namespace) -> torch.device:
-    """--actor_device; by default the second GPU, or else the learner's device.
-
-    Raises:
-      FlagError: there is no such device.
-    """
+    """--actor_device; by default the second GPU, or else the learner's device."""
     return _device(flags, "actor_device", 1)
 
 

@@ -77,16 +77,21 @@ def select(info: dict[str, Any]) -> dict[str, np.ndarray]:
     selected = {}
     for name, field in EXTRA_FIELDS.items():
         if name in info:
-            seen = np.asarray(info[name])
-            value = seen.astype(field.dtype if seen.dtype.kind in "biuf" else "O")
-            keeps = value.dtype.kind == "f" or (value == seen).all()
-            if seen.shape != field.shape or value.dtype != field.dtype or not keeps:
-                raise InvalidEnvironmentError(
-                    f"EXTRA_FIELDS declares {name!r} as {np.dtype(field.dtype)} of "
-                    f"shape {field.shape}, but info holds {info[name]!r:.80}"
-                )
-            selected[name] = value
+            selected[name] = _as_declared(name, info[name], field.shape)
     return selected
+
+
+def _as_declared(name: str, seen: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """The value of `name` as EXTRA_FIELDS declares it."""
+    array, dtype = np.asarray(seen), np.dtype(EXTRA_FIELDS[name].dtype)
+    value = array.astype(dtype if array.dtype.kind in "biuf" else "O")
+    keeps = value.dtype.kind == "f" or (value == array).all()
+    if array.shape != shape or value.dtype != dtype or not keeps:
+        raise InvalidEnvironmentError(
+            f"EXTRA_FIELDS declares {name!r} as {dtype} of shape "
+            f"{EXTRA_FIELDS[name].shape}, but info holds {seen!r:.80}"
+        )
+    return value
 
 
 def look_at_reset(info: dict[str, Any], warn: Callable[[str, str], None]) -> None:
@@ -122,8 +127,11 @@ def gather(name: str, *sources: tuple[dict[str, Any], np.ndarray]) -> np.ndarray
     num_envs = len(sources[0][1])
     values = np.zeros((num_envs, *field.shape), field.dtype)
     for infos, valid in sources:
-        if name in infos:
-            # infos["_name"] is Gymnasium's mask of the environments that gave `name`.
-            valid = valid & infos.get(f"_{name}", True)
-            values[valid] = infos[name][valid]
+        # infos["_name"] is Gymnasium's mask of the environments that gave `name`.
+        valid = valid & infos.get(f"_{name}", name in infos)
+        if valid.any():
+            seen = infos[name][valid]
+            if seen.dtype.hasobject:  # so Gymnasium gives np.bool_
+                seen = np.array(seen.tolist())
+            values[valid] = _as_declared(name, seen, values[valid].shape)
     return values

@@ -96,11 +96,7 @@ class Player:
 
 
 class RayActors(Actors):
-    """Actors whose processes Ray has started: one child calls Ray for all of them.
-
-    Raises:
-      UserError: no cluster is at flags.ray_address, or it has no room for the actors.
-    """
+    """Actors whose processes Ray has started: one child calls Ray for all of them."""
 
     def _start(self, saved: Any) -> None:
         actor_class, buffers = self._arguments

@@ -71,11 +71,7 @@ def _call_ray(main: Callable[..., None], flags: Flags, *args: Any) -> None:
 
 
 def connect(address: str | None) -> None:
-    """Connects to the cluster at this address, or starts a local one.
-
-    Raises:
-      UserError: no cluster is there, or it can't be started.
-    """
+    """Connects to this cluster, or starts a local one. Raises UserError if it can't."""
     init = functools.partial(
         ray.init,
         address=address or "local",
@@ -139,11 +135,7 @@ def start_actors(
 
 
 def result(reference: Any, who: str) -> Any:
-    """The result of an actor's call.
-
-    Raises:
-      ClusterError: the call raised, or `who` is lost.
-    """
+    """The result of an actor's call. Raises ClusterError if it raised or is lost."""
     try:
         return ray.get(reference)
     except exceptions.RayTaskError as error:

@@ -89,12 +89,7 @@ class FileWriter:
             self._resources = stack.pop_all()
 
     def log(self, row: Mapping[str, float | None]) -> None:
-        """Appends a row to logs.csv, see LogsCsv.write.
-
-        Raises:
-          ColumnError: `row` has a key _tick or _time.
-          RunFileError: the row can't be written; logs.csv is unchanged.
-        """
+        """Appends a row, see LogsCsv.write. Raises ColumnError or RunFileError."""
         with self._lock, writing(self._logs.path):
             self._logs.write(row)
 
@@ -343,11 +338,7 @@ def _check_types(part: dict[str, Any]) -> None:
 
 
 def complete_meta(folder: pathlib.Path, last_step: int) -> None:
-    """Completes the meta.json of a run that was killed after its last work.
-
-    Raises:
-      RunFileError: it can't be written.
-    """
+    """Completes meta.json of a run killed after its last work. Raises RunFileError."""
     if not (meta := read_meta(folder)):
         return
     end = {"successful": True, "date_end": now()}

@@ -37,11 +37,7 @@ class ServerError(UserError, RuntimeError):
 
 
 def choose_side(flags: Flags) -> None:
-    """Drops a saved --listen or --server_addresses if the other one was typed.
-
-    Raises:
-      FlagError: both are given.
-    """
+    """Drops a saved --listen or --server_addresses. Raises FlagError for two typed."""
     sides = {"listen", "server_addresses"}
     if flags.listen and flags.server_addresses:
         if len(flags.typed & sides) != 1:
@@ -57,11 +53,7 @@ def choose_side(flags: Flags) -> None:
 
 
 def security(flags: argparse.Namespace) -> libtorchbeast.Security:
-    """The connection flags for libtorchbeast.
-
-    Raises:
-      FlagError: one of the files can't be used.
-    """
+    """The connection flags for libtorchbeast. Raises FlagError for unusable files."""
     import libtorchbeast  # may not be built
 
     if uses_tls(flags):
@@ -99,11 +91,7 @@ def warn_of_exposed_token(flags: argparse.Namespace, addresses: Sequence[str]) -
 
 
 def make_private_folder(pipes_basename: str) -> None:
-    """Makes PRIVATE_FOLDER, if the sockets are in it.
-
-    Raises:
-      FlagError: the folder can't be made, or it belongs to another user.
-    """
+    """Makes PRIVATE_FOLDER for sockets. Raises FlagError if it can't be ours."""
     if not pipes_basename.startswith(f"unix:{PRIVATE_FOLDER}/"):
         return
     with using(f"--pipes_basename {pipes_basename}"):

@@ -262,11 +262,7 @@ def share_out(saved: dict[str, Any], learners: int, typed: set[str]) -> None:
 
 
 def check_new_start(folder: RunFolder, flags: Flags) -> None:
-    """Refuses to start a run over, unless it died before its first checkpoint.
-
-    Raises:
-      FlagError: the run would lose rows of logs.csv that it still needs.
-    """
+    """Raises FlagError unless the run died before its first checkpoint."""
     path, meta = folder.path / "model.tar", read_meta(folder.path)
     if flags.disable_checkpoint:
         why = "With --disable_checkpoint it can't be resumed."

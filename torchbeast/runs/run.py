@@ -159,21 +159,13 @@ class Run:
     # --- The main loop
 
     def going(self) -> bool:
-        """Starts an iteration of the main loop. Returns False if the run should end.
-
-        Raises:
-          BaseException: the first exception of a thread.
-        """
+        """Starts a round of the main loop; False: end. Raises what a thread raised."""
         stop_requested = self.stop_requested() and (self.all_stop or ranks.size() == 1)
         self._profile.update(self.learner.num_updates, self._writer.path)
         return self.learner.step < self.last_step and not stop_requested
 
     def stop_requested(self) -> bool:
-        """Returns whether a stop signal has come. Logs it and empties the wake-up pipe.
-
-        Raises:
-          BaseException: the first exception of a thread.
-        """
+        """Whether a stop signal has come; logs it. Raises what a thread has raised."""
         self._round_at = time.monotonic()
         self._log_signal()
         self._wake_pipe.drain()
@@ -246,11 +238,7 @@ class Run:
             self._next_columns |= columns
 
     def log(self, *parts: dict[str, Any]) -> None:
-        """Writes a row to logs.csv and the trackers.
-
-        Raises:
-          ColumnError: two parts have a column of the same name, or see spread.
-        """
+        """Writes a row to logs.csv and the trackers. Raises ColumnError, see spread."""
         with self._columns_lock:
             row = spread(join_columns(*parts, self._next_columns))
             self._next_columns = dict.fromkeys(self._next_columns)

@@ -145,11 +145,7 @@ class Trial:
             self._guardian.close()
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """Asks the run to end, and waits for it.
-
-        Raises:
-          TrialError: it does not.
-        """
+        """Asks the run to end, and waits. Raises TrialError if it does not."""
         if self.process.poll() is None:
             self.process.send_signal(number)
             try:
@@ -186,11 +182,7 @@ class Trial:
             self.check()
 
     def measure(self, seconds: float) -> Measured:
-        """Measures the next seconds, or more if updates are rare.
-
-        Raises:
-          TrialError: the run has ended, or made too few updates.
-        """
+        """Measures the next seconds, or more if updates are rare. Raises TrialError."""
         pid, start = self.process.pid, time.time()
         tree, own, busy = process_tree(pid), threads(pid), machine_busy()
         while True:
