@@ -12,13 +12,12 @@ rollout, its result from row t + 1, where the next episode may begin. Each is st
 once, with one slot number per step.
 
 A reader replays one episode after the other, without a gap, as an environment plays
-them. Each unroll continues where the reader's previous one ended. The probability of
-an episode is proportional to its length.
+them. Each unroll continues where the reader's previous one ended. All episodes are
+equally probable, and so are all steps, because an episode is played to its end.
 """
 
 from __future__ import annotations
 
-import bisect
 import collections
 import dataclasses
 import hashlib
@@ -53,7 +52,6 @@ class Episode:
       stored_at: the learner's step when the episode last grew.
       touched: number of steps that the replay had got when the episode last grew.
       last_row: if it goes on, the digest of the row that its next rollout begins with.
-      total: number of steps in complete episodes up to the end of this one.
     """
 
     slots: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -62,7 +60,6 @@ class Episode:
     stored_at: int = 0
     touched: int = 0
     last_row: bytes = b""
-    total: int = 0
 
 
 @dataclasses.dataclass
@@ -110,8 +107,6 @@ class Replay:
         self._stores = map_nested(lambda x: self._make_store(x, create), spec)
         self._slots = Slots(capacity, create)
         self._complete: collections.deque[Episode] = collections.deque()  # oldest first
-        self._in_order: list[Episode] = []  # the same, after some that were removed
-        self._num_complete = 0  # steps in complete episodes, also in removed ones
         self._open: list[Episode] = []  # unfinished; the one that grew first is first
         self._readers: collections.deque[Reader] = collections.deque()
         self._rng = np.random.default_rng(seed)
@@ -205,10 +200,7 @@ class Replay:
     def _finish(self, episode: Episode) -> None:
         episode.slots = [np.concatenate(episode.slots)]
         self._complete.append(episode)
-        self._in_order.append(episode)
         self.size += episode.length
-        self._num_complete += episode.length
-        episode.total = self._num_complete
 
     def _make_room(self) -> None:
         """Removes the oldest complete or lost episode."""
@@ -235,8 +227,6 @@ class Replay:
             )
         oldest = self._complete.popleft()
         self.size -= oldest.length
-        if len(self._in_order) > 2 * len(self._complete):
-            self._in_order = list(self._complete)
         self._free(oldest)
 
     def _free(self, episode: Episode) -> None:
@@ -306,10 +296,8 @@ class Replay:
         return fronts, results, begins, mask
 
     def _choose(self) -> Episode:
-        """A complete episode, with a probability proportional to its length."""
-        step = self._num_complete - int(self._rng.integers(self.size)) - 1
-        place = bisect.bisect_right(self._in_order, step, key=lambda x: x.total)
-        return self._in_order[place]
+        """A complete episode; all are equally probable."""
+        return self._complete[int(self._rng.integers(len(self._complete)))]
 
     # --- Saving
 
