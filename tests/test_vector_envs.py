@@ -104,10 +104,13 @@ class Pairs(OneSeed):
 
 
 class Large(OneSeed):
+    def __init__(self, num_envs, numbers=None):
+        super().__init__(num_envs)
+        self.numbers = numbers or np.array([255, 255, 300])
+
     def step(self, actions):
         none = np.zeros(self.num_envs, bool)
-        info = {"large": np.array([255] * (self.num_envs - 1) + [300])}
-        return self.reset()[0], np.ones(self.num_envs), none, none, info
+        return self.reset()[0], np.ones(E), none, none, {"large": self.numbers}
 
 
 @pytest.mark.parametrize("variant", ["monobeast", "polybeast"])
@@ -183,10 +186,11 @@ class Reuses(gymnasium.Env):
         return self.array, 1.0, False, self.steps == 5, {}
 
 
-def reusing(num_envs, kind="Async", mode="SAME_STEP", **arguments):
+def reusing(num_envs, kind="Async", mode="SAME_STEP", own=None, **arguments):
     make_one = functools.partial(Reuses, **arguments)
     vector = {"Async": AsyncVectorEnv, "Sync": SyncVectorEnv}[kind]
-    return vector([make_one] * num_envs, autoreset_mode=AutoresetMode[mode])
+    mode = AutoresetMode[mode]
+    return vector([make_one] * num_envs, autoreset_mode=mode, **(own or {}))
 
 
 def test_an_array_that_is_used_again_in_same_step_mode():
@@ -195,10 +199,18 @@ def test_an_array_that_is_used_again_in_same_step_mode():
         make("reusing")
 
 
+def test_an_extra_step_that_a_reset_leaves():
+    """Without shared memory, Gymnasium's worker would reset once more."""
+    arguments = {"mode": "NEXT_STEP", "own": {"shared_memory": False}}
+    with pytest.raises(InvalidEnvironmentError, match=r"NextStep.*Mode.DISABLED"):
+        make("reusing", env_kwargs=json.dumps(arguments))
+
+
 @pytest.mark.parametrize(
     ("arguments", "last"),
     [
         ({"mode": "DISABLED"}, 5),
+        ({"mode": "DISABLED", "own": {"shared_memory": False}}, 5),
         ({"mode": "NEXT_STEP"}, 5),
         ({"kind": "Sync"}, 5),
         ({"kind": "Sync", "number": 0}, 0),  # always the same observation
@@ -362,7 +374,18 @@ def test_integers_of_info_that_do_not_fit_are_refused(monkeypatch):
     assert not envs.initial()["large"].any()
     with pytest.raises(InvalidEnvironmentError, match=r"'large' as uint8.*holds .*300"):
         envs.step(np.zeros(E, int))
-    envs.close()
+
+
+def test_values_of_info_are_one_for_each(monkeypatch):
+    field = ExtraField((), np.int64, of="step")
+    monkeypatch.setitem(extra_fields.EXTRA_FIELDS, "large", field)
+    envs = make("Large", env_kwargs='{"numbers": [1, 2, 3]}')  # a list will do
+    envs.initial()
+    assert envs.step(np.zeros(E, int))["large"].tolist() == [1, 2, 3]
+    envs = make("Large", env_kwargs='{"numbers": [1, 2]}')
+    envs.initial()
+    with pytest.raises(InvalidEnvironmentError, match=r"'large'.*of 3 envi.*\[1, 2\]"):
+        envs.step(np.zeros(E, int))
 
 
 @pytest.mark.parametrize(
@@ -450,6 +473,42 @@ def test_last_observations_become_arrays_as_others_do():
         env.step(np.zeros(E, int))
     assert env.final_observation.dtype == np.uint8
     assert env.final_observation.tolist() == [[5, 5]] * E
+
+
+class Rooms(OneSeed):
+    """Environment 1 truncates each game after two steps, in room `last`."""
+
+    single_observation_space = gymnasium.spaces.Discrete(5, start=1)
+
+    def __init__(self, num_envs, form, last=4):
+        super().__init__(num_envs)
+        self.form, self.last, self.steps = form, last, 0
+
+    def reset(self, *, seed=None, options=None):
+        return np.ones(self.num_envs, np.int64), {}
+
+    def step(self, actions):
+        self.steps += 1
+        truncated = np.array([False, self.steps % 2 == 0, False])
+        filler, dtype = {"array": (0, np.int64), "objects": (None, object)}[self.form]
+        final = np.array([filler, self.last, filler], dtype)
+        none = np.zeros(E, bool)
+        return self.reset()[0], np.ones(E), none, truncated, {"final_obs": final}
+
+
+@pytest.mark.parametrize("form", ["array", "objects"])
+def test_only_last_observations_of_truncated_games_count(form):
+    env = make("Rooms", env_kwargs=json.dumps({"form": form}))
+    env.initial()
+    for _ in range(2):
+        row = env.step(np.zeros(E, int))
+    assert row["truncated"].tolist() == [False, True, False]
+    assert env.final_observation.tolist() == [1, 4, 1]
+    env = make("Rooms", env_kwargs=json.dumps({"form": form, "last": 77}))
+    env.initial()
+    env.step(np.zeros(E, int))
+    with pytest.raises(InvalidEnvironmentError, match=r"final_obs.*77.*Discrete\(5"):
+        env.step(np.zeros(E, int))
 
 
 class Terminates(Wrong):

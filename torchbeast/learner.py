@@ -366,9 +366,9 @@ def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
     ready = not ranks.highest(not mixer.add(batch, learner.step)) if mixer else True
     explored: Callable[[], dict[str, Any]] = dict  # columns of a method: none
     checks = []
+    model.update_moments(batch, initial_state)
     if ready:
         learner.input_check.see(batch, model.distribution)
-        model.update_moments(batch, initial_state)
         rows, state = batch, initial_state
         if mixer:
             rows, state = mixer.mix(rows, state)

@@ -22,6 +22,7 @@ from torchbeast.base import hardware
 from torchbeast.base.errors import FlagError, UserError
 
 T = TypeVar("T")
+COPY_SECONDS = 3600.0  # for a replay of 700 GB at 200 MB/s
 
 
 class RankError(UserError, RuntimeError):
@@ -33,7 +34,7 @@ def joined(flags: argparse.Namespace) -> Iterator[None]:
     """Inside, this process is one of the ranks that torchrun has started.
 
     A wait for the other ranks ends after twice the longest time that one may wait for
-    its environments.
+    its environments, and not before rank 0 can have saved or loaded a replay.
     """
     if not (dist.is_available() and dist.is_torchelastic_launched()):
         yield
@@ -42,6 +43,8 @@ def joined(flags: argparse.Namespace) -> Iterator[None]:
     own = dist.get_default_backend_for_device(kind)  # of CUDA's GPUs: nccl
     backend = f"cpu:gloo,{kind}:{own}" if gpus and own != "gloo" else "gloo"
     seconds = max(flags.actor_timeout, getattr(flags, "connect_timeout", 0))
+    if flags.save_replay:
+        seconds = max(seconds, COPY_SECONDS)
     limit = datetime.timedelta(seconds=2 * seconds)
     store, number, count = next(dist.rendezvous("env://", timeout=limit))
     # After a restart by torchrun, the store still has the addresses of before.

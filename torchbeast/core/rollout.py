@@ -38,6 +38,7 @@ from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, final_name
 from torchbeast.envs.space_checks import FrameStack
 
 SHARED_MEMORY = "/dev/shm"  # on Linux
+MOST_FILES = 240  # of the 251 that Python's fork server sends to a new process
 
 # Models compute in float32, and torch can't index with wide unsigned integers.
 STORED_AS = {
@@ -173,6 +174,12 @@ def create_buffers(
     Raises:
       SharedMemoryError: less shared memory, or memory, is free than the buffers need.
     """
+    if (count := len(flatten(spec))) > MOST_FILES:
+        raise SharedMemoryError(
+            f"{what} have {count:,} arrays, and a process can get {MOST_FILES}: join "
+            "parts of the observation (gymnasium.wrappers.FlattenObservation), or use "
+            "torchbeast.polybeast"
+        )
     # Each tensor is one file, made of whole pages.
     needed = sum(
         PAGESIZE

@@ -68,12 +68,7 @@ class Checker:
         self._leading = () if num_envs is None else (num_envs,)
         self._leaves = leaves_of(space)
         self._calls = 0
-        kinds = spaces.Discrete | spaces.MultiDiscrete
-        self._categories = [
-            (i, place, leaf, leaf.start + getattr(leaf, "nvec", getattr(leaf, "n", 0)))
-            for i, (place, leaf) in enumerate(self._leaves)
-            if isinstance(leaf, kinds)
-        ]
+        self._categories = Categories(space)
 
     def call(self, method: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Calls reset() or step(); returns its values, the observation as arrays.
@@ -108,16 +103,28 @@ class Checker:
         """An observation as arrays. Raises InvalidEnvironmentError, see `call`."""
         try:
             arrays = read(self.space, observation, self._leading)
+            self._categories.check(arrays)
         except ValueError as error:
             self.fail(method, f"{how} {error}")
-        if self._categories:  # networks can't read others
-            flat = flatten(arrays)
-            for i, place, leaf, end in self._categories:
-                if ((flat[i] < leaf.start) | (flat[i] >= end)).any():
-                    seen = f"{how} {flat[i].tolist()} as {place}"
-                    self.fail(method, f"{seen}, but {leaf} is declared")
         # A view that is flipped, for example, can't become a tensor.
         return map_nested(np.ascontiguousarray, arrays) if self._leading else arrays
+
+    def read_last(self, last: Any, rows: np.ndarray, observation: Nested) -> Nested:
+        """The last observations of these rows [E]; the others are of `observation`."""
+        how = "truncated an episode, and has in info['final_obs']"
+        is_each = isinstance(last, np.ndarray) and last.dtype.hasobject
+        arrays = map_nested(np.copy, observation)
+        try:
+            given = last if is_each else read(self.space, last, self._leading)
+            for e in np.flatnonzero(rows):
+                row = map_nested(lambda x, e=e: x[e], given)
+                one = read(self.space, row) if is_each else row
+                for to, value in zip(flatten(arrays), flatten(one), strict=True):
+                    to[e] = value
+            self._categories.check(arrays)
+        except ValueError as error:
+            self.fail("step", f"{how} {error}")
+        return arrays
 
     def close(self, function: Callable, *args: Any) -> None:
         """Calls close(). An error is only a warning: the run is over."""
@@ -181,6 +188,26 @@ class Checker:
                 bounds = f"the bounds are {box.low[at]} to {box.high[at]}"
                 text = f"{place} holds {array[at]}{where}, {what}; {bounds}"
                 self.warn(f"{place}: {what}", text)
+
+
+class Categories:
+    """The parts of a space that count categories: networks can't read others."""
+
+    def __init__(self, space: spaces.Space) -> None:
+        kinds = spaces.Discrete | spaces.MultiDiscrete
+        self._parts = [
+            (i, place, leaf, leaf.start + getattr(leaf, "nvec", getattr(leaf, "n", 0)))
+            for i, (place, leaf) in enumerate(leaves_of(space))
+            if isinstance(leaf, kinds)
+        ]
+
+    def check(self, arrays: Nested) -> None:
+        """Raises ValueError if one of these values is not a category of its space."""
+        flat = flatten(arrays) if self._parts else []
+        for i, place, leaf, end in self._parts:
+            if ((flat[i] < leaf.start) | (flat[i] >= end)).any():
+                seen = f"{flat[i].tolist()} as {place}"
+                raise ValueError(f"{seen}, but {leaf} is declared")
 
 
 def suspects(box: spaces.Box, array: np.ndarray) -> Iterator[tuple[np.ndarray, str]]:

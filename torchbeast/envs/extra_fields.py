@@ -77,12 +77,12 @@ def select(info: dict[str, Any]) -> dict[str, np.ndarray]:
     selected = {}
     for name, field in EXTRA_FIELDS.items():
         if name in info:
-            selected[name] = _as_declared(name, info[name], field.shape)
+            selected[name] = as_declared(name, info[name], field.shape)
     return selected
 
 
-def _as_declared(name: str, seen: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """The value of `name` as EXTRA_FIELDS declares it."""
+def as_declared(name: str, seen: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """The value as EXTRA_FIELDS declares it. Raises InvalidEnvironmentError."""
     array, dtype = np.asarray(seen), np.dtype(EXTRA_FIELDS[name].dtype)
     value = array.astype(dtype if array.dtype.kind in "biuf" else "O")
     keeps = value.dtype.kind == "f" or (value == array).all()
@@ -130,8 +130,14 @@ def gather(name: str, *sources: tuple[dict[str, Any], np.ndarray]) -> np.ndarray
         # infos["_name"] is Gymnasium's mask of the environments that gave `name`.
         valid = valid & infos.get(f"_{name}", name in infos)
         if valid.any():
-            seen = infos[name][valid]
+            given = np.asarray(infos[name])
+            if given.shape[:1] != valid.shape:
+                raise InvalidEnvironmentError(
+                    f"EXTRA_FIELDS declares {name!r}, so info must hold a value for "
+                    f"each of {num_envs} environments, not {infos[name]!r:.80}"
+                )
+            seen = given[valid]
             if seen.dtype.hasobject:  # so Gymnasium gives np.bool_
                 seen = np.array(seen.tolist())
-            values[valid] = _as_declared(name, seen, values[valid].shape)
+            values[valid] = as_declared(name, seen, values[valid].shape)
     return values

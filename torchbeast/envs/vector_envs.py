@@ -132,9 +132,12 @@ class VectorGames:
             # Its own resets may overwrite the last observations.
             inner.autoreset_mode = mode = AutoresetMode.DISABLED
         self.resets_itself = mode is AutoresetMode.SAME_STEP
-        # In SAME_STEP mode, AsyncVectorEnv's last observations may be overwritten, too.
-        other = AutoresetMode.NEXT_STEP if is_async else AutoresetMode.SAME_STEP
-        if not self.is_envpool and mode not in (AutoresetMode.DISABLED, other):
+        allowed = {AutoresetMode.DISABLED}
+        if not is_async:  # in this mode its last observations may be overwritten, too
+            allowed.add(AutoresetMode.SAME_STEP)
+        elif inner.shared_memory:  # without it, a reset leaves the extra step
+            allowed.add(AutoresetMode.NEXT_STEP)
+        if not self.is_envpool and mode not in allowed:
             raise checks.InvalidEnvironmentError(
                 f"--env {name} has the autoreset mode {getattr(mode, 'value', mode)}: "
                 "make it with autoreset_mode=AutoresetMode.DISABLED "
@@ -185,14 +188,12 @@ class VectorGames:
             if self.resets_itself and not isinstance(ended, Mapping):
                 got = f"returned {checks.describe(ended)} as info['final_info']"
                 self._checker.fail("step", f"{got}; it must be a dict of arrays")
-            is_each = isinstance(final_obs, np.ndarray) and final_obs.dtype.hasobject
             if not self.resets_itself:
                 final_obs, ended = map_nested(np.copy, observation), info
                 observation, info = self._restart(observation, info, done)
-            elif not is_each and (truncated & ~terminated).any():
-                # The learner bootstraps from the values of the last observations.
-                how = "truncated an episode, and has in info['final_obs']"
-                final_obs = self._checker.read("step", final_obs, how)
+            elif (cut := truncated & ~terminated).any():
+                # The learner bootstraps from the values of these.
+                final_obs = self._checker.read_last(final_obs, cut, observation)
             final = {"final_obs": final_obs, "final_info": {**ended, "game_over": done}}
             info = {**info, **final}
         return observation, reward, terminated, truncated, info

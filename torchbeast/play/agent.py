@@ -33,9 +33,15 @@ from torchbeast.core.acting import Choose, act_step, prepare_to_act, to_tensors
 from torchbeast.core.finite import find_cause
 from torchbeast.core.rollout import State
 from torchbeast.encoders import TORSOS
-from torchbeast.envs.checks import InvalidEnvironmentError, describe, parts_of, read
+from torchbeast.envs.checks import (
+    Categories,
+    InvalidEnvironmentError,
+    describe,
+    parts_of,
+    read,
+)
 from torchbeast.envs.environment import Totals, example_environment, to_env_actions
-from torchbeast.envs.extra_fields import EXTRA_FIELDS
+from torchbeast.envs.extra_fields import EXTRA_FIELDS, as_declared
 from torchbeast.envs.make_env import create_env
 from torchbeast.envs.vector_envs import find_vector_env
 from torchbeast.flags import TRAINING
@@ -144,6 +150,7 @@ class Agent:
         }
         for name, field in EXTRA_FIELDS.items():
             value = given.get(name, np.zeros(field.shape))
+            value = as_declared(name, value, np.shape(value))
             row[name] = _fill(name, value, n, field.dtype, field.shape)
         sample = functools.partial(kind.sample, generator=self.generator)
         choose: Choose = kind.mode if greedy else sample
@@ -171,13 +178,16 @@ def _stack(space: gymnasium.Space, observation: Any) -> tuple[Any, int, bool]:
     """
     try:
         one = read(space, observation)
+        Categories(space).check(one)
         return map_nested(lambda x: np.array(x[np.newaxis]), one), 1, True
     except ValueError as error:
         why = error
     with contextlib.suppress(LookupError, TypeError, ValueError):
         leaves = map_nested(lambda _, x: np.asarray(x), parts_of(space), observation)
         if n := len(flatten(leaves)[0]):
-            return map_nested(np.array, read(space, observation, (n,))), n, False
+            several = map_nested(np.array, read(space, observation, (n,)))
+            Categories(space).check(several)
+            return several, n, False
     raise ValueError(f"{why}. A batch of such observations is possible, too")
 
 

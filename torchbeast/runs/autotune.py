@@ -98,7 +98,7 @@ def try_layout(script: str, flags: Flags, seconds: float = SECONDS) -> Tried:
     """
     others: dict[str, Any] = {"replay_file": None, "init_from": None, "autotune": False}
     others |= {"suppress_logs": False, "total_steps": 10**15, **flagset.LEARNING_ONLY}
-    others["learn_start"] = min(flags.learn_start, flags.replay_size // 8)
+    others["learn_start"] = 0  # a trial is short
     with tempfile.TemporaryDirectory(prefix="torchbeast-autotune-") as name:
         file = Path(name, "flags.json")
         file.write_text(json.dumps({"args": flags.as_dict() | others}))

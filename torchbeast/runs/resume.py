@@ -224,6 +224,8 @@ def merge(
     # Nothing is used yet: outdated values, such as addresses, need no trust.
     flags = flagset.merge(typed, saved["flags"], signed=True)
     outdated: set[str] = set()
+    if saved["flags"].get("envs_per_actor") is None:  # of polybeast_learner
+        outdated.add("envs_per_actor")
     if not flags.sync:  # which keeps threads and precision, too: they change rounding
         outdated |= set(saved.get("flags_left_open", ()))
         # Even a typed number of buffers was chosen for the old layout.

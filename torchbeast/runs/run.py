@@ -349,6 +349,8 @@ class Run:
             replay = model.with_name(replay_memory.FILE)
             if replay.exists() or finite.ENVIRONMENT_IS_THE_CAUSE not in str(error):
                 log.error("%s", checkpoint.first_update_failed(model, replay))
+                if self.flags.mirror:
+                    log.error("Add --mirror '', or the mirror's checkpoint comes back.")
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         try:

@@ -30,6 +30,7 @@ def run(work: Callable[[], int]) -> int:
     """
     standard_streams.keep_open()
     configure_logging()
+    levels = [(x, x.level) for x in logging.getLogger().handlers]
     if not processes.in_main_thread():
         log.warning(
             "This is not the main thread, and only there Python handles signals: "
@@ -45,3 +46,6 @@ def run(work: Callable[[], int]) -> int:
             return work()
         except (Exception, KeyboardInterrupt) as error:
             return errors.report(error)
+        finally:
+            for handler, level in levels:  # print_warnings_only may have changed it
+                handler.setLevel(level)
