@@ -196,9 +196,7 @@ void DialledConnection::leave() {
   end_lane();
   stream_->WritesDone();
   const grpc::Status status = finish();
-  if (!status.ok()) {
-    throw TransportError(peer() + " is lost: " + status.error_message());
-  }
+  if (!status.ok()) throw_end(status);
 }
 
 grpc::Status DialledConnection::finish() {
@@ -229,8 +227,9 @@ bool DialledConnection::is_gone() const {
   return poll(&socket, 1, 0) > 0;
 }
 
-void DialledConnection::throw_reason(bool) {
-  const grpc::Status status = finish();
+void DialledConnection::throw_reason(bool) { throw_end(finish()); }
+
+void DialledConnection::throw_end(const grpc::Status& status) {
   const char* reason = cancel_reason();
   if (reason != nullptr) throw TransportError(peer() + " " + reason);
   if (status.ok()) throw TransportError(peer() + " has ended the stream");

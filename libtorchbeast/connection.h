@@ -153,6 +153,7 @@ class DialledConnection : public Connection {
   bool do_read(grpc::ByteBuffer* message) override;
   void do_cancel() override;
   [[noreturn]] void throw_reason(bool reading) override;
+  [[noreturn]] void throw_end(const grpc::Status& status);
 
   bool is_gone() const override;
   // Reads what was on its way, and returns how the other side has ended the stream.

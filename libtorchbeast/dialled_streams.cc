@@ -179,6 +179,9 @@ void DialledStreams::act_on(const End& end) {
   std::string text = end.text;
   switch (end.kind) {
     case End::kRefused:
+      if (text.find(address_.to_string()) == std::string::npos) {
+        text = peer + ": " + text;
+      }
       break;
     case End::kBrokeRules:
       text = peer + " breaks the rules: " + end.text;

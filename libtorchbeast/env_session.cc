@@ -68,7 +68,8 @@ EnvSession::EnvSession(SessionContext* context, Connection* connection,
   throw Ended(End::kRefused, std::to_string(spec_.num_envs) +
                                  " environments in a stream, and the learner's "
                                  "batches have at most " +
-                                 std::to_string(most));
+                                 std::to_string(most) +
+                                 "; raise maximum_batch_size, or serve fewer");
 }
 
 EnvRow EnvSession::read_row() {

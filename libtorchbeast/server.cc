@@ -79,7 +79,13 @@ void EnvServer::State::run_stream(ServedConnection& connection, Guest* guest) {
   uint64_t number = 0;
   while (true) {
     connection.read(&action);
-    if (guest != nullptr && !guest->plays.exchange(true)) changed.notify_all();
+    if (guest != nullptr && !guest->plays) {
+      {
+        const MutexLock lock(mutex);  // for sleepers
+        guest->plays = true;
+      }
+      changed.notify_all();
+    }
     runner.step(&action, &number);
     num_steps += static_cast<uint64_t>(runner.num_envs());
     write_step();

@@ -293,6 +293,13 @@ def test_settings_that_break_the_rules(tmp_path):
             probe(server.address)
     with pytest.raises(ValueError, match="has spaces"):
         probe(f"unix:{tmp_path}/s", expected={"spaces": 1})
+    for given, match in (
+        ({"num_envs": "4"}, r"expected\['num_envs'\] must be an int, not str"),
+        ({"settings": {"frame_skip": 4}}, r"\['settings'\] must be a dict of str"),
+        ({1: 2}, "a key of expected must be a str, not int"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            probe(f"unix:{tmp_path}/s", expected=given)
 
 
 # --- Why a connection can't work ------------------------------------------------------

@@ -317,7 +317,7 @@ def test_keys_may_have_zero_bytes(address):
     ("space", "observation", "match"),
     [
         (spaces.Box(0, 9, (3,), np.uint8), np.zeros(3), "float64.*uint8"),
-        (spaces.Box(0, 9, (3,), np.uint8), [1, 2, 300], "OverflowError|out of bounds"),
+        (spaces.Box(0, 9, (3,), np.uint8), [1, 2, 300], "int64 .*outside of uint8"),
         (spaces.Box(0, 9, (1,), np.uint8), np.array([300], "u2"), "outside of uint8"),
         (spaces.Discrete(3), 1.5, "float64.*int64"),
         (spaces.Box(0, 9, (3,)), np.zeros(4, np.float32), r"\[4\], not float32 \[3\]"),

@@ -32,7 +32,7 @@ from libtorchbeast import (
     TransportError,
 )
 
-T = 5
+T, NAN = 5, float("nan")
 
 CLIENT = """
 import itertools, json, sys, time
@@ -235,6 +235,23 @@ def test_an_exception_reaches_both_sides(address):
         assert "in fall_over" in told
         assert "ZeroDivisionError: the pole fell over at" in told
         assert "über" in told
+
+
+class EndsBadly(Coded):
+    """The last reward of each episode is no number."""
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, NAN if truncated else reward, terminated, truncated, info
+
+
+def test_a_last_step_that_is_refused(address):
+    """It is refused as any other; the client does not dial again."""
+    with listening(address) as listener, joined(listener):
+        client = Client(EndsBadly, address)
+        with pytest.raises(RefusedError, match="refuses: .*reward.*nan"):
+            client.run(num_episodes=1)
+        assert client.stats()["num_reconnects"] == 0
 
 
 def test_a_refusal_may_be_long(address):

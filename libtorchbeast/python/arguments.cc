@@ -165,13 +165,15 @@ ExpectedEnvironment to_expected(const py::object& given) {
   ExpectedEnvironment expected;
   if (given.is_none()) return expected;
   for (const auto& [key, value] : argument<py::dict>(given, "expected", "a dict")) {
-    const auto name = py::cast<std::string>(key);
+    const auto name = argument<std::string>(key, "a key of expected", "a str");
+    const std::string what = "expected['" + name + "']";
     if (name == "name") {
-      expected.name = py::cast<std::string>(value);
+      expected.name = argument<std::string>(value, what, "a str");
     } else if (name == "num_envs") {
-      expected.num_envs = py::cast<int64_t>(value);
+      expected.num_envs = argument<int64_t>(value, what, "an int");
     } else if (name == "settings") {
-      expected.settings = py::cast<decltype(expected.settings)>(value);
+      using Settings = decltype(expected.settings);
+      expected.settings = argument<Settings>(value, what, "a dict of str to str");
     } else {
       throw std::invalid_argument(
           "expected may have name, num_envs and settings, but has " + name);

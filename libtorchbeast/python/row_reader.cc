@@ -15,23 +15,25 @@ using nest::Place;
 py::array RowReader::cast(py::handle value, DType dtype, const Place& place,
                           bool to_bool) {
   const py::module_ numpy = py::module_::import("numpy");
-  py::object array = numpy.attr("asarray")(value);
+  const py::object array = numpy.attr("asarray")(value);
   const py::dtype from = py::cast<py::array>(array).dtype();
   const py::dtype to = to_numpy(dtype);
   const auto is_integer = [](const py::dtype& d) {
     return d.kind() == 'i' || d.kind() == 'u';
   };
+  const auto can_cast = [&](const char* how) {
+    return py::cast<bool>(numpy.attr("can_cast")(from, to, how));
+  };
   const bool are_integers = is_integer(from) && is_integer(to);
-  if (are_integers && !py::isinstance<py::array>(value)) {
-    array = array.attr("tolist")();  // array() below looks whether they fit
-  } else if (!(to_bool && is_integer(from)) &&
-             !py::cast<bool>(numpy.attr("can_cast")(from, to, "same_kind"))) {
+  const bool are_numbers = are_integers && !py::isinstance<py::array>(value);
+  if (!are_numbers && !(to_bool && is_integer(from)) && !can_cast("same_kind")) {
     throw std::invalid_argument("at " + place.str() + ": the environment gave " +
                                 std::string(py::str(from)) + ", which cannot become " +
                                 dtype_name(dtype) + " without loss");
   }
   py::array cast = numpy.attr("array")(array, to, py::arg("order") = "C");
-  if (are_integers && !py::cast<bool>(numpy.attr("array_equal")(cast, array))) {
+  if (are_integers && !can_cast("safe") &&
+      !py::cast<bool>(numpy.attr("array_equal")(cast, array))) {
     throw std::invalid_argument("at " + place.str() + ": the environment gave " +
                                 std::string(py::str(from)) +
                                 " with values outside of " + dtype_name(dtype));

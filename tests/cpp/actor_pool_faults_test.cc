@@ -317,9 +317,10 @@ TEST_F(ActorPoolFaultsTest, StreamsThatDoNotFitAreRefused) {
   ActorPoolOptions options = pool_options({server.address()});
   options.check = end_if_all_refuse;
   Session run(options, 1, 2);
-  EXPECT_TRUE(
-      contains(error_of<TransportError>([&] { run.wait(); }),
-               "3 environments in a stream, and the learner's batches have at most 2"));
+  EXPECT_TRUE(contains(error_of<TransportError>([&] { run.wait(); }),
+                       server.address() +
+                           ": 3 environments in a stream, and the learner's batches "
+                           "have at most 2"));
   auto queue = std::make_shared<BatchingQueue>(batch_sizes(1, 3));
   auto batcher = std::make_shared<DynamicBatcher>(batch_sizes(1, 3));
   ActorPool pool(options, queue, batcher, make_array({1, 2, 1}, {0, 0}));
