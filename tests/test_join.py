@@ -249,7 +249,7 @@ def test_a_last_step_that_is_refused(address):
     """It is refused as any other; the client does not dial again."""
     with listening(address) as listener, joined(listener):
         client = Client(EndsBadly, address)
-        with pytest.raises(RefusedError, match="refuses: .*reward.*nan"):
+        with pytest.raises(RefusedError, match=r"refuses: .*reward.*nan"):
             client.run(num_episodes=1)
         assert client.stats()["num_reconnects"] == 0
 

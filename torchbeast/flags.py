@@ -358,6 +358,7 @@ class OfServers(Group):
     preset: str | None = Run.preset
     metrics_port: int = Run.metrics_port
     metrics_host: str = Run.metrics_host
+    actor_timeout: float = Layout.actor_timeout
     seed: int = flag(1,
         "seed of the environments, if the learner sends none (older versions)", SEED)
 

@@ -135,7 +135,7 @@ class VectorGames:
         allowed = {AutoresetMode.DISABLED}
         if not is_async:  # in this mode its last observations may be overwritten, too
             allowed.add(AutoresetMode.SAME_STEP)
-        elif inner.shared_memory:  # without it, a reset leaves the extra step
+        elif getattr(inner, "shared_memory", None):  # else resets leave the extra step
             allowed.add(AutoresetMode.NEXT_STEP)
         if not self.is_envpool and mode not in allowed:
             raise checks.InvalidEnvironmentError(

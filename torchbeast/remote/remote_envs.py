@@ -21,6 +21,7 @@ from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.envs import atari
 from torchbeast.envs.action_masks import check_mask
+from torchbeast.envs.extra_fields import EXTRA_FIELDS
 from torchbeast.envs.space_checks import as_stack, check_observation_space
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.remote.env_connection import (
@@ -309,6 +310,12 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
         if is_atari and observation_space.shape == atari.STACK_SHAPE:
             observation_space = as_stack(observation_space)
         spec = rollout.env_fields(observation_space, distribution)
+        if missing := EXTRA_FIELDS.keys() - found["extra_fields"].keys():
+            log.warning(
+                "The environments at %s lack %s of EXTRA_FIELDS: the learner gets "
+                "zeros. Give them the learner's torchbeast/envs/extra_fields.py",
+                *(where, ", ".join(sorted(missing))),
+            )
         for name, field in found["extra_fields"].items():
             dtype = rollout.to_torch_dtype(field["dtype"])
             seen = rollout.Spec(tuple(field["shape"]), dtype)

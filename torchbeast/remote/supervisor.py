@@ -28,8 +28,7 @@ FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before a restart
 REPEAT_SECONDS = 60.0  # between equal log lines
 SIGN_SECONDS = 5.0  # between two signs of life of a server
 # A server that sends nothing for so long is killed: it does not get ready, or it gives
-# no sign of life. If it was started together with the learner, its --actor_timeout
-# counts if it is longer.
+# no sign of life. A longer --actor_timeout counts instead.
 SILENT_SECONDS = 300.0
 
 
@@ -71,7 +70,7 @@ class Servers:
         self.ever_ready = False
         self.sockets: set[str] = set()  # of servers that have been ready
         self.watched = time.monotonic()
-        self.silent_seconds = max(SILENT_SECONDS, getattr(flags, "actor_timeout", 0))
+        self.silent_seconds = max(SILENT_SECONDS, flags.actor_timeout)
         self.is_new = Seldom(REPEAT_SECONDS)  # servers that join send equal texts
 
     def watch(self, timeout: float, wake_up: Sequence[Any]) -> None:
@@ -123,10 +122,12 @@ class Servers:
                 self._take(server, *message)
             if now - server.heard <= self.silent_seconds:
                 return
-            raise ServerError(
-                f"it gave no sign of life for {self.silent_seconds:g} s. An "
-                "environment may hang and hold Python's lock"
-            )
+            children.print_stack(child)
+            why = "An environment may hang and hold Python's lock"
+            if not server.ready:
+                why = "If its environments need that long, raise --actor_timeout"
+            limit = f"{self.silent_seconds:g} s"
+            raise ServerError(f"it gave no sign of life for {limit}. {why}")
         except children.ProcessError:
             how = f"has {child.how_it_died()}"
         except RefusedForGood as error:
