@@ -277,6 +277,20 @@ def test_what_it_can_not_act_on(tmp_path, arguments, match):
         agent.act(np.zeros(3), state)
 
 
+def test_values_that_training_refuses(tmp_path, monkeypatch):
+    monkeypatch.setitem(EXTRA_FIELDS, "lives", ExtraField((), np.uint8, of="step"))
+    save(tmp_path, make_flags("--env", "test_agent:Mixed"))
+    agent = load_agent(tmp_path, trust_env=True)
+    observation = agent.observation_space.sample()
+    agent.act(observation, fields={"lives": 3})
+    for lives in (300, 0.7, None):
+        with pytest.raises(ValueError, match=f"'lives' as uint8.*holds {lives}"):
+            agent.act(observation, fields={"lives": lives})
+    observation["pair"] = (4, observation["pair"][1])
+    with pytest.raises(ValueError, match=r"4 as observation\['pair'\].*Discrete\(4"):
+        agent.act(observation)
+
+
 @pytest.mark.parametrize("name", ["__dict__", "__class__", "freeze", "_frozen"])
 def test_names_of_a_checkpoint_that_are_no_flags(tmp_path, name):
     """They would replace the flags that were checked."""

@@ -357,6 +357,10 @@ def test_the_runs_have_the_flags_of_the_command(monkeypatch, tmp_path, capsys):
         assert (flags.mirror, flags.metrics_port) == (None, 0)
         assert flags.num_actors * flags.envs_per_actor == flags.num_buffers
     assert len({(x.num_actors, x.envs_per_actor) for x in seen}) > 2
+    seen.clear()
+    line = "--preset minatar --clip_ratio inf --replay_size 9000 --replay_ratio 1"
+    assert tune(f"{line} --savedir {tmp_path}") == 0
+    assert {(x.replay_size, x.learn_start) for x in seen} == {(9000, 0)}
     capsys.readouterr()
 
 

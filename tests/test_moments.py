@@ -187,10 +187,17 @@ NORMALIZED = {
 }
 
 
-@pytest.mark.parametrize("use_lstm", [None, True])
-def test_a_run_keeps_its_moments(tmp_path, use_lstm):
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"use_lstm": True},
+        {"replay_ratio": 1, "replay_size": 400, "learn_start": 200},  # while it fills
+    ],
+)
+def test_a_run_keeps_its_moments(tmp_path, more):
     """They are in the checkpoint, also after a resume, and an agent has them."""
-    flags = {**runs.SMALL, **NORMALIZED, "use_lstm": use_lstm}
+    flags = {**runs.SMALL, **NORMALIZED, **more}
     runs.run(tmp_path, "run", **flags)
     runs.run(tmp_path, "run", **{**flags, "total_steps": 900})
     agent = load_agent(tmp_path / "run")

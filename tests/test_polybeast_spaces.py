@@ -11,6 +11,7 @@ from gymnasium import spaces
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.envs.checks import UnsupportedSpaceError
+from torchbeast.envs.extra_fields import EXTRA_FIELDS, ExtraField
 from torchbeast.envs.space_checks import check_observation_space
 from torchbeast.remote.remote_envs import make_env_spec, make_space
 from torchbeast.remote.streams import as_stored
@@ -251,7 +252,7 @@ def test_fields_that_other_languages_leave_out():
     assert stored["last_action"].dtype == torch.int64
 
 
-def test_the_learner_knows_the_stacks_of_atari():
+def test_the_learner_knows_the_stacks_of_atari(monkeypatch, caplog):
     """The wire does not say it. Without it a replay takes four times the memory."""
     flags = argparse.Namespace(
         env="PongNoFrameskip-v4",
@@ -276,3 +277,8 @@ def test_the_learner_knows_the_stacks_of_atari():
     flags.env = "Squares-v0"
     env = make_env_spec(flags, found, "here")
     assert not rollout.observation_spec(env.observation_space).is_stack
+    assert not caplog.text
+    field = ExtraField((), np.int64, of="step")
+    monkeypatch.setitem(EXTRA_FIELDS, "lives", field)  # the servers' copy lacks it
+    make_env_spec(flags, found, "here")
+    assert "environments at here lack lives of EXTRA_FIELDS" in caplog.text

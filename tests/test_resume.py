@@ -373,6 +373,10 @@ def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch
     assert (flags.listen, flags.server_addresses) == (None, "a:1,b:2")
     assert flags.insecure is False
     assert begin(monobeast, "").num_buffers == saved["flags"]["num_buffers"]
+    saved["flags"]["envs_per_actor"] = None  # polybeast_learner's
+    saved["flags_signature"] = trust.sign(saved["flags"])
+    torch.save(saved, path)
+    assert begin(polybeast, "").envs_per_actor == 8  # its default
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,11 @@ class TestSharedMemoryFileSystem:
         for word in ("MiB free", "--shm-size", "--num_buffers", rollout.SHARED_MEMORY):
             assert word in message
 
+    def test_as_many_files_as_a_process_can_get(self):
+        spec = {str(i): Spec((), torch.uint8) for i in range(241)}
+        with pytest.raises(SharedMemoryError, match=r"241 arrays.* 240.*FlattenObs"):
+            rollout.create_buffers(spec, (1,))
+
     def test_every_tensor_takes_whole_pages(self, monkeypatch):
         byte = Spec((), torch.uint8)
         more_than_a_page = Spec((rollout.PAGESIZE + 1,), torch.int8)
