@@ -289,6 +289,9 @@ def test_values_that_training_refuses(tmp_path, monkeypatch):
     observation["pair"] = (4, observation["pair"][1])
     with pytest.raises(ValueError, match=r"4 as observation\['pair'\].*Discrete\(4"):
         agent.act(observation)
+    several = map_nested(lambda x: np.stack([x, x]), observation)
+    with pytest.raises(ValueError, match=r"\[4, 4\] as observation\['pair'\]"):
+        agent.act(several)
 
 
 @pytest.mark.parametrize("name", ["__dict__", "__class__", "freeze", "_frozen"])

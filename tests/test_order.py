@@ -44,7 +44,10 @@ SETTINGS = {
         **{"use_lstm": True, "normalize_observations": True},
         **{"normalize_rewards": True, "num_buffers": 20, "total_steps": 2000},
     },
-    "laser": {**LASER, "use_lstm": True, "rollouts": "episode"},
+    "laser": {
+        **{**LASER, "use_lstm": True, "rollouts": "episode"},
+        **{"normalize_observations": True, "normalize_rewards": True},
+    },
     "pong": {
         **{"env": "PongNoFrameskip-v4", "num_actors": 2, "envs_per_actor": 2},
         **{"batch_size": 2, "num_buffers": 5, "total_steps": 400},

@@ -5,7 +5,6 @@ import io
 import logging
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from replayed_games import (
 from torchbeast.base.nested import map_nested
 from torchbeast.core import replay_memory, rollout
 from torchbeast.core.acting import row_spec
-from torchbeast.core.replay import Replay, ReplayError
+from torchbeast.core.replay import ReplayError
 from torchbeast.envs.space_checks import FrameStack
 
 
@@ -281,25 +280,3 @@ def test_images_that_share_no_frame_with_the_one_before(tmp_path, in_file, decla
     again = replay_memory.make_replay(flags, spec)
     replay_memory.load(again, path, step)
     assert again.size == replay.size
-
-
-def test_a_short_episode_among_long_unfinished_ones_is_found_at_once():
-    """The time to choose an episode must not depend on the others' steps."""
-    leaf = rollout.Spec((1,), torch.float32)
-    replay = Replay({**SPEC, "observation": leaf}, 500_000, T, np.zeros, 1)
-
-    def add(num_rows, **ends):
-        rows = map_nested(
-            lambda s: np.zeros((num_rows, 1, *s.shape), dtype_of(s)),
-            {**SPEC, "observation": leaf},
-        )
-        rows["done"][list(ends.values())] = True
-        replay.add(rows, 0)
-
-    add(3, begin=0, end=2)
-    add(100_001, begin=0)
-    assert replay.size == 2
-    began = time.process_time()
-    for _ in range(100):
-        replay.read(10)
-    assert time.process_time() - began < 5

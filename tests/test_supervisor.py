@@ -131,6 +131,12 @@ def test_a_server_that_never_gets_ready(monkeypatch):
         servers.stop()
 
 
+def test_a_longer_time_for_slow_servers():
+    flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=400.0)
+    servers = supervisor.Servers(hangs, flags, ["127.0.0.1:1"])
+    assert servers.silent_seconds == 400
+
+
 def test_all_were_suspended(monkeypatch):
     """A server's sign of life may come after the supervisor has woken up."""
     flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=1)

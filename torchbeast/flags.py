@@ -358,7 +358,9 @@ class OfServers(Group):
     preset: str | None = Run.preset
     metrics_port: int = Run.metrics_port
     metrics_host: str = Run.metrics_host
-    actor_timeout: float = Layout.actor_timeout
+    actor_timeout: float = flag(300.0,
+        "replace a server that has given no sign of life for so many seconds; at "
+        "least 300", SECONDS)
     seed: int = flag(1,
         "seed of the environments, if the learner sends none (older versions)", SEED)
 

@@ -354,7 +354,7 @@ def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
     the first. The columns about the loss are those of the last update.
 
     LASER (Schmitt et al. 2019) adds replayed columns to the batch. Until the replay has
-    learn_start steps, it only stores the batch.
+    learn_start steps, it only stores the batch and adds it to the running moments.
 
     Raises, with a GPU in the finish() of what it returns:
       FloatingPointError: the loss, the gradient or the new weights are not finite. On

@@ -25,8 +25,8 @@ py::array RowReader::cast(py::handle value, DType dtype, const Place& place,
     return py::cast<bool>(numpy.attr("can_cast")(from, to, how));
   };
   const bool are_integers = is_integer(from) && is_integer(to);
-  const bool are_numbers = are_integers && !py::isinstance<py::array>(value);
-  if (!are_numbers && !(to_bool && is_integer(from)) && !can_cast("same_kind")) {
+  const bool is_list = are_integers && !py::isinstance<py::array>(value);
+  if (!is_list && !(to_bool && is_integer(from)) && !can_cast("same_kind")) {
     throw std::invalid_argument("at " + place.str() + ": the environment gave " +
                                 std::string(py::str(from)) + ", which cannot become " +
                                 dtype_name(dtype) + " without loss");

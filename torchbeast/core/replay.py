@@ -13,7 +13,8 @@ once, with one slot number per step.
 
 A reader replays one episode after the other, without a gap, as an environment plays
 them. Each unroll continues where the reader's previous one ended. All episodes are
-equally probable, and so are all steps, because an episode is played to its end.
+equally probable, and so are all steps, because an episode is played to its end,
+unless it is removed before.
 """
 
 from __future__ import annotations

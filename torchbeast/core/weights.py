@@ -30,7 +30,7 @@ class Weights:
 
     def __init__(self, banks: list[dict[str, torch.Tensor]]) -> None:
         self.banks = banks
-        self._newest = (0, 0)  # bank and number of updates
+        self._newest = (0, -1)  # bank and number of updates
         self._readers: collections.Counter[int] = collections.Counter()
         self._lock = threading.Lock()  # between threads of this process
 
@@ -38,6 +38,8 @@ class Weights:
         """Publishes a model's state dict; False if all other banks are in use."""
         device = next((x.device for x in weights.values()), torch.device("cpu"))
         with self._lock:
+            if policy_version == self._newest[1]:
+                return True  # while a replay fills, only the moments change
             for bank in range(self.NUM_BANKS):
                 if bank != self._newest[0] and not self._readers[bank]:
                     with devices.copying(device):

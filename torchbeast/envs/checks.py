@@ -122,7 +122,7 @@ class Checker:
                 for to, value in zip(flatten(arrays), flatten(one), strict=True):
                     to[e] = value
             self._categories.check(arrays)
-        except ValueError as error:
+        except (IndexError, ValueError) as error:
             self.fail("step", f"{how} {error}")
         return arrays
 

@@ -84,6 +84,8 @@ def select(info: dict[str, Any]) -> dict[str, np.ndarray]:
 def as_declared(name: str, seen: Any, shape: tuple[int, ...]) -> np.ndarray:
     """The value as EXTRA_FIELDS declares it. Raises InvalidEnvironmentError."""
     array, dtype = np.asarray(seen), np.dtype(EXTRA_FIELDS[name].dtype)
+    if array.dtype.hasobject and array.ndim:  # so Gymnasium gives np.bool_
+        array = np.array(array.tolist())
     value = array.astype(dtype if array.dtype.kind in "biuf" else "O")
     keeps = value.dtype.kind == "f" or (value == array).all()
     if array.shape != shape or value.dtype != dtype or not keeps:
@@ -128,16 +130,12 @@ def gather(name: str, *sources: tuple[dict[str, Any], np.ndarray]) -> np.ndarray
     values = np.zeros((num_envs, *field.shape), field.dtype)
     for infos, valid in sources:
         # infos["_name"] is Gymnasium's mask of the environments that gave `name`.
-        valid = valid & infos.get(f"_{name}", name in infos)
-        if valid.any():
+        if name in infos and (valid := valid & infos.get(f"_{name}", True)).any():
             given = np.asarray(infos[name])
             if given.shape[:1] != valid.shape:
                 raise InvalidEnvironmentError(
                     f"EXTRA_FIELDS declares {name!r}, so info must hold a value for "
                     f"each of {num_envs} environments, not {infos[name]!r:.80}"
                 )
-            seen = given[valid]
-            if seen.dtype.hasobject:  # so Gymnasium gives np.bool_
-                seen = np.array(seen.tolist())
-            values[valid] = as_declared(name, seen, values[valid].shape)
+            values[valid] = as_declared(name, given[valid], values[valid].shape)
     return values

@@ -24,16 +24,9 @@ from torchbeast.envs.space_checks import check_interface, declare_stack
 def create_env(
     flags: argparse.Namespace, render_mode: str | None = None
 ) -> gymnasium.Env:
-    """Makes one environment from `flags.env`, which is one of:
+    """Makes one environment. docs/environments.md says what `flags.env` may name.
 
-        "PongNoFrameskip-v4", "ALE/Pong-v5"  an Atari id, see atari.py
-        "CartPole-v1", "MinAtar/Breakout-v1", "package.module:Id-v0"  a Gymnasium id
-        "package.module:name"  a class or function; it is called with render_mode if it
-                               has that parameter
-
-    It gets the arguments in `flags.env_kwargs`, a JSON object or None. The functions or
-    classes in `flags.wrapper`, see parse_paths, wrap it one after the other. With
-    `flags.mask_actions` the observation gets info["action_mask"].
+    Of `flags` it takes env, env_kwargs, wrapper (see parse_paths) and mask_actions.
     Environments of the old Gym API are adapted.
 
     Raises:

@@ -35,12 +35,6 @@ def find_vector_env(
 
     Without E it makes one, or the agents of one game.
 
-    These are:
-
-        "envpool:Id"              a task of EnvPool
-        "package.module:name"     a function with a parameter num_envs, or what makes a
-                                  game of several agents, see parallel_envs.py
-
     Raises:
       FlagError: a flag that needs single environments.
       InvalidEnvironmentError: it can't be rendered.
@@ -91,7 +85,8 @@ class VectorGames:
     """Adapts a vector environment (EnvPool, Gymnasium) to SAME_STEP autoreset.
 
     Their own mode may be SAME_STEP or DISABLED; also NEXT_STEP if some environments can
-    be reset alone, which drops the extra step: EnvPool, SyncVectorEnv, AsyncVectorEnv.
+    be reset alone, which drops the extra step: EnvPool, SyncVectorEnv, and
+    AsyncVectorEnv with shared memory.
 
     Args:
       name: --env, for messages.
@@ -140,7 +135,8 @@ class VectorGames:
         if not self.is_envpool and mode not in allowed:
             raise checks.InvalidEnvironmentError(
                 f"--env {name} has the autoreset mode {getattr(mode, 'value', mode)}: "
-                "make it with autoreset_mode=AutoresetMode.DISABLED "
+                "make it with autoreset_mode=AutoresetMode.DISABLED (an AsyncVectorEnv "
+                "with shared memory may keep NEXT_STEP) "
                 "(gymnasium.make_vec: in vector_kwargs). Your own class may have "
                 "SAME_STEP or DISABLED"
             )

@@ -178,16 +178,19 @@ def _stack(space: gymnasium.Space, observation: Any) -> tuple[Any, int, bool]:
     """
     try:
         one = read(space, observation)
-        Categories(space).check(one)
-        return map_nested(lambda x: np.array(x[np.newaxis]), one), 1, True
     except ValueError as error:
         why = error
+    else:
+        Categories(space).check(one)
+        return map_nested(lambda x: np.array(x[np.newaxis]), one), 1, True
+    n, several = 0, None
     with contextlib.suppress(LookupError, TypeError, ValueError):
         leaves = map_nested(lambda _, x: np.asarray(x), parts_of(space), observation)
         if n := len(flatten(leaves)[0]):
             several = map_nested(np.array, read(space, observation, (n,)))
-            Categories(space).check(several)
-            return several, n, False
+    if several is not None:
+        Categories(space).check(several)
+        return several, n, False
     raise ValueError(f"{why}. A batch of such observations is possible, too")
 
 
