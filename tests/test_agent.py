@@ -1,6 +1,7 @@
 """load_agent: a checkpoint as an agent."""
 
 import functools
+import pickle
 
 import gymnasium
 import numpy as np
@@ -275,6 +276,34 @@ def test_what_it_can_not_act_on(tmp_path, arguments, match):
     _, state = agent.act(np.zeros((2, 3)))
     with pytest.raises(ValueError, match="of 1 environments, and state of 2"):
         agent.act(np.zeros(3), state)
+
+
+class Doubles(gymnasium.Env):
+    """It changes PyTorch's default, and its actions have what can't be pickled."""
+
+    class Actions(spaces.Discrete):
+        def __init__(self, n):
+            super().__init__(n)
+            self.scale = lambda x: 2 * x
+
+    observation_space = spaces.Box(0, 1, (3,))
+    action_space = Actions(2)
+    dtype = torch.float32
+
+    def __init__(self):
+        torch.set_default_dtype(self.dtype)
+
+
+def test_an_environment_that_changes_pytorch(tmp_path, monkeypatch):
+    save(tmp_path, make_flags("--env", "test_agent:Doubles"))
+    monkeypatch.setattr(Doubles, "dtype", torch.float64)
+    try:
+        agent = load_agent(tmp_path, trust_env=True)
+        assert torch.get_default_dtype() == torch.float32
+        action, _ = pickle.loads(pickle.dumps(agent)).act(np.zeros(3))
+        assert action in agent.action_space
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_values_that_training_refuses(tmp_path, monkeypatch):

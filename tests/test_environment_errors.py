@@ -164,6 +164,7 @@ def nested(depth):
         (spaces.Discrete(10**6), r"Discrete\(1000000\) has 1,000,000 choices"),
         (spaces.MultiDiscrete([2**17] * 3), "choices"),
         (spaces.Discrete(5, start=2**60), "start is too large"),
+        (spaces.Discrete(2**60), r"has 1,152,921,504,606,846,976 choices"),
         (spaces.Box(0, 1, (2**20 + 1,)), "1,048,577 elements; at most 1,048,576"),
         (spaces.Box(0, 1, (1,) * 7), "at most 6 dimensions"),
         (nested(16), "nested too deeply"),

@@ -131,14 +131,15 @@ def test_integers_are_scaled_by_their_bounds():
     assert flatten_leaf(spaces.Box(-9, 9, (2,)), torch.ones(1, 2)).eq(1).all()  # floats
 
 
+@pytest.mark.parametrize("shape", [(3,), (8, 8, 3)])
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint32, np.int64])
-def test_integers_of_any_size_make_no_certain_policy(dtype):
+def test_integers_of_any_size_make_no_certain_policy(dtype, shape):
     limits = np.iinfo(dtype)
-    space = spaces.Box(limits.min, limits.max, (3,), dtype)
+    space = spaces.Box(limits.min, limits.max, shape, dtype)
     net = make_net(space, ACTION_SPACES["discrete"])
     rows = make_rows(spaces.Discrete(2), ACTION_SPACES["discrete"])
     for value in (limits.min, 1000 % limits.max, limits.max // 2 + 1):
-        rows["observation"] = torch.full((T, B, 3), int(value), dtype=torch.int64)
+        rows["observation"] = torch.full((T, B, *shape), int(value), dtype=torch.int64)
         logits = net(rows)[0]["policy_logits"]
         assert net.distribution.entropy(logits).min() > 0.9 * np.log(A)
 

@@ -57,6 +57,23 @@ def test_environment_of_the_gym_package():
     assert endings == {True, False}
 
 
+def with_old_spaces():
+    """A gymnasium.Env with spaces of the gym package."""
+    gym = pytest.importorskip("gym")
+    env = gymnasium.make("CartPole-v1").unwrapped
+    env.observation_space = gym.spaces.Box(-9, 9, (4,), np.float32)
+    env.action_space = gym.spaces.Discrete(2)
+    return env
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_spaces_of_the_gym_package():
+    envs = Environment(env_flags(here(with_old_spaces)), 1)
+    assert envs.observation_space == spaces.Box(-9, 9, (4,), np.float32)
+    assert envs.action_space == spaces.Discrete(2)
+    assert envs.initial()["observation"].shape == (1, 4)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_an_id_of_the_gym_package(tmp_path, monkeypatch):
     """A package registers it with the old gym: the message has flags that work."""

@@ -475,6 +475,42 @@ def test_last_observations_become_arrays_as_others_do():
     assert env.final_observation.tolist() == [[5, 5]] * E
 
 
+class Buffers(OneSeed):
+    """It returns the same arrays each time, as simulators on GPUs do."""
+
+    single_observation_space = gymnasium.spaces.Box(0, 9, (1,))
+
+    def __init__(self, num_envs):
+        self.num_envs = num_envs
+        self.metadata = {"autoreset_mode": AutoresetMode.DISABLED}
+        self.seen, self.reward = np.zeros((E, 1), np.float32), np.zeros(E)
+        self.cost = np.zeros(E, np.int64)
+
+    def reset(self, *, seed=None, options=None):
+        mask = (options or {}).get("reset_mask", np.ones(E, bool))
+        self.seen[mask] = self.reward[mask] = self.cost[mask] = 0
+        return self.seen, {"cost": self.cost}
+
+    def step(self, actions):
+        self.seen += 1
+        self.reward[:] = self.cost[:] = 1
+        ends = self.seen[:, 0] == 3
+        return self.seen, self.reward, ends & False, ends, {"cost": self.cost}
+
+
+def test_arrays_that_a_reset_changes(monkeypatch):
+    field = ExtraField((), np.int64, of="step")
+    monkeypatch.setitem(extra_fields.EXTRA_FIELDS, "cost", field)
+    env = make("Buffers")
+    env.initial()
+    for _ in range(3):
+        row = env.step(np.zeros(E, int))
+    assert row["observation"].tolist() == [[0]] * E
+    assert env.final_observation.tolist() == [[3]] * E
+    assert row["reward"].tolist() == row["cost"].tolist() == [1] * E
+    assert row["episode_return"].tolist() == [3] * E
+
+
 class Rooms(OneSeed):
     """Environment 1 truncates each game after two steps, in room `last`."""
 

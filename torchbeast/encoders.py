@@ -20,6 +20,7 @@ from torchbeast.core.observations import (
     has_channels_last,
     has_numbers,
     image_size,
+    logarithm,
     upper_bound,
 )
 
@@ -151,6 +152,8 @@ class ImageEncoder(nn.Module):
             dtype = torch.get_autocast_dtype(x.device.type)
         # Reorder the bytes first, and scale in place, to save a copy.
         x = x.contiguous(memory_format=torch.channels_last)
+        if not self.scale:
+            return self.torso(logarithm(x.float()).to(dtype))
         x = x.to(dtype, copy=True).mul_(self.scale)
         return self.torso(x)
 

@@ -79,9 +79,16 @@ def image_size(image: spaces.Box) -> tuple[int, int, int]:
 
 
 def upper_bound(box: spaces.Box) -> float:
-    """What values are divided by: the largest upper bound; 1 without a usable one."""
+    """What values are divided by: the largest upper bound; 1 without a usable one.
+
+    Of integers it is the largest absolute bound; without one, infinity: their logarithm
+    is taken.
+    """
     high = float(np.max(box.high, initial=0))
-    return high if 0 < high < NO_BOUND else 1.0
+    if box.dtype.kind not in "iu":
+        return high if 0 < high < NO_BOUND else 1.0
+    high = max(1.0, high, -float(np.min(box.low, initial=0)))
+    return high if high < NO_INTEGER_BOUND else math.inf
 
 
 def flatten_leaf(space: spaces.Space, x: torch.Tensor) -> torch.Tensor:
@@ -109,8 +116,12 @@ def _scale_integers(box: spaces.Box, x: torch.Tensor) -> torch.Tensor:
     ends = np.abs([box.low.astype(np.float64), box.high.astype(np.float64)])
     bound = ends.max(0).reshape(-1)
     scaled = x / devices.send(np.maximum(bound, 1).astype(np.float32), x.device)
-    logs = x.sign() * x.abs().log1p()
-    return torch.where(devices.send(bound < NO_INTEGER_BOUND, x.device), scaled, logs)
+    usable = devices.send(bound < NO_INTEGER_BOUND, x.device)
+    return torch.where(usable, scaled, logarithm(x))
+
+
+def logarithm(x: torch.Tensor) -> torch.Tensor:
+    return x.sign() * x.abs().log1p()
 
 
 def has_numbers(leaf: spaces.Space) -> bool:

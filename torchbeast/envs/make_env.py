@@ -230,7 +230,7 @@ def find_object(flag: str, path: str) -> Any:
     if not module_name or module_name.startswith(".") or not attribute:
         raise FlagError(f"{flag}: package.module:Class needs the full module name")
     try:
-        module = importlib.import_module(module_name)
+        module = checks.own_context()(importlib.import_module, module_name)
     except ModuleNotFoundError as error:
         raise _missing_package(flag, error) from error
     try:

@@ -45,7 +45,9 @@ def adapt(env: Any, render_mode: str | None = None) -> gymnasium.Env:
             if takes_no_seed or not first:
                 return OldGymAdapter(env, render_mode, takes_seed=False)
     is_pair = _is_observation_and_info(result, env.observation_space)
-    if is_pair and isinstance(env, gymnasium.Env):
+    both = env.observation_space, env.action_space  # they may be of the gym package
+    has_spaces = all(isinstance(x, spaces.Space) for x in both)
+    if is_pair and has_spaces and isinstance(env, gymnasium.Env):
         return env
     return OldGymAdapter(env, render_mode, takes_seed=True)
 

@@ -149,7 +149,7 @@ def _leaf_fault(leaf: spaces.Space) -> str:
     if isinstance(leaf, spaces.MultiDiscrete) and (len(shape) != 1 or shape == (0,)):
         return "a MultiDiscrete needs one dimension, and at least one element"
     start = np.abs(np.asarray(getattr(leaf, "start", 0), np.float64))
-    if start.max(initial=0) + sum(num_options(leaf)) > 2**53:
+    if start.max(initial=0) + min(sum(num_options(leaf)), 2**18) > 2**53:
         return "its start is too large: 2**53 is the largest number"
     return ""
 

@@ -177,7 +177,7 @@ class VectorGames:
         )
         # Some return integers, and ~ of an integer is no negation.
         terminated, truncated = (np.asarray(x) != 0 for x in ends)
-        reward = np.asarray(reward)
+        reward = np.array(reward)  # a reset may change the environments' own array
         done = terminated | truncated
         if done.any():
             final_obs, ended = info.get("final_obs"), info.get("final_info", {})
@@ -185,7 +185,9 @@ class VectorGames:
                 got = f"returned {checks.describe(ended)} as info['final_info']"
                 self._checker.fail("step", f"{got}; it must be a dict of arrays")
             if not self.resets_itself:
-                final_obs, ended = map_nested(np.copy, observation), info
+                final_obs = map_nested(np.copy, observation)
+                names = {key for x in EXTRA_FIELDS for key in (x, f"_{x}")}
+                ended = {x: np.copy(info[x]) for x in names & info.keys()}
                 observation, info = self._restart(observation, info, done)
             elif (cut := truncated & ~terminated).any():
                 # The learner bootstraps from the values of these.

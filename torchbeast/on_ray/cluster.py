@@ -6,7 +6,9 @@ the raylet breaks or the GCS is gone for long. So the learner calls no function 
 
 import contextlib
 import functools
+import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +21,7 @@ from torchbeast.procs import children, processes
 from torchbeast.remote import env_connection
 from torchbeast.runs.flagset import Flags
 
+LONGEST_TMPDIR = 35  # bytes: Ray adds 69, and a socket's path may have 107
 START_SECONDS = 300.0  # least time limit of actors that have room: to import PyTorch
 HINT = (
     ". Ray ends it if the raylet of this machine or the GCS of the cluster has died "
@@ -72,9 +75,12 @@ def _call_ray(main: Callable[..., None], flags: Flags, *args: Any) -> None:
 
 def connect(address: str | None) -> None:
     """Connects to this cluster, or starts a local one. Raises UserError if it can't."""
+    has_own = address or os.environ.get("RAY_TMPDIR")
+    is_long = len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR
     init = functools.partial(
         ray.init,
         address=address or "local",
+        _temp_dir="/tmp/ray" if is_long and not has_own else None,
         configure_logging=False,
         include_dashboard=False if address is None else None,
     )

@@ -43,8 +43,10 @@ from torchbeast.envs.checks import (
 from torchbeast.envs.environment import Totals, example_environment, to_env_actions
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, as_declared
 from torchbeast.envs.make_env import create_env
+from torchbeast.envs.space_checks import plain_space
 from torchbeast.envs.vector_envs import find_vector_env
 from torchbeast.flags import TRAINING
+from torchbeast.local.actors import TorchSettings
 from torchbeast.model import Net, make_model
 from torchbeast.runs import checkpoint, flagset, trust
 from torchbeast.runs.flagset import Flags
@@ -256,8 +258,8 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
         if is_name and is_known and not hasattr(flags, name):
             setattr(flags, name, value)
     flags.freeze()
-    with contextlib.closing(example_environment(flags)) as env:
+    with TorchSettings(), contextlib.closing(example_environment(flags)) as env:
         spaces = env.observation_space, env.action_space
     model = load_model(flags, *spaces, saved["model_state_dict"])
-    actions = env.envs.single_action_space
+    actions = plain_space(env.envs.single_action_space)
     return Agent(flags, model, env.observation_space, actions)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import pathlib
@@ -21,7 +20,7 @@ from optuna.distributions import (
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import URL
 
-from torchbeast.base.errors import FileError, FlagError, UserError
+from torchbeast.base.errors import FlagError, using
 from torchbeast.records.saved_runs import read_run
 from torchbeast.sweeps.jobs import STOPPED, Job, OtherRunError
 
@@ -106,7 +105,7 @@ class Search:
         self.space, self.make_jobs = space, make_jobs
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.path = path
-        with self._storage():
+        with using(self.path, "can't be used"):
             self.study = optuna.create_study(
                 storage=URL.create("sqlite", database=str(path)).render_as_string(),
                 study_name="sweep",
@@ -124,29 +123,10 @@ class Search:
         # The runs of each trial in progress, with their exit statuses.
         self._open: dict[int, dict[Job, int | None]] = {}
 
-    @contextlib.contextmanager
-    def _storage(self) -> Iterator[None]:
-        """Turns what Optuna and SQLAlchemy raise into a FileError of one line.
-
-        A file that is damaged, locked or read-only raises errors of many types.
-        """
-        try:
-            yield
-        except UserError:  # the message is good already
-            raise
-        except Exception as error:
-            # SQLAlchemy adds lines with the statement and a link.
-            why = (str(error) or repr(error)).partition("\n")[0]
-            raise FileError(
-                f"{self.path} can't be used: {why}. End other programs that use it, "
-                "and make it writable; if it is damaged, start a new search with "
-                "another --name"
-            ) from error
-
     def _tell(self, trial: int, value: float | None = None) -> FrozenTrial:
         """Ends a trial; without a value it has failed."""
         state = TrialState.FAIL if value is None else None
-        with self._storage():
+        with using(self.path, "can't be used"):
             return self.study.tell(trial, value, state=state)
 
     def jobs(self, num_trials: int) -> Iterator[Job]:
@@ -157,7 +137,7 @@ class Search:
         Raises:
           OtherRunError: the folder already has a run with other flags.
         """
-        with self._storage():
+        with using(self.path, "can't be used"):
             running = self.study.get_trials(states=[TrialState.RUNNING])
         for trial in running:
             if trial.params.keys() == self.space.keys():
@@ -165,7 +145,7 @@ class Search:
             else:  # killed before it had all its settings
                 self._tell(trial.number)
         while True:
-            with self._storage():
+            with using(self.path, "can't be used"):
                 if len(self.study.trials) >= num_trials:
                     return
                 new = self.study.ask(self.space)
@@ -184,7 +164,7 @@ class Search:
         return jobs
 
     def all_failed(self) -> bool:
-        with self._storage():
+        with using(self.path, "can't be used"):
             states = [trial.state for trial in self.study.trials]
         return bool(states) and set(states) == {TrialState.FAIL}
 
@@ -203,7 +183,7 @@ class Search:
             log.warning("Trial %d: a run failed, or no game has ended.", trial)
             return
         told = self._tell(trial, statistics.fmean(known))
-        with self._storage():
+        with using(self.path, "can't be used"):
             best = self.study.best_trial
         log.info(
             "Trial %d reached %.2f with %s. The best is trial %d with %.2f.",
