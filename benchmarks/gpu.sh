@@ -16,6 +16,7 @@ mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # it may not be installed
 actors=$(($(nproc) > 3 ? $(nproc) - 2 : 2)) # two cores are for the learner's threads
 each=${SECONDS_EACH:-15}
+failed=0
 
 # measure NAME VARIANT MODEL FLAG...
 measure() {
@@ -25,15 +26,20 @@ measure() {
     local warm_up=${WARM_UP:-10}
     [[ $* != *--compile* ]] || warm_up=40 # inference compiles for each size of a batch
     echo "== $name"
-    if timeout $((each + 150)) "$python" benchmarks/throughput.py --variants "$variant" \
+    local status=0
+    # Up to two minutes until the first update, and half a minute to end.
+    timeout $((each + warm_up + 200)) "$python" benchmarks/throughput.py --variants "$variant" \
         --model "$model" --seconds "$each" --warm_up "$warm_up" --part_seconds 0 \
         --precisions bf16 --json "$out/$name.json" -- --num_actors "$actors" \
         --envs_per_actor 16 --batch_size 32 "$@" \
-        >"$out/$name.txt" 2>&1; then
+        >"$out/$name.txt" 2>&1 || status=$?
+    if ((status == 0)); then
         sed -nE "s/^(SPS|learner, CPU|cores used|Who waited)/$name: &/p" "$out/$name.txt" |
             tail -n 4 | tee -a "$out/table.txt"
     else
-        tail -n 3 "$out/$name.txt" | sed "s/^/$name: /" | tee -a "$out/table.txt"
+        failed=1
+        { echo "failed with status $status (124: out of time)"; tail -n 3 "$out/$name.txt"; } |
+            sed "s/^/$name: /" | tee -a "$out/table.txt"
     fi
 }
 
@@ -53,3 +59,4 @@ measure poly_deep polybeast deep
 measure poly_deep_graphs polybeast deep --compile reduce-overhead
 measure poly_lstm polybeast deep --use_lstm
 cat "$out/table.txt"
+exit "$failed"

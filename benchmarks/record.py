@@ -108,6 +108,8 @@ def cost(args: argparse.Namespace) -> int:
             process = start(savedir, str(i), f"{flags} {more}", args.script)
             logs = pathlib.Path(savedir, str(i), "logs.csv")
             while not logs.exists() or logs.read_text().count("\n") < 20:
+                if process.poll() is not None:
+                    sys.exit(f"the run has ended: {process.communicate()[1]}")
                 time.sleep(0.1)
             time.sleep(args.warm_up)
             used = cpu_seconds(process.pid)

@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import statistics
 import sys
 import tempfile
@@ -55,9 +56,9 @@ def row_bytes(argv: Sequence[str]) -> float:
 def measure(layout: Layout, args: argparse.Namespace) -> Tried:
     """Measures a run with a server process per stream, by TCP."""
     port = 20000 + os.getpid() % 10000
-    envs = f"{' '.join(args.flags)} --envs_per_actor {layout.envs_per_actor}"
+    envs = f"{shlex.join(args.flags)} --envs_per_actor {layout.envs_per_actor}"
     script = START.format(
-        python=sys.executable,
+        python=shlex.quote(sys.executable),
         env=envs,
         address=f"127.0.0.1:{port}",
         number=layout.num_actors,

@@ -21,9 +21,6 @@ from torchbeast.runs import autotune, flagset, trial
 from torchbeast.runs.autotune import Tried, choose, costs_of, fit, layouts, predict
 from torchbeast.runs.limits import Costs, Layout, Line, limits
 
-NO_INFERENCE = Line(0.0, 0.0)
-
-
 # --- The model beside a simulation ---
 
 

@@ -64,7 +64,7 @@ def test_a_run_of_polybeast_compiles(tmp_path):
     rows = runs.read_logs(tmp_path, "a")
     assert len(rows) == 60
     # The compiled policy that acts is that of the learner.
-    assert all(float(row["policy_lag"]) >= 0 for row in rows)
+    assert sorted(float(row["policy_lag"]) for row in rows)[30] < 20
 
 
 @pytest.mark.xdist_group("compile")

@@ -89,9 +89,6 @@ def plus_one(env):
     )
 
 
-NOT_CALLABLE = 3
-
-
 def test_arguments_of_a_class():
     env = Environment(env_flags(here(Sized), env_kwargs='{"size": 5, "step": 3}'), 2)
     env.initial()

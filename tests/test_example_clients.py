@@ -37,7 +37,6 @@ pytestmark = pytest.mark.timeout(300)  # the C++ client is compiled
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "examples" / "clients"
-PROTO = ROOT / "libtorchbeast" / "proto"
 
 
 # --- The clients ----------------------------------------------------------------------

@@ -44,13 +44,6 @@ def actions(make_parser=monobeast.make_parser):
     return make_parser().declared
 
 
-def make_env_parser():
-    pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    from torchbeast import polybeast_env
-
-    return polybeast_env.make_parser()
-
-
 # --- Precedence ---
 
 

@@ -177,13 +177,6 @@ def test_a_run_goes_on_where_it_was(savedir):
     assert second["signal"] is second["error"] is None
 
 
-def edit_checkpoint(path, **changes):
-    saved = torch.load(path, weights_only=True)
-    for name, change in changes.items():
-        saved[name] |= change
-    torch.save(saved, path)
-
-
 def test_flags_that_a_checkpoint_lacks_has_or_can_not_have(savedir):
     """Checkpoints of forks, and of another machine."""
     runs.run(savedir, "a", **runs.SMALL, num_buffers=7)

@@ -24,10 +24,6 @@ from libtorchbeast import (
 # --- Addresses ------------------------------------------------------------------------
 
 
-def path_of(address):
-    return address.removeprefix("unix:")
-
-
 @pytest.mark.parametrize(
     ("bad", "match"),
     [

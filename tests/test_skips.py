@@ -58,7 +58,7 @@ def test_a_skip_that_is_not_expected_fails(run, workers):
     if workers:
         pytest.importorskip("xdist")
     done = run("", *workers)
-    assert done.returncode == 1, done.stdout
+    assert done.returncode == 7, done.stdout
     assert "UNEXPECTED SKIP test_one.py::test_needs: Skipped: needs a" in done.stdout
     assert "UNEXPECTED SKIP test_file.py: " in done.stdout
     assert "no_such_package" in done.stdout
