@@ -290,13 +290,10 @@ def make_parser() -> FlagParser:
 
 
 def resolve_layout(flags: Flags, learners: int = 1) -> Flags:
-    """Fills in the flags that depend on others, and checks them.
+    """Fills in the flags that depend on others. Raises FlagError for wrong ones.
 
     Args:
       learners: how many share the servers, see own_servers.
-
-    Raises:
-      FlagError: a value is not allowed.
     """
     choose_side(flags)
     if flags.listen and ranks.size() > 1:

@@ -250,9 +250,7 @@ class DiagonalGaussian(ActionDistribution):
 def make_distribution(action_space: spaces.Space) -> ActionDistribution:
     """The distribution for an action space of Gymnasium.
 
-    Raises:
-      ValueError: the space is neither Discrete, MultiDiscrete (one-dimensional) nor a
-        Box of floats.
+    Raises ValueError if it is no Discrete, MultiDiscrete [n] or Box of floats.
     """
     if isinstance(action_space, spaces.Discrete):
         return Categorical(int(action_space.n))

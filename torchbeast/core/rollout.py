@@ -215,14 +215,11 @@ def step_counters(count: int) -> torch.Tensor:
 
 
 def check_batch(flags: Any, spec: dict[str, Nested]) -> None:
-    """Checks that the learner's batch, and the rollouts that wait for it, fit.
+    """Raises FlagError if a batch, and the rollouts that wait for it, don't fit.
 
     Args:
       flags: batch_size, unroll_length, replay_ratio; max_learner_queue_size, if any.
       spec: the fields of a row.
-
-    Raises:
-      FlagError: they need more memory than this process may use.
     """
     row = sum(math.prod((*s.shape, s.dtype.itemsize)) for s in flatten(spec))
     waiting = getattr(flags, "max_learner_queue_size", None) or 0

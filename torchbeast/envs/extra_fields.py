@@ -69,11 +69,7 @@ def check_names() -> None:
 
 
 def select(info: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The values of EXTRA_FIELDS in one environment's info.
-
-    Raises:
-      InvalidEnvironmentError: a value does not have the declared shape or dtype.
-    """
+    """EXTRA_FIELDS of one environment's info. Raises InvalidEnvironmentError."""
     selected = {}
     for name, field in EXTRA_FIELDS.items():
         if name in info:
