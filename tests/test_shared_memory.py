@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import threading
 import time
 from concurrent import futures
 from pathlib import Path
@@ -97,6 +98,8 @@ def test_a_killed_server_is_noticed_at_once_and_nothing_is_left(address):
         with Run([address], zeros, step_timeout_s=60) as run:
             take(run, 3)
             before = num_mappings()
+            # A stream that waits for room in the queue notices nothing.
+            threading.Thread(target=lambda: [None for _ in run.queue]).start()
             server.kill()
             wait_until(lambda: run.pool.stats()["num_connected"] == 0, "noticed", 15)
             wait_until(lambda: num_mappings() < before, "it is unmapped")
