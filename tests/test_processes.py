@@ -81,25 +81,19 @@ def test_a_dead_child_and_one_that_takes_no_steps():
         watch.check([child])
 
 
-def test_suppressed_logs_come_back():
-    """Another call of main() in the same notebook logs again."""
+@pytest.mark.parametrize(
+    "before",
+    [
+        "logging.warning('before')",  # whatever the root's level is
+        "script.run(lambda: script.print_warnings_only() or 0)",  # --suppress_logs
+    ],
+)
+def test_logging_that_was_configured_before(before):
+    """By a notebook, or by another call of main() there: all lines are logged."""
     code = (
-        "import logging\n"
-        "from torchbeast.runs import script\n"
-        "script.run(lambda: script.print_warnings_only() or 0)\n"
-        "script.run(lambda: logging.getLogger('torchbeast.x').info('after') or 0)"
-    )
-    words = [sys.executable, "-c", code]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert "after" in result.stderr
-
-
-def test_logging_that_was_configured_before():
-    """Such as by a notebook: all lines are logged, whatever the root's level is."""
-    code = (
-        "import logging; logging.warning('before')\n"
-        "from torchbeast.runs import script\n"
-        "script.configure_logging(); logging.getLogger('torchbeast.x').info('after')"
+        f"import logging; from torchbeast.runs import script; {before}\n"
+        "log = logging.getLogger('torchbeast.x')\n"
+        "script.run(lambda: log.info('after') or 0)"
     )
     words = [sys.executable, "-c", code]
     result = subprocess.run(words, capture_output=True, text=True, timeout=100)

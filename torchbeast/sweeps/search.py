@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import pathlib
@@ -20,7 +21,7 @@ from optuna.distributions import (
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import URL
 
-from torchbeast.base.errors import FlagError, using
+from torchbeast.base.errors import FileError, FlagError, using
 from torchbeast.records.saved_runs import read_run
 from torchbeast.sweeps.jobs import STOPPED, Job, OtherRunError
 
@@ -105,7 +106,7 @@ class Search:
         self.space, self.make_jobs = space, make_jobs
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.path = path
-        with using(self.path, "can't be used"):
+        with self._storage():
             self.study = optuna.create_study(
                 storage=URL.create("sqlite", database=str(path)).render_as_string(),
                 study_name="sweep",
@@ -123,10 +124,22 @@ class Search:
         # The runs of each trial in progress, with their exit statuses.
         self._open: dict[int, dict[Job, int | None]] = {}
 
+    @contextlib.contextmanager
+    def _storage(self) -> Iterator[None]:
+        """Says what to do about the errors of Optuna's file."""
+        try:
+            with using(self.path, "can't be used"):
+                yield
+        except FileError as error:
+            raise FileError(
+                f"{error}. End other programs that use it; if it is damaged, start a "
+                "new search with another --name"
+            ) from error
+
     def _tell(self, trial: int, value: float | None = None) -> FrozenTrial:
         """Ends a trial; without a value it has failed."""
         state = TrialState.FAIL if value is None else None
-        with using(self.path, "can't be used"):
+        with self._storage():
             return self.study.tell(trial, value, state=state)
 
     def jobs(self, num_trials: int) -> Iterator[Job]:
@@ -137,7 +150,7 @@ class Search:
         Raises:
           OtherRunError: the folder already has a run with other flags.
         """
-        with using(self.path, "can't be used"):
+        with self._storage():
             running = self.study.get_trials(states=[TrialState.RUNNING])
         for trial in running:
             if trial.params.keys() == self.space.keys():
@@ -145,7 +158,7 @@ class Search:
             else:  # killed before it had all its settings
                 self._tell(trial.number)
         while True:
-            with using(self.path, "can't be used"):
+            with self._storage():
                 if len(self.study.trials) >= num_trials:
                     return
                 new = self.study.ask(self.space)
@@ -164,7 +177,7 @@ class Search:
         return jobs
 
     def all_failed(self) -> bool:
-        with using(self.path, "can't be used"):
+        with self._storage():
             states = [trial.state for trial in self.study.trials]
         return bool(states) and set(states) == {TrialState.FAIL}
 
@@ -183,7 +196,7 @@ class Search:
             log.warning("Trial %d: a run failed, or no game has ended.", trial)
             return
         told = self._tell(trial, statistics.fmean(known))
-        with using(self.path, "can't be used"):
+        with self._storage():
             best = self.study.best_trial
         log.info(
             "Trial %d reached %.2f with %s. The best is trial %d with %.2f.",
