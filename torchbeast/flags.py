@@ -139,11 +139,9 @@ class Atari(Group):
 
 class Model(Group):
     title = "model"
-    model: str = flag(  # the choices are encoders.TORSOS, which needs torch
-        "shallow",
+    model: str = flag("shallow",  # the choices: model.CHOICES, which needs torch
         "size of the encoders: the torso for images, the MLP for vectors. "
-        "--use_resnet means --model deep",
-    )
+        "--use_resnet means --model deep")
     encoder: str | None = flag(None,
         "a class that encodes the whole observation instead; it gets the space, "
         "--encoder_width, --layer_norm and the JSON object",
@@ -152,7 +150,7 @@ class Model(Group):
         "times as many channels and units in the encoders", WIDTH)
     layer_norm: bool = flag(False, "normalize the layers of the encoders")
     use_lstm: bool = flag(False, "add a recurrent core, see --core")
-    core: str = flag("lstm", "kind of the recurrent core", choices=["lstm", "gru"])
+    core: str = flag("lstm", "kind of the recurrent core")
     core_size: int = flag(256, "units of each layer of the recurrent core", COUNT)
     core_layers: int = flag(1, "layers of the recurrent core", COUNT)
     forget_bias: float = flag(0.0,
@@ -169,7 +167,7 @@ class Model(Group):
 class Layout(Group):
     title = "layout"
     num_actors: int = flag(2,
-        "actor processes; PolyBeast: streams (default: one per server, or 4)", COUNT)
+        "actor processes; PolyBeast: streams, by default one per server, or 4", COUNT)
     batch_size: int = flag(4, "rollouts per learner batch", COUNT)
     unroll_length: int = flag(20, "steps per rollout", COUNT)
     rollouts: str = flag("fixed",
@@ -322,7 +320,8 @@ class Connection(Group):
     pipes_basename: str = flag(PIPES_BASENAME,
         "path of the servers' sockets on one machine, to which .0, .1, ... are "
         "added (torchbeast.polybeast: a new one per run)", FREE)
-    num_servers: int = flag(4, "server processes", COUNT)
+    num_servers: int = flag(4,
+        "server processes; polybeast: by default one per stream or core", COUNT)
     envs_per_actor: int = flag(8,
         "environments per stream; polybeast_learner accepts any number by default",
         COUNT)

@@ -14,6 +14,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from torchbeast import encoders
 from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
@@ -22,11 +23,13 @@ from torchbeast.core.moments import CLIP, RunningMoments
 from torchbeast.core.observations import is_image, iterate_observation, iterate_space
 from torchbeast.core.rollout import State
 from torchbeast.core.vtrace import VTraceReturns
-from torchbeast.encoders import ImageEncoder, VectorEncoder, initialize, output_size
+from torchbeast.encoders import VectorEncoder, initialize
 from torchbeast.envs import action_masks
 from torchbeast.envs.make_env import make_named
 from torchbeast.recurrent import CORES
 from torchbeast.runs.flagset import Flags
+
+CHOICES: dict[str, Any] = {"model": encoders.TORSOS, "core": CORES}  # of these flags
 
 
 class Net(nn.Module):
@@ -62,7 +65,7 @@ class Net(nn.Module):
         leaves = [] if self.encoder else list(iterate_space(observation_space))
         self.is_image = [is_image(space) for space in leaves]
         self.images = nn.ModuleList(
-            ImageEncoder(space, flags.model, *sizes)
+            encoders.ImageEncoder(space, flags.model, *sizes)
             for space in leaves
             if is_image(space)
         )
@@ -80,7 +83,7 @@ class Net(nn.Module):
             state = self.explorer.initial_state(1)
             self.explorer_states = len(state)
             rows |= self.explorer.act(rows, state)[0]
-        size = output_size(self.encode, rows)
+        size = encoders.output_size(self.encode, rows)
         self.core: Any = None
         if flags.use_lstm:
             self.core = CORES[flags.core](size, flags.core_size, flags.core_layers)

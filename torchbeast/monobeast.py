@@ -42,12 +42,11 @@ from torchbeast.core import rollout
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.rollout import State
 from torchbeast.core.weights import SharedWeights
-from torchbeast.encoders import TORSOS
 from torchbeast.envs.environment import Environment
 from torchbeast.learner import Learner, Update, learn
 from torchbeast.local.actors import Actors, actor_context
 from torchbeast.local.env_spec import find_env_spec
-from torchbeast.model import make_model
+from torchbeast.model import CHOICES, make_model
 from torchbeast.play.evaluate import evaluate
 from torchbeast.play.evaluator import Evaluator
 from torchbeast.procs import processes
@@ -392,7 +391,7 @@ def log_timings(run: Run, actors: Any) -> None:
 def make_parser() -> FlagParser:
     own = declared_flags.MonoBeast, declared_flags.Launcher
     groups = (*declared_flags.TRAINING, *own)
-    return FlagParser("MonoBeast: IMPALA on one machine.", groups, {"model": TORSOS})
+    return FlagParser("MonoBeast: IMPALA on one machine.", groups, CHOICES)
 
 
 def actors_class(flags: Flags) -> Any:

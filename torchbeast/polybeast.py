@@ -38,13 +38,13 @@ NUM_SERVERS = declared_flags.DECLARED["num_servers"].default
 
 
 def make_parser() -> FlagParser:
-    from torchbeast.encoders import TORSOS
+    from torchbeast.model import CHOICES
 
     groups = (*declared_flags.TRAINING, *declared_flags.CONNECTED)
     return FlagParser(
         "PolyBeast: IMPALA with environments in server processes.",
         (*groups, declared_flags.Servers, declared_flags.Launcher),
-        {"model": TORSOS},
+        CHOICES,
         num_actors=None,
         num_servers=None,
         pipes_basename=None,  # a new name for each run

@@ -45,9 +45,9 @@ from torchbeast.core.acting import act_step, pad
 from torchbeast.core.exploration import find_method
 from torchbeast.core.replay import ReplayError
 from torchbeast.core.weights import ActingModels
-from torchbeast.encoders import TORSOS
 from torchbeast.envs.make_env import find_named
 from torchbeast.learner import Learner, Update, learn
+from torchbeast.model import CHOICES
 from torchbeast.play.evaluate import evaluate
 from torchbeast.play.evaluate_on_servers import fits, play_on_servers
 from torchbeast.play.evaluator import Evaluator
@@ -283,7 +283,7 @@ def make_parser() -> FlagParser:
     return FlagParser(
         "PolyBeast's learner.",
         groups,
-        {"model": TORSOS},
+        CHOICES,
         num_actors=None,
         envs_per_actor=None,  # the environments' value
     )

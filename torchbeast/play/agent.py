@@ -32,7 +32,6 @@ from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core.acting import Choose, act_step, prepare_to_act, to_tensors
 from torchbeast.core.finite import find_cause
 from torchbeast.core.rollout import State
-from torchbeast.encoders import TORSOS
 from torchbeast.envs.checks import (
     Categories,
     InvalidEnvironmentError,
@@ -47,7 +46,7 @@ from torchbeast.envs.space_checks import plain_space
 from torchbeast.envs.vector_envs import find_vector_env
 from torchbeast.flags import TRAINING
 from torchbeast.local.actors import TorchSettings
-from torchbeast.model import Net, make_model
+from torchbeast.model import CHOICES, Net, make_model
 from torchbeast.runs import checkpoint, flagset, trust
 from torchbeast.runs.flagset import Flags
 
@@ -246,7 +245,7 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
     file = checkpoint.find(path)
     saved = checkpoint.load(file)
     checkpoint.check(saved, file, for_test=True)
-    parser = FlagParser("", TRAINING, {"model": TORSOS})
+    parser = FlagParser("", TRAINING, CHOICES)
     words = ["--mode=test", *(["--trust_checkpoint_env"] if trust_env else [])]
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
     typed = flagset.read(parser, words)
