@@ -333,8 +333,7 @@ class Connection(Group):
     tls_ca: str | None = flag(None,
         "PEM file with the signer of the other side's certificate; by default the "
         "side that connects trusts the system's signers", FREE)
-    token_file: str | None = flag(None, "file with a secret that both sides share",
-        FREE)
+    token_file: str | None = flag(None, "file with the secret of both sides", FREE)
     insecure: bool = flag(False,
         "allow plain TCP beyond this machine, TLS without a token or client "
         "certificate, and unix sockets of other users", FREE)
