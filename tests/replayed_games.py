@@ -8,7 +8,6 @@ from gymnasium import spaces
 from nets import make_net
 
 from torchbeast.base.nested import map_nested
-from torchbeast.core import rollout
 from torchbeast.core.acting import row_spec
 from torchbeast.core.distributions import make_distribution
 from torchbeast.core.mixer import Mixer
@@ -27,6 +26,12 @@ OBSERVATIONS = spaces.Dict(
     }
 )
 DISTRIBUTION = make_distribution(spaces.Discrete(A))
+# Fields of the step that led to a row; the others are of the step from it.
+RESULTS = {
+    *("reward", "done", "truncated", "truncation_value", "last_action"),
+    *("episode_return", "episode_step", "game_return", "game_step", "game_over"),
+    "env_warnings",
+}
 SPEC = row_spec(make_net(OBSERVATIONS, spaces.Discrete(A)))
 
 
@@ -113,13 +118,13 @@ def check_unroll(rows, games):
         row = map_nested(lambda x, t=t: x[t], rows)
         game, at = places[row["observation"]["colours"].tobytes()]
         original = game.rows[at]
-        for name in row.keys() - rollout.RESULTS - {"done", "step_counts"}:
+        for name in row.keys() - RESULTS - {"done", "step_counts"}:
             map_nested(np.testing.assert_array_equal, row[name], original[name])
         goes_on = previous is not None and (game, at) == (previous[0], previous[1] + 1)
         if previous is not None:
             game_before, before = previous
             result = game_before.rows[before + 1]  # of the step before
-            for name in (row.keys() & rollout.RESULTS) - {"done"}:
+            for name in (row.keys() & RESULTS) - {"done"}:
                 np.testing.assert_array_equal(row[name], result[name], err_msg=name)
             assert bool(row["done"]) == bool(result["done"])
             assert rows["step_counts"][t - 1] == (not result["truncated"])

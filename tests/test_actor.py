@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from torchbeast import monobeast
+from torchbeast import model, monobeast
 from torchbeast.core.weights import SharedWeights
 from torchbeast.envs.environment import Environment
 from torchbeast.learner import Learner
 from torchbeast.local.actors import make_envs
 from torchbeast.local.env_spec import EnvSpec
+from torchbeast.model import Net
 from torchbeast.runs import flagset
 
 T, E, SLOTS = 7, 3, 8
@@ -88,7 +89,18 @@ def test_other_slots_are_left_alone(parts):
     assert (buffers["rows"]["reward"][[6, 1, 3]] != -9).all()
 
 
-def test_a_loaded_state_goes_on_with_the_same_games(parts):
+class Noisy(Net):
+    """Draws from PyTorch's global generator, as docs/forking.md allows."""
+
+    def forward(self, *args, **more):
+        outputs, state = super().forward(*args, **more)
+        logits = outputs["policy_logits"]
+        return {**outputs, "policy_logits": logits + torch.randn_like(logits)}, state
+
+
+@pytest.mark.parametrize("net", [Net, Noisy])
+def test_a_loaded_state_goes_on_with_the_same_games(parts, monkeypatch, net):
+    monkeypatch.setattr(model, "Net", net)
     buffers = parts[-1]
     actor = make_actor(parts)
     actor.unroll([0, 1, 2])

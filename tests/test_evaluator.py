@@ -151,6 +151,10 @@ def test_a_resumed_run_knows_the_best(tmp_path):
     runs.run(tmp_path, "a", total_steps=12000)
     assert results(tmp_path)[-1][0] == 12000  # the final weights
     assert path.read_bytes() == before
+    # Results of other games don't compare.
+    output = runs.run(tmp_path, "a", total_steps=13000, eval_episodes=2)
+    assert "model.best.tar does not count: it was found with another" in output
+    assert load(path)["stats"]["eval_return"] < 1e9
 
 
 @pytest.mark.timeout(400)

@@ -286,9 +286,7 @@ def flags_read():
 
 
 def test_every_flag_is_read():
-    # The first only has to be accepted, for old command lines. The others say how to
-    # read the flags.
-    unread = {"allow_flag_changes", "config", "trust_checkpoint_env"}
+    unread = {"config", "trust_checkpoint_env"}  # they say how to read the flags
     assert actions().keys() - flags_read() == unread
 
 
@@ -572,7 +570,7 @@ def test_some_flags_are_free_to_change():
     saved = parse().as_dict()
     now = parse(
         "--mode test --savedir /b --tensorboard --checkpoint_interval 3 --greedy "
-        "--actor_timeout 9 --num_test_episodes 3 --video a.mp4 --allow_flag_changes "
+        "--actor_timeout 9 --num_test_episodes 3 --video a.mp4 "
         "--disable_checkpoint"
     )
     assert flagset.changed(saved, now) == {}

@@ -51,12 +51,15 @@ def test_a_run_with_replay(tmp_path, variant, rollouts):
 @pytest.mark.parametrize("save", [True, False])
 def test_a_resumed_run_has_or_refills_its_replay(tmp_path, save):
     runs.run(tmp_path, "laser", save_replay=save or None, **LASER)
-    before = len(runs.read_logs(tmp_path, "laser"))
+    rows = runs.read_logs(tmp_path, "laser")
+    before, replayed_before = len(rows), int(rows[-1]["replayed_steps"])
     output = runs.run(tmp_path, "laser", total_steps=1600)
     rows = runs.read_logs(tmp_path, "laser")[before:]
     assert int(rows[-1]["step"]) == 1605
     assert bool(rows[0]["total_loss"]) == save
     assert learned(rows)
+    replayed = [int(row["replayed_steps"]) for row in learned(rows)]
+    assert replayed[0] > replayed_before > 0
     assert ("Loaded" in output) == save
     assert (tmp_path / "laser" / "replay.zip").exists() == save
 

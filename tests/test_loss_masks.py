@@ -149,14 +149,13 @@ def test_rejection_against_a_loop():
         for b in range(B):
             pi = np.exp(log_softmax(outputs["policy_logits"][t, b]))
             mu = np.exp(log_softmax(batch["policy_logits"][t, b]))
-            implied = np.minimum(mu, pi) / np.minimum(mu, pi).sum()
+            implied = np.minimum(0.7 * mu, pi) / np.minimum(0.7 * mu, pi).sum()
             mask[t, b] = not replayed[b] or (pi * np.log(pi / implied)).sum() <= 0.05
     rejected = ~mask[:-1]
     assert 2 <= rejected.sum() < replayed.sum() * T - 1
-    _, stats, gradients = joined(
-        batch, outputs, replayed=replayed, kl_threshold=0.05, entropy_cost=0.0
-    )
-    _, _, expected = joined(batch, outputs, mask, entropy_cost=0.0)
+    flags = {"kl_threshold": 0.05, "entropy_cost": 0.0, "clip_rho": 0.7}
+    _, stats, gradients = joined(batch, outputs, replayed=replayed, **flags)
+    _, _, expected = joined(batch, outputs, mask, **flags)
     share = rejected.sum() / (replayed.sum() * T)
     assert stats["frac_rejected"].item() == pytest.approx(share)
     for name, x in gradients.items():

@@ -55,14 +55,15 @@ def test_parts_of_the_loss(seed, changes):
 def test_normalized_advantages():
     """Only the policy's part changes, and the rewards' scale no longer counts in it."""
     batch, outputs = make_batch()
-    vs, advantages, log_rhos = oracle_targets(batch, outputs)
-    weights = np.minimum(np.exp(log_rhos), 1)
+    clips = {"clip_rho": 0.6, "clip_pg_rho": 1.7}
+    vs, advantages, log_rhos = oracle_targets(batch, outputs, **clips)
+    weights = np.minimum(np.exp(log_rhos), 1.7)
     centred = advantages - weights * (advantages.sum() / weights.sum())
     advantages = centred / np.sqrt(np.mean(centred**2))
     expected = oracle_parts(
         batch, outputs["policy_logits"], outputs["baseline"], vs, advantages
     )
-    _, stats = loss_of(batch, outputs, normalize_advantages=True)
+    _, stats = loss_of(batch, outputs, normalize_advantages=True, **clips)
     for name, value in expected.items():
         assert stats[name].item() == pytest.approx(value, rel=1e-6), name
     for nested, name in ((batch, "reward"), (outputs, "baseline")):

@@ -468,7 +468,9 @@ def test_acting_weights_are_the_learners():
         for x in learner.model.parameters():
             x += 1
     bank, version = models.acquire()
-    assert models.publish(learner.model.state_dict(), 7)
+    weights = learner.model.state_dict()
+    for version in (5, 6, 7):  # more than there are other banks
+        assert models.publish(weights, version)
     changed = dict(models.nets[bank].named_parameters())
     newest, version = models.acquire()
     assert version == 7
@@ -477,6 +479,13 @@ def test_acting_weights_are_the_learners():
         new = dict(models.nets[newest].named_parameters())[name]
         torch.testing.assert_close(new, x)
         assert not torch.equal(changed[name], x), "one that is in use has changed"
+    assert models.publish(weights, 8)
+    third, _ = models.acquire()
+    assert len({bank, newest, third}) == models.NUM_BANKS
+    assert not models.publish(weights, 9), "all others are in use"
+    models.release(bank)
+    assert models.publish(weights, 9)
+    assert models.acquire() == (bank, 9)
 
 
 def test_nothing_is_written_before_the_servers_are_known(tmp_path, small):

@@ -157,6 +157,13 @@ def test_extra_fields_are_part_of_a_row(monkeypatch):
     assert "final_goal" not in spec
 
 
+def test_a_field_belongs_to_the_step_before_its_row_or_after_it():
+    """A replay would put one that is in neither set to the wrong step."""
+    net = make_net(OBSERVATION_SPACE, spaces.Discrete(A))
+    after = {"observation", "action", "policy_logits", "baseline", "policy_version"}
+    assert row_spec(net).keys() - after == rollout.RESULTS
+
+
 def test_the_names_of_other_fields_are_taken(monkeypatch):
     net = make_net(OBSERVATION_SPACE, spaces.Discrete(A))
     own = row_spec(net).keys() | rollout.REPLAY_FIELDS

@@ -71,8 +71,6 @@ class Run(Group):
     sync: bool = flag(False, "reproducible: actors and learner take turns", TUNE)
     record: bool = flag(False, "record the order of the run; MonoBeast's --repeat "
         "makes it again", FREE)
-    allow_flag_changes: bool = flag(False,
-        "has no effect: typed flags always win over those of the checkpoint", START)
     trust_checkpoint_env: bool = flag(False,
         "use what another user's checkpoint or a file of --config names: code (--env "
         "module:Class, --wrapper, ...), its arguments, files and machines", START)

@@ -260,8 +260,8 @@ def at_once(
 ) -> None:
     """Actors act while the learner learns: a batch has the slots that are filled first.
 
-    The cycle of a slot: free -> an actor fills it -> filled -> in a batch -> free. For
-    learn_from see `train`.
+    The cycle of a slot: free -> an actor fills it, with the newest weights -> filled
+    -> in a batch -> free. For learn_from see `train`.
     """
     flags = run.flags
     B, E = flags.batch_size, flags.envs_per_actor
@@ -358,7 +358,7 @@ def train(start: resume.Start) -> int:
                 run.add(learn(learner, batch, initial_state))
 
     def finish(update: Update) -> None:
-        """Called when the update is made; with a GPU, that is later."""
+        """Run calls it when `updating` ends or, with a GPU, when the update is made."""
         columns = update.finish()
         publish(update.weights, update.policy_version)
         run.log(columns)
@@ -371,7 +371,7 @@ def train(start: resume.Start) -> int:
         )
         run.stack.callback(log_timings, run, actors)  # at the end, after close
         run.stack.callback(actors.close)
-        # --record writes the order of unrolls, --repeat keeps it.
+        # Without --record and --repeat these are the actors and weights.publish.
         actors, publish = order.keep(run, actors, buffers, weights)
         evaluator = Evaluator(run)
         loop = in_rounds if flags.sync else at_once

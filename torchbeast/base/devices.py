@@ -16,6 +16,8 @@ from torchbeast.base.errors import FlagError
 if TYPE_CHECKING:
     import torch
 
+AHEAD = ("cuda", "xpu")  # they compute while Python goes on, and copy beside that
+
 
 def learner_device(flags: argparse.Namespace) -> torch.device:
     """--learner_device; by default the first GPU, or this rank's, or else the CPU."""
@@ -79,7 +81,7 @@ _of_thread = threading.local()  # its stream for copies
 
 def works_ahead(device: torch.device) -> bool:
     """Whether the device computes while Python goes on, and copies beside that."""
-    return device.type in ("cuda", "xpu")
+    return device.type in AHEAD
 
 
 def check_compiler(mode: str, device: torch.device) -> None:
@@ -136,7 +138,7 @@ def copying(device: torch.device) -> Iterator[None]:
     """
     import torch
 
-    if not works_ahead(device) or device.type == "cpu":
+    if device.type not in AHEAD:
         yield
         return
     # One for each thread, because memory belongs to a stream.
@@ -151,7 +153,7 @@ def on_own_stream(device: torch.device, work: Callable[[], None]) -> Callable[[]
     """Makes `work` compute on a GPU before what other threads have queued there."""
     import torch
 
-    if not works_ahead(device) or device.type == "cpu":
+    if device.type not in AHEAD:
         return work
 
     def on_stream() -> None:
@@ -165,7 +167,7 @@ def stack(parts: list[torch.Tensor], dim: int, device: torch.device) -> torch.Te
     """torch.stack of tensors of the CPU, on the device; see copying."""
     import torch
 
-    if not works_ahead(device) or device.type == "cpu":
+    if device.type not in AHEAD:
         return torch.stack(parts, dim).to(device)
     shape = list(parts[0].shape)
     shape.insert(dim, len(parts))
@@ -176,7 +178,7 @@ def stack(parts: list[torch.Tensor], dim: int, device: torch.device) -> torch.Te
 
 def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies a tensor of the CPU to the device; see copying."""
-    if not works_ahead(device) or device.type == "cpu":
+    if device.type not in AHEAD:
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
 

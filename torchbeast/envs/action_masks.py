@@ -15,12 +15,9 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from torchbeast.envs import space_checks
 from torchbeast.envs.checks import InvalidEnvironmentError, describe
-from torchbeast.envs.space_checks import (
-    check_action_space,
-    check_observation_space,
-    num_options,
-)
+from torchbeast.envs.space_checks import num_options
 
 NAME = "action_mask"
 AGENT = "agent_one_hot"
@@ -53,8 +50,8 @@ def check_spaces(observation_space: spaces.Space, action_space: spaces.Space) ->
       UnsupportedSpaceError, InvalidEnvironmentError: they can't; the message says why.
     """
     check_mask(observation_space, action_space)
-    check_observation_space(observation_space)
-    check_action_space(action_space)
+    space_checks.check_observation_space(observation_space)
+    space_checks.check_action_space(action_space)
 
 
 def check_mask(observation_space: spaces.Space, action_space: spaces.Space) -> None:

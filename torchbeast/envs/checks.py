@@ -20,8 +20,9 @@ CHECK_EVERY = 1009  # later, one call of so many; prime, so that it hits all tim
 
 # The modules that call an environment's methods.
 _CALLERS = (
-    *("torchbeast.envs.", "gymnasium.wrappers", "gymnasium.core"),
-    "gymnasium.envs.registration",
+    *("torchbeast.envs." + x for x in ("action_masks", "checks", "environment")),
+    *("torchbeast.envs." + x for x in ("make_env", "old_gym", "parallel_envs")),
+    *("gymnasium.wrappers", "gymnasium.core", "gymnasium.envs.registration"),
 )
 _NUMBERS = ("reward", "terminated", "truncated")
 _NUMBER_TYPES = {float, int, np.float64, np.float32}  # most rewards

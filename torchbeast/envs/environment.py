@@ -21,14 +21,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.nested import flatten, map_nested
 from torchbeast.base.seldom import Seldom
-from torchbeast.envs import atari
-from torchbeast.envs.action_masks import (
-    NAME,
-    agent_is_present,
-    check_masks,
-    first_allowed,
-    mask_space,
-)
+from torchbeast.envs import action_masks, atari
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, make_fields
 from torchbeast.envs.parallel_envs import ParallelGames
 from torchbeast.envs.seeded_games import SeededGames, game_seed
@@ -174,7 +167,7 @@ class Environment:
         self.exact_resume = isinstance(self.envs, kinds)
         self.observation_space = plain_space(self.envs.single_observation_space)
         self.action_space = policy_space(self.envs.single_action_space)
-        self._has_mask = mask_space(self.observation_space) is not None
+        self._has_mask = action_masks.mask_space(self.observation_space) is not None
         self.final_observation: Any = None
         self._row: dict[str, Any] = {}
         self.set_seed(flags.seed, first_index)
@@ -231,7 +224,7 @@ class Environment:
         observation, reward, terminated, truncated, infos = result
         done = terminated | truncated
         truncated = truncated & ~terminated
-        counts = agent_is_present(self._row["observation"])
+        counts = action_masks.agent_is_present(self._row["observation"])
         self._totals = self._totals.add(reward, counts)
         reward = reward.astype(np.float32)
         if not math.isfinite(sum(reward.tolist())):
@@ -260,7 +253,9 @@ class Environment:
         infos: dict[str, Any],
     ) -> dict[str, Any]:
         if self._has_mask:
-            check_masks(self.flags.env, self.action_space, observation[NAME])
+            action_masks.check_masks(
+                self.flags.env, self.action_space, observation[action_masks.NAME]
+            )
         warnings, self._warnings = self._warnings, np.zeros(self.num_envs, np.int64)
         return {
             "observation": observation,
@@ -299,7 +294,9 @@ class Environment:
             row = self.initial()
             actions = row["last_action"]  # zeros
             if self._has_mask:
-                actions = first_allowed(self.action_space, row["observation"])
+                actions = action_masks.first_allowed(
+                    self.action_space, row["observation"]
+                )
             self.step(actions)
 
     def render(self) -> np.ndarray | None:

@@ -112,6 +112,7 @@ def run_actor(
     with (
         children.sending_errors(pipe, f"actor {index} failed"),
         contextlib.closing(make_envs(flags, index)) as env,
+        children.sending_errors(pipe, f"actor {index} failed"),  # close() may hang
     ):
         env.on_warning = lambda *warning: pipe.send(("warning", *warning))
         actor = actor_class(flags, env, buffers, weights_memory, index, num_steps)

@@ -80,7 +80,10 @@ def _describe(flags: Flags, pipe: connection.Connection) -> None:
     children.begin_child()
     with children.sending_errors(pipe, f"{flags.env} can't be made"):
         pipe.send(())  # it has begun
-        with contextlib.closing(example_environment(flags)) as env:
+        with (
+            contextlib.closing(example_environment(flags)) as env,
+            children.sending_errors(pipe, f"{flags.env} can't be made"),
+        ):
             env.on_warning = lambda key, message: None  # the actors send it later
             both = env.observation_space, plain_space(env.action_space)
             pipe.send(EnvSpec(*both, env.frames_per_step, env.exact_resume))

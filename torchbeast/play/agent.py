@@ -32,13 +32,7 @@ from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core.acting import Choose, act_step, prepare_to_act, to_tensors
 from torchbeast.core.finite import find_cause
 from torchbeast.core.rollout import State
-from torchbeast.envs.checks import (
-    Categories,
-    InvalidEnvironmentError,
-    describe,
-    parts_of,
-    read,
-)
+from torchbeast.envs import checks
 from torchbeast.envs.environment import Totals, example_environment, to_env_actions
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, as_declared
 from torchbeast.envs.make_env import create_env
@@ -80,7 +74,7 @@ class Agent:
           UserError: the environment can't be made.
         """
         if find_vector_env(self.flags):
-            raise InvalidEnvironmentError(
+            raise checks.InvalidEnvironmentError(
                 f"--env {self.flags.env} makes several environments at once: make "
                 "them in your own code, and give `act` the observations of all"
             )
@@ -178,19 +172,21 @@ def _stack(space: gymnasium.Space, observation: Any) -> tuple[Any, int, bool]:
       Arrays [n, ...] nested as the space, n, and whether it was only one.
     """
     try:
-        one = read(space, observation)
+        one = checks.read(space, observation)
     except ValueError as error:
         why = error
     else:
-        Categories(space).check(one)
+        checks.Categories(space).check(one)
         return map_nested(lambda x: np.array(x[np.newaxis]), one), 1, True
     n, several = 0, None
     with contextlib.suppress(LookupError, TypeError, ValueError):
-        leaves = map_nested(lambda _, x: np.asarray(x), parts_of(space), observation)
+        leaves = map_nested(
+            lambda _, x: np.asarray(x), checks.parts_of(space), observation
+        )
         if n := len(flatten(leaves)[0]):
-            several = map_nested(np.array, read(space, observation, (n,)))
+            several = map_nested(np.array, checks.read(space, observation, (n,)))
     if several is not None:
-        Categories(space).check(several)
+        checks.Categories(space).check(several)
         return several, n, False
     raise ValueError(f"{why}. A batch of such observations is possible, too")
 
@@ -202,7 +198,7 @@ def _fill(
     array = np.asarray(value, dtype)
     if array.shape not in (shape, (n, *shape)):
         raise ValueError(
-            f"{name} is {describe(array)}; its shape must be {list(shape)}, or "
+            f"{name} is {checks.describe(array)}; its shape must be {list(shape)}, or "
             f"{[n, *shape]} with one for each observation"
         )
     return np.broadcast_to(array, (n, *shape)).copy()

@@ -256,15 +256,15 @@ def _play_in_child(
     os.nice(19 if stream == EVAL_STREAM else 0)  # the training has priority
     torch.set_num_threads(1)
     on_step = functools.partial(steps.add_, 1)
+    problem = f"a game of {flags.env} failed"
+    errors = functools.partial(children.sending_errors, pipe, problem)
     with contextlib.suppress(EOFError, OSError):  # there are no more weights
         while True:
             weights = pickle.loads(pipe.recv())
             seed_globals(flags.seed, stream, numbers[0])  # always the same games
-            with (
-                children.sending_errors(pipe, f"a game of {flags.env} failed"),
-                _view(flags) as video,
-            ):
-                for game in play(flags, weights, numbers, video, stream, on_step):
+            with errors(), _view(flags) as video:
+                about = video, stream, on_step, errors
+                for game in play(flags, weights, numbers, *about):
                     pipe.send(game)
 
 
@@ -272,9 +272,10 @@ def play(
     flags: Flags,
     model_state: dict[str, torch.Tensor],
     numbers: Iterable[int],
-    video: Video | None = None,
-    stream: int = TEST_STREAM,
-    on_step: Callable[[], Any] = lambda: None,
+    video: Video | None,
+    stream: int,
+    on_step: Callable[[], Any],
+    errors: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> Generator[Game, None, None]:
     """Plays the games with these numbers; yields them as they end.
 
@@ -283,6 +284,7 @@ def play(
     Args:
       stream: games of another stream have other seeds.
       on_step: called whenever an environment was made, reset or stepped.
+      errors: takes an error before the environments are closed, which may hang.
     """
     render = "rgb_array" if video else "human" if flags.mode == "test_render" else None
     waiting: dict[int, collections.deque[int]] = collections.defaultdict(
@@ -297,6 +299,7 @@ def play(
         for i in waiting:
             envs[i] = Environment(flags, None, i, render_mode=render, around=settings)
             stack.callback(envs[i].close)
+            stack.enter_context(errors())
             filler = envs[i].initial()  # a first reset may differ from all later ones
             on_step()
         first = next(iter(envs.values()))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torchbeast.base.errors import UserError
+from torchbeast.flags import Atari, Environment
 from torchbeast.local.actors import actor_context
 from torchbeast.play.evaluate import EVAL_STREAM, Game, start_player
 from torchbeast.procs import children
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 LEAST_SECONDS = 600.0  # time limit of the evaluation of the final weights, at least
 # Time limit of one step. The process has the lowest priority, so steps may be slow.
 STEP_SECONDS = 300.0
+# The flags that say which games are played, and how.
+GAMES = {*Environment.declared(), *Atari.declared(), "greedy", "eval_episodes"}
 
 
 class Evaluator:
@@ -51,7 +54,7 @@ class Evaluator:
         self._due = run.learner.step
         self._path = run.start.folder.path / checkpoint.BEST
         if run.resumed and self._path.exists():
-            _, self._best = checkpoint.best_result(self._path) or (0, -math.inf)
+            self._best = self._best_so_far()
         run.add_columns(dict.fromkeys(EVAL_COLUMNS))
         self._sender = ThreadPoolExecutor(1)  # the process may be slow to take weights
         self._watch = children.StepWatch(max(self.flags.actor_timeout, STEP_SECONDS))
@@ -61,6 +64,18 @@ class Evaluator:
             self._group, "its process", self.flags, numbers, EVAL_STREAM
         )
         run.stack.callback(self._close)
+
+    def _best_so_far(self) -> float:
+        """The result that the best checkpoint has in these games, or -inf."""
+        if not (found := checkpoint.best_result(self._path)):
+            return -math.inf
+        _, result, then = found
+        now = self.flags.as_dict()
+        if changed := sorted(x for x in GAMES if then.get(x, now[x]) != now[x]):
+            why = "does not count: it was found with another"
+            log.warning("%s %s --%s.", checkpoint.BEST, why, ", --".join(changed))
+            return -math.inf
+        return result
 
     def poll(self) -> None:
         """Takes a result, if there is one; starts an evaluation if one is due."""

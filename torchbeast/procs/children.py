@@ -234,7 +234,7 @@ class Children(Guardian):
             # PermissionError: macOS raises it for zombies.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.join()
+            process.join(5.0)  # no kill ends one that hangs in the system
             self.release(process.pid)
             self.alive.remove(child)
 

@@ -387,11 +387,12 @@ def remove_later(path: pathlib.Path, step: int) -> None:
             file.unlink(missing_ok=True)
 
 
-def best_result(path: pathlib.Path) -> tuple[int, float] | None:
-    """Step and return of the best checkpoint so far; None if it can't be used."""
+def best_result(path: pathlib.Path) -> tuple[int, float, dict[str, Any]] | None:
+    """Step, return and flags of the best checkpoint; None if it can't be used."""
     try:
-        stats = load(path)["stats"]
-        return int(stats["step"]), float(stats["eval_return"])
+        state = load(path)
+        stats = state["stats"]
+        return int(stats["step"]), float(stats["eval_return"]), dict(state["flags"])
     except Exception as error:
         log.warning("%s is not used: %s", path, error)
         return None

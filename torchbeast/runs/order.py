@@ -26,7 +26,6 @@ import pathlib
 import shlex
 import signal
 import threading
-import time
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -236,7 +235,7 @@ class Repeated:
         self._published, self._first_step = run.learner.num_updates, run.learner.step
         self._moved, self._stopped = threading.Condition(), False
         self._progress: Any = None
-        self._progress_at = time.monotonic()
+        self._progress_at = 0.0  # by the watch, which leaves out suspended time
         run.last_step = run.flags.until
         run.on_stop(self._stop)
         run.stack.callback(self._compare_logs)
@@ -301,7 +300,7 @@ class Repeated:
     def _check_progress(self) -> None:
         """Raises RepeatError if nothing has happened for --actor_timeout."""
         progress = self._at, self._published, self._run.learner.num_updates
-        now, limit = time.monotonic(), self._run.flags.actor_timeout
+        now, limit = self._actors.watch.awake, self._run.flags.actor_timeout
         if progress != self._progress:
             self._progress, self._progress_at = progress, now
         elif now - self._progress_at > limit:

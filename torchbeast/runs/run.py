@@ -98,7 +98,7 @@ class Run:
         self._saving = False  # if so, a second signal is ignored
         self.all_stop = False  # all ranks end after the same update
         self.on_update: Callable[[Any], None] = lambda update: None
-        self._learned = False  # an update was finished in this start
+        self._learned = False  # in an update of this start that is finished
         self._begun: collections.deque[Any] = collections.deque()  # not yet finished
         self._turn = threading.Lock()  # the updates of all ranks have one order
         self._lock = threading.Lock()  # protects the learner
@@ -227,7 +227,7 @@ class Run:
         try:
             while len(self._begun) > all_but:
                 self.on_update(self._begun.popleft())
-                self._learned = True
+                self._learned = self.learner.num_updates > self._began_at[1]
         except BaseException:
             self._begun.clear()  # they go on from a bad update
             raise
@@ -399,9 +399,9 @@ class Run:
             worth_saving = worth_saving and not self.flags.sync
         late = f"{', '.join(busy)} did not stop in time"
         if busy and self._lock.locked():  # an update hangs
-            self._error = self._error or late
             log.error("%s: no last checkpoint is saved.", late)
-            self.exit_status = 1
+            if self._learned or not self._signal:  # the first update may be slow
+                self._error, self.exit_status = self._error or late, 1
             return
         if busy:
             log.warning("%s.", late)
