@@ -78,6 +78,15 @@ ActorPool::ActorPool(ActorPoolOptions options,
     throw std::invalid_argument("unroll_length must be at least 1, got " +
                                 std::to_string(options.unroll_length));
   }
+  for (const BatchingBase* queue :
+       {static_cast<BatchingBase*>(learner_queue.get()),
+        static_cast<BatchingBase*>(inference_batcher.get())}) {
+    if (queue->batch_dim() == 1) continue;
+    throw std::invalid_argument(
+        "the learner queue and the inference batcher must have batch_dim 1, because "
+        "rows are [time, batch, ...]; one has " +
+        std::to_string(queue->batch_dim()));
+  }
   if (options.addresses.empty() && options.listener == nullptr) {
     throw std::invalid_argument(
         "env_server_addresses is empty, and there is no listener");

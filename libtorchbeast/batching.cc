@@ -14,6 +14,8 @@ size_t BatchingBase::size() const { return queue_->size(); }
 int64_t BatchingBase::maximum_batch_size() const {
   return queue_->maximum_batch_size();
 }
+
+size_t BatchingBase::batch_dim() const { return queue_->options().batch_dim; }
 bool BatchingBase::is_closed() const { return queue_->is_closed(); }
 bool BatchingBase::close() { return queue_->close(); }
 BatchingStats BatchingBase::stats() const { return queue_->stats(); }

@@ -86,6 +86,7 @@ class BatchingBase {
 
   size_t size() const;  // items waiting, at most the maximum
   int64_t maximum_batch_size() const;
+  size_t batch_dim() const;
   bool is_closed() const;
   // Wakes everybody and drops what waits. Returns false if it was closed already.
   bool close();

@@ -22,8 +22,11 @@ struct EnvServer::State {
 
   End serve(ServedConnection& connection) TB_EXCLUDES(mutex);
   struct Guest;
-  // Throws how the stream ends.
-  void run_stream(ServedConnection& connection, Guest* guest = nullptr)
+  // Returns how the stream ends.
+  End run_stream(ServedConnection& connection, Guest* guest = nullptr)
+      TB_EXCLUDES(mutex);
+  // Throws how it ends.
+  void play(ServedConnection& connection, EnvRunner& runner, Guest* guest)
       TB_EXCLUDES(mutex);
   // run_stream() in the thread of run(), which blocks this one. Nothing: that thread
   // takes no streams, or it has another one.
@@ -56,19 +59,26 @@ struct EnvServer::State {
 // --- One stream
 
 End EnvServer::State::serve(ServedConnection& connection) {
-  std::optional<End> end = run_as_guest(connection);
-  if (!end) end = end_of([&] { run_stream(connection); });
-  if (end->is_own()) {
-    connection.write(encode_error(end->text));
-    return {End::kFailed, "the environment failed"};
-  }
-  return *end;
+  const std::optional<End> end = run_as_guest(connection);
+  return end ? *end : run_stream(connection);
 }
 
-void EnvServer::State::run_stream(ServedConnection& connection, Guest* guest) {
-  const wire::AgentHello agent = connection.expect_agent_hello();
-  EnvRunner runner(factory, &connection.activity);
-  runner.begin(agent);
+End EnvServer::State::run_stream(ServedConnection& connection, Guest* guest) {
+  std::optional<EnvRunner> runner;
+  const End end = end_of([&] {
+    const wire::AgentHello agent = connection.expect_agent_hello();
+    runner.emplace(factory, &connection.activity);
+    runner->begin(agent);
+    play(connection, *runner, guest);
+  });
+  if (!end.is_own()) return end;
+  // Before the environment is closed, which may hang.
+  connection.write(encode_error(end.text));
+  return {End::kFailed, "the environment failed"};
+}
+
+void EnvServer::State::play(ServedConnection& connection, EnvRunner& runner,
+                            Guest* guest) {
   const auto write_step = [&] {
     bytes_copied += runner.step_bytes();
     runner.send_to(connection);
@@ -142,7 +152,7 @@ void EnvServer::State::host_guests(const Interrupt& interrupt) {
   while (Guest* const next = next_guest(interrupt)) {
     end_guest(end_of([&] {
       const auto as_handler = server.as_handler();
-      run_stream(next->connection, next);
+      return run_stream(next->connection, next);
     }));
     if (interrupt) interrupt();
   }

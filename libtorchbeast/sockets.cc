@@ -5,6 +5,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -13,9 +14,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
 #include <iterator>
 #include <memory>
 #include <set>
@@ -31,6 +35,29 @@ constexpr rlim_t kMostDescriptors = 1 << 16;
 
 [[noreturn]] void cannot_listen(const Address& address, const std::string& reason) {
   throw std::runtime_error("cannot listen on " + address.to_string() + ": " + reason);
+}
+
+// Environments may change the working directory.
+std::string absolute(const std::string& path) {
+  std::error_code failure;
+  const auto found = std::filesystem::absolute(path, failure);
+  return failure ? path : found.string();
+}
+
+// Those of NotInForks, plus 1; 0: none. Without a lock: a fork may come at any time.
+std::array<std::atomic<int>, 64> not_in_forks{};
+
+void close_in_child() {
+  for (std::atomic<int>& one : not_in_forks) {
+    if (const int fd = one.exchange(0)) close(fd - 1);
+  }
+}
+
+void replace_in_list(int before, int after) {
+  for (std::atomic<int>& one : not_in_forks) {
+    int found = before;
+    if (one.compare_exchange_strong(found, after)) return;
+  }
 }
 
 sockaddr_un unix_name(const std::string& path) {
@@ -113,10 +140,17 @@ Descriptor::~Descriptor() {
   if (fd_ >= 0) close(fd_);
 }
 
+NotInForks::NotInForks(int fd) : fd_(fd) {
+  static const int registered = pthread_atfork(nullptr, nullptr, close_in_child);
+  if (registered == 0) replace_in_list(0, fd_ + 1);
+}
+
+NotInForks::~NotInForks() { replace_in_list(fd_ + 1, 0); }
+
 // --- Listening
 
 PathLock::PathLock(const Address& address)
-    : path_(address.path() + ".lock"), file_(lock_file(address, path_)) {}
+    : path_(absolute(address.path()) + ".lock"), file_(lock_file(address, path_)) {}
 
 PathLock::~PathLock() { unlink(path_.c_str()); }
 
@@ -127,6 +161,7 @@ ListeningSocket::ListeningSocket(const Address& address) {
   } else {
     listen_tcp(address);
   }
+  for (const Descriptor& one : sockets_) guards_.emplace_back(one.get());
 }
 
 void ListeningSocket::listen_unix(const Address& address) {
@@ -145,7 +180,7 @@ void ListeningSocket::listen_unix(const Address& address) {
       chmod(path, 0600) != 0 || listen(made.get(), SOMAXCONN) != 0) {
     cannot_listen(address, std::strerror(errno));
   }
-  path_ = address.path();
+  path_ = absolute(address.path());
   sockets_.push_back(std::move(made));
 }
 

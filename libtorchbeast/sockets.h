@@ -6,6 +6,7 @@
 
 #include <sys/types.h>
 
+#include <list>
 #include <map>
 #include <optional>
 #include <string>
@@ -34,6 +35,18 @@ class Descriptor {
   int fd_;
 };
 
+// While it lives, a process that this one forks closes the descriptor at once: else a
+// helper of an environment would keep the address of a server that has died.
+class NotInForks {
+ public:
+  explicit NotInForks(int fd);
+  ~NotInForks();
+  NotInForks(const NotInForks&) = delete;
+
+ private:
+  const int fd_;
+};
+
 // The right to listen at the path of a unix socket, which one server at a time has: a
 // lock on the file "<path>.lock". It ends with the process. One thread at a time.
 class PathLock {
@@ -44,8 +57,9 @@ class PathLock {
   PathLock(const PathLock&) = delete;
 
  private:
-  const std::string path_;  // of the file
+  const std::string path_;  // of the file, absolute
   const Descriptor file_;
+  const NotInForks guard_{file_.get()};
 };
 
 // Listens at an address. One thread at a time.
@@ -71,7 +85,8 @@ class ListeningSocket {
 
   std::optional<PathLock> lock_;  // the last to end
   std::vector<Descriptor> sockets_;
-  std::string path_;  // empty: TCP
+  std::list<NotInForks> guards_;  // of the sockets
+  std::string path_;              // absolute; empty: TCP
   int port_ = 0;
 };
 

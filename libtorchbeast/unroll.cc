@@ -350,10 +350,9 @@ ArrayNest Unroll::positional(std::vector<Array> arrays) const {
 ArrayNest Unroll::tile(const ArrayNest& state) {
   return state.map([this](const Array& array) {
     const int64_t n = array.shape()[1];
-    if (n == spec_.num_envs) return array;
-    if (n == 1) {
-      return concatenate(std::vector<Array>(static_cast<size_t>(spec_.num_envs), array),
-                         1, context_.message_pool);
+    if (n == 1 || n == spec_.num_envs) {  // also one is copied: the learner may write
+      const auto copies = static_cast<size_t>(spec_.num_envs / n);
+      return concatenate(std::vector<Array>(copies, array), 1, context_.message_pool);
     }
     throw Ended(End::kRefused, "the initial agent state has " +
                                    array.shape().to_string() +

@@ -154,6 +154,20 @@ class SlowToClose(WithProgram):
         self.hold_the_lock()
 
 
+class HangsAfterAnError(Environment):
+    """Its close() never returns once it has raised, as if a simulator had died."""
+
+    has_raised = False
+
+    def raise_error(self) -> None:
+        self.has_raised = True
+        super().raise_error()
+
+    def close(self) -> None:
+        while self.has_raised:
+            time.sleep(0.1)
+
+
 class TextInDict(Environment):
     """Has an observation space that no buffer can hold."""
 

@@ -426,6 +426,8 @@ def test_closed_before_run(shared_server):
         ({"initial_agent_state": ["x"]}, TypeError, r"\[0\].*str"),
         ({"learner_queue": None}, TypeError, "learner_queue"),
         ({"inference_batcher": BatchingQueue()}, TypeError, "inference_batcher"),
+        ({"learner_queue": BatchingQueue(0)}, ValueError, "batch_dim 1.* has 0"),
+        ({"inference_batcher": DynamicBatcher(2)}, ValueError, "batch_dim 1.* has 2"),
         ({"step_timeout_s": 0}, ValueError, "step_timeout_s.*0"),
         ({"maximum_downtime_s": -1}, ValueError, "maximum_downtime_s.*-1"),
         ({"max_env_failures": -1}, ValueError, "max_env_failures.*-1"),

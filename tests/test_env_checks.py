@@ -1,6 +1,8 @@
 """Checks of what environments return: errors name the field, warnings are counted."""
 
 import re
+import sys
+import types
 from types import SimpleNamespace
 
 import gymnasium
@@ -153,6 +155,27 @@ def test_each_category_is_looked_at():
         envs.initial()
         with pytest.raises(InvalidEnvironmentError, match=match):
             play(envs, 16)
+
+
+OWN_ENVIRONMENT = """
+import misbehaving
+
+class Mine(misbehaving.Fine):
+    def step(self, action):
+        return len(None)
+"""
+
+
+def test_an_error_of_an_environment_beside_ours_is_its_own(monkeypatch):
+    """A fork may put its environments into torchbeast/envs."""
+    module = types.ModuleType("torchbeast.envs.mine")
+    exec(OWN_ENVIRONMENT, vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    envs, _ = make("torchbeast.envs.mine:Mine")
+    envs.initial()
+    with pytest.raises(TypeError, match="has no len") as error:
+        envs.step(np.zeros(2, np.int64))
+    assert not isinstance(error.value, InvalidEnvironmentError)
 
 
 class FailsOnce(misbehaving.Fine):

@@ -221,6 +221,18 @@ def test_an_environment_that_fails_in_a_test(
     assert not (faulty / "a" / "test.json").exists()
 
 
+def test_an_error_in_a_test_whose_environment_is_never_closed(
+    faulty, tmp_path, monkeypatch
+):
+    file = tmp_path / "fault"
+    file.write_text("raise_error")
+    monkeypatch.setenv("FAULT_FILE", str(file))
+    env = "faulty:HangsAfterAnError"
+    flags = {"mode": "test", "num_test_episodes": 9, "env": env}
+    output = runs.run(faulty, "a", status=1, **flags)
+    assert "ValueError: the ball left the table" in output
+
+
 def test_an_environment_that_hangs_in_a_test(faulty, tmp_path, monkeypatch):
     file = tmp_path / "fault"
     file.write_text("hang")

@@ -105,6 +105,16 @@ def test_environment_raises(start):
     run.assert_files()
 
 
+def test_environment_raises_and_is_never_closed(start):
+    """The error is known before close() is called."""
+    run = start(env="faulty:HangsAfterAnError")
+    run.wait_for_a_checkpoint()
+    run.cause("raise_error")
+    run.wait_for_end(1)
+    run.assert_error("ValueError: the ball left the table", tracebacks=1)
+    run.assert_files()
+
+
 def test_environment_ends_its_process(start):
     run = start()
     run.wait_for_a_checkpoint()
@@ -347,6 +357,15 @@ def test_sigint_while_the_learner_hangs(start):
     run.wait_for_end(1)  # 130 would say that all is saved
     run.assert_error("learner-0 did not stop in time")
     run.assert_files(saved_at_end=False)
+
+
+def test_sigint_in_a_first_update_that_takes_long(start):
+    """Nothing is lost that was learned, so the signal is the reason for the end."""
+    run = start(faulty_learner=True)
+    run.hang_in_loss()
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for_end(130)
+    assert "learner-0 did not stop in time: no last checkpoint" in run.console
 
 
 # --- Disk and memory ------------------------------------------------------------------

@@ -153,10 +153,10 @@ Milliseconds to_positive_seconds(double seconds, const std::string& name) {
   return to_seconds(seconds, name);
 }
 
-size_t to_size(int64_t value, const std::string& name) {
-  if (value < 0) {
-    throw std::invalid_argument(name + " must be at least 0, not " +
-                                std::to_string(value));
+size_t to_size(int64_t value, const std::string& name, int64_t least) {
+  if (value < least) {
+    throw std::invalid_argument(name + " must be at least " + std::to_string(least) +
+                                ", not " + std::to_string(value));
   }
   return static_cast<size_t>(value);
 }

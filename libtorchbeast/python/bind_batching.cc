@@ -30,7 +30,7 @@ std::shared_ptr<Queue> make(int64_t batch_dim, int64_t minimum_batch_size,
   options.maximum_batch_size = maximum_batch_size;
   if (timeout_ms) options.timeout = to_milliseconds(*timeout_ms, "timeout_ms");
   if (maximum_queue_size) {
-    options.maximum_queue_size = to_size(*maximum_queue_size, "maximum_queue_size");
+    options.maximum_queue_size = to_size(*maximum_queue_size, "maximum_queue_size", 1);
   }
   options.check = check;
   if (!allocator.is_none()) options.allocator = allocator_from_python(allocator);
@@ -95,7 +95,7 @@ Args:
         item has one or more.
     maximum_batch_size: entries that a batch never exceeds.
     timeout_ms: how long an incomplete batch waits for more, in milliseconds. None or inf:
-        for ever.
+        for ever, or until the queue is full.
     check_inputs: find faulty items in enqueue(), not only when a batch is made.
     maximum_queue_size: items that may wait before enqueue() blocks. None: any number.
     allocator: function of a number of bytes that returns writable memory of at least that
@@ -177,14 +177,16 @@ void bind_batcher(py::module_& m) {
   py::class_<DynamicBatcher, std::shared_ptr<DynamicBatcher>> batcher(
       m, "DynamicBatcher", R"(
 Joins the inputs of many threads into batches, and gives each thread its part of the
-answer.
+answer. They wait as long as the batch is alive, which an exception that somebody keeps
+holds, too: a loop that can fail answers with set_error().
 
     for batch in batcher:
         batch.set_outputs(model(batch.get_inputs()))
 
 Args:
     check_outputs: refuse outputs with more entries than the batch; those with fewer
-        always are.
+        always are. If false, faulty inputs are found when their batch is made, and all
+        its callers get AsyncError.
     The others as in BatchingQueue; timeout_ms is 100 by default.
 
 Raises:

@@ -39,7 +39,7 @@ Milliseconds to_milliseconds(double milliseconds, const std::string& name);
 Milliseconds to_seconds(double seconds, const std::string& name);
 Milliseconds to_positive_seconds(double seconds, const std::string& name);
 
-size_t to_size(int64_t value, const std::string& name);
+size_t to_size(int64_t value, const std::string& name, int64_t least = 0);
 
 // None, or a dict of name, num_envs and settings, each of which may be missing.
 ExpectedEnvironment to_expected(const py::object& given);

@@ -65,7 +65,8 @@ Nests are tuples, lists and dicts of leaves; leaves are torch tensors on the CPU
 arrays. What comes out has tuples and dicts. Its leaves share memory with the core: torch
 tensors if torch is imported, else NumPy arrays. torch is never imported here.
 
-Calls that block let other threads run, and Ctrl-C interrupts them.
+Calls that block let other threads run, and Ctrl-C interrupts them, but for stop()
+and close(), which have time limits.
 )";
   bind_errors(m);
   bind_security(m);
