@@ -168,6 +168,12 @@ class HangsAfterAnError(Environment):
             time.sleep(0.1)
 
 
+class LongerInRank1(Environment):
+    """One of two learners gets its first complete episodes much later."""
+
+    LENGTH = 40 if os.environ.get("RANK") == "1" else 4
+
+
 class TextInDict(Environment):
     """Has an observation space that no buffer can hold."""
 

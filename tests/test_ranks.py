@@ -126,6 +126,22 @@ def test_polybeasts_learners_make_monobeasts_updates(tmp_path):
     assert_logs_agree(logs(tmp_path, "one"), together)
 
 
+def test_each_learner_has_a_replay(tmp_path):
+    """They begin to learn together: an update needs all of them."""
+    flags = {**runs.SMALL, "env": "faulty:LongerInRank1", "total_steps": 1500}
+    flags |= {"replay_size": 400, "replay_ratio": 1.5, "learn_start": 50}
+    flags["replay_file"] = tmp_path / "replay"
+    output = runs.run_learners(2, tmp_path, "all", **flags)
+    rows = runs.read_logs(tmp_path, "all")
+    learned = [bool(row["total_loss"]) for row in rows]
+    assert int(rows[-1]["step"]) == 1500, output
+    first = learned.index(True)
+    # Of rank 1 each episode of one of the six environments takes 8 rollouts.
+    assert first >= 8
+    assert all(learned[first:])
+    assert int(rows[-1]["replayed_steps"]) > 0
+
+
 def test_learners_share_servers(tmp_path):
     """Also without turns: each takes its part, and all play other games."""
     place = {"num_servers": 2, "pipes_basename": f"unix:{tmp_path}/p"}
