@@ -272,10 +272,10 @@ def play(
     flags: Flags,
     model_state: dict[str, torch.Tensor],
     numbers: Iterable[int],
-    video: Video | None,
-    stream: int,
-    on_step: Callable[[], Any],
-    errors: Callable[[], contextlib.AbstractContextManager[Any]],
+    video: Video | None = None,
+    stream: int = TEST_STREAM,
+    on_step: Callable[[], Any] = lambda: None,
+    errors: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Generator[Game, None, None]:
     """Plays the games with these numbers; yields them as they end.
 
