@@ -1,5 +1,7 @@
 """The build of the C++ modules: setup.py, CMakeLists.txt, scripts/setup."""
 
+import contextlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -288,6 +290,22 @@ def test_set_up_notices_what_changes_the_native_modules(checkout):
     (checkout / "libtorchbeast/new.cc").rename(checkout / "libtorchbeast/newer.cc")
     seen.append(fingerprints(checkout))
     assert len(set(seen)) == len(seen)
+
+
+def test_the_tested_versions_are_for_every_python_that_gets_them():
+    """scripts/setup gives them to Python >= 3.11; that of Debian 12 is 3.11.2."""
+    from packaging.specifiers import SpecifierSet
+
+    looked_at = 0
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        name, _, version = line.partition("==")
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found = importlib.metadata.metadata(name)
+            if found["Version"].split("+")[0] == version:
+                looked_at += 1
+                pythons = SpecifierSet(found["Requires-Python"] or "")
+                assert pythons.contains("3.11.2"), f"{line} needs {pythons}"
+    assert looked_at > 10
 
 
 def test_lower_bounds_only_and_one_tested_version_of_each_package():

@@ -118,9 +118,12 @@ def run_actor(
         actor = actor_class(flags, env, buffers, weights_memory, index, num_steps)
         if saved is not None:
             actor.load_state_dict(pickle.loads(saved))
-        while True:  # until the learner closes the pipe: EOFError
+        while True:
             actor.timings.reset()
-            command, *arguments = pipe.recv()
+            try:
+                command, *arguments = pipe.recv()
+            except EOFError:  # the learner has closed the pipe
+                return
             actor.timings.time("wait")
             if command == "save":
                 # As bytes: pipes send tensors through shared memory, which may be full.
