@@ -236,7 +236,7 @@ def test_lines_for_a_loss_a_column_a_schedule_a_coefficient_and_a_field(tmp_path
 
 def test_a_teacher_with_its_own_optimizer(tmp_path):
     fork = Fork(tmp_path, "teacher")
-    assert fork.lines == {LOSS_FILE: 24}
+    assert fork.lines == {LOSS_FILE: 26}
     rows = fork.train(sync=True)  # the same on each run
     for row in rows:
         parts = ("pg_loss", "baseline_loss", "entropy_loss", "teacher_loss")
