@@ -296,6 +296,8 @@ def test_the_tested_versions_are_for_every_python_that_gets_them():
     """scripts/setup gives them to Python >= 3.11; that of Debian 12 is 3.11.2."""
     from packaging.specifiers import SpecifierSet
 
+    if sys.version_info < (3, 11):
+        pytest.skip("pip chooses the versions there")
     looked_at = 0
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         name, _, version = line.partition("==")

@@ -239,6 +239,12 @@ def test_what_makes_no_environment(name, match):
         create_env(env_flags(f"misbehaving:{name}"))
 
 
+def test_an_argument_that_an_atari_game_lacks():
+    flags = env_flags("PongNoFrameskip-v4", env_kwargs='{"dificulty": 1}')
+    with pytest.raises(InvalidEnvironmentError, match="'dificulty'.* --env_kwargs pas"):
+        create_env(flags)
+
+
 def test_video_of_a_class_without_render_mode():
     with pytest.raises(InvalidEnvironmentError, match="its render_mode is None"):
         create_env(env_flags("misbehaving:Fine"), render_mode="rgb_array")

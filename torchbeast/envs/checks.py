@@ -19,11 +19,11 @@ CLOSE = "close"  # key of the warning that close() has raised
 CHECK_EVERY = 1009  # later, one call of so many; prime, so that it hits all time steps
 
 # The modules that call an environment's methods.
-_CALLERS = (
-    *("torchbeast.envs." + x for x in ("action_masks", "checks", "environment")),
-    *("torchbeast.envs." + x for x in ("make_env", "old_gym", "parallel_envs")),
-    *("gymnasium.wrappers", "gymnasium.core", "gymnasium.envs.registration"),
-)
+_CALLERS = {
+    *("torchbeast.envs." + x for x in ("action_masks", "atari", "checks", "make_env")),
+    *("torchbeast.envs." + x for x in ("environment", "old_gym", "parallel_envs")),
+}
+_OTHER_CALLERS = "gymnasium.wrappers", "gymnasium.core", "gymnasium.envs.registration"
 _NUMBERS = ("reward", "terminated", "truncated")
 _NUMBER_TYPES = {float, int, np.float64, np.float32}  # most rewards
 _API = {
@@ -292,7 +292,7 @@ def raised_by_call(error: BaseException) -> bool:
     """Whether the call itself failed, and not the environment's own code."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     caller = frames[-1].f_globals.get("__name__", "") if frames else ""
-    return caller.startswith(_CALLERS)
+    return caller in _CALLERS or caller.startswith(_OTHER_CALLERS)
 
 
 def own_context() -> Callable[..., Any]:

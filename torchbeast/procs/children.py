@@ -234,7 +234,7 @@ class Children(Guardian):
             # PermissionError: macOS raises it for zombies.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.join(5.0)  # no kill ends one that hangs in the system
+            process.join(5.0)  # one that hangs in the system delays our own exit only
             self.release(process.pid)
             self.alive.remove(child)
 

@@ -226,8 +226,9 @@ class Run:
     def _finish(self, all_but: int = 0) -> None:
         try:
             while len(self._begun) > all_but:
-                self.on_update(self._begun.popleft())
-                self._learned = self.learner.num_updates > self._began_at[1]
+                update = self._begun.popleft()
+                self.on_update(update)
+                self._learned = update.policy_version > self._began_at[1]
         except BaseException:
             self._begun.clear()  # they go on from a bad update
             raise
