@@ -241,7 +241,7 @@ def test_what_makes_no_environment(name, match):
 
 def test_an_argument_that_an_atari_game_lacks():
     flags = env_flags("PongNoFrameskip-v4", env_kwargs='{"dificulty": 1}')
-    with pytest.raises(InvalidEnvironmentError, match="'dificulty'.* --env_kwargs pas"):
+    with pytest.raises(InvalidEnvironmentError, match=r"'dificulty'.* --env_kwargs p"):
         create_env(flags)
 
 
