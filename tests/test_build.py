@@ -296,18 +296,16 @@ def test_the_tested_versions_are_for_every_python_that_gets_them():
     """scripts/setup gives them to Python >= 3.11; that of Debian 12 is 3.11.2."""
     from packaging.specifiers import SpecifierSet
 
-    if sys.version_info < (3, 11):
-        pytest.skip("pip chooses the versions there")
-    looked_at = 0
+    looked_at = set()
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         name, _, version = line.partition("==")
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found = importlib.metadata.metadata(name)
             if found["Version"].split("+")[0] == version:
-                looked_at += 1
+                looked_at.add(name)
                 pythons = SpecifierSet(found["Requires-Python"] or "")
                 assert pythons.contains("3.11.2"), f"{line} needs {pythons}"
-    assert looked_at > 10
+    assert "gym" in looked_at  # this version and no other is installed everywhere
 
 
 def test_lower_bounds_only_and_one_tested_version_of_each_package():

@@ -1,13 +1,8 @@
 """libtorchbeast.Server and probe: environments, addresses, security."""
 
-import os
-import signal
-import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import gym
 import numpy as np
@@ -508,65 +503,6 @@ def test_a_learner_may_write_into_the_state_of_a_rollout(address):
             _, state = next(run.queue)
             assert not state.any()
             state += 100
-
-
-def test_an_error_comes_before_close_which_may_hang(address):
-    class Hangs(Env):
-        def step(self, action):
-            raise ValueError("enough")
-
-        def close(self):
-            time.sleep(6)
-
-    started = time.monotonic()
-    with serving(Hangs, address):
-        with pytest.raises(RuntimeError, match="ValueError: enough"):
-            play(address, zero)
-        assert time.monotonic() - started < 5
-
-
-def test_a_helper_of_a_server_that_died_does_not_keep_its_address(tmp_path):
-    address = f"unix:{tmp_path}/socket"
-    code = f"""
-import os, sys, time
-import libtorchbeast
-from test_env_server import Env
-server = libtorchbeast.Server(Env, {address!r})
-server.start()
-if os.fork() == 0:  # a helper, which lives on
-    os.write(1, b"forked")
-    time.sleep(1000)
-time.sleep(1000)
-"""
-    command = [sys.executable, "-c", code]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        cwd=Path(__file__).parent,
-    )
-    try:
-        assert process.stdout.read(6) == b"forked"
-        process.kill()
-        process.wait()
-        with serving(Env, address):
-            play(address, zero)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.stdout.close()
-
-
-def test_a_relative_path_is_that_of_the_start(tmp_path, monkeypatch):
-    """An environment may change the working directory."""
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "socket").write_text("somebody's file")
-    monkeypatch.chdir(tmp_path)
-    with serving(Env, "unix:socket"):
-        assert (tmp_path / "socket").is_socket()
-        monkeypatch.chdir(other)
-    assert (other / "socket").read_text() == "somebody's file"
-    assert list(tmp_path.iterdir()) == [other]
 
 
 def test_run_tells_each_time_that_it_can_not_listen(address):

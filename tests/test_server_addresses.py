@@ -1,15 +1,20 @@
 """Where libtorchbeast.Server listens, and who may connect."""
 
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import servers
 from certificates import Certificates
 from servers import Run
-from test_env_server import Env, T, serving, zero
+from test_env_server import Env, T, play, serving, zero
 
 from libtorchbeast import (
     ActorPool,
@@ -38,6 +43,50 @@ def test_bad_addresses(bad, match):
         Server(Env, bad)
     with pytest.raises(ValueError, match=match):
         probe(bad)
+
+
+def test_a_helper_of_a_server_that_died_does_not_keep_its_address(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    code = f"""
+import os, sys, time
+import libtorchbeast
+from test_env_server import Env
+server = libtorchbeast.Server(Env, {address!r})
+server.start()
+if os.fork() == 0:  # a helper, which lives on
+    os.write(1, b"forked")
+    time.sleep(1000)
+time.sleep(1000)
+"""
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        cwd=Path(__file__).parent,
+    )
+    try:
+        assert process.stdout.read(6) == b"forked"
+        process.kill()
+        process.wait()
+        with serving(Env, address):
+            play(address, zero)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close()
+
+
+def test_a_relative_path_is_that_of_the_start(tmp_path, monkeypatch):
+    """An environment may change the working directory."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "socket").write_text("somebody's file")
+    monkeypatch.chdir(tmp_path)
+    with serving(Env, "unix:socket"):
+        assert (tmp_path / "socket").is_socket()
+        monkeypatch.chdir(other)
+    assert (other / "socket").read_text() == "somebody's file"
+    assert list(tmp_path.iterdir()) == [other]
 
 
 def test_plain_tcp_beyond_this_machine_is_refused():

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import runs
 import torch
-from servers import Run
+from servers import Run, serving
+from test_env_server import Env, play, zero
 
 from libtorchbeast import Listener
 
@@ -245,3 +246,18 @@ def test_a_pool_closes_while_an_environment_hangs(tmp_path):
             threads.submit(run.pool.close).result(timeout=10)
             assert run.result.exception(timeout=10) is None
         process.end()
+
+
+def test_an_error_comes_before_close_which_may_hang(address):
+    class Hangs(Env):
+        def step(self, action):
+            raise ValueError("enough")
+
+        def close(self):
+            time.sleep(6)
+
+    started = time.monotonic()
+    with serving(Hangs, address):
+        with pytest.raises(RuntimeError, match="ValueError: enough"):
+            play(address, zero)
+        assert time.monotonic() - started < 5
