@@ -12,7 +12,7 @@ that it measures here, and checks the model against real server processes.
 3. It predicts 1 to 1,000 machines that have one stream per core, beside a learner on a
    machine like this one, and names what limits them.
 
-The model is torchbeast/runs/limits.py, which --autotune uses, too. WaitingEnv sleeps
+The model is torchbeast/tools/limits.py, which --autotune uses, too. WaitingEnv sleeps
 instead of computing: so its processes load this machine as those of others would.
 Needs Linux, and a machine on which nothing else runs.
 """
@@ -31,12 +31,12 @@ from typing import Any
 
 from throughput import ROOT, describe_machine
 
-from torchbeast import polybeast_env
 from torchbeast.base.nested import flatten
 from torchbeast.envs.environment import Environment
+from torchbeast.polybeast import env as polybeast_env
 from torchbeast.runs import flagset
-from torchbeast.runs.autotune import Tried, costs_of, try_command
-from torchbeast.runs.limits import Costs, Layout, limits
+from torchbeast.tools.autotune import Tried, costs_of, try_command
+from torchbeast.tools.limits import Costs, Layout, limits
 
 MACHINES = (1, 2, 4, 10, 30, 100, 300, 1000)
 # The servers are children of the learner, "$@", so that a trial sees all processes.

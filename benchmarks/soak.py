@@ -33,8 +33,8 @@ from pathlib import Path
 import numpy as np
 from throughput import describe_machine, proportional_set_size, start_run
 
-from torchbeast.records.logs_csv import read_rows
-from torchbeast.runs.trial import (
+from torchbeast.runs.logs_csv import read_rows
+from torchbeast.tools.trial import (
     END_SECONDS,
     START_SECONDS,
     Trial,

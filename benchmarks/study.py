@@ -32,7 +32,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchbeast.records.saved_runs import read_run
+from torchbeast.tools.saved_runs import read_run
 
 POINTS = 100  # of a curve
 STOP_SECONDS = 120  # for a run to save

@@ -53,11 +53,11 @@ from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core import rollout
 from torchbeast.core.acting import prepare_to_act
 from torchbeast.envs.environment import Environment
+from torchbeast.flags import Flags
 from torchbeast.learner import Learner, learn
 from torchbeast.model import make_model
 from torchbeast.runs import flagset
-from torchbeast.runs.flagset import Flags
-from torchbeast.runs.trial import Trial, machine_busy, process_tree, read_ticks
+from torchbeast.tools.trial import Trial, machine_busy, process_tree, read_ticks
 
 ROOT = Path(__file__).resolve().parent.parent
 CHUNK_SECONDS = 0.1

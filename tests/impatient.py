@@ -7,7 +7,8 @@ import sys
 
 if __name__ == "__main__":
     from torchbeast import monobeast
-    from torchbeast.play import evaluate, evaluator
+    from torchbeast.extras import evaluator
+    from torchbeast.play import evaluate
 
     evaluate.QUIET_SECONDS = 2.0
     evaluate.START_SECONDS = evaluator.STEP_SECONDS = 30.0

@@ -10,9 +10,9 @@ from nets import make_net
 from torchbeast.base.nested import map_nested
 from torchbeast.core.acting import row_spec
 from torchbeast.core.distributions import make_distribution
-from torchbeast.core.mixer import Mixer
-from torchbeast.core.replay import Replay
 from torchbeast.envs.space_checks import FrameStack
+from torchbeast.extras.replay.episodes import Replay
+from torchbeast.extras.replay.mixer import Mixer
 
 T, A = 5, 3
 STACK = (4, 7, 9)  # frames, height, width

@@ -5,11 +5,12 @@ import json
 import pytest
 import runs
 
-from torchbeast import monobeast, polybeast
+from torchbeast import monobeast
 from torchbeast.base.errors import FlagError
-from torchbeast.records.meta import strict_json
+from torchbeast.polybeast import start as polybeast
 from torchbeast.runs import flagset, trust
 from torchbeast.runs.flagset import preset_flags
+from torchbeast.runs.meta import strict_json
 from torchbeast.runs.trust import UntrustedError
 
 

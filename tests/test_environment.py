@@ -29,7 +29,7 @@ from torchbeast.envs.extra_fields import ExtraField
 from torchbeast.envs.make_env import create_env
 from torchbeast.envs.seeded_games import game_seed
 from torchbeast.envs.space_checks import FrameStack
-from torchbeast.envs.vector_envs import find_vector_env
+from torchbeast.extras.vector_envs import find_vector_env
 from torchbeast.local.env_spec import find_env_spec
 
 

@@ -13,7 +13,7 @@ from torchbeast.envs.checks import InvalidEnvironmentError, UnsupportedSpaceErro
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.make_env import MissingPackageError, create_env
 from torchbeast.envs.space_checks import check_action_space, check_observation_space
-from torchbeast.play import video
+from torchbeast.extras import video
 
 # --- Errors ---------------------------------------------------------------------------
 

@@ -21,9 +21,9 @@ import runs
 import torch
 
 from torchbeast.base.errors import FileError, UserError
-from torchbeast.records import logs_csv, meta
-from torchbeast.records.folder import RunFileError, RunFolder, atomic_write
-from torchbeast.records.logs_csv import spread
+from torchbeast.runs import logs_csv, meta
+from torchbeast.runs.folder import RunFileError, RunFolder, atomic_write
+from torchbeast.runs.logs_csv import spread
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
@@ -249,7 +249,7 @@ def test_bad_xpid(tmp_path, xpid):
 def test_one_process_at_a_time(tmp_path):
     writer = FileWriter(str(tmp_path), "run", ARGS)
     code = (
-        "import sys; from torchbeast.records.folder import RunFolder\n"
+        "import sys; from torchbeast.runs.folder import RunFolder\n"
         "RunFolder(sys.argv[1], 'run').close()"
     )
     second = run_python(code, tmp_path)
@@ -456,8 +456,8 @@ def test_a_folder_that_can_not_be_made(tmp_path, savedir):
 # Logs until the files may grow no further, as on a full disk.
 FULL_DISK = """
 import logging, resource, sys
-from torchbeast.records.folder import RunFolder
-from torchbeast.records.meta import FileWriter
+from torchbeast.runs.folder import RunFolder
+from torchbeast.runs.meta import FileWriter
 logging.basicConfig(level=logging.INFO)
 log = logging.getLogger("run")
 writer = FileWriter(RunFolder(sys.argv[1], "run"), {"x": 1})
@@ -526,8 +526,8 @@ def test_atomic_write(tmp_path):
 # On a disk of 64 KiB that is filled to the last byte while the run goes on.
 NO_SPACE = """
 import json, pathlib, sys
-from torchbeast.records.folder import RunFolder
-from torchbeast.records.meta import FileWriter
+from torchbeast.runs.folder import RunFolder
+from torchbeast.runs.meta import FileWriter
 disk = pathlib.Path(sys.argv[1])
 writer = FileWriter(RunFolder(str(disk), "run"), {"x": 1})
 writer.log({"step": 0, "loss": 0.5})
@@ -580,8 +580,8 @@ def test_a_text_that_is_not_utf8_is_logged(tmp_path):
     """
     code = """
 import logging, sys
-from torchbeast.records.folder import RunFolder
-from torchbeast.records.meta import FileWriter
+from torchbeast.runs.folder import RunFolder
+from torchbeast.runs.meta import FileWriter
 
 writer = FileWriter(RunFolder(sys.argv[1], "run"), {})
 text = b"bad \\xff\\xfe".decode(errors="surrogateescape")

@@ -293,7 +293,7 @@ def test_every_flag_is_read():
 def test_every_flag_that_is_read_is_declared():
     methods = {name for name in dir(Values) if not name.startswith("_")}
     pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    from torchbeast import polybeast
+    from torchbeast.polybeast import start as polybeast
 
     declared = actions().keys() | actions(polybeast.make_parser).keys()
     assert flags_read() - declared <= methods
@@ -301,7 +301,7 @@ def test_every_flag_that_is_read_is_declared():
 
 def test_free_to_change_are_flags():
     pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    from torchbeast import polybeast
+    from torchbeast.polybeast import start as polybeast
 
     assert actions().keys() | actions(polybeast.make_parser).keys() >= FREE_TO_CHANGE
 
@@ -538,7 +538,7 @@ def test_other_kinds_of_gpus(monkeypatch, kind):
 
 def test_every_number_has_a_range():
     pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    from torchbeast import polybeast
+    from torchbeast.polybeast import start as polybeast
 
     declared = actions() | actions(polybeast.make_parser)
     for name, flag in declared.items():

@@ -6,7 +6,7 @@ import pickle
 import pytest
 from test_flags import actions, parse, resolve
 
-from torchbeast.runs.flagset import Flags
+from torchbeast.flags import Flags
 
 
 def test_frozen_flags_refuse_assignment():

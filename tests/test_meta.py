@@ -11,7 +11,7 @@ import subprocess
 import torch
 from test_file_writer import ARGS, FileWriter, names, read_meta, run_python
 
-from torchbeast.records import meta as meta_file
+from torchbeast.runs import meta as meta_file
 from torchbeast.runs.flagset import differences
 
 
@@ -145,5 +145,5 @@ def test_git_state(tmp_path):
 
 
 def test_no_torch_needed():
-    code = "import sys, torchbeast.records.meta; print('torch' in sys.modules)"
+    code = "import sys, torchbeast.runs.meta; print('torch' in sys.modules)"
     assert run_python(code).stdout.strip() == "False"

@@ -11,7 +11,7 @@ import pytest
 import runs
 import torch
 
-from torchbeast.runs.trackers import TensorBoard
+from torchbeast.extras.trackers import TensorBoard
 
 SYNC = {**runs.SMALL, "sync": True}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from torchbeast.presets import PRESETS
-from torchbeast.records.meta import strict_json
 from torchbeast.runs import flagset
+from torchbeast.runs.meta import strict_json
 
 GOLDEN = Path(__file__).with_name("presets.json")
 MISSING = "the script has no such flag"

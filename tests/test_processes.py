@@ -10,7 +10,7 @@ import time
 import pytest
 
 from torchbeast.procs import children, processes
-from torchbeast.sweeps import jobs
+from torchbeast.tools import jobs
 
 
 @pytest.mark.parametrize("quota", [2, 3, 64])

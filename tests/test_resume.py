@@ -17,8 +17,8 @@ import torch
 
 from torchbeast import monobeast
 from torchbeast.procs import processes
-from torchbeast.records.folder import RunFolder
 from torchbeast.runs import flagset, resume, trust
+from torchbeast.runs.folder import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +345,8 @@ def test_a_mistyped_name_is_noticed(savedir):
 def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch):
     """A run of one script is resumed by another, on a machine with other servers."""
     pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    from torchbeast import polybeast, polybeast_learner
+    from torchbeast.polybeast import learner as polybeast_learner
+    from torchbeast.polybeast import start as polybeast
 
     path = savedir / "a" / "model.tar"
     saved = torch.load(path, weights_only=True)

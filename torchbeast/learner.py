@@ -10,18 +10,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchbeast.base import devices, ranks
+from torchbeast.base import devices
 from torchbeast.base.nested import Nested
 from torchbeast.core import rollout, vtrace
 from torchbeast.core.acting import row_spec
 from torchbeast.core.counters import Counters
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.core.exploration import Explorer, combine
 from torchbeast.core.finite import check_loss, check_weights, sum_of_weights
-from torchbeast.core.mixer import Mixer, reject
 from torchbeast.core.observations import InputCheck
-from torchbeast.core.replay_memory import make_replay
 from torchbeast.core.rollout import State
+from torchbeast.extras import ranks
+from torchbeast.extras.explorer import Explorer, combine
+from torchbeast.extras.replay.memory import make_replay
+from torchbeast.extras.replay.mixer import Mixer, reject
+from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.model import make_model
 from torchbeast.optimizer import (
@@ -30,9 +32,8 @@ from torchbeast.optimizer import (
     steps_per_batch,
     tell_of_a_higher_rate,
 )
-from torchbeast.records.logs_csv import join_columns, spread
 from torchbeast.runs import checkpoint, flagset
-from torchbeast.runs.flagset import Flags
+from torchbeast.runs.logs_csv import join_columns, spread
 
 # --- The loss -------------------------------------------------------------------------
 

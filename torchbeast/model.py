@@ -18,7 +18,6 @@ from torchbeast import encoders
 from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
-from torchbeast.core.exploration import ExplorerActor, make_method
 from torchbeast.core.moments import CLIP, RunningMoments
 from torchbeast.core.observations import is_image, iterate_observation, iterate_space
 from torchbeast.core.rollout import State
@@ -26,8 +25,9 @@ from torchbeast.core.vtrace import VTraceReturns
 from torchbeast.encoders import VectorEncoder, initialize
 from torchbeast.envs import action_masks
 from torchbeast.envs.make_env import make_named
+from torchbeast.extras.explorer import ExplorerActor, make_method
+from torchbeast.flags import Flags
 from torchbeast.recurrent import CORES
-from torchbeast.runs.flagset import Flags
 
 CHOICES: dict[str, Any] = {"model": encoders.TORSOS, "core": CORES}  # of these flags
 

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from torchbeast import flags as declared_flags
-from torchbeast.base import devices, ranks
+from torchbeast.base import devices
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
@@ -43,15 +43,16 @@ from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.rollout import State
 from torchbeast.core.weights import SharedWeights
 from torchbeast.envs.environment import Environment
+from torchbeast.extras import order, ranks
+from torchbeast.extras.evaluator import Evaluator
+from torchbeast.flags import Flags
 from torchbeast.learner import Learner, Update, learn
 from torchbeast.local.actors import Actors, actor_context
 from torchbeast.local.env_spec import find_env_spec
 from torchbeast.model import CHOICES, make_model
 from torchbeast.play.evaluate import evaluate
-from torchbeast.play.evaluator import Evaluator
 from torchbeast.procs import processes
-from torchbeast.runs import checkpoint, flagset, order, resume
-from torchbeast.runs.flagset import Flags
+from torchbeast.runs import checkpoint, flagset, resume
 from torchbeast.runs.prof import Timings, format_shares
 from torchbeast.runs.run import Run
 
@@ -397,7 +398,7 @@ def make_parser() -> FlagParser:
 def actors_class(flags: Flags) -> Any:
     """Actors, or with --launcher ray RayActors."""
     if flags.launcher == "ray":
-        from torchbeast.on_ray.actors import RayActors  # optional
+        from torchbeast.extras.ray.actors import RayActors  # optional
 
         return RayActors
     return Actors

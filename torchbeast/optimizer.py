@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchbeast.base import ranks
-from torchbeast.runs.flagset import Flags
+from torchbeast.extras import ranks
+from torchbeast.flags import Flags
 
 log = logging.getLogger(__name__)
 

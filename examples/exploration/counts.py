@@ -12,8 +12,8 @@ import torch
 from gymnasium import spaces
 
 from examples.exploration.common import Hash, ends
-from torchbeast.base import ranks
-from torchbeast.core.exploration import Explored, Method, not_replayed
+from torchbeast.extras import ranks
+from torchbeast.extras.explorer import Explored, Method, not_replayed
 
 
 class Counts(Method):

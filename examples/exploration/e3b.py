@@ -20,7 +20,7 @@ from gymnasium import spaces
 
 from examples.exploration.common import Deviation, Encoder, InverseDynamics, ends
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.core.exploration import Explored, ExplorerActor, Method, not_replayed
+from torchbeast.extras.explorer import Explored, ExplorerActor, Method, not_replayed
 
 
 class EllipticalBonus(ExplorerActor):

@@ -16,7 +16,7 @@ from gymnasium import spaces
 from torch import nn
 
 from examples.exploration.common import Deviation, Encoder, EpisodicCounts, ends
-from torchbeast.core.exploration import Explored, Method, not_replayed
+from torchbeast.extras.explorer import Explored, Method, not_replayed
 
 
 class NovelD(Method):

@@ -10,7 +10,7 @@ import torch
 
 from examples.self_play.columns import LINES, NumpyPolicy
 from torchbeast import load_agent
-from torchbeast.play.agent import Agent
+from torchbeast.tools.agent import Agent
 
 
 class Player(Protocol):

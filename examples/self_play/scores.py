@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from gymnasium import spaces
 
-from torchbeast.base import ranks
-from torchbeast.core.exploration import Explored, Method, not_replayed
+from torchbeast.extras import ranks
+from torchbeast.extras.explorer import Explored, Method, not_replayed
 
 
 class Scores(Method):

@@ -32,7 +32,8 @@ def actor_device(flags: argparse.Namespace) -> torch.device:
 def _device(flags: argparse.Namespace, name: str, gpu: int) -> torch.device:
     import torch
 
-    from torchbeast.base import hardware, ranks
+    from torchbeast.base import hardware
+    from torchbeast.extras import ranks
 
     given = getattr(flags, name, None)
     kind, gpus = hardware.accelerators()

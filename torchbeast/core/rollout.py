@@ -55,7 +55,7 @@ RESULTS = {
     *("episode_return", "episode_step", "game_return", "game_step", "game_over"),
     *(name for name, x in EXTRA_FIELDS.items() if x.of == "step"),
 }
-# Fields that a replay adds to a batch, see core/mixer.py.
+# Fields that a replay adds to a batch, see extras/replay/mixer.py.
 REPLAY_FIELDS = frozenset({"replayed", "step_counts"})
 
 # Recurrent state of a model: tensors [layers, batch, ...].

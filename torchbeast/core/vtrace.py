@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from torchbeast.base import ranks
+from torchbeast.extras import ranks
 
 
 class VTraceReturns(NamedTuple):

@@ -23,10 +23,10 @@ from torchbeast.base.nested import flatten, map_nested
 from torchbeast.base.seldom import Seldom
 from torchbeast.envs import action_masks, atari
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, make_fields
-from torchbeast.envs.parallel_envs import ParallelGames
 from torchbeast.envs.seeded_games import SeededGames, game_seed
 from torchbeast.envs.space_checks import plain_space, policy_space
-from torchbeast.envs.vector_envs import find_vector_env
+from torchbeast.extras.several_agents import ParallelGames
+from torchbeast.extras.vector_envs import find_vector_env
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,10 @@ from typing import Any
 import gymnasium
 
 from torchbeast.base.errors import FlagError, MissingPackageError, did_you_mean
-from torchbeast.envs import atari, checks, old_gym
+from torchbeast.envs import atari, checks
 from torchbeast.envs.action_masks import MaskFromInfo, check_spaces
 from torchbeast.envs.space_checks import check_interface, declare_stack
+from torchbeast.extras import old_gym
 
 
 def create_env(

@@ -13,8 +13,8 @@ from gymnasium import spaces
 
 from torchbeast.envs.environment import example_environment
 from torchbeast.envs.space_checks import plain_space
+from torchbeast.flags import Flags
 from torchbeast.procs import children
-from torchbeast.runs.flagset import Flags
 
 log = logging.getLogger(__name__)
 

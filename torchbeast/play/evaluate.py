@@ -30,15 +30,16 @@ from torchbeast.base.seeds import derive_seed
 from torchbeast.core.acting import act_step, to_tensors
 from torchbeast.core.rollout import step_counters
 from torchbeast.envs.environment import Environment
+from torchbeast.extras import trackers
+from torchbeast.extras.video import Video, has_display, picture
+from torchbeast.flags import Flags
 from torchbeast.local.actors import TorchSettings, actor_context, seed_globals
 from torchbeast.local.env_spec import CLOSE_SECONDS, START_SECONDS
-from torchbeast.play.agent import load_model
-from torchbeast.play.video import Video, has_display, picture
+from torchbeast.polybeast.security import choose_side
 from torchbeast.procs import children
-from torchbeast.records import meta, protocol
-from torchbeast.remote.security import choose_side
-from torchbeast.runs import checkpoint, flagset, script, trackers, trust
-from torchbeast.runs.flagset import Flags
+from torchbeast.runs import checkpoint, flagset, meta, script, trust
+from torchbeast.tools import protocol
+from torchbeast.tools.agent import load_model
 
 log = logging.getLogger(__name__)
 

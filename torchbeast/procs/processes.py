@@ -93,7 +93,7 @@ def _exit_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def name_thread(name: str) -> None:
-    """Names this thread for `top` and runs/trial.py, if the system is Linux.
+    """Names this thread for `top` and tools/trial.py, if the system is Linux.
 
     Threads that it starts inherit the name.
     """

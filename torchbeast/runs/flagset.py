@@ -28,8 +28,8 @@ from torchbeast.base.flag import FREE, START, TUNE, Flag, FlagParser
 from torchbeast.flags import DECLARED, Atari, Flags, Loss, Model, Optimizer, of_resume
 from torchbeast.presets import BEFORE_THE_FLAG_EXISTED, PRESETS
 from torchbeast.procs import processes
-from torchbeast.records.folder import check_name
 from torchbeast.runs import trust
+from torchbeast.runs.folder import check_name
 
 OF_ONE_START = of_resume(START)
 FREE_TO_CHANGE = of_resume(START, FREE)  # these don't change what a run learns
@@ -239,7 +239,7 @@ def check_launcher(flags: Flags) -> None:
     elif importlib.util.find_spec("ray") is None:
         raise FlagError("--launcher ray needs Ray: pip install ray")
     else:
-        from torchbeast.base import ranks
+        from torchbeast.extras import ranks
 
         if ranks.size() > 1:
             raise FlagError("--launcher ray has one learner: start it without torchrun")

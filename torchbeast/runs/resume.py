@@ -13,18 +13,19 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torchbeast.base import devices, ranks
+from torchbeast.base import devices
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.seeds import derive_seed
 from torchbeast.envs.atari import atari_game
-from torchbeast.flags import Atari
+from torchbeast.extras import mirror, order, ranks
+from torchbeast.flags import Atari, Flags
 from torchbeast.procs import processes
-from torchbeast.records.folder import RunFolder
-from torchbeast.records.logs_csv import read_rows
-from torchbeast.records.meta import complete_meta, read_meta
-from torchbeast.runs import autotune, checkpoint, flagset, mirror, order, script, trust
-from torchbeast.runs.flagset import Flags
+from torchbeast.runs import checkpoint, flagset, script, trust
+from torchbeast.runs.folder import RunFolder
+from torchbeast.runs.logs_csv import read_rows
+from torchbeast.runs.meta import complete_meta, read_meta
+from torchbeast.tools import autotune
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ def run_script(
 def begin_all(
     typed: flagset.Typed, resolve_layout: Callable[[Flags], Flags]
 ) -> Iterator[Start]:
-    """`begin` in rank 0, see base/ranks.py; all ranks start from what it has found.
+    """`begin` in rank 0, see extras/ranks.py; all ranks start from what it has found.
 
     The others write their files into folders that are removed at the end.
     """

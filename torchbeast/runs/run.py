@@ -24,18 +24,20 @@ from typing import Any
 
 import torch
 
-from torchbeast.base import errors, ranks
-from torchbeast.core import finite, replay_memory, rollout
+from torchbeast.base import errors
+from torchbeast.core import finite, rollout
 from torchbeast.core.observations import log_encoders
+from torchbeast.extras import code as code_record
+from torchbeast.extras import ranks, record
+from torchbeast.extras.replay import memory as replay_memory
+from torchbeast.extras.trackers import Tracker, make_trackers
 from torchbeast.procs import processes
 from torchbeast.procs.threads import Threads
-from torchbeast.records import code_record
-from torchbeast.records.logs_csv import join_columns, spread
-from torchbeast.records.meta import FileWriter
-from torchbeast.runs import checkpoint, flagset, record, resume, trust
+from torchbeast.runs import checkpoint, flagset, resume, trust
+from torchbeast.runs.logs_csv import join_columns, spread
+from torchbeast.runs.meta import FileWriter
 from torchbeast.runs.prof import Profile, Timings
 from torchbeast.runs.status import Status, mean_return
-from torchbeast.runs.trackers import Tracker, make_trackers
 
 log = logging.getLogger(__name__)
 

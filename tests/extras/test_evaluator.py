@@ -1,0 +1,280 @@
+"""--eval_interval, model.best.tar and --checkpoint_history, in real runs."""
+
+import os
+import re
+import shutil
+import signal
+import statistics
+
+import pytest
+import runs
+import torch
+from watched_runs import processes_of_session, wait_until
+
+from torchbeast import monobeast
+from torchbeast.play import evaluate
+from torchbeast.runs import flagset
+from torchbeast.runs.meta import read_meta
+
+FLAGS = {
+    **runs.SMALL,
+    "batch_size": 3,
+    "total_steps": 6000,
+    "eval_interval": 500,
+    "eval_episodes": 3,
+}
+FOREVER = 10**9
+
+
+def results(folder):
+    """(step of the weights, mean return) of each evaluation in logs.csv."""
+    rows = [row for row in runs.read_logs(folder, "a") if row["eval_return"]]
+    return [(int(row["eval_step"]), float(row["eval_return"])) for row in rows]
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
+def test_results_and_the_best_checkpoint(tmp_path, module):
+    if module.endswith("polybeast"):
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    process = runs.start(
+        tmp_path, "a", **{**FLAGS, "module": module, "total_steps": FOREVER}
+    )
+    runs.wait_for_rows(process, tmp_path, "a", 1)
+    wait_until(lambda: len(results(tmp_path)) >= 3, "three evaluations", 60)
+    process.send_signal(signal.SIGINT)
+    output = runs.finish(process)
+    assert process.returncode == 130
+    wait_until(lambda: not processes_of_session(process.pid), "all ended")
+    found = results(tmp_path)
+    assert [step for step, _ in found] == sorted({step for step, _ in found})
+    assert len(re.findall("3 test games, mean return", output)) >= len(found)
+    best = load(tmp_path / "a" / "model.best.tar")
+    assert best["stats"]["eval_return"] >= max(value for _, value in found)
+    # What another process says of these weights:
+    argv = ["--xpid=a", "--mode=test"]
+    typed = flagset.read(monobeast.make_parser(), argv)
+    flags = flagset.merge(typed, best["flags"])
+    flags = flagset.resolve(flags).freeze()
+    weights, stream = best["model_state_dict"], evaluate.EVAL_STREAM
+    games = list(evaluate.play(flags, weights, range(3), stream=stream))
+    mean = statistics.fmean(game.game_return for game in games)
+    assert mean == best["stats"]["eval_return"]
+    assert games != list(evaluate.play(flags, weights, range(3))), "not the test's"
+    output = runs.run(
+        tmp_path, "a", module=module, mode="test", checkpoint="model.best.tar"
+    )
+    assert "10 games: mean return" in output
+    assert (tmp_path / "a" / "test.best.json").exists()
+    assert not (tmp_path / "a" / "test.json").exists()
+
+
+def test_what_a_checkpoint_names_is_not_imported(tmp_path, monkeypatch):
+    """PolyBeast's learner makes environments for evaluations only."""
+    pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    poly = {**FLAGS, "module": "torchbeast.polybeast", "env": "faulty:Environment"}
+    runs.run(tmp_path, "a", **poly)
+    more = poly["total_steps"] + 100
+    runs.run(tmp_path, "a", module=poly["module"], total_steps=more)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))  # another user's
+    flags = {"total_steps": FOREVER}
+    flags |= {"module": "torchbeast.polybeast_learner", "connect_timeout": 20}
+    output = runs.run(tmp_path, "a", **flags, status=1)
+    assert "imports the code of faulty" in output
+
+
+def test_a_damaged_best_checkpoint_is_replaced(tmp_path):
+    runs.run(tmp_path, "a", **FLAGS)
+    path = tmp_path / "a" / "model.best.tar"
+    path.write_bytes(b"no checkpoint")
+    output = runs.run(tmp_path, "a", total_steps=12000)
+    assert "model.best.tar is not used" in output
+    assert load(path)["stats"]["eval_return"] > 0
+
+
+def test_a_best_checkpoint_that_can_not_be_saved(tmp_path):
+    (tmp_path / "a" / "model.best.tar" / "file").mkdir(parents=True)
+    output = runs.run(tmp_path, "a", **FLAGS)
+    assert output.count("Cannot save a checkpoint") == len(results(tmp_path)) > 0
+    assert "Finished at step 6000" in output
+
+
+def test_a_stop_signal_while_a_test_game_hangs(tmp_path, monkeypatch):
+    hangs = tmp_path / "hangs"
+    monkeypatch.setenv("HANGS", str(hangs))
+    flags = {**FLAGS, "env": "evaluated:HangsInTests", "total_steps": FOREVER}
+    process = runs.start(tmp_path, "a", **flags)
+    wait_until(hangs.exists, "a test game hangs", 60)
+    runs.wait_for_rows(process, tmp_path, "a", 60)
+    process.send_signal(signal.SIGTERM)
+    runs.finish(process, 30)
+    assert process.returncode == 143
+    wait_until(lambda: not processes_of_session(process.pid), "all ended")
+
+
+def test_an_environment_that_uses_torch_and_global_generators(tmp_path, monkeypatch):
+    """Actors and evaluations draw other numbers; a repeated run draws the same."""
+    draws = {}
+    for name in ("a", "b"):
+        (folder := tmp_path / f"drawn-{name}").mkdir()
+        monkeypatch.setenv("DRAWN_IN", str(folder))
+        runs.run(tmp_path, name, **{**FLAGS, "env": "faulty:UsesTorch", "seed": 5})
+        draws[name] = sorted(path.read_text().split() for path in folder.iterdir())
+    assert len(draws["a"]) == runs.SMALL["num_actors"] + 1  # the evaluator
+    numbers = [x for drawn in draws["a"] for x in drawn]
+    assert len(set(numbers)) == len(numbers)
+    assert draws["a"] == draws["b"]
+
+
+def test_an_environment_with_a_process_of_its_own(tmp_path):
+    output = runs.run(tmp_path, "a", **{**FLAGS, "env": "faulty:WithChild"})
+    assert results(tmp_path)[-1][0] == FLAGS["total_steps"]
+    assert "[WARNING " not in output
+    process = runs.start(tmp_path, "b", **{**FLAGS, "env": "faulty:DiesWithChild"})
+    output = runs.finish(process)
+    assert process.returncode == 1, output
+    assert "an environment of faulty:DiesWithChild (pid " in output
+    assert "died with exit status 3" in output
+    wait_until(lambda: not processes_of_session(process.pid), "all ended")
+
+
+def test_a_resumed_run_knows_the_best(tmp_path):
+    runs.run(tmp_path, "a", **FLAGS)
+    path = tmp_path / "a" / "model.best.tar"
+    best = load(path)
+    best["stats"]["eval_return"] = 1e9
+    torch.save(best, path)
+    before = path.read_bytes()
+    runs.run(tmp_path, "a", total_steps=12000)
+    assert results(tmp_path)[-1][0] == 12000  # the final weights
+    assert path.read_bytes() == before
+    # Results of other games don't compare.
+    output = runs.run(tmp_path, "a", total_steps=13000, eval_episodes=2)
+    assert "model.best.tar does not count: it was found with another" in output
+    assert load(path)["stats"]["eval_return"] < 1e9
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ending", ["signal", "kill", "timeout"])
+def test_the_last_evaluation_hangs(tmp_path, ending):
+    """If it was cut off, the next start makes up for it, and only for it."""
+    flags = {**FLAGS, "env": "evaluated:HangsInTests", "total_steps": 60}
+    module = "torchbeast.monobeast"
+    if ending == "timeout":
+        flags |= {"module": "impatient", "actor_timeout": 30}
+    if ending == "kill":
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+        module = flags["module"] = "torchbeast.polybeast"
+    process = runs.start(tmp_path, "a", **flags)
+    log = tmp_path / "a" / "out.log"
+
+    def evaluates():
+        return log.exists() and "Evaluating the final weights" in log.read_text()
+
+    wait_until(evaluates, "the training has ended", 60)
+    if ending != "timeout":
+        process.send_signal(signal.SIGTERM if ending == "signal" else signal.SIGKILL)
+    output = runs.finish(process, 200)
+    statuses = {"signal": 143, "kill": -signal.SIGKILL, "timeout": 0}
+    assert process.returncode == statuses[ending], output
+    stuck = "There are no more evaluations: its process (pid "
+    assert (stuck in output) == (ending == "timeout")
+    assert ("in step" in output) == (ending == "timeout")  # its stack
+    wait_until(lambda: not processes_of_session(process.pid), "all ended")
+    path = tmp_path / "a" / "model.tar"
+    saved, logged = path.read_bytes(), without_evaluations(tmp_path)
+    assert load(path)["stats"]["step"] == 60
+    meta = read_meta(path.parent)
+    assert meta["successful"] == (ending == "timeout") == ("Finished" in output)
+    if ending == "timeout":
+        return
+    output = runs.run(tmp_path, "a", module=module, env="faulty:Environment")
+    assert "Finished at step 60" in output
+    assert results(tmp_path)[-1][0] == 60
+    assert without_evaluations(tmp_path) == logged
+    assert path.read_bytes() == saved
+    meta = read_meta(path.parent)
+    assert (meta["successful"], meta["starts"][-1]["last_step"]) == (True, 60)
+    output = runs.run(tmp_path, "a", module=module)
+    assert "is at step 60 of --total_steps 60 already" in output
+    assert read_meta(path.parent) == meta
+
+
+def without_evaluations(folder):
+    rows = runs.read_logs(folder, "a")
+    return [row["step"] for row in rows if not row["eval_return"]]
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_run_goes_on_without_evaluations(tmp_path, monkeypatch, how):
+    fault = tmp_path / "fault"
+    monkeypatch.setenv("FAULT_FILE", str(fault))
+    env = "evaluated:OnlyTraining" if how == "raises" else "CartPole-v1"
+    process = runs.start(tmp_path, "a", **{**FLAGS, "env": env, "total_steps": FOREVER})
+    log = tmp_path / "a" / "out.log"
+    runs.wait_for_rows(process, tmp_path, "a", 5)
+    if how == "killed":
+
+        def evaluators():  # it lowers its priority after its start
+            children = processes_of_session(process.pid)
+            return [p.pid for p in children if os.getpriority(0, p.pid) == 19]
+
+        wait_until(evaluators, "an evaluator runs", 60)
+        os.kill(evaluators()[0], signal.SIGKILL)
+    message = "There are no more evaluations"
+    wait_until(lambda: message in log.read_text(), "no more evaluations", 60)
+    runs.wait_for_rows(process, tmp_path, "a", len(runs.read_logs(tmp_path, "a")) + 50)
+    process.send_signal(signal.SIGINT)
+    output = runs.finish(process)
+    assert process.returncode == 130
+    if how == "killed":
+        assert "its process (pid " in output
+        assert "died by signal SIGKILL" in output
+    else:
+        assert "FileNotFoundError: no such level" in output
+
+
+def test_checkpoints_are_kept(tmp_path):
+    flags = {**runs.SMALL, "checkpoint_history": 3}
+    runs.run(tmp_path, "a", **flags)  # 600 steps
+    folder = tmp_path / "a"
+
+    def kept():
+        found = [re.fullmatch(r"model\.(\d+)\.tar", p.name) for p in folder.iterdir()]
+        return sorted(int(match[1]) for match in found if match)
+
+    first = kept()
+    assert len(first) == 3
+    for wanted, step in zip((200, 400, 600), first, strict=True):
+        assert wanted <= step < wanted + 200
+        assert load(folder / f"model.{step}.tar")["stats"]["step"] == step
+    weights = [load(folder / f"model.{step}.tar")["model_state_dict"] for step in first]
+    assert not torch.equal(weights[0]["policy.bias"], weights[1]["policy.bias"])
+    runs.run(tmp_path, "a", total_steps=1200)  # now due: 400, 800 and 1200
+    extended = kept()
+    assert extended[0] == first[1]
+    for wanted, step in zip((400, 800, 1200), extended, strict=True):
+        assert wanted <= step < wanted + 200
+
+
+def test_what_is_of_steps_that_were_cut_off_is_removed(tmp_path):
+    """As after a kill: model.tar is older than the best checkpoint and a kept one."""
+    flags = {**FLAGS, "total_steps": 600, "eval_interval": 300, "checkpoint_history": 2}
+    runs.run(tmp_path, "a", **flags)
+    folder = tmp_path / "a"
+    kept = sorted(folder.glob("model.[0-9]*.tar"), key=lambda x: int(x.name[6:-4]))
+    older = int(kept[0].name[6:-4])
+    shutil.copy(kept[0], folder / "model.tar")
+    best = load(folder / "model.best.tar")
+    best["stats"] |= {"step": 600, "eval_return": 1e9}
+    torch.save(best, folder / "model.best.tar")
+    output = runs.run(tmp_path, "a", total_steps=600)
+    for name in ("model.600.tar", "model.best.tar"):
+        text = f"Removing {name}: it is of step 600, and the run goes on from step"
+        assert f"{text} {older}." in output
+    found = load(folder / "model.best.tar")["stats"]
+    assert found["eval_return"] == max(value for _, value in results(tmp_path)) < 1e9
+    assert len(list(folder.glob("model.[0-9]*.tar"))) == 2

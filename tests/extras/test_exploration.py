@@ -1,0 +1,398 @@
+"""--explorer: rewards that the learner makes itself; the examples RND and counts."""
+
+import math
+
+import numpy as np
+import pytest
+import runs
+import torch
+from environments import CombinationLock
+from gymnasium import spaces
+from test_learner import make_batch, make_learner
+
+from examples.exploration.common import EpisodicCounts, Hash
+from examples.exploration.counts import Counts
+from examples.exploration.rnd import RND
+from torchbeast.base.errors import FlagError
+from torchbeast.core import rollout
+from torchbeast.core.distributions import make_distribution
+from torchbeast.envs.action_masks import AGENT
+from torchbeast.extras.explorer import make_method
+from torchbeast.learner import impala_loss, learn
+from torchbeast.runs.logs_csv import ColumnError
+
+pytestmark = pytest.mark.timeout(300)
+
+VARIANTS = MONOBEAST, POLYBEAST = "torchbeast.monobeast", "torchbeast.polybeast"
+COUNTS, RANDOM = "examples.exploration.counts:Counts", "examples.exploration.rnd:RND"
+LOCK = "environments:CombinationLock"
+QUICK = {
+    **{"preset": "classic-control", "num_actors": 2, "envs_per_actor": 4},
+    **{"batch_size": 8, "precision": "fp32", "torch_threads": 1},
+    **{"unroll_length": CombinationLock.LENGTH, "env": LOCK},
+}
+
+
+ACTIONS = spaces.Discrete(2)
+
+
+def column(rows, name):
+    return [float(row[name]) for row in rows if row[name]]
+
+
+def mean(numbers):
+    return sum(numbers) / len(numbers)
+
+
+def saved(folder, xpid):
+    return torch.load(folder / xpid / "model.tar", weights_only=True)
+
+
+# --- Methods --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("method", [COUNTS, RANDOM + '{"learning_rate": 0.001}'])
+def test_it_opens_a_lock_that_random_play_does_not(tmp_path, method):
+    """Random play opens it in one of 65,536 episodes. These runs have about 4,000.
+
+    With --sync, so that a busy machine does not change what they learn, and PolyBeast
+    learns the same.
+    """
+    flags = {"sync": True, "disable_checkpoint": True}
+    flags |= {**QUICK, "total_steps": 40_000, "explorer": method}
+    runs.run(tmp_path, "lock", timeout=400, **flags)
+    rows = runs.read_logs(tmp_path, "lock")
+    assert mean(column(rows, "mean_game_return")[-10:]) > 0.3
+    rewards = column(rows, "mean_intrinsic_reward")
+    assert mean(rewards[-10:]) < 0.3 * mean(rewards[:10])
+
+
+def rows_of(observations, done):
+    return {
+        "observation": torch.tensor(observations),
+        "done": torch.tensor(done),
+        "reward": torch.zeros(len(done), len(done[0])),
+    }
+
+
+def test_counts_are_those_of_a_dict():
+    space = spaces.Discrete(5)
+    method = Counts(space, make_distribution(spaces.Discrete(2)), scale=2.0)
+    seen = {}
+    for start in range(4):
+        shown = [[(start + 2 * t) % 5, (t * t) % 5, 1] for t in range(6)]
+        done = [[t == 3, False, t == 1] for t in range(6)]
+        valid = torch.tensor([[True, t != 2, True] for t in range(5)])
+        for t in range(1, 6):
+            for b in range(3):
+                if valid[t - 1, b]:
+                    seen[shown[t][b]] = seen.get(shown[t][b], 0) + 1
+        found = method.explore(rows_of(shown, done), valid)
+        for t in range(1, 6):
+            for b in range(3):
+                counts = valid[t - 1, b] and not done[t][b]
+                expected = 2.0 / math.sqrt(seen[shown[t][b]]) if counts else 0.0
+                assert found.reward[t - 1, b] == pytest.approx(expected), (t, b)
+
+
+def test_counts_leave_out_what_a_replay_shows_again():
+    method = Counts(spaces.Discrete(5), make_distribution(spaces.Discrete(2)))
+    rows = rows_of([[0, 3], [1, 1], [2, 4]], [[False, False]] * 3)
+    rows["replayed"] = torch.tensor([False, True])
+    found = method.explore(rows, torch.ones(2, 2, dtype=torch.bool))
+    assert method.counts.sum() == 2
+    assert (found.reward > 0).all()
+
+
+def test_rnd_learns_what_it_sees():
+    torch.manual_seed(3)
+    space = spaces.Discrete(6)
+    method = RND(space, make_distribution(spaces.Discrete(2)), scale=1.0)
+    target = [x.clone() for x in method.target.parameters()]
+    optimizer = method.make_optimizer()
+    rows = rows_of([[0, 1]] * 5, [[False, False]] * 5)
+    valid = torch.ones(4, 2, dtype=torch.bool)
+    valid[:, 1] = False  # 1 does not count: it stays new
+    for _ in range(300):
+        found = method.explore(rows, valid)
+        assert not found.reward.requires_grad
+        assert (found.reward[:, 1] == 0).all()
+        optimizer.zero_grad()
+        found.loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        novelty = method.explore(rows, torch.ones_like(valid)).reward[0]
+    assert 10 * novelty[0] < novelty[1]
+    for x, y in zip(target, method.target.parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_rnd_goes_on_beyond_episodes_but_not_for_an_agent_that_is_gone():
+    agents = spaces.Box(0, 1, (2,), np.uint8)
+    space = spaces.Dict({AGENT: agents, "observation": spaces.Box(-1, 1, (3,))})
+    method = RND(space, make_distribution(ACTIONS), discounting=0.7)
+    present = torch.tensor([[1, 1], [1, 1], [0, 1], [0, 1]])
+    rows = rows_of(torch.rand(4, 2, 3).tolist(), [[False, False]] * 4)
+    rows["observation"] = {
+        AGENT: torch.stack([present, 0 * present], -1).byte(),
+        "observation": rows["observation"],
+    }
+    rows["done"][3] = True
+    found = method.explore(rows, torch.ones(3, 2, dtype=torch.bool))
+    assert torch.equal(found.discount, 0.7 * present[1:].float())
+
+
+def test_equal_observations_have_equal_hashes_and_others_differ():
+    space = spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Discrete(4)})
+    buckets = Hash(space, 2**20)
+    a, b = torch.rand(50, 2, 3), torch.randint(4, (50, 2))
+    first = buckets({"a": a, "b": b})
+    assert first.shape == (50, 2)
+    assert torch.equal(first, buckets({"a": a.clone(), "b": b.clone()}))
+    assert len(first.unique()) >= 99
+    zeros = [{"a": x * torch.zeros(1, 1, 3), "b": b[:1, :1]} for x in (1, -1)]
+    assert torch.equal(*map(buckets, zeros))
+    assert not torch.equal(first, buckets({"a": a, "b": (b + 1) % 4}))
+    moved = a + torch.tensor([0, 1e-6, 0])
+    assert (first != buckets({"a": moved, "b": b})).float().mean() > 0.9
+
+
+def test_a_part_is_counted_alone():
+    space = spaces.Dict({"map": spaces.Box(-1, 1, (3,)), "clock": spaces.Discrete(4)})
+    buckets = Hash(space, 2**20, "map")
+    x = {"map": torch.rand(5, 2, 3), "clock": torch.randint(4, (5, 2))}
+    later = {**x, "clock": (x["clock"] + 1) % 4}
+    assert torch.equal(buckets(x), buckets(later))
+    assert not torch.equal(buckets(x), buckets({**x, "map": x["map"] + 0.1}))
+    with pytest.raises(FlagError, match=r"'maps' is none of \['clock', 'map'\]"):
+        Hash(space, 2**20, "maps")
+    with pytest.raises(FlagError, match="'map' is none of"):
+        Hash(spaces.Discrete(3), 2**20, "map")
+
+
+def test_counts_of_an_episode():
+    counts = EpisodicCounts(spaces.Discrete(7), buckets=512)
+    state = counts.initial_state(2)
+    first = [[2, 1], [2, 3], [2, 1], [5, 1], [2, 1]]
+    done = [[False, False]] * 3 + [[True, False], [False, False]]
+    found = []
+    for observation, over in zip(first, done, strict=True):
+        fields, state = counts.act(rows_of([observation], [over]), state)
+        found.append(fields["episodic_count"][0].tolist())
+    assert found == [[1, 1], [2, 1], [3, 2], [1, 3], [1, 4]]
+
+
+# --- The seam -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", VARIANTS)
+def test_actors_keep_the_state_of_an_episode(tmp_path, module):
+    flags = {**runs.SMALL, "env": "environments:SeedLog", "module": module}
+    flags |= {"explorer": "exploring:Watcher", "envs_per_actor": 2, "total_steps": 300}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SEED_FILE", str(tmp_path / "seeds"))
+        process = runs.start_words(runs.command(tmp_path, "run", **flags), fresh=True)
+        output = runs.finish(process)
+    assert "Finished at step 300" in output
+    rows = runs.read_logs(tmp_path, "run")
+    # Unrolls of 5 steps, episodes of 3: the count at step t of an episode is t + 1.
+    seen = [[float(row[f"counts_{i}"]) for i in range(10)] for row in rows]
+    for row in seen:
+        for b in (0, 1):
+            own = row[b::2]
+            steps = [(own[0] - 1 + i) % 3 + 1 for i in range(5)]
+            assert own == steps
+    assert {row[0] for row in seen} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("module", VARIANTS)
+def test_a_method_with_all_parts(tmp_path, module):
+    """Its actor's weights reach the actors; a resume has its networks and optimizer."""
+    flags = {**runs.SMALL, "env": LOCK, "module": module, "envs_per_actor": 2}
+    flags |= {"explorer": 'exploring:Teacher{"discount": 0.25}', "use_lstm": True}
+    runs.run(tmp_path, "run", **flags)
+    rows = runs.read_logs(tmp_path, "run")
+    hints = column(rows, "hint")
+    assert hints[0] == 0
+    assert hints[-1] == pytest.approx(3, abs=0.3)
+    assert {"mean_value_0", "mean_value_1", "explorer_loss"} <= rows[0].keys()
+    losses = column(rows, "explorer_loss")
+    assert losses[-1] < 0.01 * losses[0]
+    # The policy's optimizer has not moved what the method's own has learned.
+    before = saved(tmp_path, "run")
+    right = before["model_state_dict"]["explorer.right"]
+    assert torch.equal(right, before["explorer_state_dict"]["method"]["actor.right"])
+    (state,) = before["explorer_state_dict"]["optimizer"]["state"].values()
+    assert state["step"] == len(rows)
+    runs.run(tmp_path, "run", **{**flags, "total_steps": 900})
+    (state,) = saved(tmp_path, "run")["explorer_state_dict"]["optimizer"][
+        "state"
+    ].values()
+    assert state["step"] == len(runs.read_logs(tmp_path, "run"))
+    assert column(runs.read_logs(tmp_path, "run"), "hint")[len(rows)] > 2.5
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_the_loss_has_both_rewards(head):
+    """Without a value head the sum is learned from, with one each on its own."""
+    learner = make_learner("--explorer", RANDOM if head else COUNTS)
+    batch, state = make_batch(learner)
+    rows, columns = learner.explorer.explore(batch)
+    assert columns()["mean_intrinsic_reward"] > 0
+    more = rows["intrinsic_reward"]
+    assert more.shape == batch["reward"].shape
+    assert (more[0] == 0).all()
+    assert ("intrinsic_discount" in rows) == head
+    outputs, _ = learner.model(rows, state)
+    assert outputs["baseline"].shape[2:] == ((2,) if head else ())
+    row = learn(learner, batch, state).finish()
+    assert ("mean_value_1" in row) == head
+
+
+@pytest.mark.parametrize("more", [(), ("--use_lstm",)], ids=["", "lstm"])
+@pytest.mark.parametrize("method", [COUNTS, RANDOM])
+def test_cut_rollouts_have_the_rewards_and_values_of_whole_ones(method, more):
+    """With targets of one step. A longer trace of RND's value ends with a column."""
+    losses = []
+    for cut in (False, True):
+        learner = make_learner("--explorer", method, "--trace_decay", "0", *more)
+        rows, state = make_batch(learner)
+        if cut:
+            rows, state = rollout.cut_at_episodes(rows, state)
+        rows, columns = learner.explorer.explore(rows)
+        outputs, _ = learner.model(rows, state)
+        kind = learner.model.distribution
+        _, found = impala_loss(rows, outputs, kind, learner.flags)
+        found |= {"reward": columns()["mean_intrinsic_reward"]}
+        found |= {"counts": getattr(learner.explorer.method, "counts", 0)}
+        losses.append({k: torch.as_tensor(x).detach() for k, x in found.items()})
+    for name in ("baseline_loss", "mean_value", "reward", "counts"):
+        torch.testing.assert_close(losses[1][name], losses[0][name], msg=name)
+
+
+def test_a_resume_takes_the_settings_of_the_methods_optimizer():
+    learner = make_learner("--explorer", RANDOM)
+    learn(learner, *make_batch(learner)).finish()
+    saved = {**learner.state_dict(), "flags": learner.flags.as_dict()}
+    other = make_learner("--explorer", RANDOM + '{"learning_rate": 0.5}')
+    other.load_state_dict(saved)
+    optimizers = [x.explorer.optimizer.state_dict() for x in (learner, other)]
+    assert optimizers[1]["param_groups"][0]["lr"] == 0.5
+    moments = [x["state"][0]["exp_avg"] for x in optimizers]
+    assert moments[0].any()
+    assert torch.equal(*moments)
+
+
+def test_what_is_no_method_is_refused():
+    name = "examples.exploration.common:Deviation"
+    with pytest.raises(FlagError, match=r"Deviation is no class .*exploration\.Method"):
+        make_method(name)
+
+
+@pytest.mark.parametrize("field", ["reward", "discount"])
+def test_the_shape_of_what_a_method_returns_is_checked(field, monkeypatch):
+    learner = make_learner("--explorer", RANDOM)
+    batch, _ = make_batch(learner)
+    explore = learner.explorer.method.explore
+
+    def wrong(rows, valid):
+        found = explore(rows, valid)
+        return found._replace(**{field: getattr(found, field).unsqueeze(-1)})
+
+    monkeypatch.setattr(learner.explorer.method, "explore", wrong)
+    T, B = batch["reward"].shape
+    match = rf"the {field} has the shape \[{T - 1}, {B}, 1\]; .* \[{T - 1}, {B}\]"
+    with pytest.raises(ValueError, match=match):
+        learner.explorer.explore(batch)
+
+
+@pytest.mark.parametrize(
+    "name", ["mean_intrinsic_reward", "explorer_loss", "entropy", "step"]
+)
+def test_a_column_named_like_another_is_refused(name, monkeypatch):
+    learner = make_learner("--explorer", RANDOM)
+    explore = learner.explorer.method.explore
+
+    def with_column(rows, valid):
+        return explore(rows, valid)._replace(columns={name: torch.tensor(1.0)})
+
+    monkeypatch.setattr(learner.explorer.method, "explore", with_column)
+    with pytest.raises(ColumnError, match=f"two columns named {name}"):
+        learn(learner, *make_batch(learner)).finish()
+
+
+def test_rewards_are_added_or_stacked():
+    from torchbeast.extras.explorer import combine
+
+    rewards, discounts = torch.rand(5, 3), torch.rand(5, 3)
+    more, ends = torch.rand(6, 3), torch.rand(6, 3)
+    assert combine({}, rewards, discounts) == (rewards, discounts)
+    added, same = combine({"intrinsic_reward": more}, rewards, discounts)
+    assert torch.equal(added, rewards + more[1:])
+    assert torch.equal(same, discounts)
+    both = {"intrinsic_reward": more, "intrinsic_discount": ends}
+    stacked, two = combine(both, rewards, discounts)
+    assert torch.equal(stacked[..., 0], rewards)
+    assert torch.equal(stacked[..., 1], more[1:])
+    assert torch.equal(two[..., 0], discounts)
+    assert torch.equal(two[..., 1], ends[1:])
+
+
+@pytest.mark.parametrize("method", [COUNTS, RANDOM])
+def test_with_what_changes_a_batch(tmp_path, method):
+    more = {"updates_per_batch": 2, "minibatches": 2, "normalize_rewards": True}
+    flags = {**runs.SMALL, "explorer": method, "rollouts": "episode", **more}
+    output = runs.run(tmp_path, "run", **flags)
+    assert "Finished at step 600" in output
+    assert column(runs.read_logs(tmp_path, "run"), "mean_intrinsic_reward")
+
+
+@pytest.mark.parametrize("method", ["Broken", "Steep"])
+def test_what_is_not_finite_ends_the_run(tmp_path, method):
+    explorer = f"exploring:{method}"
+    words = runs.command(tmp_path, "run", explorer=explorer, **runs.SMALL)
+    process = runs.start_words(words)
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert "loss or the gradient of --explorer are not finite" in output
+    # Before its first bad update.
+    if method == "Steep":
+        assert runs.read_logs(tmp_path, "run") == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("explorer", "no_such_module:A", "no_such_module"),
+        ("explorer", "exploring:Wacher", "Did you mean Watcher"),
+        ("explorer", 'exploring:Teacher{"speed": 1}', "speed"),
+        ("explorer", "exploring:Teacher{1}", "not a JSON object"),
+        ("explorer", "exploring:Teacher,exploring:Watcher", "one MODULE:CLASS"),
+        ("explorer", "exploring:Unfinished", "explore"),
+        ("encoder", "exploring:Nothing", "has no Nothing"),
+    ],
+)
+def test_a_wrong_name_is_named(tmp_path, flag, value, message):
+    process = runs.start_words(
+        runs.command(tmp_path, "run", **{**runs.SMALL, flag: value})
+    )
+    output = runs.finish(process)
+    assert process.returncode in (1, 2)
+    assert message in output
+    assert f"--{flag}" in output
+    assert not (tmp_path / "run" / "model.tar").exists()
+
+
+@pytest.mark.parametrize("flag", ["explorer", "encoder"])
+def test_a_checkpoint_may_not_name_code(tmp_path, flag):
+    from torchbeast import flags as declared
+    from torchbeast.base.flag import CODE_FLAGS
+    from torchbeast.runs import trust
+
+    assert flag in CODE_FLAGS
+    values = {flag: "evil:Class"}
+    assert trust.risky(declared.DECLARED, values) == values
+    with pytest.raises(trust.UntrustedError, match="imports the code of evil"):
+        trust.check("meta.json", values)

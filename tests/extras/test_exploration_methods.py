@@ -1,0 +1,566 @@
+"""RIDE, NovelD, E3B and AMIGo of examples/exploration."""
+
+import collections
+import itertools
+import math
+import re
+from types import SimpleNamespace
+
+import gymnasium
+import numpy as np
+import pytest
+import runs
+import torch
+from gymnasium import spaces
+from nets import make_net
+from test_evaluate import make_flags, make_weights
+
+from examples.exploration.amigo import AMIGo
+from examples.exploration.common import Deviation
+from examples.exploration.e3b import E3B
+from examples.exploration.noveld import NovelD
+from examples.exploration.ride import RIDE
+from examples.exploration.staggered import Staggered
+from torchbeast.base.nested import map_nested
+from torchbeast.core import rollout
+from torchbeast.core.distributions import make_distribution
+from torchbeast.envs.checks import UnsupportedSpaceError
+from torchbeast.extras.explorer import Explorer
+from torchbeast.play import evaluate
+
+T, B = 11, 3
+SPACE = spaces.MultiDiscrete([3, 2])
+ACTIONS = spaces.Discrete(4)
+SCALE = '{"scale": 0.1}'  # for the short episodes of these runs
+JSON = {"amigo": '{"batch_size": 16, "least_steps": 3}'}
+METHODS = {"ride": RIDE, "noveld": NovelD, "e3b": E3B, "amigo": AMIGo}
+NAMES = {
+    name: f"examples.exploration.{name}:{x.__name__}{JSON.get(name, SCALE)}"
+    for name, x in METHODS.items()
+}
+
+
+def make_rows(seed=0, steps=T):
+    """Rows [T + 1, B] of random observations, of which there are six."""
+    random = np.random.default_rng(seed)
+    shape = steps + 1, B
+    done = random.random(shape) < 0.2
+    done[0] = True
+    return {
+        "observation": torch.from_numpy(random.integers((3, 2), size=(*shape, 2))),
+        "done": torch.from_numpy(done),
+        "reward": torch.zeros(shape),
+        "action": torch.from_numpy(random.integers(4, size=shape)),
+    }
+
+
+def make_valid(seed=1):
+    return torch.from_numpy(np.random.default_rng(seed).random((T, B)) < 0.8)
+
+
+def act(actor, rows, state=None):
+    """The rows with the actor's fields, which sees one after the other."""
+    state = actor.initial_state(rows["done"].shape[1]) if state is None else state
+    fields = []
+    for t in range(len(rows["done"])):
+        row = map_nested(lambda x, t=t: x[t : t + 1], rows)
+        made, state = actor.act(row, state)
+        fields.append(made)
+    return {**rows, **map_nested(lambda *x: torch.cat(x), *fields)}
+
+
+def counts_in_episodes(rows):
+    """How often each observation was seen in its episode: [T + 1, B]."""
+    counts = np.zeros(rows["done"].shape)
+    for b in range(B):
+        seen = collections.Counter()
+        for t in range(len(counts)):
+            if rows["done"][t, b]:
+                seen.clear()
+            seen[tuple(rows["observation"][t, b].tolist())] += 1
+            counts[t, b] = seen[tuple(rows["observation"][t, b].tolist())]
+    return counts
+
+
+def numbers(x):
+    return x.detach().double().numpy()
+
+
+def test_ride_rewards_impact_by_the_root_of_the_count():
+    torch.manual_seed(0)
+    ride = RIDE(SPACE, make_distribution(ACTIONS), scale=0.3)
+    rows, valid = act(ride.actor, make_rows()), make_valid()
+    found = ride.explore(rows, valid)
+    embedded = numbers(ride.embed(rows["observation"]))
+    counts = counts_in_episodes(rows)
+    assert counts.max() > 2
+    counted = {
+        (t, b): math.dist(embedded[t + 1, b], embedded[t, b])
+        for t, b in np.ndindex(T, B)
+        if valid[t, b] and not rows["done"][t + 1, b]
+    }
+    mean_impact = np.mean(list(counted.values()))
+    for t, b in np.ndindex(T, B):
+        impact = counted.get((t, b), 0) / mean_impact
+        expected = 0.3 * impact / math.sqrt(counts[t + 1, b])
+        assert float(found.reward[t, b]) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert not found.reward.requires_grad
+    assert found.discount is None
+
+
+def test_the_losses_of_ride():
+    torch.manual_seed(0)
+    distribution = make_distribution(ACTIONS)
+    costs = {"forward_cost": 3.0, "inverse_cost": 0.7}
+    ride = RIDE(SPACE, distribution, **costs)
+    rows, valid = act(ride.actor, make_rows()), make_valid()
+    embedded = ride.embed(rows["observation"])
+    expected = 0.0
+    for t, b in np.ndindex(T, B):
+        if rows["done"][t + 1, b] or not valid[t, b]:
+            continue
+        now, after = embedded[t, b], embedded[t + 1, b]
+        action = rows["action"][t, b]
+        taken = torch.eye(4)[action]
+        error = (ride.predict(torch.cat([now, taken])) - after).square().sum()
+        logits = ride.inverse.layers(torch.cat([now, after]))
+        expected += 3.0 * 0.5 * error - 0.7 * logits.log_softmax(-1)[action]
+    loss = ride.explore(rows, valid).loss
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_noveld_rewards_the_way_out_of_the_known():
+    torch.manual_seed(0)
+    noveld = NovelD(SPACE, make_distribution(ACTIONS), scale=0.3, alpha=0.6)
+    rows, valid = act(noveld.actor, make_rows()), make_valid()
+    novelty = numbers(
+        noveld.predictor(rows["observation"]) - noveld.target(rows["observation"])
+    )
+    novelty = np.sqrt((novelty**2).sum(-1))  # [T + 1, B]
+    counted = (valid & ~rows["done"][1:]).numpy()
+    deviation = novelty[1:][counted].std()
+    counts = counts_in_episodes(rows)
+    found = noveld.explore(rows, valid)
+    for t, b in np.ndindex(T, B):
+        expected = max(novelty[t + 1, b] - 0.6 * novelty[t, b], 0)
+        expected *= 0.3 / deviation * counted[t, b] * (counts[t + 1, b] == 1)
+        assert float(found.reward[t, b]) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert 3 < np.count_nonzero(found.reward) < counted.sum() - 3
+    assert not found.reward.requires_grad
+    # The random network learns nothing.
+    trained = {id(x) for x in noveld.make_optimizer().param_groups[0]["params"]}
+    assert not trained & {id(x) for x in noveld.target.parameters()}
+
+
+def test_e3b_keeps_the_inverse_of_its_episode():
+    torch.manual_seed(0)
+    e3b = E3B(SPACE, make_distribution(ACTIONS), scale=0.3, size=5, ridge=0.2)
+    rows, valid = act(e3b.actor, make_rows()), make_valid()
+    embedded = numbers(e3b.actor.embed(rows["observation"]))
+    bonus = np.zeros((T + 1, B))
+    for t, b in np.ndindex(T + 1, B):
+        begin = max(i for i in range(t + 1) if rows["done"][i, b])
+        before = embedded[begin:t, b]  # [n, 5]
+        inverse = np.linalg.inv(0.2 * np.eye(5) + before.T @ before)
+        bonus[t, b] = embedded[t, b] @ inverse @ embedded[t, b]
+    assert numbers(rows["elliptical_bonus"]) == pytest.approx(bonus, rel=1e-3)
+    found = e3b.explore(rows, valid)
+    counted = (valid & ~rows["done"][1:]).numpy()
+    expected = 0.3 * bonus[1:] / bonus[1:][counted].std() * counted
+    assert numbers(found.reward) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert not found.reward.requires_grad
+
+
+def test_e3b_of_long_embeddings():
+    """In float32, the inverse would lose its small eigenvalues: bonuses below 0."""
+    torch.manual_seed(0)
+    space = spaces.Box(-math.inf, math.inf, (6,))
+    actor = E3B(space, make_distribution(ACTIONS)).actor
+    rows = make_rows(steps=300)
+    rows["observation"] = torch.randn(301, B, 6) * 3000
+    rows["done"][1:] = False
+    bonus = numbers(act(actor, rows)["elliptical_bonus"])
+    embedded = numbers(actor.embed(rows["observation"]))
+    lengths = np.linalg.norm(embedded, axis=-1, keepdims=True)
+    assert lengths.mean() > 10 * actor.longest
+    embedded *= np.minimum(1, actor.longest / lengths)
+    for t, b in itertools.product((0, 1, 50, 299), range(B)):
+        matrix = 0.1 * np.eye(32) + embedded[:t, b].T @ embedded[:t, b]
+        x = embedded[t, b]
+        assert bonus[t, b] == pytest.approx(x @ np.linalg.solve(matrix, x), rel=0.02)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"amigo"}))
+def test_categories_that_do_not_begin_with_0(name):
+    starts = spaces.Discrete(3, start=5), spaces.MultiDiscrete([2, 3], start=[4, 1])
+    space = spaces.Tuple((*starts, spaces.Box(0, 1, (), np.uint16)))
+    method = METHODS[name](space, make_distribution(ACTIONS))
+    rows = make_rows()
+    shape = T + 1, B
+    categories = torch.randint(5, 8, shape), torch.randint(1, 3, (*shape, 2)) + 3
+    rows["observation"] = (*categories, torch.ones(shape, dtype=torch.int32))
+    rows["observation"][1][..., 1] -= 3
+    found = method.explore(act(method.actor, rows), make_valid())
+    assert found.reward.isfinite().all()
+
+
+def test_the_deviation_is_that_of_all_values_that_count():
+    random = np.random.default_rng(0)
+    deviation, seen = Deviation(), []
+    for _ in range(5):
+        x, counts = random.normal(4, 3, (T, B)), random.random((T, B)) < 0.5
+        seen.append(x[counts])
+        found = deviation.update(torch.tensor(x).float(), torch.from_numpy(counts))
+        assert float(found) == pytest.approx(np.concatenate(seen).std(), rel=1e-3)
+    # Values that are nearly equal make no huge rewards.
+    equal = torch.full((T, B), 5.0)
+    least = Deviation().update(equal, torch.ones(T, B, dtype=torch.bool))
+    assert float(least) == pytest.approx(0.05)
+    # Without a value it stays.
+    none = torch.zeros(T, B, dtype=torch.bool)
+    assert float(deviation.update(torch.ones(T, B), none)) == float(found)
+
+
+GRID = spaces.Box(0, 255, (3, 5, 3), np.uint8)
+CELLS = 3 * 5
+
+
+def grid_rows(*agents):
+    """Rows [n, 1] of an agent that stands in these cells; None: an episode begins."""
+    cells, done = [], []
+    for agent in agents:
+        if agent is None:
+            done.append(True)
+            continue
+        grid = np.ones((CELLS, 3), np.uint8)
+        grid[agent] = 10, 0, 2
+        cells.append(grid.reshape(GRID.shape))
+        done += [False] * (len(cells) - len(done))
+    observation = torch.from_numpy(np.stack(cells)).unsqueeze(1)
+    return {
+        "observation": observation,
+        "done": torch.tensor(done).unsqueeze(1),
+        "reward": torch.zeros(len(cells), 1),
+    }
+
+
+def only(teacher, cell):
+    """Makes the teacher propose this cell."""
+
+    def propose(grid):
+        logits = torch.full((len(grid), CELLS), -1e9)
+        logits[:, cell] = 0
+        return logits, torch.zeros(len(grid))
+
+    teacher.forward = propose
+
+
+def test_amigo_keeps_a_goal_until_its_cell_changes():
+    amigo = AMIGo(GRID, make_distribution(ACTIONS), scale=0.3)
+    only(amigo.actor.teacher, 3)
+    # From 0 over 3, so that 3 is the goal again, which is reached by leaving it. Then
+    # another episode, which begins in the goal.
+    rows = act(amigo.actor, grid_rows(None, 0, 1, 2, 3, 4, 4, None, 3, 3))
+    assert (rows["goal"] == 3).all()
+    reached = [0, 0, 0, 1, 1, 0, 0, 0]
+    assert rows["goal_reached"].flatten().int().tolist() == reached
+    assert rows["goal_steps"].flatten().tolist() == [0, 1, 2, 0, 0, 1, 0, 1]
+    # The grid of the goal is the one for which it was proposed.
+    agent = (rows["goal_grid"][:, 0].flatten(1, 2)[..., 0] == 10).int().argmax(-1)
+    assert agent.tolist() == [0, 0, 0, 3, 4, 4, 3, 3]
+    valid = torch.ones(7, 1, dtype=torch.bool)
+    found = amigo.explore(rows, valid)
+    assert found.reward.flatten().tolist() == pytest.approx([0, 0, 0.3, 0.3, 0, 0, 0])
+    assert found.loss is None  # three goals of 32 have ended
+    waiting = amigo.waiting
+    assert waiting["steps"].tolist() == [2, 0, 1]
+    assert waiting["reached"].tolist() == [True, True, False]
+    assert waiting["goal"].tolist() == [3, 3, 3]
+    # Steps that don't count, and replayed ones.
+    amigo.waiting = {}
+    assert not amigo.explore(rows, ~valid).reward.any()
+    amigo.explore({**rows, "replayed": torch.tensor([True])}, valid)
+    assert len(amigo.waiting["steps"]) == 0
+
+
+def test_amigo_says_which_wrapper_it_needs():
+    with pytest.raises(UnsupportedSpaceError, match="FullyObsWrapper"):
+        AMIGo(SPACE, make_distribution(ACTIONS))
+
+
+@pytest.mark.parametrize("name", ["noveld", "e3b"])
+def test_the_deviation_has_no_value_that_a_replay_shows_again(name):
+    torch.manual_seed(0)
+    method = METHODS[name](SPACE, make_distribution(ACTIONS))
+    rows, valid = act(method.actor, make_rows()), make_valid()
+    rows["replayed"] = torch.tensor([False, True, False])
+    counted = (valid & ~rows["done"][1:])[:, [0, 2]].sum()
+    method.explore(rows, valid)
+    assert method.deviation.count == counted > 5
+
+
+def test_amigo_rewards_no_goal_across_an_end_in_a_replay():
+    """The rest of a long episode begins with done, where its actor saw no end."""
+    amigo = AMIGo(GRID, make_distribution(ACTIONS), scale=0.3)
+    only(amigo.actor.teacher, 3)
+    rows = act(amigo.actor, grid_rows(None, 0, 1, 2, 3))
+    valid = torch.ones(len(rows["done"]) - 1, 1, dtype=torch.bool)
+    assert amigo.explore(rows, valid).reward.count_nonzero() == 1
+    rows["done"] = rows["goal_reached"] | rows["done"]
+    assert not amigo.explore(rows, valid).reward.any()
+
+
+@pytest.mark.parametrize("method", ["act", "features"])
+def test_amigo_takes_a_map_of_bytes_for_a_grid_of_one_channel(method):
+    """NetHack's chars. What stands beside it in the observation makes no difference."""
+    beside = spaces.Box(-9, 9, (4, 6), np.int16)
+    flat = spaces.Dict(a=beside, chars=spaces.Box(0, 255, (4, 6), np.uint8))
+    deep = spaces.Dict(a=beside, chars=spaces.Box(0, 255, (4, 6, 1), np.uint8))
+    found = []
+    chars = torch.randint(256, (7, 2, 4, 6), dtype=torch.uint8)
+    for space, x in (flat, chars), (deep, chars.unsqueeze(-1)):
+        torch.manual_seed(0)
+        actor = AMIGo(space, make_distribution(ACTIONS)).actor
+        rows = {"done": torch.zeros(7, 2, dtype=torch.bool)}
+        rows["observation"] = {"a": torch.ones(7, 2, 4, 6).short(), "chars": x}
+        rows = act(actor, rows)
+        found.append(rows["goal_grid"] if method == "act" else actor.features(rows))
+    assert torch.equal(*found)
+    assert found[0].shape == ((7, 2, 4, 6, 1) if method == "act" else (14, 256))
+
+
+def test_amigo_draws_as_its_teacher_says():
+    torch.manual_seed(0)
+    actor = AMIGo(GRID, make_distribution(ACTIONS)).actor
+    logits = torch.linspace(0, 3, CELLS)
+    actor.teacher.forward = lambda grid: (logits.expand(len(grid), -1), None)
+    # All goals end at once, and the agent wanders.
+    random = np.random.default_rng(0)
+    rows = grid_rows(None, *random.integers(CELLS, size=20_000))
+    rows["done"][:] = True
+    rows = {name: x.view(10, 2_000, *x.shape[2:]) for name, x in rows.items()}
+    goals = act(actor, rows)["goal"][5:]  # before, many have seen the same
+    n = goals.numel()
+    share = torch.bincount(goals.flatten(), minlength=CELLS) / n
+    expected = logits.softmax(-1)
+    error = (expected * (1 - expected) / n).sqrt()
+    assert ((share - expected).abs() < 4 * error).all()
+    # One draw says nothing about the next.
+    same = (goals[1:] == goals[:-1]).float().mean()
+    assert float(same) == pytest.approx(float(expected.square().sum()), abs=0.02)
+
+
+def teach(amigo, updates):
+    """Goals in cell 7 take 9 steps, in others 2; returns how likely cell 7 is."""
+    random = np.random.default_rng(0)
+    grid = grid_rows(None, 0)["observation"][0]
+    optimizer = amigo.make_optimizer()
+    for _ in range(updates):
+        with torch.no_grad():
+            chances = amigo.actor.teacher(grid)[0].softmax(-1)[0].numpy()
+        goal = torch.from_numpy(random.choice(CELLS, 32, p=chances / chances.sum()))
+        amigo.waiting = {
+            "grid": grid.expand(32, -1, -1, -1),
+            "goal": goal,
+            "steps": torch.where(goal == 7, 8, 1),
+            "reached": torch.ones(32, dtype=torch.bool),
+            "won": torch.zeros(32, dtype=torch.bool),
+        }
+        loss = amigo.teach()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(amigo.actor.teacher.parameters(), 40.0)
+        optimizer.step()
+    return amigo.actor.teacher(grid)[0].softmax(-1)[0, 7].item()
+
+
+@pytest.mark.timeout(60)
+def test_amigos_teacher_proposes_what_is_far():
+    torch.manual_seed(0)
+    amigo = AMIGo(GRID, make_distribution(ACTIONS), least_steps=9, good=2)
+    before = teach(amigo, updates=1)
+    assert teach(amigo, updates=150) > 0.5 > 5 * before
+
+
+def test_amigos_threshold_rises_after_ten_good_batches():
+    amigo = AMIGo(GRID, make_distribution(ACTIONS), batch_size=2)
+
+    def learn(steps, reached=True):
+        amigo.waiting = {
+            "grid": torch.zeros(2, *GRID.shape, dtype=torch.uint8),
+            "goal": torch.tensor([0, 1]),
+            "steps": torch.tensor([steps - 1, 0]),
+            "reached": torch.tensor([reached, True]),
+            "won": torch.zeros(2, dtype=torch.bool),
+        }
+        assert amigo.teach() is not None
+        assert amigo.waiting == {}
+        return float(amigo.least_steps)
+
+    assert [learn(7) for _ in range(9)] == [7] * 9
+    assert learn(6) == 7  # too near: the count begins anew
+    assert [learn(7) for _ in range(10)] == [7] * 9 + [8]
+    assert [learn(8) for _ in range(9)] == [8] * 9
+    assert learn(8, reached=False) == 8
+    assert [learn(8) for _ in range(10)] == [8] * 9 + [9]
+    assert [learn(9) for _ in range(10)] == [9] * 9 + [10]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_padding_has_no_reward_and_no_loss(name):
+    """--rollouts episode cuts at episodes: the rows around one do not count."""
+    torch.manual_seed(0)
+    space = GRID if name == "amigo" else SPACE
+    more = {"batch_size": 1000} if name == "amigo" else {}
+    method = METHODS[name](space, make_distribution(ACTIONS), **more)
+    rows = make_rows()
+    if name == "amigo":
+        x = torch.from_numpy(np.random.default_rng(0).integers(3, size=(T + 1, B, 45)))
+        rows["observation"] = x.byte().reshape(T + 1, B, *GRID.shape)
+    rows = act(method.actor, rows)
+    every = torch.ones(T, B, dtype=torch.bool)
+    whole = method.explore(rows, every)
+    method.waiting = {}
+    cut, _ = rollout.cut_at_episodes(rows, ())
+    parts = method.explore(cut, cut["step_counts"][:-1])
+    assert parts.reward.isfinite().all()
+    assert not parts.reward[~cut["step_counts"][:-1]].any()
+    rewarded = int((whole.reward > 0).sum())
+    assert int((parts.reward > 0).sum()) == pytest.approx(rewarded, abs=rewarded // 2)
+    if name == "amigo":
+        assert float(parts.reward.sum()) == float(whole.reward.sum())
+        assert len(method.waiting["goal"]) == int(whole.columns["goals"])
+
+
+@pytest.mark.filterwarnings("ignore")  # of Gymnasium, about an older version
+def test_the_planes_of_minigrid():
+    pytest.importorskip("minigrid")
+    from examples.exploration.grids import planes
+
+    env = planes(gymnasium.make("minigrid:MiniGrid-KeyCorridorS3R3-v0"))
+    observation, _ = env.reset(seed=1)
+    assert observation in env.observation_space
+    assert (env.observation_space.high == 1).all()
+    # An object, a colour and a state per cell.
+    assert (observation.sum(-1) == 3).all()
+
+
+def test_the_table_counts_the_lines_of_each_file():
+    folder = runs.ROOT / "examples" / "exploration"
+    table = re.findall(
+        r"\]\((\w+\.py)\) .*\b(\d+)\b", (folder / "README.md").read_text()
+    )
+    assert {f"{name}.py" for name in METHODS} < {file for file, _ in table}
+    for file, lines in table:
+        assert len((folder / file).read_text().splitlines()) == int(lines), file
+
+
+RING = 7
+
+
+def ring_rows(seed):
+    """Rows [T + 1, B] of a walk around a ring: by -1, by 1, or none."""
+    random = np.random.default_rng(seed)
+    action = random.integers(3, size=(T + 1, B))
+    start = random.integers(RING, size=B)
+    place = (start + np.cumsum(np.array([-1, 1, 0])[action], 0)) % RING
+    place = np.concatenate([start[None], place[:-1]]).astype(np.int64)
+    done = np.zeros((T + 1, B), bool)
+    done[0] = True
+    return {
+        "observation": torch.from_numpy(place),
+        "done": torch.from_numpy(done),
+        "reward": torch.zeros(T + 1, B),
+        "action": torch.from_numpy(action),
+    }
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("name", ["ride", "noveld", "e3b"])
+def test_what_is_learned_goes_down(name):
+    """Also with steps across episodes, which say nothing, and are not counted."""
+    torch.manual_seed(0)
+    space, distribution = spaces.Discrete(RING), make_distribution(spaces.Discrete(3))
+    actor = METHODS[name](space, distribution).actor
+    flags = SimpleNamespace(explorer=NAMES[name], grad_norm_clipping=40.0)
+    about = {"observation_space": space, "distribution": distribution}
+    model = SimpleNamespace(**about, explorer=actor)
+    explorer = Explorer(flags, model, torch.device("cpu"))
+    losses, before = [], [x.clone() for x in actor.parameters()]
+    for i in range(400):
+        rows = ring_rows(i)
+        rows["done"][4] = True
+        rows["observation"][4:] = (rows["observation"][4:] + 3) % RING
+        losses.append(explorer.explore(act(actor, rows))[1]()["explorer_loss"])
+    assert np.mean(losses[-20:]) < 0.25 * np.mean(losses[:20])
+    # The φ that acts is the one that learns.
+    pairs = zip(before, actor.parameters(), strict=True)
+    assert any(not torch.equal(x, y) for x, y in pairs) == (name == "e3b")
+
+
+@pytest.mark.parametrize("use_lstm", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_normalized_rewards_have_a_sum_beside_the_methods_state(name, use_lstm):
+    """--normalize_rewards: the sum of an episode goes on in the next batch."""
+    torch.manual_seed(0)
+    space = GRID if name == "amigo" else SPACE
+    about = {"use_lstm": use_lstm, "core_size": 7, "explorer": NAMES[name]}
+    net = make_net(space, ACTIONS, normalize_rewards=True, discounting=0.9, **about)
+    state = net.initial_state(B)
+    before = torch.tensor([5.0, -70.0, 300.0])
+    (place,) = [i for i, x in enumerate(state) if x.shape == (1, B, 1)]
+    state[place][:] = before.view(1, B, 1)
+    rows = {**make_rows(), "reward": torch.randn(T + 1, B)}
+    rows["done"][0] = False
+    rows["last_action"] = torch.zeros(T + 1, B, dtype=torch.int64)
+    if name == "amigo":
+        rows["observation"] = torch.zeros(T + 1, B, *GRID.shape, dtype=torch.uint8)
+    net.update_moments(rows, state)
+    sums, last = [], before.numpy()
+    for reward, done in zip(numbers(rows["reward"]), rows["done"].numpy(), strict=True):
+        sums.append(reward + 0.9 * last)
+        last = sums[-1] * ~done
+    variance = np.var(sums[1:])  # row 0 was in the batch before
+    assert net.return_moments.variance.item() == pytest.approx(variance, rel=1e-3)
+    first = {k: x[:1] for k, x in rows.items()}
+    _, after = net(first, state, acting=True)
+    torch.testing.assert_close(
+        after[place].flatten(), torch.from_numpy(sums[0]).float()
+    )
+
+
+def test_staggered_environments_differ_in_their_first_episode_alone():
+    limit, firsts = 20, []
+    for seed in range(12):
+        env = Staggered(gymnasium.make("MountainCar-v0", max_episode_steps=30), limit)
+        plain = gymnasium.make("MountainCar-v0", max_episode_steps=30)
+        lengths = []
+        for game in range(3):
+            first, _ = env.reset(seed=seed + game)
+            assert np.array_equal(first, plain.reset(seed=seed + game)[0])
+            over, steps = False, 0
+            while not over:
+                found, expected = env.step(1), plain.step(1)
+                assert np.array_equal(found[0], expected[0])
+                steps, over = steps + 1, found[3]
+            lengths.append(steps)
+        firsts.append(lengths[0])
+        assert lengths[1:] == [30, 30]
+    assert set(firsts) <= set(range(1, limit + 1))
+    assert len(set(firsts)) > 5
+
+
+def test_test_games_of_staggered_environments_are_whole():
+    wrapper = 'examples.exploration.staggered:Staggered{"limit": 20}'
+    flags = make_flags("--env", "MountainCar-v0", "--wrapper", wrapper)
+    games = list(evaluate.play(flags, make_weights(flags), range(10)))
+    assert [game.length for game in games] == [200] * 10
+
+
+def test_values_that_are_not_finite_do_not_stay():
+    """They end the run, and the last checkpoint must not have them."""
+    deviation = Deviation()
+    x = torch.tensor([[1.0, float("nan"), 3.0], [float("inf"), 7.0, 5.0]])
+    counts = torch.tensor([[True, True, True], [True, False, True]])
+    assert deviation.update(x, counts).item() == pytest.approx(np.std([1, 3, 5]))
+    assert deviation.count == 3

@@ -1,0 +1,234 @@
+"""--metrics_port: what Prometheus and probes get from real runs and servers."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+import types
+import urllib.error
+import urllib.request
+
+import pytest
+import runs
+import watched_runs
+
+from torchbeast.base import errors
+from torchbeast.extras import metrics
+from torchbeast.runs.run import Run
+
+parser = pytest.importorskip("prometheus_client.parser")
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def get(port, path):
+    """The status and the text of the answer; None if nobody listens."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", None, 20) as x:
+            return x.status, x.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError:
+        return None
+
+
+def scrape(port):
+    """The values by their names."""
+    _, text = get(port, "/metrics")
+    families = parser.text_string_to_metric_families(text)
+    return {x.name: x.value for family in families for x in family.samples}
+
+
+@contextlib.contextmanager
+def killed(process):
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
+def test_a_run_has_the_numbers_of_its_logs(tmp_path, port, module):
+    if module.endswith("polybeast"):
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    flags = {**runs.SMALL, "module": module, "batch_size": 3, "total_steps": 10**9}
+    (tmp_path / "mirror").mkdir()
+    more = {"metrics_port": port, "mirror": tmp_path / "mirror"}
+    with killed(runs.start(tmp_path, "a", **flags, **more)) as run:
+        runs.wait_for_rows(run, tmp_path, "a", 60, 150)
+        found, scraped = scrape(port), time.time()
+        assert get(port, "/livez") == get(port, "/readyz") == (200, "ok\n")
+        runs.wait_for_rows(run, tmp_path, "a", 100, 150)
+        with killed(runs.start(tmp_path, "b", **flags, metrics_port=port)) as other:
+            output = runs.finish(other, 150)
+        assert other.returncode == 1
+        assert f"--metrics_port {port}: Address already in use" in output
+        assert "Traceback" not in output
+        place = {"metrics_port": port, "mirror": tmp_path / "another"}
+        place["mirror"].mkdir()
+        runs.run(tmp_path, "c", **flags | place, status=1)
+        marker = (place["mirror"] / "c" / "mirror.json").read_text()
+        assert not json.loads(marker)["writer"], "it was closed"
+        os.kill(run.pid, signal.SIGINT)
+        output = runs.finish(run, 150)
+    assert run.returncode == 130, output
+    assert get(port, "/livez") is None
+    rows = runs.read_logs(tmp_path, "a")
+    (row,) = (x for x in rows if float(x["step"]) == found["torchbeast_step"])
+    counters = {"env_warnings", "reconnects", "dropped_steps"}
+    for name, value in row.items():
+        if value and name not in ("_tick", "_time"):
+            name += "_total" * (name in counters | {"refused", "env_failures"})
+            assert found[f"torchbeast_{name}"] == float(value), name
+    if module.endswith("polybeast"):
+        assert found["torchbeast_streams"] == 2
+        assert found["torchbeast_reconnects_total"] == 0
+    learned = found["torchbeast_last_batch_timestamp_seconds"]
+    assert learned == pytest.approx(float(row["_time"]), abs=60)
+    assert learned <= scraped
+    assert found["torchbeast_run_info"] == 1
+    assert found["process_resident_memory_bytes"] > 1e7
+    assert found["torchbeast_mirror_failures_total"] == 0
+    assert not (tmp_path / "b").exists()
+
+
+def test_warnings_are_counted(port):
+    flags = types.SimpleNamespace(metrics_port=port, metrics_host="127.0.0.1")
+    flags.xpid, flags.env, flags.total_steps = "x", "y", 100
+    tracker = metrics.Metrics(flags, lambda: None, None)
+    try:
+        for step, number in ((1, 3), (2, None), (3, 0), (4, 2)):
+            tracker.log({"step": step, "env_warnings": number})
+        assert scrape(port)["torchbeast_env_warnings_total"] == 5
+    finally:
+        tracker.close(0)
+
+
+def test_environment_servers(tmp_path, port):
+    pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    flags = {
+        "env": "CartPole-v1",
+        "num_servers": 2,
+        "pipes_basename": f"unix:{tmp_path}/socket",
+        "metrics_port": port,
+    }
+    words = runs.command(tmp_path, "", "torchbeast.polybeast_env", **flags)
+    del words[3:7]  # --savedir and --xpid
+    with killed(runs.start_words(words)) as servers:
+        watched_runs.wait_until(lambda: get(port, "/livez"), "an answer", 60)
+        seen = set()
+        deadline = time.monotonic() + 150
+        while (ready := get(port, "/readyz")) != (200, "ok\n"):
+            seen.add(ready)
+            assert get(port, "/livez") == (200, "ok\n")
+            assert time.monotonic() < deadline, seen
+        assert any(x and x[0] == 503 for x in seen), seen
+        found = scrape(port)
+        assert found["torchbeast_servers_ready"] == 2
+        assert found["torchbeast_server_starts_total"] == 2
+        pid = next(
+            x.pid
+            for x in watched_runs.processes_of_session(servers.pid)[::-1]
+            if "spawn_main" in x.command
+        )
+        os.kill(pid, signal.SIGKILL)
+        watched_runs.wait_until(
+            lambda: scrape(port)["torchbeast_server_starts_total"] == 3, "a start", 60
+        )
+        watched_runs.wait_until(lambda: get(port, "/readyz")[0] == 200, "ready", 60)
+        os.kill(servers.pid, signal.SIGTERM)
+        runs.finish(servers, 60)
+
+
+def test_a_main_loop_that_hangs():
+    """Not while it saves, which may take long."""
+    run = types.SimpleNamespace(
+        _saving=False,
+        _round_at=time.monotonic(),
+        flags=types.SimpleNamespace(actor_timeout=3.0),
+    )
+    assert Run.liveness(run) is None
+    run._round_at -= 605
+    assert Run.liveness(run) == "the main loop hangs for 605 s"
+    run._saving = True
+    assert Run.liveness(run) is None
+    run._saving, run.flags.actor_timeout = False, 250.0
+    assert Run.liveness(run) is None
+
+
+class Flags(types.SimpleNamespace):
+    metrics_host, xpid, env, total_steps = "127.0.0.1", "a", "b", 100
+
+
+@pytest.fixture
+def tracker(port):
+    made = metrics.Metrics(Flags(metrics_port=port), lambda: "it hangs", None)
+    yield made
+    made.close(0)
+
+
+def test_readiness_follows_from_the_batches(tracker, port, monkeypatch):
+    assert get(port, "/livez") == (503, "it hangs\n")
+    assert get(port, "/readyz") == (503, "there was no batch yet\n")
+    monkeypatch.setattr(metrics, "READY_SECONDS", 0.3)
+    now = time.monotonic()
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    tracker._started = now - 1
+    for step in range(10):
+        tracker.log({"step": step, "mean_return": None, "a-b": 1.5})
+    assert get(port, "/readyz")[0] == 200
+    now += 0.9  # less than ten times 0.1 s
+    assert get(port, "/readyz")[0] == 200
+    now += 0.2
+    assert get(port, "/readyz") == (503, "the last batch was 1 s ago\n")
+    tracker.log({"step": 11})
+    assert get(port, "/readyz")[0] == 200
+    now += 2000
+    assert get(port, "/readyz")[0] == 503
+    tracker.log({"step": 100})  # all
+    now += 2000
+    assert get(port, "/readyz")[0] == 200
+    assert scrape(port)["torchbeast_a_b"] == 1.5  # the newest value
+
+
+def test_clients_that_say_nothing(tracker, port, monkeypatch):
+    """They neither delay an answer nor take all threads."""
+    before = threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+    begun = time.monotonic()
+    assert get(port, "/livez") == (503, "it hangs\n")
+    assert time.monotonic() - begun < runs.patience(4)
+    monkeypatch.setattr(metrics, "MOST_THREADS", 1)  # this one
+    with socket.create_connection(("127.0.0.1", port), 3) as one_more:
+        assert one_more.recv(1) == b"", "closed at once"
+    monkeypatch.undo()
+    watched_runs.wait_until(lambda: threading.active_count() <= before, "an end", 30)
+    assert get(port, "/livez")[0] == 503
+    for one in silent:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "words"), [("nowhere.invalid", ""), ("192.0.2.1", "Cannot assign")]
+)
+def test_addresses_that_can_not_be_used(port, host, words):
+    flags = Flags(metrics_port=port, metrics_host=host)
+    with pytest.raises(errors.FlagError, match=f"--metrics_host {host}.*{words}"):
+        metrics.Metrics(flags, lambda: None, None)
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    (tmp_path / "prometheus_client.py").write_text("raise ImportError('none here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    output = runs.run(tmp_path, "a", **runs.SMALL, metrics_port=1, status=1)
+    assert "pip install prometheus-client (none here)" in output
+    assert "Traceback" not in output

@@ -1,0 +1,531 @@
+"""--mirror: real runs, and a real server that speaks S3, in a process of its own."""
+
+import contextlib
+import csv
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import fsspec
+import pytest
+import runs
+import torch
+import watched_runs
+
+from torchbeast.base.errors import FlagError
+from torchbeast.extras import mirror
+
+ENDLESS = {**runs.SMALL, "total_steps": 10**9, "checkpoint_interval": 0.5}
+
+
+@pytest.fixture
+def kill_later():
+    started = []
+    yield lambda process: started.append(process) or process
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture
+def s3(monkeypatch, kill_later, tmp_path):
+    """Starts a server with an empty bucket; returns its port and its process."""
+    pytest.importorskip("moto")
+    pytest.importorskip("s3fs")
+
+    def start(**variables):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", port]
+        process = kill_later(
+            subprocess.Popen(
+                list(map(str, words)),
+                env={**os.environ, **variables},
+                start_new_session=True,
+                stderr=subprocess.DEVNULL,
+            )
+        )
+
+        def listens():
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), 1),
+            ):
+                return True
+
+        watched_runs.wait_until(listens, "the server listens", 60)
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "somebody",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        }.items():
+            monkeypatch.setenv(name, value)
+        at(port).mkdir("bucket")
+        return port, process
+
+    return start
+
+
+def at(port):
+    """The file system of a server, or of a way to it, whatever the variables say."""
+    return fsspec.filesystem("s3", endpoint_url=f"http://127.0.0.1:{port}")
+
+
+class Way:
+    """A way to a port, of which a test can cut all connections after some bytes."""
+
+    def __init__(self, port):
+        self.target, self.left, self.cuts = port, float("inf"), 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        while True:
+            ours, _ = self.listener.accept()
+            if self.left <= 0:
+                ours.close()
+                continue
+            its = socket.create_connection(("127.0.0.1", self.target))
+            for pair in ((ours, its), (its, ours)):
+                threading.Thread(target=self.carry, args=pair, daemon=True).start()
+
+    def carry(self, source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self.left -= len(data)
+                if self.left <= 0:
+                    self.cuts += 1
+                    break
+                target.sendall(data)
+        for one in (source, target):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def save(folder, step, size=10):
+    """What a run has after a checkpoint: rows up to its step, and model.tar."""
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = {"date_start": "2026-01-01T00:00:00+00:00"}
+    (folder / "meta.json").write_text(json.dumps(begun))
+    with (folder / "logs.csv").open("a") as file:
+        file.write(f"{step}\n")
+    weights = torch.randint(0, 255, (size,), dtype=torch.uint8)
+    state = {"stats": {"step": step}, "weights": weights}
+    torch.save(state, folder / "new")
+    (folder / "new").replace(folder / "model.tar")
+
+
+def fetch(url, folder, step):
+    folder.mkdir(parents=True, exist_ok=True)  # as a run does before
+    return mirror.fetch(url, folder, step)
+
+
+def step_of(data):
+    return torch.load(io.BytesIO(data), weights_only=True)["stats"]["step"]
+
+
+def marker_of(folder):
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads((folder / "mirror.json").read_text())
+    return {"step": 0}
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(mirror, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(mirror, "RETRY_SECONDS", 0.01)
+
+
+# --- Whole runs
+
+
+@pytest.mark.parametrize("kind", ["monobeast on s3", "polybeast on a disk"])
+def test_a_killed_run_goes_on_on_an_empty_machine(tmp_path, s3, kill_later, kind):
+    module = f"torchbeast.{kind.partition(' ')[0]}"
+    if "polybeast" in kind:
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+        copies, url = fsspec.filesystem("file"), str(tmp_path / "mirror")
+        (tmp_path / "mirror").mkdir()
+    else:
+        copies, url = at(s3()[0]), "s3://bucket/of/runs"
+    root = url.removeprefix("s3://") + "/mine"
+    flags = {**ENDLESS, "module": module, "batch_size": 3}
+    run = kill_later(runs.start(tmp_path / "a", "mine", **flags, mirror=url))
+    copies.invalidate_cache()
+
+    def step():
+        with contextlib.suppress(FileNotFoundError):
+            return json.loads(copies.cat_file(f"{root}/mirror.json"))["step"]
+
+    watched_runs.wait_until(step, "a checkpoint in the mirror", 120)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait(60)
+    mirrored = step_of(copies.cat_file(f"{root}/model.tar"))
+    # It went on while it copied: the second has to end behind what it has saved.
+    left = step_of((tmp_path / "a" / "mine" / "model.tar").read_bytes())
+    output = runs.run(
+        *(tmp_path / "b", "mine"), module=module, mirror=url, total_steps=left + 600
+    )
+    assert f"Resuming at step {mirrored}." in output
+    assert "has not closed it" in output, "the first process, as it was killed"
+    rows, before = runs.read_logs(tmp_path / "b", "mine"), {}
+    for row in runs.read_logs(tmp_path / "a", "mine"):
+        before[row["_tick"]] = row
+    kept = [row for row in rows if int(row["step"]) <= mirrored]
+    assert kept
+    assert kept == [before[row["_tick"]] for row in kept]
+    assert int(kept[-1]["step"]) == mirrored
+    assert [int(row["_tick"]) for row in rows] == list(range(len(rows)))
+    assert int(rows[-1]["step"]) >= left + 600
+    # At its end, the run has copied all.
+    for name in ("model.tar", "logs.csv", "meta.json", "out.log"):
+        assert (
+            copies.cat_file(f"{root}/{name}")
+            == (tmp_path / "b" / "mine" / name).read_bytes()
+        ), name
+    marker = json.loads(copies.cat_file(f"{root}/mirror.json"))
+    assert marker["writer"] is None
+    assert marker["step"] == int(rows[-1]["step"])
+    # A folder that was left behind takes part again.
+    output = runs.run(tmp_path / "a", "mine", module=module, mirror=url)
+    assert "Fetching" in output
+    assert "is at step" in output
+    assert runs.read_logs(tmp_path / "a", "mine") == rows
+
+
+def test_the_server_dies_while_a_run_learns(tmp_path, s3, kill_later):
+    """The run goes on and says so; the mirror is made anew once it is back."""
+    _, server = s3()
+    flags = {**ENDLESS, "mirror": "s3://bucket"}
+    run = kill_later(runs.start(tmp_path, "a", **flags))
+    runs.wait_for_rows(run, tmp_path, "a", 20, 120)
+    os.killpg(server.pid, signal.SIGKILL)
+    rows = len(runs.read_logs(tmp_path, "a"))
+    runs.wait_for_rows(run, tmp_path, "a", rows + 200, 120)
+    log = tmp_path / "a" / "out.log"
+    watched_runs.wait_until(lambda: "a copy failed" in log.read_text(), "a line", 100)
+    rows = len(runs.read_logs(tmp_path, "a"))
+    runs.wait_for_rows(run, tmp_path, "a", rows + 20, 120)
+    os.kill(run.pid, signal.SIGINT)
+    output = runs.finish(run, 240)
+    assert run.returncode == 130, output
+    assert output.count("a copy failed") == 1
+    assert "The mirror s3://bucket lacks the newest" in output
+    assert "model.tar" in output.partition("lacks the newest")[2]
+    assert "Traceback" not in output
+
+
+def test_wrong_credentials(tmp_path, s3, monkeypatch):
+    s3(INITIAL_NO_AUTH_ACTION_COUNT="3")  # enough to make the bucket
+    output = runs.run(tmp_path, "a", **runs.SMALL, mirror="s3://bucket", status=1)
+    assert "FileError: --mirror s3://bucket: " in output
+    assert "Access Key Id" in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "a").exists()
+
+
+def test_places_that_do_not_work(tmp_path, s3):
+    s3()
+    (tmp_path / "file").touch()
+    for url, words in {
+        "s3://nowhere/runs": "bucket does not exist",
+        str(tmp_path / "nowhere"): "No such file or directory",
+        str(tmp_path / "file"): "Not a directory",
+        "nothing://at/all": "Protocol not known: nothing",
+        "s3://me:secret@bucket": "has a password",
+        str(tmp_path): "would be in the run's folder",
+        str(tmp_path / "a"): "would be in the run's folder",
+    }.items():
+        output = runs.run(tmp_path, "a", **runs.SMALL, mirror=url, status=1)
+        assert words in output, url
+        assert "Traceback" not in output, output
+    assert not (tmp_path / "a").exists()
+    flags = {**runs.SMALL, "disable_checkpoint": True, "mirror": str(tmp_path)}
+    output = runs.run(tmp_path, "a", **flags, status=1)
+    assert "has no effect without checkpoints" in output
+
+
+def test_the_disk_of_a_mirror_is_full(tmp_path, kill_later):
+    if not watched_runs.mount_namespace():
+        runs.skip("no disk can be mounted")
+    disk = tmp_path / "mirror"
+    disk.mkdir()
+    run = watched_runs.Run(
+        tmp_path,
+        prefix=watched_runs.small_disk(disk, "64k"),
+        mirror=disk,
+        **ENDLESS,
+    )
+    kill_later(run.process)
+    run.wait_for(lambda: "a copy failed" in run.console, "a failure")
+    run.wait_for_updates(50)
+    mirror = run.see_small_disk(disk)
+    assert not (mirror / "run" / "model.tar").exists()
+    run.signal_group(signal.SIGINT)
+    assert run.process.wait(watched_runs.patience(100)) == 130
+    assert "No space left on device" in run.console
+    assert "lacks the newest" in run.console
+    assert run.checkpoint.exists()
+
+
+def test_what_a_mirror_of_somebody_else_names_is_not_used(tmp_path, monkeypatch):
+    (tmp_path / "mirror").mkdir()
+    flags = {**runs.SMALL, "env": "environments:GridWorld"}
+    url = tmp_path / "mirror"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "somebody"))
+    runs.run(tmp_path / "a", "mine", **flags, mirror=url)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "me"))
+    more = {"mirror": url, "total_steps": 900}
+    output = runs.run(tmp_path / "b", "mine", **more, status=1)
+    assert "UntrustedError" in output
+    assert "environments:GridWorld" in output
+    assert "Resuming at step" in runs.run(
+        tmp_path / "c", "mine", **more, trust_checkpoint_env=True
+    )
+
+
+# --- Copies
+
+
+def test_a_connection_that_is_cut_at_any_byte(tmp_path, s3, soon, monkeypatch):
+    """The mirror keeps its last checkpoint, and gets the next once it can."""
+    port, _ = s3()
+    way, files = Way(port), at(port)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{way.port}")
+    fsspec.filesystem("s3").clear_instance_cache()
+    save(tmp_path / "a", 1, 6_000_000)
+    copier = mirror.Mirror("s3://bucket", tmp_path / "a")
+
+    def step():
+        return json.loads(files.cat_file("bucket/a/mirror.json"))["step"]
+
+    watched_runs.wait_until(lambda: step() == 1, "the first copy", 60)
+    for step_now, after in enumerate((3_000_000, 2_000), start=2):
+        failures = copier.failures
+        way.left = after
+        save(tmp_path / "a", step_now, 6_000_000)
+        watched_runs.wait_until(lambda n=failures: copier.failures > n, "failure", 90)
+        assert way.cuts
+        assert step_of(files.cat_file("bucket/a/model.tar")) == step_now - 1
+        assert step() == step_now - 1
+        way.left = float("inf")
+        watched_runs.wait_until(lambda n=step_now: step() == n, "the next copy", 90)
+        assert step_of(files.cat_file("bucket/a/model.tar")) == step_now
+    copier.close(0)
+    assert json.loads(files.cat_file("bucket/a/mirror.json"))["writer"] is None
+    assert not [x for x in files.find("bucket") if x.endswith(".part")]
+
+
+def test_the_rows_of_a_checkpoint_are_there_before_it(tmp_path, soon):
+    """Checkpoints come faster than copies, and a reader finds each whole."""
+    (tmp_path / "mirror").mkdir()
+    folder, copy = tmp_path / "a", tmp_path / "mirror" / "a"
+    save(folder, 1)
+    copier = mirror.Mirror(str(tmp_path / "mirror"), folder)
+    seen, step, until = set(), 1, time.monotonic() + watched_runs.patience(20)
+    while time.monotonic() < until and len(seen) < 10:
+        step += 1
+        save(folder, step, 300_000)
+        with contextlib.suppress(FileNotFoundError):
+            found = step_of((copy / "model.tar").read_bytes())
+            with (copy / "logs.csv").open() as file:
+                rows = [int(row[0]) for row in csv.reader(file)]
+            assert rows[-1] >= found
+            assert marker_of(copy)["step"] <= rows[-1]
+            seen.add(found)
+    assert len(seen) > 3
+    copier.close(0)
+    assert step_of((copy / "model.tar").read_bytes()) == step == marker_of(copy)["step"]
+
+
+def test_what_is_copied(tmp_path, soon):
+    (tmp_path / "mirror").mkdir()
+    folder = tmp_path / "a[1]*"  # no pattern
+    save(folder, 1)
+    others = "wandb/run.wandb", ".model.tar.tmp", "console.log"
+    for name in ("sources/mine.py", *others):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "link").symlink_to("/etc/passwd")
+    mirror.Mirror(str(tmp_path / "mirror"), folder).close(0)
+    copy = tmp_path / "mirror" / "a[1]*"
+    names = [str(x.relative_to(copy)) for x in copy.rglob("*") if x.is_file()]
+    expected = ["logs.csv", "meta.json", "mirror.json", "model.tar", "sources/mine.py"]
+    assert sorted(names) == expected
+    fetch(str(tmp_path / "mirror"), tmp_path / "b" / folder.name, None)
+    assert (tmp_path / "b" / folder.name / "sources" / "mine.py").exists()
+
+
+def test_a_file_system_in_memory(tmp_path, soon):
+    save(tmp_path / "a", 3)
+    files = fsspec.filesystem("memory")
+    files.mkdir("/runs")
+    mirror.Mirror("memory://runs", tmp_path / "a").close(0)
+    assert fetch("memory://runs", tmp_path / "b" / "a", None)
+    name = "model.tar"
+    assert (tmp_path / "b/a" / name).read_bytes() == (
+        tmp_path / "a" / name
+    ).read_bytes()
+
+
+def test_a_server_that_hangs_at_the_end(tmp_path, s3, soon, monkeypatch, caplog):
+    monkeypatch.setattr(mirror, "CLOSE_SECONDS", 1.0)
+    _, server = s3()
+    fsspec.filesystem("s3").clear_instance_cache()
+    save(tmp_path / "a", 1)
+    copier = mirror.Mirror("s3://bucket", tmp_path / "a")
+    watched_runs.wait_until(lambda: copier.copied_at, "the first copy", 60)
+    os.kill(server.pid, signal.SIGSTOP)
+    save(tmp_path / "a", 2)
+    copier._longest, begun = 0.0, time.monotonic()
+    copier.close(0)
+    assert 1 <= time.monotonic() - begun < runs.patience(5)
+    assert "lacks the newest logs.csv, meta.json, model.tar" in caplog.text
+    os.kill(server.pid, signal.SIGCONT)
+
+
+def test_a_replay_that_is_saved_after_its_checkpoint_is_copied(tmp_path, soon):
+    (tmp_path / "mirror").mkdir()
+    save(tmp_path / "a", 1)
+    copier = mirror.Mirror(str(tmp_path / "mirror"), tmp_path / "a")
+    watched_runs.wait_until(lambda: copier.copied_at, "the first copy")
+    (tmp_path / "a" / "replay.zip").write_text("replay")
+    copy = tmp_path / "mirror" / "a" / "replay.zip"
+    watched_runs.wait_until(copy.exists, "the next copy")
+    copier.close(0)
+
+
+def test_a_mirror_that_was_emptied_is_filled_again(tmp_path, soon):
+    (tmp_path / "mirror").mkdir()
+    save(tmp_path / "a", 1)
+    (tmp_path / "a" / "model.best.tar").write_text("the best")
+    copier = mirror.Mirror(str(tmp_path / "mirror"), tmp_path / "a")
+    copy = tmp_path / "mirror" / "a"
+    watched_runs.wait_until(lambda: copier.copied_at, "the first copy")
+    for file in copy.iterdir():
+        file.unlink()
+    save(tmp_path / "a", 2)
+    watched_runs.wait_until(lambda: marker_of(copy)["step"] == 2, "the next copy")
+    copier.close(0)
+    assert (copy / "model.best.tar").exists()
+
+
+# --- Which one wins
+
+
+def test_of_two_checkpoints_the_later_one_is_kept(tmp_path, soon):
+    url = str(tmp_path / "mirror")
+    (tmp_path / "mirror").mkdir()
+    save(tmp_path / "a", 5)
+    mirror.Mirror(url, tmp_path / "a").close(0)
+    for step, expected in ((None, 5), (4, 5), (5, 5), (6, 6)):
+        folder = tmp_path / str(step) / "a"
+        if step:
+            save(folder, step)
+        before = (folder / "model.tar").read_bytes() if step else b""
+        assert fetch(url, folder, step) == (step in (None, 4))
+        after = (folder / "model.tar").read_bytes()
+        assert step_of(after) == expected
+        assert (after == before) == (step in (5, 6))
+
+
+def test_another_run_of_the_same_name_is_refused(tmp_path, soon):
+    url = str(tmp_path / "mirror")
+    (tmp_path / "mirror").mkdir()
+    save(tmp_path / "a", 5)
+    mirror.Mirror(url, tmp_path / "a").close(0)
+    other = tmp_path / "b" / "a"
+    for step in (4, 6):
+        save(other, step)
+        (other / "meta.json").write_text('{"date_start": "2026-02-02T00:00:00+00:00"}')
+        before = (other / "model.tar").read_bytes()
+        with pytest.raises(
+            FlagError, match="another run named a: it began at '2026-01"
+        ):
+            fetch(url, other, step)
+        assert (other / "model.tar").read_bytes() == before
+
+
+def test_of_two_processes_that_write_the_later_one_goes_on(tmp_path, soon, caplog):
+    url, copy = str(tmp_path / "mirror"), tmp_path / "mirror" / "a"
+    (tmp_path / "mirror").mkdir()
+    save(tmp_path / "a", 5)
+    first = mirror.Mirror(url, tmp_path / "a")
+    watched_runs.wait_until(lambda: first.copied_at, "the first copy")
+    assert "has not closed it" not in caplog.text
+    save(tmp_path / "b" / "a", 6)
+    second = mirror.Mirror(url, tmp_path / "b" / "a")
+    assert f"was last written by 'process {os.getpid()} of" in caplog.text
+    watched_runs.wait_until(lambda: second.copied_at, "the second copy")
+    save(tmp_path / "a", 7)
+    watched_runs.wait_until(lambda: not first._thread.is_alive(), "the first ends")
+    assert "writes there now. This run goes on, but copies nothing more" in caplog.text
+    assert first.failures == 1
+    first.close(0)
+    assert marker_of(copy)["writer"] == second._writer
+    second.close(0)
+    assert marker_of(copy)["writer"] is None
+    assert step_of((copy / "model.tar").read_bytes()) == marker_of(copy)["step"] == 6
+
+
+def test_a_fetch_that_was_cut_off_is_made_up_for(tmp_path, soon, monkeypatch):
+    url = str(tmp_path / "mirror")
+    (tmp_path / "mirror").mkdir()
+    save(tmp_path / "a", 5)
+    mirror.Mirror(url, tmp_path / "a").close(0)
+    folder, download = tmp_path / "b" / "a", mirror.Place.download
+
+    def cut(place, name, path):
+        if name == "model.tar":
+            raise OSError("cut")
+        download(place, name, path)
+
+    monkeypatch.setattr(mirror.Place, "download", cut)
+    with pytest.raises(FlagError, match="cut"):
+        fetch(url, folder, None)
+    assert (folder / "logs.csv").exists()
+    assert not (folder / "model.tar").exists()
+    monkeypatch.undo()
+    assert fetch(url, folder, None)
+
+
+def test_files_that_nobody_should_write(tmp_path):
+    files, root = fsspec.filesystem("memory"), "/hostile/a"
+    save(tmp_path / "a", 5)
+    for name in ("model.tar", "../b", ".hidden", "x/../../c", "wandb/d", "/e", "new"):
+        data = (tmp_path / "a" / "model.tar").read_bytes()
+        files.store[f"{root}/{name}"] = fsspec.implementations.memory.MemoryFile(
+            files, f"{root}/{name}", data
+        )
+    folder = tmp_path / "there" / "inside" / "a"
+    assert fetch("memory://hostile", folder, None)
+    found = [x for x in (tmp_path / "there").rglob("*") if x.is_file()]
+    assert sorted(found) == [folder / "model.tar", folder / "new"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"step": "x"}', '{"more": 1}', "\xff"])
+def test_a_damaged_marker(tmp_path, text):
+    (tmp_path / "mirror" / "a").mkdir(parents=True)
+    (tmp_path / "mirror" / "a" / "mirror.json").write_bytes(text.encode("latin-1"))
+    url = str(tmp_path / "mirror")
+    with pytest.raises(FlagError, match=r"mirror.json is damaged"):
+        fetch(url, tmp_path / "a", None)
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    (tmp_path / "s3fs.py").write_text("raise ImportError('no s3fs here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    output = runs.run(tmp_path, "a", **runs.SMALL, mirror="s3://bucket", status=1)
+    assert "--mirror s3://bucket: ImportError('Install s3fs to access S3')" in output
+    assert "Traceback" not in output
+    shutil.rmtree(tmp_path / "a", ignore_errors=True)

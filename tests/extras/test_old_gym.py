@@ -1,0 +1,312 @@
+"""The old Gym API, and spaces and classes that look like it."""
+
+import contextlib
+import re
+import shlex
+from typing import NamedTuple
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from small_envs import Counter, env_flags, here
+
+from torchbeast.base.errors import UserError
+from torchbeast.envs.environment import Environment
+from torchbeast.envs.make_env import create_env
+from torchbeast.envs.seeded_games import game_seed
+from torchbeast.envs.space_checks import plain_space
+from torchbeast.extras.old_gym import OldGymAdapter
+
+
+def gym_time_limit():
+    gym = pytest.importorskip("gym")
+    classic = pytest.importorskip("gym.envs.classic_control")
+    return gym.wrappers.TimeLimit(classic.CartPoleEnv(), max_episode_steps=12)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_environment_of_the_gym_package():
+    """CartPole of the old gym package: seeds, four-tuples, truncation by its info."""
+    oracle = gym_time_limit()
+    assert not isinstance(oracle, gymnasium.Env)
+    envs = Environment(env_flags(here(gym_time_limit)), 1)
+    assert isinstance(envs.observation_space, spaces.Box)
+    assert envs.action_space == spaces.Discrete(2)
+    rng = np.random.default_rng(0)
+    row, game, endings = envs.initial(), 0, set()
+    oracle.seed(game_seed(3, 0, 0))
+    observation = oracle.reset()
+    for _ in range(80):
+        np.testing.assert_array_equal(row["observation"][0], np.float32(observation))
+        action = rng.integers(0, 2, 1)
+        observation, reward, done, info = oracle.step(action[0])
+        row = envs.step(action)
+        assert row["reward"] == reward
+        assert row["done"] == done
+        assert row["truncated"] == info.get("TimeLimit.truncated", False)
+        if done:
+            if row["truncated"]:
+                np.testing.assert_array_equal(
+                    envs.final_observation[0], np.float32(observation)
+                )
+            endings.add(bool(row["truncated"]))
+            game += 1
+            oracle.seed(game_seed(3, 0, game))
+            observation = oracle.reset()
+    assert endings == {True, False}
+
+
+def with_old_spaces():
+    """A gymnasium.Env with spaces of the gym package."""
+    gym = pytest.importorskip("gym")
+    env = gymnasium.make("CartPole-v1").unwrapped
+    env.observation_space = gym.spaces.Box(-9, 9, (4,), np.float32)
+    env.action_space = gym.spaces.Discrete(2)
+    return env
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_spaces_of_the_gym_package():
+    envs = Environment(env_flags(here(with_old_spaces)), 1)
+    assert envs.observation_space == spaces.Box(-9, 9, (4,), np.float32)
+    assert envs.action_space == spaces.Discrete(2)
+    assert envs.initial()["observation"].shape == (1, 4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_id_of_the_gym_package(tmp_path, monkeypatch):
+    """A package registers it with the old gym: the message has flags that work."""
+    pytest.importorskip("gym")
+    text = "gym.register('Old-v0', entry_point='cart:Cart', kwargs={'size': 3})"
+    cart = "from gym.envs.classic_control import CartPoleEnv\nclass Cart(CartPoleEnv):"
+    cart += "\n    def __init__(self, size): super().__init__()\n"
+    (tmp_path / "cart.py").write_text(f"import gym\n{text}\n{cart}")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="the old gym has this id") as error:
+        create_env(env_flags("cart:Old-v0"))
+    command = re.search(
+        "give (--env.*)[.] In Gymnasium no environment has this name", str(error.value)
+    )
+    assert command
+    _, env, _, arguments = shlex.split(command[1])
+    with contextlib.closing(create_env(env_flags(env, env_kwargs=arguments))) as made:
+        assert isinstance(made, OldGymAdapter)
+
+
+class OldStyle:
+    """The old API without any base class; the observation looks like (obs, info)."""
+
+    observation_space = spaces.Tuple(
+        (spaces.Discrete(99), spaces.Dict({"x": spaces.Discrete(5)}))
+    )
+    action_space = spaces.Discrete(4)
+
+    def seed(self, seed=None):
+        self.start = seed % 7
+
+    def reset(self):
+        self.count = self.start
+        return (self.count, {"x": 3})
+
+    def step(self, action):
+        assert type(action) is int
+        self.count += action
+        return (self.count, {"x": 3}), 1, self.count > 9, {}
+
+    def render(self, mode="human"):
+        return np.full((1, 1, 3), 7, np.uint8) if mode == "rgb_array" else None
+
+
+class OldStyleOnGymnasium(gymnasium.Env):
+    """An old environment, ported by changing only the import."""
+
+    observation_space = spaces.Box(0, 1, (2,))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, seed=None, return_info=False, options=None):
+        super().reset(seed=seed)
+        return self.np_random.random(2, np.float32)
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, True, {"TimeLimit.truncated": True}
+
+
+def test_old_class_without_gym():
+    envs = Environment(env_flags(here(OldStyle)), 1, render_mode="rgb_array")
+    row = envs.initial()
+    start = game_seed(3, 0, 0) % 7
+    np.testing.assert_array_equal(row["observation"][0], [start])
+    np.testing.assert_array_equal(row["observation"][1]["x"], [3])
+    row = envs.step(np.array([2]))
+    np.testing.assert_array_equal(row["observation"][0], [start + 2])
+    np.testing.assert_array_equal(envs.render(), np.full((1, 1, 3), 7))
+    envs.close()
+
+
+def test_an_old_class_in_a_window(monkeypatch):
+    """Gymnasium's environments draw in reset() and step(), old ones in render()."""
+    modes = []
+
+    def render(self, mode="human"):
+        modes.append(mode)
+
+    monkeypatch.setattr(OldStyle, "render", render)
+    envs = Environment(env_flags(here(OldStyle)), 1, render_mode="human")
+    envs.initial()
+    envs.step(np.array([2]))
+    assert modes == ["human", "human"]
+    envs.close()
+
+
+def test_old_api_on_gymnasium_class():
+    flags = env_flags(here(OldStyleOnGymnasium))
+    assert isinstance(create_env(flags), OldGymAdapter)
+    envs = Environment(flags, 1)
+    first = envs.initial()["observation"]
+    rng, _ = gymnasium.utils.seeding.np_random(game_seed(3, 0, 0))
+    np.testing.assert_array_equal(first[0], rng.random(2, np.float32))
+    row = envs.step(np.array([0]))
+    assert row["truncated"]
+    np.testing.assert_array_equal(envs.final_observation, np.zeros((1, 2), np.float32))
+
+
+class PassesKeywords(gymnasium.Env):
+    """reset(**kwargs), as wrappers have it; and an info that says game_over."""
+
+    observation_space = spaces.Box(0, 1, (2,))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, **kwargs):
+        super().reset(**kwargs)
+        self.steps = 0
+        return self.np_random.random(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        info = {"game_over": False}
+        return self.np_random.random(2, np.float32), 1.0, False, self.steps == 3, info
+
+
+def test_a_reset_with_keywords_gets_its_seed():
+    flags = env_flags(here(PassesKeywords))
+    assert isinstance(create_env(flags), PassesKeywords)
+    envs = Environment(flags, 1)
+    row = envs.initial()
+    for game in range(3):
+        rng, _ = gymnasium.utils.seeding.np_random(game_seed(3, 0, game))
+        np.testing.assert_array_equal(row["observation"][0], rng.random(2, np.float32))
+        for _ in range(3):
+            row = envs.step(np.array([0]))
+        # What the environment's info calls game_over means nothing here.
+        assert row["game_over"][0]
+        assert row["game_return"][0] == 3
+
+
+class TakesNothing(gymnasium.Wrapper):
+    """As nes_py's wrapper: hides the seed that reset() of the inner one takes."""
+
+    def reset(self):
+        return self.env.reset()
+
+    def seed(self, seed=None):
+        self.env.unwrapped.start = seed
+
+
+class TakesASeed(gymnasium.Env):
+    observation_space = spaces.Box(0, 1, (2,))
+    action_space = spaces.Discrete(2)
+    start = 0
+
+    def reset(self, seed=None):
+        assert seed is None
+        return np.full(2, self.start % 100 / 100, np.float32)
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, True, {}
+
+
+def old_behind_a_wrapper():
+    return TakesNothing(TakesASeed())
+
+
+class OnlyKeywords(gymnasium.Env):
+    """Passes the arguments of reset() on to something that takes none."""
+
+    observation_space = spaces.Box(0, 1, (2,))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, **kwargs):
+        return self._reset(**kwargs), {}
+
+    def _reset(self):
+        return np.zeros(2, np.float32)
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, True, False, {}
+
+
+def test_a_wrapper_whose_reset_takes_nothing():
+    envs = Environment(env_flags(here(old_behind_a_wrapper)), 1)
+    start = game_seed(3, 0, 0) % 100 / 100
+    np.testing.assert_array_equal(
+        envs.initial()["observation"], np.float32([[start] * 2])
+    )
+
+
+class RefusesKeywords(OnlyKeywords):
+    def reset(self, **kwargs):
+        if kwargs:
+            raise ValueError(f"unknown options {sorted(kwargs)}")
+        return self._reset(), {}
+
+
+@pytest.mark.parametrize("cls", [OnlyKeywords, RefusesKeywords])
+def test_keywords_that_lead_to_an_old_reset(cls):
+    envs = Environment(env_flags(here(cls)), 1)
+    envs.initial()
+    assert envs.step(np.array([1]))["done"][0]
+
+
+class DrawsItself(OldStyle):
+    """As gym 0.26 does in reset() and step()."""
+
+    render_mode = "human"
+
+    def render(self, mode="human"):
+        raise AssertionError("it was drawn twice")
+
+
+def test_an_old_class_that_draws_itself():
+    envs = Environment(env_flags(here(DrawsItself)), 1, render_mode="human")
+    envs.initial()
+    envs.step(np.array([2]))
+    envs.close()
+
+
+class BoxSpace(NamedTuple):
+    """As Crafter has it without the gym package."""
+
+    low: float
+    high: float
+    shape: tuple
+    dtype: type
+
+
+class DiscreteSpace(NamedTuple):
+    n: int
+
+
+class DictSpace(NamedTuple):
+    spaces: dict
+
+
+def test_spaces_of_other_packages():
+    parts = {"x": BoxSpace(0, 255, (2, 3), np.uint8), "y": DiscreteSpace(4)}
+    assert plain_space(DictSpace(parts)) == spaces.Dict(
+        {"x": spaces.Box(0, 255, (2, 3), np.uint8), "y": spaces.Discrete(4)}
+    )
+
+
+def test_gymnasium_class_is_not_adapted():
+    assert isinstance(create_env(env_flags(here(Counter))), Counter)

@@ -1,0 +1,437 @@
+"""--record and --repeat: an asynchronous run that is made again.
+
+Each test starts real runs, whose actors and learner do not wait for each other. What is
+equal is decided by logs.csv as the csv module reads it, not by what --repeat says.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import gymnasium
+import numpy as np
+import pytest
+import runs
+import torch
+from gymnasium import spaces
+
+from torchbeast import monobeast
+from torchbeast.extras import order, record
+from torchbeast.runs.folder import RunFileError
+
+# More actors than cores, a batch that is no multiple of an actor's rollouts, and no
+# more slots than needed.
+SMALL = {
+    **runs.SMALL,
+    "num_actors": 3,
+    "envs_per_actor": 3,
+    "batch_size": 4,
+    "num_buffers": 9,
+    "total_steps": 3000,
+    "record": True,
+}
+LASER = {"replay_ratio": 1, "replay_size": 600, "learn_start": 100}
+SETTINGS = {
+    "threads": {
+        **{"num_learner_threads": 3, "minibatches": 2, "updates_per_batch": 4},
+        **{"use_lstm": True, "normalize_observations": True},
+        **{"normalize_rewards": True, "num_buffers": 20, "total_steps": 2000},
+    },
+    "laser": {
+        **{**LASER, "use_lstm": True, "rollouts": "episode"},
+        **{"normalize_observations": True, "normalize_rewards": True},
+    },
+    "pong": {
+        **{"env": "PongNoFrameskip-v4", "num_actors": 2, "envs_per_actor": 2},
+        **{"batch_size": 2, "num_buffers": 5, "total_steps": 400},
+    },
+    "continuous": {"env": "Pendulum-v1", "envs_per_actor": 1, "num_buffers": None},
+}
+
+
+class Counts(gymnasium.Env):
+    """Episodes of 7 steps. The observation is random, and all steps are counted."""
+
+    observation_space = spaces.Box(-1, 1, (3,), np.float32)
+    action_space = spaces.Discrete(5)
+    all_steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.steps, self.all_steps = self.steps + 1, self.all_steps + 1
+        return self.observe(), float(action), self.steps == 7, False, {}
+
+    def observe(self):
+        return self.np_random.uniform(-1, 1, 3).astype(np.float32)
+
+
+class Drifts(Counts):
+    """Its 18th observation, and no other, is another one in each process."""
+
+    def observe(self):
+        drawn = super().observe()
+        if self.all_steps == 18:
+            drawn[1] = int.from_bytes(os.urandom(2), "big") / 2**16
+        return drawn
+
+
+class Breaks(Counts):
+    def step(self, action):
+        if self.all_steps == 150:
+            raise ValueError(f"the {self.all_steps}th ball is flat")
+        return super().step(action)
+
+
+def logs(savedir, xpid):
+    return runs.without_time(runs.read_logs(savedir, xpid))
+
+
+def events(savedir, xpid, step=0):
+    return order.read(savedir / xpid / f"record.{step}")[1].tolist()
+
+
+def repeat(savedir, xpid, **flags):
+    """Makes a run again, as XPID-repeated; returns the output."""
+    words = runs.command(savedir, f"{xpid}-repeated", repeat=xpid, **flags)
+    return runs.run_words(words)
+
+
+def check_repetition(savedir, xpid, **flags):
+    output = repeat(savedir, xpid, **flags)
+    again = logs(savedir, f"{xpid}-repeated")
+    assert again == logs(savedir, xpid)
+    assert f"Equal to the recorded run: {len(again)} rows." in output
+    return output
+
+
+@pytest.fixture
+def load():
+    """A process that keeps a core busy."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    yield
+    process.kill()
+    process.wait()
+
+
+def test_two_runs_differ_and_each_can_be_repeated(tmp_path, load):
+    for xpid in "ab":
+        runs.run(tmp_path, xpid, **SMALL)
+    assert events(tmp_path, "a") != events(tmp_path, "b")
+    assert logs(tmp_path, "a") != logs(tmp_path, "b")
+    check_repetition(tmp_path, "a")
+    # On one core, where all is late.
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
+    words = runs.command(tmp_path, "b-repeated", repeat="b")
+    one = ["taskset", "-c", str(min(cores)), *words]
+    process = runs.start_words(one if len(cores) > 1 else words)
+    output = runs.finish(process)
+    assert process.returncode == 0, output
+    assert logs(tmp_path, "b-repeated") == logs(tmp_path, "b")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_drawn_follows_from_the_order(tmp_path, load, name):
+    runs.run(tmp_path, "a", **{**SMALL, **SETTINGS[name]})
+    check_repetition(tmp_path, "a")
+    bytes_of_unrolls = 12 * sum(who % 2 for who, _ in events(tmp_path, "a"))
+    size = (tmp_path / "a" / "record.0").stat().st_size
+    assert bytes_of_unrolls < size < bytes_of_unrolls + 20_000
+
+
+def test_a_run_that_was_killed_and_resumed(tmp_path):
+    """Three starts: the first is killed, the second is stopped, the third finishes."""
+    flags = {**SMALL, "checkpoint_interval": 0.3, "total_steps": 8_000}
+    for number, rows in (signal.SIGKILL, 60), (signal.SIGTERM, 120):
+        process = runs.start(tmp_path, "a", **flags)
+        runs.wait_for_rows(process, tmp_path, "a", rows)
+        while not (tmp_path / "a" / "model.tar").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(number)
+        runs.finish(process)
+    # As a power failure leaves it: the last event is not complete.
+    torn = tmp_path / "a" / "record.0"
+    torn.write_bytes(torn.read_bytes() + b"\1\2\3")
+    runs.run(tmp_path, "a", **flags)
+    assert len(record.records_of(tmp_path / "a")) == 3
+    meta = json.loads((tmp_path / "a" / "meta.json").read_text())
+    assert meta["starts"][1]["first_step"] > 0
+    output = repeat(tmp_path, "a")
+    assert output.count("Equal to the recorded run") == 3
+    assert logs(tmp_path, "a-repeated") == logs(tmp_path, "a")
+
+
+def test_until_saves_the_checkpoint_of_that_moment(tmp_path):
+    runs.run(tmp_path, "a", **{**SMALL, "checkpoint_history": 4})
+    kept = sorted((tmp_path / "a").glob("model.[0-9]*.tar"))
+    saved = torch.load(kept[0], weights_only=True)
+    step = saved["stats"]["step"]
+    assert 0 < step < SMALL["total_steps"]
+    repeat(tmp_path, "a", until=step)
+    again = torch.load(tmp_path / "a-repeated" / "model.tar", weights_only=True)
+    assert again["stats"] == saved["stats"]
+    for name, x in saved["model_state_dict"].items():
+        assert torch.equal(x, again["model_state_dict"][name])
+    words = runs.command(tmp_path, "a-repeated", repeat="a")
+    assert "a-repeated exists: choose --xpid" in runs.run_words(words, status=1)
+    # Beyond the end: a warning, and the whole run.
+    words = runs.command(tmp_path, "b", repeat="a", until=10**6)
+    output = runs.run_words(words)
+    assert "--until 1000000: the recorded run ends at 3000" in output
+    assert logs(tmp_path, "b") == logs(tmp_path, "a")
+
+
+def test_a_prompt_has_learner_batch_and_environments(tmp_path):
+    runs.run(tmp_path, "a", **SMALL)
+    lines = """
+print("step", learner.step, "batch", list(batch["reward"].shape))
+last = actor(2)
+state = np.float32(last.env.envs.envs[1].unwrapped.state)
+print("game", state == last.row["observation"][1])
+exit()
+"""
+    words = runs.command(tmp_path, "b", repeat="a", until=600, interactive=True)
+    done = subprocess.run(
+        words,
+        input=lines,
+        capture_output=True,
+        text=True,
+        env=runs.environment(),
+        timeout=runs.patience(200),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 600 batch [6, 4]" in done.stdout
+    assert "game [ True  True  True  True]" in done.stdout
+    meta = json.loads((tmp_path / "b" / "meta.json").read_text())
+    assert meta["successful"]
+    assert meta["date_end"]
+    assert len(logs(tmp_path, "b")) == 30
+
+
+# --- Differences ---
+
+
+def repeat_and_fail(savedir, xpid, **flags):
+    words = runs.command(savedir, f"{xpid}-repeated", repeat=xpid, **flags)
+    return runs.run_words(words, status=1)
+
+
+def test_an_environment_that_is_not_deterministic_is_named(tmp_path):
+    runs.run(tmp_path, "a", **{**SMALL, "env": "test_order:Drifts"})
+    output = repeat_and_fail(tmp_path, "a")
+    assert "in steps 16 to 20 of actor" in output
+    assert "do not follow from their seeds and actions. No package has" in output
+
+
+def test_other_packages_are_named(tmp_path):
+    runs.run(tmp_path, "a", **SMALL)
+    path = tmp_path / "a" / "record.0"
+    header, _, data = path.read_bytes().partition(b"\n")
+    version = json.loads(header)["about"]["torch"]
+    path.write_bytes(header.replace(version.encode(), b"1.2.3") + b"\n" + data)
+    output = check_repetition(tmp_path, "a")
+    assert f"Changed since: torch 1.2.3 -> {version}" in output
+    # The model of this one computes something else: the lower half of a checksum.
+    first = next(i for i, (who, _) in enumerate(events(tmp_path, "a")) if who % 2)
+    changed = bytearray(data)
+    changed[order.EVENTS.itemsize * first + 2] ^= 1
+    path.write_bytes(header.replace(version.encode(), b"1.2.3") + b"\n" + changed)
+    words = runs.command(tmp_path, "c", repeat="a")
+    output = runs.run_words(words, status=1)
+    assert "in steps 1 to 5 of actor" in output
+    assert "the model gave other outputs for the same observations" in output
+    assert f"observations. Changed since: torch 1.2.3 -> {version}" in output
+
+
+def test_a_learner_that_computes_something_else_is_named_by_its_first_row(tmp_path):
+    """As if the last update had been another one, which no unroll shows."""
+    runs.run(tmp_path, "a", **SMALL)
+    path = tmp_path / "a" / "logs.csv"
+    lines = path.read_text().splitlines()
+    column = lines[0].split(",").index("grad_norm")
+    cells = lines[-1].split(",")
+    cells[column] = "0.5"
+    path.write_text("\n".join([*lines[:-1], ",".join(cells), ""]))
+    output = repeat_and_fail(tmp_path, "a")
+    assert "logs.csv differs first at step 3000: grad_norm was 0.5" in output
+
+
+# --- Failures ---
+
+
+def test_a_failure_of_an_environment_comes_again(tmp_path):
+    process = runs.start(tmp_path, "a", **{**SMALL, "env": "test_order:Breaks"})
+    output = runs.finish(process)
+    assert process.returncode == 1
+    last = output.strip().splitlines()[-1]
+    command, _, more = last.partition("To repeat this run: ")[2].partition(". ")
+    assert command == (
+        f"python -m torchbeast.monobeast --repeat a --savedir {tmp_path}"
+    )
+    more = shlex.split(more.partition(" add ")[2])
+    # All of it is the last minute.
+    assert more == ["--until", "1", "--interactive"]
+    output = repeat_and_fail(tmp_path, "a")
+    assert "the 150th ball is flat" in output
+    # Batches that wait when the environment fails are dropped.
+    pairs = list(zip(logs(tmp_path, "a-repeated"), logs(tmp_path, "a"), strict=False))
+    assert len(pairs) > 20
+    assert all(now == then for now, then in pairs)
+
+
+def test_a_failure_of_the_learner_comes_again(tmp_path):
+    flags = {**SMALL, "learning_rate": 1e30, "env": "test_order:Counts"}
+    process = runs.start(tmp_path, "a", **flags)
+    assert "not finite" in runs.finish(process)
+    assert "not finite" in repeat_and_fail(tmp_path, "a")
+    assert logs(tmp_path, "a-repeated") == logs(tmp_path, "a")
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"repeat": "a"}, "has no record of a run's first batch"),
+        ({"repeat": "nothing"}, "has no record of a run's first batch"),
+        ({"repeat": "a", "learning_rate": 1}, "leave out --learning_rate"),
+        ({"until": 100}, "--until 100 has no effect without --repeat"),
+        ({"record": True, "sync": True}, "--record True has no effect with --sync"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_repeated(tmp_path, flags, text):
+    runs.run(tmp_path, "a", **runs.SMALL)
+    assert text in runs.run_words(runs.command(tmp_path, "b", **flags), status=1)
+
+
+def test_a_record_is_not_trusted_to_name_code(tmp_path):
+    runs.run(tmp_path, "a", **{**SMALL, "total_steps": 600})
+    path = tmp_path / "a" / "record.0"
+    header, _, data = path.read_bytes().partition(b"\n")
+    path.write_bytes(
+        header.replace(b"CartPole-v1", b"test_order:Counts") + b"\n" + data
+    )
+    output = repeat_and_fail(tmp_path, "a")
+    assert "UntrustedError" in output
+    assert "test_order:Counts" in output
+
+
+def test_a_disk_that_takes_a_part_of_an_event_ends_the_run(tmp_path):
+    """If it went on, all later events would be read from the wrong place."""
+    flags = types.SimpleNamespace(as_dict=dict)
+    start = types.SimpleNamespace(folder=types.SimpleNamespace(path=tmp_path))
+    learner = types.SimpleNamespace(step=0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, before)
+        parts = {"flags": flags, "start": start, "learner": learner, "stack": stack}
+        append = record.begin_record(types.SimpleNamespace(**parts))
+        size = (tmp_path / "record.0").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 15, before[1]))
+        append(b"123456")
+        append(b"123456")
+        with pytest.raises(RunFileError, match=r"Cannot write .*record\.0"):
+            append(b"123456")
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_start_that_was_not_recorded(tmp_path):
+    runs.run(tmp_path, "a", **{**SMALL, "total_steps": 1000})
+    # A recorded start from the same step, whose work is lost.
+    process = runs.start(tmp_path, "a", **{**SMALL, "total_steps": 10**6})
+    runs.wait_for_rows(process, tmp_path, "a", 60)
+    process.kill()
+    runs.finish(process)
+    flags = {k: v for k, v in SMALL.items() if k != "record"}
+    runs.run(tmp_path, "a", **{**flags, "no-record": True, "total_steps": 2000})
+    words = runs.command(tmp_path, "b", repeat="a")
+    assert "the start at step 1000 was not recorded" in runs.run_words(words, status=1)
+    assert logs(tmp_path, "b") == logs(tmp_path, "a")[:50]
+
+
+@pytest.mark.parametrize(
+    ("servers", "environments", "batch_size"),
+    [(3, 2, 4), (2, 6, 3)],
+    ids=["several streams per batch", "several batches per stream"],
+)
+def test_polybeast_records_which_inference_made_each_step(
+    tmp_path, servers, environments, batch_size
+):
+    """Two starts, the first is killed. logs.csv says how old the weights were."""
+    pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    flags = {
+        **{**runs.SMALL, "module": "torchbeast.polybeast", "record": True},
+        **{"num_servers": servers, "num_actors": servers, "use_lstm": True},
+        **{"envs_per_actor": environments, "batch_size": batch_size},
+        **{"num_learner_threads": 2, "num_inference_threads": 2},
+        "checkpoint_interval": 0.3,
+    }
+    per_batch, model = 5 * batch_size, tmp_path / "a" / "model.tar"
+    process = runs.start(tmp_path, "a", **{**flags, "total_steps": 10**6})
+    runs.wait_for_rows(process, tmp_path, "a", 60)
+    while not model.exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.kill()
+    runs.finish(process)
+    total = per_batch * (len(logs(tmp_path, "a")) + 120)
+    runs.run(tmp_path, "a", **{**flags, "total_steps": total})
+    rows, records = logs(tmp_path, "a"), record.records_of(model.parent)
+    assert len(rows) == total // per_batch
+    first, resumed = sorted(records)
+    assert first == 0 < resumed
+    for begin, end in (0, resumed), (resumed, total):
+        batches = list(record.read_batches(records[begin]))
+        updates = range(begin // per_batch, end // per_batch)
+        # The batches that came after the last checkpoint are in the record, too.
+        assert len(batches) >= len(updates)
+        lags = [float(rows[i]["policy_lag"]) for i in updates]
+        versions = [batch[:-1, :, 0].mean() for batch in batches]
+        assert np.subtract(updates, versions[: len(lags)]) == pytest.approx(lags)
+        rollouts = np.concatenate([x.swapaxes(0, 1) for x in batches])
+        check_streams(rollouts, servers, environments)
+    words = runs.command(tmp_path, "b", repeat="a")
+    assert "is PolyBeast's" in runs.run_words(words, status=1)
+    count = len(list(record.read_batches(records[0])))
+    records[0].write_bytes(records[0].read_bytes()[:-1])  # as a kill may leave it
+    assert len(list(record.read_batches(records[0]))) == count - 1
+
+
+def check_streams(rollouts, servers, environments):
+    """Joins rollouts [n, T + 1, 4] of all environments by the places of their rows."""
+    starts, ends = (set(map(tuple, rollouts[:, i, 1:3].tolist())) for i in (0, -1))
+    assert len(starts) == len(ends) == len(rollouts)
+    # The last rollouts of one learner thread may be missing.
+    number = servers * environments
+    assert number <= len(starts - ends) <= number + 6
+    rows = rollouts.reshape(-1, 4)
+    assert set(rows[:, 3]) <= {n * environments for n in range(1, servers + 1)}
+    complete = min(number for number, _ in ends - starts)
+    for number in range(complete):
+        batch = {tuple(row) for row in rows[rows[:, 1] == number].tolist()}
+        ((_, size),) = {(row[0], row[3]) for row in batch}
+        assert sorted(row[2] for row in batch) == list(range(size))
+
+
+def test_a_batch_that_comes_during_the_stop_waits_for_none_that_was_dropped():
+    stops, turns = [], []
+    run = types.SimpleNamespace(on_stop=stops.append, finish_updates=lambda: None)
+    learning = monobeast.LearnerThreads(
+        run, 0, lambda slots, wait_for_turn: turns.append(wait_for_turn(5))
+    )
+    learning.put([0])
+    (stop,) = stops
+    stop()
+    learning.put([1])
+    learning.waiting.put(None)
+    learning._loop()
+    assert turns == [True]

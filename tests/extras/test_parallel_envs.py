@@ -1,0 +1,480 @@
+"""Several agents: --env names a parallel environment of PettingZoo."""
+
+import contextlib
+import json
+import multiprocessing
+
+import numpy as np
+import pytest
+import runs
+import torch
+from loss_cases import DISTRIBUTION, FLAGS, B, T, make_batch
+from small_envs import declare, env_flags
+from test_agent import save
+from test_evaluate import make_flags, make_weights
+
+from torchbeast import load_agent, monobeast
+from torchbeast.base.errors import FlagError
+from torchbeast.core import rollout
+from torchbeast.core.weights import SharedWeights
+from torchbeast.envs.checks import InvalidEnvironmentError
+from torchbeast.envs.environment import Environment
+from torchbeast.envs.extra_fields import ExtraField
+from torchbeast.envs.make_env import find_object
+from torchbeast.envs.seeded_games import game_seed
+from torchbeast.learner import Learner, impala_loss, learn
+from torchbeast.local.env_spec import EnvSpec, find_env_spec
+from torchbeast.play import evaluate
+from torchbeast.polybeast.serving import try_environment
+
+pytest.importorskip("pettingzoo")
+agent_games = pytest.importorskip("agent_games")
+
+WHO = "agent_one_hot"
+
+
+# --- The rows -------------------------------------------------------------------------
+
+
+def play_by_hand(make, seed, index, actions):
+    """Plays one game after the other with the actions [T, N]; yields rows by agent."""
+    env, game = make(), 0
+    agents = list(env.possible_agents)
+    observations, _ = env.reset(seed=game_seed(seed, index, game))
+    totals, lengths = np.zeros((2, len(agents)))
+    there = [x in env.agents for x in agents]
+    yield [{"done": True, "there": x} for x in there], dict(observations)
+    for row_actions in actions:
+        was = there
+        chosen = {
+            x: row_actions[i] + getattr(env.action_space(x), "start", 0)
+            for i, x in enumerate(agents)
+            if was[i]
+        }
+        observations, rewards, terminated, truncated, _ = env.step(chosen)
+        rows = []
+        for i, x in enumerate(agents):
+            row = {"reward": 0.0, "done": False, "truncated": False, "game_over": False}
+            if was[i]:
+                totals[i] += rewards[x]
+                lengths[i] += 1
+                over = bool(terminated[x] or truncated[x])
+                cut = bool(truncated[x] and not terminated[x])
+                row |= {"reward": rewards[x], "done": over, "game_over": over}
+                row |= {"truncated": cut, "last": np.array(observations[x])}
+            row |= {"episode_return": totals[i], "episode_step": lengths[i]}
+            if row["done"]:
+                totals[i] = lengths[i] = 0
+            rows.append(row)
+        is_new = not env.agents
+        if is_new:
+            game += 1
+            observations, _ = env.reset(seed=game_seed(seed, index, game))
+        there = [x in env.agents for x in agents]
+        for i, row in enumerate(rows):
+            row["there"] = there[i]
+            if not was[i] and (is_new or there[i]):
+                row["done"] = True  # what did not count ends
+        yield rows, dict(observations)
+
+
+GAMES = [
+    ("agent_games:Fading", {}),
+    ("agent_games:Fading", {"late": True}),
+    ("mpe2.simple_spread_v3:parallel_env", {"max_cycles": 7}),
+    (
+        "pettingzoo.butterfly.knights_archers_zombies_v11:parallel_env",
+        {"max_cycles": 200},
+    ),
+]
+
+
+@pytest.mark.parametrize(("env", "arguments"), GAMES)
+def test_rows_are_what_the_game_gives_by_hand(env, arguments):
+    if not env.startswith("agent_games"):
+        pytest.importorskip(env.partition(".")[0])
+        pytest.importorskip("pygame")
+
+    def make():
+        return find_object("--env", env)(**arguments)
+
+    N, G, first = len(make().possible_agents), 2, 4
+    flags = env_flags(env, env_kwargs=json.dumps(arguments))
+    random = np.random.default_rng(1)
+    with contextlib.closing(Environment(flags, G * N, first)) as envs:
+        n = envs.action_space.n
+        actions = random.integers(0, n, (400, G * N))
+        games = [
+            play_by_hand(make, flags.seed, first + g * N, actions[:, g * N :][:, :N])
+            for g in range(G)
+        ]
+        row, seen = envs.initial(), {"some": 0, "truncated": 0}
+        for t in range(len(actions) + 1):
+            if t:
+                row = envs.step(actions[t - 1])
+            for g, game in enumerate(games):
+                by_agent, observations = next(game)
+                for i, wanted in enumerate(by_agent):
+                    check_row(envs, row, g * N + i, i, wanted)
+                    if wanted["there"]:
+                        seen["some"] += not all(x["there"] for x in by_agent)
+                        seen["truncated"] += wanted.get("truncated", False)
+                        agent = make_once(make).possible_agents[i]
+                        np.testing.assert_array_equal(
+                            row["observation"]["observation"][g * N + i],
+                            np.asarray(observations[agent]).astype(
+                                row["observation"]["observation"].dtype
+                            ),
+                        )
+        assert seen["some"] or "spread" in env
+        assert seen["truncated"] or "zombies" in env, "nothing to see"
+
+
+KEPT = {}
+
+
+def make_once(make):
+    if make not in KEPT:
+        KEPT[make] = make()
+    return KEPT[make]
+
+
+def check_row(envs, row, e, i, wanted):
+    where = f"environment {e}, {wanted}"
+    for name in wanted.keys() - {"there", "last"}:
+        assert row[name][e] == pytest.approx(wanted[name]), f"{name} of {where}"
+    number = np.zeros(row["observation"][WHO].shape[1])
+    number[i] = wanted["there"]
+    assert row["observation"][WHO][e].tolist() == number.tolist(), where
+    if wanted.get("truncated"):
+        last = envs.final_observation
+        np.testing.assert_array_equal(last["observation"][e], wanted["last"])
+        assert last[WHO][e].argmax() == i
+        assert last[WHO][e].sum() == 1
+
+
+def test_one_agent_needs_no_number():
+    envs = Environment(env_flags("agent_games:Alone"), 2)
+    assert envs.initial()["observation"].tolist() == [[1] * 3] * 2
+    for t in range(1, 9):
+        row = envs.step(np.array([0, 1]))
+        assert row["episode_return"].tolist() == [t, 0]
+    assert row["game_over"].all()
+
+
+def test_extra_fields(monkeypatch):
+    field = ExtraField((2,), np.int64, of="step")
+    declare(monkeypatch, pair=field)
+
+    class Told(agent_games.Fading):
+        def _results(self, actions):
+            observations, infos = super()._results(actions)
+            for agent in infos:
+                infos[agent] = {"pair": [self.steps, ord(agent)]}
+            return observations, infos
+
+    monkeypatch.setattr(agent_games, "Told", Told, raising=False)
+    envs = Environment(env_flags("agent_games:Told"), 3)
+    present = envs.initial()["observation"][WHO].any(1)
+    for _ in range(30):
+        row = envs.step(np.zeros(3, int))
+        for i in range(3):
+            length = row["episode_step"][i]
+            wanted = [length, ord("abc"[i])] if present[i] else [0, 0]
+            assert row["pair"][i].tolist() == wanted
+        present = row["observation"][WHO].any(1)
+
+
+@pytest.mark.parametrize("masked", ["observation", "info"])
+def test_action_masks(masked):
+    env_kwargs = json.dumps({"masked": masked})
+    flags = env_flags(
+        "agent_games:Fading", env_kwargs=env_kwargs, mask_actions=masked == "info"
+    )
+    envs = Environment(flags, 3)
+    row = envs.initial()
+    for _ in range(30):
+        parts = row["observation"]
+        rest = "numbers" if masked == "observation" else "observation"
+        assert parts.keys() == {rest, "action_mask", WHO}
+        steps = parts[rest][:, 0].astype(int)
+        assert (parts["action_mask"].argmin(1) == steps % 4).all()
+        assert parts["action_mask"].sum() == 9
+        row = envs.step(np.zeros(3, int))
+
+
+def test_a_game_without_close(monkeypatch, caplog):
+    monkeypatch.delattr(agent_games.ParallelEnv, "close")
+    envs = Environment(env_flags("agent_games:Fading"), None)
+    envs.initial()
+    envs.close()
+    assert "close() raised" in caplog.text
+
+
+# --- What is refused ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env", "arguments", "words"),
+    [
+        ("Uneven", {}, r"observation_space of 'left' is Box.*3.*'right' is .*5.*pad"),
+        ("UnevenActions", {}, r"action_space of 'left' is Discrete\(2\).*'right' is"),
+        ("Faulty", {"fault": "nobody"}, "with a list possible_agents"),
+        (
+            "Faulty",
+            {"fault": "old"},
+            r"reset\(\) returned a dict of .*left.*be 2 dicts",
+        ),
+        ("Faulty", {"fault": "empty"}, r"after reset\(\) the list `agents` is \[\]"),
+        ("Faulty", {"fault": "missing"}, r"step\(\) returned no value for 'right'"),
+        ("Faulty", {"fault": "shape"}, r"Faulty, right: step\(\) returned float32 \[4"),
+        ("Faulty", {"fault": "list"}, r"step\(\) returned a list.*5 dicts.*rewards"),
+        ("Faulty", {"fault": "stays"}, r"ended the game of 'left', but .*`agents`"),
+        ("Faulty", {"faults": 1}, "can't be made with the arguments"),
+        ("Faulty", {"fault": "leaves"}, "has just acted, needs one in all, also if"),
+        ("NoMethod", {}, r"observation_space is a value of type .*must be a method"),
+        ("TakesNoSeed", {}, r"reset\(\) does not follow .*argument 'seed'"),
+        ("not_annotated", {}, r"parallel API.*one agent.*derived from.*-> ParallelEnv"),
+        ("lying", {}, "AECEnv, which is no environment of PettingZoo's parallel API"),
+        ("in_turn", {}, r"AEC API.*one agent.*parallel_env.*aec_to_parallel"),
+    ],
+)
+def test_what_is_refused(env, arguments, words):
+    flags = env_flags(f"agent_games:{env}", env_kwargs=json.dumps(arguments))
+
+    def play():
+        envs = Environment(flags, None)
+        envs.initial()
+        envs.step(np.zeros(2, int))
+
+    with pytest.raises(InvalidEnvironmentError, match=words):
+        play()
+
+
+@pytest.mark.parametrize(("number", "words"), [(8, "6 or 9"), (2, "3 or 6")])
+def test_a_number_of_environments_that_is_no_multiple(number, words):
+    flags = env_flags("agent_games:Fading", envs_per_actor=number)
+    words = f"--envs_per_actor {number}: .* 3 agents.* such as {words}"
+    with pytest.raises(FlagError, match=words):
+        find_env_spec(flags, multiprocessing.get_context("spawn"), 60)
+    with pytest.raises(FlagError, match=words):
+        try_environment(flags)
+
+
+def test_the_registry_of_pettingzoo():
+    pytest.importorskip("pygame")
+    chosen = {"env_type": "parallel", "id": "butterfly/knights_archers_zombies-v11"}
+    envs = Environment(env_flags("pettingzoo:make", env_kwargs=json.dumps(chosen)), 4)
+    assert envs.initial()["observation"][WHO].tolist() == np.eye(4).tolist()
+    envs.close()
+
+
+@pytest.mark.parametrize("env", ["annotated", "Split"])
+def test_what_names_a_parallel_environment(env):
+    wrapper = 'agent_games:identity{"scale": 3}'
+    envs = Environment(env_flags(f"agent_games:{env}", wrapper=wrapper), None)
+    assert envs.num_envs == 2
+    assert envs.envs.envs[0].env.scale == 3
+
+
+def test_spaces_are_padded_by_supersuit():
+    pytest.importorskip("supersuit")
+    wrapper = "supersuit:pad_observations_v0,supersuit:pad_action_space_v0"
+    env = "mpe2.simple_adversary_v3:parallel_env"
+    envs = Environment(env_flags(env, wrapper=wrapper), 3)
+    assert envs.initial()["observation"]["observation"].shape == (3, 10)
+    envs.close()
+
+
+# --- The loss -------------------------------------------------------------------------
+
+
+def test_the_steps_of_absent_agents_do_not_count():
+    """As if `step_counts` had said so, also beside it."""
+    batch, outputs = make_batch()
+    mask = np.ones((T + 1, B), bool)
+    mask[2:4, 0] = mask[1, 2] = False
+    numbers = np.zeros((T + 1, B, 2), np.int8)
+    numbers[..., 1] = mask
+    more = np.ones((T + 1, B), bool)
+    more[4, 1] = False
+
+    def gradients(**fields):
+        tensors = {k: torch.as_tensor(x) for k, x in {**batch, **fields}.items()}
+        if "number" in tensors:
+            tensors["observation"] = {WHO: tensors.pop("number")}
+        else:
+            tensors["observation"] = torch.zeros(T + 1, B)
+        learned = {k: torch.tensor(x).requires_grad_() for k, x in outputs.items()}
+        flags = type("Flags", (), FLAGS)
+        impala_loss(tensors, learned, DISTRIBUTION, flags)[0].backward()
+        return {name: x.grad for name, x in learned.items()}
+
+    for given, wanted in (
+        (gradients(number=numbers), gradients(step_counts=mask)),
+        (
+            gradients(number=numbers, step_counts=more),
+            gradients(step_counts=mask & more),
+        ),
+    ):
+        for name, x in given.items():
+            torch.testing.assert_close(x, wanted[name])
+            assert not x[~torch.as_tensor(np.vstack([mask[:-1], mask[-1:]]))].any()
+
+
+@pytest.mark.parametrize("rollouts", ["fixed", "episode"])
+@pytest.mark.parametrize("core", [(), ("--use_lstm",)])
+def test_nothing_is_learned_from_rows_of_absent_agents(rollouts, core):
+    """Other numbers in these rows change neither the weights nor what is counted."""
+    words = ("--env", "agent_games:Fading", "--envs_per_actor", "6", "--unroll_length")
+    words += ("13", "--batch_size", "6", "--num_actors", "1", "--precision", "fp32")
+    words += ("--rollouts", rollouts, "--normalize_advantages", "--disable_cuda", *core)
+    flags = make_flags(*words)
+    weights = []
+    for changed in (False, True):
+        with contextlib.closing(Environment(flags, 6)) as env:
+            spec = EnvSpec(env.observation_space, env.action_space, 1)
+            learner = Learner(flags, spec)
+            shared = SharedWeights(learner.model)
+            shared.publish(learner.model.state_dict(), 0)
+            buffers = monobeast.make_buffers(flags, learner)
+            actor = monobeast.Actor(flags, env, buffers, shared.memory)
+            actor.load_weights(*shared.acquire())
+            actor.unroll(list(range(6)))
+        batch, state = monobeast.get_batch(buffers, range(6), torch.device("cpu"))
+        absent = ~batch["observation"][WHO].any(-1)
+        assert 5 < absent[:-1].sum() < absent[:-1].numel() / 2
+        if changed:
+            batch["action"][absent] = (batch["action"][absent] + 1) % 4
+            batch["policy_logits"][absent] = torch.tensor([3.0, 1, 4, 1])
+            batch["baseline"][absent] = 7.0
+            # The reward and last action in a row are of the step before it.
+            after = torch.zeros_like(absent)
+            after[1:] = absent[:-1]
+            batch["reward"][after] = 9.0
+        columns = learn(learner, batch, state).finish()
+        weights.append([x.clone() for x in learner.model.parameters()])
+        ends = batch["done"][1:] & ~absent[:-1]
+        assert learner.counters.episodes == learner.counters.games == ends.sum()
+        lengths = batch["episode_step"][1:][ends]
+        assert columns["mean_episode_step"] == pytest.approx(lengths.float().mean())
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_batch_without_any_agent_teaches_nothing():
+    batch, outputs = make_batch()
+    tensors = {k: torch.as_tensor(x) for k, x in batch.items()}
+    tensors["observation"] = {WHO: torch.zeros(T + 1, B, 2)}
+    learned = {k: torch.tensor(x).requires_grad_() for k, x in outputs.items()}
+    flags = type("Flags", (), {**FLAGS, "normalize_advantages": True})
+    loss, _ = impala_loss(tensors, learned, DISTRIBUTION, flags)
+    loss.backward()
+    assert loss.item() == 0
+    assert not any(x.grad.any() for x in learned.values())
+    assert not rollout.steps_that_count(tensors).any()
+
+
+# --- Runs -----------------------------------------------------------------------------
+
+LEARNING = {
+    "env": "agent_games:Split",
+    "num_actors": 2,
+    "envs_per_actor": 4,
+    "batch_size": 8,
+    "unroll_length": 8,
+    "optimizer": "adam",
+    "learning_rate": 0.003,
+    "epsilon": 0.00001,
+    "precision": "fp32",
+    "torch_threads": 1,
+    "reward_clipping": "none",
+}
+
+
+@pytest.mark.parametrize("variant", ["monobeast", "polybeast"])
+def test_two_agents_learn_to_take_different_actions(tmp_path, variant):
+    """A policy that can't tell them apart gets 2 of 8."""
+    flags = {**LEARNING, "module": f"torchbeast.{variant}", "total_steps": 12_000}
+    if variant == "polybeast":
+        flags |= {"num_servers": 2, "pipes_basename": f"unix:{tmp_path}/pipe"}
+    runs.run(tmp_path, "a", **flags)
+    rows = runs.read_logs(tmp_path, "a")
+    assert float(rows[-1]["mean_game_return_100"]) > 7
+    assert float(rows[-1]["mean_episode_step"] or 8) == 8
+    runs.run(tmp_path, "a", mode="test", num_test_episodes=20)
+    result = json.loads((tmp_path / "a" / "test.json").read_text())
+    assert result["num_games"] == 20
+    assert result["mean"] > 7
+    assert set(result["lengths"]) == {8}
+
+
+@pytest.mark.parametrize("variant", ["monobeast", "polybeast"])
+def test_only_games_of_agents_are_counted_in_a_run(tmp_path, variant):
+    flags = {**LEARNING, "env": "agent_games:Fading", "envs_per_actor": 6}
+    flags |= {"batch_size": 6, "total_steps": 3000, "eval_interval": 1500}
+    flags |= {"module": f"torchbeast.{variant}", "eval_episodes": 3}
+    if variant == "polybeast":
+        flags |= {"num_servers": 2, "pipes_basename": f"unix:{tmp_path}/pipe"}
+    runs.run(tmp_path, "a", **flags)
+    rows = runs.read_logs(tmp_path, "a")
+    for row in rows:
+        if row["mean_episode_step"]:  # lives are 3 to 8 steps
+            assert 3 <= float(row["mean_episode_step"]) <= 8
+    # Lives of 5.5 steps in games of about 7: 78 % of the rows are of an agent.
+    last = [row for row in rows if row["games"]][-1]  # later ones are evaluations
+    games, steps = float(last["games"]), float(last["step"])
+    assert games == float(last["episodes"])
+    assert 0.7 < games * 5.5 / steps < 0.86
+    assert any(row["eval_return"] for row in rows)
+
+
+def test_sync_resumes_exactly(tmp_path):
+    flags = {**LEARNING, "env": "agent_games:Fading", "sync": True, "use_lstm": True}
+    flags |= {"envs_per_actor": 6, "batch_size": 12, "env_kwargs": '{"late": true}'}
+    flags |= {"learning_rate_schedule": "constant"}
+    runs.run(tmp_path, "whole", **flags, total_steps=960)
+    runs.run(tmp_path, "parts", **flags, total_steps=480)
+    output = runs.run(tmp_path, "parts", **flags, total_steps=960)
+    assert "not deterministic" not in output  # the replay gives the same observation
+    whole, parts = (runs.read_logs(tmp_path, x) for x in ("whole", "parts"))
+    names = ("step", "total_loss", "mean_episode_return", "episodes", "grad_norm")
+    assert len(whole) == 10
+    for one, other in zip(whole, parts, strict=True):
+        assert [one[x] for x in names] == [other[x] for x in names]
+
+
+def test_a_test_game_by_hand():
+    """Its return is the mean of the agents', its length that of the longest."""
+    words = ("--env", "agent_games:Fading", "--envs_per_actor", "3", "--use_lstm")
+    flags = make_flags(*words, "--precision", "fp32")
+    weights = make_weights(flags)
+    games = sorted(evaluate.play(flags, weights, range(11)))
+    assert [game.number for game in games] == list(range(11))
+    assert games[9:] == sorted(evaluate.play(flags, weights, [9, 10]))
+    stream = evaluate.derive_seed(flags.seed, evaluate.TEST_STREAM)
+    for game in games:
+        env = agent_games.Fading()
+        env.reset(seed=game_seed(stream, game.number, 0))
+        assert game.length == max(env.lives.values())
+        least = sum(env.lives[x] * 3 * (ord(x) - 96) for x in "abc") / 3
+        assert least <= game.game_return <= 2 * least
+
+
+def test_a_test_game_in_which_one_begins_as_the_last_one_ends():
+    flags = make_flags("--env", "agent_games:Relay", "--envs_per_actor", "2")
+    games = list(evaluate.play(flags, make_weights(flags), range(9)))
+    assert [game[1:] for game in games] == [(4.0, 5)] * 9
+
+
+def test_an_agent_in_a_notebook(tmp_path):
+    flags = make_flags("--env", "agent_games:Split", "--envs_per_actor", "4")
+    save(tmp_path, flags)
+    agent = load_agent(tmp_path, trust_env=True)
+    observation = {
+        "observation": np.ones((2, 3), np.float32),
+        WHO: np.eye(2, dtype=np.int8),
+    }
+    actions, state = agent.act(observation)
+    assert actions.shape == (2,)
+    agent.act(observation, state, reward=np.ones(2))

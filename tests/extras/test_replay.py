@@ -1,0 +1,283 @@
+"""The replay gives back what was stored, and takes the memory that it says."""
+
+import argparse
+import io
+import logging
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import runs
+import torch
+from gymnasium import spaces
+from nets import make_net
+from replayed_games import (
+    SPEC,
+    STACK,
+    A,
+    Game,
+    T,
+    check_unroll,
+    dtype_of,
+    make_replay,
+    numbered,
+    play,
+    stack,
+)
+
+from torchbeast.base.nested import map_nested
+from torchbeast.core import rollout
+from torchbeast.core.acting import row_spec
+from torchbeast.envs.space_checks import FrameStack
+from torchbeast.extras.replay import memory as replay_memory
+from torchbeast.extras.replay.episodes import ReplayError
+
+
+def test_replayed_unrolls_are_what_was_stored():
+    rng = np.random.default_rng(1)
+    games = [
+        Game(rng, rng.choice([1, 2, 3, 8, -4, 17], size=20)),
+        Game(rng, [T, T, 2 * T, T] * 3),  # episodes that end with rollouts
+        Game(rng, [40, 1, 1, 1, 30]),
+    ]
+    replay = make_replay(10_000)
+    play(replay, games)
+    for _ in range(200):
+        rows, readers = replay.read(3)
+        for i, reader in enumerate(readers):
+            column = map_nested(lambda x, i=i: x[:, i], rows)
+            check_unroll(column, games)
+            episode = reader.episode
+            assert 0 <= reader.position < episode.length
+            assert episode.stored_at == 7
+    assert replay.num_lost == 0
+
+
+def test_a_reader_goes_on_where_it_ended():
+    rng = np.random.default_rng(2)
+    games = [Game(rng, [3, -9, 12, 4, 26, 5])]
+    replay = make_replay(1000)
+    play(replay, games)
+    places = numbered(games)
+    ends = {}
+    for _ in range(100):
+        rows, readers = replay.read(2)
+        images = rows["observation"]["colours"]
+        for i, reader in enumerate(readers):
+            first, last = (places[images[t, i].tobytes()][1] for t in (0, T))
+            assert ends.get(id(reader), first) == first
+            ends[id(reader)] = last
+            assert rows["done"][0, i] == games[0].rows[first]["done"]
+
+
+def test_all_steps_are_replayed_equally_often():
+    rng = np.random.default_rng(3)
+    games = [Game(rng, [2, 30, 8, T])]
+    replay = make_replay(1000)
+    play(replay, games)
+    places = numbered(games)
+    steps = np.zeros(len(games[0].rows))
+    for _ in range(20_000):
+        rows, _ = replay.read(1)
+        for t in range(T):
+            steps[places[rows["observation"]["colours"][t, 0].tobytes()][1]] += 1
+    lengths = (2, 30, 8, T)
+    for begin, n in zip(np.cumsum((0, *lengths)), lengths, strict=False):
+        share = steps[begin : begin + n].sum() / steps.sum()
+        # Each episode is chosen about 2,000 times: a deviation is 2 %.
+        assert share == pytest.approx(n / sum(lengths), rel=0.1)
+
+
+def test_the_oldest_make_room():
+    rng = np.random.default_rng(4)
+    games = [Game(rng, [9, 11, 7, -8] * 12) for _ in range(2)]
+    replay = make_replay(150)
+    queues = [list(game.rollouts()) for game in games]
+    for i, pair in enumerate(zip(*queues, strict=True)):
+        replay.add(stack(pair, axis=1), step=i)
+        if i < 10:
+            continue
+        rows, _ = replay.read(4)
+        places = numbered(games)
+        for b in range(4):
+            check_unroll(map_nested(lambda x, b=b: x[:, b], rows), games)
+            _, at = places[rows["observation"]["colours"][T, b].tobytes()]
+            assert i * T - at < 150  # not older than the capacity
+        assert 0.5 * 150 < replay.size <= 150
+
+
+@pytest.mark.parametrize("num_games", [1, 3, 4, 16])
+def test_long_episodes_are_cut(num_games):
+    """Environments without ends can be replayed; where one is cut does not count."""
+    rng = np.random.default_rng(5)
+    games = [Game(rng, [200, 102]) for _ in range(num_games)]
+    replay = make_replay(160)
+    for step, ready in enumerate(zip(*(x.rollouts() for x in games), strict=True)):
+        for rows in ready:
+            replay.add(stack([rows], axis=1), step)
+            assert replay.size >= 160 / 4 or not replay.was_full
+    assert replay.num_lost == 0
+    places, cut = numbered(games), 0
+    for _ in range(50):
+        rows, (reader,) = replay.read(1)
+        observations = map_nested(lambda x: x[:, 0], rows["observation"])
+        at = [places[x.tobytes()] for x in observations["colours"]]
+        for t in range(T):
+            game, before = at[t]
+            result = game.rows[before + 1]
+            assert rows["reward"][t + 1, 0] == result["reward"]
+            stacked = game.rows[before]["observation"]["stack"]
+            np.testing.assert_array_equal(observations["stack"][t], stacked)
+            assert rows["done"][t + 1, 0] or at[t + 1] == (game, before + 1)
+            counts = result["done"] or not rows["done"][t + 1, 0]
+            assert rows["step_counts"][t, 0] == counts
+            cut += not counts
+        episode = reader.episode
+        end = at[T][1] + episode.length - 1 - reader.position
+        assert episode.stored_at == end // T
+    assert cut >= 3
+
+
+def test_stacks_that_share_no_frames():
+    """Several frames per action, or noise: frames run out before steps do."""
+    rng = np.random.default_rng(5)
+    games = [Game(rng, [300]) for _ in range(8)]
+    for row in (row for game in games for row in game.rows):
+        noise = rng.integers(256, size=STACK, dtype=np.uint8)
+        row["observation"] = {**row["observation"], "stack": noise}
+    replay = make_replay(400)
+    play(replay, games)
+    assert replay.was_full
+    assert replay.size >= 50
+    replay.read(3)
+
+
+def test_too_small_for_a_rollout():
+    rng = np.random.default_rng(6)
+    with pytest.raises(ReplayError, match=r"4 steps.*rollouts of 5.*--replay_size"):
+        play(make_replay(4), [Game(rng, [15])])
+
+
+def test_a_lost_rollout_costs_one_episode():
+    rng = np.random.default_rng(7)
+    game = Game(rng, [12, 12, 12])
+    replay = make_replay(200)
+    for i, rows in enumerate(game.rollouts()):
+        if i != 1:  # rows 5 to 10 are lost
+            replay.add(map_nested(lambda x: x[:, None], rows), step=0)
+    assert replay.num_lost == 2  # rows 10 and 11; the first 5 wait
+    for _ in range(30):
+        rows, _ = replay.read(1)
+        check_unroll(map_nested(lambda x: x[:, 0], rows), [game])
+    assert replay.size == 12
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_memory_is_as_announced(in_file, tmp_path):
+    """The memory that a full replay takes is what was said, within 5 %."""
+    path = str(tmp_path / "replay") if in_file else ""
+    words = [sys.executable, "-c", f"import test_replay; test_replay.fill({path!r})"]
+    done = subprocess.run(
+        words,
+        env=runs.environment(),
+        capture_output=True,
+        text=True,
+        timeout=runs.patience(100),
+    )
+    assert done.returncode == 0, done.stderr
+    said, used, size = map(float, done.stdout.split())
+    assert size > 0.9
+    assert said == pytest.approx(NUM_STEPS * 84 * 84 / 1e9, rel=0.1)  # a frame a step
+    assert used == pytest.approx(said, rel=0.05)
+    assert list(tmp_path.iterdir()) == []  # the file has no name any more
+
+
+NUM_STEPS = 10_000  # of the replay in the test above
+
+
+def fill(path):
+    """Fills a replay and writes GB said, GB used, and the share that is filled."""
+    flags = argparse.Namespace(
+        replay_size=NUM_STEPS, unroll_length=T, seed=1, replay_file=path or None
+    )
+    screens = FrameStack(0, 255, (4, 84, 84), np.uint8)
+    spec = row_spec(make_net(screens, spaces.Discrete(A)))
+    said = io.StringIO()
+    logging.basicConfig(level=logging.INFO, stream=said)
+    row = {
+        name: np.zeros((T + 1, 1, *s.shape), dtype_of(s))
+        for name, s in spec.items()
+        if name != "observation"
+    }
+    rng = np.random.default_rng(1)
+    frames = list(rng.integers(256, size=(4, 84, 84)).astype(np.uint8))
+    images = [np.stack(frames)]
+    before = resident()
+    replay = replay_memory.make_replay(flags, spec)
+    for step in range(0, 2 * NUM_STEPS, T):
+        for _ in range(T):
+            frame = rng.integers(256, size=(84, 84)).astype(np.uint8)
+            frames = [*frames[1:], frame]
+            images.append(np.stack(frames))
+        done = np.zeros((T + 1, 1), bool)
+        done[[0, T], 0] = step % 100 == 0, (step + T) % 100 == 0
+        observation = np.stack(images)[:, None]
+        replay.add({**row, "observation": observation, "done": done}, step)
+        images = images[-1:]
+    gigabytes = said.getvalue().split(": ")[1].split(" GB")[0]
+    words = gigabytes, (resident() - before) / 1e9, replay.size / NUM_STEPS
+    sys.stdout.write(" ".join(map(str, words)))
+
+
+def resident():
+    with open("/proc/self/status") as file:
+        values = dict(line.split(":") for line in file)
+    return 1024 * sum(
+        int(values[name].split()[0]) for name in ("RssAnon", "RssFile", "RssShmem")
+    )
+
+
+def test_a_replay_that_does_not_fit_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(replay_memory, "free_memory", lambda: 10**9)
+    monkeypatch.setattr(replay_memory, "free_disk", lambda path: 10**9)
+    flags = argparse.Namespace(
+        replay_size=10**7, unroll_length=T, seed=1, replay_file=None
+    )
+    with pytest.raises(ReplayError, match=r"needs .* GB, but only 1 GB of memory"):
+        replay_memory.make_replay(flags, SPEC)
+    flags.replay_file = str(tmp_path / "file")
+    with pytest.raises(ReplayError, match=r"only 1 GB of the file .*file"):
+        replay_memory.make_replay(flags, SPEC)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("in_file", [False, True])
+def test_images_that_share_no_frame_with_the_one_before(tmp_path, in_file, declared):
+    """If they are declared as stacks all the same, fewer have room."""
+    rng = np.random.default_rng(12)
+    spec = {**SPEC, "observation": rollout.Spec((8, 10, 10), torch.uint8, declared)}
+    flags = argparse.Namespace(
+        replay_size=400, unroll_length=T, seed=1, replay_file=None
+    )
+    if in_file:
+        flags.replay_file = str(tmp_path / "file")
+    replay = replay_memory.make_replay(flags, spec)
+    games = [Game(rng, [7] * 100) for _ in range(2)]
+    planes = {}
+    for step, columns in enumerate(zip(*(g.rollouts() for g in games), strict=True)):
+        rows = map_nested(lambda *x: np.stack(x, axis=1), *columns)
+        shape = (*rows["done"].shape, 8, 10, 10)
+        observation = rng.integers(0, 256, shape, np.uint8)
+        if planes:
+            observation[0] = planes["last"]
+        planes["last"] = observation[-1]
+        replay.add({**rows, "observation": observation}, step)
+    assert replay.size > (30 if declared else 0.9 * 400)
+    rows, _ = replay.read(3)
+    assert rows["observation"].shape == (T + 1, 3, 8, 10, 10)
+    path = tmp_path / "replay.zip"
+    replay_memory.save(replay, path, step)
+    again = replay_memory.make_replay(flags, spec)
+    replay_memory.load(again, path, step)
+    assert again.size == replay.size

@@ -1,0 +1,580 @@
+"""Native vector environments of others: --env package.module:function, EnvPool."""
+
+import functools
+import json
+import math
+import multiprocessing
+
+import gymnasium
+import numpy as np
+import pytest
+import runs
+import torch
+from environments import GridWorld
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from small_envs import env_flags
+from test_agent import save
+from test_evaluate import make_flags
+from watched_runs import processes_of_session, wait_until
+
+from torchbeast import load_agent
+from torchbeast.base.errors import FlagError, UserError
+from torchbeast.base.nested import map_nested
+from torchbeast.envs import extra_fields
+from torchbeast.envs.checks import InvalidEnvironmentError
+from torchbeast.envs.environment import Environment
+from torchbeast.envs.extra_fields import ExtraField
+from torchbeast.envs.seeded_games import game_seed
+from torchbeast.local.env_spec import find_env_spec
+from torchbeast.polybeast.serving import try_environment
+
+E = 3
+FIELDS = {
+    "distance": ExtraField((), np.int64, of="step"),
+    "now": ExtraField((), np.int64, of="observation"),
+    "far": ExtraField((), np.bool_, of="observation"),
+}
+
+
+class Measured(gymnasium.Wrapper):
+    """`distance` describes a step, the others the observation."""
+
+    def reset(self, **arguments):
+        observation, info = self.env.reset(**arguments)
+        return observation, self.look(info)
+
+    def step(self, action):
+        *result, info = self.env.step(action)
+        return *result, {**info, **self.look(info)}
+
+    @staticmethod
+    def look(info):
+        # Gymnasium joins the values of np.bool_ to an array of objects.
+        return {"now": info["distance"], "far": np.bool_(info["distance"] > 2)}
+
+
+def grids(num_envs, mode="SAME_STEP"):
+    makers = [lambda: Measured(GridWorld())] * num_envs
+    if mode == "ASYNC":
+        return AsyncVectorEnv(makers)  # NEXT_STEP is its default
+    return SyncVectorEnv(makers, autoreset_mode=AutoresetMode[mode])
+
+
+def too_few(num_envs):
+    return grids(num_envs - 1)
+
+
+def in_processes(num_envs):
+    return gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="async")
+
+
+class OneSeed(gymnasium.vector.VectorEnv):
+    """Its reset() takes what Gymnasium's base class does: one integer."""
+
+    single_observation_space = gymnasium.spaces.Box(0, 1, (2,))
+    single_action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, num_envs):
+        self.num_envs = num_envs
+        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.np_random.random((self.num_envs, 2), np.float32), {}
+
+
+class NextStep(OneSeed):
+    """It can't reset some of its environments alone."""
+
+    def __init__(self, num_envs):
+        super().__init__(num_envs)
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+
+class Pairs(OneSeed):
+    """Environments that come in groups of two."""
+
+    def __init__(self, num_envs):
+        assert num_envs % 2 == 0, "groups of two"
+        super().__init__(num_envs)
+
+    def step(self, actions):
+        none = np.zeros(self.num_envs, bool)
+        return self.reset()[0], np.ones(self.num_envs), none, none, {}
+
+
+@pytest.mark.parametrize("variant", ["monobeast", "polybeast"])
+def test_environments_that_come_in_groups(variant):
+    """What asks for the spaces makes as many as an actor does."""
+    flags = env_flags(f"{__name__}:Pairs", envs_per_actor=4)
+    if variant == "polybeast":
+        assert "4 x" in try_environment(flags)
+    else:
+        spec = find_env_spec(flags, multiprocessing.get_context("spawn"), 60)
+        assert spec.observation_space == Pairs.single_observation_space
+    with pytest.raises(AssertionError):
+        Environment(flags, 3)
+
+
+class Restarts(OneSeed):
+    """Its resets restart all environments, or those in the mask. Flipped views."""
+
+    def __init__(self, num_envs, obeys=True, unknown=0.0):
+        super().__init__(num_envs)
+        self.unknown = unknown
+        self.metadata = {"autoreset_mode": AutoresetMode.DISABLED}
+        self.steps, self.obeys = np.zeros(num_envs), obeys
+
+    def _look(self):
+        pairs = np.stack([np.full_like(self.steps, self.unknown), self.steps], 1) / 100
+        return pairs.astype(np.float32)[:, ::-1]
+
+    def reset(self, *, seed=None, options=None):
+        mask = (options or {}).get("reset_mask", True) if self.obeys else True
+        self.steps = np.where(mask, 0, self.steps)
+        return self._look(), {}
+
+    def step(self, actions):
+        self.steps = self.steps + 1
+        ends = self.steps == np.arange(3, 3 + self.num_envs)
+        return self._look(), np.ones(self.num_envs), ends, ends & False, {}
+
+
+@pytest.mark.parametrize(
+    ("obeys", "unknown"), [(True, 0.0), (True, math.nan), (False, 0.0)]
+)
+def test_a_class_that_is_reset_in_part(obeys, unknown, caplog):
+    env_kwargs = json.dumps({"obeys": obeys, "unknown": unknown})
+    envs = Environment(env_flags(f"{__name__}:Restarts", env_kwargs=env_kwargs), 2)
+    row = envs.initial()
+    for _ in range(9):
+        row = envs.step(np.zeros(2, np.int64))
+        torch.from_numpy(row["observation"])  # also of a flipped view
+        if obeys:
+            seen = (row["observation"][:, 0] * 100).round()
+            assert seen.tolist() == row["episode_step"].tolist() or row["done"].any()
+    assert ("must go on: one that it starts anew" in caplog.text) == (not obeys)
+
+
+class Reuses(gymnasium.Env):
+    """Counts its steps in the same array each time; 5 steps per game."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Box(0, 9, (1,))
+
+    def __init__(self, number=5.0):
+        self.array = np.zeros(1, np.float32)
+        self.number = number
+
+    def reset(self, *, seed=None, options=None):
+        self.array[:] = self.steps = 0
+        return self.array, {}
+
+    def step(self, action):
+        self.steps += 1
+        self.array[:] = self.steps * self.number / 5
+        return self.array, 1.0, False, self.steps == 5, {}
+
+
+def reusing(num_envs, kind="Async", mode="SAME_STEP", own=None, **arguments):
+    make_one = functools.partial(Reuses, **arguments)
+    vector = {"Async": AsyncVectorEnv, "Sync": SyncVectorEnv}[kind]
+    mode = AutoresetMode[mode]
+    return vector([make_one] * num_envs, autoreset_mode=mode, **(own or {}))
+
+
+def test_an_array_that_is_used_again_in_same_step_mode():
+    """The learner would bootstrap from the next game's first value."""
+    with pytest.raises(InvalidEnvironmentError, match=r"SameStep.*Mode.DISABLED"):
+        make("reusing")
+
+
+def test_an_extra_step_that_a_reset_leaves():
+    """Without shared memory, Gymnasium's worker would reset once more."""
+    arguments = {"mode": "NEXT_STEP", "own": {"shared_memory": False}}
+    with pytest.raises(InvalidEnvironmentError, match=r"NextStep.*Mode.DISABLED"):
+        make("reusing", env_kwargs=json.dumps(arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "last"),
+    [
+        ({"mode": "DISABLED"}, 5),
+        ({"mode": "DISABLED", "own": {"shared_memory": False}}, 5),
+        ({"mode": "NEXT_STEP"}, 5),
+        ({"kind": "Sync"}, 5),
+        ({"kind": "Sync", "number": 0}, 0),  # always the same observation
+    ],
+)
+def test_last_observations_that_are_right(arguments, last):
+    env = make("reusing", env_kwargs=json.dumps(arguments))
+    env.initial()
+    for t in range(1, 21):
+        row = env.step(np.zeros(E, int))
+        assert row["done"].tolist() == [t % 5 == 0] * E
+        if t % 5 == 0:
+            assert env.final_observation.tolist() == [[last]] * E
+            assert row["observation"].tolist() == [[0]] * E
+    env.close()
+
+
+class ChangesLate(OneSeed):
+    """After 30 steps it returns something else."""
+
+    def __init__(self, num_envs, fault):
+        super().__init__(num_envs)
+        self.fault, self.steps = fault, 0
+
+    def step(self, actions):
+        self.steps += 1
+        none = np.zeros(self.num_envs, bool)
+        result = [self.reset()[0], np.ones(self.num_envs), none, none, {}]
+        if self.steps > 30:
+            place, value = {
+                "shape": (0, np.zeros((self.num_envs, 3), np.float32)),
+                "dtype": (0, np.zeros((self.num_envs, 2), np.complex64)),
+                "None": (0, None),
+                "reward": (1, np.ones((self.num_envs, 1))),
+                "terminated": (2, np.zeros(self.num_envs - 1, bool)),
+            }[self.fault]
+            result[place] = value
+        return tuple(result)
+
+
+@pytest.mark.parametrize("fault", ["shape", "dtype", "None", "reward", "terminated"])
+def test_what_changes_late_is_named(fault):
+    env = make("ChangesLate", env_kwargs=f'{{"fault": "{fault}"}}')
+    env.initial()
+    for _ in range(30):
+        env.step(np.zeros(E, int))
+    with pytest.raises(InvalidEnvironmentError, match=r"ChangesLate: step\(\)"):
+        env.step(np.zeros(E, int))
+
+
+class Lists(OneSeed):
+    """Returns lists and wider floats than it declares."""
+
+    def step(self, actions):
+        none = [False] * self.num_envs
+        return [[0.25, 1.0]] * self.num_envs, [1] * self.num_envs, none, none, {}
+
+
+def test_lists_become_arrays_of_the_declared_dtype():
+    env = make("Lists")
+    env.initial()
+    row = env.step(np.zeros(E, int))
+    assert row["observation"].dtype == row["reward"].dtype == np.float32
+    assert row["observation"].tolist() == [[0.25, 1.0]] * E
+    assert row["reward"].tolist() == [1.0] * E
+
+
+def test_one_seed_for_all():
+    first, again, other = (
+        make("OneSeed", seed=seed).initial()["observation"] for seed in (3, 3, 4)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
+def test_environments_with_processes_of_their_own(tmp_path, module):
+    if module.endswith("polybeast"):
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    env = f"{__name__}:in_processes"
+    flags = {**runs.SMALL, "batch_size": 3, "env": env, "module": module}
+    process = runs.start(tmp_path, "a", **flags)
+    output = runs.finish(process, 300)
+    assert process.returncode == 0, output
+    assert int(runs.read_logs(tmp_path, "a")[-1]["games"]) > 5
+    wait_until(lambda: not processes_of_session(process.pid), "all ended", 60)
+
+
+def single(num_envs):
+    return GridWorld()
+
+
+def test_an_agent_of_a_vector_environment(tmp_path):
+    save(tmp_path, make_flags("--env", f"{__name__}:grids"))
+    agent = load_agent(tmp_path, trust_env=True)
+    observation = agent.observation_space.sample()
+    action, _ = agent.act(observation)
+    assert action in agent.action_space
+    with pytest.raises(UserError, match="makes several environments at once"):
+        agent.make_env()
+
+
+def make(name, **flags):
+    return Environment(env_flags(f"{__name__}:{name}", **flags), E, first_index=4)
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "DISABLED", "NEXT_STEP", "ASYNC"])
+def test_rows_are_those_of_single_environments(mode, monkeypatch):
+    """Each is stepped by hand, too: reset once with its seed, then without."""
+    for name, field in FIELDS.items():
+        monkeypatch.setitem(extra_fields.EXTRA_FIELDS, name, field)
+    envs = make("grids", seed=7, env_kwargs=f'{{"mode": "{mode}"}}')
+    assert not envs.exact_resume
+    rng = np.random.default_rng(1)
+    twins = [Measured(GridWorld()) for _ in range(E)]
+    row = envs.initial()
+    seen = []
+    for e, twin in enumerate(twins):
+        observation, info = twin.reset(seed=game_seed(7, 4 + e, 0))
+        seen.append((observation, info["now"]))
+    returns, steps = np.zeros(E), np.zeros(E, int)
+    counts = {"terminated": 0, "truncated": 0}
+    for _ in range(200):
+        for e, (observation, now) in enumerate(seen):
+            parts = map_nested(lambda x, e=e: x[e], row["observation"])
+            np.testing.assert_equal(parts, observation)
+            assert row["now"][e] == now
+            assert row["far"][e] == (now > 2)
+        actions = rng.integers(4, size=E)
+        row = envs.step(actions)
+        for e, twin in enumerate(twins):
+            observation, reward, terminated, truncated, info = twin.step(actions[e])
+            returns[e] += reward
+            steps[e] += 1
+            assert row["reward"][e] == np.float32(reward)
+            assert row["done"][e] == row["game_over"][e] == (terminated or truncated)
+            assert row["truncated"][e] == (truncated and not terminated)
+            assert row["game_return"][e] == pytest.approx(returns[e])
+            assert row["episode_step"][e] == steps[e]
+            assert row["distance"][e] == info["distance"]
+            now = info["now"]
+            if terminated or truncated:
+                returns[e] = steps[e] = 0
+                counts["terminated" if terminated else "truncated"] += 1
+                if row["truncated"][e]:
+                    final = envs.final_observation
+                    np.testing.assert_array_equal(final["map"][e], observation["map"])
+                    assert row["final_now"][e] == now
+                observation, info = twin.reset()
+                now = info["now"]
+            seen[e] = observation, now
+    assert min(counts.values()) > 3
+    envs.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "error", "words"),
+    [
+        ("too_few", {}, InvalidEnvironmentError, r"asked for 3 .* made 2"),
+        ("single", {}, InvalidEnvironmentError, r"returned .*GridWorld.*VectorEnv"),
+        (
+            "NextStep",
+            {},
+            InvalidEnvironmentError,
+            r"autoreset mode NextStep.*SAME_STEP or DISABLED",
+        ),
+        ("grids", {"wrapper": "a:b"}, FlagError, r"--wrapper,.*: leave them out"),
+        ("grids", {"mask_actions": True}, FlagError, "--mask_actions"),
+        ("grids", {"env_kwargs": '{"size": 3}'}, UserError, r"'size'.*--env_kwargs"),
+    ],
+)
+def test_what_can_not_be_used_is_refused(name, flags, error, words):
+    with pytest.raises(error, match=words):
+        make(name, **flags)
+
+
+class Wrong(OneSeed):
+    """Truncates each game after two steps. `fault` says what it does wrong."""
+
+    single_observation_space = gymnasium.spaces.Box(0, 255, (2,), np.uint8)
+
+    def __init__(self, num_envs, fault=None):
+        super().__init__(num_envs)
+        self.fault, self.steps = fault, 0
+
+    def observe(self):
+        shape = (self.num_envs - (self.fault == "too few"), 2)
+        dtype = np.float32 if self.fault == "floats" else np.uint8
+        observation = np.full(shape, 5, dtype)
+        return observation.tolist() if self.fault == "a list" else observation
+
+    def reset(self, *, seed=None, options=None):
+        return self.observe(), {}
+
+    def step(self, actions):
+        self.steps += 1
+        ended = np.full(self.num_envs, self.steps % 2 == 0)
+        reward = np.ones((self.num_envs, 1) if self.fault == "rewards" else E)
+        if self.fault == "NaN" and self.steps == 1:
+            reward[1] = np.nan
+        info = {"final_info": [{}] * E} if self.fault == "final list" else {}
+        info |= {} if self.fault == "no final_obs" else {"final_obs": self.observe()}
+        if self.fault == "final tensor":
+            info["final_obs"] = torch.from_numpy(info["final_obs"])
+        elif self.fault == "final shape":
+            info["final_obs"] = info["final_obs"][:, :1]
+        return self.observe(), reward, ~ended & ended, ended, info
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("floats", r"float32 \[3, 2\] as observation, but Box.*uint8.*each of 3 env"),
+        ("a list", r"reset\(\) returned a list of 3 values as observation"),
+        ("too few", r"reset\(\) returned uint8 \[2, 2\] as observation.*each of 3 env"),
+        ("rewards", r"step\(\) returned float64 \[3, 1\] as reward.* for each of 3"),
+        ("no final_obs", r"step\(\) truncated an episode.*\['final_obs'\] None as obs"),
+        ("final list", r"returned a list of 3 values as info\['final_info'\]"),
+        ("final shape", r"info\['final_obs'\] uint8 \[3, 1\] as observation"),
+    ],
+)
+def test_what_breaks_a_rule_ends_it(fault, words):
+    env = make("Wrong", env_kwargs=f'{{"fault": "{fault}"}}')
+
+    def play():
+        env.initial()
+        for _ in range(2):
+            env.step(np.zeros(E, int))
+
+    with pytest.raises(InvalidEnvironmentError, match=words):
+        play()
+
+
+def test_last_observations_become_arrays_as_others_do():
+    env = make("Wrong", env_kwargs='{"fault": "final tensor"}')
+    env.initial()
+    for _ in range(2):
+        env.step(np.zeros(E, int))
+    assert env.final_observation.dtype == np.uint8
+    assert env.final_observation.tolist() == [[5, 5]] * E
+
+
+class Terminates(Wrong):
+    def step(self, actions):
+        *result, terminated, truncated, _ = super().step(actions)
+        return *result, truncated, terminated, {}
+
+
+def test_final_observations_are_for_truncated_games_only():
+    env = make("Terminates")
+    env.initial()
+    rows = [env.step(np.zeros(E, int)) for _ in range(4)]
+    assert [row["done"].all() for row in rows] == [False, True, False, True]
+
+
+class Counting(OneSeed):
+    """Environment e truncates each game after 3 + e steps; it says so in `dtype`."""
+
+    def __init__(self, num_envs, dtype):
+        super().__init__(num_envs)
+        self.dtype, self.steps = dtype, 0
+
+    def step(self, actions):
+        self.steps += 1
+        ended = np.array([self.steps % (3 + e) == 0 for e in range(self.num_envs)])
+        observation = np.full((self.num_envs, 2), 0.5, np.float32)
+        ends = (ended & ~ended).astype(self.dtype), ended.astype(self.dtype)
+        return observation, np.ones(E), *ends, {"final_obs": observation}
+
+
+def test_ends_may_be_integers():
+    def play(dtype):
+        env = make("Counting", env_kwargs=f'{{"dtype": "{dtype}"}}')
+        env.initial()
+        return [env.step(np.zeros(E, int)) for _ in range(13)]
+
+    expected = play("bool")
+    assert [row["episode_step"][1] for row in expected[:5]] == [1, 2, 3, 4, 1]
+    for dtype in ("uint8", "int64"):
+        for row, other in zip(play(dtype), expected, strict=True):
+            assert row["done"].dtype == row["truncated"].dtype == np.bool_
+            for name in ("done", "truncated", "episode_step", "game_return"):
+                np.testing.assert_array_equal(row[name], other[name])
+
+
+class FarOutside(OneSeed):
+    """One value of environment 1 is far outside its bounds."""
+
+    def reset(self, *, seed=None, options=None):
+        observation, info = super().reset(seed=seed)
+        observation[1, 0] = 100
+        return observation, info
+
+    def step(self, actions):
+        none = np.zeros(E, bool)
+        return self.reset()[0], np.zeros(E), none, none, {}
+
+
+def test_suspect_values_are_counted():
+    env = make("FarOutside")
+    warnings = []
+    env.on_warning = lambda key, message: warnings.append(message)
+    total = env.initial()["env_warnings"].copy()
+    for _ in range(8):
+        total += env.step(np.zeros(E, int))["env_warnings"]
+    assert total.tolist() == [0, 3, 0]  # each environment is checked in turn
+    assert len(warnings) == 1
+    assert (
+        "holds 100.0 at [0], far outside its bounds; the bounds are 0.0 to 1.0"
+        in warnings[0]
+    )
+
+
+def test_rendering_is_refused():
+    flags = env_flags(f"{__name__}:grids")
+    with pytest.raises(InvalidEnvironmentError, match="several environments at once"):
+        Environment(flags, 1, render_mode="rgb_array")
+
+
+@pytest.mark.parametrize(
+    "variant", [{}, {"module": "torchbeast.polybeast", "num_servers": 2}], ids=str
+)
+def test_both_variants_train_and_test_on_it(tmp_path, variant):
+    if variant:
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+        variant = {**variant, "pipes_basename": f"unix:{tmp_path}/pipe"}
+    flags = {**runs.SMALL, "env": "test_vector_envs:grids", **variant}
+    runs.run(tmp_path, "run", **{**flags, "batch_size": 3})
+    rows = runs.read_logs(tmp_path, "run")
+    assert int(rows[-1]["step"]) >= 600
+    assert int(rows[-1]["games"]) > 5
+    output = runs.run(tmp_path, "run", mode="test", num_test_episodes=5)
+    assert "5 games: mean return" in output
+
+
+def test_a_sync_run_that_saves_is_refused(tmp_path):
+    flags = {**runs.SMALL, "env": "test_vector_envs:grids", "sync": True}
+    process = runs.start(tmp_path, "run", **flags)
+    assert "native vector environments can't" in runs.finish(process)
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize("task", ["CartPole-v1", "Acrobot-v1"])
+def test_envpool(task):
+    """Against EnvPool stepped by hand, whose own autoreset takes a step."""
+    envpool = pytest.importorskip("envpool")
+    flags = env_flags(f"envpool:{task}", seed=3)
+    envs = Environment(flags, E)
+    row = envs.initial()
+    seed = game_seed(3, 0, 0)
+    make_one = functools.partial(envpool.make, task, env_type="gymnasium", num_envs=E)
+    twin = make_one(seed=seed, num_threads=1)
+    observation, _ = twin.reset()
+    rng = np.random.default_rng(1)
+    ends = 0
+    for _ in range(600):
+        np.testing.assert_array_equal(row["observation"], observation)
+        actions = rng.integers(2, size=E)
+        row = envs.step(actions)
+        observation, reward, terminated, truncated, _ = twin.step(actions)
+        done = terminated | truncated
+        np.testing.assert_array_equal(row["reward"], reward)
+        np.testing.assert_array_equal(row["done"], done)
+        if done.any():
+            ends += done.sum()
+            if (truncated & ~terminated).any():
+                np.testing.assert_array_equal(envs.final_observation, observation)
+            observation = observation.copy()
+            observation[done] = twin.reset(np.flatnonzero(done))[0]
+    assert ends > 2
+
+
+def test_an_unknown_task_of_envpool():
+    pytest.importorskip("envpool")
+    with pytest.raises(UserError, match="EnvPool has no Nope-v1"):
+        Environment(env_flags("envpool:Nope-v1"), E)

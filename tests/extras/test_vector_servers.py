@@ -1,0 +1,144 @@
+"""libtorchbeast.Server with vectorised environments."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from small_envs import env_flags
+from test_env_server import Env, T, Vector, play, serving
+
+from libtorchbeast import probe
+from torchbeast.base.errors import FlagError
+from torchbeast.envs.environment import Environment
+from torchbeast.polybeast import learner as polybeast_learner
+from torchbeast.polybeast.remote_envs import make_env_spec
+from torchbeast.runs import flagset
+
+# --- Vectorised environments ----------------------------------------------------------
+
+
+def threes(_):
+    return torch.full((1, 2), 3)
+
+
+def test_vector_hello(address):
+    extra = {"z": np.zeros((2, 5), np.int16), "b": np.zeros(2), "truncated": [0, 0]}
+    with serving(lambda: Vector(extra=extra), address):
+        hello = probe(address)
+        env_outputs, _ = play(address, threes, batch=2)
+    assert hello["num_envs"] == 2
+    fields = {
+        "b": {"dtype": "float64", "shape": ()},
+        "truncated": {"dtype": "bool", "shape": ()},
+        "z": {"dtype": "int16", "shape": (5,)},
+    }
+    assert list(hello["extra_fields"].items()) == list(fields.items())
+    assert env_outputs[5]["z"].shape == (T + 1, 2, 5)
+
+
+@pytest.mark.parametrize("name", ["replayed", "step_counts"])
+def test_names_of_the_learners_own_fields(address, name):
+    """The loss would take them for its mask."""
+    words = ["--batch_size", "2", "--num_actors", "1"]
+    flags = flagset.parse(polybeast_learner.make_parser(), words)
+    with serving(lambda: Vector(extra={name: np.zeros(2, np.int64)}), address):
+        found = probe(address)
+    with pytest.raises(FlagError, match=name):
+        make_env_spec(flags, found, address)
+    del found["extra_fields"][name]
+    assert make_env_spec(flags, found, address).num_envs == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"reward": None}, 'no "reward"'),
+        ({"reward": np.zeros(3)}, r'"reward".*\[3\], not float32 \[2\]'),
+        ({"episode_step": np.zeros(2)}, '"episode_step".*float64.*int64'),
+        ({"more": np.zeros(2)}, "6 fields.*5"),
+        ({"observation": np.zeros((2, 4))}, r'"observation".*\[2, 4\]'),
+    ],
+)
+def test_vector_rows_that_do_not_fit(change, match, address):
+    make = functools.partial(Vector, change)
+    with serving(make, address), pytest.raises(RuntimeError, match=match):
+        play(address, threes, batch=2)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "match"),
+    [
+        ({"num_envs": 0}, "num_envs.*0"),
+        ({"num_envs": 3}, r"\[2, 3\], not float32 \[3, 3\]"),
+        ({"initial": lambda self: 3}, "dict, not.*int"),
+        ({"observation_space": None}, "None is none of Box"),
+    ],
+)
+def test_vector_environments_that_cannot_be_served(attributes, match, address):
+    env_class = type("Bad", (Vector,), attributes)
+    with serving(env_class, address), pytest.raises(RuntimeError, match=match):
+        probe(address)
+
+
+@pytest.mark.parametrize(
+    ("extra", "match"),
+    [
+        ({"x": np.zeros(3)}, '"x".*num_envs, 2'),
+        ({"x": 3}, '"x".*num_envs, 2'),
+        ({"x": np.array(["a", "b"])}, '"x".*<U1'),
+        ({3: np.zeros(2)}, "keys.*3"),
+    ],
+)
+def test_extra_fields_that_cannot_be_served(extra, match, address):
+    make = functools.partial(Vector, extra=extra)
+    with serving(make, address), pytest.raises(RuntimeError, match=match):
+        probe(address)
+
+
+def test_truncated_needs_the_final_observation(address):
+    make = functools.partial(
+        Vector, {"truncated": [False, True]}, {"truncated": np.zeros(2, bool)}
+    )
+    with (
+        serving(make, address),
+        pytest.raises(RuntimeError, match="final_observation is None"),
+    ):
+        play(address, threes, batch=2)
+
+
+def test_gymnasium_vector_environments_are_refused_with_a_hint(address):
+    class VectorEnv(Env):
+        pass
+
+    with (
+        serving(VectorEnv, address),
+        pytest.raises(RuntimeError, match=r"torchbeast\.envs\.environment"),
+    ):
+        probe(address)
+
+
+def test_the_environment_module_of_torchbeast(address):
+    """Atari's Environment is such an object; GridWorld stands in for it here."""
+    flags = env_flags("environments:GridWorld", seed=1)
+    make = functools.partial(Environment, flags, 3)
+    with serving(make, address):
+        hello = probe(address)
+        env_outputs, action = play(
+            address, lambda _: torch.tensor([[1, 2, 3]]), batch=3
+        )
+    assert hello["num_envs"] == 3
+    assert hello["observation_space"]["spaces"]["map"]["shape"] == (8, 9, 2)
+    assert {"truncated", "game_return", "last_action"} <= set(hello["extra_fields"])
+    twin = make()
+    row = twin.initial()
+    for t in range(T + 1):
+        for key in ("map",):
+            np.testing.assert_array_equal(
+                env_outputs[0][key][t], row["observation"][key]
+            )
+        np.testing.assert_array_equal(env_outputs[1][t], row["reward"])
+        np.testing.assert_array_equal(
+            env_outputs[5]["last_action"][t], row["last_action"]
+        )
+        row = twin.step(action[t].numpy())

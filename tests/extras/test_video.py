@@ -1,0 +1,93 @@
+"""--video: what Video writes, read back with OpenCV."""
+
+import contextlib
+import logging
+import sys
+
+import numpy as np
+import pytest
+from test_evaluate import make_flags, make_weights
+
+from torchbeast.base.errors import FlagError
+from torchbeast.extras.video import Video
+from torchbeast.play.evaluate import play
+
+cv2 = pytest.importorskip("cv2")
+
+
+def read(path):
+    video = cv2.VideoCapture(str(path))
+    frames = []
+    while (result := video.read())[0]:
+        frames.append(cv2.cvtColor(result[1], cv2.COLOR_BGR2RGB))
+    return frames
+
+
+def plain(height, width, color):
+    return np.full((height, width, 3), color, np.uint8)
+
+
+@pytest.fixture(params=["H.264", "MPEG-4"])
+def codec(request, monkeypatch):
+    """With imageio-ffmpeg and without."""
+    if request.param == "H.264":
+        pytest.importorskip("imageio_ffmpeg")
+    else:
+        monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    return request.param
+
+
+def test_browsers_play_it(tmp_path, codec, caplog):
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "a.mp4"
+    with contextlib.closing(Video(str(path))) as video:
+        for _ in range(20):
+            video.add(plain(101, 103, (250, 20, 130)))  # H.264 needs even numbers
+    browsers_play = b"avc1" in path.read_bytes()
+    assert browsers_play == (codec == "H.264")
+    assert ("pip install imageio-ffmpeg" in caplog.text) != browsers_play
+    assert len(caplog.records) == (not browsers_play)
+    frames = read(path)
+    assert len(frames) == 20
+    assert frames[9].shape == (102, 104, 3)
+    np.testing.assert_allclose(frames[9], plain(102, 104, (250, 20, 130)), atol=12)
+
+
+def test_it_is_complete_with_the_last_game(tmp_path, codec):
+    """Environments that close slowly are killed."""
+    flags = make_flags("--env=CartPole-v1", "--disable_cuda", "--seed=5")
+    path, lengths = tmp_path / "a.mp4", 0
+    with contextlib.closing(Video(str(path))) as video:
+        games = play(flags, make_weights(flags), range(2), video)
+        lengths = next(games).length + next(games).length
+        assert len(read(path)) == lengths
+        games.close()
+
+
+def test_frames_that_change_their_size(tmp_path, codec, caplog):
+    """None is lost: they are scaled, and that is said once."""
+    caplog.set_level(logging.WARNING)
+    path = tmp_path / "a.mp4"
+    sizes = [(120, 160)] * 3 + [(240, 130)] * 4 + [(20, 20)] * 2 + [(120, 160)]
+    with contextlib.closing(Video(str(path))) as video:
+        for i, (height, width) in enumerate(sizes):
+            frame = plain(height, width, 20 * i)
+            frame[: height // 2] += 40  # the upper half is brighter
+            video.add(frame)
+    assert [r.getMessage() for r in caplog.records if "size" in r.getMessage()] == [
+        "The environment's frames change their size, from 120 x 160 to 240 x 130: the "
+        "video has them scaled to the first size."
+    ]
+    frames = read(path)
+    assert [frame.shape for frame in frames] == [(120, 160, 3)] * len(sizes)
+    for i, frame in enumerate(frames):
+        np.testing.assert_allclose(frame[:50], 20 * i + 40, atol=12)
+        np.testing.assert_allclose(frame[70:], 20 * i, atol=12)
+
+
+def test_a_file_that_can_not_be_written(tmp_path, codec):
+    with (
+        pytest.raises(FlagError, match=r"can't write .*gone/a\.mp4.*No such file"),
+        contextlib.closing(Video(str(tmp_path / "gone" / "a.mp4"))) as video,
+    ):
+        video.add(plain(100, 100, 0))

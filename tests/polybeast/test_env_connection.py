@@ -1,0 +1,499 @@
+"""What learner and environments say of themselves: numbers, seeds, settings, reasons.
+
+Real pools, servers, clients and processes; the learners here are pools of the tests.
+"""
+
+import argparse
+import collections
+import contextlib
+import functools
+import re
+import signal
+import socket
+import threading
+import time
+from typing import ClassVar
+
+import pytest
+import servers
+import watched_servers
+from certificates import Certificates
+from servers import Coded, Run, serving
+from test_actor_pool import act, initial_state
+from watched_runs import starter, wait_until
+
+from libtorchbeast import Client, Listener, RefusedError, Security, probe
+from torchbeast.base.flag import Flag
+from torchbeast.flags import Atari, Environment
+from torchbeast.polybeast import env as polybeast_env
+from torchbeast.polybeast import env_connection, security
+from torchbeast.polybeast import learner as polybeast_learner
+from torchbeast.polybeast.remote_envs import expected_environment
+from torchbeast.runs import flagset
+
+SECONDS = 60  # for what takes a moment on an idle machine
+
+
+# --- Numbers and seeds ----------------------------------------------------------------
+
+
+class Told:
+    """Environments that note what begin_stream() was called with, before any reset."""
+
+    def __init__(self):
+        self.calls = []
+        self.stepped = set()  # those whose environment has taken a step
+
+    def __call__(self):
+        calls, stepped = self.calls, self.stepped
+
+        class Environment(Coded):
+            told = None
+
+            def begin_stream(self, seed, stream):
+                assert self.told is None
+                assert self.episode == -1, "it was reset before"
+                self.told = (seed, stream)
+
+            def reset(self):
+                if self.episode == -1:
+                    calls.append(self.told)
+                return super().reset()
+
+            def step(self, action):
+                stepped.add(self.told)
+                return super().step(action)
+
+        return Environment()
+
+
+class Seeded(Coded):
+    """Gymnasium's reset, which takes a seed."""
+
+    seeds: ClassVar[list] = []
+
+    def reset(self, *, seed=None):
+        if self.episode == -1:
+            self.seeds.append(seed)
+        return super().reset()
+
+
+class OldGymSeeded(Coded):
+    seeds: ClassVar[list] = []
+
+    def seed(self, seed):
+        assert self.episode == -1
+        self.seeds.append(seed)
+
+
+def playing(addresses, **arguments):
+    return Run(addresses, act, initial_state(), **arguments)
+
+
+def test_streams_are_numbered_and_a_new_one_is_never_an_old_one(tmp_path):
+    address, other = f"unix:{tmp_path}/a", f"unix:{tmp_path}/b"
+    told, others = Told(), Told()
+    with serving(others, other), playing([address, other, address], seed=5) as run:
+        # If nobody took the rollouts, the streams would wait at the queue.
+        learner = threading.Thread(target=lambda: collections.deque(run.queue, 0))
+        learner.start()
+        with serving(told, address):
+            wait_until(lambda: len(told.stepped | others.stepped) == 3, "all play")
+        with serving(told, address):  # both streams of the first come back
+            wait_until(lambda: len(told.calls) == 4, "they have begun again")
+    learner.join()
+    assert others.calls == [(5, 1)]
+    assert sorted(told.calls[:2]) == [(5, 0), (5, 2)]
+    assert sorted(told.calls[2:]) == [(5, 3), (5, 4)]
+
+
+def test_numbers_of_pools_that_share_a_run(tmp_path):
+    """As --sync has them: pool i of n has the numbers i, i + n, ..."""
+    told = Told()
+    with serving(told, f"unix:{tmp_path}/a") as server:
+        for first in (0, 1):
+            with playing(
+                [server.address], seed=2**64 - 1, first_stream=first, stream_stride=2
+            ) as run:
+                next(run.queue)
+    assert told.calls == [(2**64 - 1, 0), (2**64 - 1, 1)]
+
+
+def test_who_only_asks_gets_no_number(tmp_path):
+    told = Told()
+    with serving(told, f"unix:{tmp_path}/a") as server:
+        probe(server.address)
+        with playing([server.address]) as run:  # a learner without a seed
+            next(run.queue)
+    assert told.calls == [None, None]
+
+
+def test_environments_without_begin_stream_get_a_seed(tmp_path):
+    for env_class in (Seeded, OldGymSeeded):
+        env_class.seeds = []
+        for seed, stream in ((5, 0), (5, 0), (6, 0), (5, 1)):
+            with (
+                serving(env_class, f"unix:{tmp_path}/a") as server,
+                playing([server.address], seed=seed, first_stream=stream) as run,
+            ):
+                next(run.queue)
+        first, again, *different = env_class.seeds
+        assert first == again
+        assert len({first, *different}) == 3
+        assert all(0 <= seed < 2**31 for seed in env_class.seeds)
+        assert all(type(seed) is int for seed in env_class.seeds)
+
+
+def test_joined_ones_are_numbered_as_they_come_and_keep_their_games(tmp_path):
+    address = f"unix:{tmp_path}/learner"
+    told = Told()
+    with contextlib.ExitStack() as clients:
+        for _ in range(2):
+            client = Client(told, address, maximum_downtime_s=None)
+            thread = threading.Thread(target=client.run)
+            clients.callback(thread.join)
+            clients.callback(client.stop)
+            thread.start()
+        time.sleep(0.3)
+        assert not told.calls, "reset before a learner was there"
+        for seed in (7, 8):  # of two learners, one after the other
+            listener = Listener(address, seed=seed)
+            listener.start()
+            with playing([], listener=listener) as run:
+                wait_until(lambda: run.pool.stats()["num_connected"] == 2, "both play")
+                next(run.queue)
+            listener.close()
+    assert sorted(told.calls) == [(7, 0), (7, 1)]
+
+
+def test_a_first_reset_that_takes_longer_than_a_hello_may(tmp_path):
+    class Slow(Coded):
+        def reset(self):
+            time.sleep(0.5)
+            raise ZeroDivisionError("slow and bad")
+
+    listener = Listener(f"unix:{tmp_path}/learner", hello_timeout_s=20)
+    listener.start()
+    client = Client(Slow, listener.address)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: slow and bad"):
+        client.run()
+    assert "slow and bad" in listener.stats()["last_refusal"]
+    listener.close()
+
+
+# --- Settings -------------------------------------------------------------------------
+
+
+def env_flags(*argv, **changes):
+    parser = polybeast_env.make_parser()
+    flags = flagset.parse(parser, argv)
+    return flags.replace(**changes)
+
+
+def expected(*argv):
+    parser = polybeast_learner.make_parser()
+    return expected_environment(flagset.parse(parser, argv))
+
+
+def test_settings_are_all_flags_that_shape_the_environments():
+    settings = env_connection.environment_settings(
+        env_flags(
+            *("--preset=sticky-atari", "--env_kwargs={}", "--wrapper=a:b"),
+            "--mask_actions",
+        )
+    )
+    assert settings.keys() == (Environment.declared() | Atari.declared()).keys()
+    assert settings["sticky_actions"] == "0.25"
+    assert settings["life_loss"] == "False"
+    # A preset and the command line may write a number in two ways.
+    for flags in (env_flags(sticky_actions=0), env_flags("--sticky_actions=0")):
+        settings = env_connection.environment_settings(flags)
+        assert settings["sticky_actions"] == "0.0"
+    # Flags without a value are left out.
+    assert not settings.keys() & {"env_kwargs", "wrapper", "mask_actions"}
+    # False is no value, if it means the same.
+    flags = env_flags("--no-mask_actions")
+    assert "mask_actions" not in env_connection.environment_settings(flags)
+    # The order and the spaces of JSON have no meaning.
+    for text in ('{"b": 1, "a": [2]}', '{"a":[2],"b":1}'):
+        settings = env_connection.environment_settings(env_flags("--env_kwargs", text))
+        assert settings["env_kwargs"] == '{"a": [2], "b": 1}'
+    # Atari's flags have no effect elsewhere.
+    flags = env_flags("--env=CartPole-v1", "--sticky_actions=0.5")
+    assert env_connection.environment_settings(flags) == {"env": "CartPole-v1"}
+
+
+def test_a_flag_of_a_fork_is_a_setting(monkeypatch):
+    difficulty = Flag(3, "of the games", converter=int, name="difficulty")
+    monkeypatch.setattr(Environment, "difficulty", difficulty, raising=False)
+    flags = env_flags("--env=CartPole-v1", "--difficulty=4")
+    settings = env_connection.environment_settings(flags)
+    assert settings == {"env": "CartPole-v1", "difficulty": "4"}
+
+
+CASES = {
+    "E": ({"num_envs": 3}, {}, "--envs_per_actor 1 (this learner: 3)"),
+    "name": ({"name": "Pong"}, {}, "--env Code (this learner: Pong)"),
+    "value": (
+        {"settings": {"a": "1", "b": "2"}},
+        {"a": "0", "b": "1"},
+        "--a 0 (this learner: 1), --b 1 (this learner: 2); give both sides the same",
+    ),
+    "missing": ({"settings": {"a": "1"}}, {"b": "1"}, "no --a (this learner: 1), --b"),
+    # Not ten flags that only one of the two environments has.
+    "env": (
+        {"name": "Pong", "settings": {"env": "Pong", "a": "1"}},
+        {"env": "Code"},
+        "has --env Code (this learner: Pong); give both sides the same flags",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_has_other_settings_is_refused_by_name(case, tmp_path):
+    must_be, settings, words = CASES[case]
+    described = {"name": "Code", "settings": settings}
+    match = re.escape(words)
+    with serving(Coded, f"unix:{tmp_path}/server", **described) as server:
+        with pytest.raises(RefusedError, match=f"{server.address}.*{match}"):
+            probe(server.address, expected=must_be)
+        with playing([server.address], expected=must_be) as run:
+            wait_until(
+                lambda: words in run.pool.stats()["last_error"], "the pool refuses it"
+            )
+    listener = Listener(f"unix:{tmp_path}/learner", expected=must_be)
+    listener.start()
+    with pytest.raises(RefusedError, match=match):
+        Client(Coded, listener.address, **described).run()
+    assert words in listener.stats()["last_refusal"]
+    listener.close()
+
+
+def test_who_says_no_settings_or_the_same_is_taken(tmp_path):
+    must_be = {"name": "Code", "num_envs": 1, "settings": {"a": "1", "b": "x"}}
+    for described in (
+        {},
+        {"name": "Code"},
+        {"name": "Code", "settings": {"b": "x", "a": "1"}},
+    ):
+        with serving(Coded, f"unix:{tmp_path}/server", **described) as server:
+            found = probe(server.address, expected=must_be)
+            assert found["settings"] == described.get("settings", {})
+            with playing(
+                [server.address], expected=must_be, hello=found["hello"]
+            ) as run:
+                next(run.queue)
+
+
+def test_settings_that_break_the_rules(tmp_path):
+    for settings in ({"": "1"}, {"a": "x" * 2000}, {str(i): "" for i in range(1025)}):
+        with (
+            serving(Coded, f"unix:{tmp_path}/s", settings=settings) as server,
+            pytest.raises(RuntimeError, match="setting"),
+        ):
+            probe(server.address)
+    with pytest.raises(ValueError, match="has spaces"):
+        probe(f"unix:{tmp_path}/s", expected={"spaces": 1})
+    for given, match in (
+        ({"num_envs": "4"}, r"expected\['num_envs'\] must be an int, not str"),
+        ({"settings": {"frame_skip": 4}}, r"\['settings'\] must be a dict of str"),
+        ({1: 2}, "a key of expected must be a str, not int"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            probe(f"unix:{tmp_path}/s", expected=given)
+
+
+# --- Why a connection can't work ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory):
+    made = Certificates(tmp_path_factory.mktemp("tls"))
+    # As docs/cluster.md makes it: no address in it.
+    made.make("learner", "DNS:torchbeast")
+    made.make("expired-learner", "DNS:torchbeast", expired=True)
+    for name in ("client", "expired-client"):
+        made.make(name, "DNS:client", expired=name.startswith("expired"))
+    made.make("foreign-client", "DNS:client", "foreign")
+    return made
+
+
+def flags_of(**changes):
+    names = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name")
+    flags = dict.fromkeys(names)
+    return argparse.Namespace(**{**flags, **changes})
+
+
+def test_why_tls_cannot_work(tls):
+    named = {"tls_server_name": "torchbeast"}
+    trusting = {**tls.ca(), **named}
+    us = {**trusting, **tls.identity("client")}
+    one_sided = tls.identity("learner")
+    both_sided = {**one_sided, **tls.ca()}
+    cases = [
+        (one_sided, trusting, None),
+        (both_sided, us, None),
+        (one_sided, {"tls_ca": one_sided["tls_cert"], **named}, None),  # pinned
+        ({}, {}, None),
+        (one_sided, {"tls": True, **named}, "This side trusts --tls_ca"),
+        (one_sided, named, "This side trusts --tls_ca"),
+        (one_sided, {**trusting, "tls_server_name": None}, "--tls_server_name"),
+        (one_sided, {**tls.ca("foreign"), **named}, "This side trusts --tls_ca"),
+        (tls.identity("expired-learner"), trusting, "certificate has expired"),
+        (one_sided, {}, "do not agree on TLS: it speaks TLS"),
+        ({}, trusting, "do not agree on TLS: it speaks plain TCP"),
+        (both_sided, trusting, "it ends the connection"),
+        (both_sided, {}, "it speaks TLS"),
+        (
+            both_sided,
+            {**us, **tls.identity("foreign-client")},
+            "foreign-client.pem)",
+        ),
+        (
+            both_sided,
+            {**us, **tls.identity("expired-client")},
+            "expired-client.pem)",
+        ),
+    ]
+    for listens, dials, words in cases:
+        listener = Listener("127.0.0.1:0", security=Security(**listens))
+        listener.start()
+        fault = security.tls_fault(listener.address, flags_of(**dials))
+        if words is None:
+            assert fault is None, fault
+        else:
+            assert fault, words
+            assert words in fault
+        assert "\n" not in (fault or "")
+        listener.close()
+    # Nobody is there; that may pass.
+    assert security.tls_fault(listener.address, flags_of(**us)) is None
+    for nobody in ("unix:/tmp/nobody", "a..b:1", f"{'a' * 99}:1"):
+        assert security.tls_fault(nobody, flags_of(**us)) is None
+
+
+# --- polybeast_env --join -------------------------------------------------------------
+
+
+class Environments(watched_servers.Servers):
+    """`python -m torchbeast.polybeast_env --join` in a session of its own."""
+
+    def __init__(self, folder, address, **arguments):
+        super().__init__(folder, **{"env": "CartPole-v1", "join": address, **arguments})
+
+    def wait_for(self, words):
+        wait_until(lambda: words in self.console, words, SECONDS)
+
+    def assert_refused(self, *words):
+        """It ends with one line that has all these words."""
+        self.wait_for_end(1)
+        assert "Traceback" not in self.console
+        errors = [line for line in self.console.splitlines() if "[ERROR " in line]
+        assert len(errors) == 1, self.console
+        for word in words:
+            assert word in errors[0]
+        assert "starting it again" not in self.console
+
+    def assert_ends_when_asked(self):
+        self.process.send_signal(signal.SIGTERM)
+        self.wait_for_end(128 + signal.SIGTERM)
+
+
+@pytest.fixture
+def join(tmp_path):
+    """Starts environments that dial; what is left of them is killed after the test."""
+    yield from starter(functools.partial(Environments, tmp_path))
+
+
+def test_joiners_that_are_refused_say_why_and_end(join, tls, tmp_path):
+    """And the right ones join, two machines with one command play different games."""
+    for name in ("token", "wrong"):
+        (tmp_path / name).write_text(f"{name}-between-us\n")
+    flags = {"token_file": tmp_path / "token", **tls.ca()}
+    flags["tls_server_name"] = "torchbeast"
+    listener = Listener(
+        "127.0.0.1:0",
+        seed=3,
+        expected=expected("--env=CartPole-v1", "--envs_per_actor=3"),
+        security=Security(token="token-between-us", **tls.identity("learner")),
+    )
+    listener.start()
+    address = listener.address
+    good = [join(address, **flags) for _ in range(2)]
+    cases = [
+        (
+            {"env": "PongNoFrameskip-v4", "preset": "sticky-atari"},
+            ["--env PongNoFrameskip-v4 (this learner: CartPole-v1)"],
+        ),
+        (
+            {"token_file": tmp_path / "wrong"},
+            ["token is missing or wrong"],
+        ),
+        (tls.ca("foreign"), ["This side trusts --tls_ca", "foreign.pem"]),
+        ({"envs_per_actor": 2}, ["--envs_per_actor 2 (this learner: 3)"]),
+    ]
+    bad = [join(address, **{**flags, **change}) for change, _ in cases]
+    for environments, (_, words) in zip(bad, cases, strict=True):
+        environments.assert_refused(address, "server 0 can't join", *words)
+    with servers.Run([], act_zero, (), listener=listener, batch=3) as run:
+        wait_until(lambda: run.pool.stats()["num_connected"] == 2, "both play", SECONDS)
+        starts = []
+        while len(starts) < 6:
+            ((observation, _, _, episode_step, *_), _), _ = next(run.queue)
+            if not episode_step[0].any():  # the first rollout of a stream
+                starts += map(tuple, observation[0].tolist())
+        assert len(set(starts)) == 6, starts
+    listener.close()
+    assert all("[ERROR" not in environments.console for environments in good)
+    for environments in good:
+        environments.wait_for(f"Waiting for a learner at {address}: ")
+        environments.wait_for("Connection refused")
+        environments.assert_ends_when_asked()
+
+
+def act_zero(inputs):
+    import torch
+
+    (_, _, done, *_), _ = inputs
+    return (torch.zeros(done.shape, dtype=torch.int64),), ()
+
+
+def test_joiners_wait_and_say_what_for(join, tmp_path):
+    """The learner comes late; then the environment raises, which its console shows."""
+    address, fault = f"unix:{tmp_path}/learner", tmp_path / "fault"
+    environments = join(
+        address, env="faulty:Environment", env_vars={"FAULT_FILE": str(fault)}
+    )
+    environments.wait_for(f"Waiting for a learner at {address}: ")
+    environments.wait_for("No such file or directory")
+    listener = Listener(address)
+    listener.start()
+    with servers.Run([], act_zero, (), listener=listener, batch=3) as run:
+        next(run.queue)
+        environments.wait_for(f"Joined the learner at {address}.")
+        fault.write_text("raise_error")
+        for _ in run.queue:
+            if "ValueError" in environments.console:
+                break
+        environments.wait_for("ValueError: the ball left the table")
+        environments.wait_for("starting it again")
+    assert "has failed: Traceback" in environments.console
+    assert "ServerError" not in environments.console
+    assert "in raise_error" in environments.console, "the environment's traceback"
+    listener.close()
+    environments.assert_ends_when_asked()
+
+
+def test_a_machine_that_does_not_answer_is_asked_last():
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
+        silent, closed, real = sockets
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        silent.listen(0)  # while one waits, no other gets an answer
+        stack.enter_context(socket.create_connection(silent.getsockname()))
+        real.listen(5)
+        places = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+        order = env_connection.reachable_first([*places, "unix:/tmp/nobody", "a..b:1"])
+        closed.close()
+    assert order == [places[2], "unix:/tmp/nobody", *places[:2], "a..b:1"]

@@ -1,0 +1,217 @@
+"""--mode test on servers: the learner's side has no environment."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+import runs
+import torch
+from watched_servers import E
+
+from torchbeast.polybeast.evaluate import Scorer
+
+LEARNER, POLYBEAST = "torchbeast.polybeast_learner", "torchbeast.polybeast"
+
+
+def start_test(tmp_path, module=LEARNER, **flags):
+    """Runs --mode test without the folder of the tests' environments."""
+    words = runs.command(tmp_path, "a", module, mode="test", **flags)
+    environment = {**runs.environment(), "PYTHONPATH": str(runs.ROOT)}
+    return subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def result_of(tmp_path, process):
+    output = runs.finish(process)
+    assert process.returncode == 0, output
+    return json.loads((tmp_path / "a" / "test.json").read_text()), output
+
+
+def test_games_of_an_environment_that_only_servers_have(tmp_path, serve):
+    """GridWorld's games end after different numbers of steps, some are truncated.
+
+    The servers have another number of environments than the training had.
+    """
+    env = {"env": "environments:GridWorld", "use_lstm": True}
+    runs.run(tmp_path, "a", **{**runs.SMALL, **env})
+    servers = serve(env=env["env"], bind="localhost:0", num_servers=2, envs_per_actor=2)
+    addresses = ",".join(servers.addresses(2))
+    flags = {"server_addresses": addresses, "num_test_episodes": 17}
+    result, _ = result_of(tmp_path, start_test(tmp_path, **flags))
+    assert len(result["returns"]) == len(result["lengths"]) == 17
+    assert result["num_games"] == 17
+    assert result["step"] == 600
+
+
+@pytest.mark.parametrize(
+    ("greedy", "module"), [(None, LEARNER), (True, LEARNER), (None, POLYBEAST)]
+)
+def test_servers_get_greedy_or_sampled_actions(tmp_path, serve, greedy, module):
+    env = {"env": "environments:Digits", "total_steps": 100}
+    runs.run(tmp_path, "a", **{**runs.SMALL, **env})
+    (address,) = serve(env=env["env"], bind="localhost:0").addresses(1)
+    flags = {"server_addresses": address, "num_test_episodes": 17, "greedy": greedy}
+    result, _ = result_of(tmp_path, start_test(tmp_path, module, **flags))
+    assert (len(set(result["returns"])) == 1) == bool(greedy)
+    assert result["policy"] == ("greedy" if greedy else "sampled")
+
+
+def test_the_typed_side_is_the_one(tmp_path, serve):
+    """The training listened. Its test connects to servers."""
+    runs.run(tmp_path, "a", **runs.SMALL)
+    path = tmp_path / "a" / "model.tar"
+    saved = torch.load(path, weights_only=True)
+    saved["flags"] |= {"listen": "localhost:1"}
+    torch.save(saved, path)
+    (address,) = serve(bind="localhost:0").addresses(1)
+    flags = {"server_addresses": address, "num_test_episodes": 3}
+    result, _ = result_of(tmp_path, start_test(tmp_path, **flags))
+    assert result["num_games"] == 3
+    process = start_test(tmp_path, **flags, listen="localhost:2")
+    assert "connect to them, but not both" in runs.finish(process)
+    assert process.returncode == 1
+
+
+def test_a_slow_step_is_no_lost_game(tmp_path, serve):
+    """It may take --actor_timeout, however short --connect_timeout is."""
+    env = {"env": "environments:Pauses", "total_steps": 30, "unroll_length": 2}
+    runs.run(tmp_path, "a", **{**runs.SMALL, **env})
+    servers = serve(env=env["env"], bind="localhost:0", num_servers=2)
+    flags = {"server_addresses": ",".join(servers.addresses(2)), "connect_timeout": 3}
+    process = start_test(tmp_path, **flags, num_test_episodes=3)
+    result, output = result_of(tmp_path, process)
+    assert result["lengths"] == [2, 2, 2]
+    assert "was lost" not in output
+
+
+def test_a_killed_server_costs_its_games_only(tmp_path, serve):
+    runs.run(tmp_path, "a", **runs.SMALL)
+    servers = serve(bind="localhost:0", num_servers=2)
+    listening = servers.addresses(2)  # each at a port that was free
+    assert all(int(address.rpartition(":")[2]) > 1023 for address in listening)
+    addresses = ",".join(listening)
+    flags = {"server_addresses": addresses, "num_test_episodes": 2400}
+    # A lost game begins anew after the sum of both.
+    process = start_test(tmp_path, **flags, connect_timeout=10, actor_timeout=10)
+    lines = []
+    while "Game" not in (line := process.stdout.readline()):
+        lines.append(line)
+        assert line, lines
+    os.kill(servers.children()[0], signal.SIGKILL)
+    result, output = result_of(tmp_path, process)
+    assert "lost" in output
+    assert result["num_games"] == 2400
+    assert result["returns"] == result["lengths"]  # CartPole
+
+
+def test_without_a_server_it_says_so(tmp_path):
+    runs.run(tmp_path, "a", **runs.SMALL)
+    flags = {"server_addresses": f"unix:{tmp_path}/none", "connect_timeout": 1}
+    process = start_test(tmp_path, **flags)
+    output = runs.finish(process)
+    assert process.returncode == 1
+    assert f"unix:{tmp_path}/none" in output
+    assert "Traceback" not in output
+
+
+def test_a_video_is_refused(tmp_path):
+    runs.run(tmp_path, "a", **runs.SMALL)
+    flags = {"server_addresses": "localhost:1", "video": f"{tmp_path}/a.mp4"}
+    process = start_test(tmp_path, **flags)
+    assert "servers can't show their games" in runs.finish(process)
+    assert process.returncode == 1
+
+
+def test_games_that_another_policy_began_do_not_count():
+    """A client that joins in the middle of a game, and one that begins a game."""
+    scorer = Scorer(range(3))
+    envs = torch.zeros(2, dtype=torch.int64)
+
+    def add(ends, steps, present=(True, True)):
+        row = {name: torch.tensor([ends]) for name in ("done", "game_over")}
+        row["present"] = torch.tensor([present])
+        row["truncated"] = torch.zeros(1, 2, dtype=torch.bool)
+        row["game_step"] = torch.tensor([steps])
+        row["game_return"] = torch.tensor([[float(n) for n in steps]])
+        return [(game.number, game.length) for game in scorer.add(row, envs)]
+
+    assert add([False, True], [4, 9]) == []
+    assert add([False, False], [5, 1]) == []
+    assert add([True, True], [6, 2]) == [(0, 2)]
+    assert add([True, True], [1, 3]) == [(1, 1), (2, 3)]
+
+
+def test_an_absent_agent_begins_no_game():
+    scorer = Scorer(range(2))
+    envs = torch.zeros(2, dtype=torch.int64)
+
+    def add(present, done, over, steps):
+        row = {
+            "truncated": torch.zeros(1, 2, dtype=torch.bool),
+            "present": torch.tensor([present]),
+            "done": torch.tensor([done]),
+            "game_over": torch.tensor([over]),
+            "game_step": torch.tensor([steps]),
+            "game_return": torch.tensor([[0.0, 0.0]]),
+        }
+        return [(game.number, game.length) for game in scorer.add(row, envs)]
+
+    assert add([True, False], [True, False], [False, False], [0, 0]) == []
+    assert add([True, False], [False, False], [False, False], [1, 0]) == []
+    # The second comes when the first has gone.
+    assert add([False, True], [True, True], [True, False], [2, 0]) == [(0, 2)]
+    assert add([False, True], [False, False], [False, False], [0, 1]) == []
+    assert add([True, True], [True, True], [False, True], [0, 2]) == [(1, 2)]
+    assert not scorer.playing
+
+
+def test_the_games_that_begin_first_count():
+    """Streams of environments whose games have fixed lengths, in a fixed order."""
+    lengths = {1: [3, 9, 2], 2: [7, 1, 8], 3: [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]}
+    lengths |= {4: [5, 5, 5], 5: [2, 4, 6, 2], 6: [20]}
+    N = 11
+    begun = sorted(
+        (sum(games[:k]), env, k)
+        for env, games in lengths.items()
+        for k in range(20)
+        if k < len(games)
+    )  # time, environment, number of its game
+    wanted = sorted(lengths[env][k] for _, env, k in begun[:N])
+    scorer = Scorer(range(N))
+    states = torch.zeros(2, E, dtype=torch.int64)
+    ended = []
+    at = dict.fromkeys(lengths, (0, 0))  # game and step of each environment
+    for _ in range(30):
+        for stream in range(2):
+            members = [1 + stream * E + i for i in range(E)]
+            over = []
+            for env in members:
+                game, step = at[env]
+                games = lengths[env]
+                ends = game < len(games) and step == games[game]
+                over.append((ends, ends or step % 2 == 0, step))  # a game has lives
+                at[env] = (game + 1, 1) if ends else (game, step + 1)
+            row = {
+                "truncated": torch.zeros(1, E, dtype=torch.bool),
+                "present": torch.ones(1, E, dtype=torch.bool),
+                "done": torch.tensor([[done for _, done, _ in over]]),
+                "game_over": torch.tensor([[ends for ends, _, _ in over]]),
+                "game_return": torch.tensor([[float(2 * n) for _, _, n in over]]),
+                "game_step": torch.tensor([[n for _, _, n in over]]),
+            }
+            every = torch.ones_like(row["done"])
+            asked = {**row, "truncated": every, "done": ~every}
+            assert not scorer.add(asked, states[stream].clone())  # not a step
+            ended += scorer.add(row, states[stream])
+    assert states.flatten().tolist() == list(range(1, 7))
+    assert sorted(game.number for game in ended) == list(range(N))
+    assert sorted(game.length for game in ended) == wanted
+    assert all(game.game_return == 2 * game.length for game in ended)

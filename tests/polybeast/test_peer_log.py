@@ -1,0 +1,189 @@
+"""What a learner logs about its peers, and what of their texts."""
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from concurrent import futures
+from types import SimpleNamespace
+
+import pytest
+import servers
+import watched_runs
+from test_actor_pool import act, initial_state
+from test_join import joined, listening
+
+from libtorchbeast import Client, RefusedError, Server, TransportError
+from torchbeast.polybeast import remote_envs
+from torchbeast.polybeast.remote_envs import PeerLog
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b\r\n[ERROR 12:00:00] forged \u202e\u2028\x7f end\x00"
+
+
+def refusals(peer, number, reason="the token is missing or wrong"):
+    who = f"the environment that has joined from {peer}"
+    return [(0.0, "refused", f"{who}:{i}: {reason} {i}") for i in range(number)]
+
+
+def test_one_peer_does_not_silence_the_others(caplog):
+    caplog.set_level(logging.INFO)
+    log = PeerLog()
+    flood = refusals("ipv4:10.0.0.6", 500)
+    log.report((flood, 7000))
+    log.report((refusals("ipv6:%5B::6%5D", 3), 0))
+    server = "the environment server at unix:/tmp/a.0 is lost: why"
+    log.report(
+        ([(0.0, "lost", server), *refusals("this machine (connection 4)", 1)], 0)
+    )
+    assert caplog.text.count("10.0.0.6") == remote_envs.LINES
+    assert caplog.text.count("%5B::6%5D") == 3
+    assert server in caplog.text
+    caplog.clear()
+    log.log_table()
+    (table,) = [r.getMessage() for r in caplog.records if "by peer" in r.getMessage()]
+    assert "10.0.0.6: 500, the last because: the token is missing or wrong 499" in table
+    assert "[::6]: 3, the last because: the token is missing or wrong 2" in table
+    assert "this machine: 1, the last because: " in table
+    assert "a.0" not in table  # a lost one is not refused
+    caplog.clear()
+    log.log_table()
+    assert not caplog.text  # nothing new
+
+
+def test_the_table_comes_at_intervals(caplog, monkeypatch):
+    monkeypatch.setattr(remote_envs, "TABLE_SECONDS", 0.0)
+    log = PeerLog()
+    for number in (1, 2):
+        log.report((refusals("ipv4:10.0.0.6", 1), 0))
+        caplog.clear()
+        log.report(([], 0))
+        assert f"10.0.0.6: {number}, the last because: " in caplog.text
+    caplog.clear()
+    log.report(([], 0))
+    assert not caplog.text
+
+
+def test_peers_without_number_take_bounded_memory(caplog):
+    log = PeerLog()
+    for i in range(3 * remote_envs.MAX_PEERS):
+        log.report((refusals(f"ipv4:10.1.{i // 256}.{i % 256}", 1), 0))
+    lost = "the environment server at unix:/tmp/a.0 is lost: why"
+    log.report(([(0.0, "lost", lost)], 0))
+    assert lost in caplog.text, "strangers do not silence a stream of the run"
+    log.log_table()
+    assert len(log.refused) <= remote_envs.MAX_PEERS + 1
+    most = remote_envs.MAX_PEERS + remote_envs.LINES
+    assert caplog.text.count("A stream is refused") == most
+    assert f"others: {2 * remote_envs.MAX_PEERS}, the last because: " in caplog.text
+
+
+class Evil(servers.Coded):
+    def step(self, action):
+        raise ValueError(EVIL)
+
+
+def assert_harmless(text):
+    assert "end" in text
+    assert "\\x1b" in text
+    for i, line in enumerate(text.split("\n")):
+        assert line.isprintable(), line
+        assert i == 0 or line.startswith("  | "), line
+
+
+def test_texts_of_peers_are_escaped(address, tmp_path):
+    """The traceback of an environment, its name, and a learner's refusal."""
+    with listening(address, expected={"name": "Coded"}) as listener:
+        with pytest.raises(RefusedError) as refusal:
+            Client(servers.Coded, address, name=EVIL).run()
+        assert_harmless(str(refusal.value))
+        ((_, _, text),), _ = listener.events()
+        assert_harmless(text)
+        assert_harmless(listener.stats()["last_refusal"])
+    with listening(address) as listener, joined(listener, max_env_failures=9) as run:
+        with pytest.raises(RuntimeError):
+            Client(Evil, address).run()
+        ((_, kind, text),), _ = run.pool.events()
+        assert kind == "env_error"
+        assert_harmless(text)
+        assert_harmless(run.pool.stats()["last_error"])
+    server = Server(Evil, f"unix:{tmp_path}/evil")
+    server.start()
+    with servers.Run([server.address], act, initial_state()) as run:
+        assert_harmless(str(run.error()))
+    server.stop()
+
+
+def test_texts_of_a_learner_are_escaped(address):
+    """A learner that was not made with libtorchbeast."""
+    grpc = pytest.importorskip("grpc")
+
+    def join(requests, context):
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, EVIL)
+
+    handler = grpc.stream_stream_rpc_method_handler(join)
+    service = grpc.method_handlers_generic_handler(
+        "torchbeast.wire.Learner", {"Join": handler}
+    )
+    with futures.ThreadPoolExecutor(1) as threads:
+        learner = grpc.server(threads, [service])
+        learner.add_insecure_port(address)
+        learner.start()
+        with pytest.raises(RefusedError) as refusal:
+            Client(servers.Coded, address).run()
+        learner.stop(None).wait()
+    assert_harmless(str(refusal.value))
+
+
+class Thoughtful(servers.Coded):
+    """Its second step ends when the learner has."""
+
+    over = threading.Event()
+
+    def step(self, action):
+        if self.step_number == 1:
+            self.over.wait(60)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("closes", ["pool", "listener"])
+def test_a_learner_that_ends_says_so(address, closes):
+    """Also while it waits for a step, and without a pool."""
+    client = Client(Thoughtful, address, maximum_downtime_s=0.0)
+    with (
+        listening(address) as listener,
+        contextlib.ExitStack() as stack,
+        futures.ThreadPoolExecutor(1) as threads,
+    ):
+        if closes == "pool":
+            stack.enter_context(joined(listener))
+        result = threads.submit(client.run)
+        listener.probe(60)
+        if closes == "pool":
+            watched_runs.wait_until(lambda: client.stats()["num_steps"] == 1, "a step")
+            stack.close()
+        else:
+            listener.close()
+        Thoughtful.over.set()
+        with pytest.raises(TransportError, match="learner is about to end"):
+            result.result(60)
+
+
+def test_the_first_are_passed_over_if_they_are_very_slow():
+    """They make a step again and again, and others wait for their turn."""
+    envs = object.__new__(remote_envs.RemoteEnvs)
+    envs.flags, envs.patience = SimpleNamespace(actor_timeout=60.0), 0.05
+    passed, begun = [], time.monotonic()
+    envs.listener = SimpleNamespace(
+        pass_over=lambda: passed.append(time.monotonic() - begun),
+        wants_other=lambda hello: bool(passed),
+        events=lambda: ([], 0),
+    )
+    steps = itertools.count()
+    pool = SimpleNamespace(count=lambda: next(steps), events=lambda: ([], 0))
+    queue = SimpleNamespace(size=lambda: 0)
+    group = SimpleNamespace(pool=pool, queue=queue, items_per_batch=1)
+    envs.peer_log = PeerLog()
+    assert not envs.settle(group, SimpleNamespace(hello=b""), [])
+    assert 0.5 < passed[0] < 5
+    assert envs.patience == 0.1

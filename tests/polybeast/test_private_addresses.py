@@ -1,0 +1,159 @@
+"""Whose address it is: sockets, tokens and names that nobody else can use unseen."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import servers
+from certificates import Certificates
+
+from libtorchbeast import Listener, RefusedError, Security, Server, probe
+from torchbeast.base.errors import FlagError
+from torchbeast.polybeast import env as polybeast_env
+from torchbeast.polybeast import learner as polybeast_learner
+from torchbeast.polybeast import security
+from torchbeast.runs import flagset
+
+SECONDS = 60.0
+NOBODY = 65534
+
+SQUATTER = """
+import os, socket, sys
+os.setuid(int(sys.argv[2]))
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+os.chmod(sys.argv[1], 0o777)
+print("there", flush=True)
+peer, _ = listener.accept()
+print(len(peer.recv(100)), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_a_socket_of_another_user_is_not_dialled():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        address = f"unix:{folder}/socket"
+        command = [sys.executable, "-c", SQUATTER, f"{folder}/socket", str(NOBODY)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as squatter:
+            assert squatter.stdout.readline() == b"there\n"
+            with pytest.raises(RefusedError, match=f"belongs to user {NOBODY}"):
+                probe(address, SECONDS, security=Security(token="secret"))
+            assert squatter.stdout.readline() == b"0\n"  # it heard nothing
+
+
+def test_sockets_are_private_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        listener = Listener(f"unix:{tmp_path}/learner")
+        listener.start()
+        assert os.stat(f"{tmp_path}/learner").st_mode & 0o777 == 0o600
+        listener.close()
+        assert not os.path.exists(f"{tmp_path}/learner")
+    finally:
+        assert os.umask(before) == 0
+
+
+def test_nobody_is_taken_in_unseen(tmp_path):
+    made = Certificates(tmp_path)
+    made.make("learner", "DNS:learner")
+    identity = made.identity("learner")
+    with pytest.raises(ValueError, match="anybody who reaches"):
+        Listener("0.0.0.0:0", security=Security(**identity))
+    for enough in (made.ca(), {"token": "x"}, {"insecure": True}):
+        Listener("0.0.0.0:0", security=Security(**identity, **enough))
+
+
+def test_a_name_alone_asks_for_tls(tmp_path):
+    """And without --tls_ca the system's authorities count."""
+    made = Certificates(tmp_path)
+    made.make("learner", "DNS:learner.example")
+    security = Security(**made.identity("learner"))
+    server = Server(servers.Coded, "127.0.0.1:0", security=security)
+    server.start()
+    name = {"tls_server_name": "learner.example"}
+    dial = (
+        "import json, sys, libtorchbeast;"
+        "security = libtorchbeast.Security(**json.loads(sys.argv[2]));"
+        "libtorchbeast.probe(sys.argv[1], security=security)"
+    )
+    trust = {"SSL_CERT_FILE": made.ca()["tls_ca"]}
+    trust["GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"] = trust["SSL_CERT_FILE"]
+    trust["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    for flags, environment, works in (
+        ({**name, "tls": True}, trust, True),
+        (name, trust, True),
+        (name, {"PYTHONPATH": trust["PYTHONPATH"]}, False),
+        ({}, trust, False),
+    ):
+        command = [sys.executable, "-c", dial, server.address, json.dumps(flags)]
+        done = subprocess.run(
+            command, env={**os.environ, **environment}, capture_output=True, text=True
+        )
+        assert (done.returncode == 0) == works, done.stderr
+    server.stop()
+
+
+def test_the_default_sockets_lie_in_a_private_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "torchbeast"
+    monkeypatch.setattr(security, "PRIVATE_FOLDER", str(folder))
+    security.make_private_folder(f"unix:{tmp_path}/other/place")
+    assert not folder.exists()
+    for _ in range(2):
+        security.make_private_folder(f"unix:{folder}/polybeast")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        folder.chmod(0o777)
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(FlagError, match="not your folder"):
+        security.make_private_folder(f"unix:{folder}/polybeast")
+    folder.unlink()
+    folder.touch()
+    with pytest.raises(FlagError, match="not your folder"):
+        security.make_private_folder(f"unix:{folder}/polybeast")
+    with monkeypatch.context() as patch:
+        patch.setattr(security, "PRIVATE_FOLDER", f"{folder}/inside")
+        with pytest.raises(FlagError, match=r"--pipes_basename .*: Not a directory"):
+            security.make_private_folder(f"unix:{folder}/inside/polybeast")
+    if os.geteuid() == 0:
+        folder.unlink()
+        folder.mkdir()
+        os.chown(folder, NOBODY, NOBODY)
+        with pytest.raises(FlagError, match=f"belongs to user {NOBODY}"):
+            security.make_private_folder(f"unix:{folder}/polybeast")
+
+
+def test_both_sides_have_the_same_default_sockets():
+    env = polybeast_env.make_parser().declared["pipes_basename"].default
+    assert polybeast_learner.make_parser().declared["pipes_basename"].default == env
+    assert env.startswith(f"unix:{security.PRIVATE_FOLDER}/")
+
+
+def test_a_token_in_clear_text_is_warned_of(tmp_path, caplog):
+    (tmp_path / "token").write_text("secret\n")
+    words = ["--token_file", str(tmp_path / "token")]
+    for more, addresses, warns in (
+        ([], ["unix:/tmp/x", "10.0.0.1:5000"], True),
+        ([], ["unix:/tmp/x"], False),
+        (["--tls"], ["10.0.0.1:5000"], False),
+    ):
+        flags = flagset.parse(polybeast_env.make_parser(), [*words, *more])
+        caplog.clear()
+        security.warn_of_exposed_token(flags, addresses)
+        assert ("clear text" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o600, 0), (0o640, 1), (0o604, 1)])
+def test_a_token_file_that_others_can_read_is_warned_of(tmp_path, caplog, mode, warns):
+    """Once by each side, also if it connects to unix sockets only."""
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    token.chmod(mode)
+    flags = flagset.parse(polybeast_env.make_parser(), ["--token_file", str(token)])
+    security.warn_of_exposed_token(flags, ["unix:/tmp/x"])
+    assert caplog.text.count("Other users can read") == warns

@@ -1,0 +1,255 @@
+"""Where libtorchbeast.Server listens, and who may connect."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import servers
+from certificates import Certificates
+from servers import Run
+from test_env_server import Env, T, play, serving, zero
+
+from libtorchbeast import (
+    ActorPool,
+    BatchingQueue,
+    RefusedError,
+    Security,
+    Server,
+    TransportError,
+    probe,
+)
+
+# --- Addresses ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ("unix:/tmp/" + "x" * 200, "205 bytes.*107|205 bytes.*allows"),
+        ("unix:", "empty"),
+        ("nonsense", "host:port"),
+        ("localhost:99999", "65535"),
+    ],
+)
+def test_bad_addresses(bad, match):
+    with pytest.raises(ValueError, match=match):
+        Server(Env, bad)
+    with pytest.raises(ValueError, match=match):
+        probe(bad)
+
+
+def test_a_helper_of_a_server_that_died_does_not_keep_its_address(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    code = f"""
+import os, sys, time
+import libtorchbeast
+from test_env_server import Env
+server = libtorchbeast.Server(Env, {address!r})
+server.start()
+if os.fork() == 0:  # a helper, which lives on
+    os.write(1, b"forked")
+    time.sleep(1000)
+time.sleep(1000)
+"""
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        cwd=Path(__file__).parents[1],
+    )
+    try:
+        assert process.stdout.read(6) == b"forked"
+        process.kill()
+        process.wait()
+        with serving(Env, address):
+            play(address, zero)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close()
+
+
+def test_a_relative_path_is_that_of_the_start(tmp_path, monkeypatch):
+    """An environment may change the working directory."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "socket").write_text("somebody's file")
+    monkeypatch.chdir(tmp_path)
+    with serving(Env, "unix:socket"):
+        assert (tmp_path / "socket").is_socket()
+        monkeypatch.chdir(other)
+    assert (other / "socket").read_text() == "somebody's file"
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def test_plain_tcp_beyond_this_machine_is_refused():
+    with pytest.raises(ValueError, match="insecure"):
+        Server(Env, "0.0.0.0:0")
+    with pytest.raises(ValueError, match="insecure"):
+        probe("192.0.2.1:5000")
+    with pytest.raises(ValueError, match="insecure"):
+        ActorPool(T, BatchingQueue(), servers.DynamicBatcher(), ["192.0.2.1:1"], ())
+    with serving(Env, "0.0.0.0:0", security=Security(insecure=True)) as server:
+        port = server.address.rpartition(":")[2]
+        assert probe(f"127.0.0.1:{port}")["num_envs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"max_streams": 0}, "max_streams.*0"),
+        ({"security": Security(token="a b")}, "printable"),
+    ],
+)
+def test_bad_arguments(arguments, match, address):
+    with pytest.raises(ValueError, match=match):
+        Server(Env, address, **arguments)
+
+
+def test_probe_has_a_deadline(tmp_path):
+    silent = socket.socket(socket.AF_UNIX)
+    silent.bind(f"{tmp_path}/silent")
+    silent.listen()
+    start = time.monotonic()
+    with pytest.raises(TransportError, match="in time"):
+        probe(f"unix:{tmp_path}/silent", timeout_s=0.2)
+    assert time.monotonic() - start < 10
+    silent.close()
+    with pytest.raises(ValueError, match="timeout_s must be above 0"):
+        probe(f"unix:{tmp_path}/silent", 0)
+
+
+def test_a_text_that_is_not_utf8_reaches_python(address):
+    grpc = pytest.importorskip("grpc")
+
+    def refuse(requests, context):
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, b"caf\xe9 \xff")
+
+    method = grpc.stream_stream_rpc_method_handler(refuse)
+    service = ("torchbeast.wire.EnvServer", {"Stream": method})
+    peer = grpc.server(ThreadPoolExecutor(2))
+    peer.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(*service)])
+    peer.add_insecure_port(address)
+    peer.start()
+    match = r"refuses: caf\\xe9 \\xff$"
+    with pytest.raises(RefusedError, match=match):
+        probe(address)
+    with Run([address], zero) as run:
+        assert re.search(match, str(run.error()))
+        assert re.search(match, run.pool.stats()["last_error"])
+    peer.stop(None).wait()
+    with pytest.raises(ValueError, match=r"tls_ca: '/no/\\xff' cannot be read"):
+        Security(tls_ca=b"/no/\xff")
+
+
+# --- Token and TLS --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"token": ""}, ValueError, "token is empty"),
+        ({"token": ["sesame"]}, TypeError, "token must be a str, not list"),
+        ({"tls": "sesame"}, TypeError, "tls must be a bool, not str"),
+        ({"secret": "sesame"}, TypeError, "no argument secret.*tls_server_name"),
+        ({"tls_ca": 3}, TypeError, "tls_ca must be a path, not int"),
+        ({"tls_ca": "/no/such/file"}, ValueError, "tls_ca: '/no/such/file'.*No such"),
+        ({"tls_key": "/"}, ValueError, "tls_key: '/' cannot be read"),
+        (
+            {"tls_ca": "x" * 300},
+            ValueError,
+            "tls_ca: 'xxx.*' cannot be read: File name",
+        ),
+        ({"tls_cert": __file__}, ValueError, "tls_cert.*not a PEM"),
+    ],
+)
+def test_bad_security(arguments, error, match):
+    with pytest.raises(error, match=match) as caught:
+        Security(**arguments)
+    assert "sesame" not in str(caught.value)
+
+
+def test_security_shows_no_secret_and_cannot_be_changed(tls):
+    assert repr(Security()) == "Security()"
+    security = Security(token="sesame", insecure=True, **identity(tls, "ours-server"))
+    expected = "Security(tls_cert=..., tls_key=..., token=..., insecure=True)"
+    assert repr(security) == expected
+    assert repr(Security(tls=True, **NAME)) == (
+        "Security(tls=True, tls_server_name='beast.example')"
+    )
+    with pytest.raises(AttributeError):
+        security.token = "another"
+    with pytest.raises(TypeError) as caught:  # its message has all arguments
+        Server(Env, 3, security=security)
+    assert "sesame" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory):
+    """A directory with certificates of our own and of a foreign authority."""
+    certificates = Certificates(tmp_path_factory.mktemp("tls"))
+    for authority in ("ours", "foreign"):
+        certificates.make(f"{authority}-server", "DNS:beast.example", authority)
+        certificates.make(f"{authority}-client", "DNS:me", authority)
+    return certificates.folder
+
+
+NAME = {"tls_server_name": "beast.example"}
+
+
+def identity(tls, name):
+    return {"tls_cert": tls / f"{name}.pem", "tls_key": str(tls / f"{name}.key")}
+
+
+def test_tls(tls):
+    ours = Security(**identity(tls, "ours-server"))
+    right = Security(tls_ca=tls / "ours.pem", **NAME)
+    with serving(Env, "127.0.0.1:0", security=ours) as server:
+        assert probe(server.address, security=right)["num_envs"] == 1
+        for wrong in (
+            Security(tls_ca=tls / "foreign.pem", **NAME),  # another authority
+            Security(
+                tls_ca=tls / "ours.pem"
+            ),  # the certificate's name is not the host's
+            Security(),  # no TLS
+        ):
+            with pytest.raises(TransportError):
+                probe(server.address, security=wrong)
+        with Run([server.address], zeros, security=right) as run:
+            assert next(run.queue)[0][0][0].shape == (T + 1, 1, 3)
+
+
+def zeros(_):
+    return (zero(0),), ()
+
+
+def test_client_certificates(tls):
+    trust = {"tls_ca": tls / "ours.pem"}
+    server_security = Security(**trust, **identity(tls, "ours-server"))
+    with serving(Env, "127.0.0.1:0", security=server_security) as server:
+
+        def ask(certificate):
+            return probe(
+                server.address, security=Security(**trust, **NAME, **certificate)
+            )
+
+        assert ask(identity(tls, "ours-client"))["num_envs"] == 1
+        for wrong in ({}, identity(tls, "foreign-client")):
+            with pytest.raises(TransportError):
+                ask(wrong)
+
+
+def test_incomplete_tls(tls):
+    with pytest.raises(ValueError, match="key is missing"):
+        Server(Env, "127.0.0.1:0", security=Security(tls_cert=tls / "ours-server.pem"))
+    with pytest.raises(ValueError, match="certificate and its key"):
+        Server(Env, "127.0.0.1:0", security=Security(tls_ca=tls / "ours.pem"))
+    with pytest.raises(ValueError, match="TLS is for host:port"):
+        Server(Env, "unix:/tmp/x", security=Security(**identity(tls, "ours-server")))

@@ -1,0 +1,243 @@
+"""Restarts of environment servers: real processes with a main function of the test."""
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import os
+import re
+import socket
+import time
+
+import pytest
+
+from torchbeast.polybeast import supervisor
+from torchbeast.polybeast.security import ServerError
+from torchbeast.procs.children import ProcessError
+
+
+def dies_before_it_is_ready(flags, index, address, first_stream, pipe):
+    time.sleep(flags.seconds)
+    os._exit(3)
+
+
+def dies_when_it_is_ready(flags, index, address, first_stream, pipe):
+    pipe.send(("ready", address, "a server"))
+    time.sleep(flags.seconds)
+    os._exit(3)
+
+
+def hangs(flags, index, address, first_stream, pipe):
+    """As a server whose environment holds Python's lock."""
+    pipe.send(("ready", address, "a server"))
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def asks_for_a_free_port(flags, index, address, first_stream, pipe):
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+        pipe.send(("ready", f"127.0.0.1:{server.getsockname()[1]}", "a server"))
+        time.sleep(0.5)
+    os._exit(3)
+
+
+def is_ready(flags, index, address, first_stream, pipe):
+    pipe.send(("ready", address, "a server"))
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_the_socket_of_another_server_stays(tmp_path, caplog, another):
+    """It may listen there when ours has ended; then it has the lock."""
+    path, lock = tmp_path / "server", tmp_path / "server.lock"
+    path.touch()
+    flags = argparse.Namespace(max_restarts=1, join=None, actor_timeout=1)
+    with lock.open("w") as file, caplog.at_level("INFO"):
+        servers = supervisor.Servers(is_ready, flags, [f"unix:{path}"])
+        try:
+            deadline = time.monotonic() + 60
+            while "a server" not in caplog.text and time.monotonic() < deadline:
+                servers.watch(0.2, [])
+            if another:
+                fcntl.flock(file, fcntl.LOCK_EX)
+        finally:
+            servers.stop()
+    assert path.exists() == lock.exists() == another
+
+
+def restarts_of(servers):
+    return servers.servers[0].starts - 1
+
+
+def test_a_restarted_server_has_the_same_port(monkeypatch, caplog):
+    monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.1)
+    flags = argparse.Namespace(max_restarts=1, join=None, actor_timeout=1)
+    servers = supervisor.Servers(asks_for_a_free_port, flags, ["127.0.0.1:0"])
+    try:
+        deadline = time.monotonic() + 60
+        with caplog.at_level("INFO"):
+            while caplog.text.count("a server") < 3 and time.monotonic() < deadline:
+                servers.watch(0.2, [])
+    finally:
+        servers.stop()
+    ports = re.findall(r"at 127\.0\.0\.1:(\d+): a server", caplog.text)
+    assert len(ports) == 3
+    assert len(set(ports)) == 1
+
+
+def lives(flags, index, address, first_stream, pipe):
+    pipe.send(("ready", address, "a server"))
+    supervisor.SharedPipe(pipe).give_signs_of_life(every=1)
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize(("serve", "restarts"), [(hangs, 1), (lives, 0)])
+def test_servers_that_give_no_sign_of_life(monkeypatch, caplog, serve, restarts):
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.5)
+    flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=1)
+    servers = supervisor.Servers(serve, flags, ["127.0.0.1:1"])
+    try:
+        end = time.monotonic() + 60
+        while not servers.ever_ready and time.monotonic() < end:
+            servers.watch(0.2, [])
+        servers.silent_seconds = 8.0
+        end = time.monotonic() + 16
+        while restarts_of(servers) == 0 and time.monotonic() < end:
+            servers.watch(0.2, [])
+    finally:
+        servers.stop()
+    assert restarts_of(servers) == restarts
+    assert ("no sign of life for 8 s" in caplog.text) == bool(restarts)
+
+
+def never_gets_ready(flags, index, address, first_stream, pipe):
+    time.sleep(1000)
+
+
+def test_a_server_that_never_gets_ready(monkeypatch):
+    monkeypatch.setattr(supervisor, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.1)
+    flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=1)
+    servers = supervisor.Servers(never_gets_ready, flags, ["127.0.0.1:1"])
+    words = "cannot start: it gave no sign of life.*raise --actor_timeout"
+    fails = pytest.raises(ServerError, match=words)
+    end = time.monotonic() + 60
+    try:
+        with fails:
+            while time.monotonic() < end:
+                servers.watch(0.1, [])
+    finally:
+        servers.stop()
+
+
+def test_a_longer_time_for_slow_servers():
+    flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=400.0)
+    servers = supervisor.Servers(hangs, flags, ["127.0.0.1:1"])
+    assert servers.silent_seconds == 400
+
+
+def test_all_were_suspended(monkeypatch):
+    """A server's sign of life may come after the supervisor has woken up."""
+    flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=1)
+    servers = supervisor.Servers(hangs, flags, ["127.0.0.1:1"])
+    clock, ahead = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + ahead)
+
+    def wait(objects, timeout):
+        nonlocal ahead
+        ahead += 2 * supervisor.SILENT_SECONDS
+        return real_wait(objects, 0.2)
+
+    real_wait = supervisor.connection.wait
+    try:
+        deadline = clock() + 60
+        while not servers.ever_ready and clock() < deadline:
+            servers.watch(0.2, [])
+        monkeypatch.setattr(supervisor.connection, "wait", wait)
+        for _ in range(3):
+            servers.watch(0.2, [])
+    finally:
+        monkeypatch.undo()
+        servers.stop()
+    assert servers.ever_ready
+    assert restarts_of(servers) == 0
+    assert [server.crashes for server in servers.servers] == [0]
+
+
+def test_a_restart_that_the_system_refuses_ends_no_other_server(monkeypatch, caplog):
+    flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=1)
+    servers = supervisor.Servers(is_ready, flags, ["127.0.0.1:1", "127.0.0.1:2"])
+    start, refused = servers.group.start, []
+
+    def refuses(*arguments):
+        if len(refused) < 2:
+            refused.append(arguments)
+            raise ProcessError("fork: Resource temporarily unavailable")
+        return start(*arguments)
+
+    def watch(until):
+        deadline = time.monotonic() + 60
+        while not until() and time.monotonic() < deadline:
+            servers.watch(0.2, [])
+
+    try:
+        watch(lambda: all(server.ready for server in servers.servers))
+        monkeypatch.setattr(servers.group, "start", refuses)
+        first, second = (server.child.process for server in servers.servers)
+        second.kill()
+        second.join()
+        watch(lambda: len(refused) == 2 and not servers.readiness())
+        assert servers.readiness() is None
+        assert first.is_alive()
+    finally:
+        servers.stop()
+    assert "Server 1 can't be started: fork: Resource temp" in caplog.text
+
+
+def test_a_server_may_crash_as_often_as_allowed():
+    flags = argparse.Namespace(
+        max_restarts=2**31 - 1, seconds=0.0, join=None, actor_timeout=1
+    )
+    servers = supervisor.Servers(dies_when_it_is_ready, flags, ["127.0.0.1:1"])
+    servers.servers[0].crashes = 5000
+    try:
+        deadline = time.monotonic() + 60
+        while servers.servers[0].crashes == 5000 and time.monotonic() < deadline:
+            servers.watch(0.2, [])
+        assert servers.servers[0].crashes == 5001
+        wait = servers.servers[0].due - time.monotonic()
+        assert 5 < wait <= supervisor.LONGEST_BACKOFF
+    finally:
+        servers.stop()
+
+
+@pytest.mark.parametrize(
+    ("serve", "seconds", "healthy", "gives_up"),
+    [
+        (dies_before_it_is_ready, 0.8, 0.4, True),  # however long its start takes
+        (dies_when_it_is_ready, 0.0, 60.0, True),
+        (dies_when_it_is_ready, 3.0, 0.4, False),
+    ],
+)
+def test_servers_that_crash_again_and_again(
+    monkeypatch, serve, seconds, healthy, gives_up
+):
+    monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", healthy)
+    flags = argparse.Namespace(
+        max_restarts=1, seconds=seconds, join=None, actor_timeout=1
+    )
+    servers = supervisor.Servers(serve, flags, ["127.0.0.1:1"])
+    crashes = (
+        pytest.raises(ServerError, match="crash number 2 in a row")
+        if gives_up
+        else contextlib.nullcontext()
+    )
+    try:
+        deadline = time.monotonic() + 60
+        with crashes:
+            while restarts_of(servers) < 3 and time.monotonic() < deadline:
+                servers.watch(0.2, [])
+        assert restarts_of(servers) == (1 if gives_up else 3)
+    finally:
+        servers.stop()

@@ -1,0 +1,309 @@
+"""The encoders of examples/exploration/encoders, and the runs that name them."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import runs
+import torch
+from environments import SignsInNetHack
+from gymnasium import spaces
+
+from examples.exploration.encoders.minigrid_encoder import MiniGrid
+from examples.exploration.encoders.nethack_encoder import READS, NetHack
+from torchbeast.base.errors import UserError
+
+N = 5
+COUNTS = (11, 6, 4)  # MiniGrid's objects, colours and states
+IMAGE = spaces.Box(0, 255, (7, 7, 3), np.uint8)
+NETHACK = SignsInNetHack().observation_space
+KEYS = json.dumps({"observation_keys": ["glyphs", "blstats", "message"]})
+
+
+def image(size=(7, 7)):
+    shape = (N, *size)
+    parts = [torch.randint(count, shape, dtype=torch.uint8) for count in COUNTS]
+    return torch.stack(parts, -1)
+
+
+def nethack_observation():
+    """The hero stands where blstats says; numbers as large as a game's gold."""
+    height, width = NETHACK["glyphs"].shape
+    blstats = torch.randint(0, 10_000, (N, *NETHACK["blstats"].shape))
+    blstats[:, NetHack.X] = torch.arange(N) * (width - 1) // (N - 1)  # both edges
+    blstats[:, NetHack.Y] = torch.arange(N) * (height - 1) // (N - 1)
+    last = int(NETHACK["glyphs"].high.max())
+    return {
+        "glyphs": torch.randint(last + 1, (N, height, width), dtype=torch.int16),
+        "blstats": blstats,
+        "message": torch.randint(256, (N, 256), dtype=torch.uint8),
+    }
+
+
+def changes(encoder, observation, change):
+    """Whether the features of each of N observations change."""
+    before = encoder(observation)
+    other = {name: x.clone() for name, x in observation.items()}
+    change(other)
+    return (encoder(other) != before).any(-1)
+
+
+def check_gradients(encoder, observation):
+    encoder(observation).square().sum().backward()
+    for name, weight in encoder.named_parameters():
+        assert weight.grad is not None, name
+        assert weight.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("size", [(7, 7), (5, 9)])
+def test_minigrid_alone_or_in_a_dict(size, layer_norm):
+    space = spaces.Box(0, 255, (*size, 3), np.uint8)
+    encoder = MiniGrid(space, 0.5, layer_norm)
+    both = spaces.Dict({"direction": spaces.Discrete(4), "image": space})
+    twin = MiniGrid(both, 0.5, layer_norm)
+    twin.load_state_dict(encoder.state_dict())
+    x = image(size)
+    features = encoder(x)
+    assert features.shape == (N, 128)
+    assert features.dtype == torch.float32
+    torch.testing.assert_close(twin({"direction": torch.ones(N), "image": x}), features)
+    torch.testing.assert_close(encoder(x[2:3]), features[2:3])
+    check_gradients(encoder, x)
+
+
+def test_every_number_of_minigrids_image_counts():
+    torch.manual_seed(1)
+    encoder = MiniGrid(spaces.Dict({"image": IMAGE}))
+    observation = {"image": image()}
+    for row in range(7):
+        for column in range(7):
+            for kind, count in enumerate(COUNTS):
+
+                def change(x, place=(row, column, kind), count=count):
+                    numbers = x["image"].permute(1, 2, 3, 0)[place]
+                    numbers.copy_((numbers + 1) % count)
+
+                assert changes(encoder, observation, change).any()
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_nethack(layer_norm):
+    encoder = NetHack(NETHACK, 0.5, layer_norm)
+    observation = nethack_observation()
+    features = encoder(observation)
+    assert features.shape == (N, 64 + 128 + 64 + 32)  # map, crop, numbers, words
+    assert features.dtype == torch.float32
+    assert features.isfinite().all()
+    one = {name: x[2:3] for name, x in observation.items()}
+    torch.testing.assert_close(encoder(one), features[2:3], rtol=1e-4, atol=1e-4)
+    check_gradients(encoder, observation)
+
+
+@pytest.mark.parametrize(
+    ("parts", "size"),
+    [
+        (["map"], 64),
+        (["crop", "numbers"], 128 + 64),
+        (["numbers"], 64),
+        (["words", "map"], 64 + 32),
+    ],
+)
+def test_parts_of_nethack_need_only_what_they_read(parts, size):
+    names = {name for part in parts for name in READS[part]}
+    space = spaces.Dict({name: NETHACK[name] for name in names})
+    encoder = NetHack(space, 0.5, parts=parts)
+    observation = {name: nethack_observation()[name] for name in names}
+    assert encoder(observation).shape == (N, size)
+    check_gradients(encoder, observation)
+
+
+def test_every_part_of_nethacks_observation_counts():
+    torch.manual_seed(1)
+    encoder = NetHack(NETHACK)
+    observation = nethack_observation()
+    width = observation["glyphs"].shape[-1]
+    far = (observation["blstats"][:, NetHack.X] + width // 2) % width  # from the hero
+
+    def other_glyph(x):
+        x["glyphs"][torch.arange(N), 10, far] ^= 1
+
+    def beside_the_hero(x):
+        row, column = x["blstats"][:, NetHack.Y], x["blstats"][:, NetHack.X]
+        x["glyphs"][torch.arange(N), row, column] ^= 1
+
+    assert changes(encoder, observation, other_glyph).all()
+    assert changes(encoder, observation, beside_the_hero).all()
+    for i in range(len(observation["blstats"][0])):
+
+        def grow(x, i=i):
+            x["blstats"][:, i] = (x["blstats"][:, i] + 1) % 20
+
+        assert changes(encoder, observation, grow).any(), i
+    for i in (0, 100, 255):
+
+        def write(x, i=i):
+            x["message"][:, i] ^= 1
+
+        assert changes(encoder, observation, write).any(), i
+
+
+def test_what_is_around_the_hero():
+    """Against slices of the map, and against what lies beyond its edges."""
+    encoder = NetHack(NETHACK)
+    observation = nethack_observation()
+    x, y = observation["blstats"][:, 0], observation["blstats"][:, 1]
+    crop = encoder.around(observation["glyphs"].long(), x, y)
+    assert crop.shape == (N, 9, 9)
+    for n in range(N):
+        for i in range(9):
+            for j in range(9):
+                row, column = y[n] + i - 4, x[n] + j - 4
+                inside = 0 <= row < 21 and 0 <= column < 79
+                beyond = int(NETHACK["glyphs"].high.max()) + 1
+                glyph = observation["glyphs"][n, row, column] if inside else beyond
+                assert crop[n, i, j] == glyph
+
+
+@pytest.mark.parametrize(
+    ("encoder", "space", "words"),
+    [
+        (
+            MiniGrid,
+            spaces.Discrete(4),
+            r"needs an image of shape \(H, W, 3\).*Discrete",
+        ),
+        (MiniGrid, spaces.Dict({"map": IMAGE}), r"image.*'map'"),
+        (MiniGrid, spaces.Box(0, 1, (4, 4, 2)), r"\(4, 4, 2\)"),
+        (NetHack, IMAGE, "needs a Dict with glyphs, blstats, message.*Box"),
+        (
+            NetHack,
+            spaces.Dict({"glyphs": NETHACK["glyphs"]}),
+            "glyphs, blstats, message.*observation_keys",
+        ),
+    ],
+)
+def test_other_spaces_are_refused(encoder, space, words):
+    with pytest.raises(UserError, match=words):
+        encoder(space)
+
+
+@pytest.mark.parametrize("parts", [(), ("crop", "message"), "map"])
+def test_other_parts_are_refused(parts):
+    with pytest.raises(UserError, match="has the parts map, crop, numbers, words, got"):
+        NetHack(NETHACK, parts=parts)
+
+
+def variant_flags(tmp_path, module):
+    if module == "monobeast":
+        return {"num_actors": 2}
+    pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    pipes = f"unix:{tmp_path}/pipe"
+    return {"module": "torchbeast.polybeast", "num_servers": 2, "pipes_basename": pipes}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_the_policy_reads_all_parts(tmp_path):
+    """Without one of the parts, 8.75 of 10 is possible."""
+    flags = {
+        "num_actors": 2,
+        "preset": "classic-control",
+        "envs_per_actor": 4,
+        "batch_size": 8,
+        "env": "environments:SignsInNetHack",
+        "encoder": "examples.exploration.encoders.nethack_encoder:NetHack",
+        "unroll_length": SignsInNetHack.LENGTH,
+        "updates_per_batch": 1,
+        "discounting": 0,
+        "total_steps": 8000,
+    }
+    runs.run(tmp_path, "run", timeout=380, **flags)
+    returns = [row["mean_game_return"] for row in runs.read_logs(tmp_path, "run")]
+    assert np.mean([float(x) for x in returns if x][-20:]) > 9
+    output = runs.run(tmp_path, "run", mode="test", num_test_episodes=5)
+    assert "5 games: mean return" in output
+
+
+PARTS = {"encoder": f"{NetHack.__module__}:NetHack", "part": "glyphs"}
+EXPLORERS = {
+    "counts": ("counts:Counts", ["part"]),
+    "rnd": ("rnd:RND", ["encoder"]),
+    "ride": ("ride:RIDE", ["encoder", "part"]),
+    "noveld": ("noveld:NovelD", ["encoder", "part"]),
+    "e3b": ("e3b:E3B", ["encoder"]),
+}
+
+
+@pytest.mark.parametrize("name", EXPLORERS)
+def test_methods_explore_nethack(tmp_path, name):
+    path, arguments = EXPLORERS[name]
+    arguments = json.dumps({key: PARTS[key] for key in arguments})
+    flags = {**runs.SMALL, "env": "environments:SignsInNetHack", "batch_size": 3}
+    flags |= {"encoder": PARTS["encoder"], "total_steps": 400}
+    explorer = f"examples.exploration.{path}{arguments}"
+    runs.run(tmp_path, "run", **flags, explorer=explorer)
+    rows = runs.read_logs(tmp_path, "run")
+    assert float(rows[-1]["mean_intrinsic_reward"]) > 0
+    saved = torch.load(tmp_path / "run" / "model.tar", weights_only=True)
+    state = saved["explorer_state_dict"]["method"]
+    assert any("glyph" in x for x in state) == ("encoder" in arguments)
+
+
+ENCODERS = "examples.exploration.encoders"
+PACKAGES = {
+    "minigrid": {
+        "env": "minigrid:MiniGrid-Empty-5x5-v0",
+        "wrapper": "minigrid.wrappers:ImgObsWrapper",
+        "encoder": f"{ENCODERS}.minigrid_encoder:MiniGrid",
+    },
+    "minihack": {
+        "env": "minihack:MiniHack-Room-5x5-v0",
+        "env_kwargs": KEYS,
+        "encoder": f"{ENCODERS}.nethack_encoder:NetHack",
+    },
+    "nle": {
+        "env": "nle:NetHackScore-v0",
+        "env_kwargs": KEYS[:-1] + ', "max_episode_steps": 100}',
+        "encoder": f"{ENCODERS}.nethack_encoder:NetHack",
+    },
+}
+
+
+def test_the_agent_for_minihack(tmp_path):
+    pytest.importorskip("minihack")
+    file = pathlib.Path(__file__).parents[2] / "examples/exploration/minihack.toml"
+    flags = {"config": file, "trust_checkpoint_env": True, "total_steps": 700}
+    runs.run(tmp_path, "run", **flags)
+    rows = runs.read_logs(tmp_path, "run")
+    assert int(rows[-1]["step"]) >= 700
+    meta = json.loads((tmp_path / "run" / "meta.json").read_text())["args"]
+    assert (meta["discounting"], meta["epsilon"]) == (0.999, 1e-6)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("module", ["monobeast", "polybeast"])
+def test_with_the_package(tmp_path, module, package):
+    pytest.importorskip(package)
+    flags = {**runs.SMALL, **PACKAGES[package], "batch_size": 3}
+    flags |= variant_flags(tmp_path, module)
+    runs.run(tmp_path, "run", **flags)
+    rows = runs.read_logs(tmp_path, "run")
+    assert int(rows[-1]["step"]) >= 600
+    output = runs.run(tmp_path, "run", mode="test", num_test_episodes=2)
+    assert "2 games: mean return" in output
+
+
+def test_the_numbers_of_minigrid():
+    constants = pytest.importorskip("minigrid.core.constants")
+    # The agent's state is its direction, one of 4.
+    names = "OBJECT_TO_IDX", "COLOR_TO_IDX"
+    assert tuple(len(getattr(constants, name)) for name in names) == COUNTS[:2]
+    assert len(constants.STATE_TO_IDX) < len(constants.DIR_TO_VEC) == COUNTS[2]
+
+
+def test_the_space_of_nethack():
+    gymnasium = pytest.importorskip("nle.env").base.gym
+    env = gymnasium.make("NetHackScore-v0", **json.loads(KEYS))
+    assert env.observation_space == NETHACK

@@ -1,0 +1,63 @@
+"""Interquartile means and their intervals, against SciPy and against enumeration."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from torchbeast.tools.groups import interquartile_mean, iqm_interval
+
+stats = pytest.importorskip("scipy.stats")
+
+
+@pytest.mark.parametrize("num_scores", range(1, 14))
+def test_interquartile_mean(num_scores):
+    """rliable's definition is SciPy's trim_mean of all scores."""
+    scores = np.random.default_rng(num_scores).normal(size=(3, num_scores))
+    expected = stats.trim_mean(scores, 0.25, axis=1)
+    np.testing.assert_allclose(interquartile_mean(scores), expected)
+
+
+def test_an_outlier_does_not_count():
+    scores = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    assert interquartile_mean(scores) == 4.5
+    scores[-1] = 1e9
+    assert interquartile_mean(scores) == 4.5
+
+
+def test_the_interval_of_one_task():
+    scores = np.random.default_rng(1).normal(10, 3, size=9)
+
+    def statistic(resampled, axis):
+        return stats.trim_mean(resampled, 0.25, axis=axis)
+
+    expected = stats.bootstrap(
+        [scores],
+        statistic,
+        n_resamples=100_000,
+        method="percentile",
+        random_state=np.random.default_rng(2),
+    ).confidence_interval
+    np.testing.assert_allclose(iqm_interval([scores]), expected, atol=0.1)
+    assert iqm_interval([scores]) == iqm_interval([scores])
+
+
+def test_the_interval_of_two_tasks():
+    """Each task's runs are drawn from that task only: all equally likely draws."""
+    tasks = [np.array([0.0, 1.0, 5.0]), np.array([10.0, 12.0])]
+    draws = [itertools.product(scores, repeat=len(scores)) for scores in tasks]
+    means = np.array(
+        [stats.trim_mean([*a, *b], 0.25) for a, b in itertools.product(*draws)]
+    )
+    assert len(means) == 27 * 4
+    low, high = iqm_interval(tasks)
+    assert np.mean(means < low - 1e-9) <= 0.025 <= np.mean(means <= low + 1e-9) + 0.005
+    assert (
+        np.mean(means > high + 1e-9) <= 0.025 <= np.mean(means >= high - 1e-9) + 0.005
+    )
+
+
+def test_tasks_without_spread_have_no_interval():
+    tasks = [np.full(4, 1.0), np.full(3, 100.0)]
+    low, high = iqm_interval(tasks)
+    assert low == high == interquartile_mean(np.concatenate(tasks))

@@ -1,0 +1,458 @@
+import gzip
+import json
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import runs
+from test_file_writer import FileWriter
+
+from torchbeast.tools import plot
+from torchbeast.tools.groups import group_name
+from torchbeast.tools.saved_runs import find_run, read_run
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def make_run(savedir, xpid, returns, flags=None, **columns):
+    """A run with `returns` (None: no game ended) every 15 steps of 4 frames."""
+    writer = FileWriter(str(savedir), xpid, flags or {})
+    for tick, value in enumerate(returns):
+        row = {"step": 15 * tick, "frames": 60 * tick, "mean_game_return": value}
+        writer.log(row | {name: values[tick] for name, values in columns.items()})
+    writer.close(exit_status=0)
+    return writer.path
+
+
+def run_plot(*arguments, cwd=ROOT, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "torchbeast.plot", *map(str, arguments)],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=runs.patience(60),
+    )
+
+
+def has_color(path, color):
+    """Whether pixels of the picture have the full color (a line, not its shade)."""
+    image = pytest.importorskip("matplotlib.image").imread(path)  # [H, W, 4] float32
+    colors = pytest.importorskip("matplotlib.colors")
+    near = np.abs(image[..., :3] - np.array(colors.to_rgb(color))).max(axis=-1) < 0.01
+    return near.sum() > 20
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 100])
+def test_moving_average(window):
+    values = np.random.default_rng(0).normal(size=11) * 1000
+    expected = [
+        sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window)
+        for i in range(len(values))
+    ]
+    np.testing.assert_allclose(plot.moving_average(values, window), expected)
+
+
+def test_a_spike_does_not_change_later_averages():
+    assert plot.moving_average(np.array([1e17, 1, 1, 1]), 2)[2:].tolist() == [1, 1]
+
+
+def test_curve_skips_rows_without_a_value(tmp_path):
+    path = make_run(tmp_path, "run", [None, 1.0, None, 5.0, float("nan"), 6.0])
+    run = read_run(path)
+    result = plot.curve(run, "step", "mean_game_return", smooth=2)
+    assert result.label == "run"
+    assert result.x.tolist() == [15, 45, 75]
+    assert result.raw.tolist() == [1, 5, 6]
+    assert result.y.tolist() == [1, 3, 5.5]
+    frames = plot.curve(run, "frames", "mean_game_return", smooth=2)
+    assert frames.x.tolist() == [60, 180, 300]
+
+
+def test_a_compressed_log_reads_as_the_plain_one(tmp_path):
+    path = make_run(tmp_path, "run", [2.0, None, 4.0])
+    plain = read_run(path)
+    logs = path / "logs.csv"
+    (path / "logs.csv.gz").write_bytes(gzip.compress(logs.read_bytes()))
+    logs.unlink()
+    assert find_run("run", tmp_path) == path
+    for name, column in read_run(path).columns.items():
+        np.testing.assert_array_equal(column, plain.columns[name])
+
+
+def test_curve_over_time(tmp_path):
+    (tmp_path / "logs.csv").write_text(
+        "_tick,_time,step,loss\n0,1000.0,0,\n1,2800.0,15,2\n2,4600.0,30,3\n"
+    )
+    result = plot.curve(read_run(tmp_path), "time", "loss", smooth=1)
+    assert result.x.tolist() == [0.5, 1.0]
+
+
+def test_a_curve_of_evaluations_is_at_the_steps_of_their_weights(tmp_path):
+    rows = [
+        "0,0.0,0,0,,",
+        "1,3600.0,10,40,,",
+        "2,7200.0,20,80,10,5",
+        "3,9000.0,30,120,,",
+    ]
+    header = "_tick,_time,step,frames,eval_step,eval_return"
+    (tmp_path / "logs.csv").write_text("\n".join([header, *rows, ""]))
+    run = read_run(tmp_path)
+    for axis, x in (("step", 10), ("frames", 40), ("time", 1.0)):
+        result = plot.curve(run, axis, "eval_return", smooth=1)
+        assert (result.x.tolist(), result.y.tolist()) == ([x], [5])
+
+
+def test_the_time_of_a_resumed_run_has_no_pauses(tmp_path):
+    """Two starts of an hour each, with a day in between."""
+    lines = ["_tick,_time,step,loss", "0,1800,15,1", "1,3600,30,2"]
+    lines += ["2,91800,45,3", "3,93600,60,4"]
+    (tmp_path / "logs.csv").write_text("\n".join(lines) + "\n")
+    dates = {"date_start": "1970-01-01T00:00:00+00:00"}
+    dates["resumed"] = ["1970-01-02T01:00:00+00:00"]
+    (tmp_path / "meta.json").write_text(json.dumps(dates))
+    result = plot.curve(read_run(tmp_path), "time", "loss", smooth=1)
+    assert result.x.tolist() == [0.5, 1.0, 1.5, 2.0]
+
+
+@pytest.mark.parametrize("last", ["2,3.", "2,3.5,30", "x,y,z,text\n", "\n"])
+def test_a_line_that_is_being_written_is_left_out(tmp_path, last):
+    text = "_tick,_time,step,loss\n0,1.0,0,7\n1,2.0,15,8\n"
+    (tmp_path / "logs.csv").write_text(text + last)
+    result = plot.curve(read_run(tmp_path), "step", "loss", smooth=1)
+    assert result.x.tolist() == [0, 15]
+
+
+@pytest.mark.parametrize("text", ["", "_tick,_time,step,loss\n"])
+def test_a_run_without_rows(tmp_path, text):
+    (tmp_path / "logs.csv").write_text(text)
+    run = read_run(tmp_path)
+    if text:
+        assert plot.curve(run, "time", "loss", smooth=1) is None
+    else:
+        with pytest.raises(ValueError, match="Its columns: none yet"):
+            plot.curve(run, "step", "loss", smooth=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("pong-seed1", "pong"),
+        ("pong_seed_12", "pong"),
+        ("pong-s3", "pong"),
+        ("pong_4", "pong"),
+        ("pong.5", "pong"),
+        ("pong", "pong"),
+        ("pong5", "pong5"),
+        ("v5-deep-2", "v5-deep"),
+        ("-1", "-1"),
+        ("lr0.001", "lr0.001"),
+        ("lr1e-3", "lr1e-3"),
+        ("lr=0.001-2", "lr=0.001"),
+        ("lr1e-3-seed2", "lr1e-3"),
+        ("lr0.001.seed1", "lr0.001"),
+        ("pong-v5.s1", "pong-v5"),
+    ],
+)
+def test_group_name(name, group):
+    assert group_name(name) == group
+
+
+def test_group_curves():
+    x = np.array([0.0, 10.0, 20.0, 30.0])
+    one = plot.Curve("a-1", x, 2 * x)
+    two = plot.Curve("a-2", x[1:] + 5, 4 * (x[1:] + 5))
+    other = plot.Curve("b-1", x, x)
+    both, alone = plot.group_curves([one, other, two])
+    assert alone is other
+    assert both.label == "a (2 runs, mean ± std)"
+    assert both.x[0] == 15  # Where both have values
+    assert both.x[-1] == 30
+    np.testing.assert_allclose(both.y, 3 * both.x)
+    np.testing.assert_allclose(both.low, 2 * both.x)  # std of 2x and 4x is x
+    np.testing.assert_allclose(both.high, 4 * both.x)
+
+
+def test_group_curves_with_interquartile_mean():
+    """The outlier of eight runs does not count, but in the interval it does."""
+    x = np.array([0.0, 10.0])
+    slopes = [1, 2, 3, 4, 5, 6, 7, 1000]
+    curves = [plot.Curve(f"a-{i}", x, slope * x) for i, slope in enumerate(slopes)]
+    (both,) = plot.group_curves(curves, iqm=True)
+    assert both.label == "a (8 runs, IQM, 95 % interval)"
+    np.testing.assert_allclose(both.y, 4.5 * both.x)
+    assert (both.low <= both.y).all()
+    assert both.low[-1] > 10
+    assert both.high[-1] > 1000
+
+
+def test_group_without_overlap_stays_apart(capsys):
+    one = plot.Curve("a-1", np.array([0.0, 1.0]), np.zeros(2))
+    two = plot.Curve("a-2", np.array([2.0, 3.0]), np.zeros(2))
+    assert plot.group_curves([one, two]) == [one, two]
+    assert "a: its runs share no range" in capsys.readouterr().out
+
+
+def test_a_group_says_where_its_shortest_run_ends(capsys):
+    ends = {"a-1": 1000.0, "a-2": 240.0, "a-3": 990.0, "b-1": 1000.0, "b-2": 990.0}
+    x = np.linspace(0, 1, 5)
+    plot.group_curves([plot.Curve(name, end * x, x) for name, end in ends.items()])
+    assert capsys.readouterr().out == "a: drawn up to 240, where a-2 ends\n"
+
+
+def test_command_with_one_run(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = make_run(tmp_path, "run", [None, 1.0, 3.0, None, 2.0])
+    result = run_plot("run", "--savedir", tmp_path, DISPLAY="")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"Drawn to {path / 'plot.png'}\n"
+    assert (path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert has_color(path / "plot.png", "C0")
+    assert not has_color(path / "plot.png", "C1")
+
+
+def test_command_with_several_runs(tmp_path):
+    pytest.importorskip("matplotlib")
+    here, runs = tmp_path / "here", tmp_path / "runs"
+    here.mkdir()
+    make_run(runs, "a", [0.0, 5.0, 9.0])
+    b = make_run(runs, "b", [9.0, 5.0, 0.0])
+    result = run_plot("a", b, "latest", "--savedir", runs, "--smooth", 1, cwd=here)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "Drawn to plot.png\n"
+    assert has_color(here / "plot.png", "C0")
+    assert has_color(here / "plot.png", "C1")
+    assert not has_color(here / "plot.png", "C2")  # latest is b, drawn once.
+
+
+def test_several_columns_groups_and_out(tmp_path, capsys):
+    image = pytest.importorskip("matplotlib.image")
+    nothing = [None, None, None]
+    for seed in (1, 2):
+        make_run(tmp_path, f"a-{seed}", [0.0, seed, 9.0], loss=[3.0, 2.0, seed])
+    make_run(tmp_path, "b", nothing, loss=[1.0, 1.0, 1.0])
+    common = ["a-1", "a-2", "b", "--savedir", str(tmp_path), "--group", "--x", "frames"]
+    heights = []
+    for columns in (["loss"], ["mean_game_return", "loss"]):
+        out = tmp_path / f"{len(columns)}.png"
+        plot.main([*common, "--y", *columns, "--out", str(out)])
+        heights.append(image.imread(out).shape[0])
+        assert has_color(out, "C0")
+        assert has_color(out, "C1")
+    assert heights[1] > 1.5 * heights[0]
+    assert "b: no value of mean_game_return yet" in capsys.readouterr().out
+
+
+def test_groups_over_time(tmp_path):
+    """Each run counts from its own beginning."""
+    curves = []
+    for seed, last in ((1, 2), (2, 4)):
+        folder = tmp_path / f"a-{seed}"
+        folder.mkdir()
+        times = [seed * 1e5, seed * 1e5 + 3600, seed * 1e5 + 7200]
+        rows = [f"{i},{times[i]},{i},{y}" for i, y in enumerate((0, 1, last))]
+        (folder / "logs.csv").write_text(
+            "\n".join(["_tick,_time,step,y", *rows]) + "\n"
+        )
+        curves.append(plot.curve(read_run(folder), "time", "y", smooth=1))
+    (both,) = plot.group_curves(curves)
+    assert (both.x[0], both.x[-1]) == (0, 2)
+    np.testing.assert_allclose(np.interp([1, 2], both.x, both.y), [1, 3], atol=0.01)
+
+
+def texts(*words):
+    """The text of a picture: an SVG has it as comments."""
+    *_, out = words
+    plot.main(["--out", str(out), *map(str, words[:-1])])
+    return re.findall("<!-- (.*?) -->", out.read_text(encoding="utf-8"))
+
+
+def test_every_curve_has_a_name(tmp_path):
+    pytest.importorskip("matplotlib")
+    names = ["a-1", "a-2", "_b"]
+    paths = [make_run(tmp_path, name, [0.0, 1.0, 2.0]) for name in names]
+    out = tmp_path / "x.svg"
+    assert {*names} <= {*texts(*paths, out)}
+    group = "a (2 runs, mean ± std)"
+    assert {group, "_b"} <= {*texts(*paths, "--group", out)}
+    assert group in texts(*paths[:2], "--group", out)
+
+
+def test_evaluations_are_not_smoothed(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(plot, "draw", lambda panels, *_: drawn.update(panels))
+    returns, steps = [10.0, 90.0, 20.0], [0.0, 15.0, 30.0]
+    run = make_run(tmp_path, "a", returns, eval_return=returns, eval_step=steps)
+    for words, expected in (([], [10, 50, 40]), (["--smooth", "2"], [10, 50, 55])):
+        plot.main([str(run), "--y", "mean_game_return", "eval_return", *words])
+        np.testing.assert_allclose(drawn["mean_game_return"][0].y, expected)
+        evaluations = returns if not words else expected
+        np.testing.assert_allclose(drawn["eval_return"][0].y, evaluations)
+
+
+def test_same_name_in_two_folders(tmp_path):
+    pytest.importorskip("matplotlib")
+    paths = [make_run(tmp_path / n, "run", [0.0, i, 9.0]) for i, n in enumerate("ab")]
+    out = tmp_path / "plot.png"
+    plot.main([*map(str, paths), "--out", str(out)])
+    assert has_color(out, "C0")
+    assert has_color(out, "C1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope"], "Runs in {savedir}: a, b."),
+        (["a", "nope"], "no run 'nope'"),
+        (["a", "--y", "retrun"], "Its columns: _tick, _time, step, frames, mean_game_"),
+        (["b"], "there is nothing to draw yet"),
+        (["a", "--smooth", "0"], "--smooth is 0; it must be 1 or more"),
+        (["a", "--x", "epoch"], "invalid choice: 'epoch'"),
+        (["a", "--out", "{savedir}/none/x.png"], "No such file or directory"),
+        (["a", "--out", "{savedir}/x.foo"], "'foo' is not supported"),
+        ([], "XPID"),
+    ],
+)
+def test_errors(tmp_path, capsys, arguments, message):
+    pytest.importorskip("matplotlib")
+    make_run(tmp_path, "a", [1.0, 2.0])
+    make_run(tmp_path, "b", [None, None])
+    arguments = [argument.format(savedir=tmp_path) for argument in arguments]
+    with pytest.raises(SystemExit) as caught:
+        plot.main([*arguments, "--savedir", str(tmp_path)])
+    assert caught.value.code == 2
+    assert message.format(savedir=tmp_path) in capsys.readouterr().err
+
+
+def test_without_matplotlib(tmp_path, capsys, monkeypatch):
+    make_run(tmp_path, "a", [1.0, 2.0])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit) as caught:
+        plot.main(["a", "--savedir", str(tmp_path)])
+    assert caught.value.code == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+# --- Protocols ---
+
+PONG = {"env": "Pong-v4", "sticky_actions": 0.0, "life_loss": True, "seed": 1}
+
+
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """Draws runs by their names; returns the texts of the title and the legend."""
+    figure = pytest.importorskip("matplotlib.figure")
+    texts = []
+
+    class Figure(figure.Figure):
+        def savefig(self, *arguments, **options):
+            legends = [axes.get_legend() for axes in self.axes]
+            texts.append(self._suptitle.get_text())
+            texts.extend(t.get_text() for x in legends if x for t in x.get_texts())
+
+    monkeypatch.setattr(figure, "Figure", Figure)
+
+    def draw(*arguments):
+        plot.main([*arguments, "--savedir", str(tmp_path)])
+        return texts
+
+    return draw
+
+
+def test_the_title_has_the_protocol(tmp_path, drawn):
+    make_run(tmp_path, "a-1", [0.0, 5.0], PONG)
+    (title,) = drawn("a-1")
+    assert title.split("\n") == [
+        "a-1",
+        "Atari pong, no sticky actions, episodes end with a life",
+    ]
+
+
+def test_the_first_line_of_the_title_can_be_typed(tmp_path, drawn):
+    make_run(tmp_path, "a-1", [0.0, 5.0], PONG)
+    (title,) = drawn("a-1", "--title", "It learns: x")
+    assert title.startswith("It learns: x\nAtari pong")
+
+
+def test_commands_beside_pictures_draw_them(tmp_path, monkeypatch, drawn):
+    """One curve has no legend; all seeds of a game are one curve."""
+    monkeypatch.chdir(ROOT)
+    pages = [ROOT / "docs/results" / name for name in ("README.md", "runs.md")]
+    document = "".join(page.read_text() for page in pages).replace("\\\n", " ")
+    legends = {}
+    for command in re.findall(r"python -m torchbeast\.plot (.*--title.*)", document):
+        words = []
+        for word in shlex.split(command):
+            matches = map(str, ROOT.glob(word)) if "?" in word else [word]
+            words += sorted(matches)
+        texts = drawn(*words)
+        legends[words[-1]] = [text.split("\n")[0] for text in texts[1:]]
+        texts.clear()
+    interquartile = {
+        f"docs/results/minatar_{game}_iqm{over}.png": [
+            f"{group} (3 runs, IQM, 95 % interval)"
+            for group in (game, f"poly-{game}_10m")
+        ]
+        for game in ("breakout", "space_invaders")
+        for over in ("", "_time")
+    }
+    assert legends == {
+        **interquartile,
+        "docs/results/pong.png": [],
+        "docs/results/minatar.png": [
+            f"{game} (3 runs, mean ± std)"
+            for game in ("asterix", "freeway", "seaquest")
+        ],
+    }
+
+
+def test_the_legend_says_what_differs(tmp_path, drawn):
+    make_run(tmp_path, "a-1", [0.0, 5.0], PONG)
+    make_run(tmp_path, "a-2", [0.0, 6.0], PONG | {"seed": 2, "env": "ALE/Pong-v5"})
+    make_run(tmp_path, "b", [0.0, 6.0], PONG | {"sticky_actions": 0.25})
+    make_run(tmp_path, "old", [0.0, 6.0])
+    assert drawn("a-1", "a-2", "b", "old", "--group") == [
+        "Atari pong, episodes end with a life",
+        "a (2 runs, mean ± std)\nno sticky actions",
+        "b\nsticky actions 0.25",
+        "old",
+    ]
+
+
+def test_the_command_draws_interquartile_means(tmp_path, drawn):
+    make_run(tmp_path, "a-1", [0.0, 5.0], PONG)
+    make_run(tmp_path, "a-2", [0.0, 6.0], PONG)
+    make_run(tmp_path, "b", [0.0, 6.0], PONG)
+    assert drawn("a-1", "a-2", "b", "--iqm")[1:] == [
+        "a (2 runs, IQM, 95 % interval)",
+        "b",
+    ]
+
+
+@pytest.mark.parametrize("flag", ["--group", "--iqm"])
+def test_runs_of_different_protocols_are_not_averaged(tmp_path, capsys, flag):
+    make_run(tmp_path, "a-1", [0.0, 5.0], PONG)
+    make_run(tmp_path, "a-2", [0.0, 6.0], PONG | {"life_loss": False})
+    with pytest.raises(SystemExit) as caught:
+        plot.main(["a-1", "a-2", "--savedir", str(tmp_path), flag])
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert "the runs of the group a have different protocols" in message
+    assert "a-1: episodes end with a life; a-2: episodes are whole games" in message
+
+
+def test_a_protocol_of_a_run_before_there_were_protocols(tmp_path):
+    path = make_run(tmp_path, "a", [0.0, 5.0], PONG)
+    meta = json.loads((path / "meta.json").read_text())
+    del meta["protocol"]
+    (path / "meta.json").write_text(json.dumps(meta))
+    assert read_run(path).protocol() == {
+        "env": "Atari pong",
+        "sticky_actions": 0.0,
+        "life_loss": True,
+    }

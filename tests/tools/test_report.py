@@ -1,0 +1,426 @@
+import gzip
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import ale_py
+import numpy as np
+import pytest
+import runs
+from test_file_writer import FileWriter
+
+from torchbeast.runs import flagset
+from torchbeast.runs import meta as meta_file
+from torchbeast.tools import report
+from torchbeast.tools.atari_scores import RANDOM_AND_HUMAN
+from torchbeast.tools.groups import iqm_interval
+from torchbeast.tools.saved_runs import read_run
+
+ROOT = pathlib.Path(__file__).parents[2]
+FLAGS = {
+    "env": "MinAtar/Breakout-v1",
+    "preset": "minatar",
+    "entropy_cost": 0.05,
+    "reward_clipping": "none",
+    "seed": 3,
+}
+
+
+def make_run(savedir, xpid="a", flags=FLAGS):
+    about = {"preset_changes": flagset.differences(flags)}
+    writer = FileWriter(str(savedir), xpid, flags, about=about)
+    for step, games, mean in ((1000, 0, None), (2000, 7, 0.5), (3000, 250, 1.25)):
+        writer.log({"step": step, "games": games, "mean_game_return_100": mean})
+    writer.close(exit_status=0)
+    return writer.path
+
+
+def edit_meta(path, **changes):
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps(meta | changes))
+
+
+def test_the_row_of_a_run(tmp_path):
+    path = make_run(tmp_path)
+    edit_meta(
+        path,
+        git={"commit": "0123456789abcdef", "dirty": True},
+        hardware={"cpu": "Some CPU", "cpus": 2, "gpus": ["Some GPU"]},
+        starts=[],
+    )
+    row = report.table_row(path)
+    assert row == {
+        "run": "a",
+        "env": "MinAtar/Breakout-v1",
+        "protocol": "sticky actions 0.1, minimal action set, rewards not clipped",
+        "preset": "minatar --entropy_cost 0.05",
+        "seed": "3",
+        "commit": "0123456 + changes",
+        "steps": "3,000",
+        "test, mean ± std": "",
+        "return, last 100 games": "1.25",
+        "largest fall": "0%",
+        "wall-clock": row["wall-clock"],
+        "hardware": "2 × Some CPU, Some GPU",
+    }
+    test = {"mean": 2.5, "std": 0.75, "num_games": 200, "policy": "greedy"}
+    (path / "test.json").write_text(json.dumps(test))
+    tested = report.table_row(path)["test, mean ± std"]
+    assert tested == "2.50 ± 0.75 (200 games, greedy)"
+    same = report.read_run(path).protocol()
+    (path / "test.json").write_text(json.dumps(test | {"step": 3000, "protocol": same}))
+    assert report.table_row(path)["test, mean ± std"] == tested
+    without = {"protocol": {"env": same["env"]}}
+    (path / "test.json").write_text(json.dumps(test | without))
+    assert report.table_row(path)["test, mean ± std"].endswith(
+        "**other protocol: without sticky actions 0.1, minimal action set, rewards not "
+        "clipped**)"
+    )
+    other = {"step": 2000, "protocol": same | {"sticky_actions": 0.25}}
+    (path / "test.json").write_text(json.dumps(test | other))
+    assert report.table_row(path)["test, mean ± std"] == (
+        "2.50 ± 0.75 (200 games, greedy, **at step 2,000**, **other protocol: sticky "
+        "actions 0.25**)"
+    )
+
+
+def test_a_run_without_meta_json_has_no_known_protocol(tmp_path):
+    path = make_run(tmp_path)
+    (path / "meta.json").unlink()
+    assert report.table_row(path)["protocol"] == "protocol unknown"
+
+
+def test_a_resumed_run(tmp_path):
+    """Its pauses don't count, and its commits and protocols are those of all starts."""
+    path = make_run(tmp_path)
+    rows = ["_tick,_time,step", "0,1010,10", "1,1060,20", "2,5005,30", "3,5040,40"]
+    (path / "logs.csv").write_text("\n".join(rows) + "\n")
+    starts = [{"git": {"commit": c * 40}, "flags": FLAGS} for c in "aab"]
+    date = "1970-01-01T{}+00:00".format
+    edit_meta(
+        path,
+        date_start=date("00:16:40"),  # 1000
+        resumed=[date("01:23:20"), date("02:46:40")],  # 5000, 10000
+        starts=starts,
+        git=starts[-1]["git"],
+    )
+    assert read_run(path).seconds() == 60 + 40
+    row = report.table_row(path)
+    assert row["wall-clock"] == "0:01:40"
+    assert row["commit"] == "aaaaaaa → bbbbbbb"
+    assert "changed" not in row["protocol"]
+    starts[1]["flags"] = FLAGS | {"reward_clipping": "abs_one"}
+    edit_meta(path, starts=starts)
+    assert report.table_row(path)["protocol"] == "**changed during the run**"
+
+
+def test_the_command_prints_a_table(tmp_path):
+    make_run(tmp_path)
+    b = make_run(tmp_path, "b", {"env": "a|b"})
+    done = subprocess.run(
+        [*(sys.executable, "-m", "torchbeast.report", "a", b), "--savedir", tmp_path],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=runs.patience(60),
+        check=True,
+    )
+    header, line, first, second = done.stdout.splitlines()
+    assert header.startswith("| run | env | protocol | preset | seed | commit |")
+    assert "test" not in header  # no run was tested
+    assert line.count("---") == header.count("|") - 1
+    assert first.startswith("| a | MinAtar/Breakout-v1 | sticky")
+    assert second.startswith("| b | a\\|b | as registered |  |")
+
+
+def test_the_results_of_the_docs_have_rows():
+    folders = [path.parent for path in (ROOT / "docs/results").glob("*/meta.json")]
+    assert len(folders) > 5
+    for folder in folders:
+        row = report.table_row(folder)
+        assert row["env"]
+        assert row["commit"]
+        assert row["wall-clock"] > "0:00:05"
+        assert "changed" not in row["protocol"]
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [(None, "no run 'b'"), ("{", "test.json is not a result"), ("{}", "KeyError")],
+)
+def test_errors(tmp_path, capsys, test, message):
+    path = make_run(tmp_path)
+    if test is not None:
+        (path / "test.json").write_text(test)
+    with pytest.raises(SystemExit) as caught:
+        report.main(["b" if test is None else "a", "--savedir", str(tmp_path)])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["cut", "field", "row"])
+def test_damaged_logs(tmp_path, capsys, damage):
+    path = make_run(tmp_path)
+    logs = path / "logs.csv"
+    if damage == "cut":
+        packed = gzip.compress(logs.read_bytes())
+        (path / "logs.csv.gz").write_bytes(packed[: len(packed) // 2])
+        logs.unlink()
+    elif damage == "row":
+        header, first, *others = logs.read_text().splitlines()
+        logs.write_text("\n".join([header, first + ",1", *others]) + "\n")
+    else:
+        *others, last = logs.read_text().splitlines()
+        logs.write_text("\n".join([*others, '"' + "1" * 200_000, last]) + "\n")
+    with pytest.raises(SystemExit) as caught:
+        report.main([str(path), "--savedir", str(tmp_path)])
+    assert caught.value.code == 2
+    assert "is damaged: " in capsys.readouterr().err
+
+
+ODD = [
+    3,
+    -1,
+    1e308,
+    math.inf,
+    True,
+    "x",
+    "",
+    [1],
+    [],
+    ["x"],
+    [[]],
+    {"a": [1]},
+    {},
+    None,
+]
+DEEP = "[" * 90_000
+
+
+def places(nested, path=()):
+    """The paths to all values in nested dicts and lists."""
+    yield path
+    items = {}
+    if isinstance(nested, dict | list):
+        items = nested.items() if isinstance(nested, dict) else enumerate(nested)
+    for key, value in items if items else ():
+        yield from places(value, (*path, key))
+
+
+def changed(nested, path, value):
+    if not path:
+        return value
+    key, *rest = path
+    copied = nested.copy()
+    copied[key] = changed(nested[key], rest, value)
+    return copied
+
+
+@pytest.mark.parametrize("name", ["meta.json", "test.json"])
+def test_files_of_other_types(tmp_path, name):
+    """Each value of a file is replaced by others: an error names the file."""
+    path = make_run(tmp_path)
+    meta = json.loads((path / "meta.json").read_text())
+    meta = {k: v for k, v in meta.items() if k not in ("env", "slurm", "versions")}
+    meta["starts"] = [{**meta["starts"][0], "flags": {"env": "Pong-v5"}}]
+    test = {"mean": 2.5, "std": 0.75, "num_games": 200, "policy": "greedy", "step": 3}
+    content = meta if name == "meta.json" else {**test, "flags": meta["args"]}
+    texts = [DEEP, "", "\0", '{"args": ' + '{"a": ' * 400 + "3" + "}" * 401]
+    for place in places(content):
+        texts += [json.dumps(changed(content, place, value)) for value in ODD]
+    messages = []
+    for text in texts:
+        (path / name).write_text(text)
+        try:
+            report.markdown([report.table_row(path)])
+        except ValueError as error:
+            messages.append(str(error))
+        meta_file.read_meta(path)
+    assert 0 < len(messages) < len(texts)
+    assert [x for x in messages if not x.startswith(f"{path / name} ")] == []
+
+
+@pytest.mark.parametrize("words", [("report", "a"), ("report", "-h"), ("plot", "-h")])
+def test_the_reader_of_the_output_ends(tmp_path, words):
+    """As with `| head`: no message, and exit status 0."""
+    make_run(tmp_path)
+    module, word = words
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", f"torchbeast.{module}", word, f"--savedir={tmp_path}"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=runs.environment(),
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+# --- Groups ---
+
+stats = pytest.importorskip("scipy.stats")
+SCORES = {"MinAtar/Breakout-v1": [1, 11], "CartPole-v1": [0, 500]}
+
+
+def make_group(savedir, name, returns, **flags):
+    """Runs of 200 steps that have half of their return at step 100."""
+    names = []
+    for seed, value in enumerate(returns, start=1):
+        names.append(f"{name}-{seed}")
+        writer = FileWriter(str(savedir), names[-1], FLAGS | flags | {"seed": seed})
+        for step, mean in ((50, None), (100, value / 2), (200, value)):
+            writer.log({"step": step, "mean_game_return_100": mean})
+        writer.close(exit_status=0)
+    return names
+
+
+def table(capsys, *words):
+    """The rows that the command prints, as dicts."""
+    report.main([str(word) for word in words])
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    split = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (header, *rows)]
+    return [dict(zip(split[0], row, strict=True)) for row in split[1:]]
+
+
+def test_a_row_per_group(tmp_path, capsys):
+    a = make_group(tmp_path, "a", [1.0, 2.0, 30.0, 4.0, 5.0])
+    b = make_group(tmp_path, "b", [3.0])
+    more = ["--savedir", tmp_path, "--group", "--at", "100", "150"]
+    first, second = table(capsys, *a, *b, *more)
+    low, high = iqm_interval([np.array([1.0, 2.0, 30.0, 4.0, 5.0])])
+    middle = stats.trim_mean([1, 2, 30, 4, 5], 0.25)
+    assert first == {
+        "group": "a",
+        "task": "MinAtar/Breakout-v1",
+        "runs": "5",
+        "steps": "200",
+        "IQM at 100 [95 %]": f"{middle / 2:.2f} [{low / 2:.2f}, {high / 2:.2f}]",
+        "IQM at 150 [95 %]": f"{middle / 2:.2f} [{low / 2:.2f}, {high / 2:.2f}]",
+        "IQM at the end [95 %]": f"{middle:.2f} [{low:.2f}, {high:.2f}]",
+        "largest fall": "0%",
+    }
+    # One run has no interval.
+    assert second["IQM at the end [95 %]"] == "3.00"
+
+
+def test_tests_falls_and_seeds_of_tuning(tmp_path, capsys):
+    """The tests of all runs are the headline; runs that were tuned on don't count."""
+    names = make_group(tmp_path, "a", [9.0, 1.0, 2.0])
+    with (tmp_path / "a-3" / "logs.csv").open("a") as file:
+        file.write((tmp_path / "a-3" / "logs.csv").read_text().splitlines()[2] + "\n")
+    more = ["--savedir", tmp_path, "--group", "--tuned_on", "1", "7"]
+    (row,) = table(capsys, *names, *more)
+    assert row["runs"] == "2 (1 of tuning left out)"
+    assert row["largest fall"] == "50%"  # from 2 to 1
+    assert row["IQM at the end [95 %]"] == "1.00 [1.00, 1.00]"
+    assert "IQM of tests [95 %]" not in row
+    test = {"std": 1.0, "num_games": 100, "policy": "sampled"}
+    for name, mean in zip(names, (50.0, 3.0, 5.0), strict=True):
+        (tmp_path / name / "test.json").write_text(json.dumps({**test, "mean": mean}))
+    (row,) = table(capsys, *names, *more)
+    assert row["IQM of tests [95 %]"] == "4.00 [3.00, 5.00]"
+    for change in {"step": 7}, {"policy": "greedy"}:  # of one of the two
+        changed = {**test, "mean": 5.0, **change}
+        (tmp_path / names[2] / "test.json").write_text(json.dumps(changed))
+        (row,) = table(capsys, *names, *more)
+        assert "IQM of tests [95 %]" not in row
+    with pytest.raises(SystemExit):
+        report.main([*names, *map(str, more), "2", "3"])
+    assert "all runs of a have seeds of --tuned_on" in capsys.readouterr().err
+
+
+def test_scores_of_a_human(tmp_path, capsys):
+    """--scores atari: 0 is a random player, 1 a human one."""
+    flags = {"env": "PongNoFrameskip-v4"}, {"env": "ALE/SpaceInvaders-v5"}
+    pong = make_group(tmp_path, "pong", [14.6, 14.6], **flags[0])
+    space = make_group(tmp_path, "space", [148.0, 148.0], **flags[1])
+    words = ["--savedir", tmp_path, "--method", "x", *pong, *space]
+    *_, both = table(capsys, *words, "--scores", "atari")
+    assert both["task"] == "all 2, normalised"
+    assert both["IQM at the end [95 %]"].startswith("0.50 ")
+    other = make_group(tmp_path, "pole", [5.0], env="CartPole-v1")
+    with pytest.raises(SystemExit):
+        report.main([*map(str, words), *other, "--scores", "atari"])
+    assert "--scores has no 'CartPole-v1'" in capsys.readouterr().err
+
+
+def test_scores_of_every_atari_game():
+    assert len(RANDOM_AND_HUMAN) == 57
+    assert RANDOM_AND_HUMAN.keys() <= set(ale_py.roms.get_all_rom_ids())
+    assert all(low < high for low, high in RANDOM_AND_HUMAN.values())
+
+
+def test_a_suspended_run(tmp_path):
+    """A time without a row far beyond the usual is left out and told."""
+    path = make_run(tmp_path)
+    times = [1010, 1020, 1030, 1040, 1050, 8060, 8070]
+    rows = [f"{i},{t},{i * 10},0" for i, t in enumerate(times)]
+    head = "_tick,_time,step,episodes"
+    (path / "logs.csv").write_text("\n".join([head, *rows]) + "\n")
+    edit_meta(path, date_start="1970-01-01T00:16:40+00:00", resumed=[])
+    run = read_run(path)
+    assert run.pauses() == 7000
+    assert run.seconds() == 70
+    assert run.wall_clock().tolist() == [10, 20, 30, 40, 50, 60, 70]
+    assert report.table_row(path)["wall-clock"] == "0:01:10, paused 1:56:40"
+    with (path / "logs.csv").open("a") as file:
+        file.write("7,9070,60,\n")  # of the last evaluation, which took its time
+    assert read_run(path).pauses() == 7000
+
+
+def test_methods_over_several_tasks(tmp_path, capsys):
+    (tmp_path / "scores.json").write_text(json.dumps(SCORES))
+    one = make_group(tmp_path, "one-breakout", [6.0, 11.0, 16.0])
+    one += make_group(tmp_path, "one-pole", [100.0, 250.0], env="CartPole-v1")
+    two = make_group(tmp_path, "two", [1.0, 1.0])
+    words = ["--savedir", tmp_path, "--method", "one", *one, "--method", "two", *two]
+    scores = ["--scores", tmp_path / "scores.json"]
+    breakout, pole, both, other = table(capsys, *words, *scores)
+    assert breakout["IQM at the end [95 %]"].startswith("11.00 [6.00, 16.00]")
+    assert pole["IQM at the end [95 %]"].startswith("175.00 [")
+    middle = stats.trim_mean([0.5, 1.0, 1.5, 0.2, 0.5], 0.25)
+    assert both["task"] == "all 2, normalised"
+    assert both["runs"] == "5"
+    assert both["IQM at the end [95 %]"].startswith(f"{middle:.2f} [")
+    assert other["group"] == "two"
+    assert len(table(capsys, *words)) == 3  # no references, so no row over all tasks
+    # A method may be given in parts.
+    words = ["--savedir", tmp_path, "--method", "one", *one[:2], "--method", "one"]
+    assert table(capsys, *words, *one[2:], *scores) == [breakout, pole, both]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a-1", "--group", "--at", "201"], "'a-1' ends at step 200, before 201"),
+        (["a-1", "--group", "--at", "50"], "'a-1': no game has ended until step 50"),
+        (["a-1", "b-1", "--at", "50"], "--at needs --group or --method"),
+        (["a-1", "--method", "m", "b-1"], "give either runs, or --method"),
+        (["--method", "m"], "give either runs, or --method"),
+        ([], "give either runs, or --method"),
+        (["--method", "m", "nope"], "no run 'nope'"),
+        (["~nobody-here/x"], "home directory"),
+        (["--method", "m", "a-1", "c-1"], "have different protocols"),
+        (["--method", "m", "a-1", "b-1", "--scores", "{}"], "has no 'MinAtar/Break"),
+        (["--method", "m", "a-1", "--scores", "[1]"], "two returns per task, such as"),
+        (["--method", "m", "a-1", "--scores", '{"a": [1, 1]}'], "numbers that differ"),
+    ],
+)
+def test_groups_that_can_not_be_compared(tmp_path, capsys, words, message):
+    make_group(tmp_path, "a", [1.0])
+    make_group(tmp_path, "b", [1.0], env="CartPole-v1")
+    make_group(tmp_path, "c", [1.0], reward_clipping="abs_one")
+    if "--scores" in words:
+        (tmp_path / "scores").write_text(
+            words[-1].replace("{}", '{"CartPole-v1": [0, 1]}')
+        )
+        words = [*words[:-1], str(tmp_path / "scores")]
+    with pytest.raises(SystemExit) as caught:
+        report.main([*words, "--savedir", str(tmp_path)])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,274 @@
+"""Searches with Optuna: real studies over real runs.
+
+Skipped without Optuna: pip install optuna.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sqlite3
+
+import pytest
+import runs
+import sweeps
+
+from torchbeast.base.errors import FileError, FlagError
+from torchbeast.runs.meta import read_meta
+from torchbeast.tools import jobs
+
+optuna = pytest.importorskip("optuna")
+
+from torchbeast.tools import search  # noqa: E402 # after the skip: it imports Optuna
+
+pytestmark = pytest.mark.timeout(400)
+SPACE = ["--name", "s", "--search", "learning_rate=loguniform:1e-4:1e-2"]
+STATE = optuna.trial.TrialState
+
+
+def trials(folder):
+    path = folder / "s" / "study.db"
+    return optuna.load_study(study_name="sweep", storage=f"sqlite:///{path}").trials
+
+
+def last_return(folder, xpid):
+    known = [row["mean_game_return_100"] for row in runs.read_logs(folder, xpid)]
+    return float(next(value for value in reversed(known) if value))
+
+
+def test_a_search_that_goes_on(tmp_path):
+    """Its values are means over the seeds; --trials counts those of all starts."""
+    output = sweeps.finished(tmp_path, *SPACE, "--trials", "1", "--seeds", "1,4")
+    assert "The best is trial 0" in output
+    sweeps.finished(tmp_path, *SPACE, "--trials", "2", "--seeds", "1,4")
+    found = trials(tmp_path)
+    assert [trial.state for trial in found] == [STATE.COMPLETE] * 2
+    for trial in found:
+        names = [f"s-trial{trial.number}-{seed}" for seed in (1, 4)]
+        returns = [last_return(tmp_path, name) for name in names]
+        assert trial.value == pytest.approx(sum(returns) / 2)
+        for name in names:
+            sweeps.assert_finished(tmp_path, name)
+            assert len(read_meta(tmp_path / name)["starts"]) == 1
+            rate = read_meta(tmp_path / name)["args"]["learning_rate"]
+            assert rate == trial.params["learning_rate"]
+            assert 1e-4 <= rate <= 1e-2
+    assert found[0].params != found[1].params
+    other = ["--trials", "3", "--seeds", "1"]
+    output = sweeps.finished(tmp_path, *SPACE, *other, status=1)
+    assert "Give the same values and seeds again, or another --name" in output
+    assert len(trials(tmp_path)) == 2
+
+
+def test_a_stopped_trial_goes_on(tmp_path):
+    """The study keeps its values while no process has them."""
+    flags = {"total_steps": 9_000}
+    own = [*SPACE, "--trials", "1"]
+    with sweeps.started(tmp_path, *own, **flags) as process:
+        runs.wait_for_rows(process, tmp_path, "s-trial0-1", 10, timeout=200)
+        os.killpg(process.pid, signal.SIGINT)
+        runs.finish(process)
+        assert process.returncode == 130
+    assert [trial.state for trial in trials(tmp_path)] == [STATE.RUNNING]
+    stopped_at = read_meta(tmp_path / "s-trial0-1")["starts"][-1]["last_step"]
+    sweeps.finished(tmp_path, *own, **flags)
+    (trial,) = trials(tmp_path)
+    assert trial.value == last_return(tmp_path, "s-trial0-1")
+    console = (tmp_path / "s-trial0-1" / "console.log").read_text()
+    assert f"Resuming at step {stopped_at}." in console
+    sweeps.assert_finished(tmp_path, "s-trial0-1", 9_000)
+
+
+def test_a_trial_that_fails(tmp_path):
+    own = [*SPACE, "--trials", "2", "--jobs", "2"]
+    output = sweeps.finished(tmp_path, *own, status=1, env="nowhere:Nothing")
+    assert [trial.state for trial in trials(tmp_path)] == [STATE.FAIL] * 2
+    assert "Trial 1: a run failed, or no game has ended." in output
+    assert "there is no module nowhere" in output
+
+
+def test_a_killed_trial_without_values(tmp_path):
+    """The sweep was killed before the study had them: it counts as failed."""
+    space = {
+        "x": search.distribution("int:1:3"),
+        "y": search.distribution("choice:a:b"),
+    }
+
+    def open_study():
+        return search.Search(tmp_path / "study.db", space, ["same"], lambda *_: [])
+
+    open_study().study.ask({"x": space["x"]})
+    assert list(open_study().jobs(1)) == []
+    assert [trial.state for trial in open_study().study.trials] == [STATE.FAIL]
+
+
+def test_a_trial_whose_run_was_killed_goes_on(tmp_path):
+    """Perhaps between its result and the end of meta.json."""
+    space = {"x": search.distribution("int:1:4")}
+    job = jobs.Job("a", tmp_path / "a", ("command",))
+
+    def open_study():
+        return search.Search(tmp_path / "study.db", space, ["same"], lambda *_: [job])
+
+    study = open_study()
+    assert list(study.jobs(1)) == [job]
+    study.ended(job, -signal.SIGKILL)
+    assert [trial.state for trial in study.study.trials] == [STATE.RUNNING]
+    again = open_study()
+    assert list(again.jobs(1)) == [job]
+    again.ended(job, 1)
+    assert [trial.state for trial in again.study.trials] == [STATE.FAIL]
+
+
+def test_a_trial_that_can_not_be_run(tmp_path):
+    """Its flags do not fit together: it has failed, and the others go on."""
+    space = {"x": search.distribution("int:1:4")}
+
+    def make_jobs(name, settings):
+        if settings["x"] == 2:
+            raise FlagError("2 does not divide 3")
+        return []
+
+    def open_study():
+        return search.Search(tmp_path / "study.db", space, ["same"], make_jobs)
+
+    study = open_study()
+    study.study.enqueue_trial({"x": 2})
+    assert list(study.jobs(3)) == []
+    states = [trial.state for trial in study.study.trials]
+    assert states[0] == STATE.FAIL
+    assert len(states) == 3
+    open_study()
+
+
+def test_the_return_of_an_evaluation_counts(tmp_path):
+    def final_return(*rows, eval_interval=0):
+        flags = {"eval_interval": eval_interval}
+        (tmp_path / "meta.json").write_text(json.dumps({"args": flags}))
+        header = "step,mean_game_return_100,eval_step,eval_return"
+        (tmp_path / "logs.csv").write_text("\n".join([header, *rows, ""]))
+        return search.final_return(tmp_path)
+
+    assert final_return("10,,,") is None
+    assert final_return("10,5,,", "20,6,,", "30,,,") == 6
+    rows = "10,5,,", "20,6,10,2.5"
+    assert final_return(*rows, "20,,20,3.5", eval_interval=10) == 3.5
+    # The last evaluation failed; the one before is of other weights. The mean of the
+    # training games can't be compared with the evaluations of other trials.
+    assert final_return(*rows, "30,7,,", eval_interval=10) is None
+    # Damaged files count as no return.
+    assert final_return("10,5,,", "20,6", "30,,,") is None
+    (tmp_path / "logs.csv").unlink()
+    assert search.final_return(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["a?b", "a%20b", "a b#c"])
+def test_a_folder_whose_name_is_no_url(tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    space = {"x": search.distribution("int:1:4")}
+    search.Search(folder / "study.db", space, ["same"], lambda *_: [])
+    assert (folder / "study.db").stat().st_size > 0
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high"),
+    [
+        ("uniform:0:2", 0.0, 2.0),
+        ("loguniform:1e-4:1e-2", 1e-4, 1e-2),
+        ("int:3:5", 3, 5),
+        ("choice:true:false", "true", "false"),
+    ],
+)
+def test_values(text, low, high):
+    values = search.distribution(text)
+    assert search.extremes(values) == (low, high)
+    study = optuna.create_study()
+    found = [study.ask({"x": values}).params["x"] for _ in range(60)]
+    if text.startswith("choice"):
+        assert set(found) == {low, high}
+    else:
+        assert all(low <= x <= high for x in found)
+        assert {type(x) for x in found} == {type(low)}
+    if text.startswith("log"):
+        assert 10 < sum(x < 1e-3 for x in found) < 50
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("normal:0:1", "uniform:1", "uniform:2:1", "loguniform:0:1", "int:1:x"),
+        *("choice", "choice:", "choice:a:", "uniform:nan:1", "uniform:0:inf"),
+    ],
+)
+def test_values_that_make_no_sense(text):
+    with pytest.raises(FlagError, match="Allowed are uniform:LOW:HIGH"):
+        search.distribution(text)
+
+
+def test_values_out_of_a_flag_s_range(tmp_path):
+    own = ["--search", "batch_size=int:1:1000"]
+    output = sweeps.finished(tmp_path, *own, status=1)
+    assert "more than --total_steps 600" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def cut(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def overwrite_pages(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
+
+
+def change_rows(statement):
+    def change(path):
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute(statement)
+            connection.commit()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut,
+        overwrite_pages,
+        lambda path: path.write_text("no database"),
+        lambda path: (path.unlink(), path.mkdir()),
+        change_rows("UPDATE study_user_attributes SET value_json = '{'"),
+    ],
+)
+def test_a_study_that_can_not_be_used(tmp_path, damage):
+    """One line with the file's name, at the start and in the middle of a search."""
+    path = tmp_path / "study.db"
+    space = {"x": search.distribution("uniform:0:1")}
+
+    def make():
+        return search.Search(path, space, ["a"], lambda name, values: [name])
+
+    running = make()
+    assert next(running.jobs(2)) == "trial0"
+    damage(path)
+    if path.is_dir() or path.stat().st_size < 50:
+        running.study._storage.remove_session()  # it reads the new file
+        with pytest.raises(FileError, match="can't be used"):
+            list(running.jobs(9))
+    with pytest.raises(FileError) as caught:
+        make()
+    assert str(caught.value).startswith(f"{path} can't be used: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_locked_study(tmp_path):
+    path = tmp_path / "study.db"
+    space = {"x": search.distribution("uniform:0:1")}
+    search.Search(path, space, ["a"], lambda name, values: [name])
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(FileError, match=r"study\.db can't be used: .*locked"):
+            search.Search(path, space, ["a"], lambda name, values: [name])

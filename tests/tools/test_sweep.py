@@ -1,0 +1,415 @@
+"""Grids of seeds and settings: real sweeps of real runs."""
+
+import json
+import logging
+import os
+import signal
+import sys
+
+import pytest
+import runs
+import sweeps
+import watched_runs
+
+from torchbeast.base.errors import FlagError
+from torchbeast.runs.meta import read_meta
+from torchbeast.tools import grid, sweep
+from torchbeast.tools.groups import by_name
+from torchbeast.tools.saved_runs import read_run
+
+pytestmark = pytest.mark.timeout(400)
+FOREVER = 10**9
+
+
+@pytest.fixture
+def refused(tmp_path, capsys, caplog):
+    """Starts a sweep that is refused; returns its message. No folder is left."""
+
+    def start(*own, status, variant="monobeast", **flags):
+        words = sweeps.words(tmp_path, *own, variant=variant, **flags)[3:]
+        before = set(tmp_path.iterdir())
+        with caplog.at_level(logging.INFO):
+            if status == 2:  # argparse
+                with pytest.raises(SystemExit, match="2"):
+                    sweep.main(words)
+            else:
+                assert sweep.main(words) == status
+        assert set(tmp_path.iterdir()) == before
+        return capsys.readouterr().err + caplog.text
+
+    return start
+
+
+@pytest.mark.slow
+def test_a_grid_with_seeds(tmp_path):
+    own = ["--jobs", "2", "--seeds", "1-2", "--grid", "use_lstm=true,false"]
+    own += ["--grid", "entropy_cost=0.02"]
+    sweeps.finished(tmp_path, *own)
+    kinds = [f"sweep-use_lstm={x}-entropy_cost=0.02" for x in ("true", "false")]
+    names = [f"{kind}-{seed}" for kind in kinds for seed in (1, 2)]
+    folders = sorted(path.name for path in tmp_path.iterdir() if not path.is_symlink())
+    assert folders == sorted(names)
+    for name in names:
+        sweeps.assert_finished(tmp_path, name)
+        flags = read_meta(tmp_path / name)["args"]
+        assert flags["use_lstm"] == ("true" in name)
+        assert flags["entropy_cost"] == 0.02
+        assert flags["seed"] == int(name[-1])
+    groups = by_name(read_run(tmp_path / name) for name in names)
+    assert sorted(groups) == sorted(kinds)  # as plot --group and report --group do
+    # Again: nothing is started.
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")}
+    output = sweeps.finished(tmp_path, *own)
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")}
+    assert output.count(" finished.") == 4
+
+
+@pytest.mark.slow
+def test_a_stopped_sweep_goes_on(tmp_path, tmp_path_factory, monkeypatch):
+    """Ctrl-C in a terminal. Each of two runs has one core, with all its processes."""
+    pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    slow = tmp_path_factory.mktemp("slow") / "slow"
+    slow.touch()
+    monkeypatch.setenv("SLOW_FILE", str(slow))
+    flags = {"variant": "polybeast", "total_steps": 6_000, "batch_size": 3}
+    flags |= {"wrapper": "environments:SlowWhileMarked"}
+    own = ["--name", "x", "--jobs", "2", "--cores", "1", "--seeds", "1-3"]
+    with sweeps.started(tmp_path, *own, **flags) as process:
+        for xpid in ("x-1", "x-2"):
+            runs.wait_for_rows(process, tmp_path, xpid, 10, timeout=200)
+        used = []
+        for xpid in ("x-1", "x-2"):
+            (pid,) = sweeps.processes_of_run(process.pid, xpid)
+            used.append(os.sched_getaffinity(pid))
+            assert family_affinity(process.pid, pid) == used[-1]
+        assert len(used[0]) == len(used[1]) == 1
+        assert not used[0] & used[1]
+        os.killpg(process.pid, signal.SIGINT)
+        output = runs.finish(process, 200)
+        assert process.returncode == 130, output
+        assert "Give the same command again to continue with the other runs." in output
+        assert "Traceback" not in output
+        wait_for_no_process(process)
+    assert not (tmp_path / "x-3").exists()
+    steps = {}
+    for xpid in ("x-1", "x-2"):
+        end = read_meta(tmp_path / xpid)["starts"][-1]
+        assert (end["exit_status"], end["signal"]) == (130, "SIGINT")
+        steps[xpid] = end["last_step"]
+        assert 0 < steps[xpid] < 6_000
+    slow.unlink()
+    sweeps.finished(tmp_path, *own, **flags)
+    for xpid in ("x-1", "x-2", "x-3"):
+        sweeps.assert_finished(tmp_path, xpid, 6_000)
+        console = (tmp_path / xpid / "console.log").read_text()
+        resumed = f"Resuming at step {steps.get(xpid)}." in console
+        assert resumed == (xpid in steps)
+
+
+def wait_for_no_process(sweep_process):
+    pid = sweep_process.pid
+    watched_runs.wait_until(
+        lambda: not watched_runs.processes_of_session(pid), "no process left"
+    )
+
+
+def family_affinity(session, pid):
+    """The cores that a process and its descendants may use."""
+    processes = watched_runs.processes_of_session(session)
+    family, cores = {pid}, set()
+    while more := {p.pid for p in processes if p.parent in family} - family:
+        family |= more
+    assert len(family) > 2  # with its actors or servers
+    for member in family:
+        cores |= os.sched_getaffinity(member)
+    return cores
+
+
+STOPS_IN_PYTHONS_START = """
+import os, sys, time
+folder = os.environ["STOPS_IN"]
+if "torchbeast.monobeast" in sys.orig_argv:
+    open(os.path.join(folder, "starting"), "w").close()
+    while not os.path.exists(os.path.join(folder, "go")):
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_run_is_in_pythons_start(
+    tmp_path, tmp_path_factory, monkeypatch, number
+):
+    """The run ends when it handles signals, and counts as stopped, not as failed."""
+    extra = tmp_path_factory.mktemp("site")
+    (extra / "sitecustomize.py").write_text(STOPS_IN_PYTHONS_START)
+    monkeypatch.setenv("PYTHONPATH", str(extra))
+    monkeypatch.setenv("STOPS_IN", str(extra))
+    with sweeps.started(tmp_path, total_steps=FOREVER) as process:
+        watched_runs.wait_until((extra / "starting").exists, "start of a run", 60)
+        (run,) = sweeps.processes_of_run(process.pid, "sweep-1")
+        os.kill(run, number)  # a batch system sends it to all processes
+        os.kill(process.pid, number)
+        (extra / "go").touch()
+        output = runs.finish(process)
+    assert process.returncode == 128 + number, output
+    assert f"sweep-1 ended with exit status {128 + number}." in output
+    console = (tmp_path / "sweep-1" / "console.log").read_text()
+    assert console == f"{number.name} during the start: no run was started.\n"
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_leaves_nothing(tmp_path):
+    """Its runs save and end."""
+    with sweeps.started(tmp_path, "--seeds", "1", total_steps=FOREVER) as process:
+        runs.wait_for_rows(process, tmp_path, "sweep-1", 10, timeout=200)
+        process.kill()
+        runs.finish(process)
+        wait_for_no_process(process)
+    end = read_meta(tmp_path / "sweep-1")["starts"][-1]
+    assert (end["exit_status"], end["signal"]) == (143, "SIGTERM")
+    assert end["last_step"] > 0
+    assert (tmp_path / "sweep-1" / "model.tar").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_fails(tmp_path):
+    """The others go on, and at the end comes its output."""
+    own = ["--grid", "env=nowhere:Nothing,CartPole-v1", "--name", "two"]
+    output = sweeps.finished(tmp_path, *own, status=1)
+    sweeps.assert_finished(tmp_path, "two-env=CartPole-v1-1")
+    assert "two-env=nowhere_Nothing-1 ended with exit status 1" in output
+    assert "Failed: 1 of 2 runs: two-env=nowhere" in output.splitlines()[-1]
+    before, _, after = output.partition("two-env=CartPole-v1-1 finished.")
+    assert "there is no module nowhere" not in before
+    assert "there is no module nowhere" in after
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed(tmp_path):
+    with sweeps.started(tmp_path, total_steps=FOREVER) as process:
+        runs.wait_for_rows(process, tmp_path, "sweep-1", 10, timeout=200)
+        (pid,) = sweeps.processes_of_run(process.pid, "sweep-1")
+        os.kill(pid, signal.SIGKILL)
+        output = runs.finish(process)
+    assert process.returncode == 1
+    assert "sweep-1 ended by signal SIGKILL (out of memory? see dmesg)" in output
+
+
+@pytest.mark.slow
+def test_one_sweep_at_a_time(tmp_path):
+    with sweeps.started(tmp_path, total_steps=FOREVER) as process:
+        runs.wait_for_rows(process, tmp_path, "sweep-1", 1, timeout=200)
+        output = sweeps.finished(tmp_path, total_steps=FOREVER, status=1)
+        assert "Another process writes to this run" in output
+        assert str(tmp_path / "sweep") in output
+        process.terminate()
+        runs.finish(process)
+        assert process.returncode == 143
+
+
+def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
+    runs.run(tmp_path, "sweep-1", **runs.SMALL)
+    (tmp_path / "latest").unlink()
+    message = refused(status=1, discounting=0.9)
+    assert "sweep-1 has a run with other flags (--discounting 0.99 -> 0.9)" in message
+    assert "Give another --name" in message
+    assert sweep.main(sweeps.words(tmp_path)[3:]) == 0  # with its own flags
+    assert len(read_meta(tmp_path / "sweep-1")["starts"]) == 1
+    assert sweep.main(sweeps.words(tmp_path, total_steps=700)[3:]) == 0
+    first, second = read_meta(tmp_path / "sweep-1")["starts"]
+    assert first["last_step"] == second["first_step"] == 600
+    sweeps.assert_finished(tmp_path, "sweep-1", 700)
+
+
+@pytest.mark.parametrize(
+    ("own", "flags", "status", "message"),
+    [
+        (["--grid", "learning_rat=1"], {}, 1, "monobeast has no flag --learning_rat"),
+        (
+            ["--grid", "learning_rate=1,x"],
+            {},
+            2,
+            "--learning_rate: invalid float value",
+        ),
+        (["--grid", "learning_rate=1,-1"], {}, 1, "--learning_rate must be"),
+        (["--grid", "unroll_length=5,999"], {}, 1, "more than --total_steps 600"),
+        (["--grid", "num_buffers=1"], {}, 1, "--num_buffers 1 is too small"),
+        (["--grid", "entropy_cost"], {}, 2, "is not of the form FLAG=VALUES"),
+        (["--grid", "seed=1,2"], {}, 2, "seed can't be varied like this"),
+        (["--grid", "env=a b,a/b"], {}, 1, "two runs of the grid would be named"),
+        (["--seeds", "3-1"], {}, 2, "argument --seeds: '3-1' has no seed"),
+        (["--seeds", "1-3,9-7"], {}, 2, "argument --seeds: '9-7' has no seed"),
+        (["--name", ""], {}, 1, "--name is empty"),
+        (["--grid", "alpha=0.9", "--grid", "alpha=0.8"], {}, 1, "alpha is given twice"),
+        (
+            ["--search", "alpha=choice:0.9", "--search", "alpha=choice:0.8"],
+            {},
+            1,
+            "alpha is given twice",
+        ),
+        (["--seeds", "a"], {}, 2, "argument --seeds"),
+        (["--jobs", "0"], {}, 2, "argument --jobs"),
+        (["--jobs", "1000000000"], {}, 2, "is not from 1 to 1,000,000"),
+        (["--seeds", "1-1000000000"], {}, 2, "more than 10,000 seeds"),
+        (["--seeds", f"1-{10**30},7"], {}, 2, "more than 10,000 seeds"),
+        (
+            ["--seeds", "1-5000", "--grid", "num_actors=1,2", "--grid", "model=a,b"],
+            {},
+            1,
+            "4 settings with 5,000 seeds are 20,000 runs",
+        ),
+        (["--search", "x=int:1:2", "--trials", "20000"], {}, 1, "20,000 settings"),
+        (["--grid", 'env_kwargs={"a":1,2'], {}, 1, "is not JSON"),
+        (["--grid", 'env_kwargs={"a":1}x'], {}, 1, "no comma after the value"),
+        (["--name", "x" * 256], {}, 1, "File name too long"),
+        (["--grid", "wrapper=m:" + "x" * 256], {}, 1, "File name too long"),
+        (["--name", "a/b"], {}, 1, "--name names a folder in "),
+        (["--search", "x=int:1:2", "--grid", "y=1"], {}, 2, "goes neither with --grid"),
+        ([], {"seed": 3}, 1, "give --seeds and --name in place of --seed"),
+        ([], {"xpid": "x"}, 1, "give --seeds and --name in place of --xpid"),
+        ([], {"mode": "test"}, 1, "a sweep trains; --mode test is not possible"),
+        (["--grid", "autotune=true,false"], {}, 2, "autotune can't be varied like"),
+        ([], {"repeat": "x"}, 1, "a sweep trains; --repeat is not possible"),
+        ([], {"variant": "impala"}, 2, "after -- comes monobeast or polybeast"),
+        (["--sbatch", "gres=gpu:1"], {}, 2, "add --submit slurm"),
+        (["--minutes", "9"], {}, 2, "add --submit slurm"),
+        (["--trials", "9"], {}, 2, "--trials is for a --search"),
+    ],
+)
+def test_what_can_not_work(refused, own, flags, status, message):
+    assert message in refused(*own, status=status, **flags)
+
+
+def test_it_does_not_tune():
+    with pytest.raises(FlagError, match="--autotune is not possible"):
+        sweep.Sweep("s", ["monobeast", "--autotune"], [1])
+
+
+def test_slurm_needs_sbatch(refused, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert "no sbatch" in refused("--submit", "slurm", status=1)
+
+
+def test_another_runs_flags_with_other_seeds(tmp_path):
+    """--config of a meta.json, which always has a seed."""
+    config = tmp_path / "meta.json"
+    args = {"preset": "classic-control", "seed": 7, "entropy_cost": 0.02}
+    config.write_text(json.dumps({"args": args}))
+    words = ["monobeast", f"--savedir={tmp_path}", f"--config={config}"]
+    found = sweep.Sweep("s", words, [1, 2])
+    flags = [found.flags(job) for job in found.make_jobs("", {})]
+    assert [x.seed for x in flags] == [1, 2]
+    assert {x.entropy_cost for x in flags} == {0.02}
+
+
+def test_values_of_a_search_that_fit_only_together(tmp_path):
+    found = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}"], [1])
+    values = {"minibatches": [1, 4], "updates_per_batch": [4, 8]}
+    sweep.check_extremes(found, values)
+    for wrong in ([4, 9], [0, 8]):
+        with pytest.raises(FlagError):
+            sweep.check_extremes(
+                found, {"minibatches": [4], "updates_per_batch": wrong}
+            )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("3", "[]", '"x"', "null", "[" * 90_000, '{"args": null}', '{"starts": [3]}'),
+        '{"args": {}, "flags_left_open": [[]]}',
+        '{"successful": true, "starts": [{"last_step": "x"}]}',
+    ],
+)
+def test_a_meta_of_other_types(tmp_path, caplog, text):
+    """It is ignored, with a warning that names it."""
+    found = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}"], [1])
+    path = tmp_path / "s-1" / "meta.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    (job,) = found.make_jobs("", {})
+    assert not found.is_finished(job)
+    assert f"{path} is damaged and is ignored: " in caplog.text
+
+
+def test_switches(tmp_path):
+    words = ["monobeast", f"--savedir={tmp_path}", "--disable_checkpoint"]
+    found = sweep.Sweep("s", words, [1])
+    for value in ("true", "false"):
+        settings = dict.fromkeys(("disable_checkpoint", "life_loss"), value)
+        (job,) = found.make_jobs("", settings)
+        flags = found.flags(job)
+        assert (flags.disable_checkpoint, flags.life_loss) == (value == "true",) * 2
+
+
+def test_machines_with_other_devices(tmp_path):
+    """A login node has no GPU; the machine of the job has."""
+    words = ["monobeast", f"--savedir={tmp_path}", "--learner_device=cuda:31"]
+    with pytest.raises(FlagError, match="there are"):
+        sweep.Sweep("s", words, [1]).make_jobs("", {})
+    (job,) = sweep.Sweep("s", words, [1], elsewhere=True).make_jobs("", {})
+    assert "--learner_device=cuda:31" in job.command
+
+
+def test_without_a_command(capsys):
+    with pytest.raises(SystemExit) as caught:
+        sweep.main(["--seeds", "1"])
+    assert caught.value.code == 2
+    assert "after -- comes monobeast or polybeast" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("package", "own"),
+    [("optuna", ["--search", "x=int:1:2"]), ("submitit", ["--submit", "local"])],
+)
+def test_without_the_extra(refused, monkeypatch, package, own):
+    for name in ("torchbeast.tools.search", "torchbeast.tools.slurm_jobs"):
+        monkeypatch.delitem(sys.modules, name, raising=False)  # they import it
+        monkeypatch.delattr(name, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    # Not '.[EXTRA]', which needs a checkout and takes the place of its install.
+    assert f"pip install {package} (" in refused(*own, status=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"),
+    [("4", [4]), ("1-3", [1, 2, 3]), ("7,1-2,1", [7, 1, 2])],
+)
+def test_lists_of_seeds(text, seeds):
+    assert sweep.grid.seed_list(text) == seeds
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1,2", ["1", "2"]),
+        ("a", ["a"]),
+        ('{"a":1,"b":[2,3]},{}', ['{"a":1,"b":[2,3]}', "{}"]),
+        ('m:a,"m:a,m:b"', ["m:a", "m:a,m:b"]),
+        ('a.b:C{"a":1,"b":2},d:E,{}', ['a.b:C{"a":1,"b":2}', "d:E", "{}"]),
+        ("", [""]),
+    ],
+)
+def test_values_with_commas(text, values):
+    assert grid.split_values(text) == values
+
+
+def test_json_in_a_grid(tmp_path):
+    found = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}"], [1])
+    ((label, settings),) = sweep.grid.grid([("env_kwargs", '{"a":1,"b":"x,y"}')])
+    (job,) = found.make_jobs(label, settings)
+    assert json.loads(found.flags(job).env_kwargs) == {"a": 1, "b": "x,y"}
+
+
+def test_names_of_a_grid():
+    axes = [("env", "MinAtar/Breakout-v1"), ("learning_rate", "0.001,1e-4")]
+    assert list(sweep.grid.grid(axes)) == [
+        (
+            "env=MinAtar_Breakout-v1-learning_rate=0.001",
+            {"env": "MinAtar/Breakout-v1", "learning_rate": "0.001"},
+        ),
+        (
+            "env=MinAtar_Breakout-v1-learning_rate=1e-4",
+            {"env": "MinAtar/Breakout-v1", "learning_rate": "1e-4"},
+        ),
+    ]

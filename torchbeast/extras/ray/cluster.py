@@ -1,0 +1,150 @@
+"""Calls of Ray, and the child process that makes them.
+
+Ray ends a process that calls it, at once and without an exception, if its connection to
+the raylet breaks or the GCS is gone for long. So the learner calls no function of Ray.
+"""
+
+import contextlib
+import functools
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray import exceptions
+
+from torchbeast.base.errors import UserError
+from torchbeast.flags import Flags
+from torchbeast.polybeast import env_connection
+from torchbeast.procs import children, processes
+
+LONGEST_TMPDIR = 35  # bytes: Ray adds 69, and a socket's path may have 107
+START_SECONDS = 300.0  # least time limit of actors that have room: to import PyTorch
+HINT = (
+    ". Ray ends it if the raylet of this machine or the GCS of the cluster has died "
+    "(out of memory? see dmesg and the logs in /tmp/ray/session_latest/logs). Start "
+    "the same command again to resume"
+)
+
+
+class ClusterError(UserError, RuntimeError):
+    """A Ray actor has raised, or is lost."""
+
+
+# --- In the learner -------------------------------------------------------------------
+
+
+def start_caller(
+    group: children.Children, main: Callable[..., None], flags: Flags, *args: Any
+) -> tuple[children.Child, Any]:
+    """Starts the process that calls Ray. It ends with Ray's processes that it starts.
+
+    Args:
+      main: called there as main(flags, *args, pipe), with a cluster. What it raises
+        is sent to the learner.
+
+    Returns:
+      the process, and its first message.
+
+    Raises:
+      UserError: no cluster is at flags.ray_address, or what `main` raised.
+    """
+    child = group.start("the process that calls Ray", _call_ray, main, flags, *args)
+    child.hints |= {1: HINT, -signal.SIGABRT: HINT}
+    while not (message := child.receive()):
+        children.wait([child], 1.0)
+    return child, message
+
+
+# --- In the process that calls Ray ----------------------------------------------------
+
+
+def _call_ray(main: Callable[..., None], flags: Flags, *args: Any) -> None:
+    """The main function of the process; see start_caller."""
+    children.begin_child()
+    with children.sending_errors(args[-1], "Ray failed"):
+        handlers = {n: signal.getsignal(n) for n in processes.handled_signals()}
+        connect(flags.ray_address)
+        for number, handler in handlers.items():  # Ray replaces that of SIGTERM
+            signal.signal(number, handler)
+        main(flags, *args)
+
+
+def connect(address: str | None) -> None:
+    """Connects to this cluster, or starts a local one. Raises UserError if it can't."""
+    has_own = address or os.environ.get("RAY_TMPDIR")
+    is_long = len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR
+    init = functools.partial(
+        ray.init,
+        address=address or "local",
+        _temp_dir="/tmp/ray" if is_long and not has_own else None,
+        configure_logging=False,
+        include_dashboard=False if address is None else None,
+    )
+    try:
+        if address and "/" not in address:
+            with contextlib.suppress(ValueError):  # "auto" is not HOST:PORT
+                # Ray would wait for minutes if nothing listens there.
+                env_connection.connect(address).close()
+        try:
+            init()
+        except Exception:
+            if address:
+                raise
+            init()  # Ray gives its agents 15 s to start: too short on a busy machine
+    except (Exception, SystemExit) as error:  # of many types
+        place = f"no Ray cluster at --ray_address {address}"
+        raise UserError(
+            f"{place if address else 'Ray can not be started'}: {error}"
+        ) from error
+
+
+def start_actors(
+    kind: type, arguments: Sequence[tuple], limit: str, seconds: float
+) -> tuple[list[Any], str]:
+    """Starts Ray actors, one per tuple of arguments. Each needs a CPU.
+
+    Args:
+      kind: their class.
+      limit: the flag with the time limit until the cluster has as many CPUs.
+      seconds: its value. When the CPUs are there, START_SECONDS is the least limit.
+
+    Returns:
+      the actors; where they run, in words.
+
+    Raises:
+      UserError: the cluster has no room for them, or one can't start.
+    """
+    began, needed = time.monotonic(), len(arguments)
+    # Ray starts a dead one again, on any machine with room, and repeats its call.
+    remote: Any = ray.remote(
+        num_cpus=1, max_restarts=-1, max_task_retries=-1, scheduling_strategy="SPREAD"
+    )(kind)
+    actors = [remote.remote(*words) for words in arguments]
+    node = ray.util.get_node_ip_address  # called in each of them
+    places = [actor.__ray_call__.remote(lambda _: node()) for actor in actors]
+    while ray.wait(places, num_returns=needed, timeout=1.0)[1]:
+        cpus = ray.cluster_resources().get("CPU", 0)
+        most = seconds if cpus < needed else max(seconds, START_SECONDS)
+        if time.monotonic() - began > most:
+            raise UserError(
+                f"Ray did not start {needed} actors within {most:g} s. Each needs a "
+                f"CPU, and the cluster has {cpus:g}: lower --num_actors, add machines "
+                f"or raise --{limit}"
+            )
+    nodes = [result(place, "a Ray actor") for place in places]
+    count = ", ".join(f"{n} ({nodes.count(n)})" for n in sorted(set(nodes)))
+    return actors, f"Ray runs {needed} actors on {count}."
+
+
+def result(reference: Any, who: str) -> Any:
+    """The result of an actor's call. Raises ClusterError if it raised or is lost."""
+    try:
+        return ray.get(reference)
+    except exceptions.RayTaskError as error:
+        raise ClusterError(f"{who} failed:\n{error.cause}") from error
+    except exceptions.RayError as error:
+        raise ClusterError(f"{who} is lost: {error}") from error

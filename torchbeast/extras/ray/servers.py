@@ -1,0 +1,141 @@
+"""PolyBeast's environment servers as Ray actors, on one machine or a cluster.
+
+Each joins the learner, which listens. Ray places them and starts dead ones again. The
+token and the certificates travel through Ray, so no machine needs these files.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from torchbeast.base.errors import FlagError
+from torchbeast.base.seldom import Seldom
+from torchbeast.extras.ray import cluster
+from torchbeast.flags import Flags
+from torchbeast.polybeast.security import make_private_folder, security
+from torchbeast.polybeast.serving import serve_under_ray
+from torchbeast.procs import children
+
+log = logging.getLogger(__name__)
+
+# The system gives others to Ray's processes, so that a port which is free now is still
+# free when the learner listens.
+PORTS = range(20_000, 32_768)
+ALONE_SECONDS = 60.0  # a server that fails later is started again
+FILES = ("tls_cert", "tls_key", "tls_ca", "token_file")
+
+
+class EnvServer:
+    """A Ray actor: the environments of one stream.
+
+    Args:
+      flags: of the run; `join` is the learner's address.
+      files: contents of the files in FILES, by flag.
+    """
+
+    def __init__(self, flags: Flags, index: int, files: dict[str, bytes]) -> None:
+        os.nice(5)  # the learner has priority
+        self.index = index
+        self.flags = flags.replace(
+            **{name: memory_file(name, content) for name, content in files.items()}
+        )
+
+    def run(self) -> None:
+        """Steps environments for the learner, until this actor is killed."""
+        serve_under_ray(self.flags, self.index)
+
+
+def memory_file(name: str, content: bytes) -> str:
+    """The path of a new file that only this process has, and that is on no disk."""
+    path = f"/proc/self/fd/{os.memfd_create(name)}"
+    Path(path).write_bytes(content)
+    return path
+
+
+@contextlib.contextmanager
+def ray_servers(flags: Flags) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Runs the environment servers of a run, one per stream, until the block ends.
+
+    Yields:
+      the address at which the learner has to listen; a function that raises UserError
+      if a server can't make environments or can't join.
+
+    Raises:
+      UserError: no cluster is at flags.ray_address, or it has no room for them.
+    """
+    security(flags)  # raises before Ray starts
+    context = multiprocessing.get_context("forkserver")
+    with contextlib.closing(children.Children(context)) as group:
+        child, (address, started) = cluster.start_caller(group, call_ray, flags)
+        log.info("%s", started)
+        yield address, child.receive
+
+
+def call_ray(flags: Flags, pipe: connection.Connection) -> None:
+    """The main function of the process that calls Ray."""
+    address = flags.listen or listening_address(flags)
+    join = joined_address(address)
+    joining = flags.replace(join=join, listen=None, **dict.fromkeys(FILES))
+    files = server_files(flags)
+    arguments = [(joining, i, files) for i in range(flags.num_actors)]
+    limit = "connect_timeout", flags.connect_timeout
+    servers, started = cluster.start_actors(EnvServer, arguments, *limit)
+    running = [server.run.remote() for server in servers]
+    pipe.send((address, started))
+    began, may_warn = time.monotonic(), Seldom(ALONE_SECONDS)
+    while not pipe.poll(1.0):  # until the learner closes it
+        ray.put(None)  # Ray ends this process if the raylet has died
+        for reference in ray.wait(running, timeout=0)[0]:
+            index = running.index(reference)
+            try:
+                cluster.result(reference, f"environment server {index}")
+            except cluster.ClusterError as error:
+                # Later, one that can't go on, as on a bad machine, must not end others.
+                if time.monotonic() - began < ALONE_SECONDS:
+                    raise
+                if may_warn(str(index)):
+                    log.warning("%s\nIt starts again.", error)
+                running[index] = servers[index].run.remote()
+
+
+def joined_address(address: str) -> str:
+    """The address at which other machines reach a learner that listens at `address`."""
+    host, _, port = address.rpartition(":")
+    if address.startswith("unix:"):
+        return address
+    if port == "0":
+        raise FlagError(f"--listen {address}: name a port, which Ray's actors can know")
+    if host not in ("", "0.0.0.0", "[::]", "*"):
+        return address
+    return f"{ray.util.get_node_ip_address()}:{port}"
+
+
+def listening_address(flags: Flags) -> str:
+    """A free address for the learner: on a cluster, a port of this machine."""
+    if not flags.ray_address:
+        make_private_folder(flags.pipes_basename)
+        return f"{flags.pipes_basename}.ray"
+    host = ray.util.get_node_ip_address()
+    for port in random.SystemRandom().sample(PORTS, 1000):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((host, port))
+            return f"{host}:{port}"
+    raise FlagError(f"no port of {host} is free: give --listen {host}:PORT")
+
+
+def server_files(flags: Flags) -> dict[str, bytes]:
+    """Contents of the files that a server needs, by flag."""
+    paths = {name: getattr(flags, name) for name in FILES}
+    if not flags.tls_ca:  # the learner asks for no certificates
+        paths |= {"tls_ca": flags.tls_cert, "tls_cert": None, "tls_key": None}
+    return {name: Path(path).read_bytes() for name, path in paths.items() if path}

@@ -1,0 +1,150 @@
+"""PolyBeast's environment servers: processes that step environments for a learner.
+
+    python -m torchbeast.polybeast_env --env PongNoFrameskip-v4 --num_servers 4
+    python -m torchbeast.polybeast_env --bind 0.0.0.0:5000 --tls_cert ... --tls_key ...
+    python -m torchbeast.polybeast_env --join learner:5000 --tls_ca ...
+
+Server i listens at PIPES_BASENAME.i, or, with --bind HOST:PORT, at HOST:PORT+i. Each
+stream that a learner opens gets --envs_per_actor new environments. Those of one stream
+live in the server's main thread, those of further streams in threads of their own. With
+--join each server connects to a learner that listens, with one stream, and reconnects
+if the connection is lost. A server that dies is restarted. Ctrl-C or SIGTERM ends all
+servers.
+
+This module does not import torch, so a machine for environments needs no PyTorch.
+"""
+
+import contextlib
+import logging
+import multiprocessing as mp
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from multiprocessing import connection
+from typing import Any
+
+from torchbeast import flags as declared_flags
+from torchbeast.base.errors import FlagError
+from torchbeast.base.flag import FlagParser
+from torchbeast.extras.metrics import Endpoint
+from torchbeast.flags import Flags
+from torchbeast.polybeast import security
+from torchbeast.polybeast.serving import serve
+from torchbeast.polybeast.supervisor import Servers
+from torchbeast.procs import processes
+from torchbeast.runs import flagset, script
+
+log = logging.getLogger("torchbeast.polybeast_env")
+
+
+# --- All servers ----------------------------------------------------------------------
+
+
+def absolute(address: str) -> str:
+    kind, colon, path = address.partition(":")
+    return f"unix:{os.path.abspath(path)}" if kind == "unix" and colon else address
+
+
+def addresses(flags: Flags) -> list[str]:
+    """The address of each server; with --join, of the learner that it connects to.
+
+    Paths are absolute, because environments may change the working directory.
+    """
+    if flags.join:
+        return [absolute(flags.join)] * flags.num_servers
+    if not flags.bind:
+        base = absolute(flags.pipes_basename)
+        return [f"{base}.{i}" for i in range(flags.num_servers)]
+    host, _, port = flags.bind.rpartition(":")
+    if not host or not port.isdigit() or int(port) + flags.num_servers > 65536:
+        raise FlagError(
+            f"--bind must be HOST:PORT, with {flags.num_servers} ports from PORT on, "
+            f"got {flags.bind!r}"
+        )
+    first = int(port)  # 0: each server gets a free port
+    return [f"{host}:{first + i if first else 0}" for i in range(flags.num_servers)]
+
+
+# --- Command line ---------------------------------------------------------------------
+
+
+def make_parser() -> FlagParser:
+    of_environments = (declared_flags.Environment, declared_flags.Atari)
+    of_servers = (declared_flags.Servers, declared_flags.Connection)
+    groups = (declared_flags.OfServers, *of_environments, *of_servers)
+    return FlagParser("PolyBeast's environment servers.", groups, {})
+
+
+def check(flags: Flags) -> None:
+    for name in ("bind", "join"):
+        if getattr(flags, name) == "":
+            raise FlagError(f"--{name} is empty; give an address, or leave it out")
+    if flags.bind and flags.join:
+        raise FlagError(
+            "give --bind, to wait for a learner, or --join, to connect to one, but not "
+            "both"
+        )
+    flagset.check_ranges(flags)
+
+
+def run(flags: Flags, until: Sequence[Any] = ()) -> int:
+    """Serves until a stop signal, or until one of the sentinels `until` is ready.
+
+    Returns:
+      128 + the signal's number, or 0 without a signal.
+
+    Raises:
+      FlagError: a flag has a value that is not allowed.
+      ServerError: a server can't start, or crashes again and again.
+    """
+    security.security(flags)  # raises before a process is started
+    security.warn_of_exposed_token(flags, addresses(flags))
+    if not (flags.bind or flags.join):
+        security.make_private_folder(flags.pipes_basename)
+    with processes.StopSignals() as signals, contextlib.ExitStack() as stack:
+        servers = Servers(serve, flags, addresses(flags))
+        stack.callback(servers.stop)
+        if flags.metrics_port:
+            endpoint = Endpoint(
+                flags, servers.collect, servers.liveness, servers.readiness
+            )
+            stack.callback(endpoint.close)
+        while not (signals.number or connection.wait(until, 0)):
+            servers.watch(1.0, [signals.wake_pipe.reader, *until])
+    if not signals.number:
+        return 0
+    log.info("%s: all servers have ended.", signal.Signals(signals.number).name)
+    return 128 + signals.number
+
+
+def run_for_learner(flags: Flags) -> None:
+    """The main function of torchbeast.polybeast's child process, until SIGTERM.
+
+    A Ctrl-C or the end of a terminal also reaches this process, but only the learner
+    reacts to it.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT, signal.SIGHUP])
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun signals whole process groups
+        os.setpgid(0, 0)
+    learner = mp.parent_process()
+    assert learner is not None
+
+    def serve() -> int:
+        if flags.suppress_logs:
+            script.print_warnings_only()
+        return run(flags, [learner.sentinel])
+
+    sys.exit(script.run(serve))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 128 + n ended by signal n, 1 failed."""
+    flags = flagset.parse(make_parser(), argv)
+    processes.require_native()
+
+    def serve() -> int:
+        check(flags)
+        return run(flags.freeze())
+
+    return script.run(serve)

@@ -1,0 +1,344 @@
+"""PolyBeast's learner: batched inference for environment servers, and learning.
+
+    environment servers          this process
+      E environments per stream <-> actor pool (C++)
+                                    -> DynamicBatcher -> inference threads: one forward
+                                       for all waiting streams, on --actor_device
+                                    -> BatchingQueue, rollouts [T + 1, B, ...]
+                                    -> learner threads: the update, on --learner_device,
+                                       and the new weights for inference
+
+Read it top to bottom: infer, start_acting, connect, learn_from, at_once, in_rounds,
+train, flags, main. The update, checkpoints, logs and evaluation use the same code as
+MonoBeast.
+
+    python -m torchbeast.polybeast_env --num_servers 2 &
+    python -m torchbeast.polybeast_learner --num_servers 2
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
+from typing import Any
+
+import torch
+
+from torchbeast import flags as declared_flags
+from torchbeast.base import devices
+from torchbeast.base.errors import FileError, FlagError
+from torchbeast.base.flag import FlagParser
+from torchbeast.base.hardware import keep_freed_memory
+from torchbeast.base.nested import Nested, map_nested
+from torchbeast.base.seeds import derive_seed
+from torchbeast.core.acting import act_step, pad
+from torchbeast.core.weights import ActingModels
+from torchbeast.envs.make_env import find_named
+from torchbeast.extras import ranks, record
+from torchbeast.extras.evaluator import Evaluator
+from torchbeast.extras.explorer import find_method
+from torchbeast.extras.replay.episodes import ReplayError
+from torchbeast.flags import Flags
+from torchbeast.learner import Learner, Update, learn
+from torchbeast.model import CHOICES
+from torchbeast.play.evaluate import evaluate
+from torchbeast.polybeast.evaluate import fits, play_on_servers
+from torchbeast.polybeast.remote_envs import RemoteEnvs, server_addresses
+from torchbeast.polybeast.security import choose_side
+from torchbeast.polybeast.streams import StreamGroup, Streams, as_stored
+from torchbeast.runs import resume
+from torchbeast.runs.prof import Timings
+from torchbeast.runs.run import Run
+
+log = logging.getLogger("torchbeast.polybeast_learner")
+
+LISTENING_STREAMS = 4  # default of --num_actors with --listen
+
+
+# --- Acting ---------------------------------------------------------------------------
+
+
+def infer(
+    group: StreamGroup, streams: Streams, models: ActingModels, random: torch.Generator
+) -> None:
+    """An inference thread: answers batches [1, n, ...] until the batcher is closed."""
+    device, flags = random.device, streams.run.flags
+    if sys.platform == "linux":  # per thread: the learner thread has priority
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.nice(0) + 5)
+    timings = Timings()
+    streams.inference_timings.append(timings)
+    row_number, num_turns = 0, 0
+    for batch in group.batcher:
+        timings.time("wait")
+        inputs = batch.get_inputs()
+        if device.type != "cpu":
+            inputs = map_nested(lambda x: x.to(device, non_blocking=True), inputs)
+        row, state = as_stored(inputs[0], streams.env_fields), inputs[1]
+        count = row["done"].shape[1]
+        if flags.compile and not flags.sync:  # code for few sizes
+            row, state = pad((row, state), 1 << (count - 1).bit_length())
+        # As in MonoBeast, the agent acts on an unroll's last row before learning.
+        if flags.sync and row_number > (num_turns + 1) * flags.unroll_length:
+            timings.time("infer")
+            group.turns.acquire()
+            num_turns += 1
+            timings.time("wait")
+        bank, policy_version = models.acquire()
+        net = models.nets[bank]
+        choose: Any = functools.partial(net.distribution.sample, generator=random)
+        # The pool also asks for the value of a truncated episode's last observation. It
+        # ignores the action, so with --sync don't use a random number for it.
+        if flags.sync and bool((row["truncated"] & ~row["done"]).any()):
+            choose = net.distribution.mode
+        else:
+            row_number += 1
+        outputs, state = act_step(net, row, state, choose, policy_version)
+        if streams.order:
+            outputs["_inference"] = streams.order.stamp(count)
+        answers = map_nested(
+            lambda x, count=count: x[:, :count].cpu(), (outputs, tuple(state))
+        )
+        batch.set_outputs(answers)
+        models.release(bank)
+        timings.time("infer")
+
+
+def start_acting(run: Run, envs: RemoteEnvs) -> tuple[Streams, ActingModels]:
+    """Starts the pools and the inference threads."""
+    flags, learner = run.flags, run.learner
+    device = devices.actor_device(flags)
+    models = ActingModels(learner.model, device, flags.compile)
+    models.publish(learner.model.state_dict(), learner.num_updates)
+    streams = Streams(run, envs, device)
+    groups = streams.groups
+    run.on_stop(streams.close)
+    for i, group in enumerate(groups):
+        run.start_thread(f"pool-{i}", group.pool.run)
+    for i in range(len(groups) if flags.sync else flags.num_inference_threads):
+        generator = torch.Generator(device)
+        number = ranks.rank() * flags.num_actors + i
+        generator.manual_seed(derive_seed(envs.seed, number))
+        group = groups[i % len(groups)]
+        work = functools.partial(infer, group, streams, models, generator)
+        run.start_thread(f"inference-{i}", devices.on_own_stream(device, work))
+    return streams, models
+
+
+def connect(
+    start: resume.Start, envs: RemoteEnvs, check_servers: Callable[[], None]
+) -> tuple[Run, Streams, ActingModels]:
+    """Finds the spaces of the environments, makes the model and starts to act."""
+    check = fits(start.flags, start.saved["model_state_dict"]) if start.saved else None
+    with contextlib.ExitStack() as undo:
+        undo.callback(envs.close)
+        # Otherwise each environment that joins is refused for these names.
+        if start.flags.encoder:
+            find_named("--encoder", start.flags.encoder)
+        if start.flags.explorer:
+            find_method(start.flags.explorer)
+        while True:
+            spec = envs.find_env_spec(check_servers, check)
+            with contextlib.ExitStack() as undo_run:
+                try:
+                    run = Run(start, Learner(start.flags, spec))
+                    undo_run.callback(run.abandon)
+                    streams, models = start_acting(run, envs)
+                except FileError:  # it is not due to the environments
+                    raise
+                except (FlagError, ReplayError) as error:  # batches are too large
+                    envs.refuse(spec.hello, error)
+                    continue
+                # Environments that join determine the spaces, with their first batch.
+                checks = (check_servers, run.stop_requested)
+                if not envs.listener or envs.settle(streams.groups[0], spec, checks):
+                    undo_run.pop_all()
+                    undo.pop_all()
+                    return run, streams, models
+
+
+# --- Learning -------------------------------------------------------------------------
+
+
+def learn_from(run: Run, streams: Streams, rollouts: Nested) -> bool:
+    """Learns from rollouts [T + 1, n, ...]; False if no more updates are wanted.
+
+    If a stream has more than B environments, n is a multiple of B and gives several
+    updates.
+    """
+    learner, B = run.learner, run.flags.batch_size
+    rows, initial_state = rollouts
+    rows = as_stored(rows, streams.env_fields)
+    stamps = rows.pop("_inference", None)  # with --record
+    for first in range(0, rows["done"].shape[1], B):
+        part = slice(first, first + B)
+        with devices.copying(learner.device):
+            batch, state = map_nested(
+                lambda x, part=part: devices.move(
+                    x[:, part].contiguous(), learner.device
+                ),
+                (rows, initial_state),
+            )
+        with run.updating() as wanted:
+            if not wanted:
+                return False
+            if streams.order:
+                streams.order.add(rows["policy_version"][:, part], stamps[:, part])
+            run.add(learn(learner, batch, state))
+    run.wake()
+    return True
+
+
+def at_once(run: Run, streams: Streams) -> None:
+    """A learner thread: learns from each batch in the queue, while all streams act."""
+    (group,) = streams.groups
+    for rollouts in group.queue:
+        if not learn_from(run, streams, rollouts):
+            break
+        if group.queue.size() < group.items_per_batch:  # nothing waits
+            run.finish_updates()
+    run.finish_updates()
+
+
+def in_rounds(run: Run, streams: Streams) -> None:
+    """The learner thread with --sync: a round has one item of each stream."""
+    while run.learner.step < run.flags.total_steps and not run.all_stop:
+        try:
+            items = [next(group.queue) for group in streams.groups]
+        except StopIteration:
+            break
+        rollouts = map_nested(lambda *x: torch.cat(x, dim=1), *items)
+        learn_from(run, streams, rollouts)
+        run.finish_updates()  # before the streams go on
+        for group in streams.groups:
+            group.turns.release()
+
+
+def train(
+    start: resume.Start,
+    check_servers: Callable[[], None] = lambda: None,
+    **places: str | None,
+) -> int:
+    """Trains until flags.total_steps or a stop signal. Returns the exit status.
+
+    Args:
+      check_servers: called about once per second, and before each server is asked for
+        its spaces; may raise to end the run.
+      places: listen or server_addresses of this start. They replace the flag and are
+        not saved, so a resumed run may have others.
+    """
+    flags = start.flags
+    # Before any other thread starts, so that threads share one memory arena.
+    keep_freed_memory(devices.learner_device(flags))
+    envs = RemoteEnvs(flags.replace(**places), start.env_seed())
+    run, streams, models = connect(start, envs, check_servers)
+    loop = in_rounds if flags.sync else at_once
+
+    def finish(update: Update) -> None:
+        """Called when the update is made; with a GPU, that is later."""
+        columns = update.finish()
+        models.publish(update.weights, update.policy_version)
+        run.log(columns, streams.columns())
+
+    run.on_update = finish
+    with run:
+        if streams.order:
+            streams.order.append = record.begin_record(run)
+        log.info(
+            "%d streams of %d environments; inference on %s, learning on %s",
+            *(flags.num_actors, run.learner.env_spec.num_envs),
+            *(devices.actor_device(flags), run.learner.device),
+        )
+        run.stack.callback(streams.end)
+        for i in range(1 if flags.sync else flags.num_learner_threads):
+            work = functools.partial(loop, run, streams)
+            run.start_thread(f"learner-{i}", work)
+        evaluator = Evaluator(run)
+        while run.going():
+            evaluator.poll()
+            if run.save_is_due():
+                run.save()
+            connection.wait([run.wake_reader], 1.0)
+            if not run.stop_requested():  # servers may have got the signal, too
+                check_servers()
+            streams.report()
+        evaluator.finish()
+    return run.exit_status
+
+
+# --- Command line ---------------------------------------------------------------------
+
+
+def make_parser() -> FlagParser:
+    groups = (*declared_flags.TRAINING, *declared_flags.CONNECTED)
+    return FlagParser(
+        "PolyBeast's learner.",
+        groups,
+        CHOICES,
+        num_actors=None,
+        envs_per_actor=None,  # the environments' value
+    )
+
+
+def resolve_layout(flags: Flags, learners: int = 1) -> Flags:
+    """Fills in the flags that depend on others. Raises FlagError for wrong ones.
+
+    Args:
+      learners: how many share the servers, see own_servers.
+    """
+    choose_side(flags)
+    if flags.listen and ranks.size() > 1:
+        raise FlagError(
+            "--listen has one learner: start it without torchrun, or serve the "
+            "environments and give --server_addresses"
+        )
+    if flags.num_actors is None:
+        flags.num_actors = LISTENING_STREAMS
+        if not flags.listen:
+            flags.num_actors = len(server_addresses(flags)) // learners
+    if flags.max_learner_queue_size is None:
+        flags.max_learner_queue_size = flags.batch_size
+    devices.actor_device(flags)  # raises if it does not exist
+    if flags.sync and (
+        flags.listen or len(set(server_addresses(flags))) != flags.num_actors * learners
+    ):
+        raise FlagError(
+            "--sync needs one server per actor, so that each environment gets a known "
+            f"seed: give --num_servers {flags.num_actors * learners} for "
+            f"--num_actors {flags.num_actors} per learner, and no --listen"
+        )
+    if flags.sync and not flags.disable_checkpoint:
+        raise FlagError(
+            "PolyBeast can't resume exactly with --sync, because the servers have the "
+            "games in progress: add --disable_checkpoint, or use MonoBeast"
+        )
+    return flags
+
+
+def own_servers(flags: Flags) -> str | None:
+    """--server_addresses of this learner: its part of all, see extras/ranks.py."""
+    if ranks.size() == 1:
+        return flags.server_addresses
+    addresses = server_addresses(flags)
+    number, left = divmod(len(addresses), ranks.size())
+    if left or not number:
+        raise FlagError(
+            f"{ranks.size()} learners can't share {len(addresses)} servers equally: "
+            "give a multiple with --num_servers or --server_addresses"
+        )
+    return ",".join(addresses[ranks.rank() * number :][:number])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
+    test = functools.partial(evaluate, play_on_servers=play_on_servers)
+    return resume.run_script(
+        make_parser(),
+        argv,
+        lambda flags: resolve_layout(flags, ranks.size()),
+        lambda start: train(start, server_addresses=own_servers(start.flags)),
+        test,
+    )

@@ -1,0 +1,442 @@
+"""The environments of PolyBeast's learner: their addresses and their properties.
+
+Either the learner connects to servers, or it listens and environments connect to it.
+"""
+
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+import libtorchbeast
+from torchbeast.base.errors import FlagError, UserError
+from torchbeast.base.hardware import memory_limit
+from torchbeast.core import rollout
+from torchbeast.core.distributions import make_distribution
+from torchbeast.envs import atari
+from torchbeast.envs.action_masks import check_mask
+from torchbeast.envs.extra_fields import EXTRA_FIELDS
+from torchbeast.envs.space_checks import as_stack, check_observation_space
+from torchbeast.extras import ranks
+from torchbeast.flags import Flags
+from torchbeast.local.env_spec import EnvSpec
+from torchbeast.polybeast.env_connection import (
+    environment_settings,
+    reachable_first,
+    server_addresses,
+)
+from torchbeast.polybeast.security import (
+    ServerError,
+    security,
+    tls_fault,
+    warn_of_exposed_token,
+)
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 5.0  # least seconds without a step until others get their turn, see settle
+
+
+def make_space(description: dict[str, Any]) -> spaces.Space:
+    """Makes a Gymnasium space from a server's description."""
+    kind = description["type"]
+    if kind == "Box":
+        shape, dtype = description["shape"], np.dtype(description["dtype"])
+        low, high = (
+            np.broadcast_to(make_bound(description[end], end, dtype), shape)
+            for end in ("low", "high")
+        )
+        return spaces.Box(low, high, shape, dtype=dtype.type)
+    if kind in ("Discrete", "MultiDiscrete"):
+        make = getattr(spaces, kind)
+        return make(description["n"], start=description["start"])
+    if kind == "MultiBinary":
+        return spaces.MultiBinary(description["shape"])
+    if kind == "Tuple":
+        return spaces.Tuple([make_space(item) for item in description["spaces"]])
+    items = description["spaces"].items()
+    # Pairs keep their order; Gymnasium sorts the names of a dict.
+    return spaces.Dict([(key, make_space(item)) for key, item in items])
+
+
+def make_bound(bound: Any, end: str, dtype: np.dtype) -> np.ndarray:
+    """A Box's low or high in its dtype. The wire has float64.
+
+    Args:
+      bound: None (no bound), a float for all elements, or a float64 array.
+      end: "low" or "high".
+    """
+    if bound is None:
+        bound = -np.inf if end == "low" else np.inf
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):  # beyond the dtype's range: unbounded
+            return np.asarray(bound, dtype)
+    limits = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    low, high = map(int, limits)
+    # Python compares a float with an int exactly; float64 rounds int64's maximum up.
+    clip = np.frompyfunc(lambda x: int(min(max(x, low), high)), 1, 1)
+    return np.asarray(clip(bound)).astype(dtype)
+
+
+class RemoteEnvs:
+    """Connects to environment servers, or listens for environments.
+
+    Attributes:
+      addresses: of servers, one per stream; empty if the learner listens.
+      listener: accepts environments; None if the learner connects to servers.
+      seed: of the environments; each stream gets it, with a different number.
+      expected: the required properties of environments, for libtorchbeast.
+
+    Raises:
+      FlagError: --listen is not an address.
+      ServerError: the learner can't listen there.
+    """
+
+    def __init__(self, flags: Flags, seed: int) -> None:
+        self.flags = flags
+        self.seed = seed
+        self.expected = expected_environment(flags)
+        self.security = security(flags)
+        self.peer_log = PeerLog()
+        self.addresses: list[str] = []
+        self.listener: Any = None
+        self.patience = PATIENCE
+        if not flags.listen:
+            servers, n = server_addresses(flags), flags.num_actors
+            self.addresses = [servers[i % len(servers)] for i in range(n)]
+            if n != len(servers):  # docs/operations.md says what this means
+                share = n, min(n, len(servers)), len(servers)
+                log.info("%d streams share %d of %d servers.", *share)
+        warn_of_exposed_token(flags, [flags.listen] if flags.listen else self.addresses)
+        if flags.listen:
+            try:
+                self.listener = libtorchbeast.Listener(
+                    flags.listen,
+                    max_streams=flags.num_actors,
+                    expected=self.expected,
+                    seed=seed,
+                    hello_timeout_s=flags.actor_timeout,
+                    security=self.security,
+                )
+                self.listener.start()
+            except ValueError as error:
+                raise FlagError(f"--listen: {error}") from error
+            except RuntimeError as error:
+                raise ServerError(f"--listen: {error}") from error
+            log.info("Listening at %s", self.listener.address)
+
+    def find_env_spec(
+        self,
+        check_servers: Callable[[], None],
+        check: Callable[[EnvSpec], None] | None = None,
+    ) -> EnvSpec:
+        """Waits for the first usable environments.
+
+        Args:
+          check_servers: called before each server is asked; may raise to end the wait.
+          check: raises UserError if the environments can't be used; None: any can.
+
+        Raises:
+          TransportError: there were none within --connect_timeout seconds, after each
+            was asked at least once.
+          UserError, RefusedError, WireError, RuntimeError: none is usable, or no
+            connection with any can work; the message has the reason.
+        """
+        deadline = time.monotonic() + self.flags.connect_timeout
+        waits = False
+        while True:
+            failed: dict[str, Exception] = {}
+            places = list(dict.fromkeys(self.addresses or [self.listener.address]))
+            for where in reachable_first(places):
+                check_servers()
+                try:
+                    env = self._ask(where, check)
+                except (UserError, RuntimeError) as error:
+                    failed[where] = error
+                else:
+                    for other, why in failed.items():
+                        log.warning("%s can't be used for now: %s", other, why)
+                    return env
+                finally:
+                    self.report()
+            final = [error for error in failed.values() if is_final(error)]
+            if len(final) == len(failed) or time.monotonic() > deadline:
+                raise (final or list(failed.values()))[0]
+            if not waits:
+                log.info("Waiting for environments at %s.", ", ".join(failed))
+                waits = True
+            time.sleep(0.2)
+
+    def _ask(self, where: str, check: Callable[[EnvSpec], None] | None) -> EnvSpec:
+        """The properties of a server's environments, or of those that have connected.
+
+        Raises:
+          TransportError: there are none yet.
+          UserError, RefusedError, WireError, RuntimeError: they are not usable.
+        """
+        found = self._probe_listener(where) if self.listener else self._probe(where)
+        try:
+            env = make_env_spec(self.flags, found, where)
+            if check:
+                check(env)
+            return env
+        except UserError as error:
+            self.refuse(found["hello"], error)
+            raise libtorchbeast.TransportError(str(error)) from error
+
+    def refuse(self, hello: bytes, error: UserError) -> None:
+        """Refuses environments that have joined, and waits for others; else raises."""
+        if not self.listener:
+            raise error
+        self.listener.refuse(hello, str(error))
+
+    def _probe(self, where: str) -> dict[str, Any]:
+        # The first reset may come before the hello, and has as long as a step.
+        seconds = min(self.flags.actor_timeout, self.flags.connect_timeout)
+        words = {"expected": self.expected, "security": self.security}
+        try:
+            return libtorchbeast.probe(where, seconds, **words)
+        except ValueError as error:  # not an address
+            name = (
+                "server_addresses" if self.flags.server_addresses else "pipes_basename"
+            )
+            raise FlagError(f"--{name}: {error}") from error
+        except libtorchbeast.TransportError as error:
+            if is_final(error) or not (fault := tls_fault(where, self.flags)):
+                raise
+            raise libtorchbeast.RefusedError(
+                f"no connection with the environment server at {where}: {fault}"
+            ) from error
+
+    def _probe_listener(self, where: str) -> dict[str, Any]:
+        try:
+            return self.listener.probe(1.0)
+        except libtorchbeast.TransportError:
+            refusal = self.listener.stats()["last_refusal"]
+            raise libtorchbeast.TransportError(
+                f"no environment has joined at {where} within "
+                f"{self.flags.connect_timeout:g} s (--connect_timeout)"
+                + (f"; the last that was refused: {refusal}" if refusal else "")
+            ) from None
+
+    def settle(
+        self, group: Any, spec: EnvSpec, checks: Sequence[Callable[[], object]]
+    ) -> bool:
+        """Waits for the first batch of a learner that listens.
+
+        Until then, environments with other spaces wait. They get their turn if those
+        with these spaces have left, make no step for a while, or are very slow.
+
+        Args:
+          group: a StreamGroup, whose pool runs.
+          checks: called ten times a second; may raise to end the wait.
+
+        Returns:
+          Whether the first batch is there; if not, others have their turn.
+        """
+        steps, since = 0, (begun := time.monotonic())
+        while group.queue.size() < group.items_per_batch:
+            for check in checks:
+                check()
+            self.report([group])
+            if self.listener.wants_other(spec.hello):
+                log.warning(
+                    "The first environments have left, or make no steps. Those with "
+                    "other spaces get their turn."
+                )
+                self.patience *= 2
+                return False
+            now = time.monotonic()
+            if group.pool.count() != steps:
+                steps, since = group.pool.count(), now
+            wait = min(self.patience, self.flags.actor_timeout)
+            if now - since > wait or now - begun > 10 * self.patience:
+                self.listener.pass_over()
+            time.sleep(0.1)
+        self.listener.settle(spec.hello)
+        return True
+
+    def report(self, groups: Sequence[Any] = ()) -> None:
+        """Logs events of streams, also of those that the listener refused."""
+        sources = [group.pool for group in groups]
+        for source in [self.listener, *sources] if self.listener else sources:
+            self.peer_log.report(source.events())
+
+    def close(self) -> None:
+        if self.listener:
+            self.listener.close()
+        self.report()
+        self.peer_log.log_table()
+
+
+def is_final(error: Exception) -> bool:
+    """Whether the same server would give the same error again."""
+    lost = isinstance(error, libtorchbeast.TransportError)
+    return not lost or isinstance(error, libtorchbeast.RefusedError)
+
+
+def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
+    """Makes an EnvSpec from the result of `libtorchbeast.probe`.
+
+    Raises:
+      FlagError: the learner can't use these environments; the message has the reason.
+    """
+    is_atari = atari.atari_game(flags.env) is not None
+    try:
+        if found["action_space"] is None:
+            raise ValueError("action_space is missing; the policy is made for it")
+        observation_space, action_space = (
+            make_space(found[name]) for name in ("observation_space", "action_space")
+        )
+        check_observation_space(observation_space)
+        distribution = make_distribution(action_space)
+        check_mask(observation_space, action_space)
+        if flags.num_actions not in (None, getattr(action_space, "n", None)):
+            raise ValueError(f"--num_actions {flags.num_actions}, got {action_space}")
+        num_rows = flags.num_actors * (flags.unroll_length + 1)
+        most = memory_limit() // 2 // ranks.size()
+        if num_rows * found["step_bytes"] > most:
+            raise ValueError(
+                f"the rollouts of {flags.num_actors} streams have {num_rows:,} rows of "
+                f"{found['step_bytes']:,} bytes, more than half of the memory "
+                f"({most:,} bytes): lower --num_actors or --unroll_length"
+            )
+        # Atari's stacks are not on the wire.
+        if is_atari and observation_space.shape == atari.STACK_SHAPE:
+            observation_space = as_stack(observation_space)
+        spec = rollout.env_fields(observation_space, distribution)
+        if missing := EXTRA_FIELDS.keys() - found["extra_fields"].keys():
+            log.warning(
+                "The environments at %s lack %s of EXTRA_FIELDS: the learner gets "
+                "zeros. Give them the learner's torchbeast/envs/extra_fields.py",
+                *(where, ", ".join(sorted(missing))),
+            )
+        for name, field in found["extra_fields"].items():
+            dtype = rollout.to_torch_dtype(field["dtype"])
+            seen = rollout.Spec(tuple(field["shape"]), dtype)
+            needed = None if name in rollout.REPLAY_FIELDS else spec.get(name, seen)
+            if seen != needed:
+                raise ValueError(
+                    f"the field {name!r} is {field['dtype']} {list(field['shape'])}, "
+                    f"and the learner's field of this name is {needed or 'its own'}"
+                )
+    except (ValueError, AssertionError, OverflowError) as error:
+        raise FlagError(f"the environments at {where}: {error}") from error
+    env = EnvSpec(
+        observation_space,
+        action_space,
+        flags.frame_skip if is_atari else 1,
+        num_envs=found["num_envs"],
+        hello=found["hello"],
+    )
+    check_batches(flags, env)
+    return env
+
+
+def expected_environment(flags: Flags) -> dict[str, Any]:
+    """The properties that the flags require of all environments."""
+    return {
+        "name": flags.env,
+        "num_envs": flags.envs_per_actor or 0,  # 0: the number of the first stream
+        "settings": environment_settings(flags),
+    }
+
+
+def check_batches(flags: Flags, env: EnvSpec) -> None:
+    """Raises FlagError if batches can't be made of whole streams."""
+    B, E = flags.batch_size, env.num_envs
+    if flags.sync and flags.num_actors * E % B:
+        raise FlagError(
+            f"--sync learns from all {flags.num_actors * E} environments in turn "
+            f"({flags.num_actors} streams of {E}): --batch_size must divide that, "
+            f"got {B}"
+        )
+    if not flags.sync and B % E and E % B:
+        raise FlagError(
+            f"--batch_size {B} and the {E} environments of a stream: one must be a "
+            "multiple of the other, because a batch has whole streams"
+        )
+
+
+# --- The log --------------------------------------------------------------------------
+
+# At most so many lines of one peer per SECONDS.
+LINES, SECONDS = 10, 10.0
+TABLE_SECONDS = 600.0  # between two tables of refused peers
+MAX_PEERS = 100  # that are counted apart
+REASON_SIZE = 300  # characters of a reason in a table
+
+# By kind of libtorchbeast's events.
+MESSAGES = {
+    "lost": "A stream is lost: %s",
+    "returned": "A stream is back: %s",
+    "refused": "A stream is refused: %s",
+    "env_error": "An environment raised, so its stream starts again: %s",
+}
+
+# The first peer that a text names is the one that it is about. The port of one that has
+# connected differs each time.
+PEER = re.compile(
+    r"joined from (?:ipv[46]:(?P<host>\S+):\d+|(?P<here>this machine)[^)]*\))"
+    r"|environment server at (?P<server>\S*[^\s:,;])"
+)
+
+# (time, kind, text) of each event of a pool or listener, and the number of lost ones.
+Events = tuple[list[tuple[float, str, str]], int]
+
+
+class PeerLog:
+    """Logs events of streams, at a limited rate per peer, and counts refusals.
+
+    The texts come from libtorchbeast, which escapes what peers say.
+    """
+
+    def __init__(self) -> None:
+        self.began = self.tabled = time.monotonic()  # an interval, and the last table
+        self.lines: Counter[str] = Counter()  # by peer, in this interval
+        self.refused: Counter[str] = Counter()  # by peer, since the start
+        self.reasons: dict[str, str] = {}  # the last of each
+        self.in_table = 0  # refusals
+
+    def report(self, events: Events) -> None:
+        now = time.monotonic()
+        if now - self.began > SECONDS:
+            self.began, self.lines = now, Counter()
+        if now - self.tabled > TABLE_SECONDS:
+            self.log_table()
+        for _, kind, text in events[0]:
+            peer, reason = split(text)
+            if kind == "refused":
+                if len(self.refused) >= MAX_PEERS and peer not in self.refused:
+                    peer = "others"
+                self.refused[peer] += 1
+                self.reasons[peer] = reason
+            self.lines[peer] += 1
+            if self.lines[peer] <= LINES:
+                level = logging.INFO if kind == "returned" else logging.WARNING
+                log.log(level, MESSAGES[kind], text)
+
+    def log_table(self) -> None:
+        """Logs who was refused, if this has changed."""
+        if self.refused.total() > self.in_table:
+            rows = [
+                f"  {peer}: {count:,}, the last because: {self.reasons[peer]}"
+                for peer, count in self.refused.most_common()
+            ]
+            log.warning("Refused streams by peer:\n%s", "\n".join(rows))
+        self.tabled, self.in_table = time.monotonic(), self.refused.total()
+
+
+def split(text: str) -> tuple[str, str]:
+    """The peer that an event is about, and the first line of what happened."""
+    found = PEER.search(text)
+    if not found:
+        return "others", text.partition("\n")[0][:REASON_SIZE]
+    peer = found["here"] or found["server"] or found["host"].replace("%5B", "[")
+    reason = text[found.end() :].lstrip(": ").partition("\n")[0]
+    return peer.replace("%5D", "]"), reason[:REASON_SIZE]

@@ -1,0 +1,191 @@
+"""TLS, token and private sockets, for both sides of PolyBeast's connections.
+
+Environment machines import this module, so it does not load torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchbeast.base.errors import FlagError, UserError, using
+from torchbeast.flags import PRIVATE_FOLDER, Flags
+from torchbeast.polybeast.env_connection import connect
+
+if TYPE_CHECKING:
+    import ssl
+
+    import libtorchbeast
+
+log = logging.getLogger(__name__)
+
+TLS_FLAGS = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name")
+# Reasons of a TLS handshake that the other side answers in plain TCP.
+PLAIN = ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
+
+
+class ServerError(UserError, RuntimeError):
+    """An environment server did not start, crashed too often, or is refused."""
+
+
+def choose_side(flags: Flags) -> None:
+    """Drops a saved --listen or --server_addresses. Raises FlagError for two typed."""
+    sides = {"listen", "server_addresses"}
+    if flags.listen and flags.server_addresses:
+        if len(flags.typed & sides) != 1:
+            raise FlagError(
+                "give --listen, to wait for environments, or --server_addresses, to "
+                "connect to them, but not both"
+            )
+        (saved,) = sides - flags.typed
+        setattr(flags, saved, None)
+
+
+# --- Token and sockets ----------------------------------------------------------------
+
+
+def security(flags: argparse.Namespace) -> libtorchbeast.Security:
+    """The connection flags for libtorchbeast. Raises FlagError for unusable files."""
+    import libtorchbeast  # may not be built
+
+    if uses_tls(flags):
+        tls_context(flags)  # raises; gRPC gives no reason
+    token = None
+    if flags.token_file:
+        with using(f"--token_file {flags.token_file}", "is not text in UTF-8"):
+            token = Path(flags.token_file).read_text("utf-8").strip()
+        if not re.fullmatch("[!-~]+", token):  # it travels in a header
+            what = (
+                "may have printable ASCII without spaces only" if token else "is empty"
+            )
+            raise FlagError(f"--token_file {flags.token_file} {what}")
+    files = {name: getattr(flags, name) for name in TLS_FLAGS}
+    return libtorchbeast.Security(**files, token=token, insecure=flags.insecure)
+
+
+def warn_of_exposed_token(flags: argparse.Namespace, addresses: Sequence[str]) -> None:
+    """Logs a warning if others can read the token: in its file, or in the network."""
+    if not flags.token_file:
+        return
+    mode = os.stat(flags.token_file).st_mode
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        log.warning(
+            "Other users can read --token_file %s (its mode is %03o). Use chmod 600.",
+            *(flags.token_file, stat.S_IMODE(mode)),
+        )
+    tcp = [address for address in addresses if not address.startswith("unix:")]
+    if tcp and not uses_tls(flags):
+        log.warning(
+            "The token of --token_file is sent to %s in clear text. Anyone who can "
+            "read this traffic, or who listens there first, gets it. Use TLS.",
+            ", ".join(dict.fromkeys(tcp)),
+        )
+
+
+def make_private_folder(pipes_basename: str) -> None:
+    """Makes PRIVATE_FOLDER for sockets. Raises FlagError if it can't be ours."""
+    if not pipes_basename.startswith(f"unix:{PRIVATE_FOLDER}/"):
+        return
+    with using(f"--pipes_basename {pipes_basename}"):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(PRIVATE_FOLDER, mode=0o700)
+        found = os.lstat(PRIVATE_FOLDER)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise FlagError(
+            f"{PRIVATE_FOLDER} is not your folder (it belongs to user {found.st_uid}), "
+            "so sockets there are not safe; give --pipes_basename unix:PATH with a "
+            "path in your own folder"
+        )
+    os.chmod(PRIVATE_FOLDER, 0o700)
+
+
+# --- TLS ------------------------------------------------------------------------------
+
+
+def uses_tls(flags: argparse.Namespace) -> bool:
+    """Whether connections to host:port addresses use TLS."""
+    return any(getattr(flags, name) for name in TLS_FLAGS)
+
+
+def tls_context(flags: argparse.Namespace) -> ssl.SSLContext:
+    """TLS of the side that connects, as gRPC has it. Raises FlagError for bad files."""
+    import ssl  # slow
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # accept weak certificates
+    context.set_alpn_protocols(["h2"])  # gRPC ends the handshake without it
+    # A certificate in --tls_ca is trusted even if another has signed it.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    if not uses_tls(flags):
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if flags.tls_cert or flags.tls_key:
+        with using(f"--tls_cert {flags.tls_cert} with --tls_key {flags.tls_key}"):
+            # An empty password, so that ssl does not ask for one.
+            files = flags.tls_cert or "", flags.tls_key or ""
+            context.load_cert_chain(*files, password="")
+    if flags.tls_ca:
+        with using(f"--tls_ca {flags.tls_ca}"):
+            context.load_verify_locations(flags.tls_ca)
+    return context
+
+
+def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
+    """Why a connection with the listener at `address` can never work, if it is TLS.
+
+    gRPC gives no reason, so this function tries a handshake itself.
+
+    Args:
+      flags: the --tls flags of the side that connects.
+
+    Returns:
+      None if a handshake works, nobody listens, or there is another reason.
+    """
+    import ssl  # slow
+
+    try:
+        encrypts, context = uses_tls(flags), tls_context(flags)
+    except UserError:  # its files may just be renewed
+        return None
+    if not flags.tls_ca:
+        context.load_default_certs()
+    name = flags.tls_server_name or address.rpartition(":")[0].strip("[]")
+    try:
+        for _ in range(2):  # a listener that just exits also closes, but only once
+            with (
+                connect(address) as plain,
+                context.wrap_socket(plain, server_hostname=name) as encrypted,
+            ):
+                # With TLS 1.3 the other side refuses our certificate only now.
+                if encrypts and encrypted.recv(1):
+                    return None
+        why = "it ends the connection" if encrypts else "it speaks TLS"
+    except ssl.SSLCertVerificationError as error:
+        return (
+            "the certificate of the other side is not valid: "
+            f"{error.verify_message.rstrip('.')}. This side trusts --tls_ca "
+            f"{flags.tls_ca or '(here: the signers of the system)'} and expects the "
+            f"name {name} (--tls_server_name)"
+        )
+    except ssl.SSLError as error:
+        reason = error.reason or ""
+        if encrypts and reason in PLAIN:
+            why = "it speaks plain TCP"
+        elif not encrypts and "ALERT" in reason:
+            why = "it speaks TLS"
+        else:
+            return None
+    except (OSError, ValueError):
+        return None
+    return (
+        f"the other side and this side do not agree on TLS: {why}. Give both sides the "
+        "--tls flags, or none. If the other side has --tls_ca, this side needs a "
+        "certificate that has not expired and whose signer is in it (here: --tls_cert "
+        f"{flags.tls_cert})"
+    )

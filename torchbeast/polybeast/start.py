@@ -1,0 +1,130 @@
+"""PolyBeast on one machine: starts environment servers and learner together.
+
+    python -m torchbeast.polybeast --env PongNoFrameskip-v4
+
+The learner runs in this process (polybeast_learner.py), the servers in child processes
+(polybeast_env.py). Ctrl-C saves and ends both. If one of them ends or fails, the other
+ends, too.
+"""
+
+from __future__ import annotations
+
+# The learner, and with it torch, is imported late: server processes import this file.
+import functools
+import multiprocessing as mp
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchbeast import flags as declared_flags
+from torchbeast.base.errors import FlagError
+from torchbeast.base.flag import FlagParser
+from torchbeast.flags import Flags
+from torchbeast.polybeast import env as polybeast_env
+from torchbeast.polybeast import security, supervisor
+from torchbeast.procs import children, processes
+from torchbeast.runs import flagset
+
+if TYPE_CHECKING:
+    from torchbeast.runs import resume
+
+NUM_SERVERS = declared_flags.DECLARED["num_servers"].default
+
+
+def make_parser() -> FlagParser:
+    from torchbeast.model import CHOICES
+
+    groups = (*declared_flags.TRAINING, *declared_flags.CONNECTED)
+    return FlagParser(
+        "PolyBeast: IMPALA with environments in server processes.",
+        (*groups, declared_flags.Servers, declared_flags.Launcher),
+        CHOICES,
+        num_actors=None,
+        num_servers=None,
+        pipes_basename=None,  # a new name for each run
+    )
+
+
+def resolve_layout(flags: Flags) -> Flags:
+    from torchbeast.polybeast import learner as polybeast_learner
+
+    own = {"listen"} if flags.launcher == "ray" else set()
+    foreign = {"server_addresses", "bind", "listen", "join"} - own
+    for name in foreign - flags.typed:  # saved by another script
+        setattr(flags, name, None)
+    if any(getattr(flags, name) for name in foreign):
+        raise FlagError(
+            "torchbeast.polybeast starts its servers on this machine. For other "
+            "machines, start torchbeast.polybeast_env with --bind there and "
+            "torchbeast.polybeast_learner with --server_addresses here; or the learner "
+            "with --listen and the environments with --join"
+        )
+    flagset.check_launcher(flags)
+    if flags.pipes_basename is None:
+        name = f"{declared_flags.PIPES_BASENAME}-{secrets.token_hex(4)}"
+        flags.pipes_basename = name
+    if flags.launcher == "ray":
+        useless = sorted(flags.on_command_line & {"num_servers", "max_restarts"})
+        if useless:
+            raise FlagError(
+                f"--{useless[0]} has no effect with --launcher ray: each of "
+                "--num_actors is a server, and Ray restarts it"
+            )
+    if flags.num_servers is None or flags.launcher == "ray":
+        flags.num_actors = flags.num_actors or NUM_SERVERS
+        one_each = flags.sync or flags.launcher == "ray"
+        # More server processes than cores would only take memory.
+        most = flags.num_actors if one_each else processes.num_cpus()
+        flags.num_servers = min(flags.num_actors, most)
+    polybeast_env.check(flags)
+    return polybeast_learner.resolve_layout(flags)
+
+
+def train(start: resume.Start) -> int:
+    """Trains until flags.total_steps or a stop signal. Returns the exit status."""
+    from torchbeast.extras import ranks
+    from torchbeast.polybeast import learner as polybeast_learner
+
+    if ranks.rank():  # each learner has servers of its own
+        name = f"{start.flags.pipes_basename}-{ranks.rank()}"
+        start = start._replace(flags=start.flags.replace(pipes_basename=name))
+    flags = start.flags
+    if flags.launcher == "ray":
+        from torchbeast.extras.ray.servers import ray_servers  # optional
+
+        with ray_servers(flags) as (address, check):
+            return polybeast_learner.train(start, check, listen=address)
+    # Not forked, because gRPC does not work in a forked process.
+    context = mp.get_context("spawn")
+    servers = context.Process(
+        target=polybeast_env.run_for_learner,
+        args=(flags.replace(metrics_port=0),),  # the learner's
+        name="servers",
+    )
+    try:
+        with children.starting_children():
+            servers.start()
+        return polybeast_learner.train(start, lambda: check_servers(servers))
+    finally:
+        if servers.pid is not None:
+            servers.terminate()
+            servers.join(2 * supervisor.STOP_SECONDS)
+            servers.kill()  # unless it has ended
+            servers.join()
+
+
+def check_servers(servers: Any) -> None:
+    """Raises ServerError if the servers have exited."""
+    if not servers.is_alive():
+        how = children.how_it_ended(servers.exitcode)
+        raise security.ServerError(f"the environment servers ended {how}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
+    from torchbeast.play.evaluate import evaluate
+    from torchbeast.polybeast.evaluate import play_on_servers
+    from torchbeast.runs import resume
+
+    test = functools.partial(evaluate, play_on_servers=play_on_servers)
+    return resume.run_script(make_parser(), argv, resolve_layout, train, test)

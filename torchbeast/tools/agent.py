@@ -1,0 +1,259 @@
+"""A checkpoint as an agent, for example in a notebook.
+
+This plays two steps:
+
+    from torchbeast import load_agent
+
+    agent = load_agent("~/logs/torchbeast/latest")
+    env = agent.make_env()
+    observation, _ = env.reset()
+    action, state = agent.act(observation)
+    observation, reward, terminated, truncated, _ = env.step(action)
+    action, state = agent.act(observation, state, reward)
+
+Without a state, an episode begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+import torch
+
+from torchbeast.base.flag import FlagParser
+from torchbeast.base.nested import flatten, map_nested
+from torchbeast.core.acting import Choose, act_step, prepare_to_act, to_tensors
+from torchbeast.core.finite import find_cause
+from torchbeast.core.rollout import State
+from torchbeast.envs import checks
+from torchbeast.envs.environment import Totals, example_environment, to_env_actions
+from torchbeast.envs.extra_fields import EXTRA_FIELDS, as_declared
+from torchbeast.envs.make_env import create_env
+from torchbeast.envs.space_checks import plain_space
+from torchbeast.extras.vector_envs import find_vector_env
+from torchbeast.flags import TRAINING, Flags
+from torchbeast.local.actors import TorchSettings
+from torchbeast.model import CHOICES, Net, make_model
+from torchbeast.runs import checkpoint, flagset, trust
+
+
+class AgentState(NamedTuple):
+    """What an agent remembers between two steps of n environments."""
+
+    core: State
+    last_action: torch.Tensor  # [1, n, ...], as the policy counts it
+    totals: Totals
+
+
+@dataclasses.dataclass(eq=False)
+class Agent:
+    """A model with its flags, for one environment or several."""
+
+    flags: Flags  # of the run
+    model: Net
+    observation_space: gymnasium.Space
+    action_space: gymnasium.Space
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator()
+        self.generator.seed()
+
+    def make_env(self, render_mode: str | None = None) -> gymnasium.Env:
+        """The environment of the run, with its wrappers.
+
+        Raises:
+          InvalidEnvironmentError: --env makes several environments at once.
+          UserError: the environment can't be made.
+        """
+        if find_vector_env(self.flags):
+            raise checks.InvalidEnvironmentError(
+                f"--env {self.flags.env} makes several environments at once: make "
+                "them in your own code, and give `act` the observations of all"
+            )
+        return create_env(self.flags, render_mode)
+
+    def act(
+        self,
+        observation: Any,
+        state: AgentState | None = None,
+        reward: Any = 0.0,
+        greedy: bool = False,
+        fields: Mapping[str, Any] | None = None,
+        done: Any = False,
+        truncated: Any = False,
+        outputs: bool = False,
+    ) -> Any:
+        """Chooses an action. The model gets the same row as in training.
+
+        Observations of n environments are leaves [n, ...]. All results then have this
+        dimension, too, and the other arguments are [n, ...] or one value for all.
+
+        Args:
+          observation: of the environment; nested as its space.
+          state: what the last call has returned; None: the first episode begins.
+          reward: of the last step.
+          greedy: take the most likely action; otherwise sample.
+          fields: values of envs/extra_fields.py's EXTRA_FIELDS, as the info has them;
+            and `game_over`, if not each episode that ends ends a game.
+          done: the last step ended an episode, and `observation` begins the next one.
+            Needed only with a state: for environments that reset themselves.
+          truncated: that episode was truncated, not terminated.
+          outputs: return what the model computes, too.
+
+        Returns:
+          The action for env.step, and the state for the next call. With `outputs`, also
+          the agent's fields of the row as arrays: policy_logits [P] and baseline [],
+          float32, and the others, see act_step.
+
+        Raises:
+          ValueError: an argument does not fit the spaces or the state, or the model's
+            logits are NaN.
+        """
+        observation, n, is_one = _stack(self.observation_space, observation)
+        is_first = state is None
+        kind = self.model.distribution
+        if state is None:
+            none = torch.zeros(1, n, *kind.action_shape, dtype=kind.action_dtype)
+            state = AgentState(self.model.initial_state(n), none, Totals.zeros(n))
+        if state.last_action.shape[1] != n:
+            raise ValueError(
+                f"observation is of {n} environments, and state of "
+                f"{state.last_action.shape[1]}: state must be None, or what `act` "
+                "returned for the same environments"
+            )
+        given = fields or {}
+        ended = _fill("done", done, n, np.bool_)
+        rewards = _fill("reward", reward, n, np.float64)
+        totals = state.totals if is_first else state.totals.add(rewards)
+        row = {
+            "observation": observation,
+            "reward": rewards.astype(np.float32),
+            "done": ended | is_first,
+            "truncated": ended & _fill("truncated", truncated, n, np.bool_),
+            **totals.as_fields(),
+            "game_over": _fill("game_over", given.get("game_over", ended), n, np.bool_),
+            "last_action": state.last_action[0].numpy(),
+            "env_warnings": np.zeros(n, np.int64),
+        }
+        for name, field in EXTRA_FIELDS.items():
+            value = given.get(name, np.zeros(field.shape))
+            value = as_declared(name, value, np.shape(value))
+            row[name] = _fill(name, value, n, field.dtype, field.shape)
+        sample = functools.partial(kind.sample, generator=self.generator)
+        choose: Choose = kind.mode if greedy else sample
+        tensors = to_tensors(row)
+        results, core = act_step(self.model, tensors, state.core, choose)
+        if results["policy_logits"].isnan().any():
+            cause = find_cause(tensors, reward_is_clipped=True)
+            raise ValueError(f"--env {self.flags.env}: the logits are NaN. {cause}")
+        totals = totals.restart(ended, row["game_over"])
+        new_state = AgentState(core, results["action"], totals)
+        actions = results["action"][0].numpy()
+        actions = to_env_actions(self.action_space, n, actions)
+        which: Any = 0 if is_one else slice(None)
+        if not outputs:
+            return actions[which], new_state
+        arrays = map_nested(lambda x: x[0, which].numpy(), results)
+        return actions[which], new_state, arrays
+
+
+def _stack(space: gymnasium.Space, observation: Any) -> tuple[Any, int, bool]:
+    """Reads one observation or a batch of them.
+
+    Returns:
+      Arrays [n, ...] nested as the space, n, and whether it was only one.
+    """
+    try:
+        one = checks.read(space, observation)
+    except ValueError as error:
+        why = error
+    else:
+        checks.Categories(space).check(one)
+        return map_nested(lambda x: np.array(x[np.newaxis]), one), 1, True
+    n, several = 0, None
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        leaves = map_nested(
+            lambda _, x: np.asarray(x), checks.parts_of(space), observation
+        )
+        if n := len(flatten(leaves)[0]):
+            several = map_nested(np.array, checks.read(space, observation, (n,)))
+    if several is not None:
+        checks.Categories(space).check(several)
+        return several, n, False
+    raise ValueError(f"{why}. A batch of such observations is possible, too")
+
+
+def _fill(
+    name: str, value: Any, n: int, dtype: Any, shape: tuple[int, ...] = ()
+) -> np.ndarray:
+    """An argument of `act`, one value or [n, *shape], as a new array [n, *shape]."""
+    array = np.asarray(value, dtype)
+    if array.shape not in (shape, (n, *shape)):
+        raise ValueError(
+            f"{name} is {checks.describe(array)}; its shape must be {list(shape)}, or "
+            f"{[n, *shape]} with one for each observation"
+        )
+    return np.broadcast_to(array, (n, *shape)).copy()
+
+
+def load_model(
+    flags: Flags,
+    observation_space: gymnasium.Space,
+    action_space: gymnasium.Space,
+    weights: dict[str, torch.Tensor],
+) -> Net:
+    """A model with the weights of a checkpoint, ready to act on the CPU.
+
+    Raises:
+      CheckpointError: the weights don't fit.
+    """
+    cpu = torch.device("cpu")
+    model = make_model(flags, observation_space, action_space, cpu)
+    checkpoint.check_fit(weights, model)
+    model.load_state_dict(weights)
+    return prepare_to_act(model)
+
+
+def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
+    """Loads a checkpoint for acting on the CPU.
+
+    Makes one environment, to read its spaces. If --env or --wrapper name a module, it
+    is imported.
+
+    Args:
+      path: a model.tar, or the folder of a run.
+      trust_env: import also what a checkpoint of somebody else names, with its
+        arguments.
+
+    Raises:
+      CheckpointError: the file can't be read, or does not fit the model.
+      UntrustedError: it names code, and is not a checkpoint of your own runs.
+      UserError: the environment can't be made.
+    """
+    file = checkpoint.find(path)
+    saved = checkpoint.load(file)
+    checkpoint.check(saved, file, for_test=True)
+    parser = FlagParser("", TRAINING, CHOICES)
+    words = ["--mode=test", *(["--trust_checkpoint_env"] if trust_env else [])]
+    signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
+    typed = flagset.read(parser, words)
+    flags = flagset.merge(typed, saved["flags"], signed, str(file))
+    flags = flagset.resolve(flags)
+    for name, value in saved["flags"].items():  # those of one script, or of a fork
+        is_name = str(name).isidentifier() and not str(name).startswith("_")
+        is_known = signed or trust_env or isinstance(value, int | float | None)
+        if is_name and is_known and not hasattr(flags, name):
+            setattr(flags, name, value)
+    flags.freeze()
+    with TorchSettings(), contextlib.closing(example_environment(flags)) as env:
+        spaces = env.observation_space, env.action_space
+    model = load_model(flags, *spaces, saved["model_state_dict"])
+    actions = plain_space(env.envs.single_action_space)
+    return Agent(flags, model, env.observation_space, actions)

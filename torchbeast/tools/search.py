@@ -1,0 +1,204 @@
+"""A search with Optuna: which settings the next runs of a sweep get."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import pathlib
+import signal
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy import URL
+
+from torchbeast.base.errors import FileError, FlagError, using
+from torchbeast.tools.jobs import STOPPED, Job, OtherRunError
+from torchbeast.tools.saved_runs import read_run
+
+log = logging.getLogger(__name__)
+
+
+def distribution(text: str) -> BaseDistribution:
+    """The values of --search FLAG=KIND:VALUE:VALUE..., from its part after the "=".
+
+    Raises:
+      FlagError: it is not of this form.
+    """
+    kind, *values = text.split(":")
+    try:
+        if "" in values:
+            raise ValueError("a value is empty")
+        match kind, values:
+            case "uniform" | "loguniform", [low, high]:
+                bounds = float(low), float(high)
+                if not all(map(math.isfinite, bounds)):
+                    raise ValueError("the bounds must be finite")
+                return FloatDistribution(*bounds, log=kind == "loguniform")
+            case "int", [low, high]:
+                return IntDistribution(int(low), int(high))
+            case "choice", [_, *_]:
+                return CategoricalDistribution(values)
+        raise ValueError("this is not a known form")
+    except ValueError as error:
+        raise FlagError(
+            f"--search FLAG={text}: {error}. Allowed are uniform:LOW:HIGH, "
+            "loguniform:LOW:HIGH, int:LOW:HIGH and choice:A:B:..."
+        ) from error
+
+
+def extremes(values: BaseDistribution) -> tuple[Any, ...]:
+    """Values to check before anything starts: the bounds, or all choices."""
+    if isinstance(values, CategoricalDistribution):
+        return values.choices
+    assert isinstance(values, FloatDistribution | IntDistribution)
+    return values.low, values.high
+
+
+def final_return(folder: pathlib.Path) -> float | None:
+    """What a run counts in a search; None if its files are damaged.
+
+    With --eval_interval it is the eval_return of the final weights, or None if they
+    were not evaluated. Without it, it is the mean return of the last 100 games.
+    """
+    try:
+        run = read_run(folder)
+    except (ValueError, OSError) as error:
+        log.warning("%s does not count: %s", folder.name, error)
+        return None
+    if not run.meta.get("args", {}).get("eval_interval"):
+        return run.last("mean_game_return_100")
+    if run.last("eval_step") != run.last("step"):
+        log.warning("%s has no evaluation of its final weights.", folder.name)
+        return None
+    return run.last("eval_return")
+
+
+class Search:
+    """An Optuna study in a SQLite file. Its trials are runs, one per seed.
+
+    Args:
+      path: the file. An existing study is continued.
+      space: the values of each flag.
+      fixed: what all trials share: command line, seeds, and the text of the space.
+      make_jobs: from a trial's name and settings to its runs.
+
+    Raises:
+      FlagError: the file's study was started with other values of `fixed`.
+    """
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        space: dict[str, BaseDistribution],
+        fixed: Sequence[str],
+        make_jobs: Callable[[str, dict[str, Any]], list[Job]],
+    ) -> None:
+        self.space, self.make_jobs = space, make_jobs
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.path = path
+        with self._storage():
+            self.study = optuna.create_study(
+                storage=URL.create("sqlite", database=str(path)).render_as_string(),
+                study_name="sweep",
+                direction="maximize",
+                load_if_exists=True,
+            )
+            before = self.study.user_attrs.get("fixed", list(fixed))
+            self.study.get_trials()
+            if before != list(fixed):
+                raise FlagError(
+                    f"{path} has a search that was started with {' '.join(before)}. "
+                    "Give the same values and seeds again, or another --name"
+                )
+            self.study.set_user_attr("fixed", list(fixed))
+        # The runs of each trial in progress, with their exit statuses.
+        self._open: dict[int, dict[Job, int | None]] = {}
+
+    @contextlib.contextmanager
+    def _storage(self) -> Iterator[None]:
+        """Says what to do about the errors of Optuna's file."""
+        try:
+            with using(self.path, "can't be used"):
+                yield
+        except FileError as error:
+            raise FileError(
+                f"{error}. End other programs that use it; if it is damaged, start a "
+                "new search with another --name"
+            ) from error
+
+    def _tell(self, trial: int, value: float | None = None) -> FrozenTrial:
+        """Ends a trial; without a value it has failed."""
+        state = TrialState.FAIL if value is None else None
+        with self._storage():
+            return self.study.tell(trial, value, state=state)
+
+    def jobs(self, num_trials: int) -> Iterator[Job]:
+        """The runs of unfinished trials, then those of new ones, up to `num_trials`.
+
+        A trial whose flags do not fit together has failed.
+
+        Raises:
+          OtherRunError: the folder already has a run with other flags.
+        """
+        with self._storage():
+            running = self.study.get_trials(states=[TrialState.RUNNING])
+        for trial in running:
+            if trial.params.keys() == self.space.keys():
+                yield from self._begin(trial.number, trial.params)
+            else:  # killed before it had all its settings
+                self._tell(trial.number)
+        while True:
+            with self._storage():
+                if len(self.study.trials) >= num_trials:
+                    return
+                new = self.study.ask(self.space)
+            yield from self._begin(new.number, new.params)
+
+    def _begin(self, trial: int, settings: dict[str, Any]) -> list[Job]:
+        try:
+            jobs = self.make_jobs(f"trial{trial}", settings)
+        except OtherRunError:
+            raise
+        except FlagError as error:
+            self._tell(trial)
+            log.warning("Trial %d, with %s, can't be run: %s", trial, settings, error)
+            return []
+        self._open[trial] = dict.fromkeys(jobs)
+        return jobs
+
+    def all_failed(self) -> bool:
+        with self._storage():
+            states = [trial.state for trial in self.study.trials]
+        return bool(states) and set(states) == {TrialState.FAIL}
+
+    def ended(self, job: Job, status: int) -> None:
+        """Notes the end of a run; after the last one of a trial, tells the study."""
+        trial, jobs = next(pair for pair in self._open.items() if job in pair[1])
+        jobs[job] = status
+        statuses = set(jobs.values())
+        # In progress, or to be resumed. A killed run may have had its result already.
+        if statuses & {None, *STOPPED, -signal.SIGKILL}:
+            return
+        returns = [None if any(statuses) else final_return(job.folder) for job in jobs]
+        known = [x for x in returns if x is not None]
+        if len(known) < len(returns):
+            self._tell(trial)
+            log.warning("Trial %d: a run failed, or no game has ended.", trial)
+            return
+        told = self._tell(trial, statistics.fmean(known))
+        with self._storage():
+            best = self.study.best_trial
+        log.info(
+            "Trial %d reached %.2f with %s. The best is trial %d with %.2f.",
+            *(trial, told.value, told.params, best.number, best.value),
+        )

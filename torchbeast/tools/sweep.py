@@ -1,0 +1,325 @@
+"""Trains with several seeds and settings: as processes here, or as a Slurm array.
+
+    python -m torchbeast.sweep --jobs 2 --seeds 1-3 --grid learning_rate=0.0003,0.001 \
+        -- monobeast --preset minatar --total_steps 1000000
+
+After `--` comes a command of monobeast or polybeast. Each run is a process of its own,
+named by what differs: sweep-learning_rate=0.001-3 has seed 3. With --search, Optuna
+chooses the values.
+
+The same command again skips finished runs and resumes the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import logging
+import math
+import os
+import pathlib
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchbeast.base.errors import FlagError, needing
+from torchbeast.flags import Flags
+from torchbeast.procs import children, processes
+from torchbeast.runs import flagset, script
+from torchbeast.runs.folder import RunFolder, check_name
+from torchbeast.runs.meta import read_meta
+from torchbeast.tools import grid, jobs
+from torchbeast.tools.jobs import Job, OtherRunError
+from torchbeast.tools.saved_runs import listing
+
+if TYPE_CHECKING:
+    from torchbeast.tools.search import Search
+
+log = logging.getLogger(__name__)
+
+VARIANTS = ("monobeast", "polybeast")
+
+
+class Sweep:
+    """The command that all runs share.
+
+    Args:
+      name: the first part of the runs' names.
+      command: a variant and its flags.
+      elsewhere: the runs have other machines, which may have other devices.
+
+    Raises:
+      FlagError: a flag has a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        seeds: Sequence[int],
+        elsewhere: bool = False,
+    ) -> None:
+        if not name:
+            raise FlagError("--name is empty: give the first part of the runs' names")
+        self.name, self.seeds, self.elsewhere = name, seeds, elsewhere
+        self.variant, *self.words = command
+        self.module = f"torchbeast.{self.variant}"
+        if self.variant == "polybeast":
+            processes.require_native()
+        self.script = importlib.import_module(self.module)
+        self.parser = self.script.make_parser()
+        flags_of_it = self.parser.declared.values()
+        self.options = {word for flag in flags_of_it for word in flag.options}
+        self.parser.prog = f"python -m {self.module}"
+        typed = flagset.read(self.parser, self.words)
+        for flag in typed.here.keys() & {"seed", "xpid"}:  # not those of --config
+            raise FlagError(f"give --seeds and --name in place of --{flag}")
+        flags = flagset.merge(typed)
+        if flags.mode != "train":
+            raise FlagError(f"a sweep trains; --mode {flags.mode} is not possible")
+        for flag in ("autotune", "repeat"):
+            if getattr(flags, flag, None):
+                raise FlagError(f"a sweep trains; --{flag} is not possible")
+        check_name(name, flags.savedir, "--name")
+        flags.xpid = name
+        flagset.resolve_folder(flags)
+        self.savedir = pathlib.Path(os.path.abspath(flags.savedir))
+
+    def make_jobs(
+        self, label: str, settings: dict[str, Any], most: int = grid.MOST_RUNS
+    ) -> list[Job]:
+        """The runs with these values of flags, one per seed; their flags are checked.
+
+        Args:
+          most: seeds.
+
+        Raises:
+          FlagError: a flag is not allowed.
+          OtherRunError: such a run was started with other flags.
+        """
+        words = [*self.words]
+        for name, value in settings.items():
+            if f"--{name}" not in self.options:
+                raise FlagError(f"{self.variant} has no flag --{name}")
+            if value in ("true", "false") and f"--no-{name}" in self.options:
+                words.append(f"--{name}" if value == "true" else f"--no-{name}")
+            else:
+                words.append(f"--{name}={value}")
+        found = []
+        for seed in self.seeds[:most]:
+            xpid = "-".join(filter(None, [self.name, label, str(seed)]))
+            own = [f"--savedir={self.savedir}", f"--xpid={xpid}", f"--seed={seed}"]
+            command = (sys.executable, "-m", self.module, *words, *own)
+            found.append(Job(xpid, self.savedir / xpid, command))
+            self._check(found[-1])
+        return found
+
+    def flags(self, job: Job) -> Flags:
+        return flagset.parse(self.parser, job.command[3:])
+
+    def _check(self, job: Job) -> None:
+        flags = self.flags(job)
+        flagset.resolve_folder(flags)
+        meta = read_meta(job.folder)
+        saved = meta.get("args", {})
+        free = {*flagset.FREE_TO_CHANGE, *meta.get("flags_left_open", ())}
+        changes = flagset.changed(saved, flags, free | {"total_steps"})
+        both = saved.keys() & flags.as_dict().keys()  # flags can be newer, or be gone
+        changes = {name: x for name, x in changes.items() if name in both}
+        if changes:
+            raise OtherRunError(
+                f"{job.folder} has a run with other flags "
+                f"({flagset.describe_changes(changes)}). Give another --name"
+            )
+        if self.elsewhere:
+            flags.learner_device = flags.actor_device = None
+        self.script.resolve_layout(flagset.resolve(flags))
+
+    def is_finished(self, job: Job) -> bool:
+        meta = read_meta(job.folder)
+        last_step = (meta.get("starts") or [{}])[-1].get("last_step") or 0
+        return bool(meta.get("successful")) and last_step >= self.flags(job).total_steps
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchbeast.sweep",
+        usage="%(prog)s [options] -- {monobeast,polybeast} [flags of all runs]",
+        description="Trains with several seeds and settings.",
+    )
+    add = parser.add_argument
+    settings: dict[str, Any] = {"action": "append", "type": grid.setting, "default": []}
+    add("--name", default="sweep", help="begins the runs' names (sweep)")
+    seeds: dict[str, Any] = {"type": grid.seed_list, "default": [1], "metavar": "1-3,7"}
+    add("--seeds", **seeds, help="each setting is trained with each seed (1)")
+    grid_help = "values of a flag; several --grid give all combinations"
+    add("--grid", **settings, metavar="FLAG=VALUE,VALUE", help=grid_help)
+    add("--jobs", type=grid.positive, help="runs at a time (here 1, with Slurm all)")
+    cores_help = "CPU cores per run (here all divided by --jobs, with Slurm 2)"
+    add("--cores", type=grid.positive, help=cores_help)
+    add = parser.add_argument_group("Optuna").add_argument
+    search_help = (
+        "in place of --grid: uniform:LOW:HIGH, loguniform:LOW:HIGH, int:LOW:HIGH or "
+        "choice:A:B:..."
+    )
+    add("--search", **settings, metavar="FLAG=KIND:VALUES", help=search_help)
+    add("--trials", type=grid.positive, help="settings to try in all (20)")
+    add = parser.add_argument_group("Slurm").add_argument
+    submit_help = (
+        "submit the runs as an array through submitit; local: its processes on this "
+        "machine, to try it out"
+    )
+    add("--submit", choices=["slurm", "local"], help=submit_help)
+    add("--minutes", type=grid.positive, help="limit of a job (1440)")
+    sbatch_help = "an option of sbatch, such as partition=gpu or gres=gpu:1"
+    add("--sbatch", **settings, metavar="OPTION=VALUE", help=sbatch_help)
+    return parser
+
+
+def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
+    """Returns the exit status: 0 all runs finished, 1 some failed, 128 + n signal n.
+
+    Raises:
+      FlagError: a flag has a value that is not allowed; nothing was started.
+    """
+    names = [name for name, _ in options.grid + options.search]  # one of them is empty
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise FlagError(f"{twice[0]} is given twice: give all its values in one")
+    elsewhere = options.submit == "slurm"
+    trials = options.trials or 20
+    sizes = [len(grid.split_values(text)) for _, text in options.grid]
+    settings = trials if options.search else math.prod(sizes)
+    if (count := settings * len(options.seeds)) > grid.MOST_RUNS:
+        raise FlagError(
+            f"{settings:,} settings with {len(options.seeds):,} seeds are {count:,} "
+            f"runs, but a sweep can have {grid.MOST_RUNS:,}: split it"
+        )
+    sweep = Sweep(options.name, command, options.seeds, elsewhere)
+    statuses: dict[Job, int] = {}
+    with contextlib.closing(RunFolder(str(sweep.savedir), sweep.name)) as own:
+        folder = own.path  # for the files of the sweep itself
+        search = make_search(sweep, options, folder) if options.search else None
+        planned = search.jobs(trials) if search else make_grid(sweep, options)
+
+        def ended(job: Job, status: int) -> None:
+            statuses[job] = status
+            how = f"ended {children.how_it_ended(status)}" if status else "finished"
+            log.info("%s %s.", job.xpid, how)
+            if search:
+                search.ended(job, status)
+
+        def unfinished() -> Iterator[Job]:
+            for job in planned:
+                if sweep.is_finished(job):
+                    ended(job, 0)
+                else:
+                    yield job
+
+        if options.submit:
+            stopped_by = submit(sweep, options, list(unfinished()), folder, ended)
+        else:
+            cores = jobs.split_cores(options.jobs or 1, options.cores)
+            stopped_by = jobs.run_here(unfinished(), cores, ended)
+    failed = []
+    for job, status in statuses.items():
+        if status and status not in jobs.STOPPED:
+            failed.append(job.xpid)
+            how = children.how_it_ended(status)
+            log.error("%s ended %s. %s:\n%s", job.xpid, how, job.console, job.tail())
+    finished = sum(status == 0 for status in statuses.values())
+    log.info("Finished: %d runs, in %s", finished, sweep.savedir)
+    if stopped_by:
+        if options.submit == "slurm":
+            log.warning("Jobs may still run: wait until squeue lists none of them.")
+        log.warning("Give the same command again to continue with the other runs.")
+    if failed:
+        counts = len(failed), len(statuses)
+        log.error("Failed: %d of %d runs: %s", *counts, listing(failed))
+    if stopped_by:
+        return 128 + stopped_by
+    all_failed = search is not None and search.all_failed()
+    if all_failed:
+        log.error("Failed: all trials.")
+    return int(all_failed or finished < len(statuses))
+
+
+def make_grid(sweep: Sweep, options: argparse.Namespace) -> list[Job]:
+    """All runs of a grid, checked. Raises FlagError, also if two have one name."""
+    found = [job for each in grid.grid(options.grid) for job in sweep.make_jobs(*each)]
+    name, count = Counter(job.xpid for job in found).most_common(1)[0]
+    if count > 1:
+        raise FlagError(f"two runs of the grid would be named {name}")
+    return found
+
+
+def make_search(
+    sweep: Sweep, options: argparse.Namespace, folder: pathlib.Path
+) -> Search:
+    """A new study in the sweep's folder, or the one there. Raises FlagError."""
+    with needing("--search", "optuna"):
+        from torchbeast.tools.search import Search, distribution, extremes
+
+    space = {name: distribution(text) for name, text in options.search}
+    check_extremes(sweep, {name: extremes(values) for name, values in space.items()})
+    texts = [f"--search {name}={text}" for name, text in options.search]
+    fixed = [sweep.variant, *sweep.words, f"--seeds {sweep.seeds}", *texts]
+    return Search(folder / "study.db", space, fixed, sweep.make_jobs)
+
+
+def check_extremes(sweep: Sweep, values: dict[str, Sequence[Any]]) -> None:
+    """Raises FlagError if a value fits neither with the first nor the last of others.
+
+    A trial whose flags do not fit together fails later, with the reason.
+    """
+    first = {name: each[0] for name, each in values.items()}
+    last = {name: each[-1] for name, each in values.items()}
+    for name, value in [(k, x) for k, each in values.items() for x in each]:
+        try:
+            sweep.make_jobs("trial", {**first, name: value}, most=1)
+        except FlagError:
+            sweep.make_jobs("trial", {**last, name: value}, most=1)
+
+
+def submit(
+    sweep: Sweep,
+    options: argparse.Namespace,
+    waiting: Sequence[Job],
+    folder: pathlib.Path,
+    ended: Callable[[Job, int], None],
+) -> int:
+    """See slurm_jobs.submit."""
+    if not waiting:
+        return 0
+    with needing("--submit", "submitit"):
+        from torchbeast.tools import slurm_jobs
+    if options.submit == "slurm" and not shutil.which("sbatch"):
+        raise FlagError("--submit slurm needs a machine of a Slurm cluster: no sbatch")
+    parameters = {
+        "name": sweep.name,
+        "timeout_min": options.minutes or 24 * 60,
+        "cpus_per_task": options.cores or 2,
+        "slurm_array_parallelism": options.jobs or len(waiting),
+        "slurm_additional_parameters": dict(options.sbatch),
+    }
+    return slurm_jobs.submit(waiting, folder, options.submit, parameters, ended)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status, see run_sweep."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    own = words[: words.index("--")] if "--" in words else words
+    parser = make_parser()
+    options = parser.parse_args(own)
+    command = words[len(own) + 1 :]
+    if not command or command[0] not in VARIANTS:
+        parser.error(f"after -- comes {' or '.join(VARIANTS)}, with its flags")
+    if options.search and (options.grid or options.submit):
+        parser.error("--search goes neither with --grid nor with --submit")
+    if options.trials and not options.search:
+        parser.error("--trials is for a --search")
+    if (options.minutes or options.sbatch) and not options.submit:
+        parser.error("--minutes and --sbatch are for jobs: add --submit slurm")
+    return script.run(lambda: run_sweep(options, command))
