@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchbeast.base import devices
+from torchbeast.base import devices, ranks
 from torchbeast.base.nested import Nested
 from torchbeast.core import rollout, vtrace
 from torchbeast.core.acting import row_spec
@@ -19,7 +19,6 @@ from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.finite import check_loss, check_weights, sum_of_weights
 from torchbeast.core.observations import InputCheck
 from torchbeast.core.rollout import State
-from torchbeast.extras import ranks
 from torchbeast.extras.explorer import Explorer, combine
 from torchbeast.extras.replay.memory import make_replay
 from torchbeast.extras.replay.mixer import Mixer, reject
@@ -386,7 +385,7 @@ def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
     weights = model.state_dict()
     if learner.is_ahead:  # a copy, made before `counted` has arrived
         weights = {name: x.clone() for name, x in weights.items()}
-    counted = devices.fetch({name: ranks.joined_batch(batch[name]) for name in COUNTED})
+    counted = devices.fetch({name: ranks.joined(batch[name], 1) for name in COUNTED})
     learner.step += batch["done"][1:].numel() * ranks.size()
     # The lag counts up to the weights before the last update.
     step, newest = learner.step, learner.num_updates - ready

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from torchbeast import flags as declared_flags
-from torchbeast.base import devices
+from torchbeast.base import devices, ranks
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
@@ -43,7 +43,7 @@ from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.rollout import State
 from torchbeast.core.weights import SharedWeights
 from torchbeast.envs.environment import Environment
-from torchbeast.extras import order, ranks
+from torchbeast.extras import order
 from torchbeast.extras.evaluator import Evaluator
 from torchbeast.flags import Flags
 from torchbeast.learner import Learner, Update, learn

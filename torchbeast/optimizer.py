@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchbeast.extras import ranks
+from torchbeast.base import ranks
 from torchbeast.flags import Flags
 
 log = logging.getLogger(__name__)

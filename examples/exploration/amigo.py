@@ -25,9 +25,9 @@ from gymnasium import spaces
 from torch import nn
 
 from examples.exploration.common import Hash
+from torchbeast.base import ranks
 from torchbeast.core.observations import iterate_observation, iterate_space
 from torchbeast.envs.checks import UnsupportedSpaceError
-from torchbeast.extras import ranks
 from torchbeast.extras.explorer import Explored, ExplorerActor, Method, not_replayed
 
 

@@ -7,6 +7,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from torchbeast.base import ranks
 from torchbeast.base.errors import FlagError
 from torchbeast.base.nested import map_nested
 from torchbeast.core.distributions import ActionDistribution, make_distribution
@@ -18,7 +19,6 @@ from torchbeast.core.observations import (
 from torchbeast.core.rollout import example_rows
 from torchbeast.encoders import ImageEncoder, VectorEncoder, initialize
 from torchbeast.envs.make_env import make_named
-from torchbeast.extras import ranks
 from torchbeast.extras.explorer import ExplorerActor
 
 

@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 
 from examples.exploration.common import Hash, ends
-from torchbeast.extras import ranks
+from torchbeast.base import ranks
 from torchbeast.extras.explorer import Explored, Method, not_replayed
 
 

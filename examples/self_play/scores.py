@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from gymnasium import spaces
 
-from torchbeast.extras import ranks
+from torchbeast.base import ranks
 from torchbeast.extras.explorer import Explored, Method, not_replayed
 
 

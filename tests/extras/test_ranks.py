@@ -16,8 +16,7 @@ import torch
 from test_flags import machine_with, parse
 from test_polybeast_sync import SYNC, WITH_STATE, assert_logs_agree
 
-from torchbeast.base import devices
-from torchbeast.extras import ranks
+from torchbeast.base import devices, ranks
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -274,7 +273,9 @@ def test_polybeasts_servers_live_until_all_learners_have_stopped(tmp_path):
 )
 def test_each_rank_has_a_gpu_of_its_own(given, expected, monkeypatch):
     machine_with(monkeypatch, 2)
-    monkeypatch.setattr(ranks, "size", lambda: 2)
+    two = several.Several()
+    monkeypatch.setattr(two, "size", lambda: 2)
+    monkeypatch.setattr(ranks, "learners", two)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert devices.learner_device(parse(given)) == torch.device(expected)

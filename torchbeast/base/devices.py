@@ -32,8 +32,7 @@ def actor_device(flags: argparse.Namespace) -> torch.device:
 def _device(flags: argparse.Namespace, name: str, gpu: int) -> torch.device:
     import torch
 
-    from torchbeast.base import hardware
-    from torchbeast.extras import ranks
+    from torchbeast.base import hardware, ranks
 
     given = getattr(flags, name, None)
     kind, gpus = hardware.accelerators()

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from torchbeast.base import ranks
 from torchbeast.base.nested import with_places
 from torchbeast.envs.extra_fields import EXTRA_FIELDS
-from torchbeast.extras import ranks
 
 TOO_LARGE = 1e15  # its square nearly overflows float32
 ENVIRONMENT_IS_THE_CAUSE = "The cause is the environment"

@@ -7,8 +7,8 @@ weights. Only the learner updates them.
 import torch
 from torch import nn
 
+from torchbeast.base import ranks
 from torchbeast.core.finite import TOO_LARGE
-from torchbeast.extras import ranks
 
 CLIP = 10.0  # normalized values, as in PPO's implementations
 

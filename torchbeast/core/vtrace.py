@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from torchbeast.extras import ranks
+from torchbeast.base import ranks
 
 
 class VTraceReturns(NamedTuple):

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchbeast.base import devices
+from torchbeast.base import devices, ranks
 from torchbeast.base.errors import FlagError
 from torchbeast.base.nested import Nested
 from torchbeast.core.rollout import State, steps_that_count
 from torchbeast.envs.make_env import call_named, find_named
-from torchbeast.extras import ranks
 from torchbeast.runs.logs_csv import join_columns, spread
 
 # Columns that must be finite.

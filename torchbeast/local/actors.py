@@ -16,6 +16,7 @@ import torch
 import torch.multiprocessing as mp
 from numpy.random import mtrand
 
+from torchbeast.base import ranks
 from torchbeast.base.errors import UserError
 from torchbeast.base.nested import Nested
 from torchbeast.base.seeds import derive_seed
@@ -24,7 +25,6 @@ from torchbeast.core import rollout
 from torchbeast.core.weights import SharedWeights
 from torchbeast.envs import checks
 from torchbeast.envs.environment import Environment
-from torchbeast.extras import ranks
 from torchbeast.flags import Flags
 from torchbeast.procs import children
 from torchbeast.runs.prof import format_shares

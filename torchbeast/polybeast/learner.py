@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from torchbeast import flags as declared_flags
-from torchbeast.base import devices
+from torchbeast.base import devices, ranks
 from torchbeast.base.errors import FileError, FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
@@ -38,7 +38,7 @@ from torchbeast.base.seeds import derive_seed
 from torchbeast.core.acting import act_step, pad
 from torchbeast.core.weights import ActingModels
 from torchbeast.envs.make_env import find_named
-from torchbeast.extras import ranks, record
+from torchbeast.extras import record
 from torchbeast.extras.evaluator import Evaluator
 from torchbeast.extras.explorer import find_method
 from torchbeast.extras.replay.episodes import ReplayError

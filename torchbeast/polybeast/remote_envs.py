@@ -14,6 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 import libtorchbeast
+from torchbeast.base import ranks
 from torchbeast.base.errors import FlagError, UserError
 from torchbeast.base.hardware import memory_limit
 from torchbeast.core import rollout
@@ -22,7 +23,6 @@ from torchbeast.envs import atari
 from torchbeast.envs.action_masks import check_mask
 from torchbeast.envs.extra_fields import EXTRA_FIELDS
 from torchbeast.envs.space_checks import as_stack, check_observation_space
-from torchbeast.extras import ranks
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.polybeast.env_connection import (

@@ -82,7 +82,7 @@ def resolve_layout(flags: Flags) -> Flags:
 
 def train(start: resume.Start) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status."""
-    from torchbeast.extras import ranks
+    from torchbeast.base import ranks
     from torchbeast.polybeast import learner as polybeast_learner
 
     if ranks.rank():  # each learner has servers of its own

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 import libtorchbeast
+from torchbeast.base import ranks
 from torchbeast.base.errors import FlagError
 from torchbeast.base.hardware import memory_limit
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.core import rollout
-from torchbeast.extras import ranks
 from torchbeast.extras.record import InferenceOrder
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec

@@ -239,7 +239,7 @@ def check_launcher(flags: Flags) -> None:
     elif importlib.util.find_spec("ray") is None:
         raise FlagError("--launcher ray needs Ray: pip install ray")
     else:
-        from torchbeast.extras import ranks
+        from torchbeast.base import ranks
 
         if ranks.size() > 1:
             raise FlagError("--launcher ray has one learner: start it without torchrun")

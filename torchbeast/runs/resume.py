@@ -13,12 +13,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torchbeast.base import devices
+from torchbeast.base import devices, ranks
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.seeds import derive_seed
 from torchbeast.envs.atari import atari_game
-from torchbeast.extras import mirror, order, ranks
+from torchbeast.extras import mirror, order
 from torchbeast.flags import Atari, Flags
 from torchbeast.procs import processes
 from torchbeast.runs import checkpoint, flagset, script, trust
@@ -120,7 +120,11 @@ def run_script(
             return 0
         for part in order.parts(typed):  # one, but for --repeat
             stops = processes.raise_on_stop_signals()  # a Run ignores them at its end
-            with stops, ranks.joined(flags), begin_all(part, resolve_layout) as start:
+            with (
+                stops,
+                ranks.together(flags),
+                begin_all(part, resolve_layout) as start,
+            ):
                 done = ranks.of_first(start.is_finished)
                 if not done and (status := train(start)):
                     return status

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from torchbeast.base import errors
+from torchbeast.base import errors, ranks
 from torchbeast.core import finite, rollout
 from torchbeast.core.observations import log_encoders
 from torchbeast.extras import code as code_record
-from torchbeast.extras import ranks, record
+from torchbeast.extras import record
 from torchbeast.extras.replay import memory as replay_memory
 from torchbeast.extras.trackers import Tracker, make_trackers
 from torchbeast.procs import processes

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from torchbeast.base import ranks
 from torchbeast.base.errors import CheckpointError, using
 from torchbeast.base.hardware import free_memory
 from torchbeast.base.nested import Nested
-from torchbeast.extras import ranks
 from torchbeast.extras.replay.episodes import Replay, ReplayError
 from torchbeast.runs.folder import atomic_write
 

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchbeast.base import ranks
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core.finite import TOO_LARGE, bounds_rewards, find_cause
 from torchbeast.core.rollout import State
-from torchbeast.extras import ranks
 from torchbeast.extras.replay.episodes import Reader, Replay
 
 log = logging.getLogger(__name__)
