@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 from throughput import describe_machine, proportional_set_size, start_run
 
-from torchbeast.runs.logs_csv import read_rows
+from torchbeast.runs.files import read_rows
 from torchbeast.tools.trial import (
     END_SECONDS,
     START_SECONDS,

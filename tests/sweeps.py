@@ -11,7 +11,7 @@ from pathlib import Path
 import runs
 import watched_runs
 
-from torchbeast.runs.meta import read_meta
+from torchbeast.runs.files import read_meta
 
 
 def words(

@@ -7,7 +7,7 @@ import pytest
 import runs
 import torch
 
-from torchbeast.runs.logs_csv import ColumnError, spread
+from torchbeast.runs.files import ColumnError, spread
 
 
 def test_numbers_and_vectors_are_columns():

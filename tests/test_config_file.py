@@ -8,9 +8,9 @@ import runs
 from torchbeast import monobeast
 from torchbeast.base.errors import FlagError
 from torchbeast.polybeast import start as polybeast
-from torchbeast.runs import flagset, trust
-from torchbeast.runs.flagset import preset_flags
-from torchbeast.runs.meta import strict_json
+from torchbeast.runs import start, trust
+from torchbeast.runs.files import strict_json
+from torchbeast.runs.start import preset_flags
 from torchbeast.runs.trust import UntrustedError
 
 
@@ -27,7 +27,7 @@ def write(tmp_path):
 
 
 def parse(*argv):
-    return flagset.parse(monobeast.make_parser(), argv)
+    return start.parse(monobeast.make_parser(), argv)
 
 
 def test_every_kind_of_flag(write):
@@ -77,7 +77,7 @@ def test_a_typed_preset_wins_over_the_file(write):
 def test_a_checkpoint_loses(write):
     saved = parse("--seed=3", "--entropy_cost=0.2").as_dict()
     config = write("seed = 4")
-    flags = flagset.merge(flagset.read(monobeast.make_parser(), [config]), saved)
+    flags = start.merge(start.read(monobeast.make_parser(), [config]), saved)
     assert (flags.seed, flags.entropy_cost) == (4, 0.2)
 
 
@@ -127,7 +127,7 @@ def test_the_flags_of_another_variant_are_left_out(write):
     flags = parse(config)
     assert flags.seed == 9
     assert (flags.xpid, "num_servers" in flags.as_dict()) == (None, False)
-    assert flagset.parse(polybeast.make_parser(), [config]).num_servers == 3
+    assert start.parse(polybeast.make_parser(), [config]).num_servers == 3
 
 
 def test_a_run_from_before_a_flag_existed(write):
@@ -148,19 +148,19 @@ def test_a_run_from_before_a_flag_existed(write):
 )
 def test_no_flag_of_a_run_is_refused_in_its_repetition(write, argv):
     """A repetition has all flags of its run, also those that had no effect in it."""
-    args = flagset.resolve(parse(*argv)).as_dict()
+    args = start.resolve(parse(*argv)).as_dict()
     config = write(json.dumps({"args": args}), "meta.json")
-    same = flagset.resolve(parse(config)).as_dict()
+    same = start.resolve(parse(config)).as_dict()
     assert {**same, "config": None} == args
     for other in ("--disable_checkpoint", "--preset=minatar", "--replay_ratio=0"):
-        flagset.resolve(parse(config, other))
+        start.resolve(parse(config, other))
 
 
 def test_a_flag_without_effect_is_refused_beside_a_file(write):
-    args = flagset.resolve(parse()).as_dict()
+    args = start.resolve(parse()).as_dict()
     config = write(json.dumps({"args": args}), "meta.json")
     with pytest.raises(FlagError, match="--eval_episodes 7 has no effect"):
-        flagset.resolve(parse(config, "--eval_episodes=7"))
+        start.resolve(parse(config, "--eval_episodes=7"))
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_a_flag_without_effect_is_refused_beside_a_file(write):
 )
 def test_a_flag_without_effect_is_refused(words, text):
     with pytest.raises(FlagError, match=text):
-        flagset.resolve(parse(*words.split()))
-    flagset.resolve(parse("--use_lstm", "--core_size=512", "--core=gru"))
+        start.resolve(parse(*words.split()))
+    start.resolve(parse("--use_lstm", "--core_size=512", "--core=gru"))
 
 
 def test_a_list_is_joined(write):
@@ -217,14 +217,14 @@ def test_what_a_file_names_is_used_only_with_trust(write, name, value, typed, ki
     else:
         meta = {"args": {name: value}, "flags_signature": "0" * 64}
         config = write(json.dumps(meta), kind)
-        if name in flagset.OF_ITS_RUN:
-            flags = flagset.parse(parser, [config])
+        if name in start.OF_ITS_RUN:
+            flags = start.parse(parser, [config])
             assert getattr(flags, name) == parser.declared[name].default
             return
     with pytest.raises(UntrustedError, match=f"{config[9:]} names --{name}"):
-        flagset.parse(parser, [config])
-    flagset.parse(parser, [config, typed])
-    flagset.parse(parser, [config, "--trust_checkpoint_env"])
+        start.parse(parser, [config])
+    start.parse(parser, [config, typed])
+    start.parse(parser, [config, "--trust_checkpoint_env"])
 
 
 def test_a_file_does_not_trust_itself(write):

@@ -16,12 +16,12 @@ from torchbeast.base.errors import UserError
 from torchbeast.envs.environment import Environment
 from torchbeast.model import make_model
 from torchbeast.play import evaluate
-from torchbeast.runs import flagset
+from torchbeast.runs import start
 
 
 def make_flags(*words):
-    flags = flagset.parse(monobeast.make_parser(), words)
-    return monobeast.resolve_layout(flagset.resolve(flags)).freeze()
+    flags = start.parse(monobeast.make_parser(), words)
+    return monobeast.resolve_layout(start.resolve(flags)).freeze()
 
 
 def make_weights(flags):

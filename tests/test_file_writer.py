@@ -21,9 +21,8 @@ import runs
 import torch
 
 from torchbeast.base.errors import FileError, UserError
-from torchbeast.runs import logs_csv, meta
-from torchbeast.runs.folder import RunFileError, RunFolder, atomic_write
-from torchbeast.runs.logs_csv import spread
+from torchbeast.runs import files
+from torchbeast.runs.files import RunFileError, RunFolder, atomic_write, spread
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
@@ -56,7 +55,7 @@ def read_meta(path):
     return json.loads((path / "meta.json").read_text())
 
 
-class FileWriter(meta.FileWriter):
+class FileWriter(files.FileWriter):
     """One that locks its folder and unlocks it, as a run does around its writer."""
 
     def __init__(self, savedir, xpid, *arguments, **more):
@@ -249,7 +248,7 @@ def test_bad_xpid(tmp_path, xpid):
 def test_one_process_at_a_time(tmp_path):
     writer = FileWriter(str(tmp_path), "run", ARGS)
     code = (
-        "import sys; from torchbeast.runs.folder import RunFolder\n"
+        "import sys; from torchbeast.runs.files import RunFolder\n"
         "RunFolder(sys.argv[1], 'run').close()"
     )
     second = run_python(code, tmp_path)
@@ -338,7 +337,7 @@ def test_resume_with_blank_lines(started):
 def test_logs_that_can_not_be_read(tmp_path):
     (tmp_path / "logs.csv").mkdir()
     with pytest.raises(UserError, match=r"logs\.csv"):
-        logs_csv.read_rows(tmp_path)
+        files.read_rows(tmp_path)
 
 
 def test_resume_before_the_first_row(tmp_path):
@@ -435,7 +434,7 @@ def test_a_locked_folder(tmp_path):
         for _ in range(2):
             with pytest.raises(BlockingIOError, match="Another process"):
                 FileWriter(str(tmp_path), "run", ARGS)
-        meta.FileWriter(folder, ARGS).close(exit_status=0)
+        files.FileWriter(folder, ARGS).close(exit_status=0)
         with pytest.raises(BlockingIOError):
             RunFolder(str(tmp_path), "run")
     RunFolder(str(tmp_path), "run").close()
@@ -456,8 +455,8 @@ def test_a_folder_that_can_not_be_made(tmp_path, savedir):
 # Logs until the files may grow no further, as on a full disk.
 FULL_DISK = """
 import logging, resource, sys
-from torchbeast.runs.folder import RunFolder
-from torchbeast.runs.meta import FileWriter
+from torchbeast.runs.files import RunFolder
+from torchbeast.runs.files import FileWriter
 logging.basicConfig(level=logging.INFO)
 log = logging.getLogger("run")
 writer = FileWriter(RunFolder(sys.argv[1], "run"), {"x": 1})
@@ -526,8 +525,8 @@ def test_atomic_write(tmp_path):
 # On a disk of 64 KiB that is filled to the last byte while the run goes on.
 NO_SPACE = """
 import json, pathlib, sys
-from torchbeast.runs.folder import RunFolder
-from torchbeast.runs.meta import FileWriter
+from torchbeast.runs.files import RunFolder
+from torchbeast.runs.files import FileWriter
 disk = pathlib.Path(sys.argv[1])
 writer = FileWriter(RunFolder(str(disk), "run"), {"x": 1})
 writer.log({"step": 0, "loss": 0.5})
@@ -580,8 +579,8 @@ def test_a_text_that_is_not_utf8_is_logged(tmp_path):
     """
     code = """
 import logging, sys
-from torchbeast.runs.folder import RunFolder
-from torchbeast.runs.meta import FileWriter
+from torchbeast.runs.files import RunFolder
+from torchbeast.runs.files import FileWriter
 
 writer = FileWriter(RunFolder(sys.argv[1], "run"), {})
 text = b"bad \\xff\\xfe".decode(errors="surrogateescape")

@@ -19,8 +19,8 @@ from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import Values
 from torchbeast.flags import DECLARED, GROUPS
 from torchbeast.presets import PRESETS
-from torchbeast.runs import flagset
-from torchbeast.runs.flagset import FREE_TO_CHANGE, differences, preset_flags
+from torchbeast.runs import start
+from torchbeast.runs.start import FREE_TO_CHANGE, differences, preset_flags
 
 # The command line that users copy from TorchBeast's README.
 OLD_COMMAND_LINE = """
@@ -32,11 +32,11 @@ OLD_COMMAND_LINE = """
 
 def parse(command_line="", **options):
     argv = shlex.split(command_line)
-    return flagset.merge(flagset.read(monobeast.make_parser(), argv), **options)
+    return start.merge(start.read(monobeast.make_parser(), argv), **options)
 
 
 def resolve(command_line="", **options):
-    return monobeast.resolve_layout(flagset.resolve(parse(command_line, **options)))
+    return monobeast.resolve_layout(start.resolve(parse(command_line, **options)))
 
 
 def actions(make_parser=monobeast.make_parser):
@@ -205,7 +205,7 @@ def test_another_name_of_the_runs_preset_changes_nothing():
     saved = resolve("--preset impala2018 --learning_rate 0.007").as_dict()
     for name, rate in {"impala-atari": 0.007, "minatar": 0.001}.items():
         words = ["--preset", name]
-        found = flagset.merge(flagset.read(monobeast.make_parser(), words), saved)
+        found = start.merge(start.read(monobeast.make_parser(), words), saved)
         assert found.learning_rate == rate, name
 
 
@@ -286,7 +286,7 @@ def flags_read():
 
 
 def test_every_flag_is_read():
-    unread = {"config", "trust_checkpoint_env"}  # they say how to read the flags
+    unread = {"config", "preset", "trust_checkpoint_env"}  # how to read the flags
     assert actions().keys() - flags_read() == unread
 
 
@@ -311,7 +311,7 @@ def test_free_to_change_are_flags():
 
 def resolve_folder(command_line=""):
     flags = parse(command_line)
-    flagset.resolve_folder(flags)
+    start.resolve_folder(flags)
     return flags
 
 
@@ -373,7 +373,7 @@ def test_sync_needs_one_slot_per_environment():
 def test_resolving_twice_changes_nothing():
     flags = resolve("--preset minatar")
     before = flags.as_dict()
-    assert monobeast.resolve_layout(flagset.resolve(flags)).as_dict() == before
+    assert monobeast.resolve_layout(start.resolve(flags)).as_dict() == before
 
 
 @pytest.mark.parametrize(
@@ -551,18 +551,18 @@ def test_every_number_has_a_range():
 def test_changed_names_what_differs():
     saved = parse("--batch_size 5 --use_lstm --num_actors 3").as_dict()
     now = parse("--batch_size 6 --use_lstm --num_actors 3")
-    assert flagset.changed(saved, now) == {"batch_size": (5, 6)}
-    assert flagset.changed(saved, parse("--batch_size 5 --num_actors 3")) == {
+    assert start.changed(saved, now) == {"batch_size": (5, 6)}
+    assert start.changed(saved, parse("--batch_size 5 --num_actors 3")) == {
         "use_lstm": (True, False)
     }
-    assert flagset.changed(now.as_dict(), now) == {}
+    assert start.changed(now.as_dict(), now) == {}
 
 
 def test_flags_of_another_version_are_named():
     saved = parse().as_dict()
     del saved["noop_max"]
     saved["an_old_one"] = 3
-    changes = flagset.changed(saved, parse())
+    changes = start.changed(saved, parse())
     assert changes == {"an_old_one": (3, None), "noop_max": (None, 30)}
 
 
@@ -573,7 +573,7 @@ def test_some_flags_are_free_to_change():
         "--actor_timeout 9 --num_test_episodes 3 --video a.mp4 "
         "--disable_checkpoint"
     )
-    assert flagset.changed(saved, now) == {}
+    assert start.changed(saved, now) == {}
 
 
 @pytest.mark.parametrize(
@@ -586,5 +586,5 @@ def test_some_flags_are_free_to_change():
 )
 def test_names_too_long(flags):
     with pytest.raises(FlagError, match="File name too long") as caught:
-        flagset.resolve_folder(flagset.Flags(**{"savedir": "", "xpid": "a"} | flags))
+        start.resolve_folder(start.Flags(**{"savedir": "", "xpid": "a"} | flags))
     assert len(str(caught.value)) < 300

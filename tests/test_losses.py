@@ -21,7 +21,7 @@ from loss_cases import (
 from torchbeast import learner
 from torchbeast.core.distributions import make_distribution
 from torchbeast.learner import impala_loss
-from torchbeast.runs.logs_csv import ColumnError
+from torchbeast.runs.files import ColumnError
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ import subprocess
 import torch
 from test_file_writer import ARGS, FileWriter, names, read_meta, run_python
 
-from torchbeast.runs import meta as meta_file
-from torchbeast.runs.flagset import differences
+from torchbeast.runs import files
+from torchbeast.runs.start import differences
 
 
 def test_meta(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "swordfish")
     monkeypatch.setenv("SLURM_SECRET", "swordfish")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in meta_file.SLURM_VARIABLES:
+    for name in files.SLURM_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     before = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
     writer = FileWriter(str(tmp_path), "run", ARGS | {"savedir": tmp_path})
@@ -31,7 +31,7 @@ def test_meta(tmp_path, monkeypatch):
     assert meta["resumed"] == []
     assert meta["slurm"] is None
     assert meta["env"]["OMP_NUM_THREADS"] == "1"
-    assert set(meta["env"]) <= set(meta_file.ENVIRONMENT_VARIABLES)
+    assert set(meta["env"]) <= set(files.ENVIRONMENT_VARIABLES)
     assert meta["versions"]["torch"].startswith(torch.__version__.split("+")[0])
     writer.close(exit_status=0)
     ended = read_meta(writer.path)
@@ -84,7 +84,7 @@ def test_meta_is_strict_json(tmp_path):
     writer.close(exit_status=0)
     text = (writer.path / "meta.json").read_text()
     assert json.loads(text, parse_constant=refuse)["args"]["clip_ratio"] == "inf"
-    assert meta_file.read_meta(writer.path)["args"]["clip_ratio"] == math.inf
+    assert files.read_meta(writer.path)["args"]["clip_ratio"] == math.inf
 
 
 def test_slurm(tmp_path, monkeypatch):
@@ -99,7 +99,7 @@ def test_slurm(tmp_path, monkeypatch):
 
 def make_checkout(folder):
     """Makes a repository with a copy of the module; returns a function to run git."""
-    source = pathlib.Path(meta_file.__file__).parents[1]
+    source = pathlib.Path(files.__file__).parents[1]
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(source, folder / "torchbeast", ignore=ignored)
     (folder / "README").write_text("one\n")
@@ -117,9 +117,9 @@ def make_checkout(folder):
 GIT_STATE = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from torchbeast.records import meta
-assert meta.__file__.startswith(sys.argv[1]), meta.__file__
-print(json.dumps(meta._git_state()))
+from torchbeast.runs import files
+assert files.__file__.startswith(sys.argv[1]), files.__file__
+print(json.dumps(files._git_state()))
 """
 
 
@@ -145,5 +145,5 @@ def test_git_state(tmp_path):
 
 
 def test_no_torch_needed():
-    code = "import sys, torchbeast.runs.meta; print('torch' in sys.modules)"
+    code = "import sys, torchbeast.runs.files; print('torch' in sys.modules)"
     assert run_python(code).stdout.strip() == "False"

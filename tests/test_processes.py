@@ -85,15 +85,15 @@ def test_a_dead_child_and_one_that_takes_no_steps():
     "before",
     [
         "logging.warning('before')",  # whatever the root's level is
-        "script.run(lambda: script.print_warnings_only() or 0)",  # --suppress_logs
+        "start.guarded(lambda: start.print_warnings_only() or 0)",  # --suppress_logs
     ],
 )
 def test_logging_that_was_configured_before(before):
     """By a notebook, or by another call of main() there: all lines are logged."""
     code = (
-        f"import logging; from torchbeast.runs import script; {before}\n"
+        f"import logging; from torchbeast.runs import start; {before}\n"
         "log = logging.getLogger('torchbeast.x')\n"
-        "script.run(lambda: log.info('after') or 0)"
+        "start.guarded(lambda: log.info('after') or 0)"
     )
     words = [sys.executable, "-c", code]
     result = subprocess.run(words, capture_output=True, text=True, timeout=100)

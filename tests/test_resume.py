@@ -17,8 +17,8 @@ import torch
 
 from torchbeast import monobeast
 from torchbeast.procs import processes
-from torchbeast.runs import flagset, resume, trust
-from torchbeast.runs.folder import RunFolder
+from torchbeast.runs import start, trust
+from torchbeast.runs.files import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -322,11 +322,11 @@ def test_nothing_is_left_of_a_start_that_fails(tmp_path, fails):
 def test_a_mistyped_name_is_noticed(savedir):
     def started(xpid, line=""):
         argv = ["--savedir", str(savedir), "--xpid", xpid, *shlex.split(line)]
-        begin = resume.begin(
-            flagset.read(monobeast.make_parser(), argv), monobeast.resolve_layout
+        begin = start.begin(
+            start.read(monobeast.make_parser(), argv), monobeast.resolve_layout
         )
-        with begin as start:
-            return resume.new_run_warning(start)
+        with begin as found:
+            return start.new_run_warning(found)
 
     (savedir / "a").rename(savedir / "seaquest")
     for line in ("", "--total_steps 200000"):
@@ -358,9 +358,9 @@ def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch
     def begin(script, line):
         words = ["--savedir", str(savedir), "--xpid", "a", "--total_steps", "40"]
         argv = [*words, *shlex.split(line)]
-        typed = flagset.read(script.make_parser(), argv)
-        with resume.begin(typed, script.resolve_layout) as start:
-            return start.flags
+        typed = start.read(script.make_parser(), argv)
+        with start.begin(typed, script.resolve_layout) as found:
+            return found.flags
 
     monkeypatch.setattr(processes, "num_cpus", lambda: 2)
     flags = begin(polybeast, "")
@@ -378,22 +378,3 @@ def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch
     saved["flags_signature"] = trust.sign(saved["flags"])
     torch.save(saved, path)
     assert begin(polybeast, "").envs_per_actor == 8  # its default
-
-
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("--env CartPole-v1 --sticky_actions 0.5 --no-life_loss", True),
-        ("--env CartPole-v1 --sticky_actions 0.0 --life_loss", False),  # the defaults
-        ("--preset minatar --seed 3", False),
-        ("--env PongNoFrameskip-v4 --sticky_actions 0.5", False),
-    ],
-)
-def test_flags_of_atari_for_other_environments(line, named):
-    parser = monobeast.make_parser()
-    notes = resume.notes_on_unused_flags(flagset.parse(parser, line.split()))
-    assert bool(notes) == named
-    if named:
-        assert (
-            "CartPole-v1 is not an Atari game: --life_loss False, --stick" in notes[0]
-        )

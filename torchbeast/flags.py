@@ -4,7 +4,7 @@
 
 START: describes one start. FREE: does not change what is learned. TUNE: how to learn
 from now on. Only these may change at a resume with --sync; without it, every flag that
-fits the checkpoint may. flagset.preset_flags says what a preset sets.
+fits the checkpoint may. start.preset_flags says what a preset sets.
 
 A flag with the default None and a type without None is filled in by `resolve` or by
 `resolve_layout` of a script. Importing this module does not load torch, because

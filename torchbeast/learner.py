@@ -31,8 +31,8 @@ from torchbeast.optimizer import (
     steps_per_batch,
     tell_of_a_higher_rate,
 )
-from torchbeast.runs import checkpoint, flagset
-from torchbeast.runs.logs_csv import join_columns, spread
+from torchbeast.runs import checkpoint, start
+from torchbeast.runs.files import join_columns, spread
 
 # --- The loss -------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class Learner:
         checkpoint.set_rng_state(state["rng"])
         stats = state["stats"]
         self.step, self.num_updates = stats["step"], stats["num_updates"]
-        if flagset.changed(state["flags"], self.flags):
+        if start.changed(state["flags"], self.flags):
             # Take the optimizer's moments only, and the new schedule at this step.
             advance(self.scheduler, self.step // steps_per_batch(self.flags))
             before = state["scheduler_state_dict"]["_last_lr"][0]

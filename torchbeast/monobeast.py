@@ -52,9 +52,15 @@ from torchbeast.local.env_spec import find_env_spec
 from torchbeast.model import CHOICES, make_model
 from torchbeast.play.evaluate import evaluate
 from torchbeast.procs import processes
-from torchbeast.runs import checkpoint, flagset, resume
+from torchbeast.runs import checkpoint
 from torchbeast.runs.prof import Timings, format_shares
 from torchbeast.runs.run import Run
+from torchbeast.runs.start import (
+    Start,
+    check_games_can_be_saved,
+    check_launcher,
+    run_script,
+)
 
 log = logging.getLogger("torchbeast.monobeast")
 
@@ -333,11 +339,11 @@ def in_rounds(
     save()  # while the actors still run: the checkpoint needs their state
 
 
-def train(start: resume.Start) -> int:
+def train(start: Start) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status."""
     flags = start.flags
     env_spec = find_env_spec(flags, actor_context(), flags.actor_timeout)
-    resume.check_games_can_be_saved(flags, env_spec.exact_resume)
+    check_games_can_be_saved(flags, env_spec.exact_resume)
     learner = Learner(flags, env_spec)
     keep_freed_memory(learner.device)
     run = Run(start, learner)
@@ -427,7 +433,7 @@ def resolve_layout(flags: Flags) -> Flags:
             f"--num_buffers {flags.num_buffers} is too small: {A} actors with {E} "
             f"environments each and a batch of {B} rollouts need at least {least}"
         )
-    flagset.check_launcher(flags)
+    check_launcher(flags)
     if flags.sync and (A * E % B or flags.num_buffers != A * E):
         raise FlagError(
             f"--sync learns from all {A * E} environments in turn (--num_actors {A} "
@@ -439,7 +445,7 @@ def resolve_layout(flags: Flags) -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
-    return resume.run_script(make_parser(), argv, resolve_layout, train, evaluate)
+    return run_script(make_parser(), argv, resolve_layout, train, evaluate)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from watched_runs import processes_of_session, wait_until
 
 from torchbeast import monobeast
 from torchbeast.play import evaluate
-from torchbeast.runs import flagset
-from torchbeast.runs.meta import read_meta
+from torchbeast.runs import start
+from torchbeast.runs.files import read_meta
 
 FLAGS = {
     **runs.SMALL,
@@ -56,9 +56,9 @@ def test_results_and_the_best_checkpoint(tmp_path, module):
     assert best["stats"]["eval_return"] >= max(value for _, value in found)
     # What another process says of these weights:
     argv = ["--xpid=a", "--mode=test"]
-    typed = flagset.read(monobeast.make_parser(), argv)
-    flags = flagset.merge(typed, best["flags"])
-    flags = flagset.resolve(flags).freeze()
+    typed = start.read(monobeast.make_parser(), argv)
+    flags = start.merge(typed, best["flags"])
+    flags = start.resolve(flags).freeze()
     weights, stream = best["model_state_dict"], evaluate.EVAL_STREAM
     games = list(evaluate.play(flags, weights, range(3), stream=stream))
     mean = statistics.fmean(game.game_return for game in games)

@@ -19,7 +19,7 @@ from torchbeast.core.distributions import make_distribution
 from torchbeast.envs.action_masks import AGENT
 from torchbeast.extras.explorer import make_method
 from torchbeast.learner import impala_loss, learn
-from torchbeast.runs.logs_csv import ColumnError
+from torchbeast.runs.files import ColumnError
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -24,7 +24,7 @@ from gymnasium import spaces
 
 from torchbeast import monobeast
 from torchbeast.extras import order, record
-from torchbeast.runs.folder import RunFileError
+from torchbeast.runs.files import RunFileError
 
 # More actors than cores, a batch that is no multiple of an actor's rollouts, and no
 # more slots than needed.

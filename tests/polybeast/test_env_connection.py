@@ -29,7 +29,7 @@ from torchbeast.polybeast import env as polybeast_env
 from torchbeast.polybeast import env_connection, security
 from torchbeast.polybeast import learner as polybeast_learner
 from torchbeast.polybeast.remote_envs import expected_environment
-from torchbeast.runs import flagset
+from torchbeast.runs import start
 
 SECONDS = 60  # for what takes a moment on an idle machine
 
@@ -186,13 +186,13 @@ def test_a_first_reset_that_takes_longer_than_a_hello_may(tmp_path):
 
 def env_flags(*argv, **changes):
     parser = polybeast_env.make_parser()
-    flags = flagset.parse(parser, argv)
+    flags = start.parse(parser, argv)
     return flags.replace(**changes)
 
 
 def expected(*argv):
     parser = polybeast_learner.make_parser()
-    return expected_environment(flagset.parse(parser, argv))
+    return expected_environment(start.parse(parser, argv))
 
 
 def test_settings_are_all_flags_that_shape_the_environments():

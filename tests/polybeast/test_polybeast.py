@@ -24,7 +24,7 @@ from torchbeast.polybeast import env as polybeast_env
 from torchbeast.polybeast import start as polybeast
 from torchbeast.polybeast.env_connection import server_addresses
 from torchbeast.procs import processes
-from torchbeast.runs import flagset
+from torchbeast.runs import start
 
 POLYBEAST = "torchbeast.polybeast"
 
@@ -48,8 +48,8 @@ def small(tmp_path):
 
 
 def resolve(*argv):
-    flags = flagset.parse(polybeast.make_parser(), argv)
-    return polybeast.resolve_layout(flagset.resolve(flags))
+    flags = start.parse(polybeast.make_parser(), argv)
+    return polybeast.resolve_layout(start.resolve(flags))
 
 
 def servers_of(process):

@@ -16,7 +16,7 @@ from torchbeast.base.errors import FlagError
 from torchbeast.polybeast import env as polybeast_env
 from torchbeast.polybeast import learner as polybeast_learner
 from torchbeast.polybeast import security
-from torchbeast.runs import flagset
+from torchbeast.runs import start
 
 SECONDS = 60.0
 NOBODY = 65534
@@ -142,7 +142,7 @@ def test_a_token_in_clear_text_is_warned_of(tmp_path, caplog):
         ([], ["unix:/tmp/x"], False),
         (["--tls"], ["10.0.0.1:5000"], False),
     ):
-        flags = flagset.parse(polybeast_env.make_parser(), [*words, *more])
+        flags = start.parse(polybeast_env.make_parser(), [*words, *more])
         caplog.clear()
         security.warn_of_exposed_token(flags, addresses)
         assert ("clear text" in caplog.text) == warns
@@ -154,6 +154,6 @@ def test_a_token_file_that_others_can_read_is_warned_of(tmp_path, caplog, mode, 
     token = tmp_path / "token"
     token.write_text("secret\n")
     token.chmod(mode)
-    flags = flagset.parse(polybeast_env.make_parser(), ["--token_file", str(token)])
+    flags = start.parse(polybeast_env.make_parser(), ["--token_file", str(token)])
     security.warn_of_exposed_token(flags, ["unix:/tmp/x"])
     assert caplog.text.count("Other users can read") == warns

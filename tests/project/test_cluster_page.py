@@ -15,7 +15,7 @@ from torchbeast.polybeast import (
 from torchbeast.polybeast import (
     start as polybeast,
 )
-from torchbeast.runs import flagset
+from torchbeast.runs import start
 
 PARSERS = {
     "torchbeast.monobeast": monobeast,
@@ -32,6 +32,6 @@ def test_the_pages_commands_have_flags_that_exist():
     assert len(commands) >= 5
     for command in commands:
         module, *arguments = shlex.split(command)
-        flagset.parse(PARSERS[module].make_parser(), arguments)
+        start.parse(PARSERS[module].make_parser(), arguments)
     for name in re.findall(r"examples/cluster/[\w.]+", text):
         assert (runs.ROOT / name).exists(), name

@@ -17,7 +17,7 @@ import runs
 from torchbeast import monobeast
 from torchbeast.base.errors import FlagError
 from torchbeast.procs import processes
-from torchbeast.runs import flagset
+from torchbeast.runs import start
 from torchbeast.tools import autotune, trial
 from torchbeast.tools.autotune import Tried, choose, costs_of, fit, layouts, predict
 from torchbeast.tools.limits import Costs, Layout, Line, limits
@@ -209,13 +209,13 @@ def test_a_line_has_no_negative_part():
 
 
 def resolver(line, script=monobeast):
-    typed = flagset.read(script.make_parser(), shlex.split(line))
+    typed = start.read(script.make_parser(), shlex.split(line))
 
     def resolve(layout):
-        flags = flagset.merge(typed)
+        flags = start.merge(typed)
         for name, value in (layout._asdict() if layout else {}).items():
             setattr(flags, name, value)
-        return script.resolve_layout(flagset.resolve(flags)).freeze()
+        return script.resolve_layout(start.resolve(flags)).freeze()
 
     return resolve
 
@@ -304,7 +304,7 @@ def tune(line, variant="monobeast", seconds=0.4):
     if variant == "polybeast":
         pytest.importorskip("libtorchbeast", exc_type=ImportError)
     script = __import__(f"torchbeast.{variant}", fromlist=["main"])
-    typed = flagset.read(script.make_parser(), shlex.split(line))
+    typed = start.read(script.make_parser(), shlex.split(line))
     return autotune.main(typed, script.resolve_layout, seconds)
 
 
@@ -326,7 +326,7 @@ def test_it_prints_flags_and_leaves_nothing(
     predicted = float(re.search(r"([\d,]+) steps per", out[-2])[1].replace(",", ""))
     # On two busy cores and on many free ones.
     assert 0 < predicted < 100_000
-    flags = flagset.parse(monobeast.make_parser(), shlex.split(out[-1]))
+    flags = start.parse(monobeast.make_parser(), shlex.split(out[-1]))
     assert flags.envs_per_actor <= 32
     assert any(f"{out[-1]}, tried" in x for x in out)
     assert not (tmp_path / "runs").exists()
@@ -339,7 +339,7 @@ def test_the_runs_have_the_flags_of_the_command(monkeypatch, tmp_path, capsys):
     seen = []
 
     def spy(command, layout, folder, seconds):
-        seen.append(flagset.parse(monobeast.make_parser(), command[3:]))
+        seen.append(start.parse(monobeast.make_parser(), command[3:]))
         return try_of(make_costs(), layout, 1000.0, 4, {})
 
     monkeypatch.setattr(autotune, "try_command", spy)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from torchbeast.runs.folder import RunFolder
+from torchbeast.runs.files import RunFolder
 from torchbeast.tools import jobs
 from torchbeast.tools.jobs import Job
 

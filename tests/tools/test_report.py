@@ -12,8 +12,7 @@ import pytest
 import runs
 from test_file_writer import FileWriter
 
-from torchbeast.runs import flagset
-from torchbeast.runs import meta as meta_file
+from torchbeast.runs import files, start
 from torchbeast.tools import report
 from torchbeast.tools.atari_scores import RANDOM_AND_HUMAN
 from torchbeast.tools.groups import iqm_interval
@@ -30,7 +29,7 @@ FLAGS = {
 
 
 def make_run(savedir, xpid="a", flags=FLAGS):
-    about = {"preset_changes": flagset.differences(flags)}
+    about = {"preset_changes": start.differences(flags)}
     writer = FileWriter(str(savedir), xpid, flags, about=about)
     for step, games, mean in ((1000, 0, None), (2000, 7, 0.5), (3000, 250, 1.25)):
         writer.log({"step": step, "games": games, "mean_game_return_100": mean})
@@ -239,7 +238,7 @@ def test_files_of_other_types(tmp_path, name):
             report.markdown([report.table_row(path)])
         except ValueError as error:
             messages.append(str(error))
-        meta_file.read_meta(path)
+        files.read_meta(path)
     assert 0 < len(messages) < len(texts)
     assert [x for x in messages if not x.startswith(f"{path / name} ")] == []
 

@@ -14,7 +14,7 @@ import runs
 import sweeps
 
 from torchbeast.base.errors import FileError, FlagError
-from torchbeast.runs.meta import read_meta
+from torchbeast.runs.files import read_meta
 from torchbeast.tools import jobs
 
 optuna = pytest.importorskip("optuna")

@@ -14,7 +14,7 @@ import watched_runs
 
 pytest.importorskip("submitit")
 
-from torchbeast.runs.meta import read_meta
+from torchbeast.runs.files import read_meta
 from torchbeast.tools import sweep
 from torchbeast.tools.jobs import Job
 from torchbeast.tools.slurm_jobs import SlurmJob  # it imports submitit

@@ -12,7 +12,7 @@ import sweeps
 import watched_runs
 
 from torchbeast.base.errors import FlagError
-from torchbeast.runs.meta import read_meta
+from torchbeast.runs.files import read_meta
 from torchbeast.tools import grid, sweep
 from torchbeast.tools.groups import by_name
 from torchbeast.tools.saved_runs import read_run

@@ -29,8 +29,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchbeast.base.flag import CODE_FLAGS
-from torchbeast.runs.folder import writing
-from torchbeast.runs.meta import run_git
+from torchbeast.runs.files import run_git, writing
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ def _changes() -> tuple[bytes, set[str]]:
     try:
         if not run_git("ls-files", "--", "."):
             return b"", set()
-    except (OSError, subprocess.SubprocessError):  # meta.py logs it
+    except (OSError, subprocess.SubprocessError):  # files.py logs it
         return b"", set()
     try:
         folder = pathlib.Path(__file__).parent

@@ -17,7 +17,7 @@ from torchbeast.local.actors import actor_context
 from torchbeast.play.evaluate import EVAL_STREAM, Game, start_player
 from torchbeast.procs import children
 from torchbeast.runs import checkpoint, trust
-from torchbeast.runs.logs_csv import EVAL_COLUMNS
+from torchbeast.runs.files import EVAL_COLUMNS
 from torchbeast.runs.run import Run
 
 log = logging.getLogger(__name__)

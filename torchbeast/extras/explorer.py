@@ -17,7 +17,7 @@ from torchbeast.base.errors import FlagError
 from torchbeast.base.nested import Nested
 from torchbeast.core.rollout import State, steps_that_count
 from torchbeast.envs.make_env import call_named, find_named
-from torchbeast.runs.logs_csv import join_columns, spread
+from torchbeast.runs.files import join_columns, spread
 
 # Columns that must be finite.
 CHECKED = {"mean_intrinsic_reward", "explorer_loss", "explorer_grad_norm"}

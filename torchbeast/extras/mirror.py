@@ -23,8 +23,7 @@ import torch
 from torchbeast.base.errors import FlagError, using
 from torchbeast.base.seldom import Seldom
 from torchbeast.extras.replay import memory as replay_memory
-from torchbeast.runs.folder import atomic_write, writing
-from torchbeast.runs.meta import now, read_meta
+from torchbeast.runs.files import atomic_write, now, read_meta, writing
 
 log = logging.getLogger(__name__)
 

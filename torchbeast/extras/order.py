@@ -39,8 +39,8 @@ from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core import rollout
 from torchbeast.envs.extra_fields import EXTRA_FIELDS
 from torchbeast.extras import record
-from torchbeast.runs import flagset, logs_csv, trust
-from torchbeast.runs.meta import read_meta
+from torchbeast.runs import files, start, trust
+from torchbeast.runs.files import read_meta
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ OF_ENVIRONMENTS = {"observation", *rollout.RESULTS, *EXTRA_FIELDS} - {
     *("last_action", "truncation_value")
 }
 LARGE = 2**16  # bytes of a rollout's field
-NOT_COMPARED = {"_tick", "_time", "sps", *logs_csv.EVAL_COLUMNS}  # columns of logs.csv
+NOT_COMPARED = {"_tick", "_time", "sps", *files.EVAL_COLUMNS}  # columns of logs.csv
 # Flags that name what the recorded run itself uses.
 OF_THE_RUN = {"record", "mirror", "wandb", "tensorboard", "replay_file"}
 
@@ -137,17 +137,17 @@ class Recorded:
             )
 
 
-def parts(typed: flagset.Typed) -> Iterator[flagset.Typed]:
+def parts(typed: start.Typed) -> Iterator[start.Typed]:
     """The starts to make: one as typed, or with --repeat those of the recorded run.
 
     Raises:
       FlagError: the run has no record, or a flag is typed that would change it.
     """
-    flags = flagset.merge(typed)
+    flags = start.merge(typed)
     if not (name := getattr(flags, "repeat", None)):
         yield typed
         return
-    if others := sorted(typed.here.keys() - flagset.FREE_TO_CHANGE):
+    if others := sorted(typed.here.keys() - start.FREE_TO_CHANGE):
         raise FlagError(f"--repeat takes the flags of its run: leave out --{others[0]}")
     savedir = pathlib.Path(os.path.expanduser(flags.savedir))
     folder = savedir / name
@@ -161,11 +161,11 @@ def parts(typed: flagset.Typed) -> Iterator[flagset.Typed]:
     if (savedir / xpid / "logs.csv").exists():
         raise FlagError(f"--repeat makes a new run, and {xpid} exists: choose --xpid")
     starts, error = [0], None
-    for start in read_meta(folder).get("starts", ()):
+    for begun in read_meta(folder).get("starts", ()):
         # A start goes on from a checkpoint; what came later was dropped.
-        first = start.get("first_step") or 0
+        first = begun.get("first_step") or 0
         starts = [*(x for x in starts if x < first), first]
-        error = start.get("error")
+        error = begun.get("error")
     last = int(rows[-1]["step"])
     until = flags.until or (LARGEST_STEP if error else last)  # it fails by itself
     if flags.until and until > last:
@@ -180,9 +180,9 @@ def parts(typed: flagset.Typed) -> Iterator[flagset.Typed]:
                 f"--repeat {name}: {records[first]} is PolyBeast's and says what "
                 "happened, but not enough to repeat it; see docs/debugging.md"
             )
-        not_used = flagset.OF_ONE_START | OF_THE_RUN
+        not_used = start.OF_ONE_START | OF_THE_RUN
         recorded = {k: v for k, v in header["flags"].items() if k not in not_used}
-        in_file = flagset.values_of_file(typed.declared, recorded, str(records[first]))
+        in_file = start.values_of_file(typed.declared, recorded, str(records[first]))
         own = {
             "xpid": xpid,
             "repeat": str(records[first]),
@@ -204,7 +204,7 @@ def parts(typed: flagset.Typed) -> Iterator[flagset.Typed]:
 
 def read_rows(folder: pathlib.Path, after: int = -1) -> list[dict[str, str]]:
     """The rows of logs.csv about batches after a step, without those of evaluations."""
-    rows = logs_csv.read_rows(folder)
+    rows = files.read_rows(folder)
     return [row for row in rows if row.get("episodes") and int(row["step"]) > after]
 
 

@@ -16,8 +16,7 @@ import torch
 
 from torchbeast.base.errors import using
 from torchbeast.runs import trust
-from torchbeast.runs.folder import atomic_write, writing
-from torchbeast.runs.meta import provenance
+from torchbeast.runs.files import atomic_write, provenance, writing
 
 
 def records_of(folder: pathlib.Path) -> dict[int, pathlib.Path]:

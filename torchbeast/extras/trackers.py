@@ -15,8 +15,7 @@ from torchbeast.base.errors import FlagError, needing
 from torchbeast.extras.metrics import Metrics, Probe
 from torchbeast.extras.mirror import Mirror
 from torchbeast.flags import Flags
-from torchbeast.runs.folder import atomic_write, writing
-from torchbeast.runs.logs_csv import EVAL_COLUMNS
+from torchbeast.runs.files import EVAL_COLUMNS, atomic_write, writing
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from torchbeast.local.actors import TorchSettings, actor_context, seed_globals
 from torchbeast.local.env_spec import CLOSE_SECONDS, START_SECONDS
 from torchbeast.polybeast.security import choose_side
 from torchbeast.procs import children
-from torchbeast.runs import checkpoint, flagset, meta, script, trust
+from torchbeast.runs import checkpoint, files, start, trust
 from torchbeast.tools import protocol
 from torchbeast.tools.agent import load_model
 
@@ -67,28 +67,28 @@ Games = Generator[Game | None, None, None]  # None: no game has ended for a whil
 Play = Callable[[Flags, dict[str, torch.Tensor], Sequence[int]], Games]
 
 
-def evaluate(typed: flagset.Typed, play_on_servers: Play | None = None) -> None:
+def evaluate(typed: start.Typed, play_on_servers: Play | None = None) -> None:
     """Tests the checkpoint of --xpid, with the flags saved in it.
 
     Args:
-      typed: see flagset.read.
+      typed: see start.read.
       play_on_servers: plays the games if the command line has --server_addresses or
         --listen. Otherwise this machine plays them.
     """
-    flags = flagset.merge(typed)
+    flags = start.merge(typed)
     path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest")
     path /= flags.checkpoint
     saved = checkpoint.load(path)
     checkpoint.check(saved, path, for_test=True)
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
-    flags = flagset.merge(typed, saved["flags"], signed, str(path))
+    flags = start.merge(typed, saved["flags"], signed, str(path))
     if flags.suppress_logs:
-        script.print_warnings_only()
+        start.print_warnings_only()
     play_games: Play = play_in_processes
     if play_on_servers and flags.typed & {"server_addresses", "listen"}:
         choose_side(flags)
         play_games = play_on_servers
-    flags = flagset.resolve(flags).freeze()
+    flags = start.resolve(flags).freeze()
     result = test(flags, saved["model_state_dict"], play_games)
     step = saved.get("stats", {}).get("step")
     if flags.video and flags.wandb:
@@ -163,11 +163,11 @@ def write_result(path: Path, flags: Flags, result: dict[str, Any]) -> None:
         "flags": flags.as_dict(),
         "protocol": rules,
         "protocol_text": protocol.describe(rules),
-        "date": meta.now(),
-        **meta.provenance(),
+        "date": files.now(),
+        **files.provenance(),
     }
     try:
-        meta.write_json(path, content)
+        files.write_json(path, content)
         log.info("Wrote %s", path)
     except OSError as error:  # for example, somebody else's run
         log.warning("Can't write %s: %s. The result is only in this log.", path, error)

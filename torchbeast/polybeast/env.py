@@ -33,7 +33,7 @@ from torchbeast.polybeast import security
 from torchbeast.polybeast.serving import serve
 from torchbeast.polybeast.supervisor import Servers
 from torchbeast.procs import processes
-from torchbeast.runs import flagset, script
+from torchbeast.runs import start
 
 log = logging.getLogger("torchbeast.polybeast_env")
 
@@ -85,7 +85,7 @@ def check(flags: Flags) -> None:
             "give --bind, to wait for a learner, or --join, to connect to one, but not "
             "both"
         )
-    flagset.check_ranges(flags)
+    start.check_ranges(flags)
 
 
 def run(flags: Flags, until: Sequence[Any] = ()) -> int:
@@ -132,19 +132,19 @@ def run_for_learner(flags: Flags) -> None:
 
     def serve() -> int:
         if flags.suppress_logs:
-            script.print_warnings_only()
+            start.print_warnings_only()
         return run(flags, [learner.sentinel])
 
-    sys.exit(script.run(serve))
+    sys.exit(start.guarded(serve))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 128 + n ended by signal n, 1 failed."""
-    flags = flagset.parse(make_parser(), argv)
+    flags = start.parse(make_parser(), argv)
     processes.require_native()
 
     def serve() -> int:
         check(flags)
         return run(flags.freeze())
 
-    return script.run(serve)
+    return start.guarded(serve)

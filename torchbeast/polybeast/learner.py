@@ -50,9 +50,9 @@ from torchbeast.polybeast.evaluate import fits, play_on_servers
 from torchbeast.polybeast.remote_envs import RemoteEnvs, server_addresses
 from torchbeast.polybeast.security import choose_side
 from torchbeast.polybeast.streams import StreamGroup, Streams, as_stored
-from torchbeast.runs import resume
 from torchbeast.runs.prof import Timings
 from torchbeast.runs.run import Run
+from torchbeast.runs.start import Start, run_script
 
 log = logging.getLogger("torchbeast.polybeast_learner")
 
@@ -129,7 +129,7 @@ def start_acting(run: Run, envs: RemoteEnvs) -> tuple[Streams, ActingModels]:
 
 
 def connect(
-    start: resume.Start, envs: RemoteEnvs, check_servers: Callable[[], None]
+    start: Start, envs: RemoteEnvs, check_servers: Callable[[], None]
 ) -> tuple[Run, Streams, ActingModels]:
     """Finds the spaces of the environments, makes the model and starts to act."""
     check = fits(start.flags, start.saved["model_state_dict"]) if start.saved else None
@@ -218,7 +218,7 @@ def in_rounds(run: Run, streams: Streams) -> None:
 
 
 def train(
-    start: resume.Start,
+    start: Start,
     check_servers: Callable[[], None] = lambda: None,
     **places: str | None,
 ) -> int:
@@ -335,7 +335,7 @@ def own_servers(flags: Flags) -> str | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
     test = functools.partial(evaluate, play_on_servers=play_on_servers)
-    return resume.run_script(
+    return run_script(
         make_parser(),
         argv,
         lambda flags: resolve_layout(flags, ranks.size()),

@@ -23,7 +23,7 @@ from torchbeast.polybeast import supervisor
 from torchbeast.polybeast.env_connection import environment_settings
 from torchbeast.polybeast.security import ServerError, security, tls_fault
 from torchbeast.procs import children
-from torchbeast.runs import script
+from torchbeast.runs import start
 
 log = logging.getLogger("torchbeast.polybeast_env")
 
@@ -73,7 +73,7 @@ def serve_under_ray(flags: Flags, index: int) -> None:
     Raises:
       ServerError: the environments can't be made, or the learner refuses them.
     """
-    script.configure_logging()  # Ray prints it where the learner runs
+    start.configure_logging()  # Ray prints it where the learner runs
     try:
         try_environment(flags)
     except Exception as error:

@@ -14,7 +14,7 @@ import functools
 import multiprocessing as mp
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchbeast import flags as declared_flags
 from torchbeast.base.errors import FlagError
@@ -23,10 +23,7 @@ from torchbeast.flags import Flags
 from torchbeast.polybeast import env as polybeast_env
 from torchbeast.polybeast import security, supervisor
 from torchbeast.procs import children, processes
-from torchbeast.runs import flagset
-
-if TYPE_CHECKING:
-    from torchbeast.runs import resume
+from torchbeast.runs.start import Start, check_launcher, run_script
 
 NUM_SERVERS = declared_flags.DECLARED["num_servers"].default
 
@@ -59,7 +56,7 @@ def resolve_layout(flags: Flags) -> Flags:
             "torchbeast.polybeast_learner with --server_addresses here; or the learner "
             "with --listen and the environments with --join"
         )
-    flagset.check_launcher(flags)
+    check_launcher(flags)
     if flags.pipes_basename is None:
         name = f"{declared_flags.PIPES_BASENAME}-{secrets.token_hex(4)}"
         flags.pipes_basename = name
@@ -80,7 +77,7 @@ def resolve_layout(flags: Flags) -> Flags:
     return polybeast_learner.resolve_layout(flags)
 
 
-def train(start: resume.Start) -> int:
+def train(start: Start) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status."""
     from torchbeast.base import ranks
     from torchbeast.polybeast import learner as polybeast_learner
@@ -124,7 +121,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
     from torchbeast.play.evaluate import evaluate
     from torchbeast.polybeast.evaluate import play_on_servers
-    from torchbeast.runs import resume
 
     test = functools.partial(evaluate, play_on_servers=play_on_servers)
-    return resume.run_script(make_parser(), argv, resolve_layout, train, test)
+    return run_script(make_parser(), argv, resolve_layout, train, test)

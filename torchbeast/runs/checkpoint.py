@@ -17,7 +17,7 @@ import torch
 from torchbeast.base.errors import CheckpointError
 from torchbeast.core.finite import find_not_finite
 from torchbeast.core.moments import RunningMoments
-from torchbeast.runs.folder import atomic_write
+from torchbeast.runs.files import atomic_write
 
 log = logging.getLogger(__name__)
 

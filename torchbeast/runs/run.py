@@ -33,10 +33,10 @@ from torchbeast.extras.replay import memory as replay_memory
 from torchbeast.extras.trackers import Tracker, make_trackers
 from torchbeast.procs import processes
 from torchbeast.procs.threads import Threads
-from torchbeast.runs import checkpoint, flagset, resume, trust
-from torchbeast.runs.logs_csv import join_columns, spread
-from torchbeast.runs.meta import FileWriter
+from torchbeast.runs import checkpoint, trust
+from torchbeast.runs.files import FileWriter, join_columns, spread
 from torchbeast.runs.prof import Profile, Timings
+from torchbeast.runs.start import Start, announce, differences
 from torchbeast.runs.status import Status, mean_return
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Run:
       exit_status: 0 finished, 1 failed, 128 + n ended by signal n. Valid after exit.
     """
 
-    def __init__(self, start: resume.Start, learner: Any) -> None:
+    def __init__(self, start: Start, learner: Any) -> None:
         self.start, self.learner, self.flags = start, learner, start.flags
         self.resumed = start.saved is not None
         rollout.check_batch(self.flags, learner.row_spec)
@@ -140,7 +140,7 @@ class Run:
             about={
                 "flags_left_open": start.left_open,
                 "flags_signature": trust.sign(flags.as_dict()),
-                "preset_changes": flagset.differences(flags.as_dict()),
+                "preset_changes": differences(flags.as_dict()),
                 "optimizer": type(self.learner.optimizer).__name__,
                 "ranks": ranks.size(),
                 **code,
@@ -151,7 +151,7 @@ class Run:
         record.drop_later(path, self.learner.step)
         self.stack.callback(lambda: self._profile.close(path))
         self._wake_pipe.wake_on_signals()
-        resume.announce(start)
+        announce(start)
         if self.learner.mixer:
             self.learner.mixer.check_steps(flags.total_steps - self.learner.step)
         # After out.log is open: at its end it restores the log's handlers of now.

@@ -41,7 +41,7 @@ from torchbeast.extras.vector_envs import find_vector_env
 from torchbeast.flags import TRAINING, Flags
 from torchbeast.local.actors import TorchSettings
 from torchbeast.model import CHOICES, Net, make_model
-from torchbeast.runs import checkpoint, flagset, trust
+from torchbeast.runs import checkpoint, start, trust
 
 
 class AgentState(NamedTuple):
@@ -243,9 +243,9 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
     parser = FlagParser("", TRAINING, CHOICES)
     words = ["--mode=test", *(["--trust_checkpoint_env"] if trust_env else [])]
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
-    typed = flagset.read(parser, words)
-    flags = flagset.merge(typed, saved["flags"], signed, str(file))
-    flags = flagset.resolve(flags)
+    typed = start.read(parser, words)
+    flags = start.merge(typed, saved["flags"], signed, str(file))
+    flags = start.resolve(flags)
     for name, value in saved["flags"].items():  # those of one script, or of a fork
         is_name = str(name).isidentifier() and not str(name).startswith("_")
         is_known = signed or trust_env or isinstance(value, int | float | None)

@@ -25,7 +25,7 @@ import numpy as np
 from torchbeast.base.errors import FlagError
 from torchbeast.flags import Flags
 from torchbeast.procs import processes
-from torchbeast.runs import flagset
+from torchbeast.runs import start
 from torchbeast.runs.prof import format_shares
 from torchbeast.tools.limits import Costs, Layout, Line, limits
 from torchbeast.tools.trial import Measured, Trial
@@ -97,7 +97,7 @@ def try_layout(script: str, flags: Flags, seconds: float = SECONDS) -> Tried:
       TrialError: the run failed or hung.
     """
     others: dict[str, Any] = {"replay_file": None, "init_from": None, "autotune": False}
-    others |= {"suppress_logs": False, "total_steps": 10**15, **flagset.LEARNING_ONLY}
+    others |= {"suppress_logs": False, "total_steps": 10**15, **start.LEARNING_ONLY}
     others["learn_start"] = 0  # a trial is short
     with tempfile.TemporaryDirectory(prefix="torchbeast-autotune-") as name:
         file = Path(name, "flags.json")
@@ -227,7 +227,7 @@ def report(tries: list[Tried], choices: dict[Layout, Flags]) -> str:
 
 
 def main(
-    typed: flagset.Typed,
+    typed: start.Typed,
     resolve_layout: Callable[[Flags], Flags],
     seconds: float = SECONDS,
 ) -> int:
@@ -239,10 +239,10 @@ def main(
     """
 
     def resolve(layout: Layout | None) -> Flags:
-        flags = flagset.merge(typed)
+        flags = start.merge(typed)
         for name, value in (layout._asdict() if layout else {}).items():
             setattr(flags, name, value)
-        return resolve_layout(flagset.resolve(flags)).freeze()
+        return resolve_layout(start.resolve(flags)).freeze()
 
     flags, cores = resolve(None), processes.num_cpus()
     for wrong, why in (

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torchbeast.base.errors import FlagError
 from torchbeast.procs import children, processes
-from torchbeast.runs.folder import RunBusyError, RunFolder, writing
+from torchbeast.runs.files import RunBusyError, RunFolder, writing
 
 log = logging.getLogger(__name__)
 

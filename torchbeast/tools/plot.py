@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchbeast.runs.logs_csv import EVAL_COLUMNS
+from torchbeast.runs.files import EVAL_COLUMNS
 from torchbeast.tools import groups, protocol
 from torchbeast.tools.saved_runs import SavedRun, find_run, read_runs
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchbeast.base.errors import using
-from torchbeast.runs.logs_csv import read_csv
-from torchbeast.runs.meta import read_meta
+from torchbeast.runs.files import read_csv, read_meta
 from torchbeast.tools.protocol import describe, stored_protocol
 
 LOGS = ("logs.csv", "logs.csv.gz")  # archived logs may be compressed

@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, Any
 from torchbeast.base.errors import FlagError, needing
 from torchbeast.flags import Flags
 from torchbeast.procs import children, processes
-from torchbeast.runs import flagset, script
-from torchbeast.runs.folder import RunFolder, check_name
-from torchbeast.runs.meta import read_meta
+from torchbeast.runs import start
+from torchbeast.runs.files import RunFolder, check_name, read_meta
 from torchbeast.tools import grid, jobs
 from torchbeast.tools.jobs import Job, OtherRunError
 from torchbeast.tools.saved_runs import listing
@@ -74,10 +73,10 @@ class Sweep:
         flags_of_it = self.parser.declared.values()
         self.options = {word for flag in flags_of_it for word in flag.options}
         self.parser.prog = f"python -m {self.module}"
-        typed = flagset.read(self.parser, self.words)
+        typed = start.read(self.parser, self.words)
         for flag in typed.here.keys() & {"seed", "xpid"}:  # not those of --config
             raise FlagError(f"give --seeds and --name in place of --{flag}")
-        flags = flagset.merge(typed)
+        flags = start.merge(typed)
         if flags.mode != "train":
             raise FlagError(f"a sweep trains; --mode {flags.mode} is not possible")
         for flag in ("autotune", "repeat"):
@@ -85,7 +84,7 @@ class Sweep:
                 raise FlagError(f"a sweep trains; --{flag} is not possible")
         check_name(name, flags.savedir, "--name")
         flags.xpid = name
-        flagset.resolve_folder(flags)
+        start.resolve_folder(flags)
         self.savedir = pathlib.Path(os.path.abspath(flags.savedir))
 
     def make_jobs(
@@ -118,25 +117,25 @@ class Sweep:
         return found
 
     def flags(self, job: Job) -> Flags:
-        return flagset.parse(self.parser, job.command[3:])
+        return start.parse(self.parser, job.command[3:])
 
     def _check(self, job: Job) -> None:
         flags = self.flags(job)
-        flagset.resolve_folder(flags)
+        start.resolve_folder(flags)
         meta = read_meta(job.folder)
         saved = meta.get("args", {})
-        free = {*flagset.FREE_TO_CHANGE, *meta.get("flags_left_open", ())}
-        changes = flagset.changed(saved, flags, free | {"total_steps"})
+        free = {*start.FREE_TO_CHANGE, *meta.get("flags_left_open", ())}
+        changes = start.changed(saved, flags, free | {"total_steps"})
         both = saved.keys() & flags.as_dict().keys()  # flags can be newer, or be gone
         changes = {name: x for name, x in changes.items() if name in both}
         if changes:
             raise OtherRunError(
                 f"{job.folder} has a run with other flags "
-                f"({flagset.describe_changes(changes)}). Give another --name"
+                f"({start.describe_changes(changes)}). Give another --name"
             )
         if self.elsewhere:
             flags.learner_device = flags.actor_device = None
-        self.script.resolve_layout(flagset.resolve(flags))
+        self.script.resolve_layout(start.resolve(flags))
 
     def is_finished(self, job: Job) -> bool:
         meta = read_meta(job.folder)
@@ -322,4 +321,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--trials is for a --search")
     if (options.minutes or options.sbatch) and not options.submit:
         parser.error("--minutes and --sbatch are for jobs: add --submit slurm")
-    return script.run(lambda: run_sweep(options, command))
+    return start.guarded(lambda: run_sweep(options, command))

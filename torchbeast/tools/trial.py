@@ -19,7 +19,7 @@ import numpy as np
 from torchbeast.base.errors import UserError
 from torchbeast.base.hardware import num_cpus
 from torchbeast.procs.children import Guardian, how_it_ended
-from torchbeast.runs.logs_csv import read_rows
+from torchbeast.runs.files import read_rows
 
 START_SECONDS = 120.0  # until the first update, and for FEWEST_UPDATES
 END_SECONDS = 30.0  # from SIGINT to the end

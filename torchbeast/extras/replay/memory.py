@@ -19,7 +19,7 @@ from torchbeast.base.errors import CheckpointError, using
 from torchbeast.base.hardware import free_memory
 from torchbeast.base.nested import Nested
 from torchbeast.extras.replay.episodes import Replay, ReplayError
-from torchbeast.runs.folder import atomic_write
+from torchbeast.runs.files import atomic_write
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,15 @@
-"""meta.json, its writer and its reader; out.log and the link `latest`."""
+"""The folder of a run: its lock, meta.json, logs.csv, out.log, the link `latest`."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import datetime
+import errno
+import fcntl
+import gzip
 import importlib.metadata
+import io
 import json
 import logging
 import math
@@ -15,15 +20,352 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping
-from typing import Any
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
+from torchbeast.base.errors import FileError, FlagError, UserError, using
 from torchbeast.base.hardware import hardware
-from torchbeast.runs.folder import RunFolder, atomic_write, writing
-from torchbeast.runs.logs_csv import LogsCsv
 from torchbeast.tools.protocol import describe, find_protocol
 
 log = logging.getLogger(__name__)
+
+
+class RunBusyError(UserError, BlockingIOError):
+    """Another process writes to the run."""
+
+
+class RunFileError(UserError, OSError):
+    """A file or folder of a run can't be written; the message names it."""
+
+
+@contextlib.contextmanager
+def writing(path: pathlib.Path) -> Iterator[None]:
+    """Turns an OSError into a RunFileError.
+
+    Args:
+      path: for the message, if the OSError does not name a file.
+    """
+    try:
+        yield
+    except UserError:  # the message is good already
+        raise
+    except OSError as error:
+        raise RunFileError(
+            f"Cannot write {error.filename or path}: {error.strerror or error}. The "
+            "files written so far are intact. Free some space or make the folder "
+            "writable, then start the same command again; or choose another --savedir."
+        ) from None
+
+
+@contextlib.contextmanager
+def atomic_write(path: pathlib.Path) -> Iterator[BinaryIO]:
+    """Yields a binary file whose content replaces `path` in one step.
+
+    The bytes go to a temporary file in the same folder. It is renamed to `path` only
+    after they have reached the disk. So a reader finds the old file or the new one,
+    never a part, even after a crash or on a full disk.
+
+    One writer at a time: the temporary file always has the same name, so that a killed
+    process leaves at most one behind.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)  # it may be a link to another file
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Makes renames in `folder` survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems of networks and virtual machines have no such call.
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def check_name(xpid: str, savedir: str, flag: str = "--xpid") -> None:
+    """Raises FlagError if xpid is no plain name for a folder in savedir."""
+    if xpid in ("", ".", "..", "latest") or "/" in xpid or "\0" in savedir + xpid:
+        raise FlagError(
+            f"{flag} names a folder in {savedir!r}, so it must be one plain name "
+            f'without "/" and other than "latest", got {xpid!r}'
+        )
+
+
+class RunFolder:
+    """The folder savedir/xpid, locked for this process.
+
+    It is created if it does not exist. `close` removes it if it is empty.
+
+    Args:
+      savedir: the folder of all runs; `~` is expanded.
+      xpid: the name of the run, one path component.
+
+    Raises:
+      FlagError: xpid is not a plain name.
+      RunBusyError: another process has locked the folder.
+      RunFileError: the folder can't be created.
+    """
+
+    def __init__(self, savedir: str, xpid: str) -> None:
+        check_name(xpid, savedir)
+        self.path = pathlib.Path(os.path.abspath(os.path.expanduser(savedir)), xpid)
+        with writing(self.path):
+            while True:
+                with contextlib.suppress(FileExistsError):
+                    self.path.mkdir(parents=True)
+                self._descriptor = _lock_folder(self.path)
+                # Another process may have removed the folder just before the lock.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
+                        return
+                os.close(self._descriptor)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # it is not empty
+            self.path.rmdir()
+        os.close(self._descriptor)
+
+
+def _lock_folder(folder: pathlib.Path) -> int:
+    """Locks `folder` for this process; closing the returned descriptor unlocks it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise RunBusyError(
+            error.errno,
+            "Another process writes to this run. Wait for it, end it, or choose "
+            "another --xpid (for a sweep: --name)",
+            str(folder),
+        ) from error
+    except OSError as error:  # some network file systems have no locks
+        log.warning(
+            "Cannot lock %s (%s). Start only one process for this run.", folder, error
+        )
+    return descriptor
+
+
+# --- logs.csv
+
+# Columns about an evaluation of the weights of `eval_step`, see evaluator.py.
+EVAL_COLUMNS = ("eval_step", "eval_return", "eval_length")
+
+
+class ColumnError(UserError, ValueError):
+    """Two columns of logs.csv have the same name, or a column is not a number."""
+
+
+def join_columns(*rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Joins parts of a row of logs.csv.
+
+    Raises:
+      ColumnError: two parts have a column of the same name.
+    """
+    joined: dict[str, Any] = {}
+    for row in rows:
+        if twice := sorted(joined.keys() & row.keys()):
+            raise ColumnError(
+                f"logs.csv would have two columns named {', '.join(twice)}. Rename the "
+                "auxiliary loss (Net.auxiliary_losses), the column of your --explorer "
+                "or the value that your fork logs"
+            )
+        joined |= row
+    return joined
+
+
+def spread(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a row, as Python's numbers.
+
+    A number is one column, and so is None, an empty cell. A vector [K] is K columns:
+    NAME_0, NAME_1, ... They may be Python's, NumPy's or torch's.
+
+    Raises:
+      ColumnError: a value is something else, or two columns have the same name.
+    """
+    columns: dict[str, Any] = {}
+    for name, value in row.items():
+        value = value.tolist() if hasattr(value, "tolist") else value
+        parts = {name: value}
+        if isinstance(value, list | tuple):
+            parts = {f"{name}_{i}": x for i, x in enumerate(value)}
+        for column, x in parts.items():
+            if not isinstance(x, int | float | None):
+                raise ColumnError(
+                    f"the column {column} of logs.csv would be {x!r:.60}. Allowed are "
+                    f"a number, or a vector [K] as {name}_0 to {name}_{{K - 1}}: sum "
+                    "it, or take its mean, where your fork returns it"
+                )
+            parts[column] = int(x) if isinstance(x, bool) else x
+        columns = join_columns(columns, parts)
+    return columns
+
+
+class LogsCsv:
+    """logs.csv and fields.csv of one run. One thread at a time.
+
+    Existing rows are kept up to the first with a step larger than `last_step`. The
+    others are cut, and an unfinished last line with them.
+
+    Args:
+      folder: of the run, locked by the caller.
+      last_step: None cuts all rows.
+
+    Raises:
+      FileError: logs.csv was not written by this class, or is damaged.
+    """
+
+    def __init__(self, folder: pathlib.Path, last_step: int | None) -> None:
+        self.path = folder / "logs.csv"
+        self._columns: list[str] = []
+        self._tick = 0
+        if self.path.exists():
+            self._cut(last_step)
+        self._file = self.path.open("ab", buffering=0)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def write(self, row: Mapping[str, float | None]) -> None:
+        """Appends a row with _tick (0, 1, ...) and _time (Unix seconds).
+
+        A key that is new becomes the last column. None, NaN and missing values give an
+        empty cell. Floats are written exactly: float(cell) is the same number.
+
+        Args:
+          row: plain numbers, see `spread`.
+
+        Raises:
+          ColumnError: `row` has a key _tick or _time.
+          OSError: the row can't be written; logs.csv is unchanged.
+        """
+        full = join_columns({"_tick": self._tick, "_time": time.time()}, row)
+        new = [name for name in full if name not in self._columns]
+        if new:
+            self._add_columns(new)
+        self._append(_csv([[_cell(full.get(name)) for name in self._columns]]))
+        self._tick += 1
+
+    def _cut(self, last_step: int | None) -> None:
+        columns, rows, complete = read_csv(self.path)
+        if columns and columns[:2] != ["_tick", "_time"]:
+            raise FileError(
+                f"{self.path} begins with the columns {columns[:2]}, expected _tick "
+                "and _time: another program wrote it. Move it away."
+            )
+        kept: list[list[str]] = []
+        for number, row in enumerate(rows if last_step is not None else ()):
+            try:
+                cells = dict(zip(columns, row, strict=True))
+                int(cells["_tick"])
+                step = float(cells.get("step") or "-inf")
+            except (ValueError, KeyError) as error:
+                if number < len(rows) - 1:
+                    raise FileError(
+                        f"Row {number + 1} below the header of {self.path} is damaged "
+                        f"({row!s:.99}: {error}). Repair it or move the file away."
+                    ) from error
+                break  # a power failure can damage only the last line
+            if last_step is not None and step > last_step:
+                break
+            kept.append(row)
+        if not complete or len(kept) < len(rows):
+            lines = len(rows) + (not complete)
+            log.info("%d of %d lines of logs.csv are kept.", len(kept), lines)
+            with atomic_write(self.path) as file:
+                file.write(_csv([columns, *kept] if columns else []))
+        self._columns = columns
+        self._tick = int(kept[-1][0]) + 1 if kept else 0
+        self._write_fields()
+
+    def _add_columns(self, new: list[str]) -> None:
+        _, rows, _ = read_csv(self.path)
+        columns = self._columns + new
+        with atomic_write(self.path) as whole:
+            whole.write(_csv([columns, *(row + [""] * len(new) for row in rows)]))
+        file = self.path.open("ab", buffering=0)
+        self._file.close()
+        self._file = file
+        self._columns = columns
+        self._write_fields()
+
+    def _write_fields(self) -> None:
+        """Appends the columns to fields.csv, unless its last line has them already."""
+        path = self.path.with_name("fields.csv")
+        old = path.read_bytes() if path.exists() else b""
+        line = _csv([self._columns])
+        if self._columns and old.splitlines(keepends=True)[-1:] != [line]:
+            with atomic_write(path) as file:
+                file.write(old + line)
+
+    def _append(self, line: bytes) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            rest = memoryview(line)
+            while rest:  # a disk that fills up takes a part first, then raises
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._file.truncate(end)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+
+def read_rows(folder: pathlib.Path) -> Iterator[dict[str, str]]:
+    """The rows of a run's logs.csv; none without the file."""
+    path = folder / "logs.csv"
+    with using(path):
+        columns, rows, _ = read_csv(path) if path.exists() else ([], [], True)
+    return (dict(zip(columns, row, strict=False)) for row in rows)
+
+
+def _csv(rows: Iterable[Sequence[str]]) -> bytes:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(rows)
+    return buffer.getvalue().encode()
+
+
+def read_csv(path: pathlib.Path) -> tuple[list[str], list[list[str]], bool]:
+    """Returns header, complete rows, and whether the last line is complete.
+
+    The file may be an archived one, compressed by gzip.
+    """
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        data = gzip.decompress(data)
+    end = data.rfind(b"\n") + 1
+    # A power failure can leave zeros, which csv refuses before Python 3.11.
+    text = data[:end].decode("utf-8", errors="replace").replace("\0", "\ufffd")
+    lines = [_cells(line) for line in text.split("\n")[:-1]]
+    return (lines[0] if lines else []), lines[1:], end == len(data)
+
+
+def _cells(line: str) -> list[str]:
+    """The cells of one line; none if csv can't read it. A quote ends with its line."""
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error:
+        return []
+
+
+def _cell(value: float | None) -> str:
+    is_nan = value != value
+    return "" if value is None or is_nan else repr(value)
+
+
+# --- meta.json
 
 GIT_SECONDS = 10.0  # time limit for each of git's answers
 
