@@ -7,7 +7,7 @@ import pytest
 import runs
 import torch
 
-from torchbeast.runs.files import ColumnError, spread
+from torchbeast.core.columns import ColumnError, spread
 
 
 def test_numbers_and_vectors_are_columns():

@@ -13,9 +13,10 @@ import runs
 from gymnasium import spaces
 from small_envs import env_flags
 
+from torchbeast.base.errors import MissingPackageError, UserError
 from torchbeast.envs.checks import CHECK_EVERY, FIRST_CALLS, InvalidEnvironmentError
 from torchbeast.envs.environment import Environment
-from torchbeast.envs.make_env import MissingPackageError, create_env
+from torchbeast.envs.make_env import create_env
 
 
 def make(name, num_envs=2, **changes):
@@ -231,18 +232,12 @@ def test_an_environments_own_errors_stay_as_they_are():
         ("several", r"CartPoleVectorEnv, which is a vector env.*--envs_per_actor"),
         ("nothing", r"made None, which is no environment: its observation_space is N"),
         ("NoSpaces", r"its observation_space is None, its action_space is None\."),
-        ("AN_OBJECT", r"can't be made .*'Only' object is not callable"),
+        ("AN_OBJECT", r"can't be made .*is not a callable"),
     ],
 )
 def test_what_makes_no_environment(name, match):
-    with pytest.raises(InvalidEnvironmentError, match=f"^--env misb.*{match}"):
+    with pytest.raises(UserError, match=f"^--env misb.*{match}"):
         create_env(env_flags(f"misbehaving:{name}"))
-
-
-def test_an_argument_that_an_atari_game_lacks():
-    flags = env_flags("PongNoFrameskip-v4", env_kwargs='{"dificulty": 1}')
-    with pytest.raises(InvalidEnvironmentError, match=r"'dificulty'.* --env_kwargs p"):
-        create_env(flags)
 
 
 def test_video_of_a_class_without_render_mode():
@@ -265,20 +260,10 @@ def test_the_missing_module_is_named(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(MissingPackageError, match=f"--env {name}") as error:
         create_env(env_flags(name))
-    assert "there is no module pixel_game_engine" in str(error.value)
-    assert "pip install pixel_game_engine" in str(error.value)
+    assert "No module named 'pixel_game_engine'" in str(error.value)
     (tmp_path / "pixel_game.py").write_text("raise ImportError('libGL.so.1: no file')")
     with pytest.raises(ImportError, match="libGL"):
         create_env(env_flags(name))
-
-
-def test_a_module_that_an_installed_package_lacks():
-    with pytest.raises(MissingPackageError) as error:
-        create_env(env_flags("gymnasium.envs.toy_txt:TaxiEnv"))
-    message = str(error.value)
-    assert "no module gymnasium.envs.toy_txt. gymnasium.envs is installed" in message
-    assert "Did you mean toy_text?" in message
-    assert "pip install" not in message
 
 
 # --- Warnings -------------------------------------------------------------------------

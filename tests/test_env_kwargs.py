@@ -136,7 +136,7 @@ def test_wrappers_with_arguments():
         ('{"factor": 2', "is not a JSON object"),
         ("{'factor': 2}", "is not a JSON object"),
         ('{"factor": __import__("os")}', "is not a JSON object"),
-        ('{"size": 2}', r"arguments \{'size': 2\}: .*'size'"),
+        ('{"size": 2}', r"arguments \{'size': 2\}: .*'factor'"),
         ("", "arguments {}.* 'factor'"),
     ],
 )

@@ -8,10 +8,10 @@ import pytest
 from gymnasium import spaces
 from small_envs import Counter, Echo, env_flags, here
 
-from torchbeast.base.errors import FlagError
+from torchbeast.base.errors import FlagError, MissingPackageError
 from torchbeast.envs.checks import InvalidEnvironmentError, UnsupportedSpaceError
 from torchbeast.envs.environment import Environment
-from torchbeast.envs.make_env import MissingPackageError, create_env
+from torchbeast.envs.make_env import create_env
 from torchbeast.envs.space_checks import check_action_space, check_observation_space
 from torchbeast.extras import video
 
@@ -27,7 +27,7 @@ from torchbeast.extras import video
         ("ALE/Pongg-v5", "in namespace ALE. Did you mean: .Pong"),
         ("MinAtar/Brekout-v1", "in namespace MinAtar. Did you mean: .Breakout"),
         ("Zzyzx/Qqq-v0", "Namespace Zzyzx not found.* Allowed are.* a function does"),
-        (f"{__name__}:Countr", "has no Countr. Did you mean Counter"),
+        (f"{__name__}:Countr", "no attribute 'Countr'"),
         (":Counter", "needs the full module name"),
         (".tests:Counter", "needs the full module name"),
     ],
@@ -101,7 +101,7 @@ def test_what_is_no_picture(returned, what):
 
 @pytest.mark.parametrize("env", ["missing_package.envs:Env", "missing_package:Env-v0"])
 def test_missing_package(env):
-    with pytest.raises(ImportError, match="pip install missing_package"):
+    with pytest.raises(ImportError, match="No module named 'missing_package"):
         create_env(env_flags(env))
 
 
@@ -316,14 +316,14 @@ def test_what_changes_late_is_named(fault):
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"env_kwargs": '{"length": 1}'}, InvalidEnvironmentError, r"'length'"),
+        ({"env_kwargs": '{"length": 1}'}, FlagError, r"'length'"),
         ({"env": "CartPole-v1", "env_kwargs": '{"size": 1}'}, None, r"'size'"),
         ({"wrapper": "no_such_module:f"}, MissingPackageError, "--wrapper no_such_mod"),
-        ({"wrapper": f"{__name__}:Countr"}, None, "--wrapper .* Did you mean Counter"),
+        ({"wrapper": f"{__name__}:Countr"}, None, "--wrapper .* 'Countr'"),
         (
             {"wrapper": "math:pi"},
-            InvalidEnvironmentError,
-            "--wrapper math:pi .*'float' object is not callable",
+            FlagError,
+            "--wrapper math:pi .* is not a callable",
         ),
         ({"wrapper": "math"}, FlagError, "full module name"),
         ({"wrapper": "builtins:id"}, InvalidEnvironmentError, "--wrapper builtins:id"),

@@ -21,8 +21,9 @@ import runs
 import torch
 
 from torchbeast.base.errors import FileError, UserError
+from torchbeast.core.columns import spread
 from torchbeast.runs import files
-from torchbeast.runs.files import RunFileError, RunFolder, atomic_write, spread
+from torchbeast.runs.files import RunFileError, RunFolder, atomic_write
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])

@@ -19,9 +19,9 @@ from loss_cases import (
 )
 
 from torchbeast import learner
+from torchbeast.core.columns import ColumnError
 from torchbeast.core.distributions import make_distribution
 from torchbeast.learner import impala_loss
-from torchbeast.runs.files import ColumnError
 
 
 @pytest.mark.parametrize(

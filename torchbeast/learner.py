@@ -14,6 +14,7 @@ from torchbeast.base import devices, ranks
 from torchbeast.base.nested import Nested
 from torchbeast.core import rollout, vtrace
 from torchbeast.core.acting import row_spec
+from torchbeast.core.columns import join_columns, spread
 from torchbeast.core.counters import Counters
 from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.finite import check_loss, check_weights, sum_of_weights
@@ -32,7 +33,6 @@ from torchbeast.optimizer import (
     tell_of_a_higher_rate,
 )
 from torchbeast.runs import checkpoint, start
-from torchbeast.runs.files import join_columns, spread
 
 # --- The loss -------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from gymnasium import spaces
 from torch import nn
 
 from torchbeast import encoders
+from torchbeast.base.named import make_named
 from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
@@ -24,8 +25,6 @@ from torchbeast.core.rollout import State
 from torchbeast.core.vtrace import VTraceReturns
 from torchbeast.encoders import VectorEncoder, initialize
 from torchbeast.envs import action_masks
-from torchbeast.envs.make_env import make_named
-from torchbeast.extras.explorer import ExplorerActor, make_method
 from torchbeast.flags import Flags
 from torchbeast.recurrent import CORES
 
@@ -56,12 +55,16 @@ class Net(nn.Module):
         self.bf16 = flags.precision == "bf16"
         self.observation_space = observation_space
         self.distribution = make_distribution(action_space)
-        about = observation_space, self.distribution
-        method = make_method(flags.explorer, *about)
+        self.explorer: Any = None
+        num_values = 1
+        if flags.explorer:
+            from torchbeast.extras.explorer import make_method  # optional
+
+            about = observation_space, self.distribution
+            method = make_method(flags.explorer, *about)
+            self.explorer, num_values = method.actor, 1 + method.value_head
         sizes = flags.encoder_width, flags.layer_norm
         self.encoder = make_named("--encoder", flags.encoder, observation_space, *sizes)
-        self.explorer: ExplorerActor | None = method and method.actor
-        num_values = 2 if method and method.value_head else 1
         leaves = [] if self.encoder else list(iterate_space(observation_space))
         self.is_image = [is_image(space) for space in leaves]
         self.images = nn.ModuleList(

@@ -9,6 +9,7 @@ from torch import nn
 
 from torchbeast.base import ranks
 from torchbeast.base.errors import FlagError
+from torchbeast.base.named import make_named
 from torchbeast.base.nested import map_nested
 from torchbeast.core.distributions import ActionDistribution, make_distribution
 from torchbeast.core.observations import (
@@ -18,7 +19,6 @@ from torchbeast.core.observations import (
 )
 from torchbeast.core.rollout import example_rows
 from torchbeast.encoders import ImageEncoder, VectorEncoder, initialize
-from torchbeast.envs.make_env import make_named
 from torchbeast.extras.explorer import ExplorerActor
 
 

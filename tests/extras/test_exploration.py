@@ -15,11 +15,11 @@ from examples.exploration.counts import Counts
 from examples.exploration.rnd import RND
 from torchbeast.base.errors import FlagError
 from torchbeast.core import rollout
+from torchbeast.core.columns import ColumnError
 from torchbeast.core.distributions import make_distribution
 from torchbeast.envs.action_masks import AGENT
 from torchbeast.extras.explorer import make_method
 from torchbeast.learner import impala_loss, learn
-from torchbeast.runs.files import ColumnError
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -14,13 +14,12 @@ from test_agent import save
 from test_evaluate import make_flags, make_weights
 
 from torchbeast import load_agent, monobeast
-from torchbeast.base.errors import FlagError
+from torchbeast.base.errors import FlagError, UserError
+from torchbeast.base.named import find_object
 from torchbeast.core import rollout
 from torchbeast.core.weights import SharedWeights
-from torchbeast.envs.checks import InvalidEnvironmentError
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.extra_fields import ExtraField
-from torchbeast.envs.make_env import find_object
 from torchbeast.envs.seeded_games import game_seed
 from torchbeast.learner import Learner, impala_loss, learn
 from torchbeast.local.env_spec import EnvSpec, find_env_spec
@@ -247,7 +246,7 @@ def test_what_is_refused(env, arguments, words):
         envs.initial()
         envs.step(np.zeros(2, int))
 
-    with pytest.raises(InvalidEnvironmentError, match=words):
+    with pytest.raises(UserError, match=words):
         play()
 
 

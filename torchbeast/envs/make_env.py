@@ -7,15 +7,12 @@ import argparse
 import contextlib
 import importlib
 import json
-import operator
-import pkgutil
-import re
-import sys
 from typing import Any
 
 import gymnasium
 
-from torchbeast.base.errors import FlagError, MissingPackageError, did_you_mean
+from torchbeast.base.errors import FlagError, MissingPackageError
+from torchbeast.base.named import call_named, find_object, parse_paths
 from torchbeast.envs import atari, checks
 from torchbeast.envs.action_masks import MaskFromInfo, check_spaces
 from torchbeast.envs.space_checks import check_interface, declare_stack
@@ -79,81 +76,6 @@ def create_env(
     return env
 
 
-def parse_paths(flag: str, text: str) -> list[tuple[str, dict[str, Any]]]:
-    """The paths that a flag such as --wrapper has, and the arguments of each.
-
-    Such as a:F,b:C{"size": [4, 5]}. Commas separate them; a JSON object may follow.
-
-    Raises:
-      FlagError: what follows a path is not a JSON object.
-    """
-    found: list[tuple[str, dict[str, Any]]] = []
-    while text := text.strip(", "):
-        path = re.split("[,{]", text)[0]
-        text = text[len(path) :]
-        arguments: dict[str, Any] = {}
-        if text.startswith("{"):
-            try:
-                arguments, end = json.JSONDecoder().raw_decode(text)
-            except (ValueError, RecursionError) as error:
-                raise FlagError(
-                    f"{flag} {path} is followed by {text}, which is not a JSON "
-                    f"object: {error}"
-                ) from None
-            text = text[end:]
-        found.append((path.strip(), arguments))
-    return found
-
-
-def find_named(flag: str, text: str) -> tuple[str, Any, dict[str, Any]]:
-    """The one class or function of text, MODULE:CLASS[JSON], and its arguments.
-
-    Returns:
-      `flag` with the path, the object, the arguments.
-
-    Raises:
-      FlagError: there are several, what follows the path is not a JSON object, or
-        the module has no such object.
-      MissingPackageError: there is no such module.
-    """
-    paths = parse_paths(flag, text)
-    if len(paths) != 1:
-        raise FlagError(f"{flag} {text}: it may name one MODULE:CLASS[JSON]")
-    ((path, arguments),) = paths
-    flag = f"{flag} {path}"
-    return flag, find_object(flag, path), arguments
-
-
-def make_named(flag: str, text: str | None, /, *args: Any) -> Any:
-    """Calls what find_named() finds; None without text.
-
-    Raises:
-      UserError: as find_named().
-      InvalidEnvironmentError: it can't be called with the arguments.
-    """
-    if not text:
-        return None
-    flag, function, arguments = find_named(flag, text)
-    return call_named(flag, function, *args, **arguments)
-
-
-def call_named(flag: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls what a flag names, with the arguments that the user gave.
-
-    Raises:
-      InvalidEnvironmentError: it can't be called with them.
-    """
-    try:
-        return function(*args, **kwargs)
-    except TypeError as error:
-        if not checks.raised_by_call(error):
-            raise
-        raise checks.InvalidEnvironmentError(
-            f"{flag} can't be made with the arguments {kwargs}: {error}. --env_kwargs "
-            "passes arguments to --env, a JSON object after the name to all others"
-        ) from error
-
-
 class MinAtarGame(gymnasium.Wrapper):
     """Forgets the last action of the previous game at reset().
 
@@ -187,7 +109,10 @@ def _from_gymnasium(
             "module of your own), and package.module:Class."
         ) from error
     except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
-        raise _missing_package(f"--env {name}", error) from error
+        raise MissingPackageError(
+            f"--env {name}: {error}. Install its package, or run in the directory of "
+            "your own file"
+        ) from error
     except (TypeError, gymnasium.error.Error) as error:
         if not checks.raised_by_call(error.__context__ or error):
             raise
@@ -197,47 +122,7 @@ def _from_gymnasium(
         ) from error
 
 
-def _missing_package(flag: str, error: BaseException) -> MissingPackageError:
-    """Says what to install: the missing module, or what the error itself says."""
-    missing: str | None = None
-    cause: BaseException | None = error  # Gymnasium's own does not name the module
-    while isinstance(cause, ModuleNotFoundError) and not missing:
-        missing, cause = cause.name, cause.__cause__ or cause.__context__
-    if not missing:
-        return MissingPackageError(f"{flag}: {error}")
-    advice = (
-        f"For a package: pip install {missing}, or the package that has this module; "
-        "for your own file: run in its directory or set PYTHONPATH."
-    )
-    package, _, part = missing.rpartition(".")
-    if package:  # its import has worked
-        parts = pkgutil.iter_modules(getattr(sys.modules.get(package), "__path__", ()))
-        advice = (
-            f"{package} is installed, so check the name, or whether another version "
-            f"has it.{did_you_mean(part, [x.name for x in parts])}"
-        )
-    return MissingPackageError(f"{flag}: there is no module {missing}. {advice}")
-
-
 def names_python(name: str) -> bool:
     """Whether --env is package.module:Class, not an id such as metaworld:Suite/Task."""
     _, colon, rest = name.partition(":")
     return bool(colon) and not set("-/") & set(rest)
-
-
-def find_object(flag: str, path: str) -> Any:
-    """The object package.module:name. `flag` begins the messages of errors."""
-    module_name, _, attribute = path.partition(":")
-    if not module_name or module_name.startswith(".") or not attribute:
-        raise FlagError(f"{flag}: package.module:Class needs the full module name")
-    try:
-        module = checks.own_context()(importlib.import_module, module_name)
-    except ModuleNotFoundError as error:
-        raise _missing_package(flag, error) from error
-    try:
-        return operator.attrgetter(attribute)(module)
-    except AttributeError as error:
-        hint = did_you_mean(attribute, dir(module))
-        raise FlagError(
-            f"{flag}: module {module_name} has no {attribute}.{hint}"
-        ) from error

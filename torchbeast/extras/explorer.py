@@ -14,10 +14,10 @@ import torch
 
 from torchbeast.base import devices, ranks
 from torchbeast.base.errors import FlagError
+from torchbeast.base.named import call_named, find_named
 from torchbeast.base.nested import Nested
+from torchbeast.core.columns import join_columns, spread
 from torchbeast.core.rollout import State, steps_that_count
-from torchbeast.envs.make_env import call_named, find_named
-from torchbeast.runs.files import join_columns, spread
 
 # Columns that must be finite.
 CHECKED = {"mean_intrinsic_reward", "explorer_loss", "explorer_grad_norm"}

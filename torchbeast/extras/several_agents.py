@@ -18,10 +18,10 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.errors import FlagError
+from torchbeast.base.named import call_named, find_object, parse_paths
 from torchbeast.envs import checks
 from torchbeast.envs.action_masks import AGENT, MaskFromInfo, add_part, check_spaces
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, look_at_reset, select
-from torchbeast.envs.make_env import call_named, find_object, parse_paths
 from torchbeast.envs.seeded_games import game_seed
 
 

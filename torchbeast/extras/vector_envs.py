@@ -14,6 +14,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
+from torchbeast.base import named
 from torchbeast.base.errors import FlagError, needing
 from torchbeast.base.nested import flatten, map_nested
 from torchbeast.envs import checks, make_env
@@ -46,14 +47,14 @@ def find_vector_env(
     if name.startswith(ENVPOOL):
         make = functools.partial(_envpool, name.removeprefix(ENVPOOL), arguments)
     elif make_env.names_python(name):
-        function = make_env.find_object(f"--env {name}", name)
+        function = named.find_object(f"--env {name}", name)
         if not takes(function, "num_envs"):
             if makes_parallel(name, function):
                 return functools.partial(ParallelGames, flags, render_mode)
             return None
 
         def make(num_envs: int, seed: int) -> Any:
-            return make_env.call_named(
+            return named.call_named(
                 f"--env {name}", function, **{"num_envs": num_envs, **arguments}
             )
     else:

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from gymnasium import spaces
 
-from torchbeast.envs.environment import example_environment
-from torchbeast.envs.space_checks import plain_space
 from torchbeast.flags import Flags
 from torchbeast.procs import children
 
@@ -76,9 +74,12 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
 
 
 def _describe(flags: Flags, pipe: connection.Connection) -> None:
-    """The child process."""
+    """The child process. Only here are the environment's modules imported."""
     children.begin_child()
     with children.sending_errors(pipe, f"{flags.env} can't be made"):
+        from torchbeast.envs.environment import example_environment
+        from torchbeast.envs.space_checks import plain_space
+
         pipe.send(())  # it has begun
         with (
             contextlib.closing(example_environment(flags)) as env,

@@ -33,11 +33,11 @@ from torchbeast.base import devices, ranks
 from torchbeast.base.errors import FileError, FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
+from torchbeast.base.named import find_named
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core.acting import act_step, pad
 from torchbeast.core.weights import ActingModels
-from torchbeast.envs.make_env import find_named
 from torchbeast.extras import record
 from torchbeast.extras.evaluator import Evaluator
 from torchbeast.extras.explorer import find_method

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 from torchbeast.base.errors import FileError, FlagError, UserError, using
 from torchbeast.base.hardware import hardware
+from torchbeast.core.columns import join_columns
 from torchbeast.tools.protocol import describe, find_protocol
 
 log = logging.getLogger(__name__)
@@ -166,55 +167,6 @@ def _lock_folder(folder: pathlib.Path) -> int:
 EVAL_COLUMNS = ("eval_step", "eval_return", "eval_length")
 
 
-class ColumnError(UserError, ValueError):
-    """Two columns of logs.csv have the same name, or a column is not a number."""
-
-
-def join_columns(*rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins parts of a row of logs.csv.
-
-    Raises:
-      ColumnError: two parts have a column of the same name.
-    """
-    joined: dict[str, Any] = {}
-    for row in rows:
-        if twice := sorted(joined.keys() & row.keys()):
-            raise ColumnError(
-                f"logs.csv would have two columns named {', '.join(twice)}. Rename the "
-                "auxiliary loss (Net.auxiliary_losses), the column of your --explorer "
-                "or the value that your fork logs"
-            )
-        joined |= row
-    return joined
-
-
-def spread(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a row, as Python's numbers.
-
-    A number is one column, and so is None, an empty cell. A vector [K] is K columns:
-    NAME_0, NAME_1, ... They may be Python's, NumPy's or torch's.
-
-    Raises:
-      ColumnError: a value is something else, or two columns have the same name.
-    """
-    columns: dict[str, Any] = {}
-    for name, value in row.items():
-        value = value.tolist() if hasattr(value, "tolist") else value
-        parts = {name: value}
-        if isinstance(value, list | tuple):
-            parts = {f"{name}_{i}": x for i, x in enumerate(value)}
-        for column, x in parts.items():
-            if not isinstance(x, int | float | None):
-                raise ColumnError(
-                    f"the column {column} of logs.csv would be {x!r:.60}. Allowed are "
-                    f"a number, or a vector [K] as {name}_0 to {name}_{{K - 1}}: sum "
-                    "it, or take its mean, where your fork returns it"
-                )
-            parts[column] = int(x) if isinstance(x, bool) else x
-        columns = join_columns(columns, parts)
-    return columns
-
-
 class LogsCsv:
     """logs.csv and fields.csv of one run. One thread at a time.
 
@@ -247,7 +199,7 @@ class LogsCsv:
         empty cell. Floats are written exactly: float(cell) is the same number.
 
         Args:
-          row: plain numbers, see `spread`.
+          row: plain numbers, see core/columns.py: spread.
 
         Raises:
           ColumnError: `row` has a key _tick or _time.

@@ -26,6 +26,7 @@ import torch
 
 from torchbeast.base import errors, ranks
 from torchbeast.core import finite, rollout
+from torchbeast.core.columns import join_columns, spread
 from torchbeast.core.observations import log_encoders
 from torchbeast.extras import code as code_record
 from torchbeast.extras import record
@@ -34,7 +35,7 @@ from torchbeast.extras.trackers import Tracker, make_trackers
 from torchbeast.procs import processes
 from torchbeast.procs.threads import Threads
 from torchbeast.runs import checkpoint, trust
-from torchbeast.runs.files import FileWriter, join_columns, spread
+from torchbeast.runs.files import FileWriter
 from torchbeast.runs.prof import Profile, Timings
 from torchbeast.runs.start import Start, announce, differences
 from torchbeast.runs.status import Status, mean_return
