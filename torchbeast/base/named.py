@@ -23,7 +23,8 @@ def parse_paths(flag: str, text: str) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     while text := text.strip(", "):
         path = re.split("[,{]", text)[0]
-        text, arguments = text[len(path) :], {}
+        text = text[len(path) :]
+        arguments: dict[str, Any] = {}
         if text.startswith("{"):
             try:
                 arguments, end = json.JSONDecoder().raw_decode(text)
