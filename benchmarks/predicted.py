@@ -1,4 +1,4 @@
-"""What --autotune predicts beside what the run then makes.
+"""What autotune measures in its short trials beside what the run then makes.
 
     python benchmarks/predicted.py FILE monobeast --preset minatar  # predict
     python benchmarks/predicted.py FILE                             # run, and compare
@@ -21,10 +21,10 @@ SECONDS = {"warm_up": 8.0, "seconds": 40.0, "window": 2.0}
 
 
 def predict(file: Path, variant: str, flags: Sequence[str]) -> None:
-    command = [sys.executable, "-m", f"torchbeast.{variant}", "--autotune", *flags]
+    command = [sys.executable, "-m", "torchbeast.tools.autotune", variant, *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     *_, words, layout = done.stdout.strip().splitlines()
-    speed = float(words.split()[2].replace(",", ""))
+    speed = float(words.split()[1].replace(",", ""))
     found = {"variant": variant, "flags": [*flags, *layout.split()]}
     found |= {"predicted": speed, "machine": describe_machine()}
     with file.open("a") as lines:

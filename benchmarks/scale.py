@@ -12,8 +12,8 @@ that it measures here, and checks the model against real server processes.
 3. It predicts 1 to 1,000 machines that have one stream per core, beside a learner on a
    machine like this one, and names what limits them.
 
-The model is torchbeast/tools/limits.py, which --autotune uses, too. WaitingEnv sleeps
-instead of computing: so its processes load this machine as those of others would.
+The model is limits.py. WaitingEnv sleeps instead of computing: so its processes load
+this machine as those of others would.
 Needs Linux, and a machine on which nothing else runs.
 """
 
@@ -29,14 +29,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from limits import Costs, costs_of, limits
 from throughput import ROOT, describe_machine
 
 from torchbeast.base.nested import flatten
 from torchbeast.envs.environment import Environment
 from torchbeast.polybeast import env as polybeast_env
 from torchbeast.runs import start
-from torchbeast.tools.autotune import Tried, costs_of, try_command
-from torchbeast.tools.limits import Costs, Layout, limits
+from torchbeast.tools.autotune import Layout
+from torchbeast.tools.trial import Measured, try_command
 
 MACHINES = (1, 2, 4, 10, 30, 100, 300, 1000)
 # The servers are children of the learner, "$@", so that a trial sees all processes.
@@ -53,7 +54,7 @@ def row_bytes(argv: Sequence[str]) -> float:
         return sum(x.nbytes for x in flatten(env.initial())) + 8
 
 
-def measure(layout: Layout, args: argparse.Namespace) -> Tried:
+def measure(layout: Layout, args: argparse.Namespace) -> Measured:
     """Measures a run with a server process per stream, by TCP."""
     port = 20000 + os.getpid() % 10000
     envs = f"{shlex.join(args.flags)} --envs_per_actor {layout.envs_per_actor}"
@@ -71,7 +72,7 @@ def measure(layout: Layout, args: argparse.Namespace) -> Tried:
     paths = [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
-        return try_command(command, layout, Path(folder), args.seconds)
+        return try_command(command, Path(folder), args.seconds)
 
 
 def show(name: str, found: dict[str, float], end: str = "") -> float:
@@ -90,9 +91,9 @@ def check(
     print("Measured:")
     for layout, expected in zip(layouts, predicted, strict=True):
         tried = measure(layout, args)
-        ratio = tried.measured.sps / expected
+        ratio = tried.sps / expected
         end = f", {ratio:.2f} of the prediction"
-        show(str(layout), {"measured": tried.measured.sps}, end)
+        show(str(layout), {"measured": tried.sps}, end)
         yield {"layout": layout, "predicted": expected, "tried": tried}
 
 
@@ -131,10 +132,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = describe_machine()
     print(", ".join(f"{k} {v}" for k, v in machine.items() if v is not None))
     few, many = max(1, args.envs // 2), 2 * args.envs
-    tries = [measure(Layout(1, E), args) for E in (few, many)]
+    tries = [(x, measure(x, args)) for x in (Layout(1, few), Layout(1, many))]
     bytes_per_step = row_bytes(args.flags)
     costs = costs_of(tries)
-    cores = statistics.fmean(x.measured.free_cores for x in tries)
+    cores = statistics.fmean(run.free_cores for _, run in tries)
     print(f"Costs in seconds: {costs}\n{bytes_per_step:,.0f} bytes per step")
     print(f"{cores:.2f} cores are free")
     checked = list(check(costs, cores, args))

@@ -287,8 +287,6 @@ class Launcher(Group):
         choices=["processes", "ray"])
     ray_address: str | None = flag(None,
         "of a Ray cluster, or auto; default: a local one", FREE)
-    autotune: bool = flag(False,
-        "try some layouts for a minute and print the fastest, but start no run", START)
 
 
 class PolyBeast(Group):

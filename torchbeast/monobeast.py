@@ -388,8 +388,9 @@ def train(start: Start) -> int:
 
 
 def log_timings(run: Run, actors: Any) -> None:
-    learner = format_shares(run.timings.shares())
-    log.info("Learner: %s. Actors: %s.", learner, actors.timing_summary())
+    shares = {"learner": run.timings.shares(), "actors": actors.timing_shares()}
+    run.shares |= shares
+    log.info("Learner: %s. Actors: %s.", *map(format_shares, shares.values()))
 
 
 # --- Command line ---------------------------------------------------------------------

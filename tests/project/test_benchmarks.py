@@ -24,10 +24,10 @@ import throughput
 import tmaze
 import torch
 from gymnasium.utils import env_checker
+from limits import Costs, Line
 
 from torchbeast.core import vtrace
 from torchbeast.tools import trial
-from torchbeast.tools.limits import Costs, Line
 from torchbeast.tools.saved_runs import read_run
 
 ROOT = Path(__file__).resolve().parents[2]

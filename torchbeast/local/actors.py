@@ -27,7 +27,6 @@ from torchbeast.envs import checks
 from torchbeast.envs.environment import Environment
 from torchbeast.flags import Flags
 from torchbeast.procs import children
-from torchbeast.runs.prof import format_shares
 
 log = logging.getLogger(__name__)
 
@@ -199,11 +198,11 @@ class Actors:
             child.steps = steps
             self.children.append(child)
 
-    def timing_summary(self) -> str:
-        """Describes how the actors spent their time, on average."""
+    def timing_shares(self) -> dict[str, float]:
+        """How the actors spent their time, on average."""
         known = [t for t in self.timings if t]
         names = known[0] if known else {}
-        return format_shares({k: statistics.fmean(t[k] for t in known) for k in names})
+        return {k: statistics.fmean(t[k] for t in known) for k in names}
 
     def warn_once(self, key: str, message: str) -> None:
         """Logs a warning of an environment, unless another actor has sent it."""

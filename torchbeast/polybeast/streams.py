@@ -21,7 +21,7 @@ from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.polybeast.remote_envs import RemoteEnvs
 from torchbeast.polybeast.security import ServerError
-from torchbeast.runs.prof import Timings, bottleneck
+from torchbeast.runs.prof import Timings, bottleneck, stream_shares
 from torchbeast.runs.run import Run
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,13 @@ class Streams:
         """Logs the last events and the bottleneck of the whole run."""
         self.envs.report(self.groups)
         self.envs.close()
-        log.info("The whole run: %s", bottleneck(self.counts()))
+        counts = self.counts()
+        log.info("The whole run: %s", bottleneck(counts))
+        self.run.shares |= {
+            "learner": self.run.timings.shares(),
+            "streams": stream_shares(counts),
+            "inference_batch": counts["num_entries"] / (counts["num_batches"] or 1),
+        }
 
     def close(self) -> None:
         """Asks all threads of the streams to return."""

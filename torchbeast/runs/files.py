@@ -388,7 +388,11 @@ class FileWriter:
             self._logs.write(row)
 
     def close(
-        self, exit_status: int, last_step: int | None = None, error: str | None = None
+        self,
+        exit_status: int,
+        last_step: int | None = None,
+        error: str | None = None,
+        timings: Mapping[str, Any] | None = None,
     ) -> None:
         """Writes the end of the run to meta.json and closes the files.
 
@@ -399,10 +403,11 @@ class FileWriter:
           exit_status: 0 finished, 1 failed, 128 + n ended by signal n.
           last_step: the step that the run reached.
           error: what ended it, if it failed.
+          timings: shares of the time of each part.
         """
         with self._lock:
             end = {"successful": exit_status == 0, "date_end": now()}
-            self._meta |= end
+            self._meta |= {**end, "timings": timings or {}}
             by = signal.Signals(exit_status - 128).name if exit_status > 128 else None
             self._meta["starts"][-1] |= end | {
                 "last_step": last_step,

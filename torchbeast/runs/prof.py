@@ -4,6 +4,7 @@ import argparse
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,29 +45,21 @@ class Timings:
         return {name: s / total for name, s in self.seconds.items()}
 
 
-def format_shares(shares: dict[str, float]) -> str:
+def format_shares(shares: Mapping[str, float]) -> str:
     """Formats shares as "wait 20 %, learn 80 %"."""
     parts = (f"{name} {100 * share:.0f} %" for name, share in shares.items())
     return ", ".join(parts) or "nothing timed"
 
 
-def bottleneck(counts: Counter[str]) -> str:
-    """Describes where PolyBeast spends its time, and which part limits the speed.
+def stream_shares(counts: Counter[str]) -> dict[str, float]:
+    """Where PolyBeast's streams spend their time.
 
     A stream spends its time in its environments, on the wire, in the batcher (waiting
-    for the previous batch), in inference, or waiting for the learner's full queue. If
-    the learner or the inference threads are always busy, they are the limit. Otherwise
-    the limit is the part where streams spend most of their time.
+    for the previous batch), in inference, or waiting for the learner's full queue.
 
     Args:
       counts: Streams.counts(), or the difference of two.
     """
-
-    def busy(work: float, wait: float) -> float:
-        return work / (work + wait) if work else 0.0
-
-    learner = busy(counts["learner_learn"], counts["learner_wait"])
-    inference = busy(counts["inference_infer"], counts["inference_wait"])
     batches = counts["num_batches"] or 1.0
     computing = counts["inference_infer"] * counts["num_items"] / batches
     computing = min(computing, counts["inference_wait_seconds"])
@@ -78,7 +71,22 @@ def bottleneck(counts: Counter[str]) -> str:
         "learner's queue": counts["queue_wait_seconds"],
     }
     total = sum(spent.values()) or 1.0
-    shares = {name: seconds / total for name, seconds in spent.items()}
+    return {name: seconds / total for name, seconds in spent.items()}
+
+
+def bottleneck(counts: Counter[str]) -> str:
+    """Describes where PolyBeast spends its time, and which part limits the speed.
+
+    If the learner or the inference threads are always busy, they are the limit.
+    Otherwise the limit is the part where streams spend most of their time.
+    """
+
+    def busy(work: float, wait: float) -> float:
+        return work / (work + wait) if work else 0.0
+
+    learner = busy(counts["learner_learn"], counts["learner_wait"])
+    inference = busy(counts["inference_infer"], counts["inference_wait"])
+    batches, shares = counts["num_batches"] or 1.0, stream_shares(counts)
     if learner > ALWAYS_BUSY:
         limit = "learner"
     elif inference > ALWAYS_BUSY:

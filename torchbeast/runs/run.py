@@ -63,6 +63,7 @@ class Run:
     Attributes:
       stack: an ExitStack, closed after the last checkpoint.
       timings: of the learner threads; use it only inside `updating`.
+      shares: of the time of each part, for meta.json.
       on_update: called to wait for an update, to publish and log it.
       start_thread, on_stop: see Threads. An exception in a thread ends the run.
       show: updates the live line, see Status.show.
@@ -91,6 +92,7 @@ class Run:
             torch.set_num_threads(self.flags.torch_threads)
         log_encoders(learner.model, self.flags.model)
         self.stack, self.timings = contextlib.ExitStack(), Timings()
+        self.shares: dict[str, Any] = {}
         self.last_step: float = self.flags.total_steps
         self.last_words: Callable[[], None] = lambda: None  # after all log lines
         self.interrupted, self.exit_status = False, 1
@@ -434,7 +436,7 @@ class Run:
         )
         self.last_words()
         why = self._error if status == 1 else None
-        self._writer.close(status, learner.step, error=why)
+        self._writer.close(status, learner.step, error=why, timings=self.shares)
         for tracker in self._trackers:
             tracker.close(status)
         if self._threads.busy():

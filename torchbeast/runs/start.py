@@ -496,13 +496,10 @@ def run_script(
     """
 
     from torchbeast.extras import order
-    from torchbeast.tools import autotune
 
     def run() -> int:
         typed = read(parser, argv)
         flags = merge(typed)
-        if "autotune" in typed.declared and flags.autotune:
-            return autotune.main(typed, resolve_layout)
         if flags.mode != "train":
             test(typed)
             return 0

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import logging
 import math
 import os
@@ -27,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 from torchbeast.base.errors import FlagError, needing
 from torchbeast.flags import Flags
-from torchbeast.procs import children, processes
+from torchbeast.procs import children
 from torchbeast.runs import start
 from torchbeast.runs.files import RunFolder, check_name, read_meta
-from torchbeast.tools import grid, jobs
+from torchbeast.tools import grid, jobs, variants
 from torchbeast.tools.jobs import Job, OtherRunError
 from torchbeast.tools.saved_runs import listing
 
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from torchbeast.tools.search import Search
 
 log = logging.getLogger(__name__)
-
-VARIANTS = ("monobeast", "polybeast")
 
 
 class Sweep:
@@ -66,9 +63,7 @@ class Sweep:
         self.name, self.seeds, self.elsewhere = name, seeds, elsewhere
         self.variant, *self.words = command
         self.module = f"torchbeast.{self.variant}"
-        if self.variant == "polybeast":
-            processes.require_native()
-        self.script = importlib.import_module(self.module)
+        self.script = variants.load(self.variant)
         self.parser = self.script.make_parser()
         flags_of_it = self.parser.declared.values()
         self.options = {word for flag in flags_of_it for word in flag.options}
@@ -79,9 +74,8 @@ class Sweep:
         flags = start.merge(typed)
         if flags.mode != "train":
             raise FlagError(f"a sweep trains; --mode {flags.mode} is not possible")
-        for flag in ("autotune", "repeat"):
-            if getattr(flags, flag, None):
-                raise FlagError(f"a sweep trains; --{flag} is not possible")
+        if getattr(flags, "repeat", None):
+            raise FlagError("a sweep trains; --repeat is not possible")
         check_name(name, flags.savedir, "--name")
         flags.xpid = name
         start.resolve_folder(flags)
@@ -313,8 +307,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(own)
     command = words[len(own) + 1 :]
-    if not command or command[0] not in VARIANTS:
-        parser.error(f"after -- comes {' or '.join(VARIANTS)}, with its flags")
+    if not command or command[0] not in variants.VARIANTS:
+        parser.error(f"after -- comes {' or '.join(variants.VARIANTS)}, with its flags")
     if options.search and (options.grid or options.submit):
         parser.error("--search goes neither with --grid nor with --submit")
     if options.trials and not options.search:

@@ -10,8 +10,10 @@ import os
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +21,11 @@ import numpy as np
 from torchbeast.base.errors import UserError
 from torchbeast.base.hardware import num_cpus
 from torchbeast.procs.children import Guardian, how_it_ended
-from torchbeast.runs.files import read_rows
+from torchbeast.runs.files import read_meta, read_rows
 
+WARM_UP = 0.4  # share of the seconds to measure, before that
 START_SECONDS = 120.0  # until the first update, and for FEWEST_UPDATES
-END_SECONDS = 30.0  # from SIGINT to the end
+END_SECONDS = 30.0  # from SIGTERM to the end
 FEWEST_UPDATES = 5  # in a measurement
 
 
@@ -31,6 +34,9 @@ class TrialError(UserError, RuntimeError):
 
 
 # --- Figures from /proc ---------------------------------------------------------------
+
+# A process or a thread may have ended meanwhile.
+if_it_is_there = contextlib.suppress(FileNotFoundError, ProcessLookupError)
 
 
 def read_stat(file: Path) -> tuple[int, float]:
@@ -44,7 +50,7 @@ def process_tree(root: int) -> dict[int, float]:
     """CPU seconds of a process and all its descendants, by process id."""
     stats = {}
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with if_it_is_there:
             stats[int(path.name)] = read_stat(path / "stat")
     tree, size = {root}, 0
     while len(tree) > size:
@@ -61,13 +67,13 @@ def machine_busy() -> float:
     return busy / os.sysconf("SC_CLK_TCK")
 
 
-def threads(pid: int) -> dict[tuple[str, int], float]:
+def threads(pid: int) -> Counter[tuple[str, int]]:
     """CPU seconds of a process's threads, by name and thread id."""
-    found = {}
+    found: Counter = Counter()
     for path in Path(f"/proc/{pid}/task").glob("[0-9]*"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with if_it_is_there:
             name = (path / "comm").read_text().strip()
-            found[name, int(path.name)] = read_stat(path / "stat")[1]
+            found[name, int(path.name)] = read_stat(path / "stat")[1]  # type: ignore
     return found
 
 
@@ -82,7 +88,7 @@ def read_ticks(folder: Path) -> np.ndarray:
 
 
 class Measured(NamedTuple):
-    """What a run did in some seconds.
+    """What a run did in some seconds, and how it spent its time in all.
 
     Attributes:
       sps: environment steps per second that it learned from.
@@ -91,12 +97,16 @@ class Measured(NamedTuple):
       free_cores: those that other programs have left.
       learner_busy: share of the time in which the learner's own threads computed, one
         per batch; "learner" also has those that helped them.
+      shares: of its actors' or streams' time, as meta.json has them.
+      batch: the mean size of PolyBeast's inference batches, or None.
     """
 
     sps: float
     cores: dict[str, float]
     free_cores: float
     learner_busy: float
+    shares: Mapping[str, float] = MappingProxyType({})
+    batch: float | None = None
 
 
 class Trial:
@@ -131,27 +141,21 @@ class Trial:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Kills what does not end."""
+        """Asks the run to end and waits. Raises TrialError if it had to be killed."""
+        self.process.terminate()
+        late = False
         try:
-            self.end()
-        except TrialError:
-            if error is None:  # else the first error says more
-                raise
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            late = error is None  # else the first error says more
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self._guardian.release(self.process.pid)
             self._guardian.close()
-
-    def end(self, number: int = signal.SIGTERM) -> None:
-        """Asks the run to end, and waits. Raises TrialError if it does not."""
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-            try:
-                self.process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                raise self.fail(f"did not end within {END_SECONDS:.0f} s") from None
+        if late:
+            raise self.fail(f"did not end within {END_SECONDS:.0f} s")
 
     def output(self) -> str:
         return self._output.read_text(errors="replace")
@@ -161,11 +165,6 @@ class Trial:
             f"the trial run {what}. The command: {' '.join(self.command)}\n"
             f"The end of its output:\n{self.output()[-4000:]}"
         )
-
-    def check(self) -> None:
-        """Raises TrialError if the run has ended."""
-        if (code := self.process.poll()) is not None:
-            raise self.fail(f"ended {how_it_ended(code)}")
 
     def wait_for_update(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -177,10 +176,11 @@ class Trial:
 
     def sleep(self, seconds: float) -> None:
         """Lets the run go on. Raises TrialError if it ends meanwhile."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, 0.5))
-            self.check()
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return
+        raise self.fail(f"ended {how_it_ended(code)}")
 
     def measure(self, seconds: float) -> Measured:
         """Measures the next seconds, or more if updates are rare. Raises TrialError."""
@@ -197,16 +197,12 @@ class Trial:
                 raise self.fail(f"made only {len(ticks)} updates in {wall:.0f} s")
         busy = machine_busy() - busy
         used = {k: x - tree.get(k, 0.0) for k, x in process_tree(pid).items()}
-        by_thread = {k: x - own.get(k, 0.0) for k, x in threads(pid).items()}
-
-        def of(part: str) -> list[tuple[str, float]]:
-            return [(name, x) for (name, _), x in by_thread.items() if part in name]
-
-        learner, inference = of("learner-"), of("inference-")
+        by_thread = [(k[0], x - own[k]) for k, x in threads(pid).items()]
+        learner = [x for x in by_thread if "learner-" in x[0]]
         cores = {
             "environments": sum(used.values()) - used[pid],
             "learner": sum(x for _, x in learner),
-            "inference": sum(x for _, x in inference),
+            "inference": sum(x for name, x in by_thread if "inference-" in name),
         }
         cores["rest"] = used[pid] - cores["learner"] - cores["inference"]
         # A thread's helpers inherit its name, and compute at most as long as it does.
@@ -219,3 +215,15 @@ class Trial:
             max(0.1, min(num_cpus(), (os.cpu_count() or 1) - others)),
             min(1.0, sum(alone.values()) / wall),
         )
+
+
+def try_command(command: Sequence[str], folder: Path, seconds: float) -> Measured:
+    """Measures a run that a command starts. Raises TrialError if it fails or hangs."""
+    command = [*command, "--savedir", str(folder), "--xpid", "run"]
+    with Trial(command, folder, os.environ) as run:
+        run.wait_for_update()
+        run.sleep(WARM_UP * seconds)
+        measured = run.measure(seconds)
+    times = read_meta(folder / "run").get("timings") or {}
+    shares = times.get("actors") or times.get("streams") or {}
+    return measured._replace(shares=shares, batch=times.get("inference_batch"))
