@@ -17,6 +17,7 @@ from test_flags import machine_with, parse
 from test_polybeast_sync import SYNC, WITH_STATE, assert_logs_agree
 
 from torchbeast.base import devices, ranks
+from torchbeast.extras.ranks import several
 
 pytestmark = pytest.mark.timeout(300)
 
