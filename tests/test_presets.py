@@ -17,13 +17,18 @@ from torchbeast.runs.files import strict_json
 
 GOLDEN = Path(__file__).with_name("presets.json")
 MISSING = "the script has no such flag"
+SCRIPTS = {
+    "monobeast": "monobeast",
+    "polybeast": "polybeast.start",
+    "polybeast_learner": "polybeast.learner",
+}
 # These depend on the machine, or name the run.
 OPEN = {"savedir", "torch_threads", "precision", "pipes_basename", "num_servers"}
 
 
 def meaning(variant, preset):
     """All resolved flags of a script with this preset."""
-    script = importlib.import_module(f"torchbeast.{variant}")
+    script = importlib.import_module(f"torchbeast.{SCRIPTS[variant]}")
     words = [f"--preset={preset}"] if preset else []
     flags = start.resolve(start.parse(script.make_parser(), words))
     values = script.resolve_layout(flags).as_dict()
@@ -31,7 +36,7 @@ def meaning(variant, preset):
 
 
 @pytest.mark.parametrize("preset", ["", *PRESETS])
-@pytest.mark.parametrize("variant", ["monobeast", "polybeast", "polybeast_learner"])
+@pytest.mark.parametrize("variant", SCRIPTS)
 def test_what_each_preset_means(variant, preset):
     if variant != "monobeast":
         pytest.importorskip("libtorchbeast", exc_type=ImportError)
@@ -44,8 +49,7 @@ def test_what_each_preset_means(variant, preset):
 
 
 if __name__ == "__main__":
-    scripts = ("monobeast", "polybeast", "polybeast_learner")
-    every = {x: {name: meaning(x, name) for name in ["", *PRESETS]} for x in scripts}
+    every = {x: {name: meaning(x, name) for name in ["", *PRESETS]} for x in SCRIPTS}
     first = dict(every["monobeast"][""])
     for presets in every.values():
         own = dict(presets[""])

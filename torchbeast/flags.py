@@ -1,6 +1,8 @@
-"""All flags, one typed line each: type, default, help, range and what a resume does.
+"""A run's flags, one typed line each: type, default, help, range and resume.
 
     entropy_cost: float = flag(0.01, "weight of the entropy bonus", FINITE, TUNE)
+
+Parts declare their own: polybeast/flags.py, extras/.
 
 START: describes one start. FREE: does not change what is learned. TUNE: how to learn
 from now on. Only these may change at a resume with --sync; without it, every flag that
@@ -12,7 +14,7 @@ environment servers parse flags too.
 """
 
 import math
-import os
+from collections.abc import Mapping
 
 from torchbeast.base.flag import (
     AT_LEAST_0,
@@ -39,10 +41,6 @@ from torchbeast.base.flag import (
 )
 from torchbeast.presets import PRESETS
 
-# Other users can't create sockets here. Not XDG_RUNTIME_DIR, because servers and
-# learner may be started in different sessions.
-PRIVATE_FOLDER = f"/tmp/torchbeast-{os.getuid()}"
-PIPES_BASENAME = f"unix:{PRIVATE_FOLDER}/polybeast"
 WIDTH = Range(math.ulp(0), 64, "above 0 and at most 64")
 PORT = Range(0, 65535, "at least 0 and at most 65535")
 SEED = Range(0, 2**64 - 1, f"at least 0 and below {2**64}")  # for torch.manual_seed
@@ -280,99 +278,22 @@ class MonoBeast(Group):
         "then open a Python prompt with learner, batch and actors", START)
 
 
-class Launcher(Group):
-    title = "launcher"
-    launcher: str = flag("processes",
-        "what starts the environments; ray: also on other machines", FREE,
-        choices=["processes", "ray"])
-    ray_address: str | None = flag(None,
-        "of a Ray cluster, or auto; default: a local one", FREE)
-
-
-class PolyBeast(Group):
-    title = "PolyBeast"
-    server_addresses: str | None = flag(None,
-        "servers to connect to: host:port or host:first-last,..., or @FILE", FREE)
-    listen: str | None = flag(None,
-        "listen at HOST:PORT or unix:PATH; environments connect to the learner", FREE)
-    connect_timeout: float = flag(60.0,
-        "seconds without a connected stream after which the run ends", SECONDS, FREE)
-    max_env_failures: int = flag(10,
-        "failures of environments per minute; with one more the run ends. Those of "
-        "a single server or machine don't count while another is connected", COUNT_OR_0)
-    actor_device: str | None = flag(None,
-        "device for inference (default: the second GPU, else the learner's)", FREE)
-    num_inference_threads: int = flag(1, "inference threads", COUNT, FREE)
-    max_learner_queue_size: int = flag(None,
-        "maximal rollouts in the queue (default: --batch_size)", COUNT)
-    num_actions: int | None = flag(None,
-        "expected number of actions; the run ends if it differs", COUNT, FREE)
-
-
-class Connection(Group):
-    """Both sides of a connection have these."""
-
-    title = "connection"
-    pipes_basename: str = flag(PIPES_BASENAME,
-        "path of the servers' sockets on one machine, to which .0, .1, ... are "
-        "added (torchbeast.polybeast: a new one per run)", FREE)
-    num_servers: int = flag(4,
-        "server processes; polybeast: by default one per stream or core", COUNT)
-    envs_per_actor: int = flag(8,
-        "environments per stream; polybeast_learner accepts any number by default",
-        COUNT)
-    tls: bool = flag(False, "use TLS; implied by the other --tls flags", FREE)
-    tls_server_name: str | None = flag(None,
-        "name in the other side's certificate, if it is not the host's", FREE)
-    tls_cert: str | None = flag(None, "PEM file with this side's certificate", FREE)
-    tls_key: str | None = flag(None, "PEM file with its key", FREE)
-    tls_ca: str | None = flag(None,
-        "PEM file with the signer of the other side's certificate; by default the "
-        "side that connects trusts the system's signers", FREE)
-    token_file: str | None = flag(None, "file with the secret of both sides", FREE)
-    insecure: bool = flag(False,
-        "allow plain TCP beyond this machine, TLS without a token or client "
-        "certificate, and unix sockets of other users", FREE)
-
-
-class Servers(Group):
-    title = "environment servers"
-    bind: str | None = flag(None,
-        "listen at HOST:PORT, and the next ports for further servers", FREE)
-    join: str | None = flag(None,
-        "connect to a learner with --listen at HOST:PORT or unix:PATH", FREE)
-    max_restarts: int = flag(5,
-        "crashes in a row; with one more the servers end. 10 s of uptime start the "
-        "count anew", COUNT_OR_0, FREE)
-
-
-class OfServers(Group):
-    """What polybeast_env takes of the group Run."""
-
-    preset: str | None = Run.preset
-    metrics_port: int = Run.metrics_port
-    metrics_host: str = Run.metrics_host
-    actor_timeout: float = flag(300.0,
-        "replace a server that has given no sign of life for so many seconds; at "
-        "least 300", SECONDS)
-    seed: int = flag(1,
-        "seed of the environments, if the learner sends none (older versions)", SEED)
-
-
 class Flags(Values, Run, Environment, Atari, Model, Layout, Loss, Optimizer, Replay,
-        Test, MonoBeast, PolyBeast, Connection, Servers, Launcher):
-    """The typed flags of a script, which has those of some groups only."""
+        Test, MonoBeast):
+    """The typed flags of a script, which has those of some groups only.
+
+    Those of other parts, as of PolyBeast, count as Any.
+    """
 
 
 # fmt: on
 TRAINING = (Run, Environment, Atari, Model, Layout, Loss, Optimizer, Replay, Test)
-CONNECTED = (PolyBeast, Connection)
-GROUPS = (*TRAINING, MonoBeast, *CONNECTED, Servers, Launcher)
+GROUPS = (*TRAINING, MonoBeast)
 DECLARED: dict[str, Flag] = {
     name: declared for group in GROUPS for name, declared in group.declared().items()
 }
 
 
-def of_resume(*classes: Resume) -> frozenset[str]:
+def of_resume(declared: Mapping[str, Flag], *classes: Resume) -> frozenset[str]:
     """The flags that a resumed run may change for these reasons."""
-    return frozenset(name for name, x in DECLARED.items() if x.resume in classes)
+    return frozenset(name for name, x in declared.items() if x.resume in classes)

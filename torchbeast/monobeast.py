@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from torchbeast import flags as declared_flags
-from torchbeast.base import devices, ranks
+from torchbeast.base import devices, parts, ranks
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
@@ -58,7 +58,6 @@ from torchbeast.runs.run import Run
 from torchbeast.runs.start import (
     Start,
     check_games_can_be_saved,
-    check_launcher,
     run_script,
 )
 
@@ -397,18 +396,18 @@ def log_timings(run: Run, actors: Any) -> None:
 
 
 def make_parser() -> FlagParser:
-    own = declared_flags.MonoBeast, declared_flags.Launcher
-    groups = (*declared_flags.TRAINING, *own)
+    own = declared_flags.MonoBeast
+    groups = (*declared_flags.TRAINING, own, *parts.groups())
     return FlagParser("MonoBeast: IMPALA on one machine.", groups, CHOICES)
 
 
 def actors_class(flags: Flags) -> Any:
-    """Actors, or with --launcher ray RayActors."""
-    if flags.launcher == "ray":
-        from torchbeast.extras.ray.actors import RayActors  # optional
+    """Actors, or with --launcher ray those of extras/ray."""
+    if getattr(flags, "launcher", "processes") == "processes":
+        return Actors
+    from torchbeast.extras import ray  # optional
 
-        return RayActors
-    return Actors
+    return ray.actors_class(flags)
 
 
 def resolve_layout(flags: Flags) -> Flags:
@@ -434,7 +433,7 @@ def resolve_layout(flags: Flags) -> Flags:
             f"--num_buffers {flags.num_buffers} is too small: {A} actors with {E} "
             f"environments each and a batch of {B} rollouts need at least {least}"
         )
-    check_launcher(flags)
+    actors_class(flags)  # raises if --launcher can't be used
     if flags.sync and (A * E % B or flags.num_buffers != A * E):
         raise FlagError(
             f"--sync learns from all {A * E} environments in turn (--num_actors {A} "

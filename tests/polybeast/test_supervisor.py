@@ -54,7 +54,7 @@ def test_the_socket_of_another_server_stays(tmp_path, caplog, another):
     path.touch()
     flags = argparse.Namespace(max_restarts=1, join=None, actor_timeout=1)
     with lock.open("w") as file, caplog.at_level("INFO"):
-        servers = supervisor.Servers(is_ready, flags, [f"unix:{path}"])
+        servers = supervisor.Supervisor(is_ready, flags, [f"unix:{path}"])
         try:
             deadline = time.monotonic() + 60
             while "a server" not in caplog.text and time.monotonic() < deadline:
@@ -73,7 +73,7 @@ def restarts_of(servers):
 def test_a_restarted_server_has_the_same_port(monkeypatch, caplog):
     monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.1)
     flags = argparse.Namespace(max_restarts=1, join=None, actor_timeout=1)
-    servers = supervisor.Servers(asks_for_a_free_port, flags, ["127.0.0.1:0"])
+    servers = supervisor.Supervisor(asks_for_a_free_port, flags, ["127.0.0.1:0"])
     try:
         deadline = time.monotonic() + 60
         with caplog.at_level("INFO"):
@@ -96,7 +96,7 @@ def lives(flags, index, address, first_stream, pipe):
 def test_servers_that_give_no_sign_of_life(monkeypatch, caplog, serve, restarts):
     monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.5)
     flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=1)
-    servers = supervisor.Servers(serve, flags, ["127.0.0.1:1"])
+    servers = supervisor.Supervisor(serve, flags, ["127.0.0.1:1"])
     try:
         end = time.monotonic() + 60
         while not servers.ever_ready and time.monotonic() < end:
@@ -119,7 +119,7 @@ def test_a_server_that_never_gets_ready(monkeypatch):
     monkeypatch.setattr(supervisor, "SILENT_SECONDS", 2.0)
     monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.1)
     flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=1)
-    servers = supervisor.Servers(never_gets_ready, flags, ["127.0.0.1:1"])
+    servers = supervisor.Supervisor(never_gets_ready, flags, ["127.0.0.1:1"])
     words = "cannot start: it gave no sign of life.*raise --actor_timeout"
     fails = pytest.raises(ServerError, match=words)
     end = time.monotonic() + 60
@@ -133,14 +133,14 @@ def test_a_server_that_never_gets_ready(monkeypatch):
 
 def test_a_longer_time_for_slow_servers():
     flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=400.0)
-    servers = supervisor.Servers(hangs, flags, ["127.0.0.1:1"])
+    servers = supervisor.Supervisor(hangs, flags, ["127.0.0.1:1"])
     assert servers.silent_seconds == 400
 
 
 def test_all_were_suspended(monkeypatch):
     """A server's sign of life may come after the supervisor has woken up."""
     flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=1)
-    servers = supervisor.Servers(hangs, flags, ["127.0.0.1:1"])
+    servers = supervisor.Supervisor(hangs, flags, ["127.0.0.1:1"])
     clock, ahead = time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: clock() + ahead)
 
@@ -167,7 +167,7 @@ def test_all_were_suspended(monkeypatch):
 
 def test_a_restart_that_the_system_refuses_ends_no_other_server(monkeypatch, caplog):
     flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=1)
-    servers = supervisor.Servers(is_ready, flags, ["127.0.0.1:1", "127.0.0.1:2"])
+    servers = supervisor.Supervisor(is_ready, flags, ["127.0.0.1:1", "127.0.0.1:2"])
     start, refused = servers.group.start, []
 
     def refuses(*arguments):
@@ -199,7 +199,7 @@ def test_a_server_may_crash_as_often_as_allowed():
     flags = argparse.Namespace(
         max_restarts=2**31 - 1, seconds=0.0, join=None, actor_timeout=1
     )
-    servers = supervisor.Servers(dies_when_it_is_ready, flags, ["127.0.0.1:1"])
+    servers = supervisor.Supervisor(dies_when_it_is_ready, flags, ["127.0.0.1:1"])
     servers.servers[0].crashes = 5000
     try:
         deadline = time.monotonic() + 60
@@ -227,7 +227,7 @@ def test_servers_that_crash_again_and_again(
     flags = argparse.Namespace(
         max_restarts=1, seconds=seconds, join=None, actor_timeout=1
     )
-    servers = supervisor.Servers(serve, flags, ["127.0.0.1:1"])
+    servers = supervisor.Supervisor(serve, flags, ["127.0.0.1:1"])
     crashes = (
         pytest.raises(ServerError, match="crash number 2 in a row")
         if gives_up

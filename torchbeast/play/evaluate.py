@@ -35,7 +35,6 @@ from torchbeast.extras.video import Video, has_display, picture
 from torchbeast.flags import Flags
 from torchbeast.local.actors import TorchSettings, actor_context, seed_globals
 from torchbeast.local.env_spec import CLOSE_SECONDS, START_SECONDS
-from torchbeast.polybeast.security import choose_side
 from torchbeast.procs import children
 from torchbeast.runs import checkpoint, files, start, trust
 from torchbeast.tools import protocol
@@ -67,13 +66,14 @@ Games = Generator[Game | None, None, None]  # None: no game has ended for a whil
 Play = Callable[[Flags, dict[str, torch.Tensor], Sequence[int]], Games]
 
 
-def evaluate(typed: start.Typed, play_on_servers: Play | None = None) -> None:
+def evaluate(
+    typed: start.Typed, find_player: Callable[[Flags], Play | None] = lambda _: None
+) -> None:
     """Tests the checkpoint of --xpid, with the flags saved in it.
 
     Args:
       typed: see start.read.
-      play_on_servers: plays the games if the command line has --server_addresses or
-        --listen. Otherwise this machine plays them.
+      find_player: returns what plays the games; None: this machine plays them.
     """
     flags = start.merge(typed)
     path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest")
@@ -84,10 +84,7 @@ def evaluate(typed: start.Typed, play_on_servers: Play | None = None) -> None:
     flags = start.merge(typed, saved["flags"], signed, str(path))
     if flags.suppress_logs:
         start.print_warnings_only()
-    play_games: Play = play_in_processes
-    if play_on_servers and flags.typed & {"server_addresses", "listen"}:
-        choose_side(flags)
-        play_games = play_on_servers
+    play_games = find_player(flags) or play_in_processes
     flags = start.resolve(flags).freeze()
     result = test(flags, saved["model_state_dict"], play_games)
     step = saved.get("stats", {}).get("step")

@@ -24,14 +24,14 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from typing import Any
 
-from torchbeast import flags as declared_flags
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.extras.metrics import Endpoint
-from torchbeast.flags import Flags
+from torchbeast.flags import Atari, Environment, Flags
 from torchbeast.polybeast import security
+from torchbeast.polybeast.flags import Connection, OfServers, Servers
 from torchbeast.polybeast.serving import serve
-from torchbeast.polybeast.supervisor import Servers
+from torchbeast.polybeast.supervisor import Supervisor
 from torchbeast.procs import processes
 from torchbeast.runs import start
 
@@ -70,9 +70,7 @@ def addresses(flags: Flags) -> list[str]:
 
 
 def make_parser() -> FlagParser:
-    of_environments = (declared_flags.Environment, declared_flags.Atari)
-    of_servers = (declared_flags.Servers, declared_flags.Connection)
-    groups = (declared_flags.OfServers, *of_environments, *of_servers)
+    groups = (OfServers, Environment, Atari, Servers, Connection)
     return FlagParser("PolyBeast's environment servers.", groups, {})
 
 
@@ -85,7 +83,6 @@ def check(flags: Flags) -> None:
             "give --bind, to wait for a learner, or --join, to connect to one, but not "
             "both"
         )
-    start.check_ranges(flags)
 
 
 def run(flags: Flags, until: Sequence[Any] = ()) -> int:
@@ -103,7 +100,7 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
     if not (flags.bind or flags.join):
         security.make_private_folder(flags.pipes_basename)
     with processes.StopSignals() as signals, contextlib.ExitStack() as stack:
-        servers = Servers(serve, flags, addresses(flags))
+        servers = Supervisor(serve, flags, addresses(flags))
         stack.callback(servers.stop)
         if flags.metrics_port:
             endpoint = Endpoint(

@@ -23,8 +23,9 @@ from torchbeast.core.acting import act_step
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.model import Net
-from torchbeast.play.evaluate import TEST_STREAM, Game, Games
+from torchbeast.play.evaluate import TEST_STREAM, Game, Games, Play
 from torchbeast.polybeast.remote_envs import RemoteEnvs, server_addresses
+from torchbeast.polybeast.security import choose_side
 from torchbeast.polybeast.streams import StreamGroup, as_stored
 from torchbeast.tools.agent import load_model
 
@@ -79,6 +80,14 @@ class Scorer:
                 log.warning("Game %d was lost with its server; it begins anew.", number)
                 self.waiting.append(number)
                 del self.playing[env]
+
+
+def find_player(flags: Flags) -> Play | None:
+    """play_on_servers if the command line has --server_addresses or --listen."""
+    if not flags.typed & {"server_addresses", "listen"}:
+        return None
+    choose_side(flags)
+    return play_on_servers
 
 
 def play_on_servers(

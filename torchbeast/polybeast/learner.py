@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from torchbeast import flags as declared_flags
-from torchbeast.base import devices, ranks
+from torchbeast.base import devices, parts, ranks
 from torchbeast.base.errors import FileError, FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
@@ -46,7 +46,8 @@ from torchbeast.flags import Flags
 from torchbeast.learner import Learner, Update, learn
 from torchbeast.model import CHOICES
 from torchbeast.play.evaluate import evaluate
-from torchbeast.polybeast.evaluate import fits, play_on_servers
+from torchbeast.polybeast.evaluate import find_player, fits
+from torchbeast.polybeast.flags import Connection, PolyBeast
 from torchbeast.polybeast.remote_envs import RemoteEnvs, server_addresses
 from torchbeast.polybeast.security import choose_side
 from torchbeast.polybeast.streams import StreamGroup, Streams, as_stored
@@ -273,10 +274,11 @@ def train(
 
 
 def make_parser() -> FlagParser:
-    groups = (*declared_flags.TRAINING, *declared_flags.CONNECTED)
+    # It starts no environments, so it has no launcher.
+    others = [x for x in parts.groups() if "launcher" not in x.declared()]
     return FlagParser(
         "PolyBeast's learner.",
-        groups,
+        (*declared_flags.TRAINING, PolyBeast, Connection, *others),
         CHOICES,
         num_actors=None,
         envs_per_actor=None,  # the environments' value
@@ -334,11 +336,10 @@ def own_servers(flags: Flags) -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
-    test = functools.partial(evaluate, play_on_servers=play_on_servers)
     return run_script(
         make_parser(),
         argv,
         lambda flags: resolve_layout(flags, ranks.size()),
         lambda start: train(start, server_addresses=own_servers(start.flags)),
-        test,
+        lambda typed: evaluate(typed, find_player),
     )

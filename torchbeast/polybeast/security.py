@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchbeast.base.errors import FlagError, UserError, using
-from torchbeast.flags import PRIVATE_FOLDER, Flags
+from torchbeast.flags import Flags
 from torchbeast.polybeast.env_connection import connect
+from torchbeast.polybeast.flags import PRIVATE_FOLDER
 
 if TYPE_CHECKING:
     import ssl

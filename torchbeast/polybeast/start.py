@@ -10,31 +10,32 @@ ends, too.
 from __future__ import annotations
 
 # The learner, and with it torch, is imported late: server processes import this file.
-import functools
 import multiprocessing as mp
 import secrets
 from collections.abc import Sequence
 from typing import Any
 
 from torchbeast import flags as declared_flags
+from torchbeast.base import parts
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.flags import Flags
 from torchbeast.polybeast import env as polybeast_env
+from torchbeast.polybeast import flags as own_flags
 from torchbeast.polybeast import security, supervisor
 from torchbeast.procs import children, processes
-from torchbeast.runs.start import Start, check_launcher, run_script
+from torchbeast.runs.start import Start, run_script
 
-NUM_SERVERS = declared_flags.DECLARED["num_servers"].default
+NUM_SERVERS = own_flags.Connection.declared()["num_servers"].default
 
 
 def make_parser() -> FlagParser:
     from torchbeast.model import CHOICES
 
-    groups = (*declared_flags.TRAINING, *declared_flags.CONNECTED)
+    own = (own_flags.PolyBeast, own_flags.Connection, own_flags.Servers)
     return FlagParser(
         "PolyBeast: IMPALA with environments in server processes.",
-        (*groups, declared_flags.Servers, declared_flags.Launcher),
+        (*declared_flags.TRAINING, *own, *parts.groups()),
         CHOICES,
         num_actors=None,
         num_servers=None,
@@ -42,10 +43,15 @@ def make_parser() -> FlagParser:
     )
 
 
+def uses_ray(flags: Flags) -> bool:
+    return getattr(flags, "launcher", "") == "ray"
+
+
 def resolve_layout(flags: Flags) -> Flags:
     from torchbeast.polybeast import learner as polybeast_learner
 
-    own = {"listen"} if flags.launcher == "ray" else set()
+    is_ray = uses_ray(flags)
+    own = {"listen"} if is_ray else set()
     foreign = {"server_addresses", "bind", "listen", "join"} - own
     for name in foreign - flags.typed:  # saved by another script
         setattr(flags, name, None)
@@ -56,20 +62,23 @@ def resolve_layout(flags: Flags) -> Flags:
             "torchbeast.polybeast_learner with --server_addresses here; or the learner "
             "with --listen and the environments with --join"
         )
-    check_launcher(flags)
+    if is_ray:
+        from torchbeast.extras import ray  # optional
+
+        ray.check(flags)
     if flags.pipes_basename is None:
-        name = f"{declared_flags.PIPES_BASENAME}-{secrets.token_hex(4)}"
+        name = f"{own_flags.PIPES_BASENAME}-{secrets.token_hex(4)}"
         flags.pipes_basename = name
-    if flags.launcher == "ray":
+    if is_ray:
         useless = sorted(flags.on_command_line & {"num_servers", "max_restarts"})
         if useless:
             raise FlagError(
                 f"--{useless[0]} has no effect with --launcher ray: each of "
                 "--num_actors is a server, and Ray restarts it"
             )
-    if flags.num_servers is None or flags.launcher == "ray":
+    if flags.num_servers is None or is_ray:
         flags.num_actors = flags.num_actors or NUM_SERVERS
-        one_each = flags.sync or flags.launcher == "ray"
+        one_each = flags.sync or is_ray
         # More server processes than cores would only take memory.
         most = flags.num_actors if one_each else processes.num_cpus()
         flags.num_servers = min(flags.num_actors, most)
@@ -86,7 +95,7 @@ def train(start: Start) -> int:
         name = f"{start.flags.pipes_basename}-{ranks.rank()}"
         start = start._replace(flags=start.flags.replace(pipes_basename=name))
     flags = start.flags
-    if flags.launcher == "ray":
+    if uses_ray(flags):
         from torchbeast.extras.ray.servers import ray_servers  # optional
 
         with ray_servers(flags) as (address, check):
@@ -120,7 +129,8 @@ def check_servers(servers: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
     from torchbeast.play.evaluate import evaluate
-    from torchbeast.polybeast.evaluate import play_on_servers
+    from torchbeast.polybeast.evaluate import find_player
 
-    test = functools.partial(evaluate, play_on_servers=play_on_servers)
-    return run_script(make_parser(), argv, resolve_layout, train, test)
+    return run_script(
+        make_parser(), argv, resolve_layout, train, lambda x: evaluate(x, find_player)
+    )

@@ -50,7 +50,7 @@ class Server:
     crashes: int = 0  # in a row, each before it was healthy
 
 
-class Servers:
+class Supervisor:
     """The server processes. One thread at a time.
 
     Args:

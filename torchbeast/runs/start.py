@@ -9,10 +9,8 @@ saved run, such as the number of threads, are chosen again for this machine.
 Importing this module does not load torch, because environment servers parse flags too.
 """
 
-import argparse
 import contextlib
 import difflib
-import importlib.util
 import json
 import logging
 import math
@@ -46,12 +44,10 @@ from torchbeast.runs.files import (
 
 log = logging.getLogger(__name__)
 
-OF_ONE_START = of_resume(START)
-FREE_TO_CHANGE = of_resume(START, FREE)  # these don't change what a run learns
-FREE_TO_CHANGE_IN_SYNC = of_resume(START, FREE, TUNE)
+OF_ONE_START = of_resume(DECLARED, START)
+FREE_TO_CHANGE = of_resume(DECLARED, START, FREE)  # don't change what a run learns
+FREE_TO_CHANGE_IN_SYNC = of_resume(DECLARED, START, FREE, TUNE)
 
-# A test neither uses nor opens what these name, unless they were typed.
-NOT_IN_TESTS = FREE_TO_CHANGE | {"init_from"}
 # Flags of a meta.json that name a place, and not what the run does.
 OF_ITS_RUN = {
     *("mode", "savedir", "xpid", "config", "video", "checkpoint", "repeat", "until"),
@@ -167,7 +163,7 @@ def merge(
       place: of the checkpoint, for messages.
 
     Raises:
-      FlagError: a saved flag has a value that is not allowed.
+      FlagError: a flag has a value that is not allowed.
       UntrustedError: a file names code, another file or a machine, and nobody typed it.
     """
     declared, here = typed.declared, typed.here
@@ -177,7 +173,8 @@ def merge(
         # The command line names the preset, which wins over the file.
         given = {k: v for k, v in given.items() if k not in preset or k in here}
     from_file = {k: v for k, v in given.items() if k not in here}
-    saved = {k: v for k, v in (saved or {}).items() if k not in OF_ONE_START}
+    of_one_start = of_resume(declared, START)
+    saved = {k: v for k, v in (saved or {}).items() if k not in of_one_start}
     if saved:
         saved = {**BEFORE_THE_FLAG_EXISTED, **saved}
         saved = values_of_file(declared, saved, place)
@@ -191,12 +188,16 @@ def merge(
         if not signed:
             found = trust.risky(declared, {k: saved[k] for k in saved.keys() - given})
             if given.get("mode", "train") != "train":
-                for name in found.keys() & NOT_IN_TESTS:
+                # A test neither uses nor opens what these name.
+                free = of_resume(declared, START, FREE) | {"init_from"}
+                for name in found.keys() & free:
                     del saved[name], found[name]
             trust.check(place, found)
     defaults = {name: x.default for name, x in declared.items()}
     values = {**defaults, **preset, **saved, **given}
-    flags = Flags(**{name: values[name] for name in declared})
+    values = {name: values[name] for name in declared}
+    check_ranges(declared, values)
+    flags = Flags(**values)
     flags.typed, flags.on_command_line = frozenset(given), frozenset(here)
     return flags
 
@@ -243,21 +244,6 @@ def resolve_folder(flags: Flags) -> None:
         )
 
 
-def check_launcher(flags: Flags) -> None:
-    """Raises FlagError if the run can't use --launcher ray."""
-    if flags.launcher == "processes":
-        if "ray_address" in flags.typed:
-            raise FlagError("--ray_address needs --launcher ray")
-        flags.ray_address = None  # of a checkpoint
-    elif flags.sync:
-        raise FlagError("--sync needs --launcher processes")
-    elif importlib.util.find_spec("ray") is None:
-        raise FlagError("--launcher ray needs Ray: pip install ray")
-    else:
-        if ranks.size() > 1:
-            raise FlagError("--launcher ray has one learner: start it without torchrun")
-
-
 def check_effects(flags: Flags) -> None:
     """Raises FlagError if a flag of the command line has no effect.
 
@@ -298,10 +284,10 @@ def check_effects(flags: Flags) -> None:
     refuse(trains, "in training, see --eval_episodes", "num_test_episodes")
 
 
-def check_ranges(flags: argparse.Namespace) -> None:
+def check_ranges(declared: Mapping[str, Flag], values: Mapping[str, Any]) -> None:
     """Raises FlagError if a number is out of its range. None is allowed."""
-    for name, value in vars(flags).items():
-        allowed = DECLARED[name].range if name in DECLARED else None
+    for name, value in values.items():
+        allowed = declared[name].range
         if allowed and value is not None and value not in allowed:
             raise FlagError(f"--{name} must be {allowed.words}, got {value}")
 
@@ -344,7 +330,6 @@ def resolve(flags: Flags) -> Flags:
     Raises:
       FlagError: a value is not allowed; the message says what is.
     """
-    check_ranges(flags)
     steps = flags.batch_size * flags.unroll_length
     if flags.mode == "train" and steps > flags.total_steps:
         raise FlagError(
@@ -397,13 +382,13 @@ def left_open(before: dict[str, Any], flags: Flags) -> list[str]:
 def changed(
     saved: dict[str, Any], flags: Flags, free: Set[str] = FREE_TO_CHANGE
 ) -> dict[str, tuple[Any, Any]]:
-    """Flags that differ from a checkpoint's: {name: (saved, now)}."""
+    """The core's flags that differ from a checkpoint's: {name: (saved, now)}.
+
+    Those of other parts don't change what a run learns.
+    """
     now = flags.as_dict()
-    return {
-        name: (saved.get(name), now.get(name))
-        for name in sorted((saved.keys() | now.keys()) - free)
-        if saved.get(name) != now.get(name)
-    }
+    names = sorted((saved.keys() | now.keys()) & DECLARED.keys() - free)
+    return {k: (saved.get(k), now.get(k)) for k in names if saved.get(k) != now.get(k)}
 
 
 def describe_changes(changes: dict[str, tuple[Any, Any]]) -> str:

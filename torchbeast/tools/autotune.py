@@ -159,7 +159,8 @@ def tune(variant: str, words: Sequence[str], seconds: float = SECONDS) -> int:
         return module.resolve_layout(start.resolve(flags)).freeze()
 
     flags, cores = resolve(None), processes.num_cpus()
-    here = flags.launcher == "processes" and "TORCHELASTIC_RUN_ID" not in os.environ
+    is_ray = getattr(flags, "launcher", "") == "ray"
+    here = not is_ray and "TORCHELASTIC_RUN_ID" not in os.environ
     if flags.mode != "train" or not here or not Path("/proc/self/task").exists():
         raise FlagError(
             "autotune tries runs of --mode train on this machine, which needs Linux: "

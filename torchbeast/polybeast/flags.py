@@ -1,0 +1,82 @@
+"""The flags of PolyBeast's scripts. Importing this module does not load torch."""
+
+import os
+
+from torchbeast.base.flag import COUNT, COUNT_OR_0, FREE, SECONDS, Group, flag
+from torchbeast.flags import SEED, Run
+
+# Other users can't create sockets here. Not XDG_RUNTIME_DIR, because servers and
+# learner may be started in different sessions.
+PRIVATE_FOLDER = f"/tmp/torchbeast-{os.getuid()}"
+PIPES_BASENAME = f"unix:{PRIVATE_FOLDER}/polybeast"
+
+
+# fmt: off
+class PolyBeast(Group):
+    title = "PolyBeast"
+    server_addresses: str | None = flag(None,
+        "servers to connect to: host:port or host:first-last,..., or @FILE", FREE)
+    listen: str | None = flag(None,
+        "listen at HOST:PORT or unix:PATH; environments connect to the learner", FREE)
+    connect_timeout: float = flag(60.0,
+        "seconds without a connected stream after which the run ends", SECONDS, FREE)
+    max_env_failures: int = flag(10,
+        "failures of environments per minute; with one more the run ends. Those of "
+        "a single server or machine don't count while another is connected", COUNT_OR_0)
+    actor_device: str | None = flag(None,
+        "device for inference (default: the second GPU, else the learner's)", FREE)
+    num_inference_threads: int = flag(1, "inference threads", COUNT, FREE)
+    max_learner_queue_size: int = flag(None,
+        "maximal rollouts in the queue (default: --batch_size)", COUNT)
+    num_actions: int | None = flag(None,
+        "expected number of actions; the run ends if it differs", COUNT, FREE)
+
+
+class Connection(Group):
+    """Both sides of a connection have these."""
+
+    title = "connection"
+    pipes_basename: str = flag(PIPES_BASENAME,
+        "path of the servers' sockets on one machine, to which .0, .1, ... are "
+        "added (torchbeast.polybeast: a new one per run)", FREE)
+    num_servers: int = flag(4,
+        "server processes; polybeast: by default one per stream or core", COUNT)
+    envs_per_actor: int = flag(8,
+        "environments per stream; polybeast_learner accepts any number by default",
+        COUNT)
+    tls: bool = flag(False, "use TLS; implied by the other --tls flags", FREE)
+    tls_server_name: str | None = flag(None,
+        "name in the other side's certificate, if it is not the host's", FREE)
+    tls_cert: str | None = flag(None, "PEM file with this side's certificate", FREE)
+    tls_key: str | None = flag(None, "PEM file with its key", FREE)
+    tls_ca: str | None = flag(None,
+        "PEM file with the signer of the other side's certificate; by default the "
+        "side that connects trusts the system's signers", FREE)
+    token_file: str | None = flag(None, "file with the secret of both sides", FREE)
+    insecure: bool = flag(False,
+        "allow plain TCP beyond this machine, TLS without a token or client "
+        "certificate, and unix sockets of other users", FREE)
+
+
+class Servers(Group):
+    title = "environment servers"
+    bind: str | None = flag(None,
+        "listen at HOST:PORT, and the next ports for further servers", FREE)
+    join: str | None = flag(None,
+        "connect to a learner with --listen at HOST:PORT or unix:PATH", FREE)
+    max_restarts: int = flag(5,
+        "crashes in a row; with one more the servers end. 10 s of uptime start the "
+        "count anew", COUNT_OR_0, FREE)
+
+
+class OfServers(Group):
+    """What polybeast_env takes of the group Run."""
+
+    preset: str | None = Run.preset
+    metrics_port: int = Run.metrics_port
+    metrics_host: str = Run.metrics_host
+    actor_timeout: float = flag(300.0,
+        "replace a server that has given no sign of life for so many seconds; at "
+        "least 300", SECONDS)
+    seed: int = flag(1,
+        "seed of the environments, if the learner sends none (older versions)", SEED)
