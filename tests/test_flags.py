@@ -14,7 +14,7 @@ import torch
 
 import torchbeast
 from torchbeast import monobeast
-from torchbeast.base import devices
+from torchbeast.base import devices, parts
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import Values
 from torchbeast.flags import DECLARED, GROUPS
@@ -342,7 +342,8 @@ def test_resolving_fills_in_what_is_open():
     assert flags.num_buffers >= flags.num_actors * flags.envs_per_actor
     open_flags = {name for name, value in flags.as_dict().items() if value is None}
     # All whose type has no None are filled in, but the name of a run that is not begun.
-    types = {k: x for group in GROUPS for k, x in group.__annotations__.items()}
+    groups = (*GROUPS, *parts.groups())
+    types = {k: x for group in groups for k, x in group.__annotations__.items()}
     assert {n for n in open_flags if type(None) not in typing.get_args(types[n])} == {
         "xpid"
     }
