@@ -19,6 +19,7 @@ import os
 import pathlib
 import random
 import subprocess
+import sys
 import time
 from typing import Any
 
@@ -210,4 +211,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    processes.run_script(main)
+    sys.exit(main())

@@ -275,7 +275,7 @@ def test_sigint_during_the_start(start):
     run.wait_for(lambda: "libtorch_cpu" in run.maps(), "the import of torch")
     run.signal_group(signal.SIGINT)
     run.wait_for_end(130)
-    assert run.console == "SIGINT during the start: no run was started.\n"
+    assert run.console == ""
 
     run = start(fresh=True)
     run.wait_for(run.fork_servers, "the start of the fork server")

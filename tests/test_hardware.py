@@ -1,12 +1,10 @@
-"""Limits of memory and CPUs: made-up control groups, and the limits of real processes.
+"""Limits of memory and CPUs, with made-up control groups, and the cores of processes.
 
 The folders are those of /proc and /sys/fs/cgroup, as the kernel's documentation
 describes them.
 """
 
 import os
-import re
-import resource
 import subprocess
 import sys
 
@@ -16,32 +14,16 @@ import runs
 from torchbeast.base import hardware
 
 GB = 10**9
-MOUNTS = {
-    2: "31 23 0:28 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw\n",
-    1: (
-        "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755\n"
-        "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw shared:9 - cgroup cgroup "
-        "rw,cpu,cpuacct\n"
-        "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
-        "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
-    ),
-}
-GROUPS = {
-    2: "0::{}\n",
-    1: "9:name=systemd:{0}\n4:memory:{0}\n1:cpu,cpuacct:{0}\n0::{0}\n",
-}
+SLURM = "slurm/uid_7/job_9/step_0"
 
 
 @pytest.fixture
 def system(tmp_path, monkeypatch):
     """A function that makes a system: its root folder."""
-    monkeypatch.setattr(
-        os, "sched_getaffinity", lambda _: set(range(64)), raising=False
-    )
+    monkeypatch.setattr(hardware, "CORES", set(range(64)))
 
-    def make(version, path, files, mounts=None):
-        write("proc/self/cgroup", GROUPS[version].format(path))
-        write("proc/self/mountinfo", mounts or MOUNTS[version])
+    def make(path, files):
+        write("proc/self/cgroup", f"0::{path}\n")
         write("proc/meminfo", "MemTotal: 900 kB\nMemAvailable: 15000000 kB\n")
         for name, text in files.items():
             write(f"sys/fs/cgroup/{name}", f"{text}\n")
@@ -55,11 +37,8 @@ def system(tmp_path, monkeypatch):
     return make
 
 
-SLURM = "slurm/uid_7/job_9/step_0"
-
-
 @pytest.mark.parametrize("limited", [SLURM, "slurm/uid_7", "."])
-def test_memory_of_version_2(system, limited):
+def test_memory(system, limited):
     """Each group up to the root counts; what it uses is its own."""
     files = {
         f"{SLURM}/memory.max": "max",
@@ -68,7 +47,7 @@ def test_memory_of_version_2(system, limited):
         f"{limited}/memory.current": GB,
         f"{limited}/memory.stat": f"anon 5\ninactive_file {GB // 4}\nfile 7",
     }
-    root = system(2, f"/{SLURM}", files)
+    root = system(f"/{SLURM}", files)
     assert hardware.memory_limit(root) == 3 * GB // 2
     assert hardware.free_memory(root) == 3 * GB // 4
 
@@ -76,39 +55,17 @@ def test_memory_of_version_2(system, limited):
 def test_memory_of_systemd(system):
     """MemoryHigh slows a process down, which is no better than an end."""
     group = "user.slice/run-7.scope"
-    root = system(2, f"/{group}", {f"{group}/memory.high": 2 * GB})
+    root = system(f"/{group}", {f"{group}/memory.high": 2 * GB})
     assert hardware.memory_limit(root) == hardware.free_memory(root) == 2 * GB
 
 
-@pytest.mark.parametrize("limited", [SLURM, "slurm/uid_7", "."])
-def test_memory_of_version_1(system, limited):
-    files = {
-        f"memory/{SLURM}/memory.limit_in_bytes": 2**63 - 4096,
-        f"memory/{limited}/memory.limit_in_bytes": 2 * GB,
-        f"memory/{limited}/memory.usage_in_bytes": GB,
-        f"memory/{limited}/memory.stat": f"inactive_file 1\ntotal_inactive_file {GB}",
-    }
-    root = system(1, f"/{SLURM}", files)
-    assert hardware.memory_limit(root) == 2 * GB
-    assert hardware.free_memory(root) == 2 * GB
-
-
-@pytest.mark.parametrize("top", ["/docker/7", "/"])
-def test_a_container_that_sees_the_path_of_its_host(system, top):
-    """Version 1 without a namespace: the container's own group is the top."""
-    mounts = f"35 31 0:32 {top} /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
-    files = {"memory/memory.limit_in_bytes": GB, "memory/sub/memory.limit_in_bytes": 7}
-    root = system(1, "/docker/7/sub", files, mounts)
-    assert hardware.memory_limit(root) == (7 if top != "/" else GB)
-
-
 def test_more_used_than_allowed(system):
-    root = system(2, "/", {"memory.max": GB, "memory.current": 2 * GB})
+    root = system("/", {"memory.max": GB, "memory.current": 2 * GB})
     assert hardware.free_memory(root) == 0
 
 
 def test_without_limits(system):
-    root = system(2, "/a", {"a/memory.max": "max", "a/cpu.max": "max 100000"})
+    root = system("/a", {"a/memory.max": "max", "a/cpu.max": "max 100000"})
     assert hardware.free_memory(root) == 15_000_000 * 1024
     assert hardware.memory_limit(root) == hardware.memory_limit(root / "nothing")
     assert hardware.num_cpus(root) == hardware.num_cpus(root / "nothing") == 64
@@ -127,71 +84,8 @@ def test_without_limits(system):
 )
 @pytest.mark.parametrize("limited", [SLURM, "slurm", "."])
 def test_a_quota_of_cpus(system, content, expected, limited):
-    root = system(2, f"/{SLURM}", {f"{limited}/cpu.max": content})
+    root = system(f"/{SLURM}", {f"{limited}/cpu.max": content})
     assert hardware.num_cpus(root) == expected
-
-
-@pytest.mark.parametrize(("quota", "expected"), [(-1, 64), (250_000, 3), (1_000, 1)])
-def test_a_quota_of_cpus_in_version_1(system, quota, expected):
-    folder = "cpu,cpuacct/slurm/uid_7"
-    files = {f"{folder}/cpu.cfs_quota_us": quota, f"{folder}/cpu.cfs_period_us": 10**5}
-    assert hardware.num_cpus(system(1, f"/{SLURM}", files)) == expected
-
-
-# --- Real processes ---
-
-
-@pytest.mark.parametrize("name", ["RLIMIT_AS", "RLIMIT_DATA"])
-def test_limits_of_a_process(name):
-    code = (
-        "import mmap; from torchbeast.base.hardware import *\n"
-        "before = free_memory()\n"
-        "kept = mmap.mmap(-1, 10**8, mmap.MAP_PRIVATE)\n"
-        "print(memory_limit(), before, free_memory())"
-    )
-    limit = 2 * GB // 5
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        preexec_fn=lambda: resource.setrlimit(getattr(resource, name), (limit, limit)),
-        env=runs.environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=runs.patience(60),
-    )
-    found, before, after = map(int, done.stdout.split())
-    assert found == limit
-    assert 0 < before < limit
-    assert before - after == pytest.approx(10**8, rel=0.05)
-
-
-def test_a_run_beyond_its_address_space_says_so(tmp_path):
-    """As with `ulimit -v`: the replay is refused before it is made."""
-    flags = {**runs.SMALL, "replay_ratio": 1, "replay_size": 80_000_000}
-    limit = f'ulimit -v 6000000; exec {sys.executable} "$@"'
-    words = runs.command(tmp_path, "a", **flags)
-    process = runs.start_words(["sh", "-c", limit, *words])
-    output = runs.finish(process)
-    assert process.returncode == 1
-    assert "--replay_size 80,000,000 needs" in output
-    found = re.search(r"but only ([\d.]+) GB of memory are free", output)
-    assert float(found[1]) < 6.15
-    assert "Traceback" not in output
-
-
-def test_rollouts_beyond_the_data_segment_are_refused(tmp_path):
-    """PolyBeast's streams may use half of what `ulimit -d` allows."""
-    pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    flags = {**runs.SMALL, "module": "torchbeast.polybeast", "num_actors": 8}
-    flags |= {"batch_size": 3, "unroll_length": 4_000_000, "total_steps": 10**9}
-    limit = f'ulimit -d 6000000; exec {sys.executable} "$@"'
-    process = runs.start_words(
-        ["sh", "-c", limit, *runs.command(tmp_path, "a", **flags)]
-    )
-    output = runs.finish(process)
-    assert process.returncode == 1
-    assert f"more than half of the memory ({6_000_000 * 1024 // 2:,} bytes" in output
-    assert "Traceback" not in output
 
 
 def test_the_name_of_the_cpu(tmp_path):
@@ -200,6 +94,29 @@ def test_the_name_of_the_cpu(tmp_path):
     lines = "vendor_id\t: X\ncpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\n"
     file.write_text(f"processor\t: 0\n{lines}\nprocessor\t: 1\n{lines}")
     assert hardware.cpu_model(file) == "AMD EPYC (family 25, model 1)"
-    file.write_text("processor\t: 0\nmodel name\t: ARMv8\n")
-    assert hardware.cpu_model(file) == "ARMv8"
     assert hardware.cpu_model(tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", ["OMP_PROC_BIND", "GOMP_CPU_AFFINITY"])
+def test_children_of_a_process_that_openmp_has_pinned_get_all_cores(name):
+    """Importing PyTorch pins the process to one core; children would inherit it."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        runs.skip("needs two cores")
+    code = (
+        "from torchbeast.procs import processes; import torch, subprocess, sys\n"
+        "from torchbeast.base import hardware; torch.ones(9); processes.unpin()\n"
+        "print(hardware.num_cpus(), flush=True)\n"
+        "code = 'import torch, os; print(len(os.sched_getaffinity(0)))'\n"
+        "subprocess.run([sys.executable, '-c', code], check=True)"
+    )
+    value = "true" if name == "OMP_PROC_BIND" else f"0-{len(cores) - 1}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**runs.environment(), name: value},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=runs.patience(60),
+    )
+    assert done.stdout.split() == [str(len(cores))] * 2

@@ -15,9 +15,15 @@ in learner.py, the model in model.py, the fields of a row in core/rollout.py.
 """
 
 if __name__ == "__main__":
+    import sys
+
     from torchbeast.procs import processes
 
-    processes.exit_on_stop_signals()  # the imports below take seconds
+    processes.exit_on_stop_signals()  # the imports take seconds
+    # By its own name, so that child processes find Actor, also under pdb and cProfile.
+    from torchbeast import monobeast
+
+    sys.exit(monobeast.main())
 
 import collections
 import contextlib
@@ -51,7 +57,6 @@ from torchbeast.local.actors import Actors, actor_context
 from torchbeast.local.env_spec import find_env_spec
 from torchbeast.model import CHOICES, make_model
 from torchbeast.play.evaluate import evaluate
-from torchbeast.procs import processes
 from torchbeast.runs import checkpoint
 from torchbeast.runs.prof import Timings, format_shares
 from torchbeast.runs.run import Run
@@ -446,7 +451,3 @@ def resolve_layout(flags: Flags) -> Flags:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
     return run_script(make_parser(), argv, resolve_layout, train, evaluate)
-
-
-if __name__ == "__main__":
-    processes.run_script(main)

@@ -1,10 +1,13 @@
 """python -m torchbeast.polybeast_learner: see polybeast/learner.py."""
 
-from torchbeast.procs import processes
-
 if __name__ == "__main__":
+    import sys
+
+    from torchbeast.polybeast.native import require_native
+    from torchbeast.procs import processes
+
     processes.exit_on_stop_signals()  # the imports below take seconds
-    processes.require_native()
+    require_native()
     from torchbeast.polybeast.learner import main
 
-    processes.run_script(main)
+    sys.exit(main())

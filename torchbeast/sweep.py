@@ -1,8 +1,8 @@
 """python -m torchbeast.sweep: see tools/sweep.py."""
 
-from torchbeast.procs import processes
-
 if __name__ == "__main__":
+    import sys
+
     from torchbeast.tools.sweep import main
 
-    processes.run_script(main)
+    sys.exit(main())

@@ -232,7 +232,7 @@ def test_sigint_while_servers_start(serve, pipes):
     wait_until(lambda: "_multiarray_umath" in maps.read_text(), "the import of NumPy")
     os.killpg(servers.pid, signal.SIGINT)
     servers.wait_for_end(130)
-    assert servers.console == "SIGINT during the start: no run was started.\n"
+    assert servers.console == ""
 
 
 # --- The learner dies -----------------------------------------------------------------

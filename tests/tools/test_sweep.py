@@ -154,7 +154,7 @@ def test_a_signal_while_a_run_is_in_pythons_start(
     assert process.returncode == 128 + number, output
     assert f"sweep-1 ended with exit status {128 + number}." in output
     console = (tmp_path / "sweep-1" / "console.log").read_text()
-    assert console == f"{number.name} during the start: no run was started.\n"
+    assert console == ""
 
 
 @pytest.mark.slow

@@ -1,10 +1,13 @@
 """python -m torchbeast.polybeast: see start.py."""
 
-from torchbeast.procs import processes
-
 if __name__ == "__main__":
+    import sys
+
+    from torchbeast.polybeast.native import require_native
+    from torchbeast.procs import processes
+
     processes.exit_on_stop_signals()  # the learner's imports take seconds
-    processes.require_native()
+    require_native()
     from torchbeast.polybeast.start import main
 
-    processes.run_script(main)
+    sys.exit(main())

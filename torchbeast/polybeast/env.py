@@ -30,6 +30,7 @@ from torchbeast.extras.metrics import Endpoint
 from torchbeast.flags import Atari, Environment, Flags
 from torchbeast.polybeast import security
 from torchbeast.polybeast.flags import Connection, OfServers, Servers
+from torchbeast.polybeast.native import require_native
 from torchbeast.polybeast.serving import serve
 from torchbeast.polybeast.supervisor import Supervisor
 from torchbeast.procs import processes
@@ -138,7 +139,7 @@ def run_for_learner(flags: Flags) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 128 + n ended by signal n, 1 failed."""
     flags = start.parse(make_parser(), argv)
-    processes.require_native()
+    require_native()
 
     def serve() -> int:
         check(flags)

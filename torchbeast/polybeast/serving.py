@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from typing import Any
 
 from torchbeast.base.errors import text_of
@@ -22,7 +23,7 @@ from torchbeast.flags import Flags
 from torchbeast.polybeast import supervisor
 from torchbeast.polybeast.env_connection import environment_settings
 from torchbeast.polybeast.security import ServerError, security, tls_fault
-from torchbeast.procs import children
+from torchbeast.procs import children, processes
 from torchbeast.runs import start
 
 log = logging.getLogger("torchbeast.polybeast_env")
@@ -44,7 +45,7 @@ def serve(flags: Flags, index: int, address: str, first_stream: int, pipe: Any) 
         server = make_server(flags, index, address, first_stream)
         # Before the supervisor kills the process, so that it can name what hangs.
         stop = functools.partial(server.stop, supervisor.STOP_SECONDS - 1)
-        children.end_on_request(stop, supervisor.STOP_SECONDS, pipe.pipe)
+        _end_on_request(stop, supervisor.STOP_SECONDS, pipe.pipe)
         # Before the server listens, so that no learner gets a faulty environment.
         description = try_environment(flags)
         # Until now SIGTERM ended this process at once, even if an environment hangs.
@@ -63,6 +64,34 @@ def serve(flags: Flags, index: int, address: str, first_stream: int, pipe: Any) 
         known = isinstance(error, ServerError)
         pipe.send(error if known else ServerError(text_of(error)))
         sys.exit(1)
+
+
+def _end_on_request(
+    end: Callable[[], None], seconds: float, pipe: connection.Connection
+) -> None:
+    """Starts a thread that waits for a request to end, calls `end` and exits later.
+
+    A request is SIGTERM, if there is a handler, or the end of the other side of the
+    pipe: the parent has died, or closes it because environments may ignore SIGTERM.
+    This works while the main thread is busy. Call it in the main thread.
+
+    Args:
+      end: asks the main thread to exit.
+      seconds: after this the process exits, because an environment hangs.
+      pipe: to the parent, which sends nothing. Another thread may send.
+    """
+    signals = processes.WakePipe()
+    signals.wake_on_signals()
+
+    def wait() -> None:
+        while pipe not in (ready := connection.wait([pipe, signals.reader])):
+            if ready and signal.SIGTERM in signals.drain():
+                break
+        end()
+        time.sleep(seconds)
+        os._exit(1)  # still here: an environment hangs
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def serve_under_ray(flags: Flags, index: int) -> None:

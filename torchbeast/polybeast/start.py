@@ -19,11 +19,12 @@ from torchbeast import flags as declared_flags
 from torchbeast.base import parts
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
+from torchbeast.base.hardware import num_cpus
 from torchbeast.flags import Flags
 from torchbeast.polybeast import env as polybeast_env
 from torchbeast.polybeast import flags as own_flags
 from torchbeast.polybeast import security, supervisor
-from torchbeast.procs import children, processes
+from torchbeast.procs import children
 from torchbeast.runs.start import Start, run_script
 
 NUM_SERVERS = own_flags.Connection.declared()["num_servers"].default
@@ -80,7 +81,7 @@ def resolve_layout(flags: Flags) -> Flags:
         flags.num_actors = flags.num_actors or NUM_SERVERS
         one_each = flags.sync or is_ray
         # More server processes than cores would only take memory.
-        most = flags.num_actors if one_each else processes.num_cpus()
+        most = flags.num_actors if one_each else num_cpus()
         flags.num_servers = min(flags.num_actors, most)
     polybeast_env.check(flags)
     return polybeast_learner.resolve_layout(flags)

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from multiprocessing import connection, resource_tracker, util
 from typing import Any, NoReturn
 
 from torchbeast.base.errors import UserError
-from torchbeast.procs import processes, standard_streams
+from torchbeast.procs import processes
 
 # Bytes of TMPDIR. A socket's path may have 103, and multiprocessing adds 32.
 LONGEST_TMPDIR = 70
@@ -33,11 +32,11 @@ class ProcessError(UserError, RuntimeError):
 
 # --- In the parent --------------------------------------------------------------------
 
-FORK_SERVER = "process that starts actors (fork server)"
-FORK_SERVER_IS_GONE = 255  # multiprocessing's exit code if the fork server has died
 HINTS = {
     -signal.SIGKILL: " (out of memory? see dmesg)",
     -signal.SIGBUS: " (is /dev/shm full?)",
+    # multiprocessing's exit code if the process that starts the others has died
+    255: ", or the process that starts actors (fork server) died (out of memory?)",
 }
 
 
@@ -49,7 +48,13 @@ def starting_children() -> Iterator[None]:
     can't hit a child while Python starts. The parent gets the signal after this block.
     Other programs don't unblock them, so don't start them inside.
     """
-    _choose_folder_of_sockets()
+    processes.unpin()
+    sys.argv[:1] = map(str, sys.argv[:1])  # pdb's kind of str can't be pickled
+    before = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
+        tempfile.tempdir = "/tmp"
+    util.get_temp_dir()  # multiprocessing keeps this choice for its sockets
+    tempfile.tempdir = before
     old = signal.pthread_sigmask(signal.SIG_BLOCK, processes.STOP_SIGNALS)
     try:
         resource_tracker.ensure_running()  # first, because it unblocks signals
@@ -59,31 +64,10 @@ def starting_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
 
-def _choose_folder_of_sockets() -> None:
-    """Lets multiprocessing use /tmp if TMPDIR is too long for the path of a socket."""
-    before = tempfile.tempdir
-    try:
-        if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
-            tempfile.tempdir = "/tmp"
-            util.get_temp_dir()  # it keeps this choice
-    except OSError as error:
-        raise ProcessError(
-            f"no folder for temporary files: {error}. Set TMPDIR to one that exists, "
-            f"with at most {LONGEST_TMPDIR} bytes, and has free space"
-        ) from None
-    finally:
-        tempfile.tempdir = before
-
-
-def how_it_ended(code: int | None) -> str:
+def how_it_ended(code: int) -> str:
     """Describes an exit code of multiprocessing in words."""
-    if code is not None and code < 0:
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:  # a real-time signal
-            name = str(-code)
-        return f"by signal {name}{HINTS.get(code, '')}"
-    return f"with exit status {code}"
+    names = {-x: f"by signal {x.name}" for x in signal.Signals}
+    return names.get(code, f"with exit status {code}") + HINTS.get(code, "")
 
 
 class Guardian:
@@ -134,14 +118,12 @@ class Child:
       process: of multiprocessing.
       pipe: the parent's end.
       steps: an integer in shared memory that the child counts up, for StepWatch.
-      hints: by exit status, what may have ended it.
     """
 
     steps: Any = None
 
     def __init__(self, who: str, process: Any, pipe: connection.Connection) -> None:
         self.who, self.process, self.pipe = who, process, pipe
-        self.hints: dict[int, str] = {}
 
     def send(self, message: Any) -> None:
         """Sends a message. If the child has died, only `receive` says so."""
@@ -171,8 +153,7 @@ class Child:
     def how_it_died(self) -> str:
         """Waits for the end of a dead process; "died" and how, in words."""
         self.process.join(1.0)
-        code = self.process.exitcode
-        return f"died {how_it_ended(code)}{self.hints.get(code, '')}"
+        return f"died {how_it_ended(self.process.exitcode)}"
 
 
 class Children(Guardian):
@@ -206,15 +187,12 @@ class Children(Guardian):
                 process.start()
             except (EOFError, OSError) as error:
                 raise ProcessError(
-                    f"{who} can't be started: {error!r}. Is there a free process and "
-                    f"memory? If the {FORK_SERVER} was killed, start the run again"
+                    f"{who} can't be started: {error!r}. Is there memory, and a free "
+                    "process?"
                 ) from error
             self.guard(process.pid)
         child_pipe.close()
         child = Child(f"{who} (pid {process.pid})", process, pipe)
-        if self.context.get_start_method() == "forkserver":
-            hint = f", or the {FORK_SERVER} died (out of memory?)"
-            child.hints[FORK_SERVER_IS_GONE] = hint
         self.alive.append(child)
         return child
 
@@ -340,58 +318,18 @@ def begin_child(ends_by: Sequence[int] = ()) -> None:
       ends_by: stop signals that end the child nevertheless.
     """
     os.setpgid(0, 0)
-    standard_streams.keep_open()
+    processes.keep_streams_open()
     faulthandler.register(signal.SIGUSR1)
-    # Environments may start processes, which Python forbids to a "daemon".
+    # Environments may start processes, as they may outside of a child.
     multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method(None, force=True)
     for number in processes.handled_signals():
         # Not SIG_IGN: programs that the environment starts would inherit it.
         handler = signal.SIG_DFL if number in ends_by else lambda number, frame: None
         signal.signal(number, handler)
-    _let_sigterm_end_forks()
+    os.register_at_fork(  # so multiprocessing's terminate() ends such processes
+        after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    )
     # A terminal may stop background groups that write to it (stty tostop).
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.STOP_SIGNALS)
-
-
-def _let_sigterm_end_forks() -> None:
-    """So multiprocessing's terminate() ends processes that the environment forks."""
-    sigterm = [signal.SIGTERM]
-
-    def begin() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, sigterm)
-
-    os.register_at_fork(  # blocked until the process has its own handler
-        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, sigterm),
-        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, sigterm),
-        after_in_child=begin,
-    )
-
-
-def end_on_request(
-    end: Callable[[], None], seconds: float, pipe: connection.Connection
-) -> None:
-    """Starts a thread that waits for a request to end, calls `end` and exits later.
-
-    A request is SIGTERM, if there is a handler, or the end of the other side of the
-    pipe: the parent has died, or closes it because environments may ignore SIGTERM.
-    This works while the main thread is busy. Call it in the main thread.
-
-    Args:
-      end: asks the main thread to exit.
-      seconds: after this the process exits, because an environment hangs.
-      pipe: to the parent, which sends nothing. Another thread may send.
-    """
-    signals = processes.WakePipe()
-    signals.wake_on_signals()
-
-    def wait() -> None:
-        while pipe not in (ready := connection.wait([pipe, signals.reader])):
-            if ready and signal.SIGTERM in signals.drain():
-                break
-        end()
-        time.sleep(seconds)
-        os._exit(1)  # still here: an environment hangs
-
-    threading.Thread(target=wait, daemon=True).start()

@@ -1,40 +1,32 @@
-"""Stop signals, and the start and the end of a script.
+"""Stop signals (SIGINT, SIGTERM, SIGHUP), and the standard streams of a process.
 
-Importing it loads neither torch nor NumPy and has no side effects.
-
-A script handles the stop signals (SIGINT, SIGTERM, SIGHUP) in three ways, one after
-another. During its imports a signal ends it at once (exit_on_stop_signals). While it
-prepares a run, a signal raises KeyboardInterrupt (raise_on_stop_signals). While it
-runs, a signal is noted and wakes the main thread (StopSignals, or Run's handler). The
-exit status is always 128 + the signal's number, without a traceback.
+During the imports of a script a stop signal ends it at once. After them a signal raises
+KeyboardInterrupt, or a loop notes it and ends: StopSignals, Run. The exit status is
+always 128 + the signal's number. Importing this module does not load torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import io
 import os
-import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-from torchbeast.base.hardware import num_cpus as num_cpus  # for users of this module
-from torchbeast.procs import standard_streams
+from torchbeast.base.hardware import CORES
 
+# With one of these, OpenMP pins the thread that imports PyTorch to one core.
+PINNING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Signals within this time after the first count as the same request: `timeout` signals
 # the process and then its group, and people press Ctrl-C twice.
 SAME_REQUEST_SECONDS = 1.0
-
-
-# --- Signals --------------------------------------------------------------------------
 
 
 def in_main_thread() -> bool:
@@ -58,64 +50,20 @@ def exit_on_stop_signals() -> None:
     Unblocks them: who started the process may have used starting_children().
     """
     for number in handled_signals():
-        signal.signal(number, _exit_at_once)
+        # Not an exception: an imported module might catch or print it.
+        signal.signal(number, lambda number, frame: os._exit(128 + number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-
-def require_native() -> None:
-    """Imports libtorchbeast; ends the process with the reason if this can't be done.
-
-    scripts/train_pong sets up a checkout without the C++ part. In the environment of
-    such a checkout, this builds it first, which takes about a minute.
-    """
-    with contextlib.suppress(ImportError):
-        importlib.import_module("libtorchbeast")
-        return
-    checkout = Path(__file__).resolve().parents[2]
-    in_its_environment = Path(sys.prefix).resolve() == checkout / ".venv"
-    if in_its_environment and os.environ.get("TORCHBEAST_NATIVE") != "skip":
-        set_up = ["bash", str(checkout / "scripts" / "setup")]
-        sys.stderr.write(f"PolyBeast's C++ part is missing: {shlex.join(set_up)}\n")
-        subprocess.run(set_up, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False)
-        importlib.invalidate_caches()
-    try:
-        importlib.import_module("libtorchbeast")
-    except ImportError as error:
-        sys.exit(str(error))
-
-
-def _exit_at_once(number: int, frame: FrameType | None) -> None:
-    # Not an exception: an imported module might catch or print it.
-    name = signal.Signals(number).name
-    with contextlib.suppress(OSError):
-        os.write(2, f"{name} during the start: no run was started.\n".encode())
-    os._exit(128 + number)
-
-
-def name_thread(name: str) -> None:
-    """Names this thread for `top` and tools/trial.py, if the system is Linux.
-
-    Threads that it starts inherit the name.
-    """
-    with contextlib.suppress(OSError):
-        Path("/proc/thread-self/comm").write_text(name)
 
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Installs a handler for stop signals, and restores the old ones afterwards.
-
-    Exception: after exit_on_stop_signals, signals are ignored afterwards, because the
-    script is about to exit with the right status.
-    """
+    """Installs a handler for stop signals, and restores the old ones afterwards."""
     old = {number: signal.signal(number, handler) for number in handled_signals()}
     try:
         yield
     finally:
-        for number, old_handler in old.items():
-            at_exit = old_handler == _exit_at_once
-            if old_handler is not None:  # None: of C code, which can't be restored
-                signal.signal(number, signal.SIG_IGN if at_exit else old_handler)
+        for number, before in old.items():  # None: a handler of C code
+            signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
 @contextlib.contextmanager
@@ -196,7 +144,47 @@ class StopSignals(contextlib.ExitStack):
         return self
 
 
-def run_script(main: Callable[[], int | None]) -> NoReturn:
-    """Exits with the status that `main` returns; None is 0."""
-    standard_streams.keep_open()
-    sys.exit(main())
+def unpin() -> None:
+    """Gives this thread all cores again, and all processes that it starts."""
+    if sum(os.environ.pop(name, None) is not None for name in PINNING) and CORES:
+        os.sched_setaffinity(0, CORES)
+
+
+def name_thread(name: str) -> None:
+    """Names this thread for `top` and tools/trial.py, if the system is Linux.
+
+    Threads that it starts inherit the name.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/thread-self/comm").write_text(name)
+
+
+class _Stream(io.FileIO):
+    """A standard stream that drops what can't be written: no reader, a full disk."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data) or len(data)
+        return len(data)
+
+
+def keep_streams_open() -> None:
+    """Makes writing to stdout and stderr safe: environments may print at any time.
+
+    Closed streams become /dev/null. Otherwise the next opened file, such as a
+    checkpoint, could get the descriptor of stderr, and C code would write into it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:  # the lowest free number is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        # A stream that the caller has replaced is kept.
+        if number and (old := getattr(sys, name)) is getattr(sys, f"__{name}__"):
+            if old is not None:
+                with contextlib.suppress(OSError):
+                    old.flush()
+            raw = io.BufferedWriter(_Stream(number, "w", closefd=False))
+            encoding = getattr(old, "encoding", "utf-8")
+            stream = io.TextIOWrapper(raw, encoding, "backslashreplace", None, True)
+            setattr(sys, name, stream)

@@ -29,10 +29,11 @@ from torchbeast.base import devices, errors, ranks
 from torchbeast.base.devices import fast_bf16, learner_device
 from torchbeast.base.errors import FlagError, did_you_mean, using
 from torchbeast.base.flag import FREE, START, TUNE, Flag, FlagParser
+from torchbeast.base.hardware import num_cpus
 from torchbeast.base.seeds import derive_seed
 from torchbeast.flags import DECLARED, Atari, Flags, Loss, Model, Optimizer, of_resume
 from torchbeast.presets import BEFORE_THE_FLAG_EXISTED, PRESETS
-from torchbeast.procs import processes, standard_streams
+from torchbeast.procs import processes
 from torchbeast.runs import trust
 from torchbeast.runs.files import (
     RunFolder,
@@ -345,7 +346,7 @@ def resolve(flags: Flags) -> Flags:
     if flags.torch_threads is None:
         learners = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # torchrun's
         # Half of the cores are for the actors.
-        flags.torch_threads = max(1, processes.num_cpus() // 2 // learners)
+        flags.torch_threads = max(1, num_cpus() // 2 // learners)
     check_effects(flags)
     if flags.learn_start is None:
         flags.learn_start = min(10_000, flags.replay_size // 2)
@@ -772,7 +773,7 @@ def guarded(work: Callable[[], int]) -> int:
 
     Configures logging. An exception in `work` is logged and gives the exit status.
     """
-    standard_streams.keep_open()
+    processes.keep_streams_open()
     configure_logging()
     levels = [(x, x.level) for x in logging.getLogger().handlers]
     if not processes.in_main_thread():

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchbeast.base.errors import FlagError
+from torchbeast.base.hardware import num_cpus
 from torchbeast.flags import Flags
-from torchbeast.procs import processes
 from torchbeast.runs import start
 from torchbeast.runs.prof import format_shares
 from torchbeast.tools import variants
@@ -158,7 +158,7 @@ def tune(variant: str, words: Sequence[str], seconds: float = SECONDS) -> int:
             setattr(flags, name, value)
         return module.resolve_layout(start.resolve(flags)).freeze()
 
-    flags, cores = resolve(None), processes.num_cpus()
+    flags, cores = resolve(None), num_cpus()
     is_ray = getattr(flags, "launcher", "") == "ray"
     here = not is_ray and "TORCHELASTIC_RUN_ID" not in os.environ
     if flags.mode != "train" or not here or not Path("/proc/self/task").exists():
@@ -191,4 +191,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    processes.run_script(main)
+    sys.exit(main())

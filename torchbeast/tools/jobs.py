@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from torchbeast.base import hardware
 from torchbeast.base.errors import FlagError
 from torchbeast.procs import children, processes
 from torchbeast.runs.files import RunBusyError, RunFolder, writing
@@ -98,7 +99,7 @@ def split_cores(num_jobs: int, cores_per_job: int | None) -> list[list[int]]:
     Args:
       cores_per_job: None divides the cores of this process.
     """
-    num_cpus = processes.num_cpus()
+    num_cpus = hardware.num_cpus()
     each = cores_per_job or max(1, num_cpus // num_jobs)
     if num_jobs * each > num_cpus:
         log.warning(

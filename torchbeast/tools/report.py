@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from torchbeast.base.errors import using
-from torchbeast.base.hardware import describe_hardware
 from torchbeast.tools import groups, protocol
 from torchbeast.tools.atari_scores import RANDOM_AND_HUMAN
 from torchbeast.tools.saved_runs import SavedRun, find_run, read_run, read_runs
@@ -70,8 +69,15 @@ def _table_row(run: SavedRun) -> dict[str, str]:
         else f"{mean:.2f}" + (f" ({games:.0f} games)" if (games or 100) < 100 else ""),
         "largest fall": "" if np.isnan(fall) else f"{fall:.0%}",
         "wall-clock": _duration(run.seconds()) + pauses,
-        "hardware": describe_hardware(meta.get("hardware")),
+        "hardware": _hardware(meta.get("hardware")),
     }
+
+
+def _hardware(found: dict[str, Any] | None) -> str:
+    """In a few words: "2 × AMD EPYC, NVIDIA H100"; "unknown" if there is nothing."""
+    if not found:
+        return "unknown"
+    return ", ".join([f"{found['cpus']} × {found['cpu']}", *found["gpus"]])
 
 
 def _test(run: SavedRun) -> str:

@@ -3,8 +3,6 @@
 import importlib
 from typing import Any
 
-from torchbeast.procs import processes
-
 # What has make_parser and resolve_layout of `python -m torchbeast.VARIANT`.
 VARIANTS = {"monobeast": "monobeast", "polybeast": "polybeast.start"}
 
@@ -12,5 +10,7 @@ VARIANTS = {"monobeast": "monobeast", "polybeast": "polybeast.start"}
 def load(variant: str) -> Any:
     """The module of a variant. Ends the process if PolyBeast's C++ part is missing."""
     if variant == "polybeast":
-        processes.require_native()
+        from torchbeast.polybeast.native import require_native
+
+        require_native()
     return importlib.import_module(f"torchbeast.{VARIANTS[variant]}")
