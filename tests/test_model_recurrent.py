@@ -1,4 +1,5 @@
 import pytest
+import runs
 import torch
 from nets import (
     ACTION_SPACES,
@@ -14,6 +15,10 @@ from nets import (
     small_net,
 )
 from torch import nn
+
+from torchbeast.base.errors import UserError
+from torchbeast.flags import DECLARED
+from torchbeast.runs import trust
 
 
 def test_lstm_against_a_plain_loop_over_cells():
@@ -145,3 +150,53 @@ def test_the_reward_is_clipped():
     assert_same(net(much)[0], net(rows)[0], rtol=0, atol=0)
     none = {**rows, "reward": torch.zeros(T, B)}
     assert not torch.equal(net(none)[0]["baseline"], net(rows)[0]["baseline"])
+
+
+class Fading(nn.Module):
+    """A core outside of the package: a mean of the features that fades."""
+
+    def __init__(self, size, core_size, core_layers, share=0.1):
+        super().__init__()
+        self.hidden_size, self.share = core_size, share
+        self.linear = nn.Linear(size, core_size)
+
+    def state_sizes(self, batch_size):
+        return [(1, batch_size, self.hidden_size)]
+
+    def unroll(self, x, done, state):
+        (mean,) = state[0]
+        rows = []
+        for features, begins in zip(self.linear(x), done, strict=True):
+            mean = mean * ~begins.unsqueeze(1)
+            mean = mean + self.share * (features.relu() - mean)
+            rows.append(mean)
+        return torch.stack(rows), (mean.unsqueeze(0),)
+
+
+CORE = 'test_model_recurrent:Fading{"share": 0.5}'
+
+
+def test_a_core_of_ones_own_trains_and_resumes(tmp_path):
+    flags = {**runs.SMALL, "sync": True, "use_lstm": True, "core": CORE}
+    flags |= {"num_actors": 1, "envs_per_actor": 2, "batch_size": 2, "core_size": 9}
+    runs.run(tmp_path, "whole", **{**flags, "total_steps": 200})
+    runs.run(tmp_path, "parts", **{**flags, "total_steps": 100})
+    runs.run(tmp_path, "parts", total_steps=200)  # the run is one's own
+    rows = [runs.read_logs(tmp_path, name) for name in ("whole", "parts")]
+    rate = "learning_rate"  # of a shorter run
+    assert len(rows[0]) == len(rows[1]) > 2
+    assert rows[0][-1]["step"] == rows[1][-1]["step"]
+    saved = torch.load(tmp_path / "parts" / "model.tar", weights_only=True)
+    assert saved["model_state_dict"]["core.linear.weight"].shape[0] == 9
+    assert float(rows[1][-1][rate]) < float(rows[1][0][rate])
+
+
+def test_a_core_that_is_named_by_a_file_is_not_imported():
+    assert trust.risky(DECLARED, {"core": CORE}) == {"core": CORE}
+    assert not trust.risky(DECLARED, {"core": "gru"})
+
+
+@pytest.mark.parametrize("core", ["lstn", "nets:Nothing", 'nets:small_net{"a": 1}'])
+def test_a_core_that_can_not_be_made(core):
+    with pytest.raises(UserError, match=r"^--core \(besides lstm, gru\)"):
+        small_net(use_lstm=True, core=core)

@@ -146,7 +146,8 @@ class Model(Group):
         "times as many channels and units in the encoders", WIDTH)
     layer_norm: bool = flag(False, "normalize the layers of the encoders")
     use_lstm: bool = flag(False, "add a recurrent core, see --core")
-    core: str = flag("lstm", "kind of the recurrent core")
+    core: str = flag("lstm", "kind of the recurrent core: lstm, gru or a class",
+        metavar="KIND|MODULE:CLASS[JSON]")
     core_size: int = flag(256, "units of each layer of the recurrent core", COUNT)
     core_layers: int = flag(1, "layers of the recurrent core", COUNT)
     forget_bias: float = flag(0.0,

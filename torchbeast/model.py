@@ -4,7 +4,7 @@
 torso, shallow or deep. All else is flattened and goes through a small MLP; both are in
 encoders.py. The core, see recurrent.py, gets their features, the clipped last reward
 and the last action. If there are neither images nor a core, the value has an MLP of its
-own. --encoder and --explorer name modules that are no part of this package.
+own. --encoder, --core and --explorer name modules that are no part of this package.
 """
 
 import itertools
@@ -26,9 +26,9 @@ from torchbeast.core.vtrace import VTraceReturns
 from torchbeast.encoders import VectorEncoder, initialize
 from torchbeast.envs import action_masks
 from torchbeast.flags import Flags
-from torchbeast.recurrent import CORES
+from torchbeast.recurrent import make_core
 
-CHOICES: dict[str, Any] = {"model": encoders.TORSOS, "core": CORES}  # of these flags
+CHOICES: dict[str, Any] = {"model": encoders.TORSOS}  # of these flags
 
 
 class Net(nn.Module):
@@ -89,9 +89,7 @@ class Net(nn.Module):
         size = encoders.output_size(self.encode, rows)
         self.core: Any = None
         if flags.use_lstm:
-            self.core = CORES[flags.core](size, flags.core_size, flags.core_layers)
-            if flags.forget_bias:
-                self.core.remember(flags.forget_bias)
+            self.core = make_core(flags, size)
             size = self.core.hidden_size
         self.policy = nn.Linear(size, self.distribution.num_logits)
         # The values have an MLP of their own if that takes little time.

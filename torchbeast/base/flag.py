@@ -26,7 +26,8 @@ class Resume(enum.Enum):
 
 START, FREE, TUNE = Resume
 
-CODE_FLAGS = ("env", "wrapper", "encoder", "explorer")  # they name code as MODULE:NAME
+# They name code as MODULE:NAME.
+CODE_FLAGS = ("env", "wrapper", "encoder", "core", "explorer")
 
 
 class Range(NamedTuple):

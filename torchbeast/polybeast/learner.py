@@ -139,6 +139,8 @@ def connect(
         # Otherwise each environment that joins is refused for these names.
         if start.flags.encoder:
             find_named("--encoder", start.flags.encoder)
+        if ":" in start.flags.core:
+            find_named("--core", start.flags.core)
         if start.flags.explorer:
             find_method(start.flags.explorer)
         while True:

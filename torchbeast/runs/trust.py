@@ -139,7 +139,7 @@ def _is_harmless(declared: Flag, value: Any) -> bool:
         return name not in SWITCHES or value == declared.default
     if isinstance(value, str | list | tuple) and value in ("", declared.default):
         return True
-    if name == "env":  # an id without a module: what the installed packages register
+    if name in ("env", "core"):  # without a module: what the packages register
         return isinstance(value, str) and ":" not in value
     return name == "env_kwargs" and isinstance(value, str) and value == "{}"
 
