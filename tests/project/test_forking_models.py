@@ -1,10 +1,11 @@
-"""The patches of docs/forking.md that change the model: PopArt, a transformer."""
+"""Models of docs/forking.md: the patch of PopArt, a transformer as the core."""
 
 import argparse
 import importlib.util
 
 import numpy as np
 import pytest
+import runs
 import torch
 from cue_games import Gold, Pennies
 from gymnasium import spaces
@@ -14,7 +15,6 @@ from test_forking import Fork
 
 from torchbeast.core.rollout import cut_at_episodes
 from torchbeast.envs.checks import InvalidEnvironmentError
-from torchbeast.recurrent import CORES
 
 
 def import_forked(fork, name):
@@ -175,15 +175,14 @@ SPACE = spaces.Dict({"body": spaces.Box(-1, 1, (4,)), "digit": spaces.Discrete(3
 BEGINS = [(0, 0), (5, 1), (6, 1), (40, 0), (50, 2), (79, 2)]
 
 
+TRANSFORMER = "examples.transformer:TransformerCore"
+
+
 @pytest.fixture(scope="module")
-def transformer(tmp_path_factory):
+def transformer():
     """A net with a transformer, none of whose layers is the identity."""
-    fork = Fork(tmp_path_factory.mktemp("transformer"), "transformer")
-    transformer = import_forked(fork, "recurrent").CORES["transformer"]
     torch.manual_seed(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(CORES, "transformer", transformer)
-        net = make_net(SPACE, spaces.Discrete(A), use_lstm=True, core="transformer")
+    net = make_net(SPACE, spaces.Discrete(A), use_lstm=True, core=TRANSFORMER)
     with torch.no_grad():
         for p in net.core.parameters():
             p.add_(0.2 * torch.randn_like(p))
@@ -242,16 +241,9 @@ def test_attention_sees_the_past_of_the_episode_only(transformer):
 
 @pytest.mark.timeout(420)
 def test_a_transformer_learns_to_remember(tmp_path, variant):
-    fork = Fork(tmp_path, "transformer")
-    assert fork.files == {"torchbeast/recurrent.py"}
-    rows = fork.train(
-        timeout=200,
-        **variant,
-        learning_rate=0.001,
-        env="cue_games:Repeat",
-        use_lstm=True,
-        core="transformer",
-        rollouts="episode",
-        total_steps=5000,
-    )
+    flags = {**variant, "env": "cue_games:Repeat", "use_lstm": True}
+    flags |= {"core": TRANSFORMER, "rollouts": "episode"}
+    flags |= {"learning_rate": 0.001, "total_steps": 5000}
+    runs.run(tmp_path, "run", timeout=200, **flags)
+    rows = runs.read_logs(tmp_path, "run")
     assert float(rows[-1]["mean_game_return_100"]) > 3  # without a memory: 2
