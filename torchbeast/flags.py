@@ -264,6 +264,9 @@ class Test(Group):
 
 class MonoBeast(Group):
     title = "MonoBeast"
+    serial: bool = flag(False,
+        "act and learn in one process and thread, for debuggers and profilers; "
+        "sets --num_actors 1", START)
     envs_per_actor: int = flag(None,
         "environments per actor (default: 8, or what --num_buffers allows)", COUNT)
     num_buffers: int = flag(None,

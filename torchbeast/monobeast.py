@@ -53,6 +53,7 @@ from torchbeast.extras import order
 from torchbeast.extras.evaluator import Evaluator
 from torchbeast.flags import Flags
 from torchbeast.learner import Learner, Update, learn
+from torchbeast.local import serial
 from torchbeast.local.actors import Actors, actor_context
 from torchbeast.local.env_spec import find_env_spec
 from torchbeast.model import CHOICES, make_model
@@ -244,8 +245,11 @@ class LearnerThreads:
             run.start_thread(f"learner-{i}", self._loop)
 
     def put(self, slots: list[int]) -> None:
+        if not self._count:  # --serial: in this thread
+            self._work(slots, lambda: None)
+            return self._run.finish_updates()
         before, self._last = self._last, threading.Event()
-        self.waiting.put((slots, before, self._last))
+        return self.waiting.put((slots, before, self._last))
 
     def _loop(self) -> None:
         while (batch := self.waiting.get()) is not None:
@@ -283,9 +287,8 @@ def at_once(
         free.extend(slots)
         run.wake()
 
-    learning = LearnerThreads(
-        run, flags.num_learner_threads, lambda *x: learn_from(*x, give_back)
-    )
+    count = 0 if flags.serial else flags.num_learner_threads
+    learning = LearnerThreads(run, count, lambda *x: learn_from(*x, give_back))
     while run.going():
         evaluator.poll()
         if run.save_is_due():
@@ -328,7 +331,7 @@ def in_rounds(
             games = ranks.joined_list(actors.save())
             run.save(lambda: {"actors": games})
 
-    learning = LearnerThreads(run, 1, learn_from_batch)
+    learning = LearnerThreads(run, 0 if flags.serial else 1, learn_from_batch)
     while run.going():
         evaluator.poll()
         if ranks.of_first(run.save_is_due):
@@ -346,7 +349,10 @@ def in_rounds(
 def train(start: Start) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status."""
     flags = start.flags
-    env_spec = find_env_spec(flags, actor_context(), flags.actor_timeout)
+    if flags.serial:
+        env_spec = serial.find_env_spec(flags)
+    else:
+        env_spec = find_env_spec(flags, actor_context(), flags.actor_timeout)
     check_games_can_be_saved(flags, env_spec.exact_resume)
     learner = Learner(flags, env_spec)
     keep_freed_memory(learner.device)
@@ -407,7 +413,9 @@ def make_parser() -> FlagParser:
 
 
 def actors_class(flags: Flags) -> Any:
-    """Actors, or with --launcher ray those of extras/ray."""
+    """Actors; SerialActors with --serial; with --launcher ray those of extras/ray."""
+    if flags.serial:
+        return serial.SerialActors
     if getattr(flags, "launcher", "processes") == "processes":
         return Actors
     from torchbeast.extras import ray  # optional
@@ -422,6 +430,8 @@ def resolve_layout(flags: Flags) -> Flags:
       FlagError: actors and learner could wait for each other forever, an actor would
         have no slots, or --sync or --launcher does not allow these flags.
     """
+    if flags.serial:
+        flags.num_actors = 1
     A, B = flags.num_actors, flags.batch_size
     if flags.envs_per_actor is None:
         flags.envs_per_actor = 8

@@ -73,18 +73,24 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
         return spec
 
 
+def spec_of(env: Any) -> EnvSpec:
+    """The properties of an Environment."""
+    from torchbeast.envs.space_checks import plain_space
+
+    env.on_warning = lambda key, message: None  # the actors send it later
+    both = env.observation_space, plain_space(env.action_space)
+    return EnvSpec(*both, env.frames_per_step, env.exact_resume)
+
+
 def _describe(flags: Flags, pipe: connection.Connection) -> None:
     """The child process. Only here are the environment's modules imported."""
     children.begin_child()
     with children.sending_errors(pipe, f"{flags.env} can't be made"):
         from torchbeast.envs.environment import example_environment
-        from torchbeast.envs.space_checks import plain_space
 
         pipe.send(())  # it has begun
         with (
             contextlib.closing(example_environment(flags)) as env,
             children.sending_errors(pipe, f"{flags.env} can't be made"),
         ):
-            env.on_warning = lambda key, message: None  # the actors send it later
-            both = env.observation_space, plain_space(env.action_space)
-            pipe.send(EnvSpec(*both, env.frames_per_step, env.exact_resume))
+            pipe.send(spec_of(env))

@@ -49,7 +49,10 @@ def starting_children() -> Iterator[None]:
     Other programs don't unblock them, so don't start them inside.
     """
     processes.unpin()
-    sys.argv[:1] = map(str, sys.argv[:1])  # pdb's kind of str can't be pickled
+    # multiprocessing sends these to each child, and pdb's kind of str can't be pickled.
+    sys.argv[:1] = map(str, sys.argv[:1])
+    if spec := getattr(sys.modules["__main__"], "__spec__", None):
+        spec.name = str(spec.name)
     before = tempfile.tempdir
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
         tempfile.tempdir = "/tmp"
