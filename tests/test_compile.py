@@ -4,11 +4,8 @@ import pytest
 import runs
 import test_learner
 import torch
-from test_polybeast import POLYBEAST
-from test_polybeast_sync import SYNC
 from torch._dynamo.utils import counters
 
-from torchbeast.core.acting import pad
 from torchbeast.learner import learn
 
 pytestmark = pytest.mark.timeout(900)  # compiling takes a minute on a busy machine
@@ -42,35 +39,10 @@ def test_the_compiled_update_equals_the_other():
     assert not counters["graph_break"]
 
 
-def test_padding_repeats_the_first_environment():
-    rows = {"done": torch.tensor([[True, False, False]]), "x": torch.rand(1, 3, 2)}
-    state = (torch.rand(2, 3, 5),)
-    padded, (padded_state,) = pad((rows, state), 4)
-    assert padded["done"].tolist() == [[True, False, False, True]]
-    for x, y in ((rows["x"], padded["x"]), (state[0], padded_state)):
-        assert torch.equal(y[:, :3], x)
-        assert torch.equal(y[:, 3], x[:, 0])
-    assert torch.equal(pad(rows, 3)["x"], rows["x"])
-
-
-@pytest.mark.xdist_group("compile")
-def test_a_run_of_polybeast_compiles(tmp_path):
-    """Its batches have one to three streams."""
-    flags = {**runs.SMALL, "compile": "default", "num_actors": 3, "num_servers": 3}
-    flags |= {"module": POLYBEAST, "envs_per_actor": 1, "use_lstm": True}
-    flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "actor_timeout": 600}
-    output = runs.run(tmp_path, "a", timeout=800, **flags)
-    assert "Finished at step 600" in output
-    rows = runs.read_logs(tmp_path, "a")
-    assert len(rows) == 60
-    # The compiled policy that acts is that of the learner.
-    assert sorted(float(row["policy_lag"]) for row in rows)[30] < 20
-
-
 @pytest.mark.xdist_group("compile")
 def test_compiled_actors_with_sync_act_as_the_others(tmp_path):
-    flags = {**SYNC, "env": "CartPole-v1", "num_actors": 1, "envs_per_actor": 2}
-    flags |= {"total_steps": 14 * 5, "actor_timeout": 600}
+    flags = {**runs.SMALL, "sync": True, "num_actors": 1, "envs_per_actor": 2}
+    flags |= {"total_steps": 10 * 5, "actor_timeout": 600}
     runs.run(tmp_path, "plain", **flags)
     runs.run(tmp_path, "compiled", timeout=800, compile="default", **flags)
     plain, compiled = (runs.read_logs(tmp_path, name) for name in ("plain", "compiled"))

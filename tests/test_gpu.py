@@ -4,7 +4,6 @@ import pytest
 import runs
 import test_learner
 import torch
-from test_polybeast import POLYBEAST
 
 from torchbeast.base.nested import map_nested
 from torchbeast.learner import learn
@@ -14,7 +13,7 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-MONOBEAST = "torchbeast.monobeast"
+MONOBEAST, POLYBEAST = "torchbeast.monobeast", "torchbeast.polybeast"
 KINDS = {
     "plain": {},
     "lstm": {"use_lstm": True},
@@ -36,6 +35,7 @@ def test_a_run(tmp_path, variant, kind):
     """It learns on the GPU, and a later start goes on from its checkpoint."""
     flags = {**runs.SMALL, "module": variant, **KINDS[kind]}
     if variant == POLYBEAST:
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
         flags |= {"num_servers": 2, "envs_per_actor": 2}  # batches of whole streams
         flags |= {"pipes_basename": f"unix:{tmp_path}/pipe"}
     output = runs.run(tmp_path, "gpu", timeout=300, **flags)

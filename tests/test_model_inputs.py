@@ -14,9 +14,7 @@ from nets import (
     make_rows,
 )
 
-from torchbeast.core.distributions import make_distribution
 from torchbeast.core.observations import (
-    InputCheck,
     flatten_leaf,
     image_size,
     is_image,
@@ -180,69 +178,6 @@ def test_what_counts_as_an_image(shape, images, torso):
     net(make_rows(space, ACTION_SPACES["discrete"]))
 
 
-# --- What the learner says about the inputs ---
-
-
-def batch_of(space, observation, logits=None):
-    """A batch of a learner's first update [T, B, ...]."""
-    rows = make_rows(space, ACTION_SPACES["discrete"])
-    logits = torch.zeros(T, B, A) if logits is None else logits
-    version = torch.zeros(T, B, dtype=torch.int64)
-    rows |= {"policy_logits": logits, "policy_version": version}
-    return {**rows, "observation": observation}
-
-
-def test_large_inputs_are_named_once(caplog):
-    space = spaces.Dict(
-        {
-            "bounded": spaces.Box(0, 10_000, (2,), np.int32),
-            "depth": spaces.Box(0, np.inf, (9, 9, 1)),
-            "far": spaces.Box(-np.inf, np.inf, (2,)),
-            "near": spaces.Box(-np.inf, np.inf, (2,)),
-        }
-    )
-    distribution = make_distribution(ACTION_SPACES["discrete"])
-    shapes = {name: (T, B, *leaf.shape) for name, leaf in space.items()}
-    values = {"bounded": 5000, "depth": 300, "far": -101, "near": 99}
-    large = {name: torch.full(shapes[name], x) for name, x in values.items()}
-    large["near"][0] = 1e6  # an outlier
-    check = InputCheck(space, normalized=False)
-    for _ in range(5):
-        check.see(batch_of(space, large), distribution)
-    assert len(caplog.records) == 2
-    for record, place in zip(caplog.records, ("depth", "far"), strict=True):
-        assert record.message.startswith(f"observation['{place}']")
-        assert "--normalize_observations" in record.message
-    caplog.clear()
-    InputCheck(space, normalized=True).see(batch_of(space, large), distribution)
-    assert ["depth" in record.message for record in caplog.records] == [True]
-
-
-@pytest.mark.parametrize("action", ["discrete", "box"])
-def test_a_first_policy_without_chance_is_named(action, caplog):
-    distribution = make_distribution(ACTION_SPACES[action])
-    logits = torch.zeros(T, B, distribution.num_logits)
-    certain = logits.clone()
-    certain[..., : A // 2] = -30
-    certain[..., -8:] = -30  # small standard deviations
-    certain[..., 0] = 30
-    masked = logits.clone()
-    masked[..., 1:] = -torch.inf  # one choice is left
-    used = {"discrete": [logits, masked], "box": [logits]}[action]
-    for usual in used:
-        InputCheck(VECTOR, False).see(
-            batch_of(VECTOR, torch.zeros(T, B, 9), usual), distribution
-        )
-    trained = batch_of(VECTOR, torch.zeros(T, B, 9), certain)
-    trained["policy_version"] += 5
-    InputCheck(VECTOR, False).see(trained, distribution)
-    assert not caplog.records
-    InputCheck(VECTOR, False).see(
-        batch_of(VECTOR, torch.zeros(T, B, 9), certain), distribution
-    )
-    assert ["deterministic" in record.message for record in caplog.records] == [True]
-
-
 def test_the_log_says_which_encoder_each_observation_gets(caplog):
     caplog.set_level("INFO")
     space = spaces.Dict(
@@ -262,6 +197,3 @@ def test_the_log_says_which_encoder_each_observation_gets(caplog):
     assert "['c']: Discrete(6) → MLP;" in record.message
     assert "['d']: 9 → MLP;" in record.message
     assert f"{count:,} weights" in record.message
-    large = spaces.Box(-1, 1, (400_000,))
-    log_encoders(make_net(large, ACTION_SPACES["discrete"]), "shallow")
-    assert caplog.records[-1].levelname == "WARNING"

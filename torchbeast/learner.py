@@ -18,9 +18,9 @@ from torchbeast.core.columns import join_columns, spread
 from torchbeast.core.counters import Counters
 from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.finite import check_loss, check_weights, sum_of_weights
-from torchbeast.core.observations import InputCheck
 from torchbeast.core.rollout import State
 from torchbeast.extras.explorer import Explorer, combine
+from torchbeast.extras.replay.implied_kl import implied_kl
 from torchbeast.extras.replay.memory import make_replay
 from torchbeast.extras.replay.mixer import Mixer, reject
 from torchbeast.flags import Flags
@@ -105,7 +105,7 @@ def impala_loss(
     of_replay: dict[str, torch.Tensor] = {}
     if "replayed" in batch:
         logits = target_logits.detach(), behavior_logits
-        kl = distribution.implied_kl(*logits, flags.clip_rho)
+        kl = implied_kl(distribution, *logits, flags.clip_rho)
         valid, online, of_replay = reject(valid, batch["replayed"], kl, flags)
     targets = vtrace.from_importance_weights(
         *(log_rhos, discounts, rewards, values, bootstrap_value),
@@ -205,9 +205,6 @@ class Learner:
             self.explorer = Explorer(flags, self.model, self.device)
             self.parts["explorer"] = self.explorer
         self.row_spec = row_spec(self.model)
-        self.input_check = InputCheck(
-            env_spec.observation_space, flags.normalize_observations
-        )
         self.mixer: Mixer | None = None
         if flags.replay_ratio > 0:
             replay = make_replay(flags, self.row_spec)
@@ -368,7 +365,6 @@ def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
     checks = []
     model.update_moments(batch, initial_state)
     if ready:
-        learner.input_check.see(batch, model.distribution)
         rows, state = batch, initial_state
         if mixer:
             rows, state = mixer.mix(rows, state)

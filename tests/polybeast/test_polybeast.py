@@ -17,11 +17,11 @@ from gymnasium import spaces
 from watched_runs import processes_of_session, wait_until
 
 from torchbeast.base.errors import FlagError
-from torchbeast.core.weights import ActingModels
 from torchbeast.learner import Learner
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.polybeast import env as polybeast_env
 from torchbeast.polybeast import start as polybeast
+from torchbeast.polybeast.acting import ActingModels
 from torchbeast.polybeast.env_connection import server_addresses
 from torchbeast.procs import processes
 from torchbeast.runs import start

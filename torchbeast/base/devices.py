@@ -149,20 +149,6 @@ def copying(device: torch.device) -> Iterator[None]:
     _of_thread.stream.synchronize()
 
 
-def on_own_stream(device: torch.device, work: Callable[[], None]) -> Callable[[], None]:
-    """Makes `work` compute on a GPU before what other threads have queued there."""
-    import torch
-
-    if device.type not in AHEAD:
-        return work
-
-    def on_stream() -> None:
-        with torch.Stream(device, priority=-1):
-            work()
-
-    return on_stream
-
-
 def stack(parts: list[torch.Tensor], dim: int, device: torch.device) -> torch.Tensor:
     """torch.stack of tensors of the CPU, on the device; see copying."""
     import torch

@@ -42,20 +42,6 @@ def prepare_to_act(model: Net, compiler: str | None = None) -> Net:
     return model
 
 
-def pad(nested: Nested, count: int) -> Nested:
-    """Repeats the first environment of tensors [..., n, ...], until there are `count`.
-
-    Args:
-      nested: rows [1, n, ...] and states [layers, n, ...].
-    """
-
-    def padded(x: torch.Tensor) -> torch.Tensor:
-        more = x[:, :1].expand(-1, count - x.shape[1], *[-1] * (x.dim() - 2))
-        return torch.cat([x, more], dim=1)
-
-    return map_nested(padded, nested)
-
-
 def to_tensors(row: Nested) -> Nested:
     """Arrays [E, ...] to tensors [1, E, ...], in the dtypes that a learner gets."""
 

@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 # From here on a bound is the dtype's and says nothing about values.
 NO_BOUND = 1e6
 NO_INTEGER_BOUND = 2**31 - 1
-MANY_WEIGHTS = 50_000_000
 
 
 def iterate_space(space: spaces.Space) -> list[spaces.Space]:
@@ -161,70 +160,3 @@ def log_encoders(model: Any, torso: str) -> None:
         parts.append(f"{place}: {encoder}")
     count = sum(x.numel() for x in model.parameters())
     log.info("The model: %s.", "; ".join([*parts, f"{count:,} weights"]))
-    if count > MANY_WEIGHTS:
-        log.warning(
-            "The model has %s weights. The encoders of large observations have most of "
-            "them: shrink these observations in a wrapper, or take --model deep",
-            f"{count:,}",
-        )
-
-
-class InputCheck:
-    """Warns once per kind: of large inputs, and of a first policy without chance.
-
-    Args:
-      space: of the observations.
-      normalized: whether the model normalizes what has_numbers and is no image.
-    """
-
-    LARGE = 100.0
-    LEAST_CHANCE = 0.1  # of the entropy of a policy whose logits are 0
-    ADVICE = "Scale them in a wrapper, or (not images) by --normalize_observations"
-
-    def __init__(self, space: spaces.Space, normalized: bool) -> None:
-        self.space = space
-        numbers = {place: x for place, x in leaves_of(space) if has_numbers(x)}
-        if normalized and all(map(is_image, numbers.values())):
-            log.warning("--normalize_observations: no observation has numbers for it")
-        self.to_check: set[str] = {
-            place
-            for place, leaf in numbers.items()
-            if not (leaf.dtype == np.uint8 if is_image(leaf) else normalized)
-        }
-        self.batches = 0
-
-    @torch.no_grad()
-    def see(self, batch: dict[str, Any], distribution: Any) -> None:
-        """Looks at batches [T + 1, B, ...] number 1, 2, 4, 8, ..."""
-        self.batches += 1
-        if self.batches & (self.batches - 1):
-            return
-        xs = iterate_observation(self.space, batch["observation"])
-        for (place, leaf), x in zip(leaves_of(self.space), xs, strict=True):
-            if place not in self.to_check or not x.numel():
-                continue
-            x = x.flatten(0, 1)
-            x = x / upper_bound(leaf) if is_image(leaf) else flatten_leaf(leaf, x)
-            largest = x.flatten(1).abs().amax(1)  # [(T + 1) * B]
-            if (largest > self.LARGE).float().mean() > 0.5:  # not a few outliers
-                self.to_check.remove(place)
-                log.warning(
-                    "%s: most steps hold values above %g, up to %.3g. A network can't "
-                    "learn from them as they are. %s",
-                    *(place, self.LARGE, largest.max(), self.ADVICE),
-                )
-        if self.batches == 1 and "policy_logits" in batch:
-            self._see_first_policy(batch, distribution)
-
-    def _see_first_policy(self, batch: dict[str, Any], distribution: Any) -> None:
-        """Warns if the policy before the first update is nearly deterministic."""
-        logits = batch["policy_logits"]
-        flat = logits.where(logits.isinf(), 0)  # masked actions stay masked
-        entropy, most = (distribution.entropy(x).mean().item() for x in (logits, flat))
-        if not batch["policy_version"].any() and entropy < self.LEAST_CHANCE * most:
-            log.warning(
-                "The policy is nearly deterministic before the first update: its "
-                "entropy is %.3g nats, that of a uniform one %.3g. If it was not "
-                "trained before (--init_from), the observations are too large. %s",
-                *(entropy, most, self.ADVICE),
-            )

@@ -36,8 +36,7 @@ from torchbeast.base.hardware import keep_freed_memory
 from torchbeast.base.named import find_named
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
-from torchbeast.core.acting import act_step, pad
-from torchbeast.core.weights import ActingModels
+from torchbeast.core.acting import act_step
 from torchbeast.extras import record
 from torchbeast.extras.evaluator import Evaluator
 from torchbeast.extras.explorer import find_method
@@ -46,6 +45,7 @@ from torchbeast.flags import Flags
 from torchbeast.learner import Learner, Update, learn
 from torchbeast.model import CHOICES
 from torchbeast.play.evaluate import evaluate
+from torchbeast.polybeast.acting import ActingModels, on_own_stream, pad
 from torchbeast.polybeast.evaluate import find_player, fits
 from torchbeast.polybeast.flags import Connection, PolyBeast
 from torchbeast.polybeast.remote_envs import RemoteEnvs, server_addresses
@@ -125,7 +125,7 @@ def start_acting(run: Run, envs: RemoteEnvs) -> tuple[Streams, ActingModels]:
         generator.manual_seed(derive_seed(envs.seed, number))
         group = groups[i % len(groups)]
         work = functools.partial(infer, group, streams, models, generator)
-        run.start_thread(f"inference-{i}", devices.on_own_stream(device, work))
+        run.start_thread(f"inference-{i}", on_own_stream(device, work))
     return streams, models
 
 
