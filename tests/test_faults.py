@@ -407,7 +407,7 @@ def test_disk_is_full(start, tmp_path, leave):
         assert "Cannot write " in run.console or "Cannot save " in run.console
         assert "Traceback" not in run.console
         assert run.console.count("[ERROR ") == 1, run.console
-    for name in ("meta.json", "logs.csv", "fields.csv", "out.log", "model.tar"):
+    for name in ("meta.json", "logs.csv", "out.log", "model.tar"):
         assert (run.path / name).stat().st_size > 0, name
     run.assert_files(saved_at_end=False, has_end=bool(leave))
 

@@ -7,8 +7,7 @@ import subprocess
 
 import pytest
 import runs
-from test_file_writer import read_meta, run_python
-from test_meta import make_checkout
+from test_files import make_checkout, read_meta, run_python
 
 from torchbeast.extras import code as code_record
 
@@ -16,7 +15,7 @@ RECORD = """
 import argparse, json, pathlib, sys
 checkout, folder, *parts = sys.argv[1:]
 sys.path[:0] = [checkout, *parts]
-from torchbeast.records import code_record
+from torchbeast.extras import code as code_record
 assert code_record.__file__.startswith(checkout), code_record.__file__
 flags = argparse.Namespace(env="mine.games:Game", wrapper="numpy:two, wraps:one")
 names = code_record.record(pathlib.Path(folder), flags)

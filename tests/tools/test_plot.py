@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import runs
-from test_file_writer import FileWriter
+from test_files import FileWriter
 
 from torchbeast.tools import plot
 from torchbeast.tools.groups import group_name
@@ -446,11 +446,8 @@ def test_runs_of_different_protocols_are_not_averaged(tmp_path, capsys, flag):
     assert "a-1: episodes end with a life; a-2: episodes are whole games" in message
 
 
-def test_a_protocol_of_a_run_before_there_were_protocols(tmp_path):
+def test_the_protocol_follows_from_the_flags(tmp_path):
     path = make_run(tmp_path, "a", [0.0, 5.0], PONG)
-    meta = json.loads((path / "meta.json").read_text())
-    del meta["protocol"]
-    (path / "meta.json").write_text(json.dumps(meta))
     assert read_run(path).protocol() == {
         "env": "Atari pong",
         "sticky_actions": 0.0,

@@ -10,7 +10,7 @@ import ale_py
 import numpy as np
 import pytest
 import runs
-from test_file_writer import FileWriter
+from test_files import FileWriter
 
 from torchbeast.runs import files, start
 from torchbeast.tools import report

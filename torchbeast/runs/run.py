@@ -436,7 +436,8 @@ class Run:
         )
         self.last_words()
         why = self._error if status == 1 else None
-        self._writer.close(status, learner.step, error=why, timings=self.shares)
+        end = {"last_step": learner.step, "error": why, "timings": self.shares}
+        self._writer.close(status, **end)
         for tracker in self._trackers:
             tracker.close(status)
         if self._threads.busy():

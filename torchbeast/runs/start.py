@@ -38,7 +38,6 @@ from torchbeast.runs import trust
 from torchbeast.runs.files import (
     RunFolder,
     check_name,
-    complete_meta,
     read_meta,
     read_rows,
 )
@@ -442,23 +441,14 @@ class Start(NamedTuple):
     def is_finished(self) -> bool:
         """Whether nothing is left to do; if so, logs it.
 
-        The checkpoint is at --total_steps, and the final weights are evaluated or need
-        no evaluation. If only the end of meta.json is missing, as after kill -9, writes
-        it.
+        After kill -9 the final evaluation or the end of meta.json may be missing.
         """
         from torchbeast.extras import mirror
 
         flags, path = self.flags, self.folder.path
         step = self.saved["stats"]["step"] if self.saved else 0
-        if step < flags.total_steps:
+        if step < flags.total_steps or not read_meta(path).get("successful"):
             return False
-        if not read_meta(path).get("successful"):
-            if flags.eval_interval and not any(
-                row.get("eval_step") == str(step) for row in read_rows(path)
-            ):
-                log.info("What is left is the evaluation of the final weights.")
-                return False
-            complete_meta(path, step)
         if flags.mirror:
             mirror.Mirror(flags.mirror, path).close(0, mirror.COMPLETE_SECONDS)
         log.info(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import datetime
+import gzip
 import json
 import math
 import pathlib
@@ -12,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchbeast.base.errors import using
-from torchbeast.runs.files import read_csv, read_meta
+from torchbeast.runs.files import read_meta
 from torchbeast.tools.protocol import describe, stored_protocol
 
 LOGS = ("logs.csv", "logs.csv.gz")  # archived logs may be compressed
@@ -162,7 +164,10 @@ def read_run(folder: pathlib.Path) -> SavedRun:
     there = [folder / name for name in LOGS if (folder / name).is_file()]
     path = there[0] if there else folder / LOGS[0]
     with using(path, "is damaged"):
-        header, rows, _ = read_csv(path)
+        data = path.read_bytes()
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+        lines = data[: data.rfind(b"\n") + 1].decode(errors="replace").splitlines()
+        header, *rows = list(csv.reader(lines)) or [[]]
     if rows and len(rows[-1]) != len(header):
         del rows[-1]
     for i, row in enumerate(rows, start=1):

@@ -1,6 +1,7 @@
+"""The files of a run: logs.csv, meta.json, out.log, and how they are written."""
+
 import contextlib
 import csv
-import errno
 import json
 import logging
 import math
@@ -9,10 +10,8 @@ import pathlib
 import random
 import re
 import shutil
-import stat
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -24,24 +23,6 @@ from torchbeast.base.errors import FileError, UserError
 from torchbeast.core.columns import spread
 from torchbeast.runs import files
 from torchbeast.runs.files import RunFileError, RunFolder, atomic_write
-
-
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
-def test_a_file_system_that_can_not_sync_folders(tmp_path, monkeypatch, number):
-    sync = os.fsync
-
-    def fsync(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(number, os.strerror(number))
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    lost = pytest.raises(OSError, match=os.strerror(errno.EIO))
-    end = lost if number == errno.EIO else contextlib.nullcontext()
-    with end, atomic_write(tmp_path / "file") as file:
-        file.write(b"content")
-    assert (tmp_path / "file").read_bytes() == b"content"
-
 
 ROOT = pathlib.Path(__file__).parents[1]
 ARGS = {"env": "CartPole-v1", "seed": 3, "reward_clipping": None, "discounting": 0.99}
@@ -120,9 +101,7 @@ def test_files_of_a_run(tmp_path):
     assert [float(row["total_loss"]) for row in rows] == [0.1 + 0.2, -1e-300]
     assert before <= float(rows[0]["_time"]) <= float(rows[1]["_time"]) <= after
     writer.close(exit_status=0)
-    assert names(writer.path) == ["fields.csv", "logs.csv", "meta.json", "out.log"]
-    fields = (writer.path / "fields.csv").read_text()
-    assert fields == "_tick,_time,step,total_loss\n"
+    assert names(writer.path) == ["logs.csv", "meta.json", "out.log"]
 
 
 def test_floats_round_trip_exactly(tmp_path):
@@ -168,41 +147,6 @@ def test_new_and_missing_fields(tmp_path):
     assert list(rows[0]) == ["_tick", "_time", "step", "b", "a"]
     cells = [(row["_tick"], row["step"], row["b"], row["a"]) for row in rows]
     assert cells == [("0", "15", "", ""), ("1", "30", "1", "2"), ("2", "", "", "3")]
-    assert (writer.path / "fields.csv").read_text().splitlines() == [
-        "_tick,_time,step",
-        "_tick,_time,step,b,a",
-    ]
-
-
-@pytest.mark.parametrize("name", ["_tick", "_time"])
-def test_reserved_fields(tmp_path, name):
-    writer = FileWriter(str(tmp_path), "run", ARGS)
-    with pytest.raises(ValueError, match=f"two columns named {name}"):
-        writer.log({name: 1})
-    writer.close(exit_status=1)
-
-
-def test_threads(tmp_path):
-    writer = FileWriter(str(tmp_path), "run", ARGS)
-    barrier = threading.Barrier(4)
-
-    def work(thread):
-        barrier.wait(timeout=10)
-        for i in range(50):
-            writer.log({"thread": thread, "i": i, f"of_{thread}": i})
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    writer.close(exit_status=0)
-    rows = read_rows(writer.path)
-    assert [int(row["_tick"]) for row in rows] == list(range(200))
-    for n in range(4):
-        own = [row for row in rows if row["thread"] == str(n)]
-        assert [row["i"] for row in own] == [str(i) for i in range(50)]
-        assert all(row[f"of_{n}"] == row["i"] for row in own)
 
 
 def test_out_log(tmp_path, info_level):
@@ -228,17 +172,6 @@ def test_latest(tmp_path):
     assert names(tmp_path) == ["first", "latest", "second"]
 
 
-def test_latest_replaces_a_dangling_link_and_no_folder(tmp_path, caplog):
-    (tmp_path / "latest").symlink_to("gone")
-    FileWriter(str(tmp_path), "first", ARGS).close(exit_status=0)
-    assert os.readlink(tmp_path / "latest") == "first"
-    (tmp_path / "latest").unlink()
-    (tmp_path / "latest").mkdir()
-    FileWriter(str(tmp_path), "second", ARGS).close(exit_status=0)
-    assert not (tmp_path / "latest").is_symlink()
-    assert "is not a symbolic link, so it is not changed" in caplog.text
-
-
 @pytest.mark.parametrize("xpid", ["", ".", "..", "latest", "a/b", "/tmp/a", "../a"])
 def test_bad_xpid(tmp_path, xpid):
     with pytest.raises(ValueError, match=f"got {re.escape(repr(xpid))}"):
@@ -246,51 +179,24 @@ def test_bad_xpid(tmp_path, xpid):
     assert names(tmp_path) == []
 
 
-def test_one_process_at_a_time(tmp_path):
-    writer = FileWriter(str(tmp_path), "run", ARGS)
-    code = (
-        "import sys; from torchbeast.runs.files import RunFolder\n"
-        "RunFolder(sys.argv[1], 'run').close()"
-    )
-    second = run_python(code, tmp_path)
-    assert "Another process writes to this run" in second.stderr
-    assert second.returncode == 1
-    assert read_meta(writer.path)["resumed"] == []
-    writer.close(exit_status=0)
-    assert run_python(code, tmp_path).returncode == 0
-
-
-def test_a_run_that_logged_nothing_can_start_anew(tmp_path):
-    for _ in range(2):
-        writer = FileWriter(str(tmp_path), "run", ARGS)
-        writer.close(exit_status=1)
-    assert read_meta(writer.path)["resumed"] == []
-
-
 @pytest.mark.parametrize(
-    ("resume_step", "kept"), [(-1, 0), (0, 1), (44, 3), (45, 4), (90, 7), (1000, 7)]
+    ("resume_step", "kept"), [(None, 0), (0, 1), (44, 3), (45, 4), (90, 7), (1000, 7)]
 )
-def test_resume_cuts_later_rows(started, info_level, resume_step, kept):
+def test_resume_cuts_later_rows(started, resume_step, kept):
     before = (started / "logs.csv").read_bytes().splitlines(keepends=True)
-    old = read_meta(started)
     writer = FileWriter(str(started.parent), "run", {"seed": 4}, resume_step)
     cut = (started / "logs.csv").read_bytes()
-    assert cut == b"".join(before[: 1 + kept])
+    assert cut == b"".join(before[: 1 + kept] if kept else [])
     meta = read_meta(started)
-    assert meta["date_start"] == old["date_start"]
     assert meta["args"] == {"seed": 4}
     assert (meta["successful"], meta["date_end"]) == (False, None)
-    assert len(meta["resumed"]) == 1
+    assert len(meta["resumed"]) == (resume_step is not None)
+    assert len(meta["starts"]) == 2
     writer.log({"total_loss": 2.5, "step": 999})
     writer.close(exit_status=0)
     rows = read_rows(started)
     assert [row["_tick"] for row in rows] == [str(tick) for tick in range(kept + 1)]
     assert rows[-1]["total_loss"] == "2.5"
-    assert (started / "fields.csv").read_text() == "_tick,_time,step,total_loss\n"
-    said = f"{kept} of 7 lines of logs.csv are kept."
-    assert (said in (started / "out.log").read_text()) == (kept < 7)
-    FileWriter(str(started.parent), "run", ARGS, 999).close(exit_status=0)
-    assert len(read_meta(started)["resumed"]) == 2
 
 
 def test_resume_cuts_a_half_written_line(started):
@@ -329,105 +235,42 @@ def test_resume_with_half_a_header(started):
     assert (row["_tick"], row["step"]) == ("0", "105")
 
 
-def test_resume_with_blank_lines(started):
-    (started / "logs.csv").write_bytes(b"\n\n\n")
-    with pytest.raises(FileError, match="Row 1 below the header"):
-        FileWriter(str(started.parent), "run", ARGS, resume_step=90)
-
-
 def test_logs_that_can_not_be_read(tmp_path):
     (tmp_path / "logs.csv").mkdir()
     with pytest.raises(UserError, match=r"logs\.csv"):
-        files.read_rows(tmp_path)
+        list(files.read_rows(tmp_path))
 
 
-def test_resume_before_the_first_row(tmp_path):
-    FileWriter(str(tmp_path), "run", ARGS).close(exit_status=1)
-    writer = FileWriter(str(tmp_path), "run", ARGS, resume_step=0)
-    writer.log({"step": 15})
-    writer.close(exit_status=0)
-    assert read_rows(writer.path)[0]["_tick"] == "0"
+def test_a_long_file_is_cut_from_its_end(started):
+    """Millions of rows are neither read nor copied; so damage in them stays."""
+    with (started / "logs.csv").open("a") as file:
+        file.writelines(f"{i},1.5,{15 * i},2.5\n" for i in range(7, 500_000))
+    rows = (started / "logs.csv").read_bytes().splitlines(keepends=True)
+    rows[3] = b"damaged\n"
+    (started / "logs.csv").write_bytes(b"".join(rows))
+    begun = time.monotonic()
+    FileWriter(str(started.parent), "run", ARGS, 15 * 499_990).close(exit_status=0)
+    assert time.monotonic() - begun < runs.patience(2)
+    assert (started / "logs.csv").read_bytes() == b"".join(rows[:-9])
 
 
-def test_resume_keeps_rows_without_a_step(tmp_path):
-    writer = FileWriter(str(tmp_path), "run", ARGS)
-    for row in ({"step": 15}, {"note": 1}, {"step": 30}, {"note": 2}):
-        writer.log(row)
-    writer.close(exit_status=1)
-    FileWriter(str(tmp_path), "run", ARGS, resume_step=15).close(exit_status=0)
-    rows = read_rows(writer.path)
-    assert [(row["step"], row["note"]) for row in rows] == [("15", ""), ("", "1")]
-
-
-def test_resume_refuses_what_it_does_not_understand(started):
-    logs = started / "logs.csv"
-    lines = logs.read_text().splitlines(keepends=True)
-    quoted = [*lines[:2], '0,"' + "1" * 200_000 + "\n", *lines[2:]]
-    stray = [*lines[:2], '0,"1\n', *lines[2:]]  # not until the next quote, or the end
-    others = [lines[0], "1,2\n", *lines[1:]], ["a,b\n", "1,2\n"]
-    for damaged in (quoted, stray, *others):
-        logs.write_text("".join(damaged))
-        with pytest.raises(ValueError, match=r"away\."):
-            FileWriter(str(started.parent), "run", ARGS, resume_step=90)
-        assert logs.read_text() == "".join(damaged)
-
-
-def test_resume_completes_fields_csv(started):
-    """After a crash between a new column in logs.csv and the line in fields.csv."""
-    (started / "fields.csv").write_text("_tick,_time,step\n")
-    FileWriter(str(started.parent), "run", ARGS, 90).close(exit_status=0)
-    fields = (started / "fields.csv").read_text()
-    assert fields == "_tick,_time,step\n_tick,_time,step,total_loss\n"
+@pytest.mark.parametrize("header", ["a,b\n1,2\n", "_tick,_time,step\n1\n9,1,900\n"])
+def test_rows_of_another_program_are_not_cut(started, header):
+    (started / "logs.csv").write_text(header)
+    with pytest.raises(FileError, match=r"logs\.csv"):
+        FileWriter(str(started.parent), "run", ARGS, resume_step=90)
+    assert (started / "logs.csv").read_text() == header
 
 
 @pytest.mark.parametrize(
     "damaged",
-    ["{", "", "[1]", "[" * 90_000]
-    + [f"{{{x}}}" for x in ('"starts": 3', '"starts": [[]]', '"resumed": [3]')],
+    ["{", "", "[1]", "[" * 90_000, '{"starts": 3}', '{"starts": [[]]}'],
 )
 def test_resume_with_a_damaged_meta(started, caplog, damaged):
     (started / "meta.json").write_text(damaged)
     FileWriter(str(started.parent), "run", ARGS, 90).close(exit_status=0)
     assert read_meta(started)["successful"] is True
-    assert "is damaged and is ignored" in caplog.text
-
-
-def test_meta_tells_of_every_start(started):
-    """Also of starts that were killed, and of one that starts over."""
-    savedir = str(started.parent)
-    FileWriter(savedir, "run", ARGS | {"seed": 4}, resume_step=90).close(
-        exit_status=130, last_step=105
-    )
-    killed = FileWriter(savedir, "run", ARGS | {"seed": 5}, resume_step=105)
-    killed._resources.close()  # without what close() would write
-    killed.folder.close()
-    FileWriter(savedir, "run", ARGS).close(
-        exit_status=1, last_step=0, error="ValueError: " + 5000 * "x"
-    )
-    meta = read_meta(started)
-    assert meta["args"] == ARGS
-    first, second, third, fourth = meta["starts"]
-    assert [start["flags"]["seed"] for start in meta["starts"]] == [3, 4, 5, 3]
-    assert first["date_end"]
-    assert (second["first_step"], second["last_step"]) == (90, 105)
-    assert (second["exit_status"], second["signal"]) == (130, "SIGINT")
-    assert third["first_step"] == 105
-    assert third["date_start"]
-    assert third["date_end"] is third["exit_status"] is third["last_step"] is None
-    assert fourth["exit_status"] == 1
-    assert fourth["error"].startswith("ValueError: xxx")
-    assert len(fourth["error"]) == 1000
-    assert meta["resumed"] == []
-
-
-def test_starting_over_cuts_all_lines(started, info_level):
-    lines = (started / "logs.csv").read_text().splitlines(keepends=True)
-    (started / "logs.csv").write_text("".join([*lines[:2], "damaged\n", *lines[2:]]))
-    writer = FileWriter(str(started.parent), "run", ARGS)
-    writer.log({"step": 5, "total_loss": 1.0})
-    writer.close(exit_status=0)
-    assert [(row["_tick"], row["step"]) for row in read_rows(started)] == [("0", "5")]
-    assert "0 of 8 lines of logs.csv are kept." in (started / "out.log").read_text()
+    assert "is ignored: " in caplog.text
 
 
 def test_a_locked_folder(tmp_path):
@@ -456,8 +299,7 @@ def test_a_folder_that_can_not_be_made(tmp_path, savedir):
 # Logs until the files may grow no further, as on a full disk.
 FULL_DISK = """
 import logging, resource, sys
-from torchbeast.runs.files import RunFolder
-from torchbeast.runs.files import FileWriter
+from torchbeast.runs.files import FileWriter, RunFolder
 logging.basicConfig(level=logging.INFO)
 log = logging.getLogger("run")
 writer = FileWriter(RunFolder(sys.argv[1], "run"), {"x": 1})
@@ -487,11 +329,10 @@ def test_full_disk(tmp_path):
     kept = read_rows(tmp_path / "run")
     assert [row["step"] for row in kept] == [str(n) for n in range(int(rows))]
     assert all(None not in row.values() for row in kept)
-    assert result.stderr.count("Cannot write") == 1  # out.log; once, not at each line
     assert "Logging error" not in result.stderr
     meta = read_meta(tmp_path / "run")
     assert meta["date_end"] is not None
-    assert names(tmp_path / "run") == ["fields.csv", "logs.csv", "meta.json", "out.log"]
+    assert names(tmp_path / "run") == ["logs.csv", "meta.json", "out.log"]
 
 
 def test_no_room_for_the_end_of_the_run(tmp_path):
@@ -499,7 +340,7 @@ def test_no_room_for_the_end_of_the_run(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "Cannot write the end of the run to meta.json" in result.stderr
     assert read_meta(tmp_path / "run")["date_end"] is None  # as after a SIGKILL
-    assert names(tmp_path / "run") == ["fields.csv", "logs.csv", "meta.json", "out.log"]
+    assert names(tmp_path / "run") == ["logs.csv", "meta.json", "out.log"]
 
 
 def test_atomic_write(tmp_path):
@@ -526,8 +367,7 @@ def test_atomic_write(tmp_path):
 # On a disk of 64 KiB that is filled to the last byte while the run goes on.
 NO_SPACE = """
 import json, pathlib, sys
-from torchbeast.runs.files import RunFolder
-from torchbeast.runs.files import FileWriter
+from torchbeast.runs.files import FileWriter, RunFolder
 disk = pathlib.Path(sys.argv[1])
 writer = FileWriter(RunFolder(str(disk), "run"), {"x": 1})
 writer.log({"step": 0, "loss": 0.5})
@@ -553,7 +393,7 @@ writer.close(exit_status=1)
 meta = json.loads((writer.path / "meta.json").read_text())
 assert meta["date_end"] is None
 assert sorted(path.name for path in writer.path.iterdir()) == [
-    "fields.csv", "logs.csv", "meta.json", "out.log"
+    "logs.csv", "meta.json", "out.log"
 ]
 """
 
@@ -580,8 +420,7 @@ def test_a_text_that_is_not_utf8_is_logged(tmp_path):
     """
     code = """
 import logging, sys
-from torchbeast.runs.files import RunFolder
-from torchbeast.runs.files import FileWriter
+from torchbeast.runs.files import FileWriter, RunFolder
 
 writer = FileWriter(RunFolder(sys.argv[1], "run"), {})
 text = b"bad \\xff\\xfe".decode(errors="surrogateescape")
@@ -593,3 +432,100 @@ writer.close(exit_status=1, error=text)
     error = read_meta(tmp_path / "run")["starts"][-1]["error"]
     assert error == b"bad \xff\xfe".decode(errors="surrogateescape")
     assert "Cannot write" not in result.stderr
+
+
+# --- meta.json ---
+
+
+def test_meta(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "swordfish")
+    monkeypatch.setenv("SLURM_SECRET", "swordfish")
+    monkeypatch.setenv("SLURM_JOB_ID", "1234")
+    args = ARGS | {"savedir": tmp_path, "clip_ratio": math.inf}
+    writer = FileWriter(str(tmp_path), "run", args, about={"ranks": 1})
+    meta = read_meta(writer.path)
+    assert meta["args"] == ARGS | {"savedir": str(tmp_path), "clip_ratio": "inf"}
+    assert files.read_meta(writer.path)["args"]["clip_ratio"] == math.inf
+    assert (meta["xpid"], meta["ranks"], meta["resumed"]) == ("run", 1, [])
+    assert (meta["successful"], meta["date_end"]) == (False, None)
+    assert meta["slurm"] == {"SLURM_JOB_ID": "1234"}
+    assert meta["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert meta["hardware"]["cpus"] == len(os.sched_getaffinity(0))
+    writer.close(exit_status=0, last_step=30)
+    ended = read_meta(writer.path)
+    assert (ended["successful"], ended["last_step"]) == (True, 30)
+    assert meta["date_start"] <= ended["date_end"]
+    for name in names(writer.path):
+        assert "swordfish" not in (writer.path / name).read_text()
+
+
+def test_meta_tells_of_every_start(started):
+    """Also of starts that were killed, and of one that starts over."""
+    savedir, first = str(started.parent), read_meta(started)
+    old = FileWriter(savedir, "run", ARGS | {"seed": 4}, resume_step=90)
+    old.close(exit_status=130, last_step=105)
+    killed = FileWriter(savedir, "run", ARGS | {"seed": 5}, resume_step=105)
+    killed._resources.close()  # without what close() would write
+    killed.folder.close()
+    assert read_meta(started)["date_start"] == first["date_start"]
+    error = "ValueError: " + 5000 * "x"
+    FileWriter(savedir, "run", ARGS).close(exit_status=1, error=error)
+    meta = read_meta(started)
+    assert (meta["args"], meta["resumed"]) == (ARGS, [])
+    assert [start["args"]["seed"] for start in meta["starts"]] == [3, 4, 5, 3]
+    second, third, fourth = meta["starts"][1:]
+    assert (second["first_step"], second["last_step"]) == (90, 105)
+    assert second["exit_status"] == 130
+    assert (third["first_step"], third["date_end"]) == (105, None)
+    assert fourth["error"] == error[:1000]
+    assert meta["exit_status"] == fourth["exit_status"] == 1
+
+
+def make_checkout(folder):
+    """Makes a repository with a copy of the module; returns a function to run git."""
+    source = pathlib.Path(files.__file__).parents[1]
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(source, folder / "torchbeast", ignore=ignored)
+    (folder / "README").write_text("one\n")
+
+    def run_git(*arguments):
+        who = ["-c", "user.name=N", "-c", "user.email=n@example.com"]
+        command = ["git", "-C", str(folder), *who, *arguments]
+        result = subprocess.run(command, check=True, capture_output=True, text=True)
+        return result.stdout.strip()
+
+    run_git("init", "--quiet")
+    return run_git
+
+
+GIT_STATE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from torchbeast.runs import files
+assert files.__file__.startswith(sys.argv[1]), files.__file__
+print(json.dumps(files._git_state()))
+"""
+
+
+def git_state(folder):
+    result = run_python(GIT_STATE, folder)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_git_state(tmp_path):
+    run_git = make_checkout(tmp_path)
+    assert git_state(tmp_path) is None  # The module is not part of the repository.
+    run_git("add", ".")
+    assert git_state(tmp_path) is None  # No commit yet.
+    run_git("commit", "--quiet", "-m", "first")
+    commit = run_git("rev-parse", "HEAD")
+    expected = {"commit": commit, "dirty": False}
+    assert git_state(tmp_path) == expected
+    (tmp_path / "README").write_text("two\n")
+    assert git_state(tmp_path) == expected | {"dirty": True}
+
+
+def test_no_torch_needed():
+    code = "import sys, torchbeast.runs.files; print('torch' in sys.modules)"
+    assert run_python(code).stdout.strip() == "False"
