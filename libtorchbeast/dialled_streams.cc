@@ -207,13 +207,16 @@ void DialledStreams::act_on(const End& end) {
   if (is_news) last_text_ = text;
   shared_.note(text);
   if (kind == Event::kRefused) ++shared_.num_refused;
+  // Environments that break a rule count as those that raise.
+  const bool has_failed =
+      end.kind == End::kRaised || (end.kind == End::kBrokeRules && was_connected_);
+  if (has_failed) shared_.count_failure(text, address_.to_string());
   if (num_dropped_ > 0) {
     text += "\n" + std::to_string(num_dropped_) + " steps are dropped";
   }
   if (is_news) shared_.events.add(kind, text);
-  was_refused_ = kind == Event::kRefused;
+  was_refused_ = kind == Event::kRefused && !has_failed;
   set_final(end.kind == End::kRefused);
-  if (end.kind == End::kRaised) shared_.count_failure(end.text, address_.to_string());
 }
 
 void DialledStreams::set_final(bool is_final) {

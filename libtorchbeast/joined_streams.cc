@@ -111,6 +111,11 @@ End PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& hel
   // What a run leaves unfinished when it ends was not lost.
   lease.end = closing ? End::kOver : end.kind;
   if (end.kind == End::kRaised) presence.fail();
+  if (end.kind == End::kBrokeRules && !closing) {
+    presence.fail();
+    count_failure(connection.peer() + " breaks the rules: " + end.text,
+                  connection.origin());
+  }
   return end;
 }
 

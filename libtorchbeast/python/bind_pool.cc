@@ -187,7 +187,8 @@ Args:
         that is lost or refused is dialled again; its unfinished rollout is dropped and
         counted. An environment that has joined may come back within this time and goes on
         in its rollout.
-    max_env_failures: environments that may raise within a minute; each costs its stream.
+    max_env_failures: environments that may raise, or break a rule after their first row,
+        within a minute; each costs its stream.
         Unless this is 0, those of a single peer do not count while another one is
         connected: of an address, or of a machine from which environments join.
     hello: the "hello" that probe() returned: what all environments must be. None: the

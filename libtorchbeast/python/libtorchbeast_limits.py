@@ -20,8 +20,8 @@ class RunLimits:
 
     Args:
       maximum_downtime: seconds without a sound stream.
-      max_env_failures: environments that may raise within a minute; 0: the first that
-        raises ends the run.
+      max_env_failures: environments that may raise or break a rule within a minute;
+        0: the first that does ends the run.
 
     Raises:
       ValueError: max_env_failures is negative.
@@ -50,15 +50,16 @@ class RunLimits:
               has_delivered: a stream is there that has given a rollout
               proven_at: when a stream was there last that had made a step; long ago
                 if there was none since the last call
-              num_failures: environments that have raised since the last call
-            last_failure: what an environment has raised last
+              num_failures: environments that have raised or broken a rule since the
+                last call
+            last_failure: what an environment has raised, or which rule it broke, last
             last_error: why a stream was lost or refused last; empty: none has been
             num_servers: addresses that the learner dials
             num_refusing: of these, refuse this learner for good
             listener: the address at which environments join; empty: they do not
 
         Raises:
-          RuntimeError: environments raise too often; with the last one's traceback.
+          RuntimeError: environments fail too often; with the last one's traceback.
           RefusedError: all servers refuse.
           TransportError: there was no stream for too long.
         """

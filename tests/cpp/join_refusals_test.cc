@@ -207,6 +207,7 @@ TEST_F(JoinRefusalsTest, BadValuesCostTheirStream) {
   EXPECT_TRUE(contains(stream.end(), "reward: nan in environment 1; allowed are"));
   run.rollouts();
   EXPECT_EQ(run.pool().stats().num_dropped_steps, 2u * 1);
+  EXPECT_EQ(run.pool().stats().num_env_failures, 1u);
   EXPECT_EQ(listener->stats().num_refused, 1u);
   EXPECT_TRUE(contains(listener->events().take().first.at(0).text, "reward: nan"));
   EXPECT_TRUE(

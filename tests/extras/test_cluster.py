@@ -391,24 +391,6 @@ def test_one_learner_survives_what_a_cluster_does(slurm, one_learner):
     assert slurm.starts("one")[-1]["exit_status"] == 0
 
 
-def test_the_learner_has_a_partition_of_its_own(slurm, one_learner):
-    """The lines of a heterogeneous job, which the file has as comments."""
-    edits = {
-        "##SBATCH": "#SBATCH",
-        "#SBATCH --nodes=5\n": "",
-        "#SBATCH --no-kill": "#",
-        " --partition=gpu --gpus=1": "",
-        "--nodes=4 --partition=cpu": "--nodes=2",
-    }
-    job = one_learner("het", 10**8, "--job-name=het", edits=edits)
-    slurm.wait_for_rows(job, "het", streams="2")
-    slurm.node_dies("n2")
-    slurm.wait_for_state(
-        job, "PENDING"
-    )  # Slurm takes minutes to start both parts again
-    slurm.assert_saved("het")
-
-
 def test_an_error_of_the_run_ends_the_job(slurm, one_learner):
     job = one_learner("wrong", 100, env="NoSuchGame-v7", more="--connect_timeout 3")
     slurm.wait_for_state(job, "FAILED")
@@ -459,18 +441,6 @@ def test_learners_survive_what_a_cluster_does(slurm, learners):
     job = learners("monobeast", step + 3000)
     slurm.wait_for_state(job, "COMPLETED")
     assert f"Resuming at step {step}." in slurm.log(job)
-
-
-def test_learners_save_before_the_time_limit(slurm, learners):
-    """PolyBeast's servers must work until the last batch is complete."""
-    job = learners("polybeast", 10**8)
-    slurm.wait_for_rows(job, "polybeast")
-    slurm.signal(job)
-    slurm.run_again(job)
-    step = slurm.assert_saved("polybeast")
-    assert "stream is lost" not in slurm.log(job)
-    slurm.wait_for_log(job, f"Resuming at step {step}.")
-    slurm.wait_for_rows(job, "polybeast")
 
 
 # --- Containers -----------------------------------------------------------------------
@@ -580,9 +550,3 @@ def test_the_containers_commands_learn(read, python, tmp_path):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(servers.pid, signal.SIGKILL)
             servers.wait()
-
-
-def test_kubernetes_schema():
-    validate = pytest.importorskip("kubernetes_validate")
-    for resource in yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()):
-        validate.validate(resource, "1.30", strict=True)

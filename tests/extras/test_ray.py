@@ -336,15 +336,6 @@ def test_no_room_at_the_start(tmp_path):
     assert "lower --num_actors" in output
 
 
-def test_a_cluster_needs_tls(tmp_path, cluster):
-    flags = {**POLY, "ray_address": cluster.address}
-    process = start(tmp_path, "ray", **flags)
-    output = finish(process)
-    assert process.returncode == 1
-    assert "neither encrypted nor authenticated. Give TLS" in output
-    assert "Traceback" not in output
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -363,10 +354,3 @@ def test_what_can_not_work(tmp_path, flags, wrong, words):
     assert process.returncode == 1
     assert words in output
     assert "Traceback" not in output
-
-
-def test_flags_without_effect_are_refused(tmp_path):
-    process = start(tmp_path, "ray", **POLY, num_servers=2)
-    output = finish(process)
-    assert process.returncode == 1
-    assert "--num_servers has no effect with --launcher ray" in output

@@ -23,7 +23,6 @@ from test_actor_pool import act, initial_state
 from watched_runs import starter, wait_until
 
 from libtorchbeast import Client, Listener, RefusedError, Security, probe
-from torchbeast.base.flag import Flag
 from torchbeast.flags import Atari, Environment
 from torchbeast.polybeast import env as polybeast_env
 from torchbeast.polybeast import env_connection, security
@@ -107,18 +106,6 @@ def test_streams_are_numbered_and_a_new_one_is_never_an_old_one(tmp_path):
     assert sorted(told.calls[2:]) == [(5, 3), (5, 4)]
 
 
-def test_numbers_of_pools_that_share_a_run(tmp_path):
-    """As --sync has them: pool i of n has the numbers i, i + n, ..."""
-    told = Told()
-    with serving(told, f"unix:{tmp_path}/a") as server:
-        for first in (0, 1):
-            with playing(
-                [server.address], seed=2**64 - 1, first_stream=first, stream_stride=2
-            ) as run:
-                next(run.queue)
-    assert told.calls == [(2**64 - 1, 0), (2**64 - 1, 1)]
-
-
 def test_who_only_asks_gets_no_number(tmp_path):
     told = Told()
     with serving(told, f"unix:{tmp_path}/a") as server:
@@ -166,21 +153,6 @@ def test_joined_ones_are_numbered_as_they_come_and_keep_their_games(tmp_path):
     assert sorted(told.calls) == [(7, 0), (7, 1)]
 
 
-def test_a_first_reset_that_takes_longer_than_a_hello_may(tmp_path):
-    class Slow(Coded):
-        def reset(self):
-            time.sleep(0.5)
-            raise ZeroDivisionError("slow and bad")
-
-    listener = Listener(f"unix:{tmp_path}/learner", hello_timeout_s=20)
-    listener.start()
-    client = Client(Slow, listener.address)
-    with pytest.raises(RuntimeError, match="ZeroDivisionError: slow and bad"):
-        client.run()
-    assert "slow and bad" in listener.stats()["last_refusal"]
-    listener.close()
-
-
 # --- Settings -------------------------------------------------------------------------
 
 
@@ -223,14 +195,6 @@ def test_settings_are_all_flags_that_shape_the_environments():
     assert env_connection.environment_settings(flags) == {"env": "CartPole-v1"}
 
 
-def test_a_flag_of_a_fork_is_a_setting(monkeypatch):
-    difficulty = Flag(3, "of the games", converter=int, name="difficulty")
-    monkeypatch.setattr(Environment, "difficulty", difficulty, raising=False)
-    flags = env_flags("--env=CartPole-v1", "--difficulty=4")
-    settings = env_connection.environment_settings(flags)
-    assert settings == {"env": "CartPole-v1", "difficulty": "4"}
-
-
 CASES = {
     "E": ({"num_envs": 3}, {}, "--envs_per_actor 1 (this learner: 3)"),
     "name": ({"name": "Pong"}, {}, "--env Code (this learner: Pong)"),
@@ -267,40 +231,6 @@ def test_who_has_other_settings_is_refused_by_name(case, tmp_path):
         Client(Coded, listener.address, **described).run()
     assert words in listener.stats()["last_refusal"]
     listener.close()
-
-
-def test_who_says_no_settings_or_the_same_is_taken(tmp_path):
-    must_be = {"name": "Code", "num_envs": 1, "settings": {"a": "1", "b": "x"}}
-    for described in (
-        {},
-        {"name": "Code"},
-        {"name": "Code", "settings": {"b": "x", "a": "1"}},
-    ):
-        with serving(Coded, f"unix:{tmp_path}/server", **described) as server:
-            found = probe(server.address, expected=must_be)
-            assert found["settings"] == described.get("settings", {})
-            with playing(
-                [server.address], expected=must_be, hello=found["hello"]
-            ) as run:
-                next(run.queue)
-
-
-def test_settings_that_break_the_rules(tmp_path):
-    for settings in ({"": "1"}, {"a": "x" * 2000}, {str(i): "" for i in range(1025)}):
-        with (
-            serving(Coded, f"unix:{tmp_path}/s", settings=settings) as server,
-            pytest.raises(RuntimeError, match="setting"),
-        ):
-            probe(server.address)
-    with pytest.raises(ValueError, match="has spaces"):
-        probe(f"unix:{tmp_path}/s", expected={"spaces": 1})
-    for given, match in (
-        ({"num_envs": "4"}, r"expected\['num_envs'\] must be an int, not str"),
-        ({"settings": {"frame_skip": 4}}, r"\['settings'\] must be a dict of str"),
-        ({1: 2}, "a key of expected must be a str, not int"),
-    ):
-        with pytest.raises(TypeError, match=match):
-            probe(f"unix:{tmp_path}/s", expected=given)
 
 
 # --- Why a connection can't work ------------------------------------------------------

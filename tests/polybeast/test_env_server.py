@@ -1,10 +1,8 @@
 """libtorchbeast.Server and probe: environments, addresses, security."""
 
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import gym
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,6 @@ from libtorchbeast import (
     BatchingQueue,
     DynamicBatcher,
     RefusedError,
-    Server,
     TransportError,
     probe,
 )
@@ -88,89 +85,6 @@ class Vector:
 
 # --- Spaces ---------------------------------------------------------------------------
 
-BOX = {"type": "Box", "dtype": "float32", "shape": (2, 3), "low": None, "high": None}
-
-
-@pytest.mark.parametrize(
-    ("space", "expected"),
-    [
-        (spaces.Box(-np.inf, np.inf, (2, 3)), BOX),
-        (
-            spaces.Box(0, 255, (4, 3), np.uint8),
-            dict(BOX, dtype="uint8", shape=(4, 3), low=0.0, high=255.0),
-        ),
-        (gym.spaces.Box(-1.0, 1.0, (2, 3)), dict(BOX, low=-1.0, high=1.0)),
-        (spaces.Discrete(6), {"type": "Discrete", "n": 6, "start": 0}),
-        (spaces.Discrete(4, start=-2), {"type": "Discrete", "n": 4, "start": -2}),
-        (gym.spaces.Discrete(5), {"type": "Discrete", "n": 5, "start": 0}),
-        (
-            spaces.MultiDiscrete([3, 2], start=[1, 0]),
-            {"type": "MultiDiscrete", "n": (3, 2), "start": (1, 0)},
-        ),
-        (
-            gym.spaces.MultiDiscrete([3, 2, 4]),
-            {"type": "MultiDiscrete", "n": (3, 2, 4), "start": (0, 0, 0)},
-        ),
-        (spaces.MultiBinary(4), {"type": "MultiBinary", "shape": (4,)}),
-        (spaces.MultiBinary([2, 3]), {"type": "MultiBinary", "shape": (2, 3)}),
-        (
-            gym.spaces.Dict(
-                b=gym.spaces.Discrete(2),
-                a=gym.spaces.Tuple([gym.spaces.MultiBinary(2)]),
-            ),
-            {
-                "type": "Dict",
-                "spaces": {
-                    "a": {
-                        "type": "Tuple",
-                        "spaces": ({"type": "MultiBinary", "shape": (2,)},),
-                    },
-                    "b": {"type": "Discrete", "n": 2, "start": 0},
-                },
-            },
-        ),
-    ],
-    ids=str,
-)
-def test_spaces_are_told(space, expected, address):
-    def make():
-        return Env(space, space, lambda: space.sample())
-
-    with serving(make, address, name="some-env-v4"):
-        hello = probe(address)
-    assert b"some-env-v4" in hello.pop("hello")
-    assert hello.pop("step_bytes") > 4 + 1 + 8 + 4
-    assert hello == {
-        "name": "some-env-v4",
-        "num_envs": 1,
-        "observation_space": expected,
-        "action_space": expected,
-        "extra_fields": {},
-        "settings": {},
-    }
-
-
-def test_bounds_that_differ_between_elements(address):
-    low, high = np.array([-1.0, -0.5]), np.array([1.0, np.inf])
-    space = spaces.Box(low, high, dtype=np.float64)
-    with serving(lambda: Env(space, space, space.sample), address):
-        hello = probe(address)
-    found = hello["observation_space"]
-    assert found["dtype"] == "float64"
-    np.testing.assert_array_equal(found["low"], low)
-    np.testing.assert_array_equal(found["high"], high)
-    # Policies write float32, whatever the dtype of the space.
-    assert hello["action_space"]["dtype"] == "float32"
-
-
-def test_a_space_that_cannot_be_sent(address):
-    space = spaces.Dict({"x": spaces.Tuple([spaces.Text(5)])})
-    with (
-        serving(lambda: Env(space), address),
-        pytest.raises(RuntimeError, match=r'\["x"\]\[0\].*Text.*none of Box'),
-    ):
-        probe(address)
-
 
 def test_an_observation_space_may_come_from_the_first_observation(address):
     def observe():
@@ -237,11 +151,6 @@ def test_without_spaces_arrays_are_sent_as_they_are(address, action):
         np.testing.assert_array_equal(given, action[0, 0].numpy())
 
 
-def test_without_an_action_space_an_action_is_one_array(address):
-    with serving(NoSpaces, address), pytest.raises(ValueError, match="one array"):
-        play(address, lambda _: (torch.zeros(1, 1),) * 2)
-
-
 def test_what_cannot_get_better_ends_at_once(address):
     """With one message; and nobody waits for the pool's queue or batcher."""
 
@@ -304,28 +213,15 @@ def test_observations_become_what_the_space_says(space, observe, address):
         np.testing.assert_array_equal(row, expected)
 
 
-def test_keys_may_have_zero_bytes(address):
-    observation = {"x": 1, "x\0": 2, "x\0y": 3}
-    space = spaces.Dict({key: spaces.Discrete(4) for key in observation})
-    with serving(lambda: Env(space, observe=lambda: observation), address):
-        (received, *_), _ = play(address, zero)
-    for key, value in observation.items():
-        assert (received[key] == value).all()
-
-
 @pytest.mark.parametrize(
     ("space", "observation", "match"),
     [
         (spaces.Box(0, 9, (3,), np.uint8), np.zeros(3), "float64.*uint8"),
-        (spaces.Box(0, 9, (3,), np.uint8), [1, 2, 300], "int64 .*outside of uint8"),
         (spaces.Box(0, 9, (1,), np.uint8), np.array([300], "u2"), "outside of uint8"),
         (spaces.Discrete(3), 1.5, "float64.*int64"),
         (spaces.Box(0, 9, (3,)), np.zeros(4, np.float32), r"\[4\], not float32 \[3\]"),
         (spaces.Tuple([spaces.Discrete(3)] * 2), (1, 2, 0), "tuple of 2.*has 3"),
-        (spaces.Tuple([spaces.Discrete(3)]), 2, "not a tuple"),
         (spaces.Dict(x=spaces.Discrete(3)), {"y": 1}, 'with the key "x"'),
-        (spaces.Dict(x=spaces.Discrete(3)), {"x": 1, "y": 1}, "dict of 1.*2 keys"),
-        (spaces.Dict(x=spaces.Discrete(3)), 1, "not a dict"),
     ],
     ids=str,
 )
@@ -336,22 +232,6 @@ def test_observations_that_do_not_fit(space, observation, match, address):
     ):
         probe(address)
     assert "observation" in str(info.value) or "Overflow" in str(info.value)
-
-
-def test_a_pair_with_a_dict_can_be_an_observation(address):
-    space = spaces.Tuple([spaces.Discrete(3), spaces.Dict(x=spaces.Discrete(2))])
-
-    class Bare(Env):
-        def reset(self):  # the old Gym
-            return self.observe()
-
-    for env_class in (Env, Bare):
-        with serving(
-            lambda e=env_class: e(space, None, lambda: (2, {"x": 1})), address
-        ):
-            (observation, *_), _ = play(address, zero)
-        assert observation[0].tolist() == [[2]] * (T + 1)
-        assert observation[1]["x"].tolist() == [[1]] * (T + 1)
 
 
 def test_observations_may_be_written_over_in_place(address):
@@ -505,21 +385,6 @@ def test_a_learner_may_write_into_the_state_of_a_rollout(address):
             state += 100
 
 
-def test_run_tells_each_time_that_it_can_not_listen(address):
-    with serving(Env, address):
-        server = Server(Env, address)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="cannot listen"):
-                server.run()
-
-
-def test_not_an_environment(address):
-    with serving(dict, address), pytest.raises(RuntimeError, match=r"no reset\(\)"):
-        probe(address)
-    with pytest.raises(TypeError, match="env_class"):
-        Server(3, address)
-
-
 def test_the_environment_is_closed_when_its_stream_ends(address):
     closed = threading.Event()
     threads = set()
@@ -563,33 +428,3 @@ def test_environments_are_closed_by_stop(address):
         assert len(closed) == 1
         assert type(run.error()) is TransportError
         server.stop()
-
-
-def test_an_environment_that_can_not_be_served_is_closed(address):
-    closed = []
-
-    class Closes(Env):
-        def close(self):
-            closed.append(self)
-
-    with serving(lambda: Closes(action_space=spaces.Text(5)), address):
-        with pytest.raises(RefusedError, match="none of Box"):
-            probe(address)
-        assert len(closed) == 1
-
-
-def test_close_may_fail(address, monkeypatch):
-    reported = []
-    monkeypatch.setattr(sys, "unraisablehook", reported.append)
-
-    class Fails(Env):
-        def close(self):
-            raise ValueError("cannot close")
-
-    with serving(Fails, address):
-        probe(address)
-    (report,) = reported
-    assert str(report.exc_value) == "cannot close"
-
-
-# --- The process ----------------------------------------------------------------------

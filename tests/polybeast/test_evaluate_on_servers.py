@@ -112,43 +112,6 @@ def test_a_killed_server_costs_its_games_only(tmp_path, serve):
     assert result["returns"] == result["lengths"]  # CartPole
 
 
-def test_without_a_server_it_says_so(tmp_path):
-    runs.run(tmp_path, "a", **runs.SMALL)
-    flags = {"server_addresses": f"unix:{tmp_path}/none", "connect_timeout": 1}
-    process = start_test(tmp_path, **flags)
-    output = runs.finish(process)
-    assert process.returncode == 1
-    assert f"unix:{tmp_path}/none" in output
-    assert "Traceback" not in output
-
-
-def test_a_video_is_refused(tmp_path):
-    runs.run(tmp_path, "a", **runs.SMALL)
-    flags = {"server_addresses": "localhost:1", "video": f"{tmp_path}/a.mp4"}
-    process = start_test(tmp_path, **flags)
-    assert "servers can't show their games" in runs.finish(process)
-    assert process.returncode == 1
-
-
-def test_games_that_another_policy_began_do_not_count():
-    """A client that joins in the middle of a game, and one that begins a game."""
-    scorer = Scorer(range(3))
-    envs = torch.zeros(2, dtype=torch.int64)
-
-    def add(ends, steps, present=(True, True)):
-        row = {name: torch.tensor([ends]) for name in ("done", "game_over")}
-        row["present"] = torch.tensor([present])
-        row["truncated"] = torch.zeros(1, 2, dtype=torch.bool)
-        row["game_step"] = torch.tensor([steps])
-        row["game_return"] = torch.tensor([[float(n) for n in steps]])
-        return [(game.number, game.length) for game in scorer.add(row, envs)]
-
-    assert add([False, True], [4, 9]) == []
-    assert add([False, False], [5, 1]) == []
-    assert add([True, True], [6, 2]) == [(0, 2)]
-    assert add([True, True], [1, 3]) == [(1, 1), (2, 3)]
-
-
 def test_an_absent_agent_begins_no_game():
     scorer = Scorer(range(2))
     envs = torch.zeros(2, dtype=torch.int64)

@@ -4,7 +4,6 @@ import collections
 import gc
 import operator
 import sys
-import tracemalloc
 import types
 from typing import NamedTuple
 
@@ -74,12 +73,6 @@ def test_map_many2():
     assert same(result, {"a": [9, Point(18, {"z": 27})], "b": (36, []), "c": {}})
 
 
-@pytest.mark.parametrize("map_two", [nest.map_many, nest.map_many2])
-def test_containers_are_those_of_the_first(map_two):
-    result = map_two(lambda *_: 0, [1, Point(2, 3)], (4, [5, 6]))
-    assert same(result, [0, Point(0, 0)])
-
-
 def test_flatten_pack_as_front():
     leaves = nest.flatten(example())
     assert leaves == [1, 2, 3, 4]
@@ -88,14 +81,6 @@ def test_flatten_pack_as_front():
     packed = {"a": ["p", Point("q", {"z": "r"})], "b": ("s", []), "c": {}}
     for sequence in ("pqrs", list("pqrs"), tuple("pqrs"), collections.deque("pqrs")):
         assert same(nest.pack_as(example(), sequence), packed)
-
-
-def test_keywords():
-    assert nest.map(f=abs, n=[-1]) == [1]
-    assert nest.map_many2(f=max, n1=[1], n2=[2]) == [2]
-    assert nest.flatten(n=1) == [1]
-    assert nest.pack_as(n=1, sequence=[2]) == 2
-    assert nest.front(n=1) == 1
 
 
 @pytest.mark.parametrize(
@@ -118,26 +103,6 @@ def test_all_else_is_a_leaf(leaf):
     assert nest.pack_as(0, [leaf]) is leaf
 
 
-def test_leaves_are_not_copied():
-    np = pytest.importorskip("numpy")
-    array = np.zeros((3, 2))
-    assert nest.map(lambda x: x, {"a": [array]})["a"][0] is array
-    assert nest.flatten((array,))[0] is array
-
-
-def test_subclasses_become_plain():
-    class MyList(list):
-        pass
-
-    class MyTuple(tuple):
-        pass
-
-    n = collections.OrderedDict(b=MyTuple((1,)), a=MyList([2]))
-    assert same(nest.map(lambda x: x, n), {"a": [2], "b": (1,)})
-    counts = collections.defaultdict(list, a=1)
-    assert same(nest.map(lambda x: x, counts), {"a": 1})
-
-
 @pytest.mark.parametrize("n", [(), [], {}, ([], {"a": ()}), Point([], {})])
 def test_empty_nests(n):
     assert nest.flatten(n) == []
@@ -147,12 +112,6 @@ def test_empty_nests(n):
     assert same(nest.pack_as(n, []), n)
     with pytest.raises(ValueError, match="without leaves"):
         nest.front(n)
-
-
-def test_keys_are_any_text():
-    n = {"é": 3, "\U0001f40d": 5, "": 1, "a\0b": 2, "￿": 4}
-    assert nest.flatten(n) == [1, 2, 3, 4, 5]
-    assert list(nest.map(lambda x: x, n)) == sorted(n)
 
 
 @pytest.mark.parametrize(
@@ -177,25 +136,11 @@ def test_structures_that_differ(map_two, first, second, text):
     assert text in str(error.value)
 
 
-def test_map_many_says_which_nest_differs():
-    with pytest.raises(ValueError, match=r"at \[1\]: .* a vector of 0 in number 3"):
-        nest.map_many(pytest.fail, [1, 2], [3, 4], [5, ()])
-    with pytest.raises(ValueError, match="at least one nest"):
-        nest.map_many(pytest.fail)
-
-
 def test_pack_as_says_both_counts():
     for leaves in ([], range(3), range(5)):
         text = f"the structure has 4 leaves, {len(leaves)} were given"
         with pytest.raises(ValueError, match=text):
             nest.pack_as(example(), leaves)
-
-
-def test_arguments_of_another_type():
-    with pytest.raises(TypeError):
-        nest.map(None, [1])
-    with pytest.raises(TypeError):
-        nest.pack_as([1], 1)
 
 
 @pytest.mark.parametrize("key", [3, None, b"a", ("a",)])
@@ -205,11 +150,6 @@ def test_keys_that_are_not_str(key):
     assert 'at [1]["a"]: the keys of a dict must be str' in str(error.value)
     assert repr(key) in str(error.value)
     assert type(key).__name__ in str(error.value)
-
-
-def test_key_that_is_not_text():
-    with pytest.raises(UnicodeEncodeError):
-        nest.flatten({"\ud800": 1})
 
 
 def test_depth():
@@ -260,11 +200,8 @@ def test_exceptions_of_f_pass_through():
     "change",
     [
         lambda n: n["a"].clear(),
-        lambda n: n["a"].append(1),
         lambda n: n.clear(),
-        lambda n: n.update(a=1),
         lambda n: n.update(a=b"ab"),  # of the same size
-        lambda n: n.update(a={}),
         lambda n: n.update(b=1),
     ],
 )
@@ -272,11 +209,6 @@ def test_f_that_changes_the_nest(change):
     n = {"a": [[1], 2], "b": {"c": 3}}
     with pytest.raises(ValueError, match="f changed the nest"):
         nest.map(lambda _: change(n), n)
-
-
-def test_f_that_adds_a_key():
-    n = {"a": 1, "b": 2}
-    assert nest.map(lambda x: n.update(c=3) or -x, n) == {"a": -1, "b": -2}
 
 
 def fail(*_):
@@ -322,32 +254,3 @@ def test_no_reference_is_leaked():
     leaks = [b - a for a, b in zip(before, after, strict=True)]
     assert leaks[:7] == [0] * 7
     assert all(leak < 25 for leak in leaks), leaks
-
-
-def test_memory_stays_flat():
-    n = {"a": [1, (2, 3)], "b": Point(4, {"c": 5})}
-
-    def use(rounds):
-        for _ in range(rounds):
-            texts = nest.map(lambda x: [str(x) + 1000 * "x"], n)
-            nest.map_many(sum, n, nest.pack_as(n, nest.flatten(n)))
-            with pytest.raises(ValueError, match="in the second"):
-                nest.map_many2(max, n, texts)
-
-    tracemalloc.start()
-    try:
-        use(100)
-        gc.collect()
-        before, _ = tracemalloc.get_traced_memory()
-        use(1000)
-        gc.collect()
-        after, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert after - before < 30_000  # bytes: 30 a round
-
-
-def test_every_function_has_a_docstring():
-    for name in ("map", "map_many", "map_many2", "flatten", "pack_as", "front"):
-        assert len(getattr(nest, name).__doc__.splitlines()) > 1
-    assert "Functions on nested" in nest.__doc__

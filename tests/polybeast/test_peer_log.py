@@ -51,19 +51,6 @@ def test_one_peer_does_not_silence_the_others(caplog):
     assert not caplog.text  # nothing new
 
 
-def test_the_table_comes_at_intervals(caplog, monkeypatch):
-    monkeypatch.setattr(remote_envs, "TABLE_SECONDS", 0.0)
-    log = PeerLog()
-    for number in (1, 2):
-        log.report((refusals("ipv4:10.0.0.6", 1), 0))
-        caplog.clear()
-        log.report(([], 0))
-        assert f"10.0.0.6: {number}, the last because: " in caplog.text
-    caplog.clear()
-    log.report(([], 0))
-    assert not caplog.text
-
-
 def test_peers_without_number_take_bounded_memory(caplog):
     log = PeerLog()
     for i in range(3 * remote_envs.MAX_PEERS):
@@ -112,27 +99,6 @@ def test_texts_of_peers_are_escaped(address, tmp_path):
     with servers.Run([server.address], act, initial_state()) as run:
         assert_harmless(str(run.error()))
     server.stop()
-
-
-def test_texts_of_a_learner_are_escaped(address):
-    """A learner that was not made with libtorchbeast."""
-    grpc = pytest.importorskip("grpc")
-
-    def join(requests, context):
-        context.abort(grpc.StatusCode.FAILED_PRECONDITION, EVIL)
-
-    handler = grpc.stream_stream_rpc_method_handler(join)
-    service = grpc.method_handlers_generic_handler(
-        "torchbeast.wire.Learner", {"Join": handler}
-    )
-    with futures.ThreadPoolExecutor(1) as threads:
-        learner = grpc.server(threads, [service])
-        learner.add_insecure_port(address)
-        learner.start()
-        with pytest.raises(RefusedError) as refusal:
-            Client(servers.Coded, address).run()
-        learner.stop(None).wait()
-    assert_harmless(str(refusal.value))
 
 
 class Thoughtful(servers.Coded):

@@ -72,7 +72,7 @@ def test_joined_peers_that_nobody_can_use(learn, wire, tmp_path):
     address = f"unix:{tmp_path}/learner"
     run = learn(listen=address, num_actors=2)
     run.wait_for((tmp_path / "learner").exists, "the learner listens")
-    refused = assert_refused(wire, address, begun=False)
+    refused, failures = assert_refused(wire, address, begun=False), 0
     assert refused > 50
     with playing(address, wire):
         run.wait_for_updates(3)
@@ -88,17 +88,17 @@ def test_joined_peers_that_nobody_can_use(learn, wire, tmp_path):
             assert code == "INVALID_ARGUMENT", (name, code, text)
             assert words in text, (name, text)
             refused += 1
-        for number in range(
-            2
-        ):  # two environments raise: no more than --max_env_failures
-            with Peer(address) as peer:
-                error = wire.EnvError(message=f"Traceback: broken {number}")
-                peer.play([*first, wire.EnvMessage(error=error).SerializeToString()])
-                assert peer.status()[0] == "OK"
+            failures += 1
+        # More than --max_env_failures, but of one machine, where another plays on.
+        assert failures > 10
+        with Peer(address) as peer:
+            error = wire.EnvError(message="Traceback: broken")
+            peer.play([*first, wire.EnvMessage(error=error).SerializeToString()])
+            assert peer.status()[0] == "OK"
         run.wait_for_updates(3)
         run.wait_for(
-            lambda: int(read_logs(tmp_path, "run")[-1]["env_failures"]) == 2,
-            "both failures are counted",
+            lambda: int(read_logs(tmp_path, "run")[-1]["env_failures"]) == failures + 1,
+            "all failures are counted",
         )
         last = read_logs(tmp_path, "run")[-1]
         assert int(last["refused"]) == refused
@@ -221,24 +221,6 @@ def test_a_step_that_comes_before_its_action(learn, wire, tmp_path):
     assert "[ERROR " not in run.console
 
 
-def test_one_that_raises_again_and_again_ends_nobodys_run(learn, wire, tmp_path):
-    address = f"unix:{tmp_path}/learner"
-    run = learn(listen=address, num_actors=2, max_env_failures=3, connect_timeout=5)
-    run.wait_for((tmp_path / "learner").exists, "the learner listens")
-    error = wire.EnvMessage(error=wire.EnvError(message="Traceback: it broke"))
-    with playing(address, wire):
-        run.wait_for_updates(1)
-        for _ in range(8):
-            with Peer(address) as peer:
-                rows = itertools.islice(good_messages(wire), 4)
-                peer.play([*rows, error.SerializeToString()])
-                assert peer.status()[0] == "OK"
-        run.wait_for_updates(3)
-        assert "[ERROR " not in run.console
-    run.wait_for_end(1, 2 * END_SECONDS)  # no other is left
-    assert "more than 3 environments have raised within a minute" in run.console
-
-
 # --- Servers --------------------------------------------------------------------------
 
 
@@ -306,7 +288,9 @@ def test_dialled_servers_that_nobody_can_use(learn, wire, tmp_path):
         "good": lambda n: good_messages(wire),
         "differs": lambda n: [wire.EnvMessage(hello=differs).SerializeToString(), row],
         "hangs": lambda n: [hello, row, None],
-        "lies": lambda n: after_rows(encode_row(wire, bad_row)),
+        "lies": lambda n: (
+            after_rows(encode_row(wire, bad_row)) if n < 2 else good_messages(wire)
+        ),
         "raises": lambda n: (
             after_rows(error.SerializeToString()) if n == 0 else good_messages(wire)
         ),
@@ -340,7 +324,7 @@ def test_dialled_servers_that_nobody_can_use(learn, wire, tmp_path):
         run.wait_for(lambda: time.monotonic() - begun > 8, "a while")
         run.wait_for_updates(5)
         last = read_logs(tmp_path, "run")[-1]
-        assert int(last["env_failures"]) == 1
+        assert int(last["env_failures"]) >= 2
         assert int(last["refused"]) >= 4
         assert int(last["streams"]) >= 2
         assert int(last["dropped_steps"]) >= 2 * E
@@ -350,18 +334,3 @@ def test_dialled_servers_that_nobody_can_use(learn, wire, tmp_path):
         run.wait_for_end(1, 2 * END_SECONDS)
     assert run.console.count("[ERROR ") == 1
     assert "TransportError: no connection for 6 s: " in run.console
-
-
-def test_environments_that_always_raise_end_the_run(learn, wire, tmp_path):
-    """More often than --max_env_failures within a minute; the last one's traceback."""
-    hello = wire.EnvMessage(hello=make_hello(wire)).SerializeToString()
-    error = wire.EnvMessage(error=wire.EnvError(message="Traceback: it broke"))
-    messages = [hello, encode_row(wire, make_row(0)), error.SerializeToString()]
-    server = DialledServer(tmp_path / "server", lambda n: messages)
-    try:
-        run = learn(server_addresses=server.address, num_actors=1, max_env_failures=3)
-        run.wait_for_end(1, 4 * END_SECONDS)
-    finally:
-        server.stop()
-    assert "more than 3 environments have raised within a minute" in run.console
-    assert "Traceback: it broke" in run.console

@@ -135,16 +135,6 @@ def test_several_updates_from_one_stream(tmp_path, small):
     assert [int(row["step"]) for row in rows] == list(range(10, 901, 10))
 
 
-def test_a_trace_shows_inference_and_learning(tmp_path, small):
-    runs.run(tmp_path, "a", **small, write_profiler_trace=True)
-    trace = json.loads((tmp_path / "a" / "trace.json").read_text())
-    events = [e for e in trace["traceEvents"] if e.get("cat") == "cpu_op"]
-    learning = {e["tid"] for e in events if "Backward" in e["name"]}
-    acting = {e["tid"] for e in events if e["name"] == "aten::linear"}
-    assert learning
-    assert acting - learning
-
-
 @pytest.mark.parametrize("env", ["GridWorld", "Locks", "Steering", "Recall"])
 def test_spaces_of_all_kinds(tmp_path, small, env):
     small |= {"env": f"environments:{env}", "total_steps": 300, "use_lstm": True}
@@ -208,7 +198,7 @@ def test_servers_end_with_a_learner_that_was_killed(tmp_path, small, monkeypatch
 
 
 def test_sigint_during_the_start(tmp_path, small, monkeypatch):
-    """During imports on both sides, and while servers make their environments."""
+    """During imports, and while servers make their environments."""
     monkeypatch.setenv("FAULT_FILE", str(tmp_path / "fault"))
     small["env"] = "faulty:SlowToMake"
     words = runs.command(tmp_path, "a", **small)
@@ -217,15 +207,6 @@ def test_sigint_during_the_start(tmp_path, small, monkeypatch):
     os.killpg(process.pid, signal.SIGINT)
     assert runs.finish(process) == ""
     assert process.returncode == 130
-    assert_nothing_left(process, tmp_path)
-
-    process = runs.start_words(words, fresh=True)
-    wait_until(lambda: processes_of_session(process.pid)[1:], "the servers' start")
-    os.killpg(process.pid, signal.SIGINT)
-    output = runs.finish(process)
-    assert process.returncode == 130, output
-    assert output.count("SIGINT: exits without saving.") == 1
-    assert "Traceback" not in output
     assert_nothing_left(process, tmp_path)
 
     process = runs.start_words(words, fresh=True)
@@ -284,17 +265,23 @@ def test_a_killed_server_comes_back(tmp_path, small):
     assert_nothing_left(process, tmp_path)
 
 
-def test_an_environments_error_ends_the_run(tmp_path, small, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("raise_error", ["ValueError: the ball left the table", "in raise_error"]),
+        ("nan_reward", ["breaks the rules: reward: nan"]),
+    ],
+)
+def test_an_environments_error_ends_the_run(tmp_path, small, monkeypatch, error, words):
     fault = tmp_path / "fault"
     monkeypatch.setenv("FAULT_FILE", str(fault))
     small |= {"total_steps": 10**9, "env": "faulty:Environment"}
     process = runs.start(tmp_path, "a", **small)
     runs.wait_for_rows(process, tmp_path, "a", 3)
-    fault.write_text("raise_error")
+    fault.write_text(error)
     output = runs.finish(process)
     assert process.returncode == 1, output
-    assert "ValueError: the ball left the table" in output
-    assert "in raise_error" in output, "the environment's traceback"
+    assert all(word in output for word in words), output
     assert (tmp_path / "a" / "model.tar").exists()
     assert not json.loads((tmp_path / "a" / "meta.json").read_text())["successful"]
     assert_nothing_left(process, tmp_path)
@@ -340,26 +327,14 @@ def test_no_server_at_all(tmp_path):
         connect_timeout=1,
         status=1,
     )
+    assert "no environments within 1 s (--connect_timeout): " in output
     assert f"{tmp_path}/nobody.0" in output
     assert "Traceback" not in output
     assert not (tmp_path / "a").exists(), "nothing was written"
 
 
-def test_another_number_of_actions(tmp_path, small):
-    process = runs.start(tmp_path, "a", **small, num_actions=6)
-    output = runs.finish(process)
-    assert process.returncode == 1, output
-    assert "--num_actions 6, got" in output
-    assert "Discrete(2)" in output
-    assert "Traceback" not in output
-    assert_nothing_left(process, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "address",
-    ["unix:/no/such/folder/socket", "nowhere", "0.0.0.0:0"],  # the last is not secure
-)
-def test_a_place_where_the_learner_cannot_listen(tmp_path, address):
+def test_a_place_where_the_learner_cannot_listen(tmp_path):
+    address = "0.0.0.0:0"  # not secure
     output = runs.run(
         tmp_path,
         "a",
@@ -369,7 +344,7 @@ def test_a_place_where_the_learner_cannot_listen(tmp_path, address):
         status=1,
     )
     assert "--listen: " in output
-    assert address.removeprefix("unix:") in output
+    assert address in output
     assert "Traceback" not in output
 
 
@@ -423,11 +398,6 @@ def test_servers_unless_a_flag_says_how_many(monkeypatch):
     ]:
         flags = resolve(*words, "--batch_size", "8")
         assert (flags.num_actors, flags.num_servers) == (actors, servers)
-
-
-def test_two_runs_on_one_machine_have_servers_of_their_own():
-    first, second = (polybeast_env.addresses(resolve()) for _ in range(2))
-    assert not set(first) & set(second)
 
 
 def test_addresses(tmp_path):

@@ -15,7 +15,6 @@ from torchbeast.envs.extra_fields import EXTRA_FIELDS, ExtraField
 from torchbeast.envs.space_checks import check_observation_space
 from torchbeast.polybeast.remote_envs import make_env_spec, make_space
 from torchbeast.polybeast.streams import as_stored
-from torchbeast.runs import prof
 
 INF = np.inf
 INT64 = np.iinfo(np.int64)
@@ -181,47 +180,6 @@ def test_the_check_allows_what_the_wire_can_carry(space, tmp_path):
     except UnsupportedSpaceError:
         allowed = False
     assert allowed == carried
-
-
-@pytest.mark.parametrize(
-    ("seconds", "limit"),
-    [
-        ({"learner_learn": 95, "learner_wait": 5}, "learner"),
-        ({"inference_infer": 95, "inference_wait": 5}, "inference"),
-        ({"env_seconds": 160, "env_wait_seconds": 190}, "environments"),
-        ({"env_seconds": 10, "env_wait_seconds": 190}, "wire"),
-        ({"inference_wait_seconds": 250, "inference_infer": 10}, "batcher"),
-        ({"queue_wait_seconds": 150}, "learner's queue"),
-    ],
-)
-def test_the_bottleneck(seconds, limit):
-    """Two streams for 100 s: 80 s with the environments and 120 s for inference."""
-    counts = {
-        "learner_learn": 30,
-        "learner_wait": 70,
-        "inference_infer": 60,
-        "inference_wait": 40,
-        "env_seconds": 30,
-        "env_wait_seconds": 80,
-        "inference_wait_seconds": 120,
-        "queue_wait_seconds": 0,
-        "num_batches": 1000,
-        "num_items": 1500,
-        "num_entries": 12000,
-        "queue_sum": 50,
-        "queue_samples": 20,
-        "num_reconnects": 3,
-        "num_dropped_steps": 17,
-    }
-    text = prof.bottleneck(counts)
-    for part in (
-        *("Learner busy 30 %", "inference threads busy 60 %", "environments 15 %"),
-        *("wire 25 %", "batcher 15 %", "inference 45 %", "learner's queue 0 %"),
-        *("batch 12.0", "queue 2.5", "Reconnects 3, dropped steps 17"),
-        "Bottleneck: inference.",
-    ):
-        assert part in text
-    assert f"Bottleneck: {limit}." in prof.bottleneck(counts | seconds)
 
 
 def test_fields_that_other_languages_leave_out():

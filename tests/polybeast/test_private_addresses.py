@@ -14,7 +14,6 @@ from certificates import Certificates
 from libtorchbeast import Listener, RefusedError, Security, Server, probe
 from torchbeast.base.errors import FlagError
 from torchbeast.polybeast import env as polybeast_env
-from torchbeast.polybeast import learner as polybeast_learner
 from torchbeast.polybeast import security
 from torchbeast.runs import start
 
@@ -45,18 +44,6 @@ def test_a_socket_of_another_user_is_not_dialled():
             with pytest.raises(RefusedError, match=f"belongs to user {NOBODY}"):
                 probe(address, SECONDS, security=Security(token="secret"))
             assert squatter.stdout.readline() == b"0\n"  # it heard nothing
-
-
-def test_sockets_are_private_whatever_the_umask(tmp_path):
-    before = os.umask(0)
-    try:
-        listener = Listener(f"unix:{tmp_path}/learner")
-        listener.start()
-        assert os.stat(f"{tmp_path}/learner").st_mode & 0o777 == 0o600
-        listener.close()
-        assert not os.path.exists(f"{tmp_path}/learner")
-    finally:
-        assert os.umask(before) == 0
 
 
 def test_nobody_is_taken_in_unseen(tmp_path):
@@ -126,12 +113,6 @@ def test_the_default_sockets_lie_in_a_private_folder(tmp_path, monkeypatch):
         os.chown(folder, NOBODY, NOBODY)
         with pytest.raises(FlagError, match=f"belongs to user {NOBODY}"):
             security.make_private_folder(f"unix:{folder}/polybeast")
-
-
-def test_both_sides_have_the_same_default_sockets():
-    env = polybeast_env.make_parser().declared["pipes_basename"].default
-    assert polybeast_learner.make_parser().declared["pipes_basename"].default == env
-    assert env.startswith(f"unix:{security.PRIVATE_FOLDER}/")
 
 
 def test_a_token_in_clear_text_is_warned_of(tmp_path, caplog):

@@ -1,6 +1,5 @@
 """Streams on one machine, whose messages go through shared memory: how they end."""
 
-import itertools
 import os
 import signal
 import threading
@@ -8,9 +7,7 @@ import time
 from concurrent import futures
 from pathlib import Path
 
-import numpy as np
 import pytest
-import servers
 import torch
 from servers import Run, ServerProcess
 from watched_runs import wait_until
@@ -58,40 +55,6 @@ def test_a_stream_over_tcp_does_not(address):
         assert num_mappings() == own
 
 
-def test_both_carry_the_same_rollouts(tmp_path):
-    """Bit for bit, with frames, truncations, and rows of several environments."""
-    taken = []
-    for address in (f"unix:{tmp_path}/socket", "127.0.0.1:0"):
-        with ServerProcess("CodedVector", address) as server:
-            initial = {"counter": torch.zeros(1, 1, 2)}
-            with Run([server.address], act_with_state, initial, batch=3) as run:
-                taken.append(list(itertools.islice(run.queue, 40)))
-                assert len(taken[-1]) == 40, run.error()
-    for lane, stream in zip(*taken, strict=True):
-        assert_equal(lane, stream)
-
-
-def act_with_state(inputs):
-    (observation, _, done, *_), state = inputs
-    action = (observation["code"].sum(-1) % servers.NUM_ACTIONS).long()
-    outputs = {"action": action, "baseline": observation["code"].sum(-1).float()}
-    outputs["truncation_value"] = torch.zeros_like(outputs["baseline"])
-    return outputs, {"counter": state["counter"] + done[..., None]}
-
-
-def assert_equal(a, b):
-    assert type(a) is type(b)
-    if isinstance(a, dict):
-        assert list(a) == list(b)
-        a, b = list(a.values()), list(b.values())
-    if isinstance(a, (list, tuple)):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_equal(x, y)
-    else:
-        assert torch.equal(a, b)
-
-
 def test_a_killed_server_is_noticed_at_once_and_nothing_is_left(address):
     with ServerProcess("Coded", address) as server:
         own = num_mappings()
@@ -130,25 +93,6 @@ def test_a_stopped_server_costs_its_stream_only(tmp_path):
         finally:
             os.kill(stopped.process.pid, signal.SIGCONT)
         wait_until(lambda: has(2), "it comes back")
-
-
-def test_a_learner_that_is_slow_gets_all_rollouts(address):
-    """The queue is full most of the time."""
-    with ServerProcess("Counting", address), Run([address] * 3, zeros) as run:
-        seen = []
-        for _ in range(30):
-            time.sleep(0.02)
-            (env_outputs, _), _ = next(iter(run.queue))
-            seen.append(env_outputs[0][:, 0, 0, 0].tolist())
-    ends = []  # the last frame of each stream so far
-    for frames in seen:  # steps of one environment, none lost, none twice
-        assert np.all(np.diff(frames) % 256 == 1), frames
-        if frames[0] in ends:
-            ends.remove(frames[0])
-        else:
-            assert frames[0] == seen[0][0]
-        ends.append(frames[-1])
-        assert len(ends) <= 3
 
 
 def threads_with(number, address, most=10**9):
@@ -225,50 +169,3 @@ def test_memory_that_can_not_be_opened_is_not_used(wire, address, process):
     finally:
         server.stop(None).wait(10)
     assert chosen == [("shared_memory", False)]
-
-
-@pytest.mark.parametrize("answer", ["no", "an action", "false doorbell"])
-def test_a_learner_that_does_not_take_it(wire, address, answer):
-    grpc = pytest.importorskip("grpc")
-    with ServerProcess("Coded", address) as server:
-        with Run([address], zeros) as run:  # a doorbell that exists
-            take(run, 1)
-            bell = find_doorbell(server.process.pid)
-        hello = wire.AgentHello(version=3)
-        hello.doorbell.process = 1 if answer == "false doorbell" else os.getpid()
-        hello.doorbell.file, hello.doorbell.nonce = bell
-        sent = [wire.AgentMessage(hello=hello)]
-        action = wire.AgentAction(arrays=bytes(8), number=7)
-        if answer == "no":
-            sent.append(wire.AgentMessage(shared_memory=False))
-        if answer != "an action":
-            sent.append(wire.AgentMessage(action=action))
-        else:
-            sent += [wire.AgentMessage(action=action)] * 2
-        with grpc.insecure_channel(address) as channel:
-            call = channel.stream_stream(
-                "/torchbeast.wire.EnvServer/Stream",
-                request_serializer=lambda message: message.SerializeToString(),
-                response_deserializer=wire.EnvMessage.FromString,
-            )(iter(sent), timeout=30)
-            first = next(call).hello
-            assert first.HasField("shared_memory") == (answer != "false doorbell")
-            if answer == "an action":
-                with pytest.raises(grpc.RpcError) as caught:
-                    list(call)
-                assert "no answer to the shared memory" in caught.value.details()
-                return
-            assert next(call).step.action_number == 0
-            assert next(call).step.action_number == 7
-    assert server.process.returncode == 0
-
-
-def find_doorbell(pid):
-    """(descriptor, nonce) of this process's doorbell."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if "memfd:torchbeast" in os.readlink(f"/proc/self/fd/{name}"):
-                return int(name), Path(f"/proc/self/fd/{name}").read_bytes()[:16]
-        except OSError:
-            continue
-    raise AssertionError("no doorbell")

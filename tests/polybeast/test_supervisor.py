@@ -13,7 +13,6 @@ import pytest
 
 from torchbeast.polybeast import supervisor
 from torchbeast.polybeast.security import ServerError
-from torchbeast.procs.children import ProcessError
 
 
 def dies_before_it_is_ready(flags, index, address, first_stream, pipe):
@@ -131,12 +130,6 @@ def test_a_server_that_never_gets_ready(monkeypatch):
         servers.stop()
 
 
-def test_a_longer_time_for_slow_servers():
-    flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=400.0)
-    servers = supervisor.Supervisor(hangs, flags, ["127.0.0.1:1"])
-    assert servers.silent_seconds == 400
-
-
 def test_all_were_suspended(monkeypatch):
     """A server's sign of life may come after the supervisor has woken up."""
     flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=1)
@@ -163,53 +156,6 @@ def test_all_were_suspended(monkeypatch):
     assert servers.ever_ready
     assert restarts_of(servers) == 0
     assert [server.crashes for server in servers.servers] == [0]
-
-
-def test_a_restart_that_the_system_refuses_ends_no_other_server(monkeypatch, caplog):
-    flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=1)
-    servers = supervisor.Supervisor(is_ready, flags, ["127.0.0.1:1", "127.0.0.1:2"])
-    start, refused = servers.group.start, []
-
-    def refuses(*arguments):
-        if len(refused) < 2:
-            refused.append(arguments)
-            raise ProcessError("fork: Resource temporarily unavailable")
-        return start(*arguments)
-
-    def watch(until):
-        deadline = time.monotonic() + 60
-        while not until() and time.monotonic() < deadline:
-            servers.watch(0.2, [])
-
-    try:
-        watch(lambda: all(server.ready for server in servers.servers))
-        monkeypatch.setattr(servers.group, "start", refuses)
-        first, second = (server.child.process for server in servers.servers)
-        second.kill()
-        second.join()
-        watch(lambda: len(refused) == 2 and not servers.readiness())
-        assert servers.readiness() is None
-        assert first.is_alive()
-    finally:
-        servers.stop()
-    assert "Server 1 can't be started: fork: Resource temp" in caplog.text
-
-
-def test_a_server_may_crash_as_often_as_allowed():
-    flags = argparse.Namespace(
-        max_restarts=2**31 - 1, seconds=0.0, join=None, actor_timeout=1
-    )
-    servers = supervisor.Supervisor(dies_when_it_is_ready, flags, ["127.0.0.1:1"])
-    servers.servers[0].crashes = 5000
-    try:
-        deadline = time.monotonic() + 60
-        while servers.servers[0].crashes == 5000 and time.monotonic() < deadline:
-            servers.watch(0.2, [])
-        assert servers.servers[0].crashes == 5001
-        wait = servers.servers[0].due - time.monotonic()
-        assert 5 < wait <= supervisor.LONGEST_BACKOFF
-    finally:
-        servers.stop()
 
 
 @pytest.mark.parametrize(

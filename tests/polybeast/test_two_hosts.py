@@ -166,16 +166,6 @@ def wait_for_more(run):
     assert run.process.poll() is None, run.console
 
 
-def test_trains_and_finishes(serve, learn):
-    servers = serve()
-    run = learn("run", server_addresses=f"{SERVERS}:5000", total_steps=40 * 2 * E * T)
-    run.wait_for_end(0, 20)
-    run.assert_no_error()
-    assert len(assert_whole_updates(run)) == 40
-    assert losses(run) == (0, 0)
-    end(servers)
-
-
 @pytest.mark.slow
 def test_the_link_is_cut_and_restored(hosts, serve, learn):
     """A cut of 2 s, which TCP survives; then of 20 s or more, which ends streams."""
@@ -219,29 +209,4 @@ def test_the_link_is_cut_and_restored(hosts, serve, learn):
     run.wait_for_end(130)
     run.assert_no_error()
     assert_whole_updates(run)
-    end(servers)
-
-
-@pytest.mark.slow
-def test_a_cut_is_noticed_while_nothing_is_sent(hosts, serve, learn, tmp_path):
-    """The learner waits for slow environments, so only pings can notice the cut."""
-    fault = tmp_path / "fault"
-    env = {"env": "faulty:Environment"}
-    servers = serve(env_vars={"FAULT_FILE": str(fault)}, **env)
-    run = learn(
-        "run",
-        server_addresses=f"{SERVERS}:5000",
-        actor_timeout=600,
-        connect_timeout=6,
-        **env,
-    )
-    run.wait_for_updates(3)
-    fault.write_text("hang")
-    rows = -1
-    while rows != (rows := len(rows_of(run))):
-        time.sleep(1)  # The last action is acknowledged, and no step comes.
-    hosts.cut()
-    run.wait_for_end(1, PATIENT)
-    assert_says(run, "TransportError: no connection for 6 s: ", SERVERS)
-    run.assert_files()
     end(servers)

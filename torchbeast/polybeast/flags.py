@@ -21,7 +21,8 @@ class PolyBeast(Group):
     connect_timeout: float = flag(60.0,
         "seconds without a connected stream after which the run ends", SECONDS, FREE)
     max_env_failures: int = flag(10,
-        "failures of environments per minute; with one more the run ends. Those of "
+        "environments that may raise or break a rule per minute; with one more the "
+        "run ends. Those of "
         "a single server or machine don't count while another is connected", COUNT_OR_0)
     actor_device: str | None = flag(None,
         "device for inference (default: the second GPU, else the learner's)", FREE)

@@ -130,7 +130,7 @@ def start_acting(run: Run, envs: RemoteEnvs) -> tuple[Streams, ActingModels]:
 
 
 def connect(
-    start: Start, envs: RemoteEnvs, check_servers: Callable[[], None]
+    start: Start, envs: RemoteEnvs, check_servers: Callable[[], Any]
 ) -> tuple[Run, Streams, ActingModels]:
     """Finds the spaces of the environments, makes the model and starts to act."""
     check = fits(start.flags, start.saved["model_state_dict"]) if start.saved else None
@@ -222,14 +222,14 @@ def in_rounds(run: Run, streams: Streams) -> None:
 
 def train(
     start: Start,
-    check_servers: Callable[[], None] = lambda: None,
+    check_servers: Callable[[], Any] = lambda: None,
     **places: str | None,
 ) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status.
 
     Args:
       check_servers: called about once per second, and before each server is asked for
-        its spaces; may raise to end the run.
+        its spaces, see RemoteEnvs.find_env_spec; may raise to end the run.
       places: listen or server_addresses of this start. They replace the flag and are
         not saved, so a resumed run may have others.
     """

@@ -132,13 +132,14 @@ class RemoteEnvs:
 
     def find_env_spec(
         self,
-        check_servers: Callable[[], None],
+        check_servers: Callable[[], Any],
         check: Callable[[EnvSpec], None] | None = None,
     ) -> EnvSpec:
         """Waits for the first usable environments.
 
         Args:
-          check_servers: called before each server is asked; may raise to end the wait.
+          check_servers: called before each server is asked. May raise to end the wait;
+            while it returns True, servers still start, and the time does not count.
           check: raises UserError if the environments can't be used; None: any can.
 
         Raises:
@@ -147,13 +148,14 @@ class RemoteEnvs:
           UserError, RefusedError, WireError, RuntimeError: none is usable, or no
             connection with any can work; the message has the reason.
         """
-        deadline = time.monotonic() + self.flags.connect_timeout
-        waits = False
+        limit, waits = self.flags.connect_timeout, False
+        deadline = time.monotonic() + limit
         while True:
             failed: dict[str, Exception] = {}
             places = list(dict.fromkeys(self.addresses or [self.listener.address]))
             for where in reachable_first(places):
-                check_servers()
+                if check_servers():
+                    deadline = time.monotonic() + limit
                 try:
                     env = self._ask(where, check)
                 except (UserError, RuntimeError) as error:
@@ -165,8 +167,13 @@ class RemoteEnvs:
                 finally:
                     self.report()
             final = [error for error in failed.values() if is_final(error)]
-            if len(final) == len(failed) or time.monotonic() > deadline:
-                raise (final or list(failed.values()))[0]
+            if final and (len(final) == len(failed) or time.monotonic() > deadline):
+                raise final[0]
+            if time.monotonic() > deadline:
+                raise libtorchbeast.TransportError(
+                    f"no environments within {limit:g} s (--connect_timeout): "
+                    f"{next(iter(failed.values()))}"
+                )
             if not waits:
                 log.info("Waiting for environments at %s.", ", ".join(failed))
                 waits = True
@@ -219,8 +226,7 @@ class RemoteEnvs:
         except libtorchbeast.TransportError:
             refusal = self.listener.stats()["last_refusal"]
             raise libtorchbeast.TransportError(
-                f"no environment has joined at {where} within "
-                f"{self.flags.connect_timeout:g} s (--connect_timeout)"
+                f"none has joined at {where}"
                 + (f"; the last that was refused: {refusal}" if refusal else "")
             ) from None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 # The learner, and with it torch, is imported late: server processes import this file.
 import multiprocessing as mp
+import os
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -111,7 +112,7 @@ def train(start: Start) -> int:
     try:
         with children.starting_children():
             servers.start()
-        return polybeast_learner.train(start, lambda: check_servers(servers))
+        return polybeast_learner.train(start, lambda: are_starting(servers, flags))
     finally:
         if servers.pid is not None:
             servers.terminate()
@@ -120,11 +121,15 @@ def train(start: Start) -> int:
             servers.join()
 
 
-def check_servers(servers: Any) -> None:
-    """Raises ServerError if the servers have exited."""
+def are_starting(servers: Any, flags: Flags) -> bool:
+    """Whether none serves yet. Raises ServerError if the servers have exited."""
     if not servers.is_alive():
         how = children.how_it_ended(servers.exitcode)
         raise security.ServerError(f"the environment servers ended {how}")
+    return not any(
+        os.path.exists(address.removeprefix("unix:"))
+        for address in polybeast_env.addresses(flags)
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
