@@ -174,10 +174,7 @@ def test_a_flag_without_effect_is_refused_beside_a_file(write):
         ("--encoder a:B --model deep", "--model deep has no effect with --encoder"),
         ("--num_test_episodes 9", "--num_test_episodes 9 .* --eval_episodes"),
         ("--sync --num_learner_threads 2", "--num_learner_threads 2 .* --sync"),
-        (
-            "--disable_checkpoint --checkpoint_history 5",
-            "--checkpoint_history 5 has no effect without checkpoints",
-        ),
+        ("--metrics_host a", "--metrics_host a has no effect without --metrics_port"),
     ],
 )
 def test_a_flag_without_effect_is_refused(words, text):

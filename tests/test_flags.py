@@ -343,7 +343,7 @@ def test_resolving_fills_in_what_is_open():
     open_flags = {name for name, value in flags.as_dict().items() if value is None}
     # All whose type has no None are filled in, but the name of a run that is not begun.
     groups = (*GROUPS, *parts.groups())
-    types = {k: x for group in groups for k, x in group.__annotations__.items()}
+    types = {k: x for g in groups for k, x in typing.get_type_hints(g).items()}
     assert {n for n in open_flags if type(None) not in typing.get_args(types[n])} == {
         "xpid"
     }

@@ -11,8 +11,6 @@ import pytest
 import runs
 import torch
 
-from torchbeast.extras.trackers import TensorBoard
-
 SYNC = {**runs.SMALL, "sync": True}
 
 
@@ -214,37 +212,6 @@ def test_sync_refuses_flags_that_break_the_promise(savedir):
     runs.run(savedir, "b", **{**runs.SMALL, "total_steps": 60})
     output = fails(savedir, "b", sync=True, total_steps=120)
     assert "saved without --sync" in output
-
-
-def test_tensorboard_gets_the_scalars_of_a_resumed_run(savedir, tmp_path, monkeypatch):
-    """The events have every step of logs.csv once, also those after the checkpoint."""
-    events = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    )
-    slow = tmp_path / "slow"
-    slow.touch()
-    monkeypatch.setenv("SLOW_FILE", str(slow))
-    flags = {**runs.SMALL, "wrapper": "environments:SlowWhileMarked"}
-    process = runs.start(savedir, "a", **flags, tensorboard=True)
-    runs.wait_for_rows(process, savedir, "a", 7)
-    process.send_signal(signal.SIGINT)
-    runs.finish(process)
-    slow.unlink()
-    before = runs.read_logs(savedir, "a")
-    # Points beyond the checkpoint, as a run leaves them that is killed: written again.
-    lost = TensorBoard(savedir / "a", int(before[-1]["step"]))
-    lost.log({"step": int(before[-1]["step"]) + 10, "total_loss": 1e9})
-    lost.close(0)
-    time.sleep(1.1)  # files are read in the order of their names, which have seconds
-    runs.run(savedir, "a", **flags, tensorboard=True)
-    accumulator = events.EventAccumulator(str(savedir / "a"))
-    accumulator.Reload()
-    losses = accumulator.Scalars("total_loss")
-    rows = runs.read_logs(savedir, "a")
-    assert 7 <= len(before) < len(rows) == 60
-    assert [event.step for event in losses] == [int(row["step"]) for row in rows]
-    for event, row in zip(losses, rows, strict=True):
-        assert event.value == pytest.approx(float(row["total_loss"]), rel=1e-5)
 
 
 def test_the_video_of_a_small_grid_is_enlarged(savedir):

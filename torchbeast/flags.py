@@ -42,7 +42,6 @@ from torchbeast.base.flag import (
 from torchbeast.presets import PRESETS
 
 WIDTH = Range(math.ulp(0), 64, "above 0 and at most 64")
-PORT = Range(0, 65535, "at least 0 and at most 65535")
 SEED = Range(0, 2**64 - 1, f"at least 0 and below {2**64}")  # for torch.manual_seed
 
 
@@ -75,26 +74,10 @@ class Run(Group):
     disable_checkpoint: bool = flag(False, "neither save nor load a checkpoint", START)
     checkpoint_interval: float = flag(600.0, "seconds between checkpoints",
         AT_LEAST_0_OR_INF, FREE)
-    checkpoint_history: int = flag(0,
-        "checkpoints to keep, evenly over the run, as model.STEP.tar", COUNT_OR_0, FREE)
     eval_interval: int = flag(0,
         "steps between evaluations in a process beside the training; 0: none",
         STEPS_OR_0, FREE)
     eval_episodes: int = flag(10, "games of an evaluation", COUNT, FREE)
-    tensorboard: bool = flag(False, "also write TensorBoard event files", FREE)
-    wandb: str | None = flag(None, "also log to Weights & Biases", FREE,
-        metavar="PROJECT")
-    metrics_port: int = flag(0,
-        "answer Prometheus and probes of liveness and readiness at this port; 0: not",
-        PORT, START)
-    metrics_host: str = flag("127.0.0.1",
-        "address of --metrics_port; 0.0.0.0 lets other machines read the numbers",
-        START)
-    mirror: str | None = flag(None,
-        "copy the run's folder to URL/XPID after each checkpoint; resume from there",
-        FREE, metavar="URL")
-    write_profiler_trace: bool = flag(False,
-        "profile some updates of the learner process; writes trace.json", START)
     suppress_logs: bool = flag(False, "print warnings and errors only", START)
     episodes_for_avg: int = flag(100, "games in the mean return that is printed", COUNT,
         FREE)

@@ -1,7 +1,6 @@
 """--metrics_port: what Prometheus and probes get from real runs and servers."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -15,9 +14,8 @@ import pytest
 import runs
 import watched_runs
 
-from torchbeast.base import errors
+from torchbeast.base import errors, parts
 from torchbeast.extras import metrics
-from torchbeast.runs.run import Run
 
 parser = pytest.importorskip("prometheus_client.parser")
 
@@ -73,11 +71,6 @@ def test_a_run_has_the_numbers_of_its_logs(tmp_path, port, module):
         assert other.returncode == 1
         assert f"--metrics_port {port}: Address already in use" in output
         assert "Traceback" not in output
-        place = {"metrics_port": port, "mirror": tmp_path / "another"}
-        place["mirror"].mkdir()
-        runs.run(tmp_path, "c", **flags | place, status=1)
-        marker = (place["mirror"] / "c" / "mirror.json").read_text()
-        assert not json.loads(marker)["writer"], "it was closed"
         os.kill(run.pid, signal.SIGINT)
         output = runs.finish(run, 150)
     assert run.returncode == 130, output
@@ -102,12 +95,10 @@ def test_a_run_has_the_numbers_of_its_logs(tmp_path, port, module):
 
 
 def test_warnings_are_counted(port):
-    flags = types.SimpleNamespace(metrics_port=port, metrics_host="127.0.0.1")
-    flags.xpid, flags.env, flags.total_steps = "x", "y", 100
-    tracker = metrics.Metrics(flags, lambda: None, None)
+    tracker = metrics.Metrics(run_with(metrics_port=port))
     try:
         for step, number in ((1, 3), (2, None), (3, 0), (4, 2)):
-            tracker.log({"step": step, "env_warnings": number})
+            tracker.row({"step": step, "env_warnings": number})
         assert scrape(port)["torchbeast_env_warnings_total"] == 5
     finally:
         tracker.close(0)
@@ -149,52 +140,54 @@ def test_environment_servers(tmp_path, port):
         runs.finish(servers, 60)
 
 
-def test_a_main_loop_that_hangs():
-    """Not while it saves, which may take long."""
-    run = types.SimpleNamespace(
-        _saving=False,
-        _round_at=time.monotonic(),
-        flags=types.SimpleNamespace(actor_timeout=3.0),
+def run_with(**flags):
+    flags = {"metrics_host": "127.0.0.1", "xpid": "a", "env": "b"} | flags
+    flags |= {"total_steps": 100, "actor_timeout": 3.0}
+    return types.SimpleNamespace(
+        flags=types.SimpleNamespace(**flags),
+        guests=parts.Guests(),
+        saving=False,
+        round_at=time.monotonic(),
     )
-    assert Run.liveness(run) is None
-    run._round_at -= 605
-    assert Run.liveness(run) == "the main loop hangs for 605 s"
-    run._saving = True
-    assert Run.liveness(run) is None
-    run._saving, run.flags.actor_timeout = False, 250.0
-    assert Run.liveness(run) is None
-
-
-class Flags(types.SimpleNamespace):
-    metrics_host, xpid, env, total_steps = "127.0.0.1", "a", "b", 100
 
 
 @pytest.fixture
 def tracker(port):
-    made = metrics.Metrics(Flags(metrics_port=port), lambda: "it hangs", None)
+    made = metrics.Metrics(run_with(metrics_port=port))
     yield made
     made.close(0)
 
 
+def test_a_main_loop_that_hangs(tracker, port):
+    """Not while it saves, which may take long."""
+    run = tracker._run
+    assert get(port, "/livez") == (200, "ok\n")
+    run.round_at -= 605
+    assert get(port, "/livez") == (503, "the main loop hangs for 605 s\n")
+    run.saving = True
+    assert get(port, "/livez")[0] == 200
+    run.saving, run.flags.actor_timeout = False, 250.0
+    assert get(port, "/livez")[0] == 200
+
+
 def test_readiness_follows_from_the_batches(tracker, port, monkeypatch):
-    assert get(port, "/livez") == (503, "it hangs\n")
     assert get(port, "/readyz") == (503, "there was no batch yet\n")
     monkeypatch.setattr(metrics, "READY_SECONDS", 0.3)
     now = time.monotonic()
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
     tracker._started = now - 1
     for step in range(10):
-        tracker.log({"step": step, "mean_return": None, "a-b": 1.5})
+        tracker.row({"step": step, "mean_return": None, "a-b": 1.5})
     assert get(port, "/readyz")[0] == 200
     now += 0.9  # less than ten times 0.1 s
     assert get(port, "/readyz")[0] == 200
     now += 0.2
     assert get(port, "/readyz") == (503, "the last batch was 1 s ago\n")
-    tracker.log({"step": 11})
+    tracker.row({"step": 11})
     assert get(port, "/readyz")[0] == 200
     now += 2000
     assert get(port, "/readyz")[0] == 503
-    tracker.log({"step": 100})  # all
+    tracker.row({"step": 100})  # all
     now += 2000
     assert get(port, "/readyz")[0] == 200
     assert scrape(port)["torchbeast_a_b"] == 1.5  # the newest value
@@ -205,14 +198,14 @@ def test_clients_that_say_nothing(tracker, port, monkeypatch):
     before = threading.active_count()
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
     begun = time.monotonic()
-    assert get(port, "/livez") == (503, "it hangs\n")
+    assert get(port, "/livez") == (200, "ok\n")
     assert time.monotonic() - begun < runs.patience(4)
     monkeypatch.setattr(metrics, "MOST_THREADS", 1)  # this one
     with socket.create_connection(("127.0.0.1", port), 3) as one_more:
         assert one_more.recv(1) == b"", "closed at once"
     monkeypatch.undo()
     watched_runs.wait_until(lambda: threading.active_count() <= before, "an end", 30)
-    assert get(port, "/livez")[0] == 503
+    assert get(port, "/livez")[0] == 200
     for one in silent:
         one.close()
 
@@ -221,9 +214,9 @@ def test_clients_that_say_nothing(tracker, port, monkeypatch):
     ("host", "words"), [("nowhere.invalid", ""), ("192.0.2.1", "Cannot assign")]
 )
 def test_addresses_that_can_not_be_used(port, host, words):
-    flags = Flags(metrics_port=port, metrics_host=host)
+    run = run_with(metrics_port=port, metrics_host=host)
     with pytest.raises(errors.FlagError, match=f"--metrics_host {host}.*{words}"):
-        metrics.Metrics(flags, lambda: None, None)
+        metrics.Metrics(run)
 
 
 def test_without_the_package(tmp_path, monkeypatch):

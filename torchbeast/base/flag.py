@@ -10,7 +10,8 @@ import json
 import math
 import sys
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from torchbeast.base.errors import FlagError
@@ -62,6 +63,7 @@ class Flag:
     """A declared flag; the object of the flags has its value.
 
     Attributes:
+      needs: another flag, without which it has no effect.
       converter: makes the value of a text: bool, int, float, str, or a function that
         raises ArgumentTypeError. By default it is the declared type.
     """
@@ -73,11 +75,12 @@ class Flag:
     choices: Sequence[str] = ()
     alias: str | None = None
     metavar: str | None = None
+    needs: str | None = None
     converter: Callable[[str], Any] = str
     name: str = ""
 
     def __set_name__(self, owner: Any, name: str) -> None:
-        of = owner.__annotations__[name]
+        of = typing.get_type_hints(owner)[name]
         kinds = [x for x in typing.get_args(of) or [of] if x is not type(None)]
         object.__setattr__(self, "name", name)
         if self.converter is str:
@@ -227,7 +230,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 Me = TypeVar("Me", bound="Values")
-_NO_FLAGS = ("_frozen", "typed", "on_command_line")
+_NO_FLAGS = ("_frozen", "typed", "on_command_line", "needs")
 
 
 class Values(argparse.Namespace):
@@ -237,11 +240,13 @@ class Values(argparse.Namespace):
       typed: names of the flags that the command line, the file of --config or a new
         preset set.
       on_command_line: names of those that the command line itself set.
+      needs: other flags, without which these have no effect.
     """
 
     _frozen = False
     typed: frozenset[str] = frozenset()
     on_command_line: frozenset[str] = frozenset()
+    needs: Mapping[str, str] = MappingProxyType({})
 
     def freeze(self: Me) -> Me:
         self.__dict__["_frozen"] = True

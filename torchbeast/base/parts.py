@@ -4,61 +4,71 @@ A file may have
 
     Flags          a Group of its flags
     attach(run)    returns a guest of a training run, or None if the flags ask for none
-    fetch(flags, folder)    called before the checkpoint of a run is read
+    fetch(flags, folder, step)    may bring a newer checkpoint into the run's folder,
+                   whose own is of this step or None; returns whether it has
+    tested(flags, folder, step)    the run's checkpoint of this step was tested
+    left(flags, folder, step)    for a run whose checkpoint is at --total_steps: what is
+                   left to do, in words, or None
 
-A guest has some of these methods, which the main thread calls:
+A guest may have
 
-    poll()              about once per second
-    columns()           of the next row of logs.csv, such as {"eval_return": 1.0}
+    about()             returns entries for this start in meta.json
+    poll()              called in each round of the main loop, about once per second
+    columns()           returns columns of the next row of logs.csv
     row(row)            a row of logs.csv was written
     saved(path, step)   a checkpoint was saved
-    finish()            all steps are learned from; the run is not closed yet
-    close(status)       the last checkpoint is saved, the run ends with this status
+    finish()            all steps are learned from, the run is not closed yet; returns
+                        True if a stop signal has cut it off
+    numbers()           returns metrics, by name; called in any thread
+    close(status)       the run has ended with this exit status
 
-If attach or a method raises, the run ends with this error. Importing a file loads
-neither PyTorch nor its package: it imports them where it uses them.
+columns and row are called in the thread that learns, all others in the main thread. If
+attach or a method raises, the run ends with this error. Importing a file of a part
+loads neither PyTorch nor its package: it imports them where it uses them.
 """
 
 import functools
 import importlib
-import importlib.util
+import logging
 import pkgutil
 from types import ModuleType
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 
 @functools.cache
-def find(folder: str = "extras") -> tuple[ModuleType, ...]:
-    """The modules of a folder of torchbeast, by name; none if there is no folder."""
-    name = "torchbeast"
-    for part in folder.split("/"):
-        name = f"{name}.{part}"
-        if importlib.util.find_spec(name) is None:
-            return ()
-    files = pkgutil.iter_modules(importlib.import_module(name).__path__)
-    return tuple(importlib.import_module(f"{name}.{x.name}") for x in files)
+def find() -> tuple[ModuleType, ...]:
+    """The parts, by name; none if there is no folder extras."""
+    try:
+        folder = importlib.import_module("torchbeast.extras")
+    except ModuleNotFoundError:
+        return ()
+    names = [x.name for x in pkgutil.iter_modules(folder.__path__)]
+    return tuple(importlib.import_module(f"torchbeast.extras.{x}") for x in names)
 
 
 def groups() -> list[Any]:
     """The flags of all parts, for a parser."""
-    return [module.Flags for module in find() if hasattr(module, "Flags")]
+    return [part.Flags for part in find() if hasattr(part, "Flags")]
 
 
-def fetch(flags: Any, folder: Any) -> None:
-    for module in find():
-        if hasattr(module, "fetch"):
-            module.fetch(flags, folder)
+def call(name: str, *args: Any) -> list[Any]:
+    """Calls a function of all parts that have it; returns what they return."""
+    return [getattr(part, name)(*args) for part in find() if hasattr(part, name)]
 
 
 class Guests(list[Any]):
     """The guests of a run."""
 
-    def attach(self, run: Any) -> None:
-        """Adds them one by one, so that those before an error can be closed."""
-        for module in find():
-            if hasattr(module, "attach") and (guest := module.attach(run)):
-                self.append(guest)
-
     def all(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of all guests that have it; returns what they return."""
         return [getattr(x, method)(*args) for x in self if hasattr(x, method)]
+
+    def close(self, status: int) -> None:
+        """Closes them, the last one first: it may have a file that others watch."""
+        for guest in [x for x in self[::-1] if hasattr(x, "close")]:
+            try:
+                guest.close(status)
+            except Exception:
+                log.exception("The end of %s failed.", type(guest).__name__)

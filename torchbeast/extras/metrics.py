@@ -7,6 +7,8 @@
 An answer of 503 says why. Importing this module does not load torch.
 """
 
+from __future__ import annotations
+
 import re
 import socketserver
 import threading
@@ -15,8 +17,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torchbeast.base.errors import needing, using
-from torchbeast.flags import Flags
+from torchbeast.base.flag import START, Group, Range, flag
 
+PORT = Range(0, 65535, "at least 0 and at most 65535")
+ROUND_SECONDS = 600.0  # least time in which the main loop goes round, while it lives
 REQUEST_SECONDS = 5.0  # for which a client may say nothing
 MOST_THREADS = 256  # of the process; beyond it connections are closed
 # A learner is ready if its last batch is not older than this, and than ten times the
@@ -31,6 +35,22 @@ COUNTERS = {
 Probe = Callable[[], str | None]  # what is wrong, or None
 
 
+class Flags(Group):
+    metrics_port: int = flag(
+        *(0, "answer Prometheus and probes of liveness and readiness here; 0: not"),
+        *(PORT, START),
+    )
+    metrics_host: str = flag(
+        *("127.0.0.1", "address of it; 0.0.0.0 lets other machines read the numbers"),
+        START,
+        needs="metrics_port",
+    )
+
+
+def attach(run: Any) -> Metrics | None:
+    return Metrics(run) if run.flags.metrics_port else None
+
+
 class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = daemon_threads = True
     request_queue_size = 64
@@ -40,6 +60,13 @@ class _Server(socketserver.ThreadingTCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away is no news."""
+
+
+class _Collector:
+    """What Prometheus' registry takes: an object with this method."""
+
+    def __init__(self, collect: Callable[[], Iterable[Any]]) -> None:
+        self.collect = collect
 
 
 class Endpoint:
@@ -55,7 +82,7 @@ class Endpoint:
 
     def __init__(
         self,
-        flags: Flags,
+        flags: Any,
         collect: Callable[[], Iterable[Any]],
         liveness: Probe,
         readiness: Probe,
@@ -78,7 +105,7 @@ class Endpoint:
                 self.wfile.write(f"{problem or 'ok'}\n".encode())
 
         prometheus.ProcessCollector(registry=Handler.registry)
-        Handler.registry.register(type("", (), {"collect": staticmethod(collect)}))
+        Handler.registry.register(_Collector(collect))
         place = flags.metrics_host, flags.metrics_port
         with using(f"--metrics_host {place[0]} with --metrics_port {place[1]}"):
             self._server = _Server(place, Handler)
@@ -90,20 +117,17 @@ class Endpoint:
 
 
 class Metrics:
-    """A tracker: the endpoint of a learner, with the newest value of each column.
+    """The endpoint of a learner, with the newest value of each column."""
 
-    Args:
-      liveness: what is wrong with the run, or None.
-      mirror: the tracker of --mirror, if there is one.
-    """
-
-    def __init__(self, flags: Flags, liveness: Probe, mirror: Any) -> None:
-        self._flags, self._mirror = flags, mirror
+    def __init__(self, run: Any) -> None:
+        self._run, self._flags = run, run.flags
         self._row: dict[str, Any] = {}
         self._batches, self._started, self._learned = 0, time.monotonic(), 0.0
-        self._endpoint = Endpoint(flags, self._collect, liveness, self._readiness)
+        self._endpoint = Endpoint(
+            self._flags, self._collect, self.liveness, self.readiness
+        )
 
-    def log(self, row: dict[str, Any]) -> None:
+    def row(self, row: dict[str, Any]) -> None:
         row = {k: x for k, x in row.items() if x is not None}
         # A column of a fork may have any name.
         known = {re.sub("[^a-zA-Z0-9_]", "_", k): x for k, x in row.items()}
@@ -112,10 +136,16 @@ class Metrics:
         self._row = self._row | known | {"last_batch_timestamp_seconds": time.time()}
         self._batches, self._learned = self._batches + 1, time.monotonic()
 
-    def close(self, exit_status: int) -> None:
+    def close(self, status: int) -> None:
         self._endpoint.close()
 
-    def _readiness(self) -> str | None:
+    def liveness(self) -> str | None:
+        """What is wrong if the main loop hangs. It may save for long."""
+        seconds = 0.0 if self._run.saving else time.monotonic() - self._run.round_at
+        limit = max(ROUND_SECONDS, 3 * self._flags.actor_timeout)  # as ranks may wait
+        return f"the main loop hangs for {seconds:.0f} s" if seconds > limit else None
+
+    def readiness(self) -> str | None:
         if self._row.get("step", 0) >= self._flags.total_steps:
             return None  # what is left is an evaluation and the last checkpoint
         if not self._batches:
@@ -129,9 +159,9 @@ class Metrics:
         yield family("run_info", 1, xpid=self._flags.xpid, env=self._flags.env)
         for name, value in self._row.items():
             yield family(name, value)
-        if self._mirror:
-            yield family("mirror_failures", self._mirror.failures)
-            yield family("mirror_copied_timestamp_seconds", self._mirror.copied_at)
+        for numbers in self._run.guests.all("numbers"):
+            for name, value in numbers.items():
+                yield family(name, value)
 
 
 def family(name: str, value: float, **labels: str) -> Any:

@@ -4,6 +4,8 @@ URL/XPID has the same files, and mirror.json, see Marker. A file gets its name t
 when it is whole, and model.tar last: then the rows of its steps are there, too.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
 import json
@@ -18,11 +20,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlsplit
 
-import torch
-
 from torchbeast.base.errors import FlagError, using
+from torchbeast.base.flag import FREE, Group, flag
 from torchbeast.base.seldom import Seldom
-from torchbeast.extras.replay import memory as replay_memory
 from torchbeast.runs.files import atomic_write, now, read_meta, writing
 
 log = logging.getLogger(__name__)
@@ -30,9 +30,17 @@ log = logging.getLogger(__name__)
 MODEL, MARKER = "model.tar", "mirror.json"
 PIECE = 2**20  # bytes
 POLL_SECONDS, RETRY_SECONDS = 1.0, 30.0
-CLOSE_SECONDS = 60.0  # for the last copy; or twice the longest so far, if it is more
+CLOSE_SECONDS = 60.0  # for the last copy
 COMPLETE_SECONDS = 3600.0  # for a copy of a finished run
 REPEAT_SECONDS = 600.0  # between log lines about failures
+
+
+class Flags(Group):
+    mirror: str | None = flag(
+        *(None, "copy the run's folder to URL/XPID after each checkpoint; resume from"),
+        *(FREE,),
+        metavar="URL",
+    )
 
 
 class Marker(NamedTuple):
@@ -109,7 +117,24 @@ def is_of_run(name: str) -> bool:
     return not (hidden or other or "wandb" in parts)
 
 
-def fetch(url: str, folder: Path, step: int | None) -> bool:
+def attach(run: Any) -> Mirror | None:
+    if not (url := run.flags.mirror):
+        return None
+    if run.flags.disable_checkpoint:
+        raise FlagError("--mirror has no effect with --disable_checkpoint")
+    is_over = run.learner.step >= run.flags.total_steps  # a copy is all that is left
+    return Mirror(url, run.folder, COMPLETE_SECONDS if is_over else CLOSE_SECONDS)
+
+
+def left(flags: Any, folder: Path, step: int) -> str | None:
+    if not flags.mirror:
+        return None
+    with using(f"--mirror {flags.mirror}"):
+        marker = Place(flags.mirror, folder.name).marker()
+    return "the copy to the mirror" if marker.writer or marker.step < step else None
+
+
+def fetch(flags: Any, folder: Path, step: int | None) -> bool:
     """Fetches the run, if its mirror has a newer checkpoint than its folder.
 
     Args:
@@ -123,6 +148,8 @@ def fetch(url: str, folder: Path, step: int | None) -> bool:
       FlagError: the mirror can't be read, or has another run of this name.
       RunFileError: the folder can't be written.
     """
+    if not (url := flags.mirror):
+        return False
     with using(f"--mirror {url}"):
         if urlsplit(url).password:  # meta.json and the log show the URL
             raise FlagError(
@@ -152,10 +179,13 @@ def fetch(url: str, folder: Path, step: int | None) -> bool:
 
 
 class Mirror:
-    """A tracker: copies the folder in a thread, after each checkpoint and at the end.
+    """Copies the folder in a thread, after each checkpoint and at the end.
 
     What fails is counted, logged and tried again; the run goes on. Of two processes
     that write to one mirror, the one that has started last goes on writing.
+
+    Args:
+      seconds: for the last copy; or twice the longest so far, if it is more.
 
     Attributes:
       failures: so far.
@@ -165,12 +195,14 @@ class Mirror:
       FlagError: the mirror can't be written.
     """
 
-    def __init__(self, url: str, folder: Path) -> None:
-        self.url, self.folder, self.failures, self.copied_at = url, folder, 0, 0.0
+    def __init__(self, url: str, folder: Path, seconds: float = CLOSE_SECONDS) -> None:
+        self.url, self.folder, self.seconds = url, folder, seconds
+        self.failures, self.copied_at = 0, 0.0
         host, token = socket.gethostname(), secrets.token_hex(4)
         self._writer = f"process {os.getpid()} of {host} since {now()} ({token})"
         self._copied: dict[str, tuple[int, ...]] = {}  # states of files
         self._longest = 0.0  # seconds of a complete copy
+        self._is_new = (folder / MODEL).exists()  # since the last copy
         self._is_due = Seldom(REPEAT_SECONDS)
         self._closing, self._late = threading.Event(), threading.Event()
         with using(f"--mirror {url}"):
@@ -189,27 +221,29 @@ class Mirror:
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
 
-    def log(self, row: dict[str, Any]) -> None:
-        """Logs are copied with the checkpoints."""
+    def saved(self, path: Path, step: int) -> None:
+        self._is_new = True
 
-    def close(self, exit_status: int, seconds: float = 0.0) -> None:
-        """Copies what is left, for `seconds` at least if it takes so long."""
+    def numbers(self) -> dict[str, float]:
+        at = self.copied_at
+        return {"mirror_failures": self.failures, "mirror_copied_timestamp_seconds": at}
+
+    def close(self, status: int) -> None:
+        """Copies what is left."""
         self._closing.set()
-        self._thread.join(max(seconds, CLOSE_SECONDS, 2 * self._longest))
+        self._thread.join(max(self.seconds, 2 * self._longest))
         self._late.set()
         if missing := ", ".join(sorted(self._changed())):
             log.error("The mirror %s lacks the newest %s.", self.url, missing)
 
     def _work(self) -> None:
-        copied: list[tuple[int, ...]] = [(), ()]
         due = 0.0
         while not self._late.is_set():
             is_last = self._closing.wait(POLL_SECONDS)
-            # A large replay is saved some time after its checkpoint.
-            newest = [state_of(self.folder / x) for x in (MODEL, replay_memory.FILE)]
             begun = time.monotonic()
-            if not is_last and (newest == copied or begun < due):
+            if not is_last and (not self._is_new or begun < due):
                 continue
+            self._is_new = False
             try:
                 marker = self._place.marker()
                 if marker == Marker():
@@ -223,12 +257,13 @@ class Mirror:
                     )
                     return
                 self._copy(marker, is_last)
-                copied, self.copied_at = newest, time.time()
+                self.copied_at = time.time()
                 self._longest = max(self._longest, time.monotonic() - begun)
                 if is_last:
                     return
             except Exception as error:  # of many types
                 self.failures += 1
+                self._is_new = True
                 if self._is_due():
                     log.warning("--mirror %s: a copy failed: %r", self.url, error)
                 self._late.wait(POLL_SECONDS)
@@ -236,6 +271,8 @@ class Mirror:
 
     def _copy(self, marker: Marker, is_last: bool) -> None:
         """Copies what has changed."""
+        import torch
+
         with contextlib.ExitStack() as stack:
             changed, step = self._changed(), marker.step
             if MODEL in changed:

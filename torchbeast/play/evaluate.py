@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchbeast.base import parts
 from torchbeast.base.errors import FlagError
 from torchbeast.base.hardware import num_cpus
 from torchbeast.base.nested import map_nested
@@ -30,7 +31,6 @@ from torchbeast.base.seeds import derive_seed
 from torchbeast.core.acting import act_step, to_tensors
 from torchbeast.core.rollout import step_counters
 from torchbeast.envs.environment import Environment
-from torchbeast.extras import trackers
 from torchbeast.extras.video import Video, has_display, picture
 from torchbeast.flags import Flags
 from torchbeast.local.actors import TorchSettings, actor_context, seed_globals
@@ -88,8 +88,7 @@ def evaluate(
     flags = start.resolve(flags).freeze()
     result = test(flags, saved["model_state_dict"], play_games)
     step = saved.get("stats", {}).get("step")
-    if flags.video and flags.wandb:
-        trackers.send_video(flags, path.resolve().parent, flags.video, step)
+    parts.call("tested", flags, path.resolve().parent, step)
     if flags.mode == "test" and not flags.video:
         xpid = path.resolve().parent.name  # --xpid, or what "latest" links to
         about = {"xpid": xpid, "checkpoint": path.name, "step": step}

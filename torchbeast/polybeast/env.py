@@ -26,7 +26,7 @@ from typing import Any
 
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
-from torchbeast.extras.metrics import Endpoint
+from torchbeast.extras import metrics
 from torchbeast.flags import Atari, Environment, Flags
 from torchbeast.polybeast import security
 from torchbeast.polybeast.flags import Connection, OfServers, Servers
@@ -71,7 +71,7 @@ def addresses(flags: Flags) -> list[str]:
 
 
 def make_parser() -> FlagParser:
-    groups = (OfServers, Environment, Atari, Servers, Connection)
+    groups = (OfServers, metrics.Flags, Environment, Atari, Servers, Connection)
     return FlagParser("PolyBeast's environment servers.", groups, {})
 
 
@@ -104,7 +104,7 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
         servers = Supervisor(serve, flags, addresses(flags))
         stack.callback(servers.stop)
         if flags.metrics_port:
-            endpoint = Endpoint(
+            endpoint = metrics.Endpoint(
                 flags, servers.collect, servers.liveness, servers.readiness
             )
             stack.callback(endpoint.close)

@@ -74,8 +74,6 @@ class OfServers(Group):
     """What polybeast_env takes of the group Run."""
 
     preset: str | None = Run.preset
-    metrics_port: int = Run.metrics_port
-    metrics_host: str = Run.metrics_host
     actor_timeout: float = flag(300.0,
         "replace a server that has given no sign of life for so many seconds; at "
         "least 300", SECONDS)

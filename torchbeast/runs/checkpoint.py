@@ -336,55 +336,18 @@ def copy(path: pathlib.Path, target: pathlib.Path) -> None:
         shutil.copyfileobj(source, file)
 
 
-# --- The best checkpoint, and those of --checkpoint_history ---------------------------
-
-
-def keep(path: pathlib.Path, step: int, count: int, total_steps: int) -> None:
-    """Copies the checkpoint to a file that stays, such as model.50000.tar.
-
-    At most `count` of these stay: those nearest after `count` points, evenly over
-    `total_steps`.
-
-    Raises:
-      CheckpointError: the folder can't be written.
-    """
-    target = path.with_name(f"{path.stem}.{step}{path.suffix}")
-    try:
-        copy(path, target)
-        files = _kept(path)
-        steps, excess = sorted(files), len(files) - count
-        if excess > 0:  # the run was extended
-            points = (total_steps * k / count for k in range(1, count + 1))
-            wanted = {next((s for s in steps if s >= x), None) for x in points}
-            for old in [s for s in steps if s not in wanted][:excess]:
-                files[old].unlink()
-    except OSError as error:
-        raise CheckpointError(f"Can't keep {path} as {target.name}: {error}") from error
-
-
-def _kept(path: pathlib.Path) -> dict[int, pathlib.Path]:
-    """The files of --checkpoint_history beside model.tar, by their steps."""
-    name = re.compile(rf"{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}")
-    matches = ((file, name.fullmatch(file.name)) for file in path.parent.iterdir())
-    return {int(match[1]): file for file, match in matches if match}
+# --- The best checkpoint --------------------------------------------------------------
 
 
 def remove_later(path: pathlib.Path, step: int) -> None:
-    """Removes the best and the kept checkpoints of steps after that of model.tar.
+    """Removes the best checkpoint if it is of a later step than model.tar.
 
     A run that was killed repeats these steps, and other weights follow from them.
     """
-    files = list(_kept(path).items())
     best = path.with_name(BEST)
-    if best.exists() and (found := best_result(best)):
-        files.append((found[0], best))
-    for number, file in files:
-        if number > step:
-            log.warning(
-                "Removing %s: it is of step %s, and the run goes on from step %s.",
-                *(file.name, f"{number:,}", f"{step:,}"),
-            )
-            file.unlink(missing_ok=True)
+    if best.exists() and (found := best_result(best)) and found[0] > step:
+        log.warning("%s is removed: it is of a later step.", best.name)
+        best.unlink(missing_ok=True)
 
 
 def best_result(path: pathlib.Path) -> tuple[int, float, dict[str, Any]] | None:

@@ -1,17 +1,13 @@
-"""Profiling: time per section of a loop, the bottleneck, profiler traces."""
+"""Time per section of a loop, and PolyBeast's bottleneck."""
 
-import argparse
 import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 log = logging.getLogger(__name__)
 
 ALWAYS_BUSY = 0.9  # share of the time
-PROFILE_AFTER, PROFILE_UPDATES = 10, 20  # updates before the trace, and in it
 
 
 class Timings:
@@ -101,48 +97,3 @@ def bottleneck(counts: Counter[str]) -> str:
         f"{counts['num_reconnects']:.0f}, dropped steps "
         f"{counts['num_dropped_steps']:.0f}. Bottleneck: {limit}."
     )
-
-
-class Profile:
-    """Writes FOLDER/trace.json for --write_profiler_trace, with torch.profiler.
-
-    The trace skips PROFILE_AFTER updates, then records PROFILE_UPDATES updates of all
-    threads of this process. chrome://tracing and Perfetto show it.
-
-    Args:
-      num_updates: before this start of the run.
-    """
-
-    def __init__(self, flags: argparse.Namespace, num_updates: int) -> None:
-        self.begin = num_updates + PROFILE_AFTER if flags.write_profiler_trace else None
-        self.profiler: Any = None
-
-    def update(self, num_updates: int, folder: Path) -> None:
-        """Starts or ends the trace if it is time to."""
-        if self.begin is None:
-            return
-        if self.profiler is None and num_updates >= self.begin:
-            # Imported late: servers use the rest of this file without torch.
-            from torch import profiler
-            from torch._C._profiler import _ExperimentalConfig
-
-            self.profiler = profiler.profile(
-                activities=profiler.supported_activities(),
-                experimental_config=_ExperimentalConfig(profile_all_threads=True),
-            )
-            self.profiler.start()
-        elif self.profiler is not None and num_updates >= self.begin + PROFILE_UPDATES:
-            self.close(folder)
-
-    def close(self, folder: Path) -> None:
-        """Writes the trace, even if the run ended before the trace was complete."""
-        if self.profiler is None:
-            return
-        self.profiler.stop()
-        path = folder / "trace.json"
-        self.profiler.export_chrome_trace(str(path))  # it does not raise if it fails
-        if path.is_file():
-            log.info("Profiler trace in %s", path)
-        else:
-            log.warning("The profiler could not write its trace to %s", path)
-        self.begin = self.profiler = None

@@ -24,26 +24,24 @@ from typing import Any
 
 import torch
 
-from torchbeast.base import errors, ranks
+from torchbeast.base import errors, parts, ranks
 from torchbeast.core import finite, rollout
 from torchbeast.core.columns import join_columns, spread
 from torchbeast.core.observations import log_encoders
 from torchbeast.extras import code as code_record
 from torchbeast.extras import record
 from torchbeast.extras.replay import memory as replay_memory
-from torchbeast.extras.trackers import Tracker, make_trackers
 from torchbeast.procs import processes
 from torchbeast.procs.threads import Threads
 from torchbeast.runs import checkpoint, trust
 from torchbeast.runs.files import FileWriter
-from torchbeast.runs.prof import Profile, Timings
+from torchbeast.runs.prof import Timings
 from torchbeast.runs.start import Start, announce, differences
 from torchbeast.runs.status import Status, mean_return
 
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0  # least time limit for threads to end
-ROUND_SECONDS = 600.0  # least time in which the main loop goes round, while it lives
 
 
 class Run:
@@ -61,6 +59,12 @@ class Run:
       learner: a torchbeast.learner.Learner. It loads the checkpoint, if there is one.
 
     Attributes:
+      guests: optional parts of the run, see base/parts.py.
+      folder: of the run.
+      resumed: whether there is a checkpoint.
+      save_soon: set by a guest: the next round saves.
+      saving: a checkpoint is being written, or the run is about to end.
+      round_at: the time at which the main loop's last round began.
       stack: an ExitStack, closed after the last checkpoint.
       timings: of the learner threads; use it only inside `updating`.
       shares: of the time of each part, for meta.json.
@@ -76,7 +80,7 @@ class Run:
 
     def __init__(self, start: Start, learner: Any) -> None:
         self.start, self.learner, self.flags = start, learner, start.flags
-        self.resumed = start.saved is not None
+        self.resumed, self.folder = start.saved is not None, start.folder.path
         rollout.check_batch(self.flags, learner.row_spec)
         if start.saved:
             learner.load_state_dict(start.saved)
@@ -100,7 +104,7 @@ class Run:
         self._columns_lock = threading.Lock()
         self._error: str | None = None  # what ended the run, for meta.json
         self._signal, self._signalled_at, self._signal_logged = 0, 0.0, False
-        self._saving = False  # if so, a second signal is ignored
+        self.saving = self.save_soon = False
         self.all_stop = False  # all ranks end after the same update
         self.on_update: Callable[[Any], None] = lambda update: None
         self._learned = False  # in an update of this start that is finished
@@ -109,10 +113,8 @@ class Run:
         self._lock = threading.Lock()  # protects the learner
         self._longest_update = 0.0  # seconds
         self._began_at = self._saved_at = self._progress()
-        self._last_save = self._round_at = time.monotonic()
-        self._kept = self._milestone()
-        self._profile = Profile(self.flags, learner.num_updates)
-        self._trackers: list[Tracker] = []
+        self._last_save = self.round_at = time.monotonic()
+        self.guests = parts.Guests()
         self._wake_pipe = processes.WakePipe()
         self.wake, self.wake_reader = self._wake_pipe.wake, self._wake_pipe.reader
         self._threads = Threads(self.wake)
@@ -122,8 +124,7 @@ class Run:
         try:
             self._enter()
         except BaseException:
-            for tracker in self._trackers:  # those that were made before the error
-                tracker.close(1)
+            self.guests.close(1)  # those that were made before the error
             self.abandon()
             raise
         return self
@@ -131,7 +132,9 @@ class Run:
     def _enter(self) -> None:
         start, flags, path = self.start, self.flags, self.start.folder.path
         step = self.learner.step if self.resumed else None
-        self._trackers.extend(make_trackers(flags, path, step, self.liveness))
+        for part in parts.find() if not ranks.rank() else ():
+            if hasattr(part, "attach") and (guest := part.attach(self)):
+                self.guests.append(guest)
         # From now on signals are only noted, so that meta.json gets the end of the run.
         for number in processes.handled_signals():
             signal.signal(number, self._on_signal)
@@ -152,7 +155,6 @@ class Run:
         if self.resumed or start.start_over:
             checkpoint.remove_later(path / "model.tar", self.learner.step)
         record.drop_later(path, self.learner.step)
-        self.stack.callback(lambda: self._profile.close(path))
         self._wake_pipe.wake_on_signals()
         announce(start)
         if self.learner.mixer:
@@ -166,23 +168,19 @@ class Run:
     def going(self) -> bool:
         """Starts a round of the main loop; False: end. Raises what a thread raised."""
         stop_requested = self.stop_requested() and (self.all_stop or ranks.size() == 1)
-        self._profile.update(self.learner.num_updates, self._writer.path)
-        return self.learner.step < self.last_step and not stop_requested
+        if stop_requested or self.learner.step >= self.last_step:
+            return False
+        self.guests.all("poll")
+        return True
 
     def stop_requested(self) -> bool:
         """Whether a stop signal has come; logs it. Raises what a thread has raised."""
-        self._round_at = time.monotonic()
+        self.round_at = time.monotonic()
         self._log_signal()
         self._wake_pipe.drain()
         if self._threads.errors:
             raise self._threads.errors[0]
         return bool(self._signal)
-
-    def liveness(self) -> str | None:
-        """What is wrong if the main loop hangs, else None. Thread-safe."""
-        seconds = 0.0 if self._saving else time.monotonic() - self._round_at
-        limit = max(ROUND_SECONDS, 3 * self.flags.actor_timeout)  # as ranks may wait
-        return f"the main loop hangs for {seconds:.0f} s" if seconds > limit else None
 
     # --- Threads and updates
 
@@ -243,20 +241,20 @@ class Run:
         with self._columns_lock:
             self._next_columns |= columns
 
-    def log(self, *parts: dict[str, Any]) -> None:
-        """Writes a row to logs.csv and the trackers. Raises ColumnError, see spread."""
+    def log(self, *columns: dict[str, Any]) -> None:
+        """Writes a row to logs.csv. Raises ColumnError, see spread."""
         with self._columns_lock:
-            row = spread(join_columns(*parts, self._next_columns))
+            more = self.guests.all("columns")
+            row = spread(join_columns(*columns, self._next_columns, *more))
             self._next_columns = dict.fromkeys(self._next_columns)
         self._writer.log(row)
-        for tracker in self._trackers:
-            tracker.log(row)
+        self.guests.all("row", row)
 
     # --- Checkpoints
 
     def save_is_due(self) -> bool:
         flags, seconds = self.flags, time.monotonic() - self._last_save
-        is_due = seconds > flags.checkpoint_interval or self._milestone() > self._kept
+        is_due = seconds > flags.checkpoint_interval or self.save_soon
         return is_due and not flags.disable_checkpoint
 
     def has_news(self) -> bool:
@@ -266,11 +264,6 @@ class Run:
     def _progress(self) -> tuple[int, int]:
         """Steps and updates. While a replay fills, there are steps without updates."""
         return self.learner.step, self.learner.num_updates
-
-    def _milestone(self) -> int:
-        """How many of the --checkpoint_history checkpoints are due by now."""
-        step = min(self.learner.step, self.flags.total_steps)
-        return self.flags.checkpoint_history * step // self.flags.total_steps
 
     def copy_weights(self) -> tuple[int, dict[str, torch.Tensor]] | None:
         """The present step and a copy of the weights; None if an update is too slow."""
@@ -291,7 +284,7 @@ class Run:
         Args:
           more: returns additional entries of the checkpoint.
         """
-        learner, flags = self.learner, self.flags
+        learner, flags, self.save_soon = self.learner, self.flags, False
         if not self.has_news():
             self._last_save = time.monotonic()
             return
@@ -303,7 +296,7 @@ class Run:
             if learner.diverged:
                 return  # keep the last checkpoint, whose weights are finite
             state = learner.state_dict() | more()
-            self._saving = True
+            self.saving = True
             state |= {
                 "flags": flags.as_dict(),
                 "ranks": ranks.size(),
@@ -314,18 +307,16 @@ class Run:
             # The previous checkpoint is the last one with other weights.
             learned = learner.num_updates != self._saved_at[1]
             checkpoint.save(path, state, keep_previous=learned)
-            if self._milestone() > self._kept:
-                self._kept = self._milestone()
-                history = flags.checkpoint_history, flags.total_steps
-                checkpoint.keep(path, learner.step, *history)
             if learner.mixer and flags.save_replay:
                 saved_replay = path.with_name(replay_memory.FILE)
                 replay_memory.save(learner.mixer.replay, saved_replay, learner.step)
             self._saved_at, self._last_save = self._progress(), time.monotonic()
         finally:
-            self._saving = False
+            self.saving = False
             self._lock.release()
-        log.info("Saved %s at step %d.", path, state["stats"]["step"])
+        step = state["stats"]["step"]
+        log.info("Saved %s at step %d.", path, step)
+        self.guests.all("saved", path, step)
 
     # --- Signals and the end
 
@@ -334,7 +325,7 @@ class Run:
         same = now - self._signalled_at < processes.SAME_REQUEST_SECONDS
         if self._signal and not self._signalled_at:  # so far another rank's
             self._signalled_at, same = now, True
-        if self._signal and (same or self._saving):
+        if self._signal and (same or self.saving):
             return
         if self._signal:
             raise KeyboardInterrupt(number)  # second request: don't wait, don't save
@@ -355,8 +346,6 @@ class Run:
             replay = model.with_name(replay_memory.FILE)
             if replay.exists() or finite.ENVIRONMENT_IS_THE_CAUSE not in str(error):
                 log.error("%s", checkpoint.first_update_failed(model, replay))
-                if self.flags.mirror:
-                    log.error("Add --mirror '', or the mirror's checkpoint comes back.")
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         try:
@@ -416,7 +405,7 @@ class Run:
             self.save()
 
     def _close(self) -> None:
-        self._saving = True  # for liveness: copies to a mirror may take long
+        self.saving = True
         learner, status = self.learner, self.exit_status
         counters, last = learner.counters, self.flags.episodes_for_avg
         self._status_line.close()
@@ -438,8 +427,7 @@ class Run:
         why = self._error if status == 1 else None
         end = {"last_step": learner.step, "error": why, "timings": self.shares}
         self._writer.close(status, **end)
-        for tracker in self._trackers:
-            tracker.close(status)
+        self.guests.close(status)
         if self._threads.busy():
             # Python can't exit cleanly while a thread is inside torch.
             logging.shutdown()

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchbeast.base import devices, errors, ranks
+from torchbeast.base import devices, errors, parts, ranks
 from torchbeast.base.devices import fast_bf16, learner_device
 from torchbeast.base.errors import FlagError, did_you_mean, using
 from torchbeast.base.flag import FREE, START, TUNE, Flag, FlagParser
@@ -52,16 +52,6 @@ FREE_TO_CHANGE_IN_SYNC = of_resume(DECLARED, START, FREE, TUNE)
 OF_ITS_RUN = {
     *("mode", "savedir", "xpid", "config", "video", "checkpoint", "repeat", "until"),
     *("pipes_basename", "listen", "bind", "join", "server_addresses", "ray_address"),
-}
-# Of a run that learns and gives nothing else: of ranks after the first, of a trial.
-LEARNING_ONLY = {
-    "disable_checkpoint": True,
-    "eval_interval": 0,
-    "tensorboard": False,
-    "wandb": None,
-    "metrics_port": 0,
-    "mirror": None,
-    "write_profiler_trace": False,
 }
 # Only the command line says whether a file is trusted.
 NEVER_IN_A_FILE = ("config", "trust_checkpoint_env")
@@ -199,6 +189,7 @@ def merge(
     check_ranges(declared, values)
     flags = Flags(**values)
     flags.typed, flags.on_command_line = frozenset(given), frozenset(here)
+    flags.needs = {k: x.needs for k, x in declared.items() if x.needs}
     return flags
 
 
@@ -256,6 +247,9 @@ def check_effects(flags: Flags) -> None:
             if off and name in here and (value := getattr(flags, name)):
                 raise FlagError(f"--{name} {value} has no effect {cause}")
 
+    for name, needs in flags.needs.items():
+        if name in here and needs not in here:
+            refuse(not getattr(flags, needs), f"without --{needs}", name)
     replay, evaluations, core = (
         getattr(flags, name) or name in here
         for name in ("replay_ratio", "eval_interval", "use_lstm")
@@ -268,7 +262,7 @@ def check_effects(flags: Flags) -> None:
     why = "without a recurrent core: add --use_lstm"
     refuse(not core, why, "core", "core_size", "core_layers", "forget_bias")
     why = "without checkpoints"
-    refuse(flags.disable_checkpoint, why, "mirror", "save_replay", "checkpoint_history")
+    refuse(flags.disable_checkpoint, why, "save_replay")
     repeats = getattr(flags, "repeat", None)
     refuse(not repeats, "without --repeat XPID", "until", "interactive")
     is_ray = getattr(flags, "launcher", None) == "ray"
@@ -278,7 +272,6 @@ def check_effects(flags: Flags) -> None:
     is_adam = flags.optimizer == "adam"
     refuse(is_adam, "with Adam", "alpha", "momentum", "epsilon_outside_root")
     refuse(bool(flags.encoder), "with --encoder", "model")
-    refuse(not flags.metrics_port, "without --metrics_port", "metrics_host")
     why = "in training, which resumes from model.tar: add --mode test, or "
     refuse(trains, f"{why}start another run with --init_from", "checkpoint")
     refuse(trains, "in training, see --eval_episodes", "num_test_episodes")
@@ -443,14 +436,13 @@ class Start(NamedTuple):
 
         After kill -9 the final evaluation or the end of meta.json may be missing.
         """
-        from torchbeast.extras import mirror
-
         flags, path = self.flags, self.folder.path
         step = self.saved["stats"]["step"] if self.saved else 0
         if step < flags.total_steps or not read_meta(path).get("successful"):
             return False
-        if flags.mirror:
-            mirror.Mirror(flags.mirror, path).close(0, mirror.COMPLETE_SECONDS)
+        for what in filter(None, parts.call("left", flags, path, step)):
+            log.info("What is left is %s.", what)
+            return False
         log.info(
             "The run %s is at step %d of --total_steps %d already. To continue it, "
             "raise --total_steps.",
@@ -514,7 +506,7 @@ def begin_all(
         if start is None:
             print_warnings_only()
             savedir = stack.enter_context(tempfile.TemporaryDirectory())
-            flags = found.flags.replace(savedir=savedir, **LEARNING_ONLY)
+            flags = found.flags.replace(savedir=savedir, disable_checkpoint=True)
             folder = RunFolder(savedir, flags.xpid)
             stack.callback(folder.close)
             start = found._replace(flags=flags, folder=folder)
@@ -533,7 +525,6 @@ def begin(typed: Typed, resolve_layout: Callable[[Flags], Flags]) -> Iterator[St
       FlagError: a flag has a value that is not allowed, or not with this checkpoint;
         or the run was started before and can't be resumed.
     """
-    from torchbeast.extras import mirror
     from torchbeast.runs import checkpoint
 
     flags = merge(typed)
@@ -553,7 +544,7 @@ def begin(typed: Typed, resolve_layout: Callable[[Flags], Flags]) -> Iterator[St
         if not flags.disable_checkpoint:
             saved, flags = load() if path.exists() else (None, flags)
             step = saved["stats"]["step"] if saved else None
-            if flags.mirror and mirror.fetch(flags.mirror, folder.path, step):
+            if any(parts.call("fetch", flags, folder.path, step)):
                 notes.clear()
                 saved, flags = load()
         if saved:

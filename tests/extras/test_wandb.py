@@ -1,4 +1,4 @@
-"""--wandb: real runs without a network. TensorBoard's test is in test_monobeast.py."""
+"""--wandb: real runs without a network."""
 
 import json
 import os

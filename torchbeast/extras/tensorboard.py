@@ -1,0 +1,45 @@
+"""--tensorboard: event files in the folder of the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchbeast.base.errors import needing
+from torchbeast.base.flag import FREE, Group, flag
+
+
+class Flags(Group):
+    tensorboard: bool = flag(False, "also write TensorBoard event files", FREE)
+
+
+def attach(run: Any) -> TensorBoard | None:
+    return TensorBoard(run) if run.flags.tensorboard else None
+
+
+class TensorBoard:
+    def __init__(self, run: Any) -> None:
+        with needing("--tensorboard", "tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+        self.folder = run.folder
+        with self.writing():
+            # TensorBoard hides older points of these steps, which are logged again.
+            first = run.learner.step + 1
+            self.writer = SummaryWriter(str(run.folder), purge_step=first)
+
+    def writing(self) -> Any:
+        """A block that raises RunFileError if the disk is full."""
+        from torchbeast.runs.files import writing
+
+        return writing(self.folder)
+
+    def row(self, row: dict[str, Any]) -> None:
+        with self.writing():
+            for name, value in row.items():
+                if value is not None and name != "step":
+                    # An evaluation is of earlier weights than its row.
+                    step = row["eval_step" if name.startswith("eval_") else "step"]
+                    self.writer.add_scalar(name, value, step)
+
+    def close(self, status: int) -> None:
+        with self.writing():
+            self.writer.close()
